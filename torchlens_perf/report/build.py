@@ -423,9 +423,9 @@ def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> Qual
 
 
 def _overhead_share(processes: dict[int, ProcessState]) -> float | None:
-    """What a step costs us, by what a step takes: time in our own hooks, as they measured it, and MARK_NS a record.
+    """Return this tool's share of the step time: the measured time of its hooks, plus MARK_NS for each record.
 
-    Taken by the steps after the warm-up, if there are any: one that compiles for a minute would hide what we cost.
+    Warm-up steps are left out if there are others: a step that compiles for a minute would hide the cost.
     """
     statistics = [process.statistics for process in processes.values()]
     steps, warm_up = merged(each.step for each in statistics), merged(each.warm_up for each in statistics)

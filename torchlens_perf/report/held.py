@@ -155,7 +155,7 @@ class RunSoFar:
     # -- what held for a part of the run
 
     def _stretches(self, whole: Sequence[_Found]) -> list[_Found]:
-        """Parts of the run whose steps something else limits than the rest, where it is known what limits the whole.
+        """Return the parts of the run in which something else limits the steps than in the run as a whole.
 
         What the sentence on the whole run names is not named again, unless it no longer holds.
         """

@@ -203,7 +203,7 @@ def test_parts_add_up(steps: list[tuple[list[tuple[Kind, int, int]], list[tuple[
 
 @pytest.mark.parametrize("rounding", [-1, 0, 1])
 def test_marks_that_two_spans_share(rounding: int) -> None:
-    """A stall ends with the backward pass: the same mark, but for a rounding of a nanosecond."""
+    """A stall that ends with the backward pass shares its mark, except for a rounding error of 1 ns."""
     made = records(
         (Kind.STEP, 0, 0, 40), device(0, Kind.WAIT, 20, 10), device(0, Kind.BACKWARD, 10, 20),
         device(0, Kind.STEP, 0, 40),

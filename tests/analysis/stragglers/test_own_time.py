@@ -22,75 +22,52 @@ def parts(**ms: float) -> np.ndarray:
     return np.array([[[ms.get(part, 0.0) * MS for part in OWN_PARTS]]])
 
 
-def stacked(*ranks: np.ndarray) -> np.ndarray:
-    return np.concatenate(ranks)
+def forward_ms(device_ms: list[float], issue_ms: list[float], lag_ms: list[float]) -> np.ndarray:
+    """Return the own time of two ranks in a forward pass, for which rank 0 waits in a collective."""
+    lines = [np.concatenate([parts(forward=ms) for ms in of_ranks]) for of_ranks in (device_ms, issue_ms, lag_ms)]
+    own_ns, _ = own_time(lines[0], lines[1], lines[2], critical_rank(np.array([[2.0 * MS], [0.0]])))
+    own_ms: np.ndarray = own_ns.sum(axis=2)[:, 0] / MS
+    return own_ms
 
 
 def test_launch_bound_ranks_are_alike() -> None:
     """Rank 1 is last by chance. Its device stands idle until its host has issued; that of rank 0 does so in a stall."""
-    device_ns = stacked(parts(forward=0.5), parts(forward=8.0))
-    issue_ns = stacked(parts(forward=8.0), parts(forward=8.0))
-    lag_ns = stacked(parts(forward=7.5), parts(forward=0.0))
-    wait_ns = np.array([[7.5 * MS], [0.0]])
-
-    own_ns = own_time(device_ns, issue_ns, lag_ns, critical_rank(wait_ns))
-
-    np.testing.assert_allclose(own_ns.sum(axis=2)[:, 0] / MS, [8.0, 8.0])
+    np.testing.assert_allclose(forward_ms([0.5, 8.0], issue_ms=[8.0, 8.0], lag_ms=[7.5, 0.0]), [8.0, 8.0])
 
 
 def test_slow_host_costs_what_it_is_slower_by() -> None:
-    device_ns = stacked(parts(forward=0.5), parts(forward=8.4))
-    issue_ns = stacked(parts(forward=8.0), parts(forward=8.4))
-    lag_ns = stacked(parts(forward=7.9), parts(forward=0.0))
-    wait_ns = np.array([[7.9 * MS], [0.0]])
-
-    own_ns = own_time(device_ns, issue_ns, lag_ns, critical_rank(wait_ns))
-
-    np.testing.assert_allclose(np.diff(own_ns.sum(axis=2)[:, 0]) / MS, [0.4])
+    np.testing.assert_allclose(np.diff(forward_ms([0.5, 8.4], issue_ms=[8.0, 8.4], lag_ms=[7.9, 0.0])), [0.4])
 
 
 def test_host_that_the_device_hides_is_not_counted() -> None:
     """The device of the slow rank lags by more than the host needs: both are compared by what their devices do."""
-    device_ns = stacked(parts(forward=10.0), parts(forward=12.0))
-    issue_ns = stacked(parts(forward=9.0), parts(forward=3.0))
-    lag_ns = stacked(parts(forward=30.0), parts(forward=20.0))
-    wait_ns = np.array([[2.0 * MS], [0.0]])
+    np.testing.assert_allclose(forward_ms([10.0, 12.0], issue_ms=[9.0, 3.0], lag_ms=[30.0, 20.0]), [10.0, 12.0])
 
-    own_ns = own_time(device_ns, issue_ns, lag_ns, critical_rank(wait_ns))
 
-    np.testing.assert_allclose(own_ns.sum(axis=2)[:, 0] / MS, [10.0, 12.0])
+def test_kernels_after_host_code_come_on_top_of_it() -> None:
+    """Both hosts need 15 ms and both devices 8, half of it after the host's code. The lag of rank 0 hides that."""
+    device_ms = [8.0, 19.0]
+
+    np.testing.assert_allclose(forward_ms(device_ms, issue_ms=[15.0, 15.0], lag_ms=[11.0, 0.0]), [19.0, 19.0])
+    np.testing.assert_allclose(forward_ms(device_ms, issue_ms=[13.0, 15.0], lag_ms=[11.0, 0.0]), [17.0, 19.0])
+    np.testing.assert_allclose(forward_ms(device_ms, issue_ms=[15.0, 15.0], lag_ms=[0.0, 0.0]), [15.0, 19.0])
 
 
 def test_lag_hides_a_part_of_the_hosts_time() -> None:
-    own_ns = own_time(parts(forward=2.0), parts(forward=9.0), parts(forward=3.0), ALONE)
+    own_ns, _ = own_time(parts(forward=2.0), parts(forward=9.0), parts(forward=3.0), ALONE)
 
     np.testing.assert_allclose(own_ns / MS, parts(forward=6.0) / MS)
 
 
 def test_recomputation_is_issued_in_the_backward_pass() -> None:
     """The host's time for both is in backward: it is held against what the device does in both."""
-    own_ns = own_time(parts(backward=4.0, recompute=3.0), parts(backward=6.0), parts(), ALONE)
+    own_ns, _ = own_time(parts(backward=4.0, recompute=3.0), parts(backward=6.0), parts(), ALONE)
 
     np.testing.assert_allclose(own_ns / MS, parts(backward=4.0, recompute=3.0) / MS)
 
 
 def test_rank_whose_wait_is_not_known_is_not_the_critical_one() -> None:
     assert critical_rank(np.array([[np.nan, 0.0], [5.0, 1.0]])).tolist() == [1, 0]
-
-
-def test_kernels_after_host_code_come_on_top_of_it() -> None:
-    """Both hosts need 15 ms and both devices 8, half of it after the host's code. The lag of rank 0 hides that."""
-    device_ns = stacked(parts(forward=8.0), parts(forward=19.0))
-    issue_ns = stacked(parts(forward=15.0), parts(forward=15.0))
-    lag_ns = stacked(parts(forward=11.0), parts(forward=0.0))
-
-    own_ns = own_time(device_ns, issue_ns, lag_ns, np.array([1]))
-    slower_ns = own_time(device_ns, stacked(parts(forward=13.0), parts(forward=15.0)), lag_ns, np.array([1]))
-    without_lag_ns = own_time(device_ns, issue_ns, 0 * lag_ns, np.array([1]))
-
-    np.testing.assert_allclose(own_ns.sum(axis=2)[:, 0] / MS, [19.0, 19.0])
-    np.testing.assert_allclose(slower_ns.sum(axis=2)[:, 0] / MS, [17.0, 19.0])
-    np.testing.assert_allclose(without_lag_ns.sum(axis=2)[:, 0] / MS, [15.0, 19.0])
 
 
 def launch_bound(job: Job) -> BinBatch:

@@ -247,7 +247,7 @@ class TestModulesOnDevices:
         assert self.named({"Net": 0.018}) == ()
 
     def test_a_slow_device(self) -> None:
-        """All modules are slower alike."""
+        """No module is named where all of them are slower by the same time."""
         assert self.named(dict.fromkeys("abcde", 0.004)) == ()
 
     def test_backward_passes_have_no_device_times_of_modules(self) -> None:

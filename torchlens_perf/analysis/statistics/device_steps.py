@@ -38,7 +38,6 @@ _SPANS = (_STEP, *_PART_OF_SPAN)
 _DATA, _HOST = PARTS.index("data"), PARTS.index("host")
 _IN_GAP = np.isin(np.arange(len(PARTS)), (_DATA, _HOST))
 _PHASES = (int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.OPTIMIZER))
-_OF_PHASES = tuple(_PART_OF_SPAN[kind] for kind in _PHASES)
 _FEW_STEPS, _WARM_UP_STEPS, _KEPT_TIMES = 8, 3, 32
 _QUEUED_NS = 500_000  # a device that lags less behind has room in its queue
 _CLEARLY_LESS, _LITTLE = 0.8, 0.2
@@ -104,10 +103,10 @@ class DeviceSteps:
         return table
 
 
-def device_table(host: StepTable, device: _Spans, on_host: _Spans, host_times: HostTimes | None = None) -> StepTable:
+def device_table(host: StepTable, device: _Spans, on_host: _Spans, host_times: HostTimes) -> StepTable:
     """The steps of `host` by the device's clock, which has reported all their spans. on_host: its waits and phases.
 
-    host_times: what is known of the steps before; None: nothing.
+    host_times: what is known of the steps before.
     """
     order = np.argsort(host.step, kind="stable")
     numbers = host.step[order]
@@ -133,8 +132,7 @@ def device_table(host: StepTable, device: _Spans, on_host: _Spans, host_times: H
     gap_ns = np.maximum(gap_ns, 0)
 
     phases = _Phases.matched((spans, rows), row_of(on_host), len(host))
-    waits, waits_rows = row_of(on_host.where(np.isin(on_host.kind, list(_PART_OF_GAP))))
-    rows = waits_rows
+    waits, rows = row_of(on_host.where(np.isin(on_host.kind, list(_PART_OF_GAP))))
     ends = waits.start_ns + waits.duration_ns
     in_gap_ns = np.minimum(ends, (start_ns + duration_ns)[rows]) - np.maximum(waits.start_ns, start_ns[rows])
     in_gap_ns = np.maximum(in_gap_ns, 0)
@@ -151,9 +149,8 @@ def device_table(host: StepTable, device: _Spans, on_host: _Spans, host_times: H
     parts_ns[:, _HOST] = gap_ns
     # Lack of a CPU holds up the device where that has nothing to do: in the gap, and in a phase in which the host was
     # not as far ahead.
-    ahead_ns = np.where(_IN_GAP, 0, phases.lag_ns)
-    ready_ns = np.where(host.ready_ns >= 0, np.maximum(host.ready_ns - ahead_ns, 0), -1)
-    issue_ns, lag_ns = _host_line(host, phases, start_ns, (waits, waits_rows), host_times or HostTimes())
+    ready_ns = np.where(host.ready_ns >= 0, np.maximum(host.ready_ns - phases.lag_ns, 0), -1)
+    issue_ns, lag_ns = _host_line(host, phases, start_ns, (waits, rows), host_times)
     return dataclasses.replace(
         host, start_ns=start_ns, duration_ns=duration_ns, parts_ns=parts_ns, ready_ns=ready_ns, issue_ns=issue_ns,
         issue_ready_ns=host.ready_ns, lag_ns=lag_ns,
@@ -272,6 +269,7 @@ def _host_line(
         marks[:, at_phase + end] = phases.host_ns[:, end], phases.device_ns[:, end]
     part = np.full(first[-1], _HOST)
     part[at_phase] = _parts(phases.kind, _PART_OF_SPAN)
+    places = row_of * len(PARTS) + part
     late_ns = np.maximum(marks[1] - marks[0], 0)
     taken_ns = np.append(np.diff(marks[0]), 0)
 
@@ -284,7 +282,7 @@ def _host_line(
     # Lack of a CPU is known by part: it is taken from the part's first segment.
     ready_ns = np.maximum(host.ready_ns, 0)
     issue_ns[:, _DATA] = np.maximum(issue_ns[:, _DATA] - ready_ns[:, _DATA], 0)
-    _, firsts = np.unique(row_of * len(PARTS) + part, return_index=True)
+    _, firsts = np.unique(places, return_index=True)
     taken_ns[firsts] -= ready_ns[row_of[firsts], part[firsts]]
     taken_ns = np.maximum(taken_ns, 0)
     loader_late_ns = np.maximum(marks[1, within] - spans.start_ns, 0)
@@ -305,16 +303,10 @@ def _host_line(
     np.add.at(issue_ns, (row_of, part), np.maximum(own_ns, 0).astype(np.int64))
     # A part may be in several segments. Each one's lag hides no more than that segment. What is left of the longest
     # one's would hide more.
-    places = row_of * len(PARTS) + part
     longest = np.lexsort((own_ns, places))
     longest = longest[np.append(np.diff(places[longest]) > 0, True)]
-    known = np.isin(part[longest], (_HOST, *_OF_PHASES))
-    longest = longest[known]
     lag_ns[row_of[longest], part[longest]] = np.maximum(late_ns - own_ns, 0)[longest]
-    in_segments = np.isin(places, places[longest])
-    np.add.at(
-        lag_ns, (row_of[in_segments], part[in_segments]), np.minimum(late_ns, own_ns)[in_segments].astype(np.int64)
-    )
+    np.add.at(lag_ns, (row_of, part), np.minimum(late_ns, own_ns).astype(np.int64))
     return issue_ns, lag_ns
 
 

@@ -69,8 +69,7 @@ class ComparedBins:
         self.ranks = window.ranks[present]
         self.threshold = threshold(len(self.ranks))
         self._excess = window.excess_ns[np.ix_(present, self._at)]
-        self._hosts_share = window.hosts_share(np.ix_(present, self._at))
-        self._lack_ns = float(np.nan_to_num(window.no_cpu_ns[np.ix_(present, self._at)]).mean(axis=1).max())
+        self._hosts_share = float(window.by_host_share(np.ix_(present, self._at)).max())
         self._scales: dict[str, float] = {}
         self._series = {"": self._excess}
         workload = window.workload[np.ix_(present, self._at)]
@@ -206,7 +205,10 @@ class ComparedBins:
     @property
     def _min_of_hosts_ns(self) -> float:
         """The lack of a CPU, of the rank that lacks most: it is known of the training thread, and not of autograd's."""
-        return self._hosts_share * self._lack_ns
+        if not self._hosts_share:
+            return 0.0
+        lack_ns = np.nan_to_num(self._window.no_cpu_ns[np.ix_(self._present, self._at)]).mean(axis=1)
+        return self._hosts_share * float(lack_ns.max())
 
     def _is_last_for_lack_of_cpu(self, index: int, start: int, lack_ns: npt.NDArray[np.floating[Any]]) -> bool:
         """Whether it lacks a CPU in most steps, and is the one that the others wait for."""

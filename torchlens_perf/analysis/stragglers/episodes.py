@@ -19,6 +19,7 @@ _COMPUTE = ("forward", "backward")
 # Where both grew alike: how many times as large as the other ratio one may be. The host of the rank that is last is a
 # little slower in all phases.
 _ALIKE, _ALIKE_ON_HOSTS = 2.25, 1.5
+_MOST = 0.5  # of its own time, that lies in what its device waits for its host in
 _VALUES_AT_ONCE = 1 << 16
 _SAMPLE = 256  # of many ranks, from which the others' usual times are taken
 
@@ -103,13 +104,11 @@ def described(
     phase, phase_excess_ns, by_host = episode.phase, excess_ns, False
     if phase != "cpu":
         above = (parts - usual_parts)[slow].mean(axis=0) if slow.any() else np.zeros(len(OWN_PARTS))
-        by_host_ns = window.by_host_ns(np.ix_(np.append(others, index), at))[-1].mean(axis=0)
-        usual_ns = usual_parts.mean(axis=0)
-        phase, part_ns = phase_of(
-            above, usual_ns, _ALIKE_ON_HOSTS if _is_most(by_host_ns, parts, "compute") else _ALIKE
-        )
+        at_rank = np.ix_(np.array([index]), at)
+        alike = _ALIKE_ON_HOSTS if window.by_host_share(at_rank, _COMPUTE)[0] > _MOST else _ALIKE
+        phase, part_ns = phase_of(above, usual_parts.mean(axis=0), alike)
         phase_excess_ns = part_ns * slow_share
-        by_host = _is_most(by_host_ns, parts, phase)
+        by_host = bool(window.by_host_share(at_rank, _COMPUTE if phase == "compute" else (phase,))[0] > _MOST)
     return dataclasses.replace(
         episode,
         phase=phase,
@@ -128,12 +127,6 @@ def described(
         more_workload=more_workload,
         by_host=by_host,
     )
-
-
-def _is_most(by_host_ns: npt.NDArray[np.floating[Any]], parts_ns: npt.NDArray[np.float64], phase: str) -> bool:
-    """Whether the device waits for its host in most of a phase. [parts] and [rows, parts]."""
-    in_phase = [OWN_PARTS.index(part) for part in (_COMPUTE if phase == "compute" else (phase,))]
-    return bool(2 * by_host_ns[in_phase].sum() > parts_ns.mean(axis=0)[in_phase].sum())
 
 
 def would_gain_ns(

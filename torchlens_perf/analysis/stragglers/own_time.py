@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.floating[Any]]
 
+_MOST = 0.5  # of a part's own time, that its host needs where the device waits for it
 _BACKWARD, _RECOMPUTE = OWN_PARTS.index("backward"), OWN_PARTS.index("recompute")
 
 
@@ -41,29 +42,27 @@ def critical_rank(wait_ns: Floats) -> npt.NDArray[np.int64]:
     return critical
 
 
-def own_time(device_ns: Floats, issue_ns: Floats, lag_ns: Floats, critical: npt.NDArray[np.int64]) -> Floats:
-    """Return each rank's own time by part: [ranks, rows, parts], as are the first three arguments.
+def own_time(
+    device_ns: Floats, issue_ns: Floats, lag_ns: Floats, critical: npt.NDArray[np.int64]
+) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Return each rank's own time by part, and whether the device waits for its host there.
+
+    Both are [ranks, rows, parts], as are the first three arguments.
 
     device_ns: without stalls. critical: of each row, the rank that the others wait for.
     """
     rows = np.arange(len(critical))
-    busy_ns, host_ns = _with_recompute(device_ns), host_time(issue_ns, lag_ns, critical)
+    critical_lag_ns = lag_ns[critical, rows]
+    busy_ns, host_ns = _with_recompute(device_ns), np.maximum(_with_recompute(issue_ns) - critical_lag_ns, 0)
     least_ns = np.maximum(busy_ns, host_ns)
-    most_ns = np.maximum(busy_ns + np.clip(lag_ns - lag_ns[critical, rows], 0, host_ns), least_ns)
+    most_ns = np.maximum(busy_ns + np.clip(lag_ns - critical_lag_ns, 0, host_ns), least_ns)
     as_critical_ns = least_ns[critical, rows] - host_ns[critical, rows] + host_ns
     own_ns: Floats = device_ns + np.clip(as_critical_ns, least_ns, most_ns) - busy_ns
-    return own_ns
-
-
-def host_time(issue_ns: Floats, lag_ns: Floats, critical: npt.NDArray[np.int64]) -> Floats:
-    """Return the hosts' time that the critical rank's lag does not hide, by part.
-
-    The host issues recomputation in its backward pass.
-    """
-    return np.maximum(_with_recompute(issue_ns) - lag_ns[critical, np.arange(len(critical))], 0)
+    return own_ns, host_ns >= _MOST * own_ns
 
 
 def _with_recompute(parts_ns: Floats) -> Floats:
+    """Return the parts with recomputation in the backward pass, in which the host issues it."""
     joined = parts_ns.copy()
     joined[..., _BACKWARD] += joined[..., _RECOMPUTE]
     joined[..., _RECOMPUTE] = 0

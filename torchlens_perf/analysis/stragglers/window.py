@@ -7,14 +7,14 @@ of it again and again, each rank's excess, is computed once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK, StepBins
 from torchlens_perf.analysis.stragglers.excess import excess_over_others
-from torchlens_perf.analysis.stragglers.own_time import critical_rank, host_time, own_time
+from torchlens_perf.analysis.stragglers.own_time import critical_rank, own_time
 from torchlens_perf.run.records import OWN_PARTS
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 ENDED_ROWS = 4  # a rank that has ended, and is so far behind the others, has ended with them
 LATE_ROWS = 64  # a rank that is so far behind the others is missing, and is not waited for
 _MANY_RANKS = 4096
-_MOST = 0.5  # of a part's own time, that its host needs where the device waits for it
 _OF_HOST = ("issue_ns", "issue_ready_ns", "lag_ns")
 _VALUES = ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns", *_OF_HOST)
 
@@ -181,8 +180,10 @@ class SlidingWindow:
     def _keep_host_times(self) -> None:
         """Begin to keep what only ranks that are judged by their devices have."""
         if not self._has_host_times:
-            self.issue_ns, self.lag_ns, self.own_ns = (np.zeros_like(self.parts_ns) for _ in range(3))
-            self.issue_ready_ns, self.no_cpu_ns = (np.full_like(self.ready_ns, np.nan) for _ in range(2))
+            self.issue_ns, self.lag_ns = np.zeros_like(self.parts_ns), np.zeros_like(self.parts_ns)
+            self.issue_ready_ns = np.full_like(self.ready_ns, np.nan)
+            self.own_ns, self.no_cpu_ns = self.parts_ns.copy(), self.ready_ns.copy()
+            self.by_host = np.zeros(self.parts_ns.shape, bool)
 
     def with_ranks(self, ranks: npt.NDArray[np.int64]) -> SlidingWindow:
         grown = SlidingWindow(ranks, self.width)
@@ -239,26 +240,28 @@ class SlidingWindow:
         if len(present) > 1:
             self.excess_ns[block] = excess_over_others(self.own_ns[block].sum(axis=2, dtype=np.float64))
 
-    def by_host_ns(self, block: tuple[npt.NDArray[np.int64], ...]) -> npt.NDArray[np.floating[Any]]:
-        """[ranks, rows, parts]: own time in the parts in which the device waits for its host, 0 in the others. block:
-        all ranks that are compared, and columns."""
-        if not self._has_host_times:
-            return np.zeros((len(block[0]), block[1].shape[1], len(OWN_PARTS)))
-        own_ns = self.own_ns[block]
-        host_ns = host_time(self.issue_ns[block], self.lag_ns[block], critical_rank(self.wait_ns[block]))
-        return np.where(host_ns >= _MOST * own_ns, own_ns, 0)
+    def by_host_share(
+        self, block: tuple[npt.NDArray[np.int64], ...], parts: Sequence[str] = OWN_PARTS
+    ) -> npt.NDArray[np.float64]:
+        """Return how much of each rank's own time lies in parts in which the device waits for its host: [ranks].
 
-    def hosts_share(self, block: tuple[npt.NDArray[np.int64], ...]) -> float:
-        """How much of the ranks' own time that is, at most: 1 where devices have next to nothing to do."""
-        own_ns = self.own_ns[block].sum(axis=(1, 2), dtype=np.float64)
-        by_host_ns = self.by_host_ns(block).sum(axis=(1, 2), dtype=np.float64)
-        return float((by_host_ns / np.maximum(own_ns, 1.0)).max())
+        block: ranks and columns. parts: those that count.
+        """
+        if not self._has_host_times:
+            return np.zeros(len(block[0]))
+        places = [OWN_PARTS.index(part) for part in parts]
+        own_ns = self.own_ns[block][..., places]
+        by_host_ns = np.where(self.by_host[block][..., places], own_ns, 0).sum(axis=(1, 2), dtype=np.float64)
+        share: npt.NDArray[np.float64] = by_host_ns / np.maximum(own_ns.sum(axis=(1, 2), dtype=np.float64), 1.0)
+        return share
 
     def _own_time(self, block: tuple[npt.NDArray[np.int64], ...]) -> None:
         """Compare by the hosts' times too, in the columns in which all ranks have them: not those of other nodes."""
         issue_ns, parts_ns, ready_ns = self.issue_ns[block], self.parts_ns[block], self.ready_ns[block]
         known: npt.NDArray[np.bool_] = np.asarray((issue_ns > 0).any(axis=2).all(axis=0))
         lag_ns, critical = self.lag_ns[block], critical_rank(self.wait_ns[block])
-        self.own_ns[block] = np.where(known[:, None], own_time(parts_ns, issue_ns, lag_ns, critical), parts_ns)
+        own_ns, by_host = own_time(parts_ns, issue_ns, lag_ns, critical)
+        self.own_ns[block] = np.where(known[:, None], own_ns, parts_ns)
+        self.by_host[block] = by_host & known[:, None]
         held_up_ns = np.maximum(self.issue_ready_ns[block] - lag_ns[critical, np.arange(len(critical))].sum(axis=1), 0)
         self.no_cpu_ns[block] = np.where(known, np.fmax(ready_ns, held_up_ns), ready_ns)

@@ -48,14 +48,13 @@ _BY_DEVICES = ", by the devices' clocks"
 # Modules' times are those of typical steps of the run, with lack of a CPU. The excess is that of the time when the rank
 # was slow, without lack of a CPU: where they differ, only the modules' names are said.
 _ALL_OF_IT = 1.1
+_ModuleTimes = Literal["by_rank", "backward_by_rank", "device_own_by_rank"]
 # By the phase that a rank is slow in, which of a module's times are compared: where hosts are, and where devices are. A
 # device does not time the modules of a backward pass.
-_BY_RANK: dict[str, tuple[Literal["by_rank", "backward_by_rank", "device_own_by_rank"], ...]] = {
+_BY_RANK: dict[str, tuple[_ModuleTimes, ...]] = {
     "forward": ("by_rank",), "backward": ("backward_by_rank",), "compute": ("by_rank", "backward_by_rank"),
 }  # fmt: skip
-_ON_DEVICE: dict[str, tuple[Literal["by_rank", "backward_by_rank", "device_own_by_rank"], ...]] = {
-    "forward": ("device_own_by_rank",),
-}  # fmt: skip
+_ON_DEVICE: dict[str, tuple[_ModuleTimes, ...]] = {"forward": ("device_own_by_rank",)}
 
 
 class SlowRankContext(NamedTuple):

@@ -100,7 +100,7 @@ class Summary:
 
 
 def pack(summary: Summary) -> bytes:
-    """The summary as it travels. Longer texts are cut, more groups and rows than fit are left out."""
+    """Return the summary as bytes. Long texts are cut; groups and rows that do not fit are left out."""
     value = np.zeros((), LAYOUT)
     progress, place = summary.progress, summary.place
     value["version"], value["rank"], value["ended"] = VERSION, progress.rank, summary.ended
