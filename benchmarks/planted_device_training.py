@@ -1,4 +1,4 @@
-"""What each rank of the campaign on devices runs: a small model on a device, with a fault.
+"""Train a small model on a device with a planted fault: the program of each rank of the campaign on devices.
 
 A loop as a user writes it: a DataLoader, forward, loss, backward, SGD, under `perf.watch` with its live sidecar. Its
 parallelism is DistributedDataParallel, fully_shard, or a tensor-parallel plan. One group of processes does a list of
@@ -70,10 +70,14 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return x, x.roll(1, 0)
 
 
+def _no_time(x: Tensor) -> Tensor:
+    return x
+
+
 class Block(nn.Module):
-    def __init__(self, device: PlantedDevice) -> None:
+    def __init__(self, work: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._work = device.work
+        self._work = work
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
@@ -87,7 +91,9 @@ class Model(nn.Module):
 
     def __init__(self, planted: Planted, device: PlantedDevice, pace: Pace | None, two_streams: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(device) for _ in range(LOOP_BLOCKS if pace else BLOCKS))
+        # In a loop, its pace says what the device takes, and modules take nothing that matters.
+        self._work = device.work if pace is None else _no_time
+        self.blocks = nn.ModuleList(Block(self._work) for _ in range(LOOP_BLOCKS if pace else BLOCKS))
         self.side, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self._planted, self._device, self._pace = planted, device, pace
         self._stream = torch.Stream(device.name) if two_streams else None
@@ -108,7 +114,7 @@ class Model(nn.Module):
             torch.accelerator.current_stream().wait_stream(self._stream)
         else:
             side = self.side(x)
-        return self._device.work(self.head(x)) + side
+        return self._work(self.head(x)) + side
 
     def _pause(self, x: Tensor) -> Tensor:
         for way, take, by_phase in (

@@ -1,4 +1,4 @@
-"""What goes wrong in a run on asynchronous devices, drawn from its seed: the truth that verdicts are held against.
+"""Draw the fault of a run on an asynchronous device from its seed. Verdicts are compared with it.
 
 A kind is a way to train and a fault: "ddp-backward". What is slow is the device (a kernel that takes longer, or all of
 them), or the host in a way that the device has to wait for.
@@ -56,7 +56,7 @@ KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """What a step of a loop takes, by phase and in ms. Its kernels are of 10 us, and copies do not block."""
+    """Time of a step of a loop by phase, in ms. Kernels take 10 us, and copies do not block."""
 
     host_ms: dict[str, float]
     device_ms: dict[str, float]
@@ -65,7 +65,7 @@ class Pace:
 
     @property
     def step_ms(self) -> float:
-        """What a step takes: where the host does not wait, the longer of both."""
+        """Planned time of a step: the sum of host and device if the host waits each step, else the longer of both."""
         host_ms, device_ms = LOOP_ISSUE_MS + sum(self.host_ms.values()), sum(self.device_ms.values())
         return host_ms + device_ms if self.item else max(host_ms, device_ms)
 

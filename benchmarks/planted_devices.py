@@ -45,7 +45,7 @@ JUDGES = {
 
 
 def live(folder: Path) -> StragglerSummary | None:
-    """What the live sidecar has said at the end: the costliest of those that are slow."""
+    """Return the costliest slow rank in the live sidecar's last findings."""
     states = node_state.load_all(run_directory(folder))
     findings = max((state.findings for state in states), key=lambda each: each.compared)
     return StragglerSummary(findings.episodes[0].rank, findings.episodes[0].phase) if findings.episodes else None

@@ -22,7 +22,7 @@ OPERATORS = 5  # of the asynchronous device in a module's forward pass and what 
 
 
 class PlantedDevice(Protocol):
-    """Where a planted run trains."""
+    """A device on which a planted run trains."""
 
     name: str
     """As torch has it."""

@@ -177,7 +177,7 @@ def longer() -> float:
 
 
 def never() -> Callable[[], None]:
-    """A kernel on the current stream that does not end before what is returned is called."""
+    """Start a kernel on the current stream that runs until the returned function is called."""
     number = load().never()
     return lambda: load().release(number)
 

@@ -234,7 +234,7 @@ def test_tensor_parallel_in_one_graph(tmp_path: Path) -> None:
 
 @host_is_ahead
 def test_functional_collectives_in_one_graph(tmp_path: Path) -> None:
-    """Each waits once in the graph: torch.ops._c10d_functional.wait_tensor."""
+    """Each collective is waited for once in the graph, by torch.ops._c10d_functional.wait_tensor."""
     ranks = run_ranks(exchanging_ranks, tmp_path)
     for key in ranks[0]:
         for stalls in check_compiled([rank[key] for rank in ranks], graphs=1):
