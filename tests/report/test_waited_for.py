@@ -73,3 +73,40 @@ def test_steps_that_did_something_known_keep_their_name() -> None:
             loop[step]["flags"] = int(Flag.CHECKPOINT)
 
     assert all("saving" in text for text in long(report_on(loops)))
+
+
+@pytest.mark.parametrize("wait", ["communication", "backward"])
+def test_many_regular_stalls_are_one_sentence(wait: str) -> None:
+    """Each rank knows the numbers of the newest only."""
+    report = report_on(stalls("host", tuple(range(8, 128, 10)), wait=wait))
+    (text,) = long(report)
+
+    assert text.startswith("One step in 10: all other ranks waited 372 ms each time for rank 4 (4.46 s in all, ")
+    assert [each["waited_for"] for each in report["steps"]["long"]] == [4]
+    assert report["steps"]["long"][0]["count"] == 12
+
+
+def test_work_that_one_rank_does_while_all_others_wait() -> None:
+    """As a rank that saves: which one does it is said beside what it does."""
+    loops = stalls("host", tuple(range(8, 128, 10)), rank=3)
+    for step in range(8, 128, 10):
+        loops[3][step]["flags"] = int(Flag.CHECKPOINT)
+    report = report_on(loops)
+    (text,) = long(report)
+
+    assert text.startswith(
+        "One step in 10 takes 372 ms longer on average (saving; only rank 3 does this, and all other ranks wait): "
+        "4.46 s in all, "
+    )
+    assert [each["waited_for"] for each in report["steps"]["long"]] == [3]
+
+
+@pytest.mark.parametrize("saving", [(3, 5), tuple(range(RANKS))])
+def test_work_of_several_ranks_is_no_ranks_own(saving: tuple[int, ...]) -> None:
+    loops = stalls("host", tuple(range(8, 128, 10)), rank=3)
+    for rank in saving:
+        for step in range(8, 128, 10):
+            loops[rank][step] = {**loops[3][step], "flags": int(Flag.CHECKPOINT)}
+    (text,) = long(report_on(loops))
+
+    assert "(saving):" in text

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from torchlens_perf.analysis.node_state import ProcessState
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.analysis.statistics.step_mix import StepClass, classify
@@ -22,12 +24,14 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
     Counts and times are of a rank: the mean over the ranks.
     """
     mixes = {each.identity.rank: each.statistics.device_mix if by_device else each.statistics.mix for each in processes}
-    found, waits = classify(list(mixes.values())), Waits(mixes)
+    found, waits, all_ranks = classify(list(mixes.values())), Waits(mixes), list(mixes)
     warm_up = [min(WARM_UP_STEPS, each.statistics.counted_steps) for each in processes]
 
     def blamed(each: StepClass) -> int | None:
-        known = not each.kinds and len(each.steps) <= MAX_STEPS and each.more_ns > 0
-        rank = waits.waited_for(each.steps, each.more_ns) if known else None
+        if each.only is not None:
+            return all_ranks[each.only]
+        unexplained = not each.kinds and each.more_ns > 0
+        rank = waits.waited_for(each.steps[-MAX_STEPS:], each.more_ns) if unexplained else None
         return None if rank is None else rank.rank
 
     def rows(classes: Iterable[StepClass]) -> list[LongSteps]:
@@ -59,15 +63,38 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
 
 
 def _joined(rows: list[LongSteps]) -> list[LongSteps]:
-    """One row for the same steps of the ranks that waited and of the one that they waited for, the costliest first."""
-    found: dict[tuple[object, ...], LongSteps] = {}
-    for place, row in enumerate(rows):
-        key = (row["waited_for"], *row["steps"]) if row["waited_for"] is not None else (None, place)
-        known = found.setdefault(key, row)
-        if known is not row:
-            total_s, share = known["total_s"] + row["total_s"], known["share"] + row["share"]
-            found[key] = {**known, "count": len(row["steps"]), "total_s": total_s, "share": share}
-    return sorted(found.values(), key=lambda row: -row["total_s"])
+    """One row for the steps of the ranks that waited and of the one that they waited for, the costliest first."""
+    found: list[LongSteps] = []
+    for row in rows:
+        place = next((place for place, other in enumerate(found) if _same_stalls(row, other)), None)
+        if place is None:
+            found.append(row)
+            continue
+        other = found[place]
+        steps = sorted({*row["steps"], *other["steps"]})
+        counts = row["count"], other["count"]
+        mean_s = np.average((row["mean_s"], other["mean_s"]), weights=counts)
+        more_s = np.average((row["more_s"], other["more_s"]), weights=counts)
+        few = max(len(row["steps"]), len(other["steps"])) <= MAX_STEPS
+        found[place] = {
+            **other,
+            "steps": steps,
+            "count": len(steps) if few else sum(counts),
+            "period": other["period"] or row["period"],
+            "mean_s": float(mean_s),
+            "more_s": float(more_s),
+            "total_s": row["total_s"] + other["total_s"],
+            "share": row["share"] + other["share"],
+        }
+    return sorted(found, key=lambda row: -row["total_s"])
+
+
+def _same_stalls(row: LongSteps, other: LongSteps) -> bool:
+    """Whether both are about stalls of one rank in the same steps. Of many steps, each knows the newest only."""
+    if row["waited_for"] is None or row["waited_for"] != other["waited_for"] or row["kinds"] or other["kinds"]:
+        return False
+    steps, others = set(row["steps"]), set(other["steps"])
+    return 2 * len(steps & others) > min(len(steps), len(others))
 
 
 def typical_step(statistics: RankStatistics) -> TypicalStep | None:

@@ -516,6 +516,25 @@ class TestOtherThreads:
         assert self.verdict(parts, elsewhere_ms)["kind"] == kind
 
 
+class TestWaitsInCommunication:
+    """Which rank makes a collective slow is not recorded, and where nothing else tells, that is said."""
+
+    @staticmethod
+    def text(*waits_ms: float) -> str:
+        ranks = [[{**BASE, "communication": wait_ms} for _ in range(60)] for wait_ms in waits_ms]
+        (verdict,) = (each for each in report_on(*ranks)["verdicts"] if each["kind"] == "communication_bound")
+        return str(verdict["text"])
+
+    def test_of_ranks_that_wait_alike(self) -> None:
+        assert ". All ranks wait for about as long. A slow link of one rank would look the same. Next:" in self.text(
+            30.0, 33.0
+        )
+
+    @pytest.mark.parametrize("waits_ms", [(30.0,), (20.0, 40.0)])
+    def test_of_others(self, waits_ms: tuple[float, ...]) -> None:
+        assert "slow link" not in self.text(*waits_ms)
+
+
 class TestOnADevice:
     def test_without_device_times_it_is_not_known(self) -> None:
         """What the host did is no answer, and is not sold as one."""

@@ -206,6 +206,8 @@ class StepClass:
     """The numbers of the newest."""
     period: int | None
     """Every how many steps there is one; None for irregular steps."""
+    only: int | None = None
+    """Which of the mixes alone does what `kinds` says, while all others wait in communication; None: not so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +230,7 @@ class StepClasses:
 class _Other:
     """A bin of steps that are not in the typical step's class."""
 
+    mix: int
     bin: Bin
     part: str
     """The part that differs the most, or LACK_OF_CPU."""
@@ -235,6 +238,8 @@ class _Other:
     """How much longer one of its steps takes than the typical step of its rank."""
     size_ns: float
     """The same without sign, and at least what steps of the typical class differ by."""
+    waits: bool = False
+    """Whether it waits for what another rank does."""
 
 
 # By kinds, part, and whether they take longer. Of known kinds, the part is "": an evaluation takes longer in the
@@ -248,10 +253,10 @@ def classify(mixes: Sequence[StepMix]) -> StepClasses:
     alike: list[Bin] = []  # those, and steps that do something else and take no longer
     others: _Groups = {}
     ranks, flags = 0, 0
-    for mix in mixes:
+    for place, mix in enumerate(mixes):
         if mix:
             ranks += 1
-            flags = _add_rank(mix, usual, alike, others)
+            flags = _add_rank(place, mix, usual, alike, others)
     if not ranks:
         return StepClasses(0, 0.0, None, 0.0, (), ())
     usual.sort(key=_mean_ns)
@@ -259,8 +264,9 @@ def classify(mixes: Sequence[StepMix]) -> StepClasses:
     for (kinds, part, longer), found in others.items():
         for each in found:
             waits = longer and not kinds and part == "communication"
-            key = (waits and _cause(each.bin, others)) or (kinds, part, longer)
-            groups.setdefault(key, []).append(each)
+            cause = _cause(each.bin, others) if waits else None
+            same = each if cause is None else dataclasses.replace(each, waits=True)
+            groups.setdefault(cause or (kinds, part, longer), []).append(same)
     classes = [
         _step_class(kinds, similar, ranks)
         for (kinds, _, _), found in groups.items()
@@ -281,7 +287,7 @@ def classify(mixes: Sequence[StepMix]) -> StepClasses:
     )
 
 
-def _add_rank(mix: StepMix, all_usual: list[Bin], alike: list[Bin], others: _Groups) -> int:
+def _add_rank(place: int, mix: StepMix, all_usual: list[Bin], alike: list[Bin], others: _Groups) -> int:
     """Add a rank's steps to the typical step's class and to the others. Return the flags of the typical step."""
     by_flags = mix.by_flags()
     counts = {flags: sum(each.count for each in bins) for flags, bins in by_flags.items()}
@@ -295,7 +301,7 @@ def _add_rank(mix: StepMix, all_usual: list[Bin], alike: list[Bin], others: _Gro
 
     def other(each: Bin) -> _Other:
         more_ns = _mean_ns(each) - typical.duration_ns
-        return _Other(each, _longest_part([each], typical), more_ns, max(abs(more_ns), spread_ns, 1.0))
+        return _Other(place, each, _longest_part([each], typical), more_ns, max(abs(more_ns), spread_ns, 1.0))
 
     for found_bin in (*shorter, *longer):
         each = other(found_bin)
@@ -490,7 +496,13 @@ def _step_class(kinds: tuple[str, ...], found: Sequence[_Other], ranks: int) -> 
         total_ns=total_ns / ranks,
         steps=tuple(known),
         period=_period(known),
+        only=_only(found, ranks) if kinds else None,
     )
+
+
+def _only(found: Sequence[_Other], ranks: int) -> int | None:
+    doing, waiting = ({each.mix for each in found if each.waits is waits} for waits in (False, True))
+    return min(doing) if len(doing) == 1 and waiting and len(doing | waiting) == ranks else None
 
 
 def _period(steps: Sequence[int]) -> int | None:

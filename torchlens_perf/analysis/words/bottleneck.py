@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _WORTH_NAMING, _WORTH_DOING, _WASTE_FIRST = 0.1, 0.15, 0.25
 _LONG_WORTH_NAMING = 0.05
 _STALL_WORTH_NAMING = 0.01  # where it is known which rank all waited for
-_NEARLY = 0.8  # of the longest wait, or of the section around another one
+_NEARLY = 0.8  # of the longest wait, of the rank that waits longest, or of the section around another one
 _MOST, _SOME = 0.5, 0.25  # of the host code in a step, that is in a section
 _SAMPLED_LACK = 0.25  # of the time, that the sidecar saw a main thread without a CPU, where steps do not record it
 _MAX_LONG = 2
@@ -148,7 +148,8 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict
     worth = [
         each
         for each in classes
-        if each["share"] >= (_LONG_WORTH_NAMING if each["waited_for"] is None else _STALL_WORTH_NAMING)
+        if each["share"]
+        >= (_STALL_WORTH_NAMING if each["waited_for"] is not None and not each["kinds"] else _LONG_WORTH_NAMING)
     ]
     growing = [each for each in worth if _grows_to(report, each)]
     worth = [each for each in worth if each not in growing[1:]]  # one sentence for all of them
@@ -211,7 +212,8 @@ def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
     following = worth[0] if first is computing and worth and worth[0].seconds >= _WORTH_DOING * step_s else first
     cost_s = 0.0 if following is computing else following.seconds
     text = f"{first.what} takes {_of(first.seconds, step_s)} of a typical step of {duration(step_s)}{also}."
-    text += f"{_kinds_of_steps(report)} Next: {following.action}"
+    waits_s = [each["parts"].get("communication", 0.0) for each in _typical_steps(report)]
+    text += f"{_wait_alike(first, waits_s)}{_kinds_of_steps(report)} Next: {following.action}"
     evidence = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *everything.waits)})
     return Verdict(first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.9, text, evidence)
 
@@ -242,6 +244,16 @@ def _on_other_threads(report: Facts, found: Spent) -> Verdict | None:
 
 def _of(seconds: float, step_s: float) -> str:
     return f"{percent(seconds / step_s)} ({duration(seconds)})"
+
+
+def _wait_alike(limit: Use, waits_s: Sequence[float]) -> str:
+    """Return what the ranks' waits in communication cannot tell, where these limit the step and are all alike.
+
+    waits_s: of each rank. All ranks leave a collective together, whichever of them sends slowly.
+    """
+    if limit.kind != "communication_bound" or len(waits_s) < 2 or min(waits_s) < _NEARLY * max(waits_s):
+        return ""
+    return " All ranks wait for about as long. A slow link of one rank would look the same."
 
 
 def _kinds_of_steps(report: Facts) -> str:
@@ -368,6 +380,7 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdic
         return _not_known(report, device)
     parts = {part: sum(each["parts"].get(part, 0.0) for each in timed) / len(timed) for part in PARTS}
     step_s, evidence = sum(parts.values()), DeviceStepEvidence({part: s for part, s in parts.items() if s})
+    waits_s = [each["parts"].get("communication", 0.0) for each in timed]
     lacks = [typical["lack_of_cpu"] or {} for typical in _typical_steps(report)]
     lack = {part: sum(each.get(part, 0.0) for each in lacks) / len(lacks) for part in _GAP}
     found = spent(step_s, parts, lack, device=True, look_at=computing_action(report))
@@ -384,7 +397,7 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdic
         computes = f"; computing {_of(computing_s, step_s)}" if computing_s else ""
         text = (
             f"{first.what} takes {_of(first.seconds, step_s)} of a step on the {device} ({duration(step_s)}){also}"
-            f"{computes}.{kinds} Next: {first.action}"
+            f"{computes}.{_wait_alike(first, waits_s)}{kinds} Next: {first.action}"
         )
         return Verdict(first.kind, None, first.phase, first.seconds, first.seconds / step_s, None, 0.8, text, evidence)
     if share >= _LAUNCH_BOUND:
@@ -436,8 +449,8 @@ def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
     often = f"One step in {long['period']}" if long["period"] else f"{count} of {steps['count']} steps"
     if not long["period"] and count <= _MAX_NUMBERS:
         often += f" ({_numbers(long)})"
-    if long["waited_for"] is not None:
-        return _waited(report, long, long["waited_for"])
+    if long["waited_for"] is not None and not long["kinds"]:
+        return _waited(report, long, long["waited_for"], often)
     several = len(long["steps"]) > 1
     takes = "takes" if long["period"] or count == 1 else "take"
     each = " on average" if count > 1 else ""
@@ -447,6 +460,9 @@ def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
         action = f"see what is different at {_at(long)}: all ranks exchange data, or one rank does something else."
     if long["kinds"] == [WITHOUT_GRADIENTS]:
         why += ": evaluation, rollouts or sampling"
+    if long["waited_for"] is not None:
+        waits = "all other ranks wait" if report["run"]["world_size"] > 2 else "the other rank waits"
+        why += f"; only rank {long['waited_for']} does this, and {waits}"
     what_loop_does = f"what the loop does at {_at(long)}"
     if _grows_to(report, long):
         trend = steps["trend"]
@@ -498,14 +514,15 @@ def _grows_to(report: Facts, long: LongSteps) -> bool:
     return sum(later) >= _STEADILY * len(later) and sum(in_last_third) > _MOST * len(in_last_third)
 
 
-def _waited(report: Facts, long: LongSteps, rank: int) -> Verdict:
-    """Long steps in which all other ranks waited for one."""
+def _waited(report: Facts, long: LongSteps, rank: int, often: str) -> Verdict:
+    """Long steps in which all other ranks waited for one. often: how many steps, where there are many."""
     steps, several = long["steps"], len(long["steps"]) > 1
     numbers = f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}" if several else str(steps[0])
+    which = f"Step{'s' * several} {numbers}" if long["count"] <= len(steps) and not long["period"] else often
     who = "all other ranks" if report["run"]["world_size"] > 2 else "the other rank"
     in_all = f" ({duration(long['total_s'])} in all, {percent(long['share'])} of the time of all steps)"
     text = (
-        f"Step{'s' * several} {numbers}: {who} waited {duration(long['more_s'])}{' each time' * several} for rank "
+        f"{which}: {who} waited {duration(long['more_s'])}{' each time' * several} for rank "
         f"{rank}{in_all}. Next: see what rank {rank} does in {'these steps' if several else 'this step'}: wrap "
         "parts in perf.section(), and look at its storage and its other programs."
     )
