@@ -1,4 +1,4 @@
-"""What node 0's sidecar pays for a window of a large job: 16384 ranks of 64 modules, unpacked, merged, judged.
+"""Measure the processor time of node 0's sidecar for a window of a large job: 16384 ranks of 64 modules.
 
 Windows of 8 rows, with signals, from 2048 nodes of 8 ranks, as the exchange hands them over (getting them:
 exchange_scale.py), go through the sidecar's own JobView: places, progress, module times, signals, rows, judgement, a
@@ -28,6 +28,7 @@ from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.sidecar.job import JobView
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.messages import Collected, NodeContact, Received
+from torchlens_perf.sidecar.nodes.places import Places
 
 RANKS, NODE_SIZE, WINDOWS, SLOW, SLOW_FROM = 16384, 8, 24, 1234, 5
 MODULES = {f"layers.{number}.mlp": 3e5 + number for number in range(64)}
@@ -48,12 +49,18 @@ class Handed:
         collected, self.next = self.next, Collected((), {})
         return collected
 
+    def set_reply(self, reply: bytes) -> None:
+        pass
+
     def notes(self) -> list[str]:
         return []
 
 
 def window(number: int, draw: np.random.Generator) -> Collected:
-    """The summaries of all ranks: one packed by the sidecar's function, the others like it but for numbers."""
+    """The summaries of all ranks: one packed by the sidecar's function, the others like it but for numbers.
+
+    The devices wait for their hosts in the backward pass.
+    """
     place = Placement("node-0", "abcdef012345", {"dp": 0, "tp": 3, "cp": 1})
     groups = {"0": 40 * number, "dp": 20 * number, "tp": 400 * number}
     progress = Progress(0, "node-0", summary.ROWS * number, 0.1, 0.0, 0.07, groups, ("backward", "wait"), "running")
@@ -67,6 +74,8 @@ def window(number: int, draw: np.random.Generator) -> Collected:
     own = work.sum(axis=2)
     duration = 1.01 * own.max(axis=0)
     values["work_ns"] = summary.shares(work, duration[:, None])
+    values["issue_ns"] = summary.shares(work * (1 + 0.01 * draw.standard_normal(work.shape)), duration[:, None])
+    values["lag_ns"] = summary.shares(0.01 * work, duration[:, None])
     values["times"][..., 0], values["times"][..., 1], values["times"][..., 2:] = duration, duration - own, np.nan
     nodes = [f"node-{rank // NODE_SIZE}/{rank // NODE_SIZE * NODE_SIZE}" for rank in range(RANKS)]
     payloads = {rank: values[rank].tobytes() for rank in range(RANKS)}
@@ -97,8 +106,10 @@ def measured() -> dict[str, Any]:
         pid=1, process_started=1, launcher_pid=1, elastic=False, program="", traceparent="", attributes={},
     )  # fmt: skip
     place = Placement("node-0", "abcdef012345", {})
+    view.began(first, 0)
+    view.begin(0)
+    view._places[0] = Places(("127.0.0.1", 1))
     view.progress(first, place, Progress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {})
-    view._join(first, ("127.0.0.1", 1))
     draw, spent_s = np.random.default_rng(1), []
     for number in range(WINDOWS):
         handed.next = window(number, draw)

@@ -213,7 +213,7 @@ class ComparedBins:
     def _is_last_for_lack_of_cpu(self, index: int, start: int, lack_ns: npt.NDArray[np.floating[Any]]) -> bool:
         """Whether it lacks a CPU in most steps, and is the one that the others wait for."""
         at = np.ix_(self._present, self._at[start:])
-        own = self._window.own_ns[at].sum(axis=2).mean(axis=1) + self._window.no_cpu_ns[at].mean(axis=1)
+        own = self._window.own_ns[at].mean(axis=1) + self._window.no_cpu_ns[at].mean(axis=1)
         return int(own.argmax()) == index and float((lack_ns > lack_ns.mean() / 2).mean()) > 0.6
 
     def episode(self, rank: int, index: int, start: int, phase: str, *, from_start: bool) -> Episode:

@@ -11,6 +11,8 @@ from torchlens_perf.analysis.stragglers.excess import CLIP, noise, without_stall
 from torchlens_perf.run.records import OWN_PARTS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from torchlens_perf.analysis.stragglers.window import SlidingWindow
@@ -20,7 +22,6 @@ _COMPUTE = ("forward", "backward")
 # little slower in all phases.
 _ALIKE, _ALIKE_ON_HOSTS = 2.25, 1.5
 _MOST = 0.5  # of its own time, that lies in what its device waits for its host in
-_VALUES_AT_ONCE = 1 << 16
 _SAMPLE = 256  # of many ranks, from which the others' usual times are taken
 
 
@@ -95,8 +96,9 @@ def described(
     slow = series > usual / 2
     slow_share = float(slow.mean())
     sample = others[:: max(1, len(others) // _SAMPLE)]
-    parts = window.own_ns[index, at].astype(np.float64)
-    usual_parts = np.median(window.own_ns[np.ix_(sample, at)], axis=0).astype(np.float64)
+    its_parts, its_host = window.own_parts(np.ix_(np.array([index]), at))
+    parts = its_parts[0].astype(np.float64)
+    usual_parts = np.median(window.own_parts(np.ix_(sample, at))[0], axis=0).astype(np.float64)
     load = window.workload[np.ix_(np.append(sample, index), at)].astype(np.float64)
     more_workload = episode.more_workload
     if np.isfinite(load).all() and (typical := float(np.median(load[:-1]))) > 0:
@@ -104,11 +106,10 @@ def described(
     phase, phase_excess_ns, by_host = episode.phase, excess_ns, False
     if phase != "cpu":
         above = (parts - usual_parts)[slow].mean(axis=0) if slow.any() else np.zeros(len(OWN_PARTS))
-        at_rank = np.ix_(np.array([index]), at)
-        alike = _ALIKE_ON_HOSTS if window.by_host_share(at_rank, _COMPUTE)[0] > _MOST else _ALIKE
+        alike = _ALIKE_ON_HOSTS if _is_by_host(parts, its_host[0], _COMPUTE) else _ALIKE
         phase, part_ns = phase_of(above, usual_parts.mean(axis=0), alike)
         phase_excess_ns = part_ns * slow_share
-        by_host = bool(window.by_host_share(at_rank, _COMPUTE if phase == "compute" else (phase,))[0] > _MOST)
+        by_host = _is_by_host(parts, its_host[0], _COMPUTE if phase == "compute" else (phase,))
     return dataclasses.replace(
         episode,
         phase=phase,
@@ -119,7 +120,7 @@ def described(
         # Where it also lacks a CPU, the job waits for that too; but that is none of what makes it slower than others.
         cost_ns=min(_gain_ns(_own_ns(window, np.append(others, index), at)), max(0.0, excess_ns)),
         work_ns=float(parts.sum(axis=1).mean()),
-        others_work_ns=float(np.median(window.own_ns[np.ix_(sample, at)].sum(axis=2), axis=0).mean()),
+        others_work_ns=float(np.median(window.own_ns[np.ix_(sample, at)], axis=0).mean()),
         step_ns=float(np.median(window.duration_ns[index, at])),
         z_score=float(np.clip(series / scale, -CLIP, CLIP).sum() / np.sqrt(len(series))),
         slow_share=slow_share,
@@ -162,13 +163,15 @@ def shared_cost_ns(
 
 def _own_ns(window: SlidingWindow, ranks: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """[ranks, rows]: work and the time ready without a CPU, which the others wait for alike."""
-    own = np.empty((len(ranks), len(at)), np.float32)
-    count = max(1, _VALUES_AT_ONCE // len(ranks))  # of many ranks, all columns at once would fill the memory
-    for first in range(0, len(at), count):
-        some = slice(first, first + count)
-        place = np.ix_(ranks, at[some])
-        own[:, some] = window.own_ns[place].sum(axis=2) + np.nan_to_num(window.no_cpu_ns[place])
-    return own
+    place = np.ix_(ranks, at)
+    return window.own_ns[place] + np.nan_to_num(window.no_cpu_ns[place])
+
+
+def _is_by_host(own_ns: npt.NDArray[np.float64], by_host: npt.NDArray[np.bool_], phases: Sequence[str]) -> bool:
+    """Whether the device waits for its host in most of a rank's own time in these phases: of [rows, parts]."""
+    places = [OWN_PARTS.index(phase) for phase in phases]
+    by_host_ns = float(own_ns[:, places][by_host[:, places]].sum())
+    return by_host_ns > _MOST * max(1.0, float(own_ns[:, places].sum()))
 
 
 def _gain_ns(own: npt.NDArray[np.float32]) -> float:

@@ -18,7 +18,7 @@ one has.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -27,8 +27,7 @@ from torchlens_perf.run.records import OWN_PARTS
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    Floats = npt.NDArray[np.floating[Any]]
-
+Floats: TypeAlias = "npt.NDArray[np.floating[Any]]"
 _MOST = 0.5  # of a part's own time, that its host needs where the device waits for it
 _BACKWARD, _RECOMPUTE = OWN_PARTS.index("backward"), OWN_PARTS.index("recompute")
 
@@ -42,23 +41,31 @@ def critical_rank(wait_ns: Floats) -> npt.NDArray[np.int64]:
     return critical
 
 
-def own_time(
-    device_ns: Floats, issue_ns: Floats, lag_ns: Floats, critical: npt.NDArray[np.int64]
-) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Return each rank's own time by part, and whether the device waits for its host there.
+class Lines(NamedTuple):
+    """What devices take, without stalls, what hosts need to issue it, and how far devices lag behind: [..., parts]."""
 
-    Both are [ranks, rows, parts], as are the first three arguments.
+    device_ns: Floats
+    issue_ns: Floats
+    lag_ns: Floats
 
-    device_ns: without stalls. critical: of each row, the rank that the others wait for.
+
+def own_time(ranks: Lines, critical: Lines) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Return each rank's own time by part, and whether the device waits for its host there: [ranks, rows, parts].
+
+    ranks: [ranks, rows, parts]. critical: [rows, parts], of the rank that the others wait for.
     """
-    rows = np.arange(len(critical))
-    critical_lag_ns = lag_ns[critical, rows]
-    busy_ns, host_ns = _with_recompute(device_ns), np.maximum(_with_recompute(issue_ns) - critical_lag_ns, 0)
+    busy_ns, host_ns = _busy_and_host(ranks, critical.lag_ns)
+    critical_busy_ns, critical_host_ns = _busy_and_host(critical, critical.lag_ns)
     least_ns = np.maximum(busy_ns, host_ns)
-    most_ns = np.maximum(busy_ns + np.clip(lag_ns - critical_lag_ns, 0, host_ns), least_ns)
-    as_critical_ns = least_ns[critical, rows] - host_ns[critical, rows] + host_ns
-    own_ns: Floats = device_ns + np.clip(as_critical_ns, least_ns, most_ns) - busy_ns
+    most_ns = np.maximum(busy_ns + np.clip(ranks.lag_ns - critical.lag_ns, 0, host_ns), least_ns)
+    as_critical_ns = np.maximum(critical_busy_ns - critical_host_ns, 0) + host_ns
+    own_ns: Floats = ranks.device_ns + np.clip(as_critical_ns, least_ns, most_ns) - busy_ns
     return own_ns, host_ns >= _MOST * own_ns
+
+
+def _busy_and_host(lines: Lines, critical_lag_ns: Floats) -> tuple[Floats, Floats]:
+    busy_ns, issue_ns = _with_recompute(lines.device_ns), _with_recompute(lines.issue_ns)
+    return busy_ns, np.maximum(issue_ns - critical_lag_ns, 0)
 
 
 def _with_recompute(parts_ns: Floats) -> Floats:

@@ -112,7 +112,7 @@ class Population:
         if final and frontier > self._judged:
             self._judge_at(window, frontier + 1)
         if self._judged > before and self._recent is not None:  # what is usual; nobody is judged by it
-            self.work_ns = float(median(window.own_ns[self._recent].sum(axis=2).ravel(), 0))
+            self.work_ns = float(median(window.own_ns[self._recent].ravel(), 0))
             self.wait_ns = float(median(window.wait_ns[self._recent].ravel(), 0))
         self._end_with_ranks(window)
 

@@ -7,14 +7,14 @@ of it again and again, each rank's excess, is computed once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK, StepBins
 from torchlens_perf.analysis.stragglers.excess import excess_over_others
-from torchlens_perf.analysis.stragglers.own_time import critical_rank, own_time
+from torchlens_perf.analysis.stragglers.own_time import Lines, critical_rank, own_time
 from torchlens_perf.run.records import OWN_PARTS
 
 if TYPE_CHECKING:
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 ENDED_ROWS = 4  # a rank that has ended, and is so far behind the others, has ended with them
 LATE_ROWS = 64  # a rank that is so far behind the others is missing, and is not waited for
 _MANY_RANKS = 4096
+_ROWS_AT_ONCE = 1 << 16  # of ranks that are judged by their devices: of many ranks, more would fill the memory
 _OF_HOST = ("issue_ns", "issue_ready_ns", "lag_ns")
-_VALUES = ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns", *_OF_HOST)
+_OF_ALL = ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns")
+_VALUES = (*_OF_ALL, *_OF_HOST)
 
 
 def judged_rows(ranks: int) -> int:
@@ -137,8 +139,13 @@ class SlidingWindow:
         )
         self.parts_ns = np.full((*shape, len(OWN_PARTS)), np.nan, np.float32)
         # What ranks have that are judged by their devices; of others, work is the rank's own time.
-        self.own_ns = self.issue_ns = self.lag_ns = self.parts_ns
+        # Of many ranks, more digits would fill the memory.
+        self._issue_s = self._lag_s = np.zeros((0, 0, 0), np.float16)
         self.no_cpu_ns = self.issue_ready_ns = self.ready_ns
+        self.own_ns, self.by_host_ns = np.full(shape, np.nan, np.float32), np.zeros(shape, np.float32)
+        """Each rank's own time, and that of the parts in which its device waits for its host."""
+        self._critical = np.full(self.columns + 1, -1, np.int64)
+        """By column, the index of the rank whose lag own times are computed with; -1: own time is work."""
         self.excess_ns = np.zeros(shape, np.float32)
         self.newest = np.full(len(ranks), -1, np.int64)
         # Of each column: the row number whose excess has been computed, and whether it may be compared.
@@ -165,25 +172,28 @@ class SlidingWindow:
         self.flags[index, at] = block.flags
         for name in self._kept:
             getattr(self, name)[index, at] = getattr(block, name)
+        if self._has_host_times:
+            self._issue_s[index, at], self._lag_s[index, at] = block.issue_ns / 1e9, block.lag_ns / 1e9
+        self.own_ns[index, at] = block.parts_ns.sum(axis=2)
         self.key[index, at] = keys
         self.newest[index[:, 0]] = np.maximum(self.newest[index[:, 0]], keys.max(axis=1))
+        self._critical[at[keys >= 0]] = -1
         self._computed[at[keys >= 0]] = -1  # rows that come late change what was computed without them
 
     @property
     def _has_host_times(self) -> bool:
-        return self.issue_ns is not self.parts_ns
+        return len(self._issue_s) > 0
 
     @property
     def _kept(self) -> tuple[str, ...]:
-        return _VALUES if self._has_host_times else tuple(name for name in _VALUES if name not in _OF_HOST)
+        return (*_OF_ALL, "issue_ready_ns") if self._has_host_times else _OF_ALL
 
     def _keep_host_times(self) -> None:
         """Begin to keep what only ranks that are judged by their devices have."""
         if not self._has_host_times:
-            self.issue_ns, self.lag_ns = np.zeros_like(self.parts_ns), np.zeros_like(self.parts_ns)
+            self._issue_s, self._lag_s = (np.zeros(self.parts_ns.shape, np.float16) for _ in range(2))
             self.issue_ready_ns = np.full_like(self.ready_ns, np.nan)
-            self.own_ns, self.no_cpu_ns = self.parts_ns.copy(), self.ready_ns.copy()
-            self.by_host = np.zeros(self.parts_ns.shape, bool)
+            self.no_cpu_ns = self.ready_ns.copy()
 
     def with_ranks(self, ranks: npt.NDArray[np.int64]) -> SlidingWindow:
         grown = SlidingWindow(ranks, self.width)
@@ -192,7 +202,8 @@ class SlidingWindow:
         at = np.searchsorted(ranks, self.ranks)
         if self._has_host_times:
             grown._keep_host_times()
-        for name in ("key", "flags", "newest", *self._kept):
+            grown._issue_s[at], grown._lag_s[at] = self._issue_s, self._lag_s
+        for name in ("key", "flags", "newest", "own_ns", *self._kept):
             getattr(grown, name)[at] = getattr(self, name)
         grown._narrow = self._narrow
         return grown
@@ -234,34 +245,53 @@ class SlidingWindow:
         self._good[columns] = good = (self.key[block] == keys).all(axis=0) & (other_work == 0)
         if not good.any():
             return
-        block = np.ix_(present, columns[good])
         if self._has_host_times:
-            self._own_time(block)
+            for some in np.array_split(columns[good], -(-good.sum() * len(present) // _ROWS_AT_ONCE)):
+                self._own_time(present, some)
         if len(present) > 1:
-            self.excess_ns[block] = excess_over_others(self.own_ns[block].sum(axis=2, dtype=np.float64))
+            block = np.ix_(present, columns[good])
+            self.excess_ns[block] = excess_over_others(self.own_ns[block].astype(np.float64))
 
-    def by_host_share(
-        self, block: tuple[npt.NDArray[np.int64], ...], parts: Sequence[str] = OWN_PARTS
-    ) -> npt.NDArray[np.float64]:
+    def _own_time(self, present: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> None:
+        """Compare by the hosts' times too, in the columns in which all ranks have them: not those of other nodes."""
+        block = np.ix_(present, columns)
+        known: npt.NDArray[np.bool_] = np.asarray((self._issue_s[block] > 0).any(axis=2).all(axis=0))
+        critical = present[critical_rank(self.wait_ns[block])]
+        self._critical[columns] = np.where(known, critical, -1)
+        own_ns, by_host = self.own_parts(block)
+        self.own_ns[block] = own_ns.sum(axis=2, dtype=np.float64)
+        self.by_host_ns[block] = np.where(by_host, own_ns, 0).sum(axis=2)
+        held_up_ns = np.maximum(self.issue_ready_ns[block] - _in_ns(self._lag_s[critical, columns]).sum(axis=1), 0)
+        ready_ns = self.ready_ns[block]
+        self.no_cpu_ns[block] = np.where(known, np.fmax(ready_ns, held_up_ns), ready_ns)
+
+    def own_parts(
+        self, block: tuple[npt.NDArray[np.int64], ...]
+    ) -> tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.bool_]]:
+        """Return own time by part, and whether the device waits for its host there: [ranks, columns, len(OWN_PARTS)].
+
+        block: ranks and columns, of which `comparable` was asked.
+        """
+        parts_ns, columns = self.parts_ns[block], block[1].ravel()
+        known = self._critical[columns] >= 0
+        if not known.any():
+            return parts_ns, np.zeros(parts_ns.shape, bool)
+        critical = self._critical[columns], columns
+        own_ns, by_host = own_time(
+            Lines(parts_ns, _in_ns(self._issue_s[block]), _in_ns(self._lag_s[block])),
+            Lines(self.parts_ns[critical], _in_ns(self._issue_s[critical]), _in_ns(self._lag_s[critical])),
+        )
+        return np.where(known[:, None], own_ns, parts_ns), by_host & known[:, None]
+
+    def by_host_share(self, block: tuple[npt.NDArray[np.int64], ...]) -> npt.NDArray[np.float64]:
         """Return how much of each rank's own time lies in parts in which the device waits for its host: [ranks].
 
-        block: ranks and columns. parts: those that count.
+        block: ranks and columns.
         """
-        if not self._has_host_times:
-            return np.zeros(len(block[0]))
-        places = [OWN_PARTS.index(part) for part in parts]
-        own_ns = self.own_ns[block][..., places]
-        by_host_ns = np.where(self.by_host[block][..., places], own_ns, 0).sum(axis=(1, 2), dtype=np.float64)
-        share: npt.NDArray[np.float64] = by_host_ns / np.maximum(own_ns.sum(axis=(1, 2), dtype=np.float64), 1.0)
+        own_ns = self.own_ns[block].sum(axis=1, dtype=np.float64)
+        share: npt.NDArray[np.float64] = self.by_host_ns[block].sum(axis=1, dtype=np.float64) / np.maximum(own_ns, 1.0)
         return share
 
-    def _own_time(self, block: tuple[npt.NDArray[np.int64], ...]) -> None:
-        """Compare by the hosts' times too, in the columns in which all ranks have them: not those of other nodes."""
-        issue_ns, parts_ns, ready_ns = self.issue_ns[block], self.parts_ns[block], self.ready_ns[block]
-        known: npt.NDArray[np.bool_] = np.asarray((issue_ns > 0).any(axis=2).all(axis=0))
-        lag_ns, critical = self.lag_ns[block], critical_rank(self.wait_ns[block])
-        own_ns, by_host = own_time(parts_ns, issue_ns, lag_ns, critical)
-        self.own_ns[block] = np.where(known[:, None], own_ns, parts_ns)
-        self.by_host[block] = by_host & known[:, None]
-        held_up_ns = np.maximum(self.issue_ready_ns[block] - lag_ns[critical, np.arange(len(critical))].sum(axis=1), 0)
-        self.no_cpu_ns[block] = np.where(known, np.fmax(ready_ns, held_up_ns), ready_ns)
+
+def _in_ns(seconds: npt.NDArray[np.float16]) -> npt.NDArray[np.float32]:
+    return np.float32(1e9) * seconds
