@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support import warm_python
 from tests.support.busy_machine import busy_machine
+from tests.support.figures import note
 from tests.support.long import long
 from tests.support.processes import SCRIPTS
 from tests.support.recorded_run import environment
@@ -62,6 +64,10 @@ def test_losses_are_those_of_a_run_without_us(tmp_path: Path, like: str, watched
 @pytest.mark.parametrize("watched", WATCHED)
 def test_no_run_of_fifty_crashes(tmp_path: Path, watched: str) -> None:
     """A thread of ours that looks at a gradient while it is written crashes most of these runs."""
+    began_s = time.monotonic()
     with busy_machine(2):
         losses = {train(tmp_path, "trials", watched) for _ in range(RUNS)}
+    counted = f"0 crashed, {len(losses)} result{'s' * (len(losses) > 1)}"
+    note(f"two training threads on a busy machine, {watched}", RUNS, RUNS, counted, time.monotonic() - began_s)
+
     assert len(losses) == 1
