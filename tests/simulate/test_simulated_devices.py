@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.simulate.test_simulated_runs import verdicts
 from tests.support.ranks import make_run
+from tests.support.reports import checked
 from tests.support.simulations import judged, simulation
 from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, HOST
 from torchlens_perf.commands.simulate import record
+from torchlens_perf.errors import ConfigError
 from torchlens_perf.report.build import build
 from torchlens_perf.sidecar.replay import replay
+from torchlens_perf.simulate.faults import parse_fault
+from torchlens_perf.simulate.launch_bound import Hosts
 from torchlens_perf.simulate.rings import SimulatedDevice
+from torchlens_perf.simulate.simulation import Simulation, Topology
 
 STEPS = 160
 FAULTS = [
@@ -83,3 +89,44 @@ def test_a_replay_says_the_same(tmp_path: Path) -> None:
         for each in (live, again)
     ]
     assert work_ns[0] == work_ns[1]
+
+
+LAUNCH_BOUND = SimulatedDevice(launch_bound=True)
+
+
+def launch_bound(folder: Path, *faults: str) -> tuple[Findings, dict[str, Any]]:
+    """What is found in, and said of, eight ranks whose hosts run ahead of their devices."""
+    run = make_run(folder)
+    made = Simulation(Topology(8), faults=[parse_fault(each) for each in faults], noise=0.05)
+    record(made, STEPS, run, "note", LAUNCH_BOUND)
+    states = node_state.load_all(run)
+    return states[0].findings, checked(build(run.run_id, states))
+
+
+def test_nobody_is_named_where_hosts_run_ahead(tmp_path: Path) -> None:
+    """All but the last rank wait in communication for more than half of the step, and that is not what limits it."""
+    found, report = launch_bound(tmp_path)
+    bottleneck = report["verdicts"][-1]
+
+    assert found.episodes == ()
+    assert bottleneck["kind"] == "host_bound"
+    assert bottleneck["evidence"].launch_share > 0.9
+    assert bottleneck["text"].startswith("The GPU waits for its host in 98% of a step's work (2")
+    assert report["steps"]["own_time"]["hidden_share"] > 0.5
+    assert report["heat"] is None  # by their devices, most ranks do nothing
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "data", "host"])
+def test_a_slow_host_costs_the_difference(phase: str, tmp_path: Path) -> None:
+    """20 ms of 200. The others come to wait for room in the queues of their devices, and that is none of their work."""
+    found, _ = launch_bound(tmp_path, f"constant:rank=2,share=0.1,phase={phase},since=32")
+    (episode,) = found.episodes
+
+    assert (episode.rank, episode.phase, episode.by_host) == (2, phase, True)
+    assert episode.since_step == pytest.approx(32, abs=8)
+    assert episode.cost_ns == pytest.approx(20e6, rel=0.25)
+
+
+def test_jobs_that_are_not_data_parallel_only() -> None:
+    with pytest.raises(ConfigError, match="data parallel only"):
+        Hosts(Topology(dp=2, tp=2))

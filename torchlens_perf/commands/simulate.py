@@ -60,6 +60,11 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--spread", type=float, default=0.003, help="lasting differences between ranks; default 0.003")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", action="store_true", help="the work is on a device, and judged by its clock")
+    parser.add_argument(
+        "--launch-bound",
+        action="store_true",
+        help="on devices that wait for their hosts, which run ahead; data parallel only",
+    )
     parser.add_argument("--late-steps", type=int, default=1, help="after how many steps a device tells its times")
     parser.add_argument("--missing", type=float, default=0.0, help="share of steps of which a device tells nothing")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the run directory to make; not with --rows")
@@ -74,6 +79,7 @@ def add_command(commands: Any) -> None:
 def simulate(options: argparse.Namespace) -> int:
     """Runs the command. Raises ConfigError for what the user got wrong."""
     from torchlens_perf.simulate.faults import parse_fault
+    from torchlens_perf.simulate.launch_bound import Hosts
     from torchlens_perf.simulate.simulation import Simulation
 
     if options.steps < 1:
@@ -88,8 +94,10 @@ def simulate(options: argparse.Namespace) -> int:
     )
     if options.late_steps < 0 or not 0 <= options.missing < 1:
         raise ConfigError("--late-steps must be 0 or more, --missing 0 or more and below 1")
-    if options.rows and options.device:
-        raise ConfigError("--rows has no devices: leave out --rows or --device")
+    if options.rows and (options.device or options.launch_bound):
+        raise ConfigError("--rows has no devices: leave out --rows, or --device and --launch-bound")
+    if options.launch_bound:
+        Hosts(simulation.topology)  # raises for one that it cannot be
     if options.rows and options.out is not None:
         raise ConfigError("--rows writes no files: leave out --rows or --out")
     if options.rows:
@@ -133,7 +141,9 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
         raise RunStoreError(f"{run.path} is a run directory already")
     run.create()
     note = f"simulated: {' and '.join(options.fault) or 'no fault'}; noise {options.noise:g}, seed {options.seed}"
-    device = SimulatedDevice(options.late_steps, options.missing) if options.device else None
+    device = None
+    if options.device or options.launch_bound:
+        device = SimulatedDevice(options.late_steps, options.missing, options.launch_bound)
     with Progress("simulating", quiet=options.quiet) as progress, ownership.as_private_as(run.nodes):
         record(simulation, options.steps, run, note, device, progress)
     report, states = report_and_states(run)
@@ -181,9 +191,11 @@ def _read_as_it_is_written(
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.node import Sidecar
     from torchlens_perf.sidecar.start.process import write_report
+    from torchlens_perf.simulate.launch_bound import Hosts
     from torchlens_perf.simulate.rings import SimulatedRank, Timeline
 
     topology = simulation.topology
+    hosts = Hosts(topology) if device is not None and device.launch_bound else None
     host = topology.host(0)
     exporter = exporter_from_environment(os.environ, run, host)
     # In the past, so that no time in the run is in the reader's future.
@@ -195,7 +207,7 @@ def _read_as_it_is_written(
     ]
     sidecar = Sidecar(run, host, exporter, write_report)
     for part in simulation.steps(steps):
-        timeline = Timeline.of(part)
+        timeline = Timeline.of(part) if hosts is None else hosts.ahead(part)
         for rank in ranks:
             rank.record(timeline)
         sidecar.poll()

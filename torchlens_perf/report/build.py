@@ -19,6 +19,7 @@ from torchlens_perf.analysis.collectives.statistics import merged_operations
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import run_windows
+from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words import run_state, verdict
@@ -35,7 +36,14 @@ from torchlens_perf.report.heat_map import heat
 from torchlens_perf.report.held import RunSoFar
 from torchlens_perf.report.judged_windows import JudgedWindows
 from torchlens_perf.report.module_rows import module_rows, section_rows
-from torchlens_perf.report.step_classes import other_threads, phases, sampled_lack_of_cpu, step_classes, typical_step
+from torchlens_perf.report.step_classes import (
+    other_threads,
+    own_step,
+    phases,
+    sampled_lack_of_cpu,
+    step_classes,
+    typical_step,
+)
 from torchlens_perf.report.step_history import step_history
 from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.ring import MAX_FRAMES, Flag
@@ -78,7 +86,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     facts: Facts = {
         "schema": SCHEMA,
         "run": _run(run_id, nodes, processes),
-        "steps": _steps(processes, judged_windows),
+        "steps": _steps(processes, judged_windows, judging.findings),
         "ranks": [_rank(rank, processes[rank], last.get(rank)) for rank in sorted(processes)],
         "heat": heat(grid, judging.findings, _places(processes)),
         "history": step_history(judged_windows),
@@ -271,7 +279,7 @@ def _time(unix_ns: int) -> str:
     return datetime.datetime.fromtimestamp(unix_ns / 1e9, datetime.timezone.utc).isoformat(timespec="milliseconds")
 
 
-def _steps(processes: dict[int, ProcessState], windows: dict[int, Windows]) -> Steps:
+def _steps(processes: dict[int, ProcessState], windows: dict[int, Windows], findings: Findings) -> Steps:
     """Step times without the first WARM_UP_STEPS of each rank, which `warm_up_max_s` tells of.
 
     windows: of the steps that each rank is judged by. Of a device that the host is ahead of, the host's steps are as
@@ -292,6 +300,7 @@ def _steps(processes: dict[int, ProcessState], windows: dict[int, Windows]) -> S
         "micro_steps": max((p.statistics.micro_steps for p in processes.values()), default=0),
         **step_classes(list(processes.values()), by_device=by_device),
         "sampled_lack_of_cpu": sampled_lack_of_cpu(processes.values()),
+        "own_time": own_step(findings) if by_device else None,
     }
 
 

@@ -163,7 +163,8 @@ def device_table(ranks: Sequence[Rank]) -> FittingTable:
         clocks = " and ".join(sorted({str(device["clock"]) for device in devices}))
         lines.append(f"by {clocks}; step, work: median; parts: of a typical step")
         if _WORK in headers:
-            lines.append(f"{_WORK}: without {_WAIT}, in which the device waited for other ranks, or for transfers")
+            lines.append(f"{_WORK}: without {_WAIT}, in which the device waited for other ranks, or for transfers;")
+            lines.append("with its waits for the host, which other ranks' hosts may end while their devices wait")
         if {"data", "host"} & set(headers):
             lines.append("data, host: between the phases, where the device waited for the loader or other host code")
         if _BEHIND in headers:

@@ -14,8 +14,9 @@ from torchlens_perf.report.waited_for import MAX_STEPS, Waits
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 
 if TYPE_CHECKING:
+    from torchlens_perf.analysis.stragglers.detector import Findings
     from torchlens_perf.analysis.words.evidence import LongSteps
-    from torchlens_perf.analysis.words.report import AlikeAndLong, Phase, TypicalStep
+    from torchlens_perf.analysis.words.report import AlikeAndLong, OwnStep, Phase, TypicalStep
 
 
 def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> AlikeAndLong:
@@ -116,6 +117,15 @@ def typical_step(statistics: RankStatistics) -> TypicalStep | None:
         "parts": {part: typical.parts_ns[part] / 1e9 for part in PARTS if statistics.parts[part].max_ns > 0},
         "lack_of_cpu": lack_s,
     }
+
+
+def own_step(findings: Findings) -> OwnStep | None:
+    """Return the own time of the ranks that have most of it; None where it is not known."""
+    own = max((each.own for each in findings.usual if each.own), key=lambda own: sum(own.parts_ns), default=None)
+    if own is None:
+        return None
+    parts = {part: part_ns / 1e9 for part, part_ns in zip(OWN_PARTS, own.parts_ns, strict=True)}
+    return {"parts": parts, "launch_share": own.launch_share, "hidden_share": own.hidden_share}
 
 
 def other_threads(statistics: RankStatistics) -> dict[str, float]:

@@ -5,7 +5,7 @@ data, forward, backward, the gradients' all-reduce, the optimizer with an all-re
 ranks, and host code; tensor-parallel neighbours wait for each other at the end of forward and of backward.
 
 On a device, the host issues a step's work in little time and waits for the device at the step's end, as for a loss;
-what the device did is reported some steps later.
+what the device did is reported some steps later. Or the device waits for the host, which runs ahead (launch_bound.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torchlens_perf.run.identity import DeviceClock, Identity
 from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import WORKLOAD_SHIFT, Flag, Kind
+from torchlens_perf.simulate.launch_bound import AHEAD, PHASES, HostsAhead
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -68,6 +69,8 @@ class SimulatedDevice:
     """After how many steps a step's times are reported."""
     missing: float = 0.0
     """Share of the steps of which nothing is reported, as of captured ones."""
+    launch_bound: bool = False
+    """Whether the host needs longer to issue a step than the device to execute it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +125,8 @@ class SimulatedRank:
         self._device = device
         self._unreported: deque[tuple[int, ...]] = deque()  # DEVICE records of steps that are reported later
         self._random = np.random.default_rng(rank)
+        self._begin_ns = begin.monotonic_ns
+        self._device_step: tuple[int, bool] | None = None  # when the one in progress began, and whether it is reported
         self.clock = HandClock(begin.monotonic_ns)
         self.identity = identity_of(run, topology, rank)
         config = Config(
@@ -154,13 +159,18 @@ class SimulatedRank:
         self._session.note(note)
         run.register_ring(sidecar_host, ring.path)
 
-    def record(self, timeline: Timeline) -> None:
+    def record(self, timeline: Timeline | HostsAhead) -> None:
         """Writes a block of steps. The sidecar has read what was written before, or it is lost."""
-        step = self._step if self._device is None else self._step_on_device
         for index in range(len(timeline.steps)):
-            step(timeline, index)
+            if isinstance(timeline, HostsAhead):
+                self._step_ahead(timeline, index)
+            elif self._device is None:
+                self._step(timeline, index)
+            else:
+                self._step_on_device(timeline, index)
 
     def close(self) -> None:
+        self._end_device_step(self.clock.now_ns)
         self._report_device_times(self._recorder.step)
         self._session.close({})
 
@@ -221,18 +231,52 @@ class SimulatedRank:
         self._end_step(timeline, index, end_ns)
         self._report_device_times(step - (self._device.late_steps if self._device else 0))
 
-    def _on_device(self, kind: Kind, start_ns: int, duration_ns: int, *, reported: bool) -> None:
+    def _step_ahead(self, timeline: HostsAhead, index: int) -> None:
+        assert self._device is not None
+        own = dict(zip(OWN_PARTS, timeline.steps.parts_ns[self.rank, index].astype(np.int64).tolist(), strict=True))
+        own["forward"] += int(timeline.full_ns[self.rank, index])
+        own["backward"] += own["recompute"]
+        reported = self._random.random() >= self._device.missing
+        began_ns, arrived_ns = (
+            self._begin_ns + int(each[self.rank, index]) for each in (timeline.began_ns, timeline.arrived_ns)
+        )
+        self._end_device_step(began_ns)
+        self._device_step = (began_ns, reported)
+        with self._phase("data"):
+            self.clock.now_ns += own["data"]
+        for part, (start_ns, end_ns) in zip(PHASES, timeline.phases_ns[self.rank, index].tolist(), strict=True):
+            with self._phase(part):
+                self.clock.now_ns += own[part]
+            start_ns, end_ns = self._begin_ns + start_ns, self._begin_ns + end_ns
+            if part == "backward" and "dp" in self._group_of:
+                self._collective("dp", arrived_ns, end_ns - arrived_ns, Flag.COMPLETED | Flag.DEVICE)
+                self._on_device(Kind.WAIT, arrived_ns, end_ns - arrived_ns, reported=reported)
+            self._on_device(_PHASES[part][0], start_ns, end_ns - start_ns, reported=reported)
+        step = self._recorder.step
+        self._end_step(timeline, index, self.clock.now_ns + own["host"])
+        self._report_device_times(step - self._device.late_steps - AHEAD)
+
+    def _end_device_step(self, end_ns: int) -> None:
+        """Of a device that is behind, a step ends where the next one begins."""
+        if self._device_step is not None:
+            begin_ns, reported = self._device_step
+            self._on_device(Kind.STEP, begin_ns, end_ns - begin_ns, reported=reported, step=self._recorder.step - 1)
+
+    def _on_device(
+        self, kind: Kind, start_ns: int, duration_ns: int, *, reported: bool, step: int | None = None
+    ) -> None:
         """A span by the device's clock, which is reported later, or never."""
         behind_ns = max(0, start_ns + duration_ns - self.clock.now_ns)
         if reported:
-            row = (int(Kind.DEVICE), self._wait_id, self._recorder.step, start_ns, duration_ns, 0, int(kind), behind_ns)
+            step = self._recorder.step if step is None else step
+            row = (int(Kind.DEVICE), self._wait_id, step, start_ns, duration_ns, 0, int(kind), behind_ns)
             self._unreported.append(row)
 
     def _report_device_times(self, until_step: int) -> None:
         while self._unreported and self._unreported[0][2] <= until_step:
             self._recorder.record_completed(*self._unreported.popleft())
 
-    def _end_step(self, timeline: Timeline, index: int, end_ns: int) -> None:
+    def _end_step(self, timeline: Timeline | HostsAhead, index: int, end_ns: int) -> None:
         self.clock.now_ns = end_ns  # the rest is the host's
         workload, flags = int(timeline.steps.workload[self.rank, index]), int(timeline.steps.flags[self.rank, index])
         self._recorder.next_step(flags, 0, 1 | (workload + 1) << WORKLOAD_SHIFT)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBinMaker, StepBins
 from torchlens_perf.analysis.stragglers.episodes import Episode
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
+from torchlens_perf.analysis.stragglers.own_time import OwnTime
 from torchlens_perf.analysis.stragglers.placement import BY_DEVICE, STAGES, Placement, groups_of
 from torchlens_perf.analysis.stragglers.population import Population
 from torchlens_perf.analysis.stragglers.window import BinBatch
@@ -44,6 +45,8 @@ class Usual:
     """As ranges: "0-7"."""
     work_ns: float
     wait_ns: float
+    own: OwnTime | None = None
+    """None: not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +103,9 @@ class StragglerDetector:
             population.judge(final=final)
         for name, population in self._populations.items():
             if population.step_ns:
-                usual.append(Usual(name, ranges(population.ranks), population.work_ns, population.wait_ns))
+                usual.append(
+                    Usual(name, ranges(population.ranks), population.work_ns, population.wait_ns, population.own)
+                )
         self._share_costs(populations)
         episodes = [episode for population in populations for episode in population.episodes]
         compared = [population for population in populations if population.compared]

@@ -18,6 +18,7 @@ one has.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Floats: TypeAlias = "npt.NDArray[np.floating[Any]]"
+HIDDEN = 0.03
+"""Of own time: from which share on, hidden by devices, their own clocks do not tell what ranks do."""
 _MOST = 0.5  # of a part's own time, that its host needs where the device waits for it
+_LAUNCHES = [place for place, part in enumerate(OWN_PARTS) if part not in ("data", "host")]
 _BACKWARD, _RECOMPUTE = OWN_PARTS.index("backward"), OWN_PARTS.index("recompute")
 
 
@@ -39,6 +43,18 @@ def critical_rank(wait_ns: Floats) -> npt.NDArray[np.int64]:
     """
     critical: npt.NDArray[np.int64] = np.where(np.isnan(wait_ns), np.inf, wait_ns).argmin(axis=0)
     return critical
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnTime:
+    """Own times of ranks that are judged by their devices: means over the ranks and some rows."""
+
+    parts_ns: tuple[float, ...]
+    """Of each of OWN_PARTS, in a step."""
+    launch_share: float
+    """Share of it in which the device waits for its host to issue work."""
+    hidden_share: float
+    """Share of it that is not in the device's own clock, as its host goes on while the device waits for other ranks."""
 
 
 class Lines(NamedTuple):
@@ -61,6 +77,18 @@ def own_time(ranks: Lines, critical: Lines) -> tuple[Floats, npt.NDArray[np.bool
     as_critical_ns = np.maximum(critical_busy_ns - critical_host_ns, 0) + host_ns
     own_ns: Floats = ranks.device_ns + np.clip(as_critical_ns, least_ns, most_ns) - busy_ns
     return own_ns, host_ns >= _MOST * own_ns
+
+
+def mean_own_time(own_ns: Floats, by_host: npt.NDArray[np.bool_], device_ns: Floats) -> OwnTime | None:
+    """Return the mean of own times; None where there are none. All are [ranks, rows, parts]."""
+    known = np.isfinite(own_ns).all(axis=2)
+    own_ns, by_host, device_ns = own_ns[known], by_host[known], device_ns[known]
+    total_ns = float(own_ns.sum(dtype=np.float64))
+    if not total_ns:
+        return None
+    launch_ns = float(own_ns[:, _LAUNCHES][by_host[:, _LAUNCHES]].sum(dtype=np.float64))
+    hidden_share = 1 - float(device_ns.sum(dtype=np.float64)) / total_ns
+    return OwnTime(tuple(own_ns.mean(axis=0, dtype=np.float64).tolist()), launch_ns / total_ns, hidden_share)
 
 
 def _busy_and_host(lines: Lines, critical_lag_ns: Floats) -> tuple[Floats, Floats]:

@@ -17,6 +17,8 @@ from torchlens_perf.analysis.stragglers.window import BinBatch, SlidingWindow
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from torchlens_perf.analysis.stragglers.own_time import OwnTime
+
 EVERY = 4  # rows between two judgements
 WARM_UP_ROWS = 4
 _CHUNK_ROWS = 32
@@ -37,6 +39,7 @@ class Population:
         self.compared = 0
         self.last_step = -1
         self.step_ns = self.work_ns = self.wait_ns = 0.0
+        self.own: OwnTime | None = None
         self.detectable_ns = float("inf")
         self._recent: tuple[npt.NDArray[np.int64], ...] | None = None  # the rows of which these are, as an index
         self._running_ns = 0.0  # the step without the time that its thread was ready and had no CPU
@@ -113,6 +116,7 @@ class Population:
             self._judge_at(window, frontier + 1)
         if self._judged > before and self._recent is not None:  # what is usual; nobody is judged by it
             self.work_ns = float(median(window.own_ns[self._recent].ravel(), 0))
+            self.own = window.mean_own_time(self._recent)
             self.wait_ns = float(median(window.wait_ns[self._recent].ravel(), 0))
         self._end_with_ranks(window)
 

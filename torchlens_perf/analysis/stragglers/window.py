@@ -14,7 +14,7 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK, StepBins
 from torchlens_perf.analysis.stragglers.excess import excess_over_others
-from torchlens_perf.analysis.stragglers.own_time import Lines, critical_rank, own_time
+from torchlens_perf.analysis.stragglers.own_time import Lines, OwnTime, critical_rank, mean_own_time, own_time
 from torchlens_perf.run.records import OWN_PARTS
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ ENDED_ROWS = 4  # a rank that has ended, and is so far behind the others, has en
 LATE_ROWS = 64  # a rank that is so far behind the others is missing, and is not waited for
 _MANY_RANKS = 4096
 _ROWS_AT_ONCE = 1 << 16  # of ranks that are judged by their devices: of many ranks, more would fill the memory
+_LONGEST_S = 6e4  # in 16 bits
 _OF_HOST = ("issue_ns", "issue_ready_ns", "lag_ns")
 _OF_ALL = ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns")
 _VALUES = (*_OF_ALL, *_OF_HOST)
@@ -173,7 +174,10 @@ class SlidingWindow:
         for name in self._kept:
             getattr(self, name)[index, at] = getattr(block, name)
         if self._has_host_times:
-            self._issue_s[index, at], self._lag_s[index, at] = block.issue_ns / 1e9, block.lag_ns / 1e9
+            # A lag that is not known is a very long one.
+            self._issue_s[index, at], self._lag_s[index, at] = (
+                np.minimum(each / 1e9, _LONGEST_S) for each in (block.issue_ns, block.lag_ns)
+            )
         self.own_ns[index, at] = block.parts_ns.sum(axis=2)
         self.key[index, at] = keys
         self.newest[index[:, 0]] = np.maximum(self.newest[index[:, 0]], keys.max(axis=1))
@@ -282,6 +286,10 @@ class SlidingWindow:
             Lines(self.parts_ns[critical], _in_ns(self._issue_s[critical]), _in_ns(self._lag_s[critical])),
         )
         return np.where(known[:, None], own_ns, parts_ns), by_host & known[:, None]
+
+    def mean_own_time(self, block: tuple[npt.NDArray[np.int64], ...]) -> OwnTime | None:
+        """Return the mean of own times; None where ranks are not judged by their devices. block: as of own_parts()."""
+        return mean_own_time(*self.own_parts(block), self.parts_ns[block]) if self._has_host_times else None
 
     def by_host_share(self, block: tuple[npt.NDArray[np.int64], ...]) -> npt.NDArray[np.float64]:
         """Return how much of each rank's own time lies in parts in which the device waits for its host: [ranks].

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
 from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, WITHOUT_GRADIENTS
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
+from torchlens_perf.analysis.stragglers.own_time import HIDDEN
 from torchlens_perf.analysis.words.cpu import CPU_ACTION
 from torchlens_perf.analysis.words.evidence import (
     CaughtUpEvidence,
@@ -372,6 +373,10 @@ def computing_action(report: Facts) -> str:
 
 # -- on a device
 
+_LAUNCH_ACTION = (
+    "fewer and larger kernels: torch.compile, CUDA graphs (mode='reduce-overhead'), a larger batch, fused optimizers."
+)
+
 
 def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdict:
     """What limits the step is said by the device's clock, or not at all."""
@@ -379,7 +384,10 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdic
     if not timed:
         return _not_known(report, device)
     parts = {part: sum(each["parts"].get(part, 0.0) for each in timed) / len(timed) for part in PARTS}
-    step_s, evidence = sum(parts.values()), DeviceStepEvidence({part: s for part, s in parts.items() if s})
+    step_s, own = sum(parts.values()), report["steps"]["own_time"]
+    if own is not None and own["hidden_share"] >= HIDDEN:  # most ranks wait for one, and do not show what it does
+        parts = {**parts, **own["parts"], "communication": max(0.0, step_s - sum(own["parts"].values()))}
+    evidence = DeviceStepEvidence({part: s for part, s in parts.items() if s})
     waits_s = [each["parts"].get("communication", 0.0) for each in timed]
     lacks = [typical["lack_of_cpu"] or {} for typical in _typical_steps(report)]
     lack = {part: sum(each.get(part, 0.0) for each in lacks) / len(lacks) for part in _GAP}
@@ -392,6 +400,13 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdic
     kinds = _kinds_of_steps(report) if report["steps"]["by"] == DEVICE else ""
     caught_up = [each["caught_up"] for each in timed if each["caught_up"] is not None]
     share = sum(caught_up) / len(caught_up) if caught_up else 0.0
+    launch_share = None if own is None else own["launch_share"]
+    if launch_share is not None and launch_share >= _MOST:
+        text = (
+            f"The {device} waits for its host in {percent(launch_share)} of a step's work ({duration(step_s)}): the "
+            f"host takes longer to issue kernels than the {device} to execute them. Next: {_LAUNCH_ACTION}"
+        )
+        return Verdict("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share, launch_share))
     if first is not found.computing:
         also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in worth if each is not first)
         computes = f"; computing {_of(computing_s, step_s)}" if computing_s else ""
@@ -403,11 +418,10 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdic
     if share >= _LAUNCH_BOUND:
         text = (
             f"The {device} waits for the host: it had no work left at the end of {percent(share)} of the forward and "
-            "backward passes. Next: fewer and larger kernels: torch.compile, CUDA graphs (mode='reduce-overhead'), a "
-            "larger batch, fused optimizers."
+            f"backward passes. Next: {_LAUNCH_ACTION}"
         )
         # What the job would gain is not known: how long a device idled between two kernels is not measured.
-        return Verdict("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share))
+        return Verdict("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share, launch_share))
     phases = sorted(((parts[part], part) for part in _COMPUTE if parts[part]), reverse=True)
     shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for seconds, part in phases)
     also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in worth)

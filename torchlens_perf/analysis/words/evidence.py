@@ -141,6 +141,8 @@ class CaughtUpEvidence(Struct, frozen=True):
 
     caught_up: float
     """Share of the forward and backward passes at whose end a device had no work left."""
+    launch_share: float | None
+    """Share of a step's work in which the devices wait for their hosts to issue it; None: not known."""
 
 
 class SampledEvidence(Struct, frozen=True):

@@ -114,6 +114,21 @@ class Steps(Distribution, AlikeAndLong):
     inference: bool
     micro_steps: int
     sampled_lack_of_cpu: float | None
+    own_time: OwnStep | None
+
+
+class OwnStep(TypedDict):
+    """A step of ranks that never wait for each other, by the lines of devices and hosts: means over the newest steps.
+
+    None in Steps where it is not known.
+    """
+
+    parts: dict[str, float]
+    """In seconds."""
+    launch_share: float
+    """Share of it in which devices wait for their hosts to issue work."""
+    hidden_share: float
+    """Share of it that devices do not show, as hosts go on while devices wait for other ranks."""
 
 
 class TypicalStep(TypedDict):

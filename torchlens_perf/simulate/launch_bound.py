@@ -1,0 +1,76 @@
+"""Data-parallel ranks whose hosts need longer to issue a step than their devices to execute it, and run ahead. Pure.
+
+No host waits for its device within a step, as in a loop without `.item()`. The device follows its host, and stands idle
+between kernels. Where a rank waits for others in the gradients' all-reduce, its host goes on, up to some steps ahead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.errors import ConfigError
+from torchlens_perf.run.records import OWN_PARTS
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.simulate.simulation import Steps, Topology
+
+AHEAD = 4
+"""After so many steps that the device has not done, a host waits for room in its queue."""
+_BUSY = 0.05  # of the host's time for a phase: what the device needs to execute it
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class HostsAhead:
+    """Steps of all ranks, of two clocks. Times in ns since the first step's begin."""
+
+    steps: Steps
+    full_ns: npt.NDArray[np.int64]
+    """How long the host waits for room in the queue, in the forward pass: [ranks, steps]."""
+    began_ns: npt.NDArray[np.int64]
+    """When the device comes to the step's begin: [ranks, steps]. The step ends where the next one begins."""
+    phases_ns: npt.NDArray[np.int64]
+    """When the device begins and ends each phase: [ranks, steps, phases, 2]."""
+    arrived_ns: npt.NDArray[np.int64]
+    """When the device comes to the gradients' all-reduce, at the end of the backward pass: [ranks, steps]."""
+
+
+class Hosts:
+    """Where the hosts and the devices of a job are. Steps are asked for in order."""
+
+    def __init__(self, topology: Topology) -> None:
+        """Raises ConfigError for a job that is more than data parallel."""
+        if topology.tp > 1 or topology.pp > 1:
+            raise ConfigError("ranks whose hosts run ahead are data parallel only: leave out tp and pp")
+        self._host_ns, self._device_ns = np.zeros((2, topology.ranks))
+        self._ends_ns = np.zeros((AHEAD, topology.ranks))  # of the newest steps, on the devices
+
+    def ahead(self, steps: Steps) -> HostsAhead:
+        """Return when hosts and devices do the next steps."""
+        ranks, count, _ = steps.parts_ns.shape
+        full_ns, began_ns, arrived_ns = np.zeros((3, ranks, count))
+        phases_ns = np.zeros((ranks, count, len(PHASES), 2))
+        for index in range(count):
+            own = dict(zip(OWN_PARTS, steps.parts_ns[:, index].T.astype(np.float64), strict=True))
+            began_ns[:, index] = self._device_ns = np.maximum(self._device_ns, self._host_ns)
+            self._host_ns = self._host_ns + own["data"]
+            full_ns[:, index] = np.maximum(self._ends_ns[0] - self._host_ns, 0)
+            for place, phase in enumerate(PHASES):
+                begin_ns = np.maximum(self._device_ns, self._host_ns)
+                host_ns = own[phase] + (own["recompute"] if phase == "backward" else 0)
+                self._host_ns = self._host_ns + host_ns + (full_ns[:, index] if phase == "forward" else 0)
+                self._device_ns = np.maximum(begin_ns + _BUSY * host_ns, self._host_ns)
+                if phase == "backward":
+                    arrived_ns[:, index] = self._device_ns
+                    reduced_ns = self._device_ns.max() + steps.transfer_ns[:, index].max()
+                    self._device_ns = np.full(ranks, reduced_ns)
+                phases_ns[:, index, place] = np.stack([begin_ns, self._device_ns], axis=1)
+            self._host_ns = self._host_ns + own["host"]
+            self._ends_ns = np.concatenate([self._ends_ns[1:], self._device_ns[None]])
+        as_integers = (each.round().astype(np.int64) for each in (full_ns, began_ns, phases_ns, arrived_ns))
+        return HostsAhead(steps, *as_integers)
