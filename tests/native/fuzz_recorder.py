@@ -108,7 +108,7 @@ class Fuzz:
         name = self.random.choice(
             ["begin", "end", "drop", "begin_module", "end_module", "record_span", "next_step", "add_overhead", "issue",
              "claim", "part_over", "begin_wait", "end_wait", "record_completed", "own_work_paused", "own_work_resumed",
-             "now_ns", "start_thread_time", "start_collectives"]
+             "now_ns", "start_thread_time", "computes_backward", "start_collectives"]
         )  # fmt: skip
         usual = {"begin": 2, "end": 3, "drop": 2, "begin_module": 1, "end_module": 1, "record_span": 4, "issue": 5}
         count = usual.get(name, 0) if self.random.random() < 0.8 else self.random.randrange(12)

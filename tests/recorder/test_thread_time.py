@@ -6,6 +6,7 @@ The kernel adds a running thread's time up at its ticks, every 1 to 10 ms: what 
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from torchlens_perf.run.ring import Kind
 LONG_NS = 10_000_000  # a step of so long, or longer, has the next one measured
 WORK_S = 0.08
 CLOSE = pytest.approx
+CHUNK = bytes(1 << 20)
 COMPETITOR = "import os, time; os.sched_setaffinity(0, {%d}); print(flush=True)\nend = time.monotonic() + 60\n"
 COMPETITOR += "while time.monotonic() < end: pass"
 
@@ -169,24 +171,32 @@ def test_pause_ends_with_the_step(rig: TimedRig) -> None:
     assert rig.thread_times()[Kind.STEP][0] == CLOSE(worked_ns, rel=0.1)
 
 
+@contextmanager
+def competitor(cpu: int) -> Iterator[None]:
+    """A busy process on that CPU."""
+    process = subprocess.Popen([sys.executable, "-c", COMPETITOR % cpu], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()  # it has taken its place
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_starved_thread_is_ready(rig: TimedRig) -> None:
     """A thread that shares its CPU with a busy process stands ready about as long as it runs; CPU time is its own."""
     before = os.sched_getaffinity(0)
-    cpu = min(before)
-    competitor = subprocess.Popen([sys.executable, "-c", COMPETITOR % cpu], stdout=subprocess.PIPE)
-    os.sched_setaffinity(0, {cpu})
+    os.sched_setaffinity(0, {min(before)})
     try:
-        assert competitor.stdout is not None
-        competitor.stdout.readline()  # it has taken its place
-        begin_ns = time.monotonic_ns()
-        with rig.inside(Kind.FORWARD):
-            worked_ns = work(3 * WORK_S)
-        taken_ns = time.monotonic_ns() - begin_ns
-        cpu_ns, ready_ns = rig.thread_times()[Kind.FORWARD]
+        with competitor(min(before)):
+            begin_ns = time.monotonic_ns()
+            with rig.inside(Kind.FORWARD):
+                worked_ns = work(3 * WORK_S)
+            taken_ns = time.monotonic_ns() - begin_ns
+            cpu_ns, ready_ns = rig.thread_times()[Kind.FORWARD]
     finally:
         os.sched_setaffinity(0, before)
-        competitor.kill()
-        competitor.communicate()
 
     assert cpu_ns == CLOSE(worked_ns, rel=0.1)
     assert ready_ns > 0.5 * worked_ns
@@ -323,3 +333,41 @@ def test_nothing_stays_open(end: str, implementation: ModuleType, tmp_path: Path
     rig.close()
 
     assert open_files() == before
+
+
+def test_autograds_thread_counts_in_the_backward_pass(rig: TimedRig) -> None:
+    """The owner waits for it, and so for the CPU that it does not get. What it does in another phase does not count."""
+    cpu = min(os.sched_getaffinity(0))
+    ready, stop = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        os.sched_setaffinity(0, {cpu})  # of this thread alone
+        rig.recorder.computes_backward()
+        ready.set()
+        while not stop.is_set():
+            hashlib.sha256(CHUNK)  # without the GIL
+
+    thread = threading.Thread(target=compute)
+    with competitor(cpu):
+        thread.start()
+        ready.wait()
+        with rig.inside(Kind.BACKWARD):
+            time.sleep(6 * WORK_S)
+        with rig.inside(Kind.OPTIMIZER):
+            time.sleep(6 * WORK_S)
+        times = rig.thread_times()
+        stop.set()
+        thread.join()
+
+    assert times[Kind.BACKWARD][1] > 0.25 * 6 * WORK_S * 1e9
+    assert times.get(Kind.OPTIMIZER, (0, 0))[1] < 0.25 * times[Kind.BACKWARD][1]
+
+
+def test_autograds_thread_that_has_ended(rig: TimedRig) -> None:
+    """The next one is measured instead, and its file is closed."""
+    before = open_files()
+    for _ in range(3):
+        on_thread(rig.recorder.computes_backward)
+        with rig.inside(Kind.BACKWARD):
+            work()
+        assert open_files() == before

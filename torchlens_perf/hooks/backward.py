@@ -82,6 +82,7 @@ class _Tail:
         if self._queued:
             return
         session, recorder = self._session, self._session.recorder
+        recorder.computes_backward()
         recorder.own_work_paused()
         torch_private.queue_callback(self._finished)
         self.start_ns, self.waited_before_ns = recorder.now_ns(), recorder.waited_ns

@@ -449,6 +449,15 @@ static PyObject *recorder_start_thread_time(Recorder *self, PyObject *unused)
                            thread_time_start(&self->thread_time));
 }
 
+/* computes_backward(): the calling thread computes a backward pass, which the owner waits for. */
+static PyObject *recorder_computes_backward(Recorder *self, PyObject *unused)
+{
+    if (self->header != NULL) {
+        thread_time_of_autograd(&self->thread_time);
+    }
+    Py_RETURN_NONE;
+}
+
 /* take_over(owner_ended): makes the calling thread the owner. Returns whether it is the owner afterwards. Refuses while
  * the owner is inside a span, unless its thread has ended, and while the caller is inside a span that is no section. */
 static PyObject *recorder_take_over(Recorder *self, PyObject *owner_ended)
@@ -619,6 +628,7 @@ static PyMethodDef recorder_methods[] = {
     {"part_over", FASTCALL(recorder_part_over), METH_FASTCALL, NULL},
     {"begin_wait", (PyCFunction)recorder_begin_wait, METH_NOARGS, NULL},
     {"end_wait", FASTCALL(recorder_end_wait), METH_FASTCALL, NULL},
+    {"computes_backward", (PyCFunction)recorder_computes_backward, METH_NOARGS, NULL},
     {"start_thread_time", (PyCFunction)recorder_start_thread_time, METH_NOARGS, NULL},
     {"take_over", (PyCFunction)recorder_take_over, METH_O, NULL},
     {"own_work_paused", (PyCFunction)recorder_own_work_paused, METH_NOARGS, NULL},

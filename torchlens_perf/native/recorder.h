@@ -31,7 +31,11 @@ typedef struct {
 typedef struct {
     int on, measured, paused, descriptor;
     unsigned reads;
+    long thread; /* its native id */
     int64_t last_cpu_ns, last_ready_ns;
+    long autograd_thread; /* that of the device, which computes the backward pass; 0: none is known */
+    int autograd_descriptor;
+    int64_t autograd_ready_ns;
     PhaseTime phases[LAST_PHASE + 1]; /* by kind; KIND_STEP: outside of all phases */
 } ThreadTime;
 
@@ -83,6 +87,7 @@ int read_integers(const char *name, PyObject *const *args, Py_ssize_t count, Py_
                   int64_t *values);
 int thread_time_start(ThreadTime *times);
 void thread_time_stop(ThreadTime *times);
+void thread_time_of_autograd(ThreadTime *times);
 void thread_time_mark(ThreadTime *times, uint32_t kind);
 int thread_time_step(ThreadTime *times, int64_t duration_ns, PhaseTime *phases);
 PyObject *recorder_start_collectives(Recorder *self, PyObject *name_id);

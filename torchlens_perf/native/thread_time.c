@@ -3,6 +3,9 @@
  * Linux adds both up per thread (Documentation/scheduler/sched-stats.rst: /proc/PID/task/TID/schedstat, in ns). They are
  * read where a phase begins or ends: one system call of about 1 us each. Steps shorter than MIN_STEP_NS, and those with
  * very many phases, are not measured, to keep the cost below a thousandth.
+ *
+ * Where the work is on a device, a thread of autograd computes the backward pass, and the training thread waits for it.
+ * The time that it stood ready counts in that phase too.
  */
 #include "recorder.h"
 
@@ -24,10 +27,10 @@ static const char *parse(const char *text, int64_t *value)
     return *text == ' ' ? text + 1 : text;
 }
 
-static int read_times(ThreadTime *times, int64_t *cpu_ns, int64_t *ready_ns)
+static int read_times(int descriptor, int64_t *cpu_ns, int64_t *ready_ns)
 {
     char text[96];
-    ssize_t length = pread(times->descriptor, text, sizeof(text) - 1, 0);
+    ssize_t length = pread(descriptor, text, sizeof(text) - 1, 0);
     if (length <= 0) {
         return -1;
     }
@@ -36,26 +39,71 @@ static int read_times(ThreadTime *times, int64_t *cpu_ns, int64_t *ready_ns)
     return 0;
 }
 
+static int open_times(long thread)
+{
+    char path[64];
+    snprintf(path, sizeof(path), "/proc/self/task/%ld/schedstat", thread);
+    return open(path, O_RDONLY | O_CLOEXEC);
+}
+
 /* On the owner's thread. Returns whether the kernel reports the times. */
 int thread_time_start(ThreadTime *times)
 {
-    char path[64];
-    snprintf(path, sizeof(path), "/proc/self/task/%ld/schedstat", (long)syscall(SYS_gettid));
-    times->descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    times->thread = (long)syscall(SYS_gettid);
+    times->descriptor = open_times(times->thread);
     if (times->descriptor < 0) {
         return 0;
     }
     times->on = 1;
-    if (read_times(times, &times->last_cpu_ns, &times->last_ready_ns) < 0 || times->last_cpu_ns == 0) {
+    if (read_times(times->descriptor, &times->last_cpu_ns, &times->last_ready_ns) < 0 || times->last_cpu_ns == 0) {
         thread_time_stop(times);
         return 0;
     }
     return 1;
 }
 
+static void forget_autograd(ThreadTime *times)
+{
+    if (times->autograd_thread) {
+        times->autograd_thread = 0;
+        close(times->autograd_descriptor);
+    }
+}
+
+/* How long autograd's thread has stood ready since the last call; 0 without one. */
+static int64_t autograd_ready_ns(ThreadTime *times)
+{
+    int64_t cpu_ns, ready_ns, last_ns = times->autograd_ready_ns;
+    if (!times->autograd_thread) {
+        return 0;
+    }
+    if (read_times(times->autograd_descriptor, &cpu_ns, &ready_ns) < 0) { /* it has ended */
+        forget_autograd(times);
+        return 0;
+    }
+    times->autograd_ready_ns = ready_ns;
+    return ready_ns - last_ns;
+}
+
+/* On a thread that computes a backward pass: from here on, the time that it stands ready is measured too. */
+void thread_time_of_autograd(ThreadTime *times)
+{
+    long thread = times->on ? (long)syscall(SYS_gettid) : 0;
+    if (!times->on || thread == times->thread || thread == times->autograd_thread) {
+        return;
+    }
+    forget_autograd(times);
+    times->autograd_descriptor = open_times(thread);
+    if (times->autograd_descriptor >= 0) {
+        times->autograd_thread = thread;
+        autograd_ready_ns(times);
+    }
+}
+
 void thread_time_stop(ThreadTime *times)
 {
     times->measured = 0;
+    forget_autograd(times);
     if (times->on) {
         times->on = 0;
         close(times->descriptor);
@@ -66,7 +114,7 @@ void thread_time_stop(ThreadTime *times)
 void thread_time_mark(ThreadTime *times, uint32_t kind)
 {
     int64_t cpu_ns, ready_ns;
-    if (++times->reads > MAX_READS || read_times(times, &cpu_ns, &ready_ns) < 0) {
+    if (++times->reads > MAX_READS || read_times(times->descriptor, &cpu_ns, &ready_ns) < 0) {
         times->measured = 0;
         return;
     }
@@ -75,6 +123,9 @@ void thread_time_mark(ThreadTime *times, uint32_t kind)
     phase->ready_ns += ready_ns - times->last_ready_ns;
     times->last_cpu_ns = cpu_ns;
     times->last_ready_ns = ready_ns;
+    if (kind == KIND_BACKWARD && !times->paused) {
+        phase->ready_ns += autograd_ready_ns(times);
+    }
 }
 
 /* At a step's end, after its last mark. Returns whether `phases` holds the step's times; decides about the next one. */
@@ -86,8 +137,9 @@ int thread_time_step(ThreadTime *times, int64_t duration_ns, PhaseTime *phases)
     times->reads = 0;
     times->paused = 0;
     int wanted = times->on && duration_ns >= MIN_STEP_NS;
-    if (wanted && !measured && read_times(times, &times->last_cpu_ns, &times->last_ready_ns) < 0) {
-        wanted = 0;
+    if (wanted && !measured) {
+        wanted = read_times(times->descriptor, &times->last_cpu_ns, &times->last_ready_ns) == 0;
+        autograd_ready_ns(times);
     }
     times->measured = wanted;
     return measured;

@@ -9,6 +9,7 @@ the cost of a section; and sections of one name that tasks of asyncio interleave
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -208,13 +209,17 @@ class Recorder:
         if self.closed or _get_ident() != self._owner:
             return False
         try:
-            path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
-            self._thread_time = ThreadTime(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            self._thread_time = ThreadTime(threading.get_native_id())
         except OSError:
             return False
         if not self._thread_time.available:
             self._stop_thread_time()
         return self._thread_time is not None
+
+    def computes_backward(self) -> None:
+        """The calling thread computes a backward pass, which the owner waits for."""
+        if not self.closed and self._thread_time is not None:
+            self._thread_time.computes_backward(threading.get_native_id())
 
     def take_over(self, owner_ended: bool) -> bool:
         if self.closed:
@@ -387,7 +392,7 @@ class Recorder:
 
     def _stop_thread_time(self) -> None:
         if self._thread_time is not None:
-            os.close(self._thread_time.descriptor)
+            self._thread_time.close()
             self._thread_time = None
 
     def set_nvtx(self, push: Callable[[Any], Any], pop: Callable[[], Any], attributes: list[Any]) -> None:
@@ -528,44 +533,85 @@ class Recorder:
 class ThreadTime:
     """CPU time of the training thread and time ready without a CPU, phase by phase; native/thread_time.c says why."""
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+    def __init__(self, thread: int) -> None:
+        """thread: its native id. Raises OSError where the kernel does not tell."""
+        self._thread, self._descriptor = thread, _open_times(thread)
+        self._autograd: tuple[int, int] | None = None  # its thread, and the file of its times
+        self._autograd_ready_ns = 0
         self.measured = self.paused = False
         self._reads = 0
-        self._last = self._read() or (0, 0)
+        self._last = _read_times(self._descriptor) or (0, 0)
         self._phases: dict[int, list[int]] = {}
+
+    def close(self) -> None:
+        self._forget_autograd()
+        os.close(self._descriptor)
 
     @property
     def available(self) -> bool:
         """Whether the kernel reports the times. Without its scheduling statistics, all of them are zero."""
         return self._last[0] > 0
 
-    def _read(self) -> tuple[int, int] | None:
-        try:
-            cpu_ns, ready_ns, *_ = os.pread(self.descriptor, 96, 0).split()
-        except (OSError, ValueError):
-            return None
-        return int(cpu_ns), int(ready_ns)
+    def computes_backward(self, thread: int) -> None:
+        """From here on, the time that this thread stands ready is measured too."""
+        if thread == self._thread or (self._autograd is not None and self._autograd[0] == thread):
+            return
+        self._forget_autograd()
+        with contextlib.suppress(OSError):
+            self._autograd = thread, _open_times(thread)
+            self._ready_in_autograd_ns()
+
+    def _forget_autograd(self) -> None:
+        autograd, self._autograd = self._autograd, None
+        if autograd is not None:
+            os.close(autograd[1])
+
+    def _ready_in_autograd_ns(self) -> int:
+        """How long autograd's thread has stood ready since the last call; 0 without one."""
+        if self._autograd is None:
+            return 0
+        now, last_ns = _read_times(self._autograd[1]), self._autograd_ready_ns
+        if now is None:  # it has ended
+            self._forget_autograd()
+            return 0
+        self._autograd_ready_ns = now[1]
+        return now[1] - last_ns
 
     def mark(self, kind: int) -> None:
         self._reads += 1
-        now, last = self._read() if self._reads <= _MAX_READS else None, self._last
+        now, last = _read_times(self._descriptor) if self._reads <= _MAX_READS else None, self._last
         if now is None:
             self.measured = False
             return
         phase = self._phases.setdefault(_WAIT if self.paused else kind, [0, 0])
         phase[0] += now[0] - last[0]
         phase[1] += now[1] - last[1]
+        if kind == _BACKWARD and not self.paused:
+            phase[1] += self._ready_in_autograd_ns()
         self._last = now
 
     def step(self, duration_ns: int) -> dict[int, list[int]]:
         phases = self._phases if self.measured else {}
         wanted = duration_ns >= _MIN_STEP_NS
         if wanted and not self.measured:
-            now = self._read()
+            now = _read_times(self._descriptor)
             wanted, self._last = now is not None, now or self._last
+            self._ready_in_autograd_ns()
         self.measured, self.paused, self._reads, self._phases = wanted, False, 0, {}
         return phases
+
+
+def _open_times(thread: int) -> int:
+    return os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _read_times(descriptor: int) -> tuple[int, int] | None:
+    """CPU time and time ready without a CPU, in ns; None where the thread has ended."""
+    try:
+        cpu_ns, ready_ns, *_ = os.pread(descriptor, 96, 0).split()
+    except (OSError, ValueError):
+        return None
+    return int(cpu_ns), int(ready_ns)
 
 
 class Section:
