@@ -143,6 +143,14 @@ def test_none() -> None:
     assert diagnose(episode(SLOW), {}, None).looked_at == ()
 
 
+def test_a_rank_that_lacks_a_cpu_is_not_said_to_wait_for_none() -> None:
+    """The signal is of the training thread; autograd's may be the one that waits."""
+    unmeasured = {rank: vector({"gc_share": 0.0, "cpu_wait_share": 0.0}).astype(np.float32) for rank in range(4)}
+
+    assert diagnose(episode(SLOW), unmeasured, None).looked_at == ("garbage collection", "waits for a CPU")
+    assert diagnose(episode(SLOW, phase="cpu"), unmeasured, None).looked_at == ("garbage collection",)
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -51,7 +51,7 @@ class Diagnosis:
 
     causes: tuple[Cause, ...]
     looked_at: tuple[str, ...]
-    """What was measured, in words: where there are no causes, these were ruled out."""
+    """What was measured, in words: where there are no causes, these were ruled out. Without what it is slow in."""
     not_measured: tuple[str, ...]
     signals: Mapping[str, float]
     """All that is measured of the rank, as means over the steps in which it is slow."""
@@ -140,7 +140,8 @@ def diagnose(
     case = _Case(mine, usual, others, episode, details or {})
     found = [cause for look in _LOOKS for cause in look(case)]
     found.sort(key=lambda cause: -(_EXPLAINS if cause.explains is None else cause.explains))
-    looked_at = tuple(subject for subject, signal in _SUBJECTS if signal in mine)
+    subjects = [each for each in _SUBJECTS if not (episode.phase == "cpu" and each[0] == WAITS_FOR_CPU)]
+    looked_at = tuple(subject for subject, signal in subjects if signal in mine)
     not_measured = tuple(subject for subject, signal in _SUBJECTS if signal not in mine)
     return Diagnosis(tuple(found[:MAX_CAUSES]), looked_at, not_measured, mine, others)
 
