@@ -1,0 +1,81 @@
+"""What simulated runs with each kind of fault are told: sentences, figures and alerts, held against kept files.
+
+They change only on purpose. `UPDATE_GOLDEN=1` writes them anew, and the commit says why.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.memory_exporter import MemoryExporter
+from tests.support.reports import checked
+from torchlens_perf.analysis import node_state
+from torchlens_perf.commands.simulate import record
+from torchlens_perf.exporters import otlp_environment
+from torchlens_perf.report.build import build
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.simulate.faults import parse_fault
+from torchlens_perf.simulate.rings import SimulatedDevice
+from torchlens_perf.simulate.simulation import Simulation, Topology
+
+KEPT = Path(__file__).parent / "simulated"
+STEPS = 224
+DEVICE, LAUNCH_BOUND = SimulatedDevice(), SimulatedDevice(launch_bound=True)
+MESH = Topology(dp=4, tp=2, node_size=4)
+RUNS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {
+    "nothing": (MESH, None, ()),
+    "constant": (MESH, None, ("constant:rank=3,share=0.25,phase=forward,since=40",)),
+    "until": (MESH, None, ("constant:rank=3,share=0.25,phase=backward,since=40,until=130",)),
+    "data": (MESH, None, ("constant:rank=5,share=0.3,phase=data",)),
+    "several": (MESH, None, ("constant:rank=3,share=0.2", "constant:rank=6,share=0.25,phase=optimizer,since=60")),
+    "drifting": (MESH, None, ("drifting:rank=2,share=0.2,over=150",)),
+    "intermittent": (MESH, None, ("intermittent:rank=2,share=0.4",)),
+    "moving": (MESH, None, ("moving:ranks=1+4,share=0.2,every=100",)),
+    "node": (MESH, None, ("node:node=1,share=0.15",)),
+    "link": (MESH, None, ("link:rank=3,share=0.3",)),
+    "stalls": (MESH, None, ("stalls:rank=3,share=3,every=40",)),
+    "pauses": (MESH, None, ("pauses:share=0.5,every=50,together=yes",)),
+    "variable length": (MESH, None, ("variable_length:spread=0.2,reported=yes",)),
+    "stages": (Topology(dp=2, tp=2, pp=2, node_size=4), None, ("constant:rank=5,share=0.25,phase=forward",)),
+    "device": (MESH, DEVICE, ("constant:rank=3,share=0.2,phase=forward,since=40",)),
+    "launch-bound": (Topology(8), LAUNCH_BOUND, ()),
+    "slow host": (Topology(8), LAUNCH_BOUND, ("constant:rank=2,share=0.15,phase=forward,since=40",)),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_is_told_as_before(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, kept = _told(name, tmp_path, monkeypatch), KEPT / f"{name.replace(' ', '_')}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        KEPT.mkdir(exist_ok=True)
+        kept.write_text(told)
+
+    assert told == kept.read_text()
+
+
+def _told(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    topology, device, faults = RUNS[name]
+    run, exporter = RunDirectory(folder / "golden"), MemoryExporter()
+    run.create()
+    monkeypatch.setattr(otlp_environment, "exporter_from_environment", lambda *_: exporter)
+    simulation = Simulation(topology, faults=[parse_fault(each) for each in faults], noise=0.05)
+    record(simulation, STEPS, run, "golden", device)
+    report: dict[str, Any] = checked(build(run.run_id, node_state.load_all(run)))
+    lines = [" and ".join(faults) or "no fault", ""]
+    for row in report["verdicts"]:
+        held = {name: value for name, value in (row["held"] or {}).items() if name not in ("since", "until")}
+        lines += [row["text"], f"  {_figures(held)}", f"  {_figures(row)}", ""]
+    for alert in exporter.alerts:
+        lines += [f"alert {alert.id[:8]} {alert.change} {alert.kind} of {alert.about}: {alert.text}", ""]
+    return re.sub(r"\d\d:\d\d:\d\d UTC", "TIME", "\n".join(lines))
+
+
+def _figures(row: dict[str, Any]) -> str:
+    """What else a verdict says, with three digits."""
+    values = ((name, value) for name, value in row.items() if name not in ("text", "held", "evidence", "where"))
+    return ", ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in values)
