@@ -124,6 +124,7 @@ def test_damaged_and_hostile_folders(tmp_path: Path, runs: Path) -> None:
         shown = {address: viewer.answer_of_page(f"/{address}") for address in found}
         unreadable = {address: answer for address, answer in shown.items() if answer.status != 200}
         assert set(unreadable) == {"runs/bad/", "runs/fifo/", "runs/begins/"}
+        assert viewer.json("/api/counts")["runs"].keys() >= {"good", "not%FFutf8", "line%0Aline"}
         for answer in unreadable.values():
             assert answer.status == 503
             assert len(answer.text.splitlines()) == 1

@@ -39,7 +39,7 @@ from torchlens_perf.serve.list_page import list_page, waiting_page
 from torchlens_perf.serve.live_page import step_as_json
 from torchlens_perf.serve.readers import ReadError, Readers
 from torchlens_perf.serve.run_list import RunList
-from torchlens_perf.serve.run_names import name_in, path_of
+from torchlens_perf.serve.run_names import address, name_in, path_of
 from torchlens_perf.serve.static_files import addresses, static_files
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Server:
     async def _counts(self, request: Request) -> Response:
         readers = (self._quick, self._slow, self._listing)
         runs = {
-            os.path.basename(path): {"viewers": each.viewers, "looks": each.looks, "readings": each.readings}
+            address(os.path.basename(path)): {"viewers": each.viewers, "looks": each.looks, "readings": each.readings}
             for path, each in self._followers.items()
         }
         calls, calls_now = sum(each.calls for each in readers), sum(each.busy for each in readers)
