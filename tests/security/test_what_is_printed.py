@@ -95,7 +95,7 @@ def test_state_of_a_node(
             run.node_state(HOST).write_text(json.dumps(changed))
         assert_harmless(_printed("report", str(run.path)))
         assert_harmless(_printed("report", "--json", str(run.path)))
-        assert_harmless(_printed("capture", str(run.path), "--rank", "0"))
+        assert_harmless(_printed("capture", str(run.path), "--rank", "0", "--timeout", "1"))
     run.node_state(HOST).write_text(json.dumps(value))
     with contextlib.suppress(RunStoreError):  # as some texts are ranks, or numbers
         for color in (False, True):
