@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.simulate.test_simulated_runs import verdicts
@@ -16,7 +17,12 @@ from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, HOST
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.errors import ConfigError
+from torchlens_perf.page.decoded import Steps
+from torchlens_perf.page.document.html import document
+from torchlens_perf.page.gather import device_grid
+from torchlens_perf.page.gather.run_contents import contents
 from torchlens_perf.report.build import build
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.launch_bound import Hosts
@@ -94,18 +100,18 @@ def test_a_replay_says_the_same(tmp_path: Path) -> None:
 LAUNCH_BOUND = SimulatedDevice(launch_bound=True)
 
 
-def launch_bound(folder: Path, *faults: str) -> tuple[Findings, dict[str, Any]]:
-    """What is found in, and said of, eight ranks whose hosts run ahead of their devices."""
+def launch_bound(folder: Path, *faults: str) -> tuple[Findings, dict[str, Any], RunDirectory]:
+    """What is found in, and said of, eight ranks whose hosts run ahead of their devices; and the run."""
     run = make_run(folder)
     made = Simulation(Topology(8), faults=[parse_fault(each) for each in faults], noise=0.05)
     record(made, STEPS, run, "note", LAUNCH_BOUND)
     states = node_state.load_all(run)
-    return states[0].findings, checked(build(run.run_id, states))
+    return states[0].findings, checked(build(run.run_id, states)), run
 
 
 def test_nobody_is_named_where_hosts_run_ahead(tmp_path: Path) -> None:
     """All but the last rank wait in communication for more than half of the step, and that is not what limits it."""
-    found, report = launch_bound(tmp_path)
+    found, report, _ = launch_bound(tmp_path)
     bottleneck = report["verdicts"][-1]
 
     assert found.episodes == ()
@@ -119,12 +125,32 @@ def test_nobody_is_named_where_hosts_run_ahead(tmp_path: Path) -> None:
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer", "data", "host"])
 def test_a_slow_host_costs_the_difference(phase: str, tmp_path: Path) -> None:
     """20 ms of 200. The others come to wait for room in the queues of their devices, and that is none of their work."""
-    found, _ = launch_bound(tmp_path, f"constant:rank=2,share=0.1,phase={phase},since=32")
+    found, _, _ = launch_bound(tmp_path, f"constant:rank=2,share=0.1,phase={phase},since=32")
     (episode,) = found.episodes
 
     assert (episode.rank, episode.phase, episode.by_host) == (2, phase, True)
     assert episode.since_step == pytest.approx(32, abs=8)
     assert episode.cost_ns == pytest.approx(20e6, rel=0.25)
+
+
+@pytest.mark.parametrize("each_step", [True, False])
+def test_the_page_shows_own_times(each_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each step, where there are not too many: by its device, rank 2 would have ten times the others' work."""
+    if not each_step:
+        monkeypatch.setattr(device_grid, "MAX_STEPS", 8 * STEPS - 1)
+    _, _, run = launch_bound(tmp_path, "constant:rank=2,share=0.1,phase=forward,since=32")
+    page = contents(run)
+    assert page["steps"] is not None
+    excess = Steps(page["steps"]).excess()
+    drawn = document(page)
+
+    if each_step:
+        assert np.nanmean(excess[2, 40:]) == pytest.approx(0.1, abs=0.02)
+        assert np.nanmax(np.abs(np.nanmean(excess[[0, 1, 3, 4, 5, 6, 7]], axis=1))) < 0.03
+    else:
+        assert not np.isfinite(excess).any()
+    assert "Rank 2 takes most longer in forward" in drawn
+    assert "Rank 2 takes most longer in backward" not in drawn
 
 
 def test_jobs_that_are_not_data_parallel_only() -> None:

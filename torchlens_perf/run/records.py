@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 PARTS = ("data", "forward", "recompute", "backward", "optimizer", "communication", "host", "tool")
 # The parts that are the rank's own work: all but waiting for other ranks, and us.
 OWN_PARTS = ("data", "forward", "recompute", "backward", "optimizer", "host")
+OWN_COLUMNS = [PARTS.index(part) for part in OWN_PARTS]
+"""Where they are in columns of PARTS."""
 
 
 class Span(NamedTuple):
@@ -65,15 +67,20 @@ class StepTable:
     @property
     def own_ns(self) -> npt.NDArray[np.int64]:
         """Own time: the step without the time blocked in communication and without ours."""
-        own: npt.NDArray[np.int64] = self.parts_ns[:, [PARTS.index(part) for part in OWN_PARTS]].sum(axis=1)
+        own: npt.NDArray[np.int64] = self.parts_ns[:, OWN_COLUMNS].sum(axis=1)
         return own
 
     @property
     def work_ns(self) -> npt.NDArray[np.int64]:
         """Own time without the part of it in which the thread was ready and had no CPU, where that was measured."""
-        places = [PARTS.index(part) for part in OWN_PARTS]
-        own_ns, ready_ns = self.parts_ns[:, places], self.ready_ns[:, places].clip(min=0)
-        work: npt.NDArray[np.int64] = (own_ns - ready_ns.clip(max=own_ns)).sum(axis=1)
+        work: npt.NDArray[np.int64] = self.work_by_part_ns.sum(axis=1)
+        return work
+
+    @property
+    def work_by_part_ns(self) -> npt.NDArray[np.int64]:
+        """Shape [steps, len(OWN_PARTS)]: the same of each part."""
+        own_ns, ready_ns = self.parts_ns[:, OWN_COLUMNS], self.ready_ns[:, OWN_COLUMNS].clip(min=0)
+        work: npt.NDArray[np.int64] = own_ns - ready_ns.clip(max=own_ns)
         return work
 
 

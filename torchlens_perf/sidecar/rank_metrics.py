@@ -11,7 +11,7 @@ from torchlens_perf.analysis.causes.metrics import METRICS
 from torchlens_perf.analysis.statistics.hardware import gpu_signals, link_signals
 from torchlens_perf.analysis.statistics.memory import memory_signals
 from torchlens_perf.run import ring
-from torchlens_perf.run.records import OWN_PARTS, PARTS
+from torchlens_perf.run.records import OWN_COLUMNS
 from torchlens_perf.sidecar.host.process import HostMetrics
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class RankMetrics:
     def add_steps(self, source: RingSource, steps: StepTable) -> None:
         """Finished steps of a rank."""
         measured = (steps.cpu_ns[:, 0] >= 0) & (steps.ready_ns[:, 0] >= 0)
-        own = np.array([PARTS.index(part) for part in OWN_PARTS])
+        own = np.array(OWN_COLUMNS)
         awake_ns = (steps.cpu_ns + steps.ready_ns)[:, own]
         asleep_ns = np.maximum(steps.parts_ns[:, own] - awake_ns, 0)[measured].sum()
         sums = self._asleep.setdefault(source.state.identity.pid, [0, 0])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
+from torchlens_perf.run.records import OWN_COLUMNS, PARTS, StepTable
 from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 MIN_ROW_NS = 20_000_000
 WIDEST_ROW = 1024
 _WIDTH_AFTER = 8  # steps, from which the width of the rows is chosen
-_OWN = [PARTS.index(part) for part in OWN_PARTS]
 _WAIT = PARTS.index("communication")
 # Steps that are not compared: they do other work than training steps. One rank's makes the step incomparable for all.
 OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CHECKPOINT | Flag.COMPILED | Flag.CAPTURED)
@@ -114,8 +113,8 @@ def _rows(table: StepTable, width: int) -> StepBins:
     steps, starts = np.unique(keys, return_index=True)
     counts = np.diff([*starts, len(keys)])
     measured = table.ready_ns[:, 0] >= 0
-    ready = np.where(measured[:, None], table.ready_ns, 0)[:, _OWN].astype(np.float64)
-    own = table.parts_ns[:, _OWN].astype(np.float64)
+    ready = np.where(measured[:, None], table.ready_ns, 0)[:, OWN_COLUMNS].astype(np.float64)
+    own = table.parts_ns[:, OWN_COLUMNS].astype(np.float64)
     ready = np.minimum(ready, own)
 
     def mean(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -127,11 +126,11 @@ def _rows(table: StepTable, width: int) -> StepBins:
         step=steps,
         duration_ns=mean(table.duration_ns.astype(np.float64)),
         work_ns=mean(own - ready),
-        issue_ns=mean(table.issue_ns[:, _OWN].astype(np.float64)),
-        lag_ns=mean(table.lag_ns[:, _OWN].astype(np.float64)),
+        issue_ns=mean(table.issue_ns[:, OWN_COLUMNS].astype(np.float64)),
+        lag_ns=mean(table.lag_ns[:, OWN_COLUMNS].astype(np.float64)),
         wait_ns=mean(table.parts_ns[:, _WAIT].astype(np.float64)),
         ready_ns=mean(np.where(measured, ready.sum(axis=1), np.nan)),
-        issue_ready_ns=mean(np.where(measured, table.issue_ready_ns[:, _OWN].sum(axis=1), np.nan)),
+        issue_ready_ns=mean(np.where(measured, table.issue_ready_ns[:, OWN_COLUMNS].sum(axis=1), np.nan)),
         workload=mean(np.where(table.workload >= 0, table.workload, np.nan)),
         flags=np.bitwise_or.reduceat(table.flags, starts),
     )

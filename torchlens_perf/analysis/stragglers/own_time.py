@@ -19,20 +19,25 @@ one has.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from torchlens_perf.run.records import OWN_PARTS
+from torchlens_perf.run.records import OWN_COLUMNS, OWN_PARTS, PARTS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from torchlens_perf.run.records import StepTable
 
 Floats: TypeAlias = "npt.NDArray[np.floating[Any]]"
 HIDDEN = 0.03
 """Of own time: from which share on, hidden by devices, their own clocks do not tell what ranks do."""
 _MOST = 0.5  # of a part's own time, that its host needs where the device waits for it
 _LAUNCHES = [place for place, part in enumerate(OWN_PARTS) if part not in ("data", "host")]
+_COMMUNICATION = PARTS.index("communication")
 _BACKWARD, _RECOMPUTE = OWN_PARTS.index("backward"), OWN_PARTS.index("recompute")
 
 
@@ -77,6 +82,31 @@ def own_time(ranks: Lines, critical: Lines) -> tuple[Floats, npt.NDArray[np.bool
     as_critical_ns = np.maximum(critical_busy_ns - critical_host_ns, 0) + host_ns
     own_ns: Floats = ranks.device_ns + np.clip(as_critical_ns, least_ns, most_ns) - busy_ns
     return own_ns, host_ns >= _MOST * own_ns
+
+
+def own_work_ns(tables: Sequence[StepTable]) -> list[npt.NDArray[np.int64]]:
+    """Return each rank's own time in each of its steps. Where not all ranks have the step, it is work.
+
+    tables: steps by the devices' clocks of ranks that do the same, in ascending order.
+    """
+    work_ns = [table.work_ns for table in tables]
+    steps = functools.reduce(np.intersect1d, [table.step for table in tables])
+    if len(tables) < 2 or not len(steps):
+        return work_ns
+    at = [np.searchsorted(table.step, steps) for table in tables]
+
+    def of_all(column: str) -> Floats:
+        values: list[Any] = [getattr(table, column)[rows] for table, rows in zip(tables, at, strict=True)]
+        return np.stack(values).astype(np.float64)
+
+    issue_ns, lag_ns = (of_all(column)[..., OWN_COLUMNS] for column in ("issue_ns", "lag_ns"))
+    ranks = Lines(of_all("work_by_part_ns"), issue_ns, lag_ns)
+    critical, rows = critical_rank(of_all("parts_ns")[..., _COMMUNICATION]), np.arange(len(steps))
+    own_ns, _ = own_time(ranks, Lines(*(line[critical, rows] for line in ranks)))
+    known = (issue_ns > 0).any(axis=2).all(axis=0)
+    for rank, rows_of_rank in enumerate(at):
+        work_ns[rank][rows_of_rank[known]] = own_ns[rank, known].sum(axis=1)
+    return work_ns
 
 
 def mean_own_time(own_ns: Floats, by_host: npt.NDArray[np.bool_], device_ns: Floats) -> OwnTime | None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
+from torchlens_perf.analysis.statistics.step_bins import concatenate
 from torchlens_perf.analysis.statistics.steps import assemble_steps, kind_name
+from torchlens_perf.analysis.stragglers.own_time import own_work_ns
 from torchlens_perf.page.gather.span_files import all_records
 from torchlens_perf.page.gather.step_grid import Batch, StepGrid
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from torchlens_perf.analysis.node_state import ProcessState
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.records import StepTable
@@ -56,21 +61,30 @@ def device_grid(
     rank_of = {each.identity.key: rank for rank, each in processes.items()}
     nodes = {each.identity.key: node_of[rank] for rank, each in processes.items()}
     joins = {key: DeviceSteps() for key in rank_of}
+    found: dict[int, list[StepTable]] = defaultdict(list)
     for key, (records, _) in all_records(run, nodes, notes, _KINDS):
         table = joins[key].add(records, assemble_steps(records))
         if len(table):
-            empty.add(_batch(table, empty.row_of[rank_of[key]]))
+            found[rank_of[key]].append(table)
+    tables = {rank: concatenate(of_rank) for rank, of_rank in found.items()}
+    populations: dict[str, list[int]] = defaultdict(list)
+    for rank in tables:
+        populations[processes[rank].place.population].append(rank)
+    for ranks in populations.values():
+        own_ns = own_work_ns([tables[rank] for rank in ranks])
+        for rank, work_ns in zip(ranks, own_ns, strict=True):
+            empty.add(_batch(tables[rank], empty.row_of[rank], work_ns))
     return empty
 
 
-def _batch(table: StepTable, row: int) -> Batch:
+def _batch(table: StepTable, row: int, work_ns: npt.NDArray[np.int64]) -> Batch:
     unknown = np.full(len(table), -1)
     return Batch(
         row=np.full(len(table), row),
         step=table.step,
         start_ns=table.start_ns,
         duration_ns=table.duration_ns,
-        work_ns=table.work_ns,
+        work_ns=work_ns,
         parts_ns=table.parts_ns,
         ready_ns=unknown,
         memory_bytes=unknown,

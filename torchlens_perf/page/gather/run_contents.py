@@ -10,6 +10,7 @@ import msgspec
 
 from torchlens_perf.analysis.stragglers.detector import NOTHING
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
+from torchlens_perf.analysis.stragglers.own_time import HIDDEN
 from torchlens_perf.page.contents import SCHEMA, Contents, Series, SlowTime, StepMatrices, StepTraces
 from torchlens_perf.page.gather.device_grid import Grids, device_grid
 from torchlens_perf.page.gather.hardware_series import hardware_series, rank_series, within
@@ -58,8 +59,10 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
         room = int(_MATRICES * min(budget_bytes, _OF_WHAT_IS_LEFT * (budget_bytes - size_bytes(shown))))
 
         def made(of: Grids) -> StepMatrices:
-            return step_matrices(of, processes, slow)
+            return step_matrices(of, processes, slow, hidden=hidden)
 
+        own = plain["steps"]["own_time"]
+        hidden = own is not None and own["hidden_share"] >= HIDDEN
         grids = Grids(grid, _device(run, processes, node_of, grid, notes))
         grids, fitting = thinned_grids(grids, made, room, notes)
         grid, matrices = grids.host, fitting

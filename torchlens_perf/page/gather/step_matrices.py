@@ -63,8 +63,13 @@ def step_grid(run: RunDirectory, processes: Mapping[int, ProcessState], notes: l
     return grid if grid.steps.any() else None
 
 
-def step_matrices(grids: Grids, processes: Mapping[int, ProcessState], slow: list[SlowTime]) -> StepMatrices:
-    """The grids as the page holds them."""
+def step_matrices(
+    grids: Grids, processes: Mapping[int, ProcessState], slow: list[SlowTime], *, hidden: bool = False
+) -> StepMatrices:
+    """The grids as the page holds them.
+
+    hidden: devices hide what their hosts do. Without each step of all ranks, work is not known then.
+    """
     grid, ranks = grids.host, sorted(processes)
     steps = np.where(grid.steps > 0, grid.steps, np.nan)
     by_device = [row for row, rank in enumerate(ranks) if processes[rank].judged_by == DEVICE]
@@ -73,6 +78,8 @@ def step_matrices(grids: Grids, processes: Mapping[int, ProcessState], slow: lis
     else:
         windows = {row: processes[ranks[row]].judged_windows() for row in by_device}
         work, device_parts = work_s(grid, windows), device_parts_s(grid, windows)
+        if hidden:
+            work[by_device] = np.nan
 
     return {
         "columns": _columns(grid),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.stragglers.own_time import HIDDEN
 from torchlens_perf.page.pictures.markup import Element, tag
 from torchlens_perf.page.pictures.phases import WORDS, Bar, part_legend, phases_picture
 from torchlens_perf.page.sections.ranks import by_prominence, named_ranks
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
 
 _MAX_BARS = 24
+
+
+_HIDDEN = "A device that waits for other ranks does not show what its host does meanwhile."
 
 
 def phases(contents: Contents) -> Element | None:
@@ -48,7 +52,9 @@ def _part(report: Report, ranks: list[Rank], clock: str, parts_of: dict[int, dic
         for rank in ranks
         if rank["rank"] in parts_of
     ]
-    words = _words(bars, clock)
+    own = report["steps"]["own_time"]
+    hidden = clock == "device" and own is not None and own["hidden_share"] >= HIDDEN
+    words = _words(bars, clock, hidden=hidden)
     picture = phases_picture(bars, words, f"phases-{clock}-picture")
     chart = "phases" if clock == "host" else None
     rows = [
@@ -73,8 +79,11 @@ def _cell(parts: dict[str, float], part: str, rank: Rank) -> str:
     return "not measured" if part in rank["not_measured"] else "-"
 
 
-def _words(bars: list[Bar], clock: str) -> str:
-    """The largest part of the first bar, and of all."""
+def _words(bars: list[Bar], clock: str, *, hidden: bool) -> str:
+    """The largest part of all bars, and of the first one what is larger than on the others.
+
+    hidden: devices hide what their hosts do, and so cannot tell that.
+    """
     total = sum(sum(bar.parts_s.values()) for bar in bars)
     if not total:
         return f"Parts of a typical step by the {clock}'s clock."
@@ -84,6 +93,8 @@ def _words(bars: list[Bar], clock: str) -> str:
     text = f"By the {clock}'s clock, most of a typical step is {WORDS.get(largest, largest)}: {share}"
     marked = next((bar for bar in bars if bar.marked), None)
     others = [bar for bar in bars if not bar.marked]
+    if hidden:
+        return f"{text}. {_HIDDEN}"
     if marked is None or not others:
         return f"{text}."
     usual = {part: sum(bar.parts_s[part] for bar in others) / len(others) for part in sums}
