@@ -21,7 +21,7 @@ _COMPUTE = ("forward", "backward")
 # Where both grew alike: how many times as large as the other ratio one may be. The host of the rank that is last is a
 # little slower in all phases.
 _ALIKE, _ALIKE_ON_HOSTS = 2.25, 1.5
-_MOST = 0.5  # of its own time, that lies in what its device waits for its host in
+_MOST = 0.5  # of own time, that lies in parts in which the device waits for its host
 _SAMPLE = 256  # of many ranks, from which the others' usual times are taken
 
 
