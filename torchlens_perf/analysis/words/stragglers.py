@@ -18,6 +18,7 @@ from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.analysis.stragglers.episodes import Episode
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
+from torchlens_perf.analysis.stragglers.own_time import HIDDEN
 from torchlens_perf.analysis.stragglers.placement import BY_DEVICE
 from torchlens_perf.analysis.words.evidence import (
     ImbalanceEvidence,
@@ -44,7 +45,7 @@ _WAITS_FOR_IT = 0.5  # of what one part does more, the others wait so much at le
 _MAX_NAMES = 40  # characters
 _COMPUTING = ("forward", "recompute", "backward", "compute", "optimizer")
 _SHARED = 2.0  # times its own cost, that an ended rank has cost together with other slow ranks
-_BY_DEVICES = ", by the devices' clocks"
+_BY_DEVICES, _BY_BOTH = ", by the devices' clocks", ", by the clocks of hosts and devices"
 # Modules' times are those of typical steps of the run, with lack of a CPU. The excess is that of the time when the rank
 # was slow, without lack of a CPU: where they differ, only the modules' names are said.
 _ALL_OF_IT = 1.1
@@ -422,8 +423,10 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
         return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
     seen_s = findings.detectable_ns / 1e9
     share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0
+    by_both = any(each.own and each.own.hidden_share >= HIDDEN for each in findings.usual)
+    clocks = (_BY_BOTH if by_both else _BY_DEVICES) if by_device else ""
     text = (
-        f"No rank stands out over {count} steps{_BY_DEVICES if by_device else ''}. One with {duration(seen_s)} more "
+        f"No rank stands out over {count} steps{clocks}. One with {duration(seen_s)} more "
         f"work ({percent(share)}) in every step from the start of the run would have been named."
     )
     confidence, rather = 0.9, _rather(findings)
