@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import contextlib
 import os
 import pty
 import signal
@@ -22,6 +23,7 @@ from tests.support.ranks import HOST, Rank, run_without_traces
 from torchlens_perf.commands import doctor, tap_build
 from torchlens_perf.commands.cli import _parser, main
 from torchlens_perf.commands.doctor import OK, WORSE, Check
+from torchlens_perf.commands.progress import Progress
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.run.directory import find_sidecar_lock
 from torchlens_perf.sidecar.node import Sidecar
@@ -129,6 +131,19 @@ def test_ctrl_c_is_one_line(files: bool, tmp_path: Path) -> None:
     assert terminal.left == "torchlens-perf: interrupted"
     assert find_sidecar_lock(run_id) is None
     assert (tmp_path / run_id / "nodes").exists() is files
+
+
+def test_ctrl_c_that_is_swallowed_is_raised_again() -> None:
+    """As in C code that imports a module, or in a callback that cannot raise."""
+    before = signal.getsignal(signal.SIGINT)
+    with Progress("working") as progress:
+        progress(1)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            progress(2)
+
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.fixture
