@@ -158,7 +158,7 @@ def test_a_run_that_falls_silent(live: LiveSimulation, viewer: Viewer) -> None:
         event = news.next()
         assert event["is_live"]
         assert event["problem"].startswith("nothing new for 5 minutes: no rank has ended")
-        assert "silent for 5 minutes" in viewer.ask(f"/?search={live.name}").text
+        assert eventually(lambda: "silent for 5 minutes" in viewer.ask(f"/?search={live.name}").text)
         live.goes_on()
         assert newer(news, event["version"])["problem"] == ""
 
