@@ -35,8 +35,8 @@ with perf.watch(model, optimizer, dir="runs"):
 
 
 def lowest(requirement: str) -> str:
-    """The requirement's lower bound as the only version: "numpy>=1.24" becomes "numpy==1.24"."""
-    found = re.fullmatch(r"([A-Za-z0-9_.\-]+)>=([0-9.]+)(,.*)?", requirement)
+    """The requirement's lower bound as the only version: "numpy>=1.24; MARKER" becomes "numpy==1.24"."""
+    found = re.fullmatch(r"([A-Za-z0-9_.\-]+)>=([0-9.]+)(,[^;]*)?(;.*)?", requirement)
     if found is None:
         raise SystemExit(f"{requirement} has no lower bound")
     return f"{found[1]}=={found[2]}"
