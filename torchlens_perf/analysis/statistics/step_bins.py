@@ -113,9 +113,7 @@ def _rows(table: StepTable, width: int) -> StepBins:
     steps, starts = np.unique(keys, return_index=True)
     counts = np.diff([*starts, len(keys)])
     measured = table.ready_ns[:, 0] >= 0
-    ready = np.where(measured[:, None], table.ready_ns, 0)[:, OWN_COLUMNS].astype(np.float64)
-    own = table.parts_ns[:, OWN_COLUMNS].astype(np.float64)
-    ready = np.minimum(ready, own)
+    work = table.work_by_part_ns.astype(np.float64)
 
     def mean(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         sums = np.add.reduceat(values, starts, axis=0)
@@ -125,11 +123,11 @@ def _rows(table: StepTable, width: int) -> StepBins:
         width=width,
         step=steps,
         duration_ns=mean(table.duration_ns.astype(np.float64)),
-        work_ns=mean(own - ready),
+        work_ns=mean(work),
         issue_ns=mean(table.issue_ns[:, OWN_COLUMNS].astype(np.float64)),
         lag_ns=mean(table.lag_ns[:, OWN_COLUMNS].astype(np.float64)),
         wait_ns=mean(table.parts_ns[:, _WAIT].astype(np.float64)),
-        ready_ns=mean(np.where(measured, ready.sum(axis=1), np.nan)),
+        ready_ns=mean(np.where(measured, table.own_ns - work.sum(axis=1), np.nan)),
         issue_ready_ns=mean(np.where(measured, table.issue_ready_ns[:, OWN_COLUMNS].sum(axis=1), np.nan)),
         workload=mean(np.where(table.workload >= 0, table.workload, np.nan)),
         flags=np.bitwise_or.reduceat(table.flags, starts),
