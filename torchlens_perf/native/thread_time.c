@@ -88,8 +88,11 @@ static int64_t autograd_ready_ns(ThreadTime *times)
 /* On a thread that computes a backward pass: from here on, the time that it stands ready is measured too. */
 void thread_time_of_autograd(ThreadTime *times)
 {
-    long thread = times->on ? (long)syscall(SYS_gettid) : 0;
-    if (!times->on || thread == times->thread || thread == times->autograd_thread) {
+    if (!times->on) {
+        return;
+    }
+    long thread = (long)syscall(SYS_gettid);
+    if (thread == times->thread || thread == times->autograd_thread) {
         return;
     }
     forget_autograd(times);

@@ -143,8 +143,9 @@ class SlidingWindow:
         # Of many ranks, more digits would fill the memory.
         self._issue_s = self._lag_s = np.zeros((0, 0, 0), np.float16)
         self.no_cpu_ns = self.issue_ready_ns = self.ready_ns
-        self.own_ns, self.by_host_ns = np.full(shape, np.nan, np.float32), np.zeros(shape, np.float32)
-        """Each rank's own time, and that of the parts in which its device waits for its host."""
+        self.own_ns = np.full(shape, np.nan, np.float32)
+        self.by_host_ns = np.zeros((0, 0), np.float32)
+        """Own time of the parts in which the device waits for its host; empty where no rank is judged by its device."""
         self._critical = np.full(self.columns + 1, -1, np.int64)
         """By column, the index of the rank whose lag own times are computed with; -1: own time is work."""
         self.excess_ns = np.zeros(shape, np.float32)
@@ -197,7 +198,7 @@ class SlidingWindow:
         if not self._has_host_times:
             self._issue_s, self._lag_s = (np.zeros(self.parts_ns.shape, np.float16) for _ in range(2))
             self.issue_ready_ns = np.full_like(self.ready_ns, np.nan)
-            self.no_cpu_ns = self.ready_ns.copy()
+            self.no_cpu_ns, self.by_host_ns = self.ready_ns.copy(), np.zeros_like(self.ready_ns)
 
     def with_ranks(self, ranks: npt.NDArray[np.int64]) -> SlidingWindow:
         grown = SlidingWindow(ranks, self.width)
@@ -296,6 +297,8 @@ class SlidingWindow:
 
         block: ranks and columns.
         """
+        if not self._has_host_times:
+            return np.zeros(len(block[0]))
         own_ns = self.own_ns[block].sum(axis=1, dtype=np.float64)
         share: npt.NDArray[np.float64] = self.by_host_ns[block].sum(axis=1, dtype=np.float64) / np.maximum(own_ns, 1.0)
         return share
