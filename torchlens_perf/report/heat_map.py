@@ -15,7 +15,6 @@ from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from torchlens_perf.analysis.stragglers.detector import Findings
-from torchlens_perf.analysis.stragglers.own_time import HIDDEN
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.stragglers.window_excess import window_excess
 from torchlens_perf.run.ring import Flag
@@ -37,7 +36,7 @@ def heat(windows: RunWindows | None, findings: Findings, places: Mapping[int, Pl
     median; null where it, or all others, have no work there that can be compared. `slow` holds since and until which
     step it was a straggler, null for still. `tags` has for each window what else any rank did in it.
     """
-    if windows is None or any(each.own and each.own.hidden_share >= HIDDEN for each in findings.usual):
+    if windows is None or any(each.own and each.own.is_hidden for each in findings.usual):
         return None
     populations = [places[rank].population if rank in places else "" for rank in windows.ranks]
     if len(set(populations)) == len(populations):

@@ -125,7 +125,12 @@ def own_step(findings: Findings) -> OwnStep | None:
     if own is None:
         return None
     parts = {part: part_ns / 1e9 for part, part_ns in zip(OWN_PARTS, own.parts_ns, strict=True)}
-    return {"parts": parts, "launch_share": own.launch_share, "hidden_share": own.hidden_share}
+    return {
+        "parts": parts,
+        "launch_share": own.launch_share,
+        "hidden_share": own.hidden_share,
+        "is_hidden": own.is_hidden,
+    }
 
 
 def other_threads(statistics: RankStatistics) -> dict[str, float]:

@@ -27,7 +27,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclasses.dataclass(frozen=True)
 class HostsAhead:
-    """Steps of all ranks, of two clocks. Times in ns since the first step's begin."""
+    """When the hosts and the devices of all ranks make the same steps. Times in ns since the first step's begin."""
 
     steps: Steps
     full_ns: npt.NDArray[np.int64]

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
 
 Floats: TypeAlias = "npt.NDArray[np.floating[Any]]"
-HIDDEN = 0.03
-"""Of own time: from which share on, hidden by devices, their own clocks do not tell what ranks do."""
+_HIDDEN = 0.03  # of own time: a share from which on devices' own clocks do not tell what ranks do
 _MOST = 0.5  # of a part's own time, that its host needs where the device waits for it
 _LAUNCHES = [place for place, part in enumerate(OWN_PARTS) if part not in ("data", "host")]
 _COMMUNICATION = PARTS.index("communication")
@@ -60,6 +59,11 @@ class OwnTime:
     """Share of it in which the device waits for its host to issue work."""
     hidden_share: float
     """Share of it that is not in the device's own clock, as its host goes on while the device waits for other ranks."""
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether so much is hidden that devices' own clocks do not tell what ranks do."""
+        return self.hidden_share >= _HIDDEN
 
 
 class Lines(NamedTuple):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
 from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, WITHOUT_GRADIENTS
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
-from torchlens_perf.analysis.stragglers.own_time import HIDDEN
 from torchlens_perf.analysis.words.cpu import CPU_ACTION
 from torchlens_perf.analysis.words.evidence import (
     CaughtUpEvidence,
@@ -149,8 +148,7 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict
     worth = [
         each
         for each in classes
-        if each["share"]
-        >= (_STALL_WORTH_NAMING if each["waited_for"] is not None and not each["kinds"] else _LONG_WORTH_NAMING)
+        if each["share"] >= (_STALL_WORTH_NAMING if _stalling_rank(each) is not None else _LONG_WORTH_NAMING)
     ]
     growing = [each for each in worth if _grows_to(report, each)]
     worth = [each for each in worth if each not in growing[1:]]  # one sentence for all of them
@@ -385,7 +383,7 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdic
         return _not_known(report, device)
     parts = {part: sum(each["parts"].get(part, 0.0) for each in timed) / len(timed) for part in PARTS}
     step_s, own = sum(parts.values()), report["steps"]["own_time"]
-    if own is not None and own["hidden_share"] >= HIDDEN:  # most ranks wait for one, and do not show what it does
+    if own is not None and own["is_hidden"]:  # most ranks wait for one, and do not show what it does
         parts = {**parts, **own["parts"], "communication": max(0.0, step_s - sum(own["parts"].values()))}
     evidence = DeviceStepEvidence({part: s for part, s in parts.items() if s})
     waits_s = [each["parts"].get("communication", 0.0) for each in timed]
@@ -463,8 +461,9 @@ def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
     often = f"One step in {long['period']}" if long["period"] else f"{count} of {steps['count']} steps"
     if not long["period"] and count <= _MAX_NUMBERS:
         often += f" ({_numbers(long)})"
-    if long["waited_for"] is not None and not long["kinds"]:
-        return _waited(report, long, long["waited_for"], often)
+    stalling = _stalling_rank(long)
+    if stalling is not None:
+        return _waited(report, long, stalling, often)
     several = len(long["steps"]) > 1
     takes = "takes" if long["period"] or count == 1 else "take"
     each = " on average" if count > 1 else ""
@@ -498,6 +497,11 @@ def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
     )
     cost_s = long["total_s"] / max(1, steps["count"])
     return Verdict("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long)
+
+
+def _stalling_rank(long: LongSteps) -> int | None:
+    """Return the rank that all others waited for, where it is not known what that rank did; else None."""
+    return None if long["kinds"] else long["waited_for"]
 
 
 def _rarely_communicates(report: Facts) -> bool:

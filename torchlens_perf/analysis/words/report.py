@@ -129,6 +129,8 @@ class OwnStep(TypedDict):
     """Share of it in which devices wait for their hosts to issue work."""
     hidden_share: float
     """Share of it that devices do not show, as hosts go on while devices wait for other ranks."""
+    is_hidden: bool
+    """Whether that is so much that devices' own clocks do not tell what ranks do."""
 
 
 class TypicalStep(TypedDict):

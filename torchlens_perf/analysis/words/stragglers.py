@@ -18,7 +18,6 @@ from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.analysis.stragglers.episodes import Episode
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
-from torchlens_perf.analysis.stragglers.own_time import HIDDEN
 from torchlens_perf.analysis.stragglers.placement import BY_DEVICE
 from torchlens_perf.analysis.words.evidence import (
     ImbalanceEvidence,
@@ -423,7 +422,7 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
         return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
     seen_s = findings.detectable_ns / 1e9
     share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0
-    by_both = any(each.own and each.own.hidden_share >= HIDDEN for each in findings.usual)
+    by_both = any(each.own and each.own.is_hidden for each in findings.usual)
     clocks = (_BY_BOTH if by_both else _BY_DEVICES) if by_device else ""
     text = (
         f"No rank stands out over {count} steps{clocks}. One with {duration(seen_s)} more "

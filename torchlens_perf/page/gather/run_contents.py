@@ -10,7 +10,6 @@ import msgspec
 
 from torchlens_perf.analysis.stragglers.detector import NOTHING
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
-from torchlens_perf.analysis.stragglers.own_time import HIDDEN
 from torchlens_perf.page.contents import SCHEMA, Contents, Series, SlowTime, StepMatrices, StepTraces
 from torchlens_perf.page.gather.device_grid import Grids, device_grid
 from torchlens_perf.page.gather.hardware_series import hardware_series, rank_series, within
@@ -62,7 +61,7 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
             return step_matrices(of, processes, slow, hidden=hidden)
 
         own = plain["steps"]["own_time"]
-        hidden = own is not None and own["hidden_share"] >= HIDDEN
+        hidden = own is not None and own["is_hidden"]
         grids = Grids(grid, _device(run, processes, node_of, grid, notes))
         grids, fitting = thinned_grids(grids, made, room, notes)
         grid, matrices = grids.host, fitting

@@ -64,7 +64,7 @@ def step_grid(run: RunDirectory, processes: Mapping[int, ProcessState], notes: l
 
 
 def step_matrices(
-    grids: Grids, processes: Mapping[int, ProcessState], slow: list[SlowTime], *, hidden: bool = False
+    grids: Grids, processes: Mapping[int, ProcessState], slow: list[SlowTime], *, hidden: bool
 ) -> StepMatrices:
     """The grids as the page holds them.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.analysis.stragglers.own_time import HIDDEN
 from torchlens_perf.page.pictures.markup import Element, tag
 from torchlens_perf.page.pictures.phases import WORDS, Bar, part_legend, phases_picture
 from torchlens_perf.page.sections.ranks import by_prominence, named_ranks
@@ -53,7 +52,7 @@ def _part(report: Report, ranks: list[Rank], clock: str, parts_of: dict[int, dic
         if rank["rank"] in parts_of
     ]
     own = report["steps"]["own_time"]
-    hidden = clock == "device" and own is not None and own["hidden_share"] >= HIDDEN
+    hidden = clock == "device" and own is not None and own["is_hidden"]
     words = _words(bars, clock, hidden=hidden)
     picture = phases_picture(bars, words, f"phases-{clock}-picture")
     chart = "phases" if clock == "host" else None

@@ -188,8 +188,7 @@
       const one = data.find(([rank]) => rank === view.rank) ?? data.find(([, isNamed]) => isNamed);
       const others = data.filter((bar) => bar !== one);
       let text = `${what}, by the ${clock}'s clock.`;
-      // analysis/stragglers/own_time.py: HIDDEN.
-      const isHidden = clock === "device" && (this.page.contents.report.steps.own_time?.hidden_share ?? 0) >= 0.03;
+      const isHidden = clock === "device" && this.page.contents.report.steps.own_time?.is_hidden;
       if (isHidden) {
         text += " A device that waits for other ranks does not show what its host does meanwhile.";
       } else if (one && others.length) {
