@@ -168,6 +168,22 @@ def test_long_start_is_a_verdict(
         assert ("TORCHINDUCTOR_CACHE_DIR" in text) is bool(compile_s)
 
 
+@pytest.mark.parametrize(("waited_s", "advice"), [(150.0, "CPU"), (10.0, "look at imports")])
+def test_start_that_lacked_cpus_is_not_blamed_on_imports(waited_s: float, advice: str, run: RunDirectory) -> None:
+    rank = Rank(run, 0, 1)
+    rank.steps(60, **WORK)
+    state = state_of(run, [rank], (0,))
+    (process,) = state.processes.values()
+    assert process.statistics.started_ns is not None
+    process.process_began_ns = process.statistics.started_ns - int(200e9)
+    process.start_cpu_wait_ns = int(waited_s * 1e9)
+    text = report_of(run, state)["verdicts"][0]["text"]
+
+    assert f"the main thread waited {waited_s:.3g}" in text
+    assert advice in text.partition(" Next: ")[2]
+    assert ("imports" in text) is (waited_s < 50)
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_long_start_is_no_verdict_before_an_ordinary_step(steps: int, run: RunDirectory) -> None:
     """One optimizer step may take a minute, as L-BFGS's do. What a usual step takes is not known then."""

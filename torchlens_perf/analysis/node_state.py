@@ -112,6 +112,8 @@ class ProcessState:
     """When the process began, by its clock of marks; 0 where that is not known or tells nothing: see Startup."""
     compile_s: float | None = None
     """How long torch.compile took in this process so far; None where it was not measured."""
+    start_cpu_wait_ns: int | None = None
+    """How long the main thread was runnable without a CPU until training began; None where it was not measured."""
     interactive: bool = False
     """Whether a person types into the process, as in a notebook."""
     open_spans: list[str] = dataclasses.field(default_factory=list)

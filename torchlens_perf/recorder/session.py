@@ -20,7 +20,7 @@ from torchlens_perf.recorder.sampling import Boundary, SamplingSchedule
 from torchlens_perf.recorder.training_thread import TrainingThread
 from torchlens_perf.run.clock import Clock, HostClock
 from torchlens_perf.run.identity import job_store, model_digest
-from torchlens_perf.run.processes import age_s
+from torchlens_perf.run.processes import age_s, cpu_wait_ns
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.ring import MAX_GROUPS, MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, RingFile
 
@@ -105,6 +105,7 @@ class Session:
         }  # fmt: skip
         is_real = now_ns is None and simulated_from is None
         self._process_began_ns = _process_began_ns(identity) if is_real else 0
+        self._start_cpu_wait_ns: int | None = None
         self._compute_device = ""  # that the watched models are on: "cuda", "cpu", ...; "": not known yet
         self._roots: list[str] = []  # the names of whole models
         self._unopened: list[str] = []  # timed modules with others inside that are not timed
@@ -428,6 +429,8 @@ class Session:
         self._published.update({name: value for name, value in news.items() if value is not None})
         if self.recorder.closed:
             return
+        if self.training_steps <= 1 and self._process_began_ns:  # the first step compiles
+            self._start_cpu_wait_ns = cpu_wait_ns(os.getpid())
         self._ring.set_metadata(
             {
                 "identity": dataclasses.asdict(self.identity),
@@ -446,6 +449,7 @@ class Session:
                 "job_store": job_store(os.environ) if self.config.exchange else None,
                 "process_began_ns": self._process_began_ns,
                 "compile_s": self._compile_s(),
+                "start_cpu_wait_ns": self._start_cpu_wait_ns,
                 "interactive": hasattr(sys, "ps1") or bool(sys.flags.interactive),
                 **self._published,
                 "groups": dict(list(self.groups.items())[:MAX_GROUPS]),

@@ -23,7 +23,7 @@ from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words import run_state, verdict
-from torchlens_perf.analysis.words.bottleneck import computing_action
+from torchlens_perf.analysis.words.bottleneck import computing_action, other_threads_note
 from torchlens_perf.analysis.words.cpu import with_cpu_action
 from torchlens_perf.analysis.words.evidence import Verdict
 from torchlens_perf.analysis.words.oom import out_of_memory_note
@@ -102,6 +102,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     }
     for rank in facts["ranks"]:
         facts["quality"]["notes"] += [*memory_notes(rank), *filter(None, [out_of_memory_note(rank)])]
+    facts["quality"]["notes"] += filter(None, [other_threads_note(facts)])
     hang = next((node.hang for node in nodes if node.hang is not None and facts["run"]["live"]), None)
     by_device = facts["steps"]["by"] == DEVICE
     so_far = RunSoFar(
@@ -240,6 +241,7 @@ def _startup(processes: dict[int, ProcessState]) -> Startup | None:
                     "before_first_step_s": max(0, first_ns - began_ns) / 1e9,
                     "warm_up_s": process.statistics.warm_up.sum_ns / 1e9,
                     "compile_s": process.compile_s,
+                    "cpu_wait_s": None if process.start_cpu_wait_ns is None else process.start_cpu_wait_ns / 1e9,
                     "interactive": process.interactive,
                 }
             )

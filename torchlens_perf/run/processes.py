@@ -48,6 +48,12 @@ def cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
     return _scheduled(f"/proc/{pid}/task/{thread or pid}/schedstat", 0)
 
 
+def cpu_wait_ns(pid: int) -> int | None:
+    """Return how long a process's main thread has been runnable without a CPU; None where the kernel has no such
+    count."""
+    return _scheduled(f"/proc/{pid}/task/{pid}/schedstat", 1)
+
+
 def unstarved_ns() -> int:
     """A clock that stands while this thread could run and has no CPU; it always runs where the kernel does not tell."""
     return time.monotonic_ns() - (_scheduled("/proc/thread-self/schedstat", 1) or 0)

@@ -366,6 +366,7 @@ class Sidecar:
             state.groups = metadata["groups"]
             state.process_began_ns = metadata.get("process_began_ns", 0)
             state.compile_s, state.interactive = metadata.get("compile_s"), metadata.get("interactive", False)
+            state.start_cpu_wait_ns = metadata.get("start_cpu_wait_ns")
             source.stack_file = metadata["stack_file"]
             source.simulated = metadata.get("simulated", False)
             source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None

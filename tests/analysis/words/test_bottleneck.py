@@ -484,12 +484,16 @@ def test_what_to_do_first(parts: dict[str, float], kind: str, next_words: str) -
 
 class TestOtherThreads:
     @staticmethod
-    def verdict(parts: dict[str, float], elsewhere_ms: dict[str, float], **changed: Any) -> dict[str, Any]:
+    def report(parts: dict[str, float], elsewhere_ms: dict[str, float], **changed: Any) -> dict[str, Any]:
         """Of steps of these parts, while other threads spend so much on a phase in each of them."""
         state = state_of(0, 1, [{**BASE, **parts} for _ in range(60)], **changed)
         steps = state.statistics.step.count
         state.statistics.other_threads_ns = {phase: int(ms * 1e6 * steps) for phase, ms in elsewhere_ms.items()}
-        return checked(build("r", [NodeState("h", {state.identity.key: state})]))["verdicts"][-1]
+        return checked(build("r", [NodeState("h", {state.identity.key: state})]))
+
+    def verdict(self, parts: dict[str, float], elsewhere_ms: dict[str, float], **changed: Any) -> dict[str, Any]:
+        verdict: dict[str, Any] = self.report(parts, elsewhere_ms, **changed)["verdicts"][-1]
+        return verdict
 
     @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
     def test_host_code_is_no_verdict_while_other_threads_work(self, phase: str) -> None:
@@ -514,6 +518,14 @@ class TestOtherThreads:
     ) -> None:
         """Work on other threads explains no more than time outside of the phases."""
         assert self.verdict(parts, elsewhere_ms)["kind"] == kind
+
+    @pytest.mark.parametrize(("elsewhere_ms", "noted"), [({"forward": 30.0, "data": 1.0}, True), ({}, False)])
+    def test_work_on_other_threads_is_always_in_a_note(self, elsewhere_ms: dict[str, float], noted: bool) -> None:
+        """Also where the verdict is about something else."""
+        notes = self.report({"data": 40.0}, elsewhere_ms)["quality"]["notes"]
+
+        note = "other threads also worked (the forward pass 30.0 ms, data loading 1.00 ms a step)"
+        assert any(each.startswith(note) for each in notes) is noted, notes
 
 
 class TestWaitsInCommunication:

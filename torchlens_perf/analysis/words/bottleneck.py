@@ -223,14 +223,10 @@ _ACTION_ON_DATA_THREAD = "see whether the loop waits for the batches that anothe
 
 def _on_other_threads(report: Facts, found: Spent) -> Verdict | None:
     """The verdict where the recorded thread's host code is the limit, and other threads do a step's work meanwhile."""
-    ranks, outside = report["ranks"], found.limit
-    total_s: dict[str, float] = {}
-    for phase, seconds in (item for rank in ranks for item in rank["other_threads"].items()):
-        total_s[phase] = total_s.get(phase, 0.0) + seconds
-    others = {phase: seconds / len(ranks) for phase, seconds in sorted(total_s.items(), key=lambda item: -item[1])}
+    outside, others = found.limit, _other_threads_s(report)
     if outside.kind != "host_bound" or sum(others.values()) < _WASTE_FIRST * outside.seconds:
         return None
-    shown = ", ".join(f"{phase_name(phase)} {duration(seconds)}" for phase, seconds in others.items())
+    shown = _phases_shown(others)
     action = _ACTION_ON_DATA_THREAD if others.keys() == {"data"} else _ACTION_ON_THREADS
     text = (
         f"What limits the step is not known: threads that are not recorded do part of the work ({shown} a step). "
@@ -239,6 +235,28 @@ def _on_other_threads(report: Facts, found: Spent) -> Verdict | None:
     )
     evidence = OtherThreadsEvidence(found.step_s, outside.seconds, others)
     return Verdict("not_known", None, None, None, None, None, 0.0, text, evidence)
+
+
+def other_threads_note(report: Facts) -> str:
+    """Return a note on the work of threads other than the recorded one; "" if they did none."""
+    others = _other_threads_s(report)
+    if not others:
+        return ""
+    return f"other threads also worked ({_phases_shown(others)} a step); they are in no part of the step"
+
+
+def _other_threads_s(report: Facts) -> dict[str, float]:
+    """Return seconds per step of each phase on threads other than the recorded one, the mean over the ranks."""
+    total_s: dict[str, float] = {}
+    for phase, seconds in (item for rank in report["ranks"] for item in rank["other_threads"].items()):
+        total_s[phase] = total_s.get(phase, 0.0) + seconds
+    return {
+        phase: seconds / len(report["ranks"]) for phase, seconds in sorted(total_s.items(), key=lambda item: -item[1])
+    }
+
+
+def _phases_shown(parts_s: Mapping[str, float]) -> str:
+    return ", ".join(f"{phase_name(phase)} {duration(seconds)}" for phase, seconds in parts_s.items())
 
 
 def _of(seconds: float, step_s: float) -> str:

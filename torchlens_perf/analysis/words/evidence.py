@@ -216,6 +216,8 @@ class StartupEvidence(Struct, frozen=True):
     """How much longer the warm-up steps took than as many usual ones."""
     compile_s: float | None
     """How long torch.compile took in the process; None where it was not measured."""
+    cpu_wait_s: float | None
+    """How long the main thread was runnable without a CPU meanwhile; None where it was not measured."""
     whole_s: float
     """From the start of the process to the end of its last step."""
 

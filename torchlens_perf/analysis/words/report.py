@@ -35,6 +35,8 @@ class Startup(TypedDict):
     """How long the warm-up steps took."""
     compile_s: float | None
     """How long torch.compile took in the process, in recorded steps too; None where it was not measured."""
+    cpu_wait_s: float | None
+    """How long the main thread was runnable without a CPU until training began; None where it was not measured."""
     interactive: bool
     """Whether a person types into the process, as in a notebook: the time before the first step may be idle."""
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
+from torchlens_perf.analysis.words.cpu import CPU_ACTION
 from torchlens_perf.analysis.words.evidence import StartupEvidence, Verdict
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ _WORTH_NAMING = 0.25
 """Share of the time until the end of the last step."""
 _COMPILES_MUCH = 0.25
 """Share of the start from which torch.compile is what to look at."""
+_WAITS_MUCH = 0.25
+"""Share of the start from which the lack of a CPU is what to look at."""
 
 
 def startup_words(run: Run) -> str:
@@ -50,15 +53,20 @@ def startup_verdicts(report: Facts) -> list[Verdict]:
         parts += f", and {duration(warm_up_s)} more than usual in the warm-up steps"
     compile_s = start["compile_s"] or 0.0
     compiling = f"; torch.compile took {duration(compile_s)} in this process" if compile_s else ""
-    action = (
-        "keep compiled code between runs (TORCHINDUCTOR_CACHE_DIR on a disk that stays), compile fewer or regional "
-        "parts (torch.compile of the repeated block), or train longer for each start."
-        if compile_s >= _COMPILES_MUCH * lost_s
-        else "look at imports, reading of data and checkpoints, and process groups: py-spy record shows what takes it."
-    )
+    cpu_wait_s = start["cpu_wait_s"] or 0.0
+    waiting = f"; the main thread waited {duration(cpu_wait_s)} of that for a CPU" if cpu_wait_s >= 1.0 else ""
+    action = "look at imports, reading of data and checkpoints, and process groups: py-spy record shows what takes it."
+    if cpu_wait_s >= _WAITS_MUCH * lost_s:
+        action = CPU_ACTION
+    elif compile_s >= _COMPILES_MUCH * lost_s:
+        action = (
+            "keep compiled code between runs (TORCHINDUCTOR_CACHE_DIR on a disk that stays), compile fewer or regional "
+            "parts (torch.compile of the repeated block), or train longer for each start."
+        )
     text = (
         f"The start takes {percent(lost_s / whole_s)} of the run ({duration(lost_s)} of {duration(whole_s)}): "
-        f"{parts}{compiling}. Next: {action}"
+        f"{parts}{waiting}{compiling}. Next: {action}"
     )
-    evidence = StartupEvidence(start["before_first_step_s"], warm_up_s, start["compile_s"], whole_s)
+    before_s, measured_wait_s = start["before_first_step_s"], start["cpu_wait_s"]
+    evidence = StartupEvidence(before_s, warm_up_s, start["compile_s"], measured_wait_s, whole_s)
     return [Verdict("startup", None, None, lost_s / steps["count"], lost_s / whole_s, None, 0.9, text, evidence)]
