@@ -1,0 +1,30 @@
+"""The sentence and figures of each kind of verdict, and of each evidence that it may have, held against kept files.
+
+They change only on purpose. `UPDATE_GOLDEN=1` writes them anew, and the commit says why.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.golden.told import kept, told
+from tests.report.test_schema import STATES
+from tests.support.ranks import make_run
+from tests.support.reports import checked
+from torchlens_perf.report.build import build
+
+KEPT = Path(__file__).parent / "kinds"
+
+
+@pytest.mark.parametrize(("kind", "evidence"), STATES, ids=lambda each: getattr(each, "__name__", each))
+def test_it_is_told_as_before(kind: str, evidence: type, tmp_path: Path) -> None:
+    report = checked(build("run", [STATES[kind, evidence](make_run(tmp_path))]))
+    text = told(f"{kind} by {evidence.__name__}", report)
+
+    assert text == kept(text, KEPT / f"{kind}_{evidence.__name__}.txt")
+
+
+def test_no_file_is_left_over() -> None:
+    assert {each.stem for each in KEPT.iterdir()} == {f"{kind}_{evidence.__name__}" for kind, evidence in STATES}

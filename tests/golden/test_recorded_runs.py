@@ -1,0 +1,38 @@
+"""What is found in ten recorded training runs when their records are judged anew, held against kept files.
+
+The runs are in recorded/, made by scripts/record_golden_runs.py. The files change only on purpose: `UPDATE_GOLDEN=1`
+writes them anew, and the commit says why.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.golden.told import kept, told
+from tests.support.memory_exporter import MemoryExporter
+from tests.support.reports import checked
+from torchlens_perf.analysis import node_state
+from torchlens_perf.report.build import build
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar.replay import replay
+
+RECORDED = Path(__file__).parent / "recorded"
+RUNS = sorted(each.name for each in RECORDED.iterdir() if each.is_dir())
+
+
+def test_there_are_ten_runs() -> None:
+    assert len(RUNS) == 10
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_is_told_as_before(name: str, tmp_path: Path) -> None:
+    run, exporter = RunDirectory(tmp_path / name), MemoryExporter()
+    run.create()
+    shutil.copytree(RECORDED / name / "spans", run.spans, dirs_exist_ok=True)
+    replay(run, exporter)
+    text = told(name.replace("_", " "), checked(build(name, node_state.load_all(run))), exporter.alerts)
+
+    assert text == kept(text, RECORDED / f"{name}.txt")
