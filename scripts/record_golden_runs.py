@@ -78,7 +78,7 @@ def train(name: str, rank: int, ranks: int, folder: str) -> None:
     slow_data = (name == "slow_data" and rank == 0) or name == "waits_for_data"
     loader = DataLoader(Samples(LONG_S if slow_data else 0.0), BATCH)
     with perf.watch(trained, dir=folder, report=False):
-        for step, x in enumerate(loader):  # noqa: B007 - delay() reads it
+        for step, x in enumerate(loader):
             optimizers[0].zero_grad()
             trained(x).square().mean().backward()
             optimizers[0].step()

@@ -20,7 +20,7 @@ PLACES = {rank: Placement(f"node-{'ab'[rank // 4]}", "same") for rank in range(8
 def episode(rank: int = 3, since: int = 100, until: int | None = None, **changed: Any) -> Episode:
     """A rank that is 20 ms slower than the others' 60 ms in the backward pass, of steps that last 100 ms."""
     values: dict[str, Any] = {
-        "rank": rank, "phase": "backward", "since_step": since, "from_start": False, "last_step": since + 50,
+        "rank": rank, "phase": "backward", "judged_from_step": since, "from_start": False, "last_step": since + 50,
         "until_step": until, "named_step": since + 12, "excess_ns": 20 * MS, "phase_excess_ns": 18 * MS,
         "cost_ns": 15 * MS, "work_ns": 80 * MS, "others_work_ns": 60 * MS, "step_ns": 100 * MS, "z_score": 40.0,
         "slow_share": 1.0, "slow_excess_ns": 20 * MS, "more_workload": 0.0,

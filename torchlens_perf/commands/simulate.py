@@ -259,17 +259,14 @@ def _lines(simulation: Simulation, findings: Findings, steps: int) -> list[str]:
 
     topology = simulation.topology
     places: dict[int, Placement] = {rank: topology.place(rank) for rank in range(topology.ranks)}
-    now = [episode for episode in findings.episodes if episode.until_step is None]
     lines = []
-    for found in straggler_groups(now, places):
+    for found in straggler_groups(findings.slow_now, places):
         name = found.name if found.kind != "rank" else f"rank {found.ranks[0]}"
         details = _when_and_what(found.lead, found.cost_ns, simulation, found.slow_too)
         lines.append(f"{name} is slow in {found.lead.phase} {details}")
-    for episode in findings.episodes:
-        if episode.until_step is not None:
-            details = _when_and_what(episode, max(episode.cost_ns, episode.shared_cost_ns or 0.0), simulation)
-            until = f"to step {episode.until_step - 1}"
-            lines.append(f"rank {episode.rank} was slow in {episode.phase} {until} {details}")
+    for episode in findings.slow_before:
+        details = _when_and_what(episode, max(episode.cost_ns, episode.shared_cost_ns or 0.0), simulation)
+        lines.append(f"rank {episode.rank} was slow in {episode.phase} {details}")
     if findings.detectable_ns is None:
         alone = topology.dp * topology.tp < 2
         why = "no two ranks do the same work" if alone else f"{steps} steps are too few"
@@ -286,7 +283,11 @@ def _when_and_what(
     episode: Episode, cost_ns: float | None, simulation: Simulation, slow_too: Sequence[int] = ()
 ) -> str:
     planted = episode.rank in simulation.slow_ranks(episode.named_step)
+    from torchlens_perf.analysis.statistics.quantities import steps_words
+
     since = "from the start" if episode.from_start else f"since step {episode.since_step}"
+    if episode.is_over:
+        since = steps_words(episode.since_step, episode.until_step)
     truth = "as planted" if planted else "nothing was planted there then"
     cost = "costs what is not known" if cost_ns is None else f"costs {cost_ns / 1e6:.1f} ms"
     if slow_too:

@@ -87,8 +87,7 @@ class NodeMetrics:
 
     def on_assessment(self, assessment: Assessment) -> None:
         """Sets the gauges of what is wrong now."""
-        slow = [each for each in assessment.findings.episodes if each.until_step is None]
-        slow = sorted(slow, key=lambda each: -each.excess_ns)[:MAX_STANDING]
+        slow = sorted(assessment.findings.slow_now, key=lambda each: -each.excess_ns)[:MAX_STANDING]
         self._named = frozenset(each.rank for each in slow)
         self._show()
         if assessment.whole_job:

@@ -70,7 +70,7 @@ class Standing:
 
     def on_assessment(self, assessment: Assessment) -> None:
         findings, hang = assessment.findings, assessment.hang
-        slow = [each for each in findings.episodes if each.until_step is None]
+        slow = findings.slow_now
         # Without one of the ranks of a slow node the job waits for the others: each has what all of them cost together.
         shared_ns = {rank: each.cost_ns for each in assessment.together for rank in each.ranks}
         costs_ns = {(each.rank, each.phase): shared_ns.get(each.rank, each.cost_ns) for each in slow}

@@ -119,7 +119,7 @@ class RunSoFar:
         episode = next((each for each in of_rank if each.until_step == until), None)
         if episode is None:
             return None
-        since = 0 if episode.from_start else episode.since_step
+        since = episode.since_step
         if self.windows is None:
             return self._from_to(since, until, rank)
         judged = self.windows.compared_with_others(episode.rank)
@@ -129,7 +129,7 @@ class RunSoFar:
         """Since the last episode, or from the start."""
         if self.windows is None:
             return None
-        ends = [each.until_step for each in self.findings.episodes if each.until_step is not None]
+        ends = [each.until_step or 0 for each in self.findings.slow_before]
         since, judged = max(ends, default=self.first_step), self.windows.anybody_compared
         later = self.windows.windows.covered(since, None)
         return self._from_to(since, None, None, judged & later & ~self.windows.anybody_slow, judged)
@@ -195,7 +195,7 @@ class RunSoFar:
         columns = list(zip(self.windows.spent, found.inside.tolist(), found.judged.tolist(), strict=True))
         inside = [each for each, in_it, _ in columns if each is not None and in_it]
         rest = [each for each, in_it, judged in columns if each is not None and judged and not in_it]
-        use_s, rest_s = (_mean([each.wait(kind).seconds for each in some]) for some in (inside, rest))
+        use_s, rest_s = (_mean([each.measured_s(kind) for each in some]) for some in (inside, rest))
         if not rest or use_s < _CLEARLY * rest_s:
             return None
         held, step_s = self._stretch(found), _mean([each.step_s for each in inside])

@@ -74,10 +74,9 @@ class JudgedWindows:
 
     def covered(self, episode: Episode) -> Columns:
         """Where a rank was slow; of an episode that is shorter than a column, the one that it began in."""
-        since = 0 if episode.from_start else episode.since_step
-        covered = self.windows.covered(since, episode.until_step)
+        covered = self.windows.covered(episode.since_step, episode.until_step)
         if not covered.any():
-            covered[max(0, int(np.searchsorted(self.windows.first_steps, since, "right")) - 1)] = True
+            covered[max(0, int(np.searchsorted(self.windows.first_steps, episode.since_step, "right")) - 1)] = True
         return covered
 
     def limited_by(self, kind: str) -> Stretch | None:

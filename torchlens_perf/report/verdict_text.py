@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import counted, printable
+from torchlens_perf.analysis.statistics.quantities import counted, printable, steps_words
 from torchlens_perf.analysis.words import order
 from torchlens_perf.analysis.words.evidence import PastEvidence
 from torchlens_perf.analysis.words.hang import HangEvidence
@@ -85,10 +85,9 @@ def held_words(held: Held | None, started: str | None) -> str:
     """Since when, and in how many windows; "" where that is not known. started: of the run."""
     if held is None or held["since_step"] is None:
         return ""
-    since, until, windows = held["since_step"], held["until_step"], held["windows_judged"]
-    steps = f"since step {since}" if until is None else f"from step {since} to {until - 1}"
+    steps, windows = steps_words(held["since_step"], held["until_step"]), held["windows_judged"]
     times = [_clock(each, started) for each in (held["since"], held["until"]) if each is not None]
-    at = f" ({' to '.join(times)} UTC)" if times and (until is None or len(times) == 2) else ""
+    at = f" ({' to '.join(times)} UTC)" if times and (held["until_step"] is None or len(times) == 2) else ""
     if not windows:
         return f"Held {steps}{at}."
     some = f"{held['windows_held']} of {counted(windows, 'window')} of {held['window_steps']} steps"

@@ -107,8 +107,7 @@ class Assessor:
             verdicts=_other_verdicts(findings, named, links), context=context, diagnosed=diagnosed,
         )  # fmt: skip
         if findings is not self._judged:  # the same for many rounds, and of many ranks it takes a while
-            slow = [episode for episode in findings.episodes if episode.until_step is None]
-            self._judged, self._together = findings, straggler_groups(slow, places)
+            self._judged, self._together = findings, straggler_groups(findings.slow_now, places)
         return Assessment(identity, findings, hang, alerts, judge == "", self._together)
 
 

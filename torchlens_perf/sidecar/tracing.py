@@ -172,7 +172,7 @@ class Tracing:
         running = frozenset(source.state.identity.rank for source in sources.newest() if not source.read_to_end)
         findings, named = self._state.findings, self._state.named
         slow = [group.lead.rank for group in named.groups]
-        slow += [each.rank for each in findings.episodes if each.until_step is None and each.rank not in slow]
+        slow += [each.rank for each in findings.slow_now if each.rank not in slow]
         world_size = self._world_size
         if self._part in (Part.ALONE, Part.HANDS_ON):
             world_size = len(list(sources.newest()))
@@ -180,7 +180,7 @@ class Tracing:
 
     def _look_for_verdicts(self, chooser: Chooser, now_s: float) -> None:
         """Steps in which a rank is named are sent; and it has series of its own from now on."""
-        open_now = [each for each in self._state.findings.episodes if each.until_step is None]
+        open_now = self._state.findings.slow_now
         keys = {each.key for each in open_now}
         if self._episodes is not None and keys - self._episodes:
             chooser.verdict_began(now_s)

@@ -57,7 +57,7 @@ class TestNamed:
         job.slow(0, 5000, rows=slice(0, 3))
         found = only(job.judged())
 
-        assert (found.rank, found.from_start, found.since_step) == (3, True, 4)
+        assert (found.rank, found.from_start, found.since_step, found.judged_from_step) == (3, True, 0, 4)
 
     @pytest.mark.parametrize("since", [40, 220])
     def test_in_a_job_of_ranks_that_differ(self, since: int) -> None:

@@ -15,7 +15,7 @@ from torchlens_perf.analysis.stragglers.window import SlidingWindow
 from torchlens_perf.run.records import OWN_PARTS
 
 EMPTY = Episode(
-    rank=1, phase="", since_step=0, from_start=False, last_step=-1, until_step=None, named_step=0, excess_ns=0.0,
+    rank=1, phase="", judged_from_step=0, from_start=False, last_step=-1, until_step=None, named_step=0, excess_ns=0.0,
     phase_excess_ns=0.0, cost_ns=0.0, work_ns=0.0, others_work_ns=0.0, step_ns=0.0, z_score=0.0, slow_share=0.0,
     slow_excess_ns=0.0, more_workload=0.0,
 )  # fmt: skip

@@ -106,7 +106,7 @@ class AlertLog:
                     self._open.append(Slow(slow.about, slow.kind, slow.name, of))
             # They may have to be found anew.
             self._standing = {each.alert.about: dataclasses.replace(each, seen_ns=0) for each in saved.verdicts}
-        left = [episode for episode in episodes.values() if episode.until_step is None]
+        left = [episode for episode in episodes.values() if not episode.is_over]
         self._open += [Slow(episode.key, "rank", "", {episode.key: episode}) for episode in left]
 
     def open(self) -> OpenAlerts:
@@ -154,7 +154,7 @@ class AlertLog:
         elif judge != self._alone:
             raised += self._closed(moment, "This alert ends: from now on, others judge it.")
             # What was over before is nothing new.
-            self._alerted = {each.key for each in findings.episodes if each.until_step is not None}
+            self._alerted = {each.key for each in findings.slow_before}
         self._attempt, self._alone = attempt, judge or ""
         if judge is None:
             return tuple(raised)
@@ -193,7 +193,7 @@ class AlertLog:
         for step, named in itertools.groupby(sorted(new, key=by_step), by_step):
             yield from self._begin(moment, step, list(named))
         for slow in list(self._open):
-            if all(episode.until_step is not None for episode in slow.episodes.values()):
+            if all(episode.is_over for episode in slow.episodes.values()):
                 self._open.remove(slow)
                 yield moment.ended(slow)
 
@@ -203,7 +203,7 @@ class AlertLog:
         then = [
             each
             for each in moment.findings.episodes
-            if each.named_step <= step and (each.until_step is None or each.last_step >= step)
+            if each.named_step <= step and (not each.is_over or each.last_step >= step)
         ]
         for straggler in straggler_groups(then, moment.places):
             new = {episode.key: episode for episode in named if episode.rank in straggler.ranks}
@@ -267,7 +267,6 @@ class AlertLog:
 def stragglers_by_class(findings: Findings) -> dict[str, int]:
     """How many ranks are slow now, of each class; also those of which there are none."""
     counts = dict.fromkeys(_CLASSES, 0)
-    for episode in findings.episodes:
-        if episode.until_step is None:
-            counts[cause_class(episode)] += 1
+    for episode in findings.slow_now:
+        counts[cause_class(episode)] += 1
     return counts

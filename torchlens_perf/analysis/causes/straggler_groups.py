@@ -103,8 +103,7 @@ def name(
     module_excess_ns: by module, how much longer it takes on that rank than on the others. diagnosed: why it is slow.
     before: who was named last, of whom it is kept why.
     """
-    now = [episode for episode in findings.episodes if episode.until_step is None]
-    found = straggler_groups(now, places)[:MAX_NAMED]
+    found = straggler_groups(findings.slow_now, places)[:MAX_NAMED]
     if module_excess_ns is not None:
         found = [
             dataclasses.replace(each, slower_modules_ns=_largest(module_excess_ns(each.lead.rank)))
@@ -115,8 +114,8 @@ def name(
     if diagnosed is not None:
         found = [dataclasses.replace(each, diagnosis=diagnosed(each)) for each in found]
     past = []
-    for episode in findings.episodes:
-        why = before.diagnosis(episode.key) if before is not None and episode.until_step is not None else None
+    for episode in findings.slow_before:
+        why = before.diagnosis(episode.key) if before is not None else None
         if why is not None:
             past.append((episode.key, why))
     return StragglerSummary(tuple(found), stage_imbalance(findings, places), tuple(past))
@@ -179,7 +178,7 @@ def suspect_and_healthy(
     if suspect is None:
         return ()
     slow = {rank for each in named.groups for rank in each.ranks}
-    slow |= {episode.rank for episode in findings.episodes if episode.until_step is None}
+    slow |= {episode.rank for episode in findings.slow_now}
     here = places.get(suspect, Placement())
     healthy = [
         rank

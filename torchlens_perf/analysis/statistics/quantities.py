@@ -33,6 +33,11 @@ def steps_whole(share: float, *, any_step: bool) -> str:
     return f"{share:.1%} of steps whole" if any_step else "no step was recorded"
 
 
+def steps_words(since_step: int, until_step: int | None) -> str:
+    """Return the steps from one to before another: "since step 40", or "from step 40 to 79" for what is over."""
+    return f"since step {since_step}" if until_step is None else f"from step {since_step} to {until_step - 1}"
+
+
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun: "1 step", "2 steps", "3 passes"."""
     return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"

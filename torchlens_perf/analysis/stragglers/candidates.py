@@ -220,7 +220,7 @@ class ComparedBins:
         """What is to be said of a rank that is slow from row `start` on."""
         last_step = int(self.keys[-1] + 1) * self.width - 1
         episode = Episode(
-            rank=rank, phase=phase, since_step=int(self.keys[start]) * self.width, from_start=from_start,
+            rank=rank, phase=phase, judged_from_step=int(self.keys[start]) * self.width, from_start=from_start,
             last_step=last_step, until_step=None, named_step=last_step, excess_ns=0.0, phase_excess_ns=0.0, cost_ns=0.0,
             work_ns=0.0, others_work_ns=0.0, step_ns=0.0, z_score=0.0, slow_share=0.0, slow_excess_ns=0.0,
             more_workload=0.0,

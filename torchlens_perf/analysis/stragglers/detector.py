@@ -69,6 +69,16 @@ class Findings:
     unconfirmed: tuple[Episode, ...] = ()
     """Of ranks that windows merged by the devices name, and the judgement does not, see merged_windows.py."""
 
+    @property
+    def slow_now(self) -> tuple[Episode, ...]:
+        """The episodes of ranks that are slow, the costliest first."""
+        return tuple(each for each in self.episodes if not each.is_over)
+
+    @property
+    def slow_before(self) -> tuple[Episode, ...]:
+        """The episodes of ranks that are no longer slow in that phase, the costliest first."""
+        return tuple(each for each in self.episodes if each.is_over)
+
 
 NOTHING = Findings((), 0, 0.0, None, 0, -1)
 
@@ -111,7 +121,7 @@ class StragglerDetector:
         compared = [population for population in populations if population.compared]
         found = dataclasses.replace(
             NOTHING,
-            episodes=tuple(sorted(episodes, key=lambda episode: (episode.until_step is not None, -episode.cost_ns))),
+            episodes=tuple(sorted(episodes, key=lambda episode: (episode.is_over, -episode.cost_ns))),
             step_ns=max((population.step_ns for population in populations), default=0.0),
             last_step=max((population.last_step for population in populations), default=-1),
             steps_needed=min((each.steps_needed for each in populations if each.steps_needed), default=0),

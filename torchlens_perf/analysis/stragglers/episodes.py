@@ -33,14 +33,15 @@ class Episode:
     phase: str
     """An own part, "compute" where forward and backward grew alike, "cpu" where it lacked a CPU, or merged_windows.GAP
     where its device waited for its host."""
-    since_step: int
+    judged_from_step: int
+    """The first step of the rows that it is described by."""
     from_start: bool
-    """Whether it was slow from the first steps on that were judged."""
+    """Whether these are the first rows that were judged: no step before them is known to be another."""
     last_step: int
     until_step: int | None
     """The step from which on it was no longer slow; None while it is."""
     named_step: int
-    """The step after which it was named. Unlike since_step it is never corrected."""
+    """The step after which it was named. Unlike judged_from_step it is never corrected."""
     excess_ns: float
     phase_excess_ns: float
     cost_ns: float
@@ -65,6 +66,16 @@ class Episode:
     """Known from windows that the devices merged, and not from the rank's own rows, see merged_windows.py."""
     disputed: bool = False
     """Those windows would show it, and do not."""
+
+    @property
+    def since_step(self) -> int:
+        """The first step in which the rank was slow, on every surface: 0 if it was slow from the start."""
+        return 0 if self.from_start else self.judged_from_step
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rank is no longer slow."""
+        return self.until_step is not None
 
     @property
     def key(self) -> tuple[int, int]:

@@ -201,11 +201,11 @@ def held_against(findings: Findings, windows: MergedWindows, places: Mapping[int
     if windows.seen < MIN_WINDOWS or _do_different_work(places):
         return findings
     compared = {rank for usual in findings.usual if len(of := parse_ranges(usual.ranks)) > 1 for rank in of}
-    now = {each.rank for each in findings.episodes if each.until_step is None}
+    now = {each.rank for each in findings.slow_now}
     by_device = {rank for rank, place in places.items() if place.population.endswith(BY_DEVICE)}
     episodes = [
         dataclasses.replace(each, disputed=True)
-        if each.until_step is None and each.rank in by_device and windows.disputes(each)
+        if not each.is_over and each.rank in by_device and windows.disputes(each)
         else each
         for each in findings.episodes
     ]
@@ -215,12 +215,12 @@ def held_against(findings: Findings, windows: MergedWindows, places: Mapping[int
         unconfirmed = [
             each
             for each in only_here
-            if each.until_step is None and min_excess_ns is not None and each.excess_ns >= min_excess_ns
+            if not each.is_over and min_excess_ns is not None and each.excess_ns >= min_excess_ns
         ]
         return dataclasses.replace(findings, episodes=tuple(episodes), unconfirmed=tuple(unconfirmed))
     known = {each.rank for each in findings.episodes}
-    episodes += [each for each in only_here if each.until_step is None or each.rank not in known]
-    episodes.sort(key=lambda each: (each.until_step is not None, -each.cost_ns))
+    episodes += [each for each in only_here if not each.is_over or each.rank not in known]
+    episodes.sort(key=lambda each: (each.is_over, -each.cost_ns))
     newest = windows.windows[-1]
     return dataclasses.replace(
         findings,
@@ -278,7 +278,7 @@ def _episode(slow: _Slow) -> Episode:
     return Episode(
         rank=rank,
         phase=GAP if phase == "host" else phase,
-        since_step=slow.since_step,
+        judged_from_step=slow.since_step,
         from_start=slow.from_start,
         last_step=windows[-1].last_step,
         until_step=slow.until_step,

@@ -135,11 +135,11 @@ class Population:
             return
         self.rows = max(self.rows, len(keys))
         self.compared, self.last_step = len(present), end * window.width - 1
-        open_since = {episode.rank: episode.since_step for episode in self.episodes if episode.until_step is None}
+        open_since = {episode.rank: episode.judged_from_step for episode in self.episodes if not episode.is_over}
         self._with_workload.intersection_update(open_since)
         with_workload = {rank: open_since[rank] for rank in self._with_workload}
         rows = ComparedBins(window, present, keys, with_workload, self.step_ns, self._running_ns)
-        self.episodes = [each if each.until_step is not None else self._now(each, rows) for each in self.episodes]
+        self.episodes = [each if each.is_over else self._now(each, rows) for each in self.episodes]
         self._begin_episodes(rows)
         self.detectable_ns = rows.detectable_ns()
 
@@ -152,9 +152,7 @@ class Population:
         """A rank that has ended while others went on is slow no more."""
         gone = set(window.ranks[window.newest < self._judged].tolist()) & self._ended
         self.episodes = [
-            dataclasses.replace(each, until_step=each.last_step + 1)
-            if each.until_step is None and each.rank in gone
-            else each
+            dataclasses.replace(each, until_step=each.last_step + 1) if not each.is_over and each.rank in gone else each
             for each in self.episodes
         ]
 
@@ -163,7 +161,7 @@ class Population:
         index = rows.index_of(episode.rank)
         if index is None:
             return episode
-        begin = rows.row_of(episode.since_step)
+        begin = rows.row_of(episode.judged_from_step)
         series = rows.without_stalls(episode.phase, index, begin)
         over = over_since(series > episode.slow_excess_ns / 2, episode.slow_share, MIN_ROWS)
         worth_ns = MIN_SHARE * self._running_ns
@@ -176,11 +174,11 @@ class Population:
             # Not before it was over last time: a sentence has said that it was.
             before = max(begin - MIN_ROWS, rows.row_of(self._over().get(episode.rank, 0)))
             begin = before + change_point(rows.without_stalls(episode.phase, index, before), episode.excess_ns)
-            episode = dataclasses.replace(episode, since_step=int(rows.keys[begin]) * rows.width)
+            episode = dataclasses.replace(episode, judged_from_step=int(rows.keys[begin]) * rows.width)
         return rows.described(episode, index, begin)
 
     def _begin_episodes(self, rows: ComparedBins) -> None:
-        slow = {episode.rank for episode in self.episodes if episode.until_step is None}
+        slow = {episode.rank for episode in self.episodes if not episode.is_over}
         over = self._over()  # what has been judged and dropped is not judged again
         for phase in ("", "cpu"):
             for index, start in rows.suspects(phase, over, slow):
@@ -205,18 +203,20 @@ class Population:
         """Sets what the open episodes of these ranks cost together with those of others."""
         self.episodes = [
             dataclasses.replace(each, shared_cost_ns=cost_ns[each.rank])
-            if each.until_step is None and each.rank in cost_ns
+            if not each.is_over and each.rank in cost_ns
             else each
             for each in self.episodes
         ]
 
     def shared_costs_ns(self) -> dict[int, float | None]:
         """By slow rank, what the job would gain without all of them at once, since all are slow; None: not known."""
-        together, window = [each for each in self.episodes if each.until_step is None], self._window
+        together, window = [each for each in self.episodes if not each.is_over], self._window
         ranks = [each.rank for each in together]
         if window is None or not together:
             return {}
-        keys, present = window.comparable(max(each.since_step for each in together) // window.width, self._judged + 1)
+        keys, present = window.comparable(
+            max(each.judged_from_step for each in together) // window.width, self._judged + 1
+        )
         slow = np.isin(window.ranks[present], ranks)
         if not len(keys) or not slow.any() or slow.all():
             return dict.fromkeys(ranks)

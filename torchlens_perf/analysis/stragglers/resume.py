@@ -27,8 +27,8 @@ class Continuation:
     def __init__(self, earlier: Findings) -> None:
         """earlier: what the sidecar before has saved. What it knew from merged windows is found again, or is not."""
         earlier = without_windows(earlier)
-        self._open = {episode.rank: episode for episode in earlier.episodes if episode.until_step is None}
-        self._over = [episode for episode in earlier.episodes if episode.until_step is not None]
+        self._open = {episode.rank: episode for episode in earlier.slow_now}
+        self._over = list(earlier.slow_before)
         self._same: dict[tuple[int, int], Episode] = {}  # by the new detector's key: the one that it goes on with
         self._seen: set[tuple[int, int]] = set()
         self._few_rows_step: int | None = None  # up to which the new detector had few rows; -1 if it began with many
@@ -48,7 +48,7 @@ class Continuation:
                 if _is_over(episode, now, max(episode.last_step, self._few_rows_step or -1)):
                     self._end(self._open.pop(episode.rank))
         episodes = [*map(self._as_before, now.episodes), *self._open.values(), *self._over]
-        episodes.sort(key=lambda episode: (episode.until_step is not None, -episode.cost_ns))
+        episodes.sort(key=lambda episode: (episode.is_over, -episode.cost_ns))
         return dataclasses.replace(now, episodes=tuple(episodes))
 
     def _begins(self, episode: Episode, compared: int) -> None:
@@ -56,8 +56,8 @@ class Continuation:
         if before is None:
             return
         # If it was fine between them, that lasted for too few steps, or too few known ones, to detect.
-        gap = episode.since_step - before.last_step
-        if gap < _steps_to_tell(before, compared) or episode.since_step <= (self._few_rows_step or -1):
+        gap = episode.judged_from_step - before.last_step
+        if gap < _steps_to_tell(before, compared) or episode.judged_from_step <= (self._few_rows_step or -1):
             self._same[episode.key] = before
         else:
             self._end(before)
@@ -71,14 +71,17 @@ class Continuation:
         if before is None:
             return episode
         return dataclasses.replace(
-            episode, since_step=before.since_step, from_start=before.from_start, named_step=before.named_step
+            episode,
+            judged_from_step=before.judged_from_step,
+            from_start=before.from_start,
+            named_step=before.named_step,
         )
 
 
 def _steps_to_tell(before: Episode, compared: int) -> float:
     """Within so many steps it would be named once more, were it slow as before, with little left to chance."""
-    took = before.named_step - before.since_step + 1
-    lasted = before.last_step - before.since_step + 1
+    took = before.named_step - before.judged_from_step + 1
+    lasted = before.last_step - before.judged_from_step + 1
     return 3 * max(took, lasted * (threshold(compared) / max(before.z_score, 1.0)) ** 2)
 
 

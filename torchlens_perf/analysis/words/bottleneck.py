@@ -27,7 +27,7 @@ from torchlens_perf.analysis.words.evidence import (
     TypicalStepEvidence,
     Verdict,
 )
-from torchlens_perf.analysis.words.stragglers import phase_name
+from torchlens_perf.analysis.words.stragglers import module_label, phase_name
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class Spent:
     computing: Use
     waits: list[Use]
     """The rest, the most first."""
+    measured_lack_s: float
+    """How long a thread was ready and had no CPU, also where that is too little to be a use of its own."""
 
     @property
     def limit(self) -> Use:
@@ -95,6 +97,10 @@ class Spent:
         """That of a kind."""
         return next(each for each in self.waits if each.kind == kind)
 
+    def measured_s(self, kind: str) -> float:
+        """Return the seconds of a kind of wait, also where another part of the step includes them."""
+        return self.measured_lack_s if kind == _LACK.kind else self.wait(kind).seconds
+
     def without(self, kind: str) -> Spent:
         """The same step, where the cause of one kind of wait is the subject of another verdict."""
         return dataclasses.replace(self, waits=[each for each in self.waits if each.kind != kind])
@@ -112,7 +118,8 @@ def spent(
     device: they are by the device's clock, which lacks a CPU where it waits for the host: between the phases.
     """
     lack = {part: min(parts_s.get(part, 0.0), lack_s.get(part, 0.0)) for part in (_GAP if device else OWN_PARTS)}
-    if sum(lack.values()) < _WORTH_NAMING * step_s:
+    measured_lack_s = sum(lack.values())
+    if measured_lack_s < _WORTH_NAMING * step_s:
         lack = {}  # it stays in the parts, as the table has them
     left = {part: seconds - lack.get(part, 0.0) for part, seconds in parts_s.items()}
     computing = {part: left[part] for part in _COMPUTE if left.get(part, 0.0) > 0}
@@ -123,7 +130,8 @@ def spent(
     waits = [dataclasses.replace(_LACK, seconds=sum(lack.values()))]
     waits += [dataclasses.replace(each, seconds=left.get(each.phase, 0.0)) for each in _WAITS]
     waits.sort(key=lambda use: -use.seconds)
-    return Spent(step_s, Use("compute_bound", largest, sum(computing.values()), what, look_at), waits)
+    use = Use("compute_bound", largest, sum(computing.values()), what, look_at)
+    return Spent(step_s, use, waits, measured_lack_s)
 
 
 def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict]:
@@ -374,7 +382,7 @@ def computing_action(report: Facts) -> str:
     if not report["modules"]:
         return "time modules: watch(model)."
     row = report["modules"][0]
-    name = f"module {row['name']}" if row["name"].replace(".", "").isdigit() else row["name"]
+    name = module_label(row["name"])
     by = "device time" if row["device_own_s_per_step"] is not None else "own time"
     if row["is_root"] and len(report["modules"]) > 1:
         return f"look at the code of {name}'s own forward(), outside of its modules: wrap parts in perf.section()."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import duration, percent, steps_words
 from torchlens_perf.analysis.words.evidence import OVER, PastEvidence, StretchEvidence, Verdict
 from torchlens_perf.analysis.words.order import WORTH_A_LINE
 
@@ -23,7 +23,7 @@ def stretch(use: Use, step_s: float, rest_s: float, since_step: int, until_step:
         what = use.what[0].lower() + use.what[1:]
         text = f"Since step {since_step}, {what} takes {takes}; before, {rest}. Next: {use.action}"
     else:
-        text = f"{use.what} took {takes} from step {since_step} to {until_step - 1}; in the rest of the run, {rest}."
+        text = f"{use.what} took {takes} {steps_words(since_step, until_step)}; in the rest of the run, {rest}."
     kind = use.kind if until_step is None else f"{use.kind}{OVER}"
     evidence = StretchEvidence(step_s, use.seconds, rest_s)
     return Verdict(kind, None, use.phase, use.seconds, share, since_step, 0.8, text, evidence)

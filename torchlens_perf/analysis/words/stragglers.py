@@ -76,7 +76,6 @@ def straggler_verdicts(
     context: SlowRankContext, findings: Findings, named: StragglerSummary
 ) -> tuple[list[Verdict], list[Verdict]]:
     """Who is slow now, the costliest first, and who was before."""
-    before = [episode for episode in findings.episodes if episode.until_step is not None]
     now = []
     for straggler in named.groups[:_MAX_NAMED]:
         verdict, lead = _slow(context, straggler, findings), straggler.lead
@@ -91,7 +90,7 @@ def straggler_verdicts(
         now.append(verdict)
     if named.imbalance is not None:
         now.append(_imbalance(named.imbalance, findings))
-    before.sort(key=lambda episode: -episode.since_step)
+    before = sorted(findings.slow_before, key=lambda episode: -episode.since_step)
     return now, [_was_slow(each, named.diagnosis(each.key)) for each in before[:MAX_PAST]]
 
 
@@ -169,6 +168,11 @@ def cause_class(episode: Episode) -> str:
     return "slow_host" if episode.by_host or episode.phase in ("host", "gap", "cpu") else "slow_compute"
 
 
+def module_label(name: str) -> str:
+    """Return a module's name as a sentence has it: "module 1" where it is a number, as in nn.Sequential."""
+    return f"module {name}" if name.replace(".", "").isdigit() else name
+
+
 def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Findings) -> Verdict:
     episode = straggler.lead
     host = ", ".join(filter(None, (straggler.host, straggler.location)))
@@ -180,7 +184,7 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
     else:
         who = f"Rank {episode.rank} ({host}) is slow" if host else f"Rank {episode.rank} is slow"
     modules, module_excess_s = _modules_of(context, straggler)
-    where = f", most of it in {', '.join(modules)}" if modules else ""
+    where = f", most of it in {', '.join(map(module_label, modules))}" if modules else ""
     if modules and module_excess_s <= _ALL_OF_IT * episode.phase_excess_ns / 1e9:
         where += f" (+{duration(module_excess_s)} a step)"
     cost_s, share = None if straggler.cost_ns is None else straggler.cost_ns / 1e9, straggler.cost_share
@@ -214,7 +218,7 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
         module_excess_s=module_excess_s,
         diagnosis=straggler.diagnosis,
     )
-    confidence, since_step = _confidence(episode), 0 if episode.from_start else episode.since_step
+    confidence, since_step = _confidence(episode), episode.since_step
     return Verdict("straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence)
 
 
@@ -265,7 +269,7 @@ def _confidence(episode: Episode) -> float:
 
 
 def _next_action(episode: Episode, modules: list[str], straggler: StragglerGroup) -> str:
-    rank, what = episode.rank, modules[0] if modules else "the model"
+    rank, what = episode.rank, module_label(modules[0]) if modules else "the model"
     if straggler.kind == "node":
         return f"look at {straggler.name}: clocks, temperature, power cap, other jobs; then run without it."
     if straggler.kind == "position":

@@ -78,7 +78,7 @@ def verdicts(
 
 def _share_slow_before(findings: Findings, steps: int) -> float:
     """Share of the steps in which a rank was slow that no longer is."""
-    over = [each for each in findings.episodes if each.until_step is not None]
+    over = findings.slow_before
     return max((each.until_step - each.since_step for each in over if each.until_step), default=0) / max(1, steps)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchlens_perf.analysis.statistics.quantities import steps_words
 from torchlens_perf.page.pictures.frame import WIDTH, Frame, rect, svg, ticks, x_axis
 from torchlens_perf.page.pictures.markup import Child, Element, tag
 from torchlens_perf.page.pictures.png import Colour, data_url
@@ -87,8 +88,8 @@ def heat_picture(
             begin = frame.x(max(each["since_step"], first))
             stop = frame.x(min(each["until_step"] or end, end))
             top = frame.top + row_height * row_of[each["rank"]]
-            until = "still" if each["until_step"] is None else f"until step {each['until_step'] - 1}"
-            words = f"rank {each['rank']} is slow in {each['phase']} from step {each['since_step']}, {until}"
+            when = steps_words(each["since_step"], each["until_step"])
+            words = f"rank {each['rank']} is slow in {each['phase']} {when}"
             marks.append(rect(begin, top, stop - begin, row_height, "slow", words))
     marks += flag_marks(columns, frame, frame.bottom + 44)
     marks.append(x_axis(frame, ticks(first, end), lambda step: f"{step:.0f}", "step"))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.quantities import percent
+from torchlens_perf.analysis.statistics.quantities import percent, steps_words
 from torchlens_perf.page.decoded import Steps
 from torchlens_perf.page.pictures.heat import (
     FULL_SCALE,
@@ -69,8 +69,7 @@ def _words(ranks: list[int], means: npt.NDArray[np.float64], matrices: StepMatri
         return f"No rank was named as slow; {most}."
     named = []
     for each in slow[:4]:
-        until = "on" if each["until_step"] is None else f"to step {each['until_step'] - 1}"
-        named.append(f"rank {each['rank']} from step {each['since_step']} {until}")
+        named.append(f"rank {each['rank']} {steps_words(each['since_step'], each['until_step'])}")
     rest = f" and {len(slow) - 4} more times" if len(slow) > 4 else ""
     return f"Named as slow: {'; '.join(named)}{rest}; {most}."
 
@@ -83,10 +82,7 @@ def _table(
     for row in order:
         values = excess[row][np.isfinite(excess[row])]
         slow = [each for each in matrices["slow"] if each["rank"] == steps.ranks[row]]
-        times = ", ".join(
-            f"{each['since_step']} to {'the end' if each['until_step'] is None else each['until_step'] - 1}"
-            for each in slow
-        )
+        times = ", ".join(steps_words(each["since_step"], each["until_step"]) for each in slow)
         noticed = f"{int((values > _NOTICED).sum())} of {len(values)}" if len(values) else "-"
         rows.append(
             [
