@@ -43,7 +43,7 @@ RANKS = {
     "analysis.stragglers": "who is slow",
     "analysis.causes": "why",
     "analysis.words": "sentences about all of that",
-    "analysis.alerts": "the sentences that start and end",
+    "verdicts": "what is wrong, from when it was found to its end",
     "analysis": "all of it, as one node's state",
     "exporters.delivery": "takes encoded requests to an endpoint, and keeps them until it takes them",
     "exporters.choice": "which steps are sent, and which ranks of them",
@@ -78,7 +78,7 @@ PURE_PACKAGES = {
     "page.pictures", "page.sections",
 }  # fmt: skip
 PURE = {
-    "analysis.alerts.alert", "analysis.alerts.log", "analysis.words.evidence", "analysis.words.hang",
+    "verdicts.alert", "verdicts.finding_log", "analysis.words.evidence", "analysis.words.hang",
     "analysis.words.oom", "analysis.words.stragglers", "cuda.reduction",
     "exporters.counts", "exporters.series_room",
     "exporters.prometheus.names",
@@ -88,7 +88,7 @@ PURE = {
     "run.device.merged_rows", "run.device.step_parts", "run.fitting", "run.memory_readings", "run.oom_table",
     "run.rank_ranges", "run.records", "run.sketch", "sidecar.nodes.messages", "sidecar.nodes.summary",
     "sidecar.schedule", "top.cells", "top.frame", "top.grid", "top.help_text", "top.pace", "top.rank_lines",
-    "top.verdict_list",
+    "top.verdict_entries",
 }  # fmt: skip
 THIRD_PARTY = {
     "anyio": {"serve.readers"},

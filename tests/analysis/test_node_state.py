@@ -19,7 +19,6 @@ from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from tests.support.ranks import HOST
 from tests.support.tables import MS
 from torchlens_perf.analysis import node_state
-from torchlens_perf.analysis.alerts.log import AlertLog
 from torchlens_perf.analysis.causes.rules import Cause, Diagnosis
 from torchlens_perf.analysis.causes.straggler_groups import StageImbalance, StragglerSummary, name
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
@@ -31,6 +30,7 @@ from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.verdicts.finding_log import FindingLog
 
 WHY = Diagnosis(
     (Cause("gc", "it collects", "freeze it", 0.5, {"gc_share": 0.5}),), ("GPUs",), (), {"gc_share": 0.5}, {}
@@ -74,14 +74,14 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
     rig.seconds(12, FIRST)
     slow = findings(episode(3), episode(5, until=180, cost_ns=1 / 3), usual=(Usual("a", "0-7", 5e6, 1e6),))
     named = name(slow, PLACES, diagnosed=lambda group: WHY)
-    log = AlertLog("run")
+    log = FindingLog("run")
     log.changes(0, slow, None, PLACES, 0, verdicts=[slow_links((0, 1))])
     return dataclasses.replace(
         sidecar.state, dropped_segments=2, unwritten_records=3, notes=["one"], passing_notes=["two"], findings=slow,
         named=dataclasses.replace(
             named, imbalance=StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2), past=((episode(5).key, WHY),)
         ),
-        hang=dataclasses.replace(hang(), stacks={2: RankStack(("train.py:3",), "")}), alerts=log.open(),
+        hang=dataclasses.replace(hang(), stacks={2: RankStack(("train.py:3",), "")}), records=log.records,
         telemetry=rig.log.totals(), tap_outlook="it is built", sidecar_cpu_s=1.25,
     )  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_what_is_read_goes_on(run: RunDirectory, state: NodeState) -> None:
 
     assert isinstance(loaded.join, CollectiveJoin)
     assert (loaded.findings, loaded.named, loaded.hang) == (state.findings, state.named, state.hang)
-    assert (loaded.alerts, loaded.telemetry) == (state.alerts, state.telemetry)
+    assert (loaded.records, loaded.telemetry) == (state.records, state.telemetry)
     assert (process.identity, process.anchor) == (before.identity, before.anchor)
     assert (process.groups, process.gpus, process.device) == (before.groups, before.gpus, before.device)
     process.statistics.step.merge(before.statistics.step)

@@ -19,7 +19,6 @@ from tests.support.otlp_collector import Collector, exporter_to
 from tests.support.otlp_receiver import ReceivedPoint
 from tests.support.processes import ROOT
 from tests.support.tables import MS, step_table
-from torchlens_perf.analysis.alerts.log import AlertLog, stragglers_by_class
 from torchlens_perf.analysis.causes.straggler_groups import straggler_groups
 from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
 from torchlens_perf.config import Config
@@ -34,6 +33,7 @@ from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import Span, StepTrace
 from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.verdicts.finding_log import FindingLog, stragglers_by_class
 
 MAX_RANK_SERIES = most_ranks(JobPart().max_series)
 OTHER_THREAD = int(Flag.OTHER_THREAD)
@@ -64,7 +64,7 @@ def batch_of(who: Identity, steps: Sequence[int], spans_a_step: int = 3) -> Expo
 
 def assessment_of(
     found: Findings = NOTHING,
-    log: AlertLog | None = None,
+    log: FindingLog | None = None,
     hung: dict[str, Any] | None = None,
     who: Identity | None = None,
     whole_job: bool = True,
@@ -256,7 +256,7 @@ def test_contract_batch_without_traces(make: Callable[[], Any]) -> None:
 def test_contract_judgement_before_any_batch(make: Callable[[], Any]) -> None:
     """A judgement may come first, and with alerts or without; all of it is delivered."""
     exporter, delivered = make()
-    log = AlertLog("run")
+    log = FindingLog("run")
     exporter.on_assessment(assessment_of(NOTHING, log))
     exporter.on_assessment(assessment_of(findings(episode()), log, hang()))
     assert exporter.wait_for_room(10) is True
@@ -513,7 +513,7 @@ def test_only_one_node_tells_what_is_wrong() -> None:
 
 def test_alert_is_an_event() -> None:
     """A log record with an event's name, the sentence, the severity, ids, and the numbers; ends are no warnings."""
-    endpoint, log, slow = Collector("logs"), AlertLog("run"), episode()
+    endpoint, log, slow = Collector("logs"), FindingLog("run"), episode()
     exporter = exporter_to({"logs": endpoint})
     exporter.on_assessment(assessment_of(findings(slow), log))
     slow = dataclasses.replace(slow, until_step=180)
@@ -562,7 +562,7 @@ def test_alert_links_to_the_suspects_trace(traced: tuple[int, ...], until: int |
     for step in traced:
         exporter.export(batch_of(identity(0), [step]))
     exporter.export(batch_of(identity(0, attempt=1), [102]))  # not of this attempt
-    exporter.on_assessment(assessment_of(findings(episode(3, 100, until)), AlertLog("run")))
+    exporter.on_assessment(assessment_of(findings(episode(3, 100, until)), FindingLog("run")))
     assert exporter.shutdown(10) == []
     in_trace = trace_id("run", 0, expected) if expected is not None else 0
     context = (in_trace, span_id(in_trace, 3) if in_trace else 0)
@@ -575,14 +575,14 @@ def test_traced_steps_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatc
     endpoint = Collector("logs")
     exporter = exporter_to({"traces": Collector("traces"), "logs": endpoint})
     exporter.export(batch_of(identity(0), [100, 101, 102, 103, 104]))
-    exporter.on_assessment(assessment_of(findings(episode(3, 100)), AlertLog("run")))
+    exporter.on_assessment(assessment_of(findings(episode(3, 100)), FindingLog("run")))
     exporter.shutdown(10)
     assert endpoint.events()[0].trace_id == trace_id("run", 0, 102)
 
 
 def test_alerts_do_not_wait_for_the_endpoint() -> None:
     """While the endpoint blocks, alerts are taken over at once; all that does not arrive in time is counted."""
-    endpoint, log = Collector("logs", opened=False), AlertLog("run")
+    endpoint, log = Collector("logs", opened=False), FindingLog("run")
     exporter = exporter_to({"logs": endpoint})
     for rank in range(8):
         exporter.on_assessment(assessment_of(findings(*(episode(each) for each in range(rank + 1))), log))
@@ -594,7 +594,7 @@ def test_alerts_do_not_wait_for_the_endpoint() -> None:
 
 def test_memory_exporter_keeps_alerts() -> None:
     """All alerts, and the newest judgement."""
-    exporter, log = MemoryExporter(), AlertLog("run")
+    exporter, log = MemoryExporter(), FindingLog("run")
     exporter.on_assessment(assessment_of(findings(episode()), log))
     exporter.on_assessment(assessment_of(findings(episode()), log, hang()))
     assert [(alert.kind, alert.change) for alert in exporter.alerts] == [("straggler", "started"), ("hang", "started")]

@@ -20,11 +20,11 @@ from tests.support.endpoints import answering, grpc_answering, refusing, serving
 from tests.support.findings import PLACES, episode, findings, hang
 from tests.support.otlp_receiver import ReceivedEvent, Receiver, wait_for
 from tests.support.processes import ROOT
-from torchlens_perf.analysis.alerts.log import AlertLog
 from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.exporters import Assessment, Exporter, semantics
 from torchlens_perf.exporters.otlp_environment import exporter_from_environment
 from torchlens_perf.exporters.otlp_spans import span_id, trace_id
+from torchlens_perf.verdicts.finding_log import FindingLog
 
 pytestmark = pytest.mark.distributed
 
@@ -47,7 +47,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Make:
     return make
 
 
-def judge(exporter: Exporter, log: AlertLog, found: Findings, hung: dict | None = None) -> int:
+def judge(exporter: Exporter, log: FindingLog, found: Findings, hung: dict | None = None) -> int:
     """A round of the sidecar; returns how many alerts it raised."""
     alerts = log.changes(0, found, hung, PLACES, time.time_ns())
     exporter.on_assessment(Assessment(identity(), found, hung, alerts))
@@ -56,7 +56,7 @@ def judge(exporter: Exporter, log: AlertLog, found: Findings, hung: dict | None 
 
 def a_run(exporter: Exporter) -> int:
     """A rank is slow, then it is not; then the job hangs, and then it does not. Returns how many alerts that makes."""
-    log, slow = AlertLog("run"), episode()
+    log, slow = FindingLog("run"), episode()
     exporter.export(batch_of(identity(), [100, 110]))
     count = judge(exporter, log, findings(slow))
     slow = dataclasses.replace(slow, until_step=180)
@@ -117,7 +117,7 @@ def test_the_same_run_has_the_same_ids(receiver: Receiver, exporter: Make) -> No
 def test_alerts_arrive_soon(receiver: Receiver, exporter: Make) -> None:
     """An alert is sent while the job runs: OTEL_BLRP_SCHEDULE_DELAY says how soon."""
     sender = exporter(**{ENDPOINT: receiver.endpoint(HTTP), "OTEL_BLRP_SCHEDULE_DELAY": "50"})
-    judge(sender, AlertLog("run"), findings(episode()))
+    judge(sender, FindingLog("run"), findings(episode()))
     assert wait_for(receiver.events, 10)
     assert sender.shutdown(10) == []
 
@@ -126,7 +126,7 @@ def test_alerts_arrive_soon(receiver: Receiver, exporter: Make) -> None:
 def test_gauges_arrive(receiver: Receiver, exporter: Make, protocol: str) -> None:
     """What is wrong now is there as gauges, so that alert rules need no logs."""
     sender = exporter(**{ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol, "OTEL_LOGS_EXPORTER": "none"})
-    judge(sender, AlertLog("run"), findings(episode()), hang(since_s=12))
+    judge(sender, FindingLog("run"), findings(episode()), hang(since_s=12))
     assert sender.shutdown(10) == []
     found = {
         (point.metric, point.unit, *point.attributes.values()): point.value
@@ -149,10 +149,10 @@ _PRINTED = """
 import os
 from tests.support.findings import episode, findings
 from tests.exporters.test_otlp_alerts import judge
-from torchlens_perf.analysis.alerts.log import AlertLog
+from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.exporters.otlp_environment import exporter_from_environment
 exporter = exporter_from_environment(os.environ)
-judge(exporter, AlertLog("run"), findings(episode()))
+judge(exporter, FindingLog("run"), findings(episode()))
 exporter.shutdown(10)
 """
 
@@ -191,7 +191,7 @@ def test_endpoint_down(exporter: Make, fault: str) -> None:
             **{ENDPOINT: address, PROTOCOL: protocol, "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
                "OTEL_TRACES_EXPORTER": "none", "OTEL_METRICS_EXPORTER": "none"},
         )  # fmt: skip
-        log = AlertLog("run")
+        log = FindingLog("run")
         started_s = time.monotonic()
         for count in range(1, 201):
             judge(sender, log, findings(*(episode(3, since) for since in range(count))))
@@ -207,7 +207,7 @@ def test_partial_success(exporter: Make) -> None:
     answer = ExportLogsServiceResponse(partial_success=ExportLogsPartialSuccess(rejected_log_records=1))
     with serving(answering(200, answer.SerializeToString(), Content_Type="application/x-protobuf")) as address:
         sender = exporter(OTEL_EXPORTER_OTLP_LOGS_ENDPOINT=address)
-        judge(sender, AlertLog("run"), findings(episode(1), episode(2)))
+        judge(sender, FindingLog("run"), findings(episode(1), episode(2)))
         notes = sender.shutdown(10)
     assert notes == [
         "OTLP: 1 of 2 alerts were not delivered",

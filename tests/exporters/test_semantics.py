@@ -18,7 +18,6 @@ from tests.support.findings import episode, findings, hang
 from tests.support.otlp_collector import Collector, exporter_to
 from tests.support.otlp_receiver import ReceivedEvent, ReceivedPoint, ReceivedSpan, Receiver
 from tests.support.recorded_run import TRACEPARENT, Sidecar
-from torchlens_perf.analysis.alerts.log import AlertLog
 from torchlens_perf.analysis.statistics.hardware import GpuSample, Hardware, LinkSample
 from torchlens_perf.analysis.statistics.memory import MemoryReading
 from torchlens_perf.exporters import JobPart, Part, node_semantics, semantics
@@ -28,6 +27,7 @@ from torchlens_perf.exporters.series import Meter
 from torchlens_perf.run import identity as run_identity
 from torchlens_perf.run.records import Span, StepTrace, TracedStep
 from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.verdicts.finding_log import FindingLog
 
 METRICS = {each.name: each for each in semantics.METRICS}
 ATTRIBUTES = {each.name: each for each in semantics.ATTRIBUTES}
@@ -75,7 +75,7 @@ def of_two_ranks() -> Sent:
             dataclasses.replace(plain, traces=traces, device_ns=device, memory=memory, chosen=chosen),
         )
     exporter.measured(identity(), hardware())
-    log, slow = AlertLog("run"), episode()
+    log, slow = FindingLog("run"), episode()
     for found, hung in ((findings(slow), None), (findings(slow), hang())):
         exporter.on_assessment(assessment_of(found, log, hung))
     over = dataclasses.replace(slow, until_step=180)

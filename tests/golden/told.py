@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torchlens_perf.analysis.alerts.alert import Alert
+from torchlens_perf.verdicts.alert import Alert
 
 _CLOCK_TIMES = re.compile(r"\d\d:\d\d:\d\d UTC")
 

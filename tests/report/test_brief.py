@@ -11,8 +11,8 @@ import pytest
 
 from tests.analysis.words.test_bottleneck import BASE, random_steps
 from tests.report import test_memory_table as memory
-from tests.report.test_held import HUNG, MOVED, history, node, usual
-from tests.support.findings import episode, findings, hang
+from tests.report.test_held import node, usual
+from tests.support.findings import episode, findings, hang, hung
 from tests.support.ranks import HOST, Rank
 from tests.support.reports import checked
 from tests.support.tables import records
@@ -60,7 +60,7 @@ def test_a_healthy_run_is_short(seed: int, columns: int) -> None:
             loop[step]["host"] = loop[step].get("host", 0.0) + 9000.0
             loop[step]["flags"] = int(Flag.EVALUATION)
     past = [episode(rank, 20 + 10 * rank, 45 + 10 * rank) for rank in range(8)]
-    state = with_all(node(loops, findings(*past, last_step=299), history=history(HUNG, MOVED)))
+    state = with_all(node(loops, findings(*past, last_step=299), records=hung(60.0, over=True)))
     text = short(state, columns)
 
     assert text.count("\n") <= MAX_LINES
@@ -183,7 +183,7 @@ def test_of_a_hang_the_stacks_are_there() -> None:
 
 
 def test_a_run_that_ended_in_a_hang_is_no_healthy_one() -> None:
-    text = short(node([usual(57)] * 2, history=history(HUNG, MOVED)))
+    text = short(node([usual(57)] * 2, records=hung(60.0, over=True)))
 
     assert "The job hung in step 57 for 60.0 s, and ended in it." in " ".join(text.split())
     assert "typical step of each rank" in text

@@ -13,14 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.analysis.words.test_bottleneck import BASE, state_of
-from tests.support.findings import episode, findings, hang
+from tests.support.findings import PLACES, episode, findings, hang, hung, slow_links
 from tests.support.reports import checked
-from torchlens_perf.analysis.alerts.alert import ENDED, STARTED, Alert
-from torchlens_perf.analysis.alerts.history import History
 from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup, StragglerSummary
 from torchlens_perf.analysis.node_state import NodeState
 from torchlens_perf.analysis.statistics.run_windows import RunWindows
-from torchlens_perf.analysis.stragglers.detector import Findings, Usual
+from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings, Usual
 from torchlens_perf.analysis.stragglers.episodes import Episode
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words.hang import RankStack
@@ -30,6 +28,7 @@ from torchlens_perf.report.terminal import render
 from torchlens_perf.report.verdict_text import held_words
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.finding_log import FindingLog
 
 WIDTH = 8  # steps, of a window of a short run
 STEP_S = 0.016  # of BASE
@@ -271,24 +270,9 @@ def test_another_stage_was_out_of_balance_before() -> None:
 # -- what the sidecar has noted
 
 
-def history(*alerts: Alert, at_step: int | None = None) -> History:
-    made = History()
-    made.add(alerts, at_step)
-    return made
-
-
-def alert(kind: str, change: str, at_s: float, **changed: Any) -> Alert:
-    values = {"text": "It is slow: much. Next: see.", "attempt": 0, "unix_ns": round(at_s * SECOND_NS), **changed}
-    return Alert(f"{kind}{change}", kind, kind, change, **values)
-
-
-HUNG = alert("hang", STARTED, 112.0, text=hang(57).text, since_step=57, ranks=(2,), duration_s=12.0)
-MOVED = alert("hang", ENDED, 160.0, since_step=57, ranks=(2,), duration_s=60.0)
-
-
 def test_a_hang_in_progress() -> None:
     """Since when, by the alert: its time less for how long no step had been made then."""
-    state = node([usual(57)] * 2, hang=hang(57), history=history(HUNG), ended="")
+    state = node([usual(57)] * 2, hang=hang(57), records=hung(), ended="")
     held = rows(state)["hang"]["held"]
 
     assert (held["since_step"], held["until_step"], held["windows_judged"]) == (57, None, None)
@@ -299,12 +283,9 @@ def test_a_hang_in_progress() -> None:
 def test_a_hang_that_went_by_is_first_if_it_cost_most() -> None:
     """With how long it lasted, its share of all steps' time, its rank, what to do, and the stacks read meanwhile."""
     stacks = {2: RankStack(("train.py:7 in load",), "")}
-    made = history(HUNG)
-    made.add([], None, dataclasses.replace(hang(57), stacks=stacks))
-    made.add([MOVED], None)
     loop = usual(200)
     loop[57] = {**BASE, "host": 60_000.0}
-    report = checked(build("r", [node([loop], history=made)]))
+    report = checked(build("r", [node([loop], records=hung(60.0, over=True, stacks=stacks))]))
     row = report["verdicts"][0]
 
     assert row["text"] == (
@@ -326,8 +307,7 @@ def test_a_hang_that_went_by_is_first_if_it_cost_most() -> None:
 def test_a_short_hang_that_went_by_is_listed_as_earlier() -> None:
     loop = usual(20_000)
     loop[57] = {**BASE, "host": 12_000.0}
-    short = dataclasses.replace(MOVED, duration_s=12.0, unix_ns=112 * SECOND_NS)
-    report = checked(build("r", [node([loop], history=history(HUNG, short))]))
+    report = checked(build("r", [node([loop], records=hung(12.0, over=True))]))
 
     assert report["verdicts"][-1]["text"] == "The job hung in step 57 for 12.0 s, and went on. Rank 2 did not enter it."
     assert "earlier in this run" in render(report, "x", columns=200, color=False)
@@ -337,15 +317,13 @@ def test_a_short_hang_that_went_by_is_listed_as_earlier() -> None:
 @pytest.mark.parametrize("seen_to_end", [True, False])
 def test_a_run_that_ended_in_a_hang(seen_to_end: bool, ended: str) -> None:
     """The hang comes first with its next action, before the death of its ranks, also where nobody saw its end."""
-    alerts = (HUNG, MOVED) if seen_to_end else (HUNG,)
-    lasted = "60.0 s" if seen_to_end else "12.0 s"
-    report = build("r", [node([usual(57)] * 2, history=history(*alerts), ended=ended)])
+    report = build("r", [node([usual(57)] * 2, records=hung(60.0, over=seen_to_end), ended=ended)])
     row = report["verdicts"][0]
 
     assert row["kind"] == "hang_ended"
     assert ("died" in [each["kind"] for each in report["verdicts"]]) is (ended == "died")
     assert row["text"] == (
-        f"The job hung in step 57 for {lasted}, and ended in it. Rank 2 did not enter it. Next: look at it."
+        "The job hung in step 57 for 60.0 s, and ended in it. Rank 2 did not enter it. Next: look at it."
     )
     text = render(report, "x", columns=110, color=False)
     assert "earlier in this run" not in text
@@ -353,19 +331,20 @@ def test_a_run_that_ended_in_a_hang(seen_to_end: bool, ended: str) -> None:
 
 
 def test_a_slow_link_that_is_found_no_more() -> None:
-    found = history(alert("slow_link", STARTED, 5.0, ranks=(3, 4)), at_step=40)
-    found.add([alert("slow_link", ENDED, 9.0)], 90)
-    row = rows(node([usual(200)] * 2, history=found))["slow_link_ended"]
+    log, link = FindingLog("run"), slow_links((3, 4))
+    log.changes(0, NOTHING, None, PLACES, 5 * SECOND_NS, last_step=40, verdicts=[link])
+    for at_s in (6, 90):
+        log.changes(0, NOTHING, None, PLACES, at_s * SECOND_NS, last_step=at_s)
+    row = rows(node([usual(200)] * 2, records=log.records))["slow_link_ended"]
 
-    assert row["text"] == "No longer: It is slow: much."
+    assert row["text"] == "No longer: It is slow."
     assert row["evidence"].ranks == (3, 4)
     assert (row["held"]["since_step"], row["held"]["until_step"]) == (40, 90)
 
 
 def test_of_another_attempt_nothing_is_said() -> None:
     """The report is about the last one, whose steps have other numbers."""
-    other = dataclasses.replace(HUNG, attempt=1)
-    assert "hang_ended" not in rows(node([usual(200)], history=history(other)))
+    assert "hang_ended" not in rows(node([usual(200)], records=hung(over=True, attempt=1)))
 
 
 # -- in words

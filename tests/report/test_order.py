@@ -21,7 +21,7 @@ from torchlens_perf.report.brief import brief
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.top.verdict_list import VerdictList
+from torchlens_perf.top.verdict_entries import verdict_entries
 
 
 def report_on(state: NodeState) -> dict[str, Any]:
@@ -66,9 +66,7 @@ def test_every_surface_has_the_same_order() -> None:
     assert shown_in_order(in_cell["html"], first_words)
     held = [None] * len(kinds)
     assert shown_in_order(html(cards({"report": report, "held": held})), first_words)  # type: ignore[typeddict-item]
-    listed = VerdictList()
-    listed.update(report, 1e9)
-    assert [entry.text for entry in listed.entries()] == heads(report)
+    assert [entry.text for entry in verdict_entries(report)] == heads(report)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -24,7 +24,6 @@ from tests.support.reports import as_json, checked, problem
 from tests.support.simulations import simulation
 from tests.support.tables import MS, mixed_table
 from torchlens_perf.analysis import node_state
-from torchlens_perf.analysis.alerts.history import History, Noted
 from torchlens_perf.analysis.causes.rules import Cause, Diagnosis
 from torchlens_perf.analysis.causes.straggler_groups import StageImbalance, StragglerGroup, StragglerSummary
 from torchlens_perf.analysis.node_state import NodeState
@@ -43,6 +42,8 @@ from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.run.sketch import Sketch
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.simulate.simulation import Topology
+from torchlens_perf.verdicts.alert import Alert
+from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
@@ -107,9 +108,11 @@ def judged(slow: Episode) -> NodeState:
     return node(ranks=2, findings=findings(slow), named=named)
 
 
-def noted(kind: str) -> History:
-    """What a sidecar has noted that is over."""
-    return History(0, [Noted("about", kind, "It is slow. Next: see.", (1,), 20, 5_000_000, 31, 9_000_000, 60.0)])
+def noted(kind: str) -> FindingRecords:
+    """The records of a run with a finding of a kind that is over."""
+    alert = Alert("id", "about", kind, "ended", "It is slow. Next: see.", 9_000_000, 0, ranks=(1,))
+    hung = OpenHang("missing", 60.0, 20, (1,), (0,), {}, text="") if kind == "hang" else None
+    return FindingRecords(0, "", [Finding(alert, 20, 5_000_000, 31, 9_000_000, hang=hung)])
 
 
 def for_a_while(parts: dict[str, Any], since: int = 40, steps: int = 40) -> NodeState:
@@ -164,7 +167,7 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("not_compared", evidence.NotComparedEvidence): lambda run: node(ranks=2),
     ("no_steps", evidence.NoStepsEvidence): lambda run: node(steps=0),
     **{
-        (f"{kind}_ended", evidence.PastEvidence): lambda run, kind=kind: node(history=noted(kind))
+        (f"{kind}_ended", evidence.PastEvidence): lambda run, kind=kind: node(records=noted(kind))
         for kind in ("hang", "slow_link", "imbalance")
     },
     ("compute_bound", evidence.StretchEvidence): lambda run: for_a_while({"data": 30.0}, since=0, steps=100),

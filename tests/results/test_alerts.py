@@ -15,12 +15,12 @@ import pytest
 import torchlens_perf as perf
 from tests.results.test_results import Loop, training
 from tests.support.ranks import Rank
-from torchlens_perf.analysis.alerts.alert import Alert as Raised
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.recorder.session import Session
 from torchlens_perf.results.alerts import Alert, Alerts
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import ALERTS, deliver
+from torchlens_perf.verdicts.alert import Alert as Raised
 from torchlens_perf.watch import running
 
 STARTED = Raised(

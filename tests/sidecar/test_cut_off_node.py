@@ -12,8 +12,6 @@ from tests.sidecar.nodes.conftest import FAST
 from tests.support.launched import free_port
 from tests.support.memory_exporter import MemoryExporter
 from tests.support.ranks import HOST, Rank, run_without_traces
-from torchlens_perf.analysis.alerts.alert import Alert
-from torchlens_perf.analysis.alerts.log import AlertLog
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar import job
 from torchlens_perf.sidecar.node import Sidecar
@@ -21,6 +19,8 @@ from torchlens_perf.sidecar.nodes import meeting
 from torchlens_perf.sidecar.nodes.exchange import Exchange
 from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.nodes.rendezvous import exchange_key
+from torchlens_perf.verdicts.alert import Alert
+from torchlens_perf.verdicts.finding_log import FindingLog
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
 WITHIN_S = 60.0
@@ -77,7 +77,7 @@ def test_it_raises_alerts_until_others_judge(run: RunDirectory, monkeypatch: pyt
     assert started.text.startswith(f"On node {HOST} alone, from where node 0 is not reached: Rank 3 ({HOST}) is slow")
     assert node.exporter.assessment is not None
     assert not node.exporter.assessment.whole_job
-    (of_job,) = AlertLog(run.run_id).changes(
+    (of_job,) = FindingLog(run.run_id).changes(
         0, node.sidecar.state.findings, None, node.sidecar.conclusions.job.places, started.unix_ns
     )
     assert of_job.about != started.about  # node 0's alert is another one: neither ends the other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from torchlens_perf.analysis.collectives.slow_link import SlowLink
@@ -10,7 +11,8 @@ from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
 from torchlens_perf.analysis.stragglers.episodes import Episode
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words.evidence import SlowLinkEvidence, Verdict
-from torchlens_perf.analysis.words.hang import OpenHang
+from torchlens_perf.analysis.words.hang import OpenHang, RankStack
+from torchlens_perf.verdicts.finding_log import FindingLog, FindingRecords
 
 MS = 1e6
 PLACES = {rank: Placement(f"node-{'ab'[rank // 4]}", "same") for rank in range(8)}
@@ -48,3 +50,16 @@ def hang(step: int = 57, kind: str = "missing", ranks: tuple[int, ...] = (2,), s
     """A hang as the node's state has it."""
     text = f"No step for {since_s:.0f} s. Rank 2 did not enter it. Next: look at it."
     return OpenHang(kind, since_s, step, ranks, waiting=(0, 1), stacks={}, text=text)
+
+
+def hung(
+    lasted_s: float = 12.0, *, over: bool = False, attempt: int = 0, stacks: Mapping[int, RankStack] | None = None
+) -> FindingRecords:
+    """Return the records of a run that has hung in step 57, from second 100 of 1970 on. over: it went on afterwards."""
+    log = FindingLog("run")
+    for since_s in (12.0, lasted_s):
+        now = dataclasses.replace(hang(57, since_s=since_s), stacks=stacks or {})
+        log.changes(attempt, NOTHING, now, PLACES, round((100 + since_s) * 1e9))
+    if over:
+        log.changes(attempt, NOTHING, None, PLACES, round((100 + lasted_s) * 1e9))
+    return log.records

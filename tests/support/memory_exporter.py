@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from torchlens_perf.exporters import Assessment, ExportBatch, JobPart
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.alerts.alert import Alert
     from torchlens_perf.analysis.statistics.hardware import Hardware
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import StepTrace
+    from torchlens_perf.verdicts.alert import Alert
 
 
 class MemoryExporter:

@@ -18,7 +18,7 @@ from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.pace import Pace
 from torchlens_perf.top.rank_lines import rank_lines
 from torchlens_perf.top.reading import View
-from torchlens_perf.top.verdict_list import VerdictList
+from torchlens_perf.top.verdict_entries import verdict_entries
 
 UNICODE, ASCII = Lettering(), Lettering(ascii_only=True)
 
@@ -31,15 +31,11 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> View:
 
 
 def shown(view: View, width: int = 100, lettering: Lettering = UNICODE) -> list[str]:
-    verdicts = VerdictList()
-    verdicts.update(report_of(view), 0.0)
-    return plain(frame(view, verdicts.entries(), width, lettering))
+    return plain(frame(view, verdict_entries(view.report), width, lettering))
 
 
 def of_rank(view: View, rank: int, width: int = 100) -> list[str]:
-    verdicts = VerdictList()
-    verdicts.update(report_of(view), 0.0)
-    return plain(rank_lines(view, rank, verdicts.entries(), width, UNICODE))
+    return plain(rank_lines(view, rank, verdict_entries(view.report), width, UNICODE))
 
 
 def plain(lines: list[Text]) -> list[str]:

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 import msgspec
 import numpy as np
 
-from torchlens_perf.analysis.alerts.history import History
-from torchlens_perf.analysis.alerts.log import OpenAlerts
 from torchlens_perf.analysis.causes.straggler_groups import NOBODY, StragglerSummary
 from torchlens_perf.analysis.collectives.join import CollectiveJoin, JoinState
 from torchlens_perf.analysis.statistics.hardware import Telemetry
@@ -35,8 +33,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.run.records import StepTable
+from torchlens_perf.verdicts.finding_log import FindingRecords
 
-SCHEMA = 10
+SCHEMA = 11
 
 MAX_BYTES = 1 << 28
 """Of a node's state: 13 KB a rank of a plain loop, 100 KB of one with many modules and collectives."""
@@ -193,8 +192,7 @@ class NodeState:
     """Summary of the stragglers in its findings."""
     findings: Findings = NOTHING
     """What this node's straggler detector found: in its own ranks, or on node 0 in those of all nodes."""
-    alerts: OpenAlerts | None = None
-    history: History = dataclasses.field(default_factory=History)
+    records: FindingRecords = dataclasses.field(default_factory=FindingRecords)
     """What was found while the run went on, and when."""
     telemetry: Telemetry = dataclasses.field(default_factory=Telemetry)
     traced: list[TracedStep] = dataclasses.field(default_factory=list)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.alerts.alert import Alert
     from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
     from torchlens_perf.analysis.node_state import ProcessState
     from torchlens_perf.analysis.statistics.hardware import Hardware
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import StepTable, StepTrace, TracedStep
+    from torchlens_perf.verdicts.alert import Alert
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,20 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from torchlens_perf.analysis.alerts.alert import ENDED
 from torchlens_perf.analysis.collectives.semantics import Waits, semantics_of
-from torchlens_perf.analysis.words.stragglers import cause_class
 from torchlens_perf.exporters import JobPart, node_semantics, semantics
 from torchlens_perf.exporters.series_room import most_ranks
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.alerts.alert import Alert
-    from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
     from torchlens_perf.analysis.collectives.join import CollectiveJoin
     from torchlens_perf.analysis.node_state import NodeState
-    from torchlens_perf.analysis.words.hang import OpenHang
     from torchlens_perf.exporters import ExportBatch
     from torchlens_perf.exporters.series import Meter
+    from torchlens_perf.verdicts.alert import Alert
 
 MAX_ALERTS = 32
 MAX_RANKS = 8  # in jobs in which not each rank has series of its own: those that arrive last most often
@@ -131,42 +127,11 @@ class OwnTimes:
         return {name: ((of(means_s), {}),) if means_s else () for name, of in zip(names, (max, min), strict=True)}
 
 
-class OpenAlerts:
-    """Alerts that have begun and not ended. The sidecar's thread."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, Alert] = {}
-        self._slow: dict[int, Labels] = {}  # by rank, stragglers whose alerts were not seen here
-        self._hang: tuple[int, Labels] | None = None  # its step; likewise
-
-    def go_on_from(self, state: NodeState) -> None:
-        """What an earlier sidecar has raised, or this one when nobody listened."""
-        for each in state.alerts.verdicts if state.alerts is not None else ():
-            self._open[each.alert.about] = each.alert
-        self._slow = {group.lead.rank: _straggler(group) for group in state.named.groups}
-        if state.hang is not None:
-            self._hang = state.hang.step, _hang(state.hang)
-
-    def add(self, alerts: Iterable[Alert]) -> None:
-        for alert in alerts:
-            self._open.pop(alert.about, None)
-            if alert.change != ENDED:
-                self._open[alert.about] = alert
-        while len(self._open) > MAX_ALERTS:
-            del self._open[next(iter(self._open))]
-
-    def points(self, state: NodeState, run_id: str) -> dict[str, Points]:
-        """state: what the node's sidecar, which judges the job, holds now."""
-        seen = {alert.rank for alert in self._open.values() if alert.kind == "straggler"}
-        still = {group.lead.rank for group in state.named.groups} - seen
-        self._slow = {rank: labels for rank, labels in self._slow.items() if rank in still}
-        hangs = any(alert.kind == "hang" for alert in self._open.values())
-        if self._hang is not None and (hangs or state.hang is None or state.hang.step != self._hang[0]):
-            self._hang = None
-        found = [*self._slow.values(), *([self._hang[1]] if self._hang is not None else [])]
-        found += map(_labels, self._open.values())
-        run = {semantics.RUN_ID: run_id}
-        return {node_semantics.OPEN_ALERT: tuple((1, {**run, **labels}) for labels in found[-MAX_ALERTS:])}
+def open_alerts(state: NodeState, run_id: str) -> dict[str, Points]:
+    """Return a point for each finding that holds. state: of the node whose sidecar judges the job."""
+    found = [_labels(each.alert) for each in state.records.open][-MAX_ALERTS:]
+    run = {semantics.RUN_ID: run_id}
+    return {node_semantics.OPEN_ALERT: tuple((1, {**run, **labels}) for labels in found)}
 
 
 def _labels(alert: Alert) -> Labels:
@@ -183,27 +148,6 @@ def _labels(alert: Alert) -> Labels:
             semantics.STRAGGLER_SCOPE: alert.scope,
         }
     )
-
-
-def _straggler(group: StragglerGroup) -> Labels:
-    """As the alert's are."""
-    causes = group.diagnosis.causes if group.diagnosis is not None else ()
-    return _known(
-        {
-            node_semantics.ALERT_KIND: "straggler",
-            semantics.RANK: group.lead.rank,
-            semantics.SUSPECT_HOST: group.host,
-            semantics.PHASE: group.lead.phase,
-            semantics.STRAGGLER_CLASS: cause_class(group.lead),
-            semantics.STRAGGLER_CAUSES: causes[0].kind if causes else None,
-            semantics.STRAGGLER_SCOPE: group.kind,
-        }
-    )
-
-
-def _hang(hang: OpenHang) -> Labels:
-    rank = hang.ranks[0] if hang.ranks else None
-    return _known({node_semantics.ALERT_KIND: "hang", semantics.RANK: rank, semantics.HANG_KIND: hang.kind})
 
 
 def _known(labels: Mapping[str, Any]) -> Labels:

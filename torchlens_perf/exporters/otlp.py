@@ -23,7 +23,6 @@ from torchlens_perf.exporters.otlp_spans import SpanEncoder
 from torchlens_perf.version import VERSION
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.alerts.alert import Alert
     from torchlens_perf.analysis.statistics.hardware import Hardware
     from torchlens_perf.exporters import Assessment, ExportBatch, JobPart
     from torchlens_perf.exporters.delivery.outbox import Outbox
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from torchlens_perf.exporters.series import Meter
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import TracedStep
+    from torchlens_perf.verdicts.alert import Alert
 
 _MAX_TRACED = 1024  # steps that an alert may link to
 _MAX_BACKLOG = 16384  # items that may wait while a replay goes on

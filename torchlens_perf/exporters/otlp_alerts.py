@@ -12,7 +12,7 @@ from torchlens_perf.exporters.otlp_spans import span_id, trace_id
 from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.alerts.alert import Alert
+    from torchlens_perf.verdicts.alert import Alert
 
 _KIND_OF_HANG = "hang"
 _SAMPLED = 1  # of a span's flags

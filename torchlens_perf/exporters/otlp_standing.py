@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from torchlens_perf.analysis.alerts.log import stragglers_by_class
 from torchlens_perf.exporters import Assessment, semantics
 from torchlens_perf.exporters.series import Callback, Meter
+from torchlens_perf.verdicts.finding_log import stragglers_by_class
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.hang import OpenHang

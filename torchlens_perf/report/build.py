@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from torchlens_perf.analysis.alerts.history import History
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings, slow_links
 from torchlens_perf.analysis.collectives.statistics import merged_operations
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
@@ -48,6 +47,7 @@ from torchlens_perf.report.step_history import step_history
 from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.ring import MAX_FRAMES, Flag
 from torchlens_perf.run.sketch import merged
+from torchlens_perf.verdicts.finding_log import FindingRecords
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import (
@@ -108,7 +108,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     so_far = RunSoFar(
         windows=None if grid is None else JudgedWindows(grid, judging.findings, _places(processes), by_device),
         findings=judging.findings,
-        history=_history(nodes, facts["run"]),
+        records=_records(nodes, facts["run"]),
         step_time=functools.partial(_step_time, processes, judged_windows),
         time=_time,
         first_step=min((s.first_step for s in statistics if s.first_step is not None), default=0),
@@ -125,10 +125,10 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     return {**facts, "verdicts": cast("list[VerdictRow]", rows)}
 
 
-def _history(nodes: list[NodeState], run: Run) -> History:
-    """What the node that judges has noted of the attempt that is reported."""
-    found = (node.history for node in nodes if node.history.attempt == run["attempt"])
-    return max(found, key=lambda history: len(history.noted), default=History())
+def _records(nodes: list[NodeState], run: Run) -> FindingRecords:
+    """Return the findings of the node that judges, of the attempt that is reported."""
+    found = (node.records for node in nodes if node.records.attempt == run["attempt"])
+    return max(found, key=lambda records: len(records.findings), default=FindingRecords())
 
 
 def _step_time(

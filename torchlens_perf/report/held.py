@@ -1,7 +1,7 @@
 """Since when each verdict of the report has held, in how many windows of the run; and what held for a part of it only.
 
 Slow ranks have their episodes. What limits the step is looked up in the windows of all ranks. Hangs, slow links and
-imbalances were noted by the sidecar when they were found (alerts/history.py).
+imbalances were noted by the sidecar when they were found (verdicts/finding_log.py).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from torchlens_perf.report.judged_windows import JudgedWindows, Stretch
 from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.alerts.history import History, Noted
     from torchlens_perf.analysis.stragglers.detector import Findings
     from torchlens_perf.analysis.words.report import Held, Steps
     from torchlens_perf.report.judged_windows import Columns
+    from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
 
 _MIN_WINDOWS = 4  # that something must last for to be named beside the run as a whole
 _CLEARLY = 1.5  # times what it takes in the rest of the run
@@ -54,7 +54,7 @@ class RunSoFar:
 
     windows: JudgedWindows | None
     findings: Findings
-    history: History
+    records: FindingRecords
     step_time: Callable[[int, int | None], str | None]
     """When a step began, in UTC; of which rank, if that is here."""
     time: Callable[[int], str]
@@ -95,7 +95,7 @@ class RunSoFar:
         if isinstance(evidence, PastStragglerEvidence):
             return self._episode(verdict.rank, evidence.until_step)
         if isinstance(evidence, HangEvidence):
-            noted = self.history.holds("hang", evidence.step)
+            noted = self.records.holds("hang", evidence.step)
             return self._from_to(evidence.step, None) if noted is None else self._noted(noted)
         if isinstance(evidence, dict) and "time_unix_ns" in evidence:
             return {**self._from_to(evidence["step"], None), "since": self.time(evidence["time_unix_ns"])}
@@ -110,7 +110,7 @@ class RunSoFar:
             found = self.windows.out_of_balance()
         if found is not None:
             return self._stretch(found)
-        noted = self.history.holds(verdict.kind)
+        noted = self.records.holds(verdict.kind)
         return None if noted is None else self._noted(noted)
 
     def _episode(self, rank: int | None, until: int | None) -> Held | None:
@@ -206,26 +206,27 @@ class RunSoFar:
     def _noted_before(self, shown: set[str]) -> list[_Found]:
         """What the sidecar has noted and is over, the newest first; also what stood when the run ended and is not
         found any more. shown: kinds of verdicts."""
-        past = [each for each in self.history.noted[::-1] if each.is_over or (not self.live and each.kind not in shown)]
+        found = [each for each in self.records.findings[::-1] if each.kind != "straggler"]
+        past = [each for each in found if each.is_over or (not self.live and each.kind not in shown)]
         return [(self._over(each), self._noted(each)) for each in past]
 
-    def _over(self, noted: Noted) -> Verdict:
+    def _over(self, noted: Finding) -> Verdict:
         if noted.kind != "hang" or noted.since_step is None:
-            return over.no_longer(noted.kind, noted.text, noted.ranks, noted.since_step)
+            return over.no_longer(noted.kind, noted.alert.text, noted.alert.ranks, noted.since_step)
         went_on = None if self.last_step is None else self.last_step >= noted.since_step
         # The time of all steps has no warm-up, in which a run may hang as well.
         total_s = self.steps["total_s"]
         if noted.since_step < self.first_step + WARM_UP_STEPS:
             total_s += noted.duration_s or 0.0
-        found = PastEvidence(tuple(noted.ranks), noted.duration_s, went_on, noted.stacks)
-        return over.hang_over(noted.since_step, noted.text, found, steps=self.steps["count"], total_s=total_s)
+        found = PastEvidence(noted.alert.ranks, noted.duration_s, went_on, noted.stacks)
+        return over.hang_over(noted.since_step, noted.alert.text, found, steps=self.steps["count"], total_s=total_s)
 
     # -- as the report has it
 
     def _stretch(self, found: Stretch) -> Held:
         return self._from_to(max(self.first_step, found.since_step), found.until_step, None, found.held, found.judged)
 
-    def _noted(self, noted: Noted) -> Held:
+    def _noted(self, noted: Finding) -> Held:
         until = None if noted.until_unix_ns is None else self.time(noted.until_unix_ns)
         return _held(noted.since_step, noted.until_step, self.time(noted.since_unix_ns), until)
 

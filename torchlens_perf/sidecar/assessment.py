@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis import node_state
-from torchlens_perf.analysis.alerts.alert import no_modules
 from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup, StragglerSummary, straggler_groups
 from torchlens_perf.analysis.stragglers.detector import NOTHING
 from torchlens_perf.analysis.words.stragglers import SlowRankContext, straggler_verdicts
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.exporters import Assessment
+from torchlens_perf.verdicts.alert import no_modules
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.alerts.log import AlertLog
     from torchlens_perf.analysis.causes.rules import Diagnosis
     from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.analysis.stragglers.detector import Findings
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.words.hang import OpenHang
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.verdicts.finding_log import FindingLog
 
 _PERIOD_S = 10.0  # between two looks for slow links, which are judged by the whole run
 _MIN_REST = 100.0  # times what a look has taken
@@ -70,8 +70,8 @@ class LinkWatch:
 class Assessor:
     """Raises alerts, and says with whom a slow rank is slow: in a live run, and in a replay. One thread."""
 
-    def __init__(self, alerts: AlertLog) -> None:
-        self.alerts = alerts
+    def __init__(self, log: FindingLog) -> None:
+        self.log = log
         self._judged: Findings = NOTHING
         self._together: Sequence[StragglerGroup] = ()
 
@@ -89,12 +89,13 @@ class Assessor:
         diagnosed: Callable[[StragglerGroup], Diagnosis | None],
         hang: OpenHang | None = None,
         at_step: int | None = None,
+        last_step: int | None = None,
         judge: str | None = "",
     ) -> Assessment:
         """What holds at unix_ns, and what has changed since the last call.
 
         identity: see Assessment. nodes: whose states sentences take details from. links: the verdict on slow links.
-        For the others see AlertLog.changes().
+        For the others see FindingLog.changes().
         """
 
         def context() -> SlowRankContext:
@@ -102,8 +103,8 @@ class Assessor:
 
             return for_alerts(nodes)
 
-        alerts = self.alerts.changes(
-            attempt, findings, hang, places, unix_ns, at_step=at_step, judge=judge,
+        alerts = self.log.changes(
+            attempt, findings, hang, places, unix_ns, at_step=at_step, last_step=last_step, judge=judge,
             verdicts=_other_verdicts(findings, named, links), context=context, diagnosed=diagnosed,
         )  # fmt: skip
         if findings is not self._judged:  # the same for many rounds, and of many ranks it takes a while

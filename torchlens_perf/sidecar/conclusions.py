@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.alerts.log import AlertLog
 from torchlens_perf.analysis.causes.straggler_groups import NOBODY, name
 from torchlens_perf.analysis.collectives.hang import Progress
 from torchlens_perf.analysis.collectives.semantics import sole_operations
@@ -33,12 +32,12 @@ from torchlens_perf.sidecar.local_rank import usual_step_s
 from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.rank_metrics import RankMetrics
 from torchlens_perf.sidecar.rings.source import USUAL_STEPS, RingSource
+from torchlens_perf.verdicts.finding_log import FindingLog
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.alerts.alert import Alert
     from torchlens_perf.analysis.causes.rules import Diagnosis
     from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
     from torchlens_perf.analysis.node_state import NodeState
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.sidecar.telemetry.log import TelemetryLog
+    from torchlens_perf.verdicts.alert import Alert
 
 _JUDGING = "judging the ranks"
 _SIGNALS = "looking for causes"
@@ -78,11 +78,7 @@ class Conclusions:
         self._links = LinkWatch(run, host)
         self._captures = CaptureRelay(run)
         self._folder = run.nodes
-        alerts = AlertLog(
-            run.run_id, max((process.identity.attempt for process in state.processes.values()), default=-1),
-            state.findings, state.hang, saved=state.alerts,
-        )  # fmt: skip
-        self._assessor = Assessor(alerts)
+        self._assessor = Assessor(FindingLog(run.run_id, state.records, state.findings))
         self._assessment: Assessment | None = None  # the newest, with all alerts that no exporter has taken
         self.newest_alerts: deque[Alert] = deque(maxlen=_NEWEST_ALERTS)
         self.alerts_raised = 0
@@ -172,25 +168,22 @@ class Conclusions:
             return
         found = Assessment(who, self._state.findings, self._state.hang, (), self.job.judges_alone)
         judge = "" if self.job.judges_alone else self._host if self.job.is_cut_off else None
-        if judge is not None or self._assessor.alerts.are_open:
+        if judge is not None or self._assessor.log.are_open:
             run_on = sources.live()
             links: Verdict | None = None
             with self.going_on("looking for slow links"):
                 links = self._links.update(self._state, time.monotonic(), final=not run_on)
             with self.going_on("raising alerts"):
+                last_steps = [source.state.statistics.last_step for source in sources.newest()]
                 found = self._assessor.assess(
                     who, who.attempt, found.findings, self._state.named, self.job.places, [self._state], time.time_ns(),
                     links=links,
                     diagnosed=lambda group: self._diagnosed(group, sources),
                     hang=found.hang,
                     at_step=max((source.reader.counter(ring.STEP) for source in run_on), default=None),
+                    last_step=max((each for each in last_steps if each is not None), default=None),
                     judge=judge,
                 )  # fmt: skip
-                self._state.alerts = self._assessor.alerts.open()
-                last_steps = [source.state.statistics.last_step for source in sources.newest()]
-                self._state.history.add(
-                    found.alerts, max((each for each in last_steps if each is not None), default=None), found.hang
-                )
                 self.newest_alerts.extend(found.alerts)
                 self.alerts_raised += len(found.alerts)
         not_taken = self._assessment.alerts if self._assessment is not None else ()

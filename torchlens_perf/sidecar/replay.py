@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis import node_state
-from torchlens_perf.analysis.alerts.log import AlertLog
 from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup, StragglerSummary, name
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics
@@ -25,6 +24,7 @@ from torchlens_perf.run.identity import Identity, model_digest
 from torchlens_perf.sidecar.assessment import Assessor
 from torchlens_perf.sidecar.rings import segments
 from torchlens_perf.sidecar.rings.bounded_files import files_of
+from torchlens_perf.verdicts.finding_log import FindingLog
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.causes.rules import Diagnosis
@@ -192,7 +192,7 @@ class _Sending:
             return
         ended_ns = last.anchor.unix_ns - last.anchor.monotonic_ns
         ended_ns += int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
-        assessment = Assessor(AlertLog(run.run_id)).assess(
+        assessment = Assessor(FindingLog(run.run_id)).assess(
             last.identity, judge.attempt, findings, named, judge.places, saved, ended_ns,
             links=slow_link_verdict(saved),
             diagnosed=lambda group: _diagnosed(saved, group),

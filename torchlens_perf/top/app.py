@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -118,8 +117,6 @@ class Top(App[None]):
             return  # another run is shown since
         if message.view is not None:
             known.view = message.view
-            if known.view.report is not None:
-                known.verdicts.update(known.view.report, time.time())
         now_live = live(known.runs)
         if known.opens_next and len(now_live) == 1:
             self.on_run_chosen(RunChosen(now_live[0].path))

@@ -15,13 +15,13 @@ from torchlens_perf.top.lettering import Lettering, clipped
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Report
     from torchlens_perf.top.reading import View
-    from torchlens_perf.top.verdict_list import Entry
+    from torchlens_perf.top.verdict_entries import Entry
 
 _MOST_LINES = 32  # of the grid; more ranks become one cell a node
 
 
 def frame(view: View, entries: Sequence[Entry], width: int, lettering: Lettering) -> list[Text]:
-    """The run as one frame. entries: a VerdictList's."""
+    """The run as one frame. entries: the report's verdicts."""
     lines = [overview.title_line(view, width, lettering), *overview.trouble_lines(view, width, lettering)]
     report = view.report
     if report is None:

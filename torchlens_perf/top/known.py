@@ -9,7 +9,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.live_runs import RunRow
 from torchlens_perf.top.reading import View
-from torchlens_perf.top.verdict_list import VerdictList
+from torchlens_perf.top.verdict_entries import Entry, verdict_entries
 
 
 @dataclasses.dataclass
@@ -22,10 +22,13 @@ class Known:
     view: View
     opens_next: bool
     """Whether no run is shown yet, and the next live one will be."""
-    verdicts: VerdictList = dataclasses.field(default_factory=VerdictList)
     runs: list[RunRow] = dataclasses.field(default_factory=list)
+
+    @property
+    def verdicts(self) -> list[Entry]:
+        """The verdicts of the run that is shown."""
+        return verdict_entries(self.view.report)
 
     def start_with(self, run: RunDirectory) -> None:
         """Another run, of which nothing is known yet."""
         self.view, self.opens_next = View(run.run_id, str(run.path), None, None, ""), False
-        self.verdicts = VerdictList()

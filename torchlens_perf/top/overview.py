@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchlens_perf.top.lettering import Lettering
     from torchlens_perf.top.pace import Pace
     from torchlens_perf.top.reading import View
-    from torchlens_perf.top.verdict_list import Entry
+    from torchlens_perf.top.verdict_entries import Entry
 
 _DAY_S = 86_400
 _BAR = 12  # cells
@@ -154,22 +154,12 @@ def verdict_lines(entries: Sequence[Entry], width: int, lettering: Lettering, *,
 
 
 def _when(entry: Entry) -> str:
-    """When it began, as well as that is known; of what is over, when that was and for how long it held.
-
-    The sidecar knows of something some time after it began, and this screen after that: what was only seen is said to
-    be. "" where its sentence tells more.
-    """
-    if entry.holds and entry.began_s is not None:
-        return f"since {clock_time(entry.began_s)}"
+    """Return when it began; of what is over, when that was and for how long it held. "" where that is not known."""
     if entry.holds:
-        return f"seen {clock_time(entry.seen_s)}" if entry.comes_and_goes and entry.seen_s is not None else ""
+        return "" if entry.began_s is None else f"since {clock_time(entry.began_s)}"
     if entry.ended_s is None:
         return "over:"
-    lasted = ""
-    if entry.began_s is not None:
-        lasted = f" after {time_left(max(0.0, entry.ended_s - entry.began_s))}"
-    elif entry.seen_s is not None:
-        lasted = f", seen for {time_left(max(0.0, entry.ended_s - entry.seen_s))}"
+    lasted = "" if entry.began_s is None else f" after {time_left(max(0.0, entry.ended_s - entry.began_s))}"
     return f"{clock_time(entry.ended_s)} over{lasted}:"
 
 

@@ -12,14 +12,14 @@ from rich.text import Text
 
 from torchlens_perf.top import overview
 from torchlens_perf.top.frame import frame
-from torchlens_perf.top.verdict_list import VerdictList
+from torchlens_perf.top.verdict_entries import verdict_entries
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchlens_perf.top.lettering import Lettering
     from torchlens_perf.top.reading import View
-    from torchlens_perf.top.verdict_list import Entry
+    from torchlens_perf.top.verdict_entries import Entry
 
 _PACE_EVERY_S = 10.0
 
@@ -29,13 +29,10 @@ class PlainTop:
 
     def __init__(self, file: IO[str], width: int, lettering: Lettering, *, color: bool) -> None:
         self._file, self._width, self._lettering, self._color = file, width, lettering, color
-        self._verdicts = VerdictList()
 
     def once(self, view: View) -> None:
         """One frame."""
-        if view.report is not None:
-            self._verdicts.update(view.report, time.time())
-        self._print(frame(view, self._verdicts.entries(), self._width, self._lettering))
+        self._print(frame(view, verdict_entries(view.report), self._width, self._lettering))
 
     def follow(self, look: Callable[[], View], rest: Callable[[], object] = lambda: time.sleep(1.0)) -> None:
         """A frame at the beginning and at the end, and in between what is new, until the run has ended.
@@ -65,10 +62,8 @@ class PlainTop:
         lines = []
         if view.trouble != before.trouble:
             lines += overview.trouble_lines(view, self._width, self._lettering)
-        said = {_subject(entry) for entry in self._verdicts.entries()}
-        if view.report is not None:
-            self._verdicts.update(view.report, time.time())
-        new = [entry for entry in self._verdicts.entries() if _subject(entry) not in said]
+        shown = {_subject(entry) for entry in verdict_entries(before.report)}
+        new = [entry for entry in verdict_entries(view.report) if _subject(entry) not in shown]
         return lines + overview.verdict_lines(new[::-1], self._width, self._lettering)
 
     def _pace(self, view: View) -> Text:
@@ -92,4 +87,4 @@ class PlainTop:
 
 def _subject(entry: Entry) -> tuple[object, ...]:
     """What makes a verdict another one: not its numbers, which change from look to look."""
-    return entry.kind, entry.ranks, entry.holds, entry.seen_s, None if entry.holds else entry.since_step
+    return entry.kind, entry.ranks, entry.holds, None if entry.holds else entry.since_step

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Collective, Rank, Report
     from torchlens_perf.top.lettering import Lettering
     from torchlens_perf.top.reading import View
-    from torchlens_perf.top.verdict_list import Entry
+    from torchlens_perf.top.verdict_entries import Entry
 
 _MAX_MODULES, _MAX_COLLECTIVES = 12, 12
 _NAMES = {"communication": "wait"}
 
 
 def rank_lines(view: View, rank: int, entries: Sequence[Entry], width: int, lettering: Lettering) -> list[Text]:
-    """All that is known of a rank. entries: a VerdictList's."""
+    """All that is known of a rank. entries: the report's verdicts."""
     report = view.report
     if report is None:
         return []

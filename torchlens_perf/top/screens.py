@@ -136,7 +136,7 @@ class OverviewScreen(Shown):
     # -- parts
 
     def _verdict_rule(self, width: int) -> list[Text]:
-        entries = self.known.verdicts.entries()
+        entries = self.known.verdicts
         holding = sum(entry.holds for entry in entries)
         over = len(entries) - holding
         now = "at the end" if self.known.view.has_ended else "now"
@@ -147,7 +147,7 @@ class OverviewScreen(Shown):
 
     def _verdicts(self, width: int) -> list[Text]:
         """With the evidence, where there is room for all of it: who sees a hang sees where its rank is."""
-        entries, room = self.known.verdicts.entries(), self.query_one(ScrolledLines).content_size.height
+        entries, room = self.known.verdicts, self.query_one(ScrolledLines).content_size.height
         whole = overview.verdict_lines(entries, width, self.known.lettering, details=True)
         return whole if len(whole) <= room else overview.verdict_lines(entries, width, self.known.lettering)
 
@@ -236,7 +236,7 @@ class OverviewScreen(Shown):
 
 
 def _all_verdicts(known: Known, width: int) -> list[Text]:
-    return overview.verdict_lines(known.verdicts.entries(), width, known.lettering, details=True)
+    return overview.verdict_lines(known.verdicts, width, known.lettering, details=True)
 
 
 def _notes(known: Known, width: int) -> list[Text]:
@@ -288,7 +288,7 @@ class TextScreen(Shown):
 
 def rank_screen(known: Known, rank: int) -> TextScreen:
     def lines(known: Known, width: int) -> list[Text]:
-        return rank_lines(known.view, rank, known.verdicts.entries(), width, known.lettering)
+        return rank_lines(known.view, rank, known.verdicts, width, known.lettering)
 
     return TextScreen(known, f"rank {rank}", lines)
 

@@ -15,8 +15,6 @@ from torchlens_perf.analysis.words.evidence import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torchlens_perf.analysis.words.report import Held
 
 WORTH_A_LINE = 0.05
@@ -52,11 +50,6 @@ def key(kind: str, evidence: Any, held: Held | None, cost_share: float | None, l
         return 0, 1.0 if kind == "died" else 0.0
     ended = isinstance(evidence, _OF_THE_RUN) and held is not None and held["until_step"] is not None
     return 2 if ended or is_over(kind, evidence, cost_share) else 1, -(lost_s or 0.0)
-
-
-def row_key(row: Mapping[str, Any]) -> Key:
-    """The sort key of a row of a report's `verdicts`."""
-    return key(row["kind"], row["evidence"], row["held"], row["cost_share"], row["lost_s"])
 
 
 def lost_s(verdict: Verdict, held: Held | None, *, steps: int, alike: int, last_step: int | None) -> float | None:

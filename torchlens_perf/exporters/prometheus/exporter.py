@@ -18,11 +18,11 @@ from torchlens_perf.errors import guard
 from torchlens_perf.exporters import node_semantics
 from torchlens_perf.exporters.node_figures import (
     NodeFigures,
-    OpenAlerts,
     OwnTimes,
     Points,
     create_instruments,
     node_figures,
+    open_alerts,
 )
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import node_resource
@@ -51,7 +51,7 @@ class PrometheusExporter:
         self._meter = Meter(explicit_bounds=True, keeps_examples=True)
         self._metrics = NodeMetrics(self._meter, clock)
         self._figures = NodeFigures({}, frozenset())
-        self._own, self._alerts = OwnTimes(), OpenAlerts()
+        self._own = OwnTimes()
         create_instruments(self._meter, self._points)
         self._process = prometheus_client.ProcessCollector(registry=None)
         self._identity: Identity | None = None
@@ -89,7 +89,6 @@ class PrometheusExporter:
         with guard("taking the judgement over for /metrics"):
             self._identity = assessment.identity
             self._judges = assessment.whole_job
-            self._alerts.add(assessment.alerts)
             # At once and first: whoever sees that the job hangs finds the rank that it waits for.
             self._figures = NodeFigures({**self._figures.points, **self._open_alerts()}, self._figures.gone)
             self._metrics.on_assessment(assessment)
@@ -105,8 +104,6 @@ class PrometheusExporter:
             return
         with guard("looking at the node's state for /metrics"):
             found = node_figures(state)
-            if self._state is None:
-                self._alerts.go_on_from(state)
             self._state = state
             more = {**self._own.points(found.gone), **self._open_alerts()}
             self._figures = NodeFigures({**found.points, **more}, found.gone)
@@ -117,7 +114,7 @@ class PrometheusExporter:
     def _open_alerts(self) -> dict[str, Points]:
         if self._state is None or not self._judges or self._identity is None:
             return {node_semantics.OPEN_ALERT: ()}
-        return self._alerts.points(self._state, self._identity.run_id)
+        return open_alerts(self._state, self._identity.run_id)
 
     def wait_for_room(self, timeout_s: float) -> bool:
         return True

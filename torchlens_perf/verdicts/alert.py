@@ -1,4 +1,4 @@
-"""One alert, and how it is made from what was found: ids, sentences, numbers. Pure; log.py says when."""
+"""One alert, and how it is made from what was found: id, sentence, numbers. Pure; finding_log.py says when."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.causes.straggler_groups import NOBODY, StragglerGroup, StragglerSummary
 from torchlens_perf.analysis.stragglers.detector import Findings
+from torchlens_perf.analysis.stragglers.episodes import Episode
 from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.analysis.words.evidence import SLOW_COMMUNICATION, ImbalanceEvidence, SlowLinkEvidence, Verdict
 from torchlens_perf.analysis.words.stragglers import SlowRankContext, cause_class, phase_name, straggler_verdicts
@@ -17,7 +18,6 @@ from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.causes.rules import Diagnosis
-    from torchlens_perf.analysis.stragglers.episodes import Episode
     from torchlens_perf.analysis.words.hang import OpenHang
 
 STARTED, UPDATED, ENDED = "started", "updated", "ended"
@@ -68,30 +68,35 @@ class Alert:
         return self.change != ENDED
 
 
-@dataclasses.dataclass
-class Slow:
-    """A straggler's alert that is open: about one rank, or about several that are slow together."""
+@dataclasses.dataclass(frozen=True)
+class Straggler:
+    """One rank that is slow, or several that are slow together."""
 
-    about: tuple[int, int]
-    """Episode.key of the one that was named first: since_step is corrected while an episode is open."""
+    key: tuple[int, int]
+    """Episode.key of the rank that was named first: judged_from_step is corrected while an episode is open."""
     kind: str
     name: str
     """As a StragglerGroup has them."""
-    episodes: dict[tuple[int, int], Episode]
-    """By their keys, those that it reports; also those that have ended before it."""
+    episodes: tuple[Episode, ...]
+    """The times in which its ranks were slow, also those that have ended before it."""
 
     @property
     def lead(self) -> Episode:
-        return max(self.episodes.values(), key=lambda episode: episode.excess_ns)
+        return max(self.episodes, key=lambda episode: episode.excess_ns)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted({episode.rank for episode in self.episodes.values()}))
+        return tuple(sorted({episode.rank for episode in self.episodes}))
+
+    @property
+    def keys(self) -> set[tuple[int, int]]:
+        """The keys of its episodes."""
+        return {episode.key for episode in self.episodes}
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
-    """One look at the findings, and how alerts are made in it."""
+class AlertContext:
+    """One look at what was found, and how alerts are made from it."""
 
     run_id: str
     attempt: int
@@ -102,21 +107,24 @@ class Moment:
     diagnosed: Callable[[StragglerGroup], Diagnosis | None] | None = None
     alone: str = ""
     """The node that judges its own ranks alone, whose alerts are none of the job's; "": all ranks are judged."""
+    at_step: int | None = None
+    """The furthest step in progress; None if no process runs."""
+    last_step: int | None = None
+    """The newest finished step."""
 
-    def started(self, slow: Slow, straggler: StragglerGroup, change: str = STARTED, *parts: object) -> Alert:
-        """straggler: of straggler_groups(); its slowest rank speaks for those that are slow with it."""
+    def started(self, slow: Straggler, group: StragglerGroup, change: str = STARTED, *parts: object) -> Alert:
+        """Return the alert on a straggler. group: the same, as straggler_groups() has it now."""
         if self.diagnosed is not None:
-            straggler = dataclasses.replace(straggler, diagnosis=self.diagnosed(straggler))
+            group = dataclasses.replace(group, diagnosis=self.diagnosed(group))
         findings = dataclasses.replace(self.findings, episodes=())
-        (verdict,), _ = straggler_verdicts(self.context(), findings, StragglerSummary((straggler,)))
-        alert = self._straggler(slow, straggler.lead, change, verdict, verdict.text, *parts, ranks=straggler.ranks)
-        causes = straggler.diagnosis.causes if straggler.diagnosis is not None else ()
+        (verdict,), _ = straggler_verdicts(self.context(), findings, StragglerSummary((group,)))
+        alert = self._straggler(slow, group.lead, change, verdict, verdict.text, *parts, ranks=group.ranks)
+        causes = group.diagnosis.causes if group.diagnosis is not None else ()
         return dataclasses.replace(alert, because=tuple(cause.kind for cause in causes))
 
-    def ended(self, slow: Slow) -> Alert:
-        """slow: of episodes with their until_step."""
-        episodes = slow.episodes.values()
-        until_step = max(episode.until_step for episode in episodes if episode.until_step is not None)
+    def ended(self, slow: Straggler) -> Alert:
+        """Return the alert on the end of a straggler whose episodes are all over."""
+        until_step = max(episode.until_step or 0 for episode in slow.episodes)
         verdict = self._was_slow(slow.lead)
         text = verdict.text
         if len(slow.episodes) > 1:
@@ -126,8 +134,8 @@ class Moment:
             self._straggler(slow, slow.lead, ENDED, verdict, text, ranks=slow.ranks), until_step=until_step
         )
 
-    def resolved(self, slow: Slow, why: str) -> Alert:
-        """An end of which the step is not known. why: a sentence."""
+    def resolved(self, slow: Straggler, why: str) -> Alert:
+        """Return the alert on an end whose step is not known. why: a sentence."""
         lead = slow.lead
         was = "were" if slow.kind == "position" else "was"
         text = f"{_who(slow)} {was} slow in {phase_name(lead.phase)} from step {lead.since_step} on. {why}"
@@ -141,11 +149,11 @@ class Moment:
         return verdict
 
     def _straggler(
-        self, slow: Slow, episode: Episode, change: str, verdict: Verdict, text: str, *parts: object,
+        self, slow: Straggler, episode: Episode, change: str, verdict: Verdict, text: str, *parts: object,
         ranks: tuple[int, ...],
     ) -> Alert:  # fmt: skip
         """verdict: for the cost, which of several ranks is not that of one of them, and may not be known."""
-        about = ("straggler", *slow.about)
+        about = ("straggler", *slow.key)
         return dataclasses.replace(
             self._alert("straggler", about, change, text, parts, ranks, episode.rank, episode.since_step),
             phase=episode.phase,
@@ -212,7 +220,7 @@ class Moment:
         return dataclasses.replace(last, id=_hash(last.about, ENDED), change=ENDED, text=text, unix_ns=self.unix_ns)
 
 
-def _who(slow: Slow) -> str:
+def _who(slow: Straggler) -> str:
     if slow.kind == "node":
         return f"Node {slow.name} (ranks {ranges(slow.ranks)})"
     if slow.kind == "position":

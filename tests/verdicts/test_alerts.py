@@ -10,26 +10,30 @@ import pytest
 from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from tests.support.saved import saved
 from tests.support.simulations import simulation
-from torchlens_perf.analysis.alerts.alert import Alert
-from torchlens_perf.analysis.alerts.log import AlertLog, stragglers_by_class
 from torchlens_perf.analysis.causes.rules import Cause, Diagnosis
 from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings, StragglerDetector, Usual
 from torchlens_perf.analysis.stragglers.resume import Continuation
 from torchlens_perf.analysis.words.evidence import ImbalanceEvidence, Verdict
-from torchlens_perf.analysis.words.hang import OpenHang
 from torchlens_perf.analysis.words.stragglers import SlowRankContext
+from torchlens_perf.verdicts.alert import Alert
+from torchlens_perf.verdicts.finding_log import FindingLog, stragglers_by_class
 
 NOW_NS = 1_700_000_000_000_000_000
 
 
-def told(log: AlertLog, found: Findings, *, attempt: int = 0, hung: dict | None = None) -> list[Alert]:
+def told(log: FindingLog, found: Findings, *, attempt: int = 0, hung: dict | None = None) -> list[Alert]:
     """What a log raises for these findings."""
     return list(log.changes(attempt, found, hung, PLACES, NOW_NS))
 
 
+def restarted(log: FindingLog, found: Findings = NOTHING) -> FindingLog:
+    """The log of a sidecar that was started again, with what the one before has saved."""
+    return FindingLog("run", saved(log.records), found)
+
+
 def test_a_straggler_is_told_of_once_and_ends_once() -> None:
     """An alert when a rank is named, another when it is over, nothing in between; both are about the same."""
-    log, slow = AlertLog("run"), episode()
+    log, slow = FindingLog("run"), episode()
     assert told(log, NOTHING) == []
     (started,) = told(log, findings(slow))
     assert told(log, findings(slow)) == []
@@ -53,8 +57,10 @@ def test_why_it_is_slow() -> None:
     """An alert says why, in words and for machines; who is called needs not look it up."""
     cause = Cause("gc", "it collects garbage", "call gc.freeze().", 0.9, {})
     because = Diagnosis((cause,), (), (), {}, {})
-    (started,) = AlertLog("run").changes(0, findings(episode()), None, PLACES, NOW_NS, diagnosed=lambda group: because)
-    (unknown,) = told(AlertLog("run"), findings(episode()))
+    (started,) = FindingLog("run").changes(
+        0, findings(episode()), None, PLACES, NOW_NS, diagnosed=lambda group: because
+    )
+    (unknown,) = told(FindingLog("run"), findings(episode()))
 
     assert started.because == ("gc",)
     assert "Because it collects garbage (which explains 90% of it). Next: call gc.freeze()." in started.text
@@ -64,17 +70,17 @@ def test_why_it_is_slow() -> None:
 
 def test_one_that_came_and_went_between_two_looks_is_told_of() -> None:
     """A replay sees everything at once: it raises the start and the end."""
-    raised = told(AlertLog("run"), findings(episode(until=180)))
+    raised = told(FindingLog("run"), findings(episode(until=180)))
     assert [alert.change for alert in raised] == ["started", "ended"]
 
 
 def test_ids_are_the_same_for_everybody() -> None:
     """Live in many looks, or in one look at the end: the same alerts have the same ids."""
-    live, slow, other = AlertLog("run"), episode(), episode(rank=5, since=140)
+    live, slow, other = FindingLog("run"), episode(), episode(rank=5, since=140)
     raised = told(live, findings(slow)) + told(live, findings(slow, other))
     slow = dataclasses.replace(slow, until_step=180)
     raised += told(live, findings(slow, other))
-    replayed = told(AlertLog("run"), findings(slow, other))
+    replayed = told(FindingLog("run"), findings(slow, other))
 
     assert {alert.id for alert in raised} == {alert.id for alert in replayed}
     assert len({alert.id for alert in raised}) == 3
@@ -85,7 +91,7 @@ def test_ids_differ() -> None:
     ids = [
         alert.id
         for run, attempt, rank, since in itertools.product("ab", (0, 1), (1, 2), (100, 200))
-        for alert in told(AlertLog(run), findings(episode(rank, since, since + 50)), attempt=attempt)
+        for alert in told(FindingLog(run), findings(episode(rank, since, since + 50)), attempt=attempt)
     ]
     assert len(set(ids)) == len(ids) == 32
     assert all(len(each) == 32 and int(each, 16) >= 0 for each in ids)
@@ -93,7 +99,7 @@ def test_ids_differ() -> None:
 
 def test_ids_are_pinned() -> None:
     """No version of ours moves them: `printf run/0/straggler/3/112 | sha256sum`, and again with /started."""
-    (alert,) = told(AlertLog("run"), findings(episode()))
+    (alert,) = told(FindingLog("run"), findings(episode()))
     assert (alert.about, alert.id) == ("d99058c2bea77235e991556cbaa1c026", "d096ecffb5fb492b68522f7dd942ffa1")
 
 
@@ -106,12 +112,12 @@ def test_a_first_step_that_is_corrected_makes_no_other_alert(restart: int | None
         for _, block in part.blocks(1)
         for first in range(int(block.key[block.key >= 0].min()), int(block.key.max()) + 1, 4)
     ]
-    judge, log, goes_on = StragglerDetector(), AlertLog("run"), Continuation(NOTHING)
+    judge, log, goes_on = StragglerDetector(), FindingLog("run"), Continuation(NOTHING)
     found, raised, since = NOTHING, [], set()
     for block in blocks:
         if restart is not None and int(block.key[block.key >= 0].min()) == restart:
             kept = saved(found)
-            judge, log, goes_on = StragglerDetector(), AlertLog("run", 0, kept), Continuation(kept)
+            judge, log, goes_on = StragglerDetector(), restarted(log, kept), Continuation(kept)
         judge.add_block("", block)
         found = goes_on.findings(judge.judge())
         since |= {each.since_step for each in found.episodes}
@@ -119,7 +125,7 @@ def test_a_first_step_that_is_corrected_makes_no_other_alert(restart: int | None
     whole = StragglerDetector()
     for block in blocks:
         whole.add_block("", block)
-    replayed = told(AlertLog("run"), whole.judge(final=True))
+    replayed = told(FindingLog("run"), whole.judge(final=True))
 
     assert len(since) > 1
     assert [alert.change for alert in raised] == ["started", "ended"]
@@ -132,7 +138,7 @@ def test_a_first_step_that_is_corrected_makes_no_other_alert(restart: int | None
 def test_a_slow_node_is_one_alert(shared_cost_ns: float | None, cost: tuple[float | None, float | None]) -> None:
     """It names all of its ranks and what they cost together, which is not what each of them costs: that is nothing."""
     slow = [episode(rank, excess_ns=20e6 + rank, cost_ns=0.0, shared_cost_ns=shared_cost_ns) for rank in range(4)]
-    log = AlertLog("run")
+    log = FindingLog("run")
     (started,) = told(log, findings(*slow))
     for rank, each in enumerate(slow):
         assert told(log, findings(*slow)) == []
@@ -170,12 +176,12 @@ def test_ranks_that_join_a_slow_node_update_its_alert(restart: int | None) -> No
             )
         )  # fmt: skip
 
-    log, live = AlertLog("run"), []
+    log, live = FindingLog("run"), []
     for step in range(100, 220, 3):
         if restart is not None and step - 3 < restart <= step:
-            log = AlertLog("run", 0, saved(at(step - 3)), saved=saved(log.open()))
+            log = restarted(log, saved(at(step - 3)))
         live += told(log, at(step))
-    replayed = told(AlertLog("run"), at(300))
+    replayed = told(FindingLog("run"), at(300))
 
     changes = [(alert.rank, alert.change, alert.ranks) for alert in live]
     assert [(change, ranks) for _, change, ranks in changes] == [
@@ -194,9 +200,9 @@ def test_ranks_that_join_a_slow_node_update_its_alert(restart: int | None) -> No
 
 def test_a_sidecar_that_was_started_again_goes_on() -> None:
     """It does not tell again of a rank that is still slow, and the end is about what was told before."""
-    first, slow = AlertLog("run"), episode(since=100)
+    first, slow = FindingLog("run"), episode(since=100)
     (started,) = told(first, findings(slow))
-    second = AlertLog("run", 0, findings(slow), None)
+    second = restarted(first, findings(slow))
     goes_on = Continuation(findings(slow))
     assert told(second, goes_on.findings(NOTHING)) == []  # nothing is judged yet
     again = episode(since=164)
@@ -213,7 +219,9 @@ def test_a_sidecar_that_was_started_again_goes_on() -> None:
 def test_one_that_ended_while_no_sidecar_ran() -> None:
     """Once a rank that was slow would have been named again, and is not, it is over, as far as is known at once."""
     before = findings(episode())
-    log, goes_on = AlertLog("run", 0, before), Continuation(before)
+    log, goes_on = FindingLog("run"), Continuation(before)
+    told(log, before)
+    log = restarted(log, before)
     usual = (Usual("same", "0-7", 60e6, 40e6),)
     assert told(log, goes_on.findings(findings(usual=usual, detectable_ns=21e6))) == []
     (ended,) = told(log, goes_on.findings(findings(usual=usual, detectable_ns=19e6)))
@@ -225,12 +233,14 @@ def test_one_that_ended_while_no_sidecar_ran() -> None:
 def test_what_had_ended_before_is_not_told_again() -> None:
     """Of saved findings, ended episodes are not raised once more when the judge still has them."""
     before = findings(episode(until=180))
-    assert told(AlertLog("run", 0, before, None), before) == []
+    log = FindingLog("run")
+    assert [alert.change for alert in told(log, before)] == ["started", "ended"]
+    assert told(restarted(log, before), before) == []
 
 
 def test_restarted_ranks_end_what_was_open() -> None:
     """With another attempt the slow processes are gone, and so is the hang; the new ones are told of anew."""
-    log = AlertLog("run")
+    log = FindingLog("run")
     told(log, findings(episode()), hung=hang())
     raised = told(log, findings(episode()), attempt=1)
 
@@ -244,7 +254,7 @@ def test_restarted_ranks_end_what_was_open() -> None:
 
 def test_ranks_that_were_replaced_within_an_attempt() -> None:
     """Findings that begin anew end what was open, and the new process of a rank is told of as if it were the first."""
-    log = AlertLog("run")
+    log = FindingLog("run")
     told(log, findings(episode(), episode(5, until=180)))
     (ended,) = told(log, NOTHING)
     raised = told(log, findings(episode(), episode(5)))
@@ -256,7 +266,7 @@ def test_ranks_that_were_replaced_within_an_attempt() -> None:
 
 def test_hang_begins_and_ends() -> None:
     """One alert when it is found and one when it is over; in between only if it is known better."""
-    log = AlertLog("run")
+    log = FindingLog("run")
     (started,) = told(log, NOTHING, hung=hang(kind="apart", ranks=()))
     assert told(log, NOTHING, hung=hang(kind="apart", ranks=(), since_s=20)) == []
     (updated,) = told(log, NOTHING, hung=hang(kind="dead", ranks=(5,), since_s=20))
@@ -273,7 +283,7 @@ def test_hang_begins_and_ends() -> None:
 
 def test_a_hang_in_a_later_step_is_another_one() -> None:
     """Steps were made in between: the first hang is over, and another one has begun."""
-    log = AlertLog("run")
+    log = FindingLog("run")
     (first,) = told(log, NOTHING, hung=hang(step=57))
     over, second = told(log, NOTHING, hung=hang(step=58))
 
@@ -281,17 +291,25 @@ def test_a_hang_in_a_later_step_is_another_one() -> None:
     assert first.about == over.about != second.about
 
 
-@pytest.mark.parametrize("before", [hang(), None])
-def test_hang_over_a_restart_of_the_sidecar(before: OpenHang | None) -> None:
+@pytest.mark.parametrize("before", [True, False], ids=["saved", "not saved"])
+def test_hang_over_a_restart_of_the_sidecar(before: bool) -> None:
     """A hang that was saved is not told of again; one that was not has the id that it would have had."""
-    (first,) = told(AlertLog("run"), NOTHING, hung=hang())
-    raised = told(AlertLog("run", 0, NOTHING, before and saved(before)), NOTHING, hung=hang(since_s=90))
+    log = FindingLog("run")
+    (first,) = told(log, NOTHING, hung=hang())
+    raised = told(restarted(log) if before else FindingLog("run"), NOTHING, hung=hang(since_s=90))
     assert [alert.id for alert in raised] == ([] if before else [first.id])
+
+
+def hanging() -> FindingLog:
+    """The log of a sidecar that was started again while the job hangs."""
+    log = FindingLog("run")
+    told(log, NOTHING, hung=hang(since_s=90.0))
+    return restarted(log)
 
 
 def test_a_saved_hang_lasts_until_it_is_known_to_be_over() -> None:
     """A sidecar that was started again finds it anew only seconds later; until then, no step was made."""
-    log = AlertLog("run", 0, NOTHING, hang(since_s=90))
+    log = hanging()
 
     def look(hung: dict | None, at_step: int | None) -> list[tuple[str, float | None]]:
         raised = log.changes(0, NOTHING, hung, PLACES, NOW_NS, at_step=at_step)
@@ -301,17 +319,17 @@ def test_a_saved_hang_lasts_until_it_is_known_to_be_over() -> None:
     assert look(hang(since_s=12), 57) == []
     assert look(None, 57) == [("ended", 90)]
     for at_step in (58, None):  # a step was made, or all processes have ended
-        log = AlertLog("run", 0, NOTHING, hang(since_s=90))
+        log = hanging()
         assert look(None, 57) == []
         assert look(None, at_step) == [("ended", 90)]
 
 
 def test_new_processes_have_alerts_of_their_own() -> None:
     """After a restart ranks begin anew: one named at the same step is another one."""
-    log = AlertLog("run")
+    log = FindingLog("run")
     (first,) = told(log, findings(episode()))
     ended, second = log.changes(1, findings(episode()), None, PLACES, NOW_NS)
-    again = AlertLog("run", 1, findings(episode()), saved=saved(log.open()))
+    again = restarted(log, findings(episode()))
 
     assert (ended.about, ended.change, second.change) == (first.about, "ended", "started")
     assert ended.text.endswith("It is over: the job was restarted.")
@@ -321,7 +339,7 @@ def test_new_processes_have_alerts_of_their_own() -> None:
 
 def test_another_slow_link_updates_the_alert() -> None:
     """Slow links are one alert, whichever costs most by now; one that was not told of before is news."""
-    log, raised = AlertLog("run"), []
+    log, raised = FindingLog("run"), []
     for verdict in (
         slow_links((0, 1)),
         slow_links((2, 3), (0, 1)),
@@ -329,7 +347,7 @@ def test_another_slow_link_updates_the_alert() -> None:
         slow_links((0, 1)),
     ):
         raised.append(log.changes(0, NOTHING, None, PLACES, NOW_NS, verdicts=[verdict]))
-        log = AlertLog("run", 0, saved=saved(log.open()))
+        log = restarted(log)
     (started,), (updated,), *others = raised
 
     assert (started.change, started.ranks, updated.change, updated.ranks) == ("started", (0, 1), "updated", (2, 3))
@@ -340,7 +358,7 @@ def test_another_slow_link_updates_the_alert() -> None:
 
 def test_a_verdict_that_is_missed_for_moments_stands() -> None:
     """One that is about as large as it must be is not told of each time."""
-    log, second = AlertLog("run"), 10**9
+    log, second = FindingLog("run"), 10**9
     changes = [
         [each.change for each in log.changes(0, NOTHING, None, PLACES, NOW_NS + at * second, verdicts=verdicts)]
         for at, verdicts in (
@@ -356,7 +374,7 @@ def test_a_verdict_that_is_missed_for_moments_stands() -> None:
 
 def test_other_verdicts_come_and_go() -> None:
     """A verdict that stands is told of once, however its numbers change, and once more when it is gone."""
-    log = AlertLog("run")
+    log = FindingLog("run")
     evidence = ImbalanceEvidence("imbalance", "stage", (6, 7))
     verdict = Verdict("imbalance", None, None, 0.01, 0.1, None, 0.9, "The stage is slow. Next: see.", evidence)
     changed = dataclasses.replace(verdict, cost_s_per_step=0.02, text="The stage is slower. Next: see.")
@@ -379,7 +397,7 @@ def test_other_verdicts_come_and_go() -> None:
 def test_modules_are_in_the_sentence_where_there_is_a_report() -> None:
     """With the report's modules the alert names the slow one, as the report's verdict does."""
     module = {"name": "blocks.3", "by_rank": {}, "backward_by_rank": {"3": 0.030, "1": 0.012, "2": 0.012}}
-    (alert,) = AlertLog("run").changes(
+    (alert,) = FindingLog("run").changes(
         0, findings(episode()), None, PLACES, NOW_NS, context=lambda: SlowRankContext([module])
     )
     assert "most of it in blocks.3" in alert.text
@@ -395,10 +413,10 @@ def test_counts_by_class() -> None:
 
 def test_a_node_that_judges_alone() -> None:
     """Its alerts are its own, and end when another node judges; what was over before it began is nothing new."""
-    log, slow, past = AlertLog("run"), episode(), episode(rank=5, since=10, until=40)
+    log, slow, past = FindingLog("run"), episode(), episode(rank=5, since=10, until=40)
     links = slow_links((0, 1))
 
-    def found(judge: str | None, log: AlertLog = log) -> list[Alert]:
+    def found(judge: str | None, log: FindingLog = log) -> list[Alert]:
         verdicts = () if judge is None else (links,)
         hung = None if judge is None else hang()
         return list(
@@ -414,7 +432,7 @@ def test_a_node_that_judges_alone() -> None:
     assert all(each.text.startswith("On node node-b alone, from where node 0 is not reached: ") for each in began)
     assert found("node-b") == []
 
-    again = AlertLog("run", 0, findings(slow, past), hang(), saved=saved(log.open()))
+    again = restarted(log, findings(slow, past))
     for each in (log, again):
         ended = found(None, each)
         assert {alert.about for alert in ended} == {alert.about for alert in began}

@@ -1,43 +1,40 @@
-"""What was found while a run went on, as the node's state keeps it: the same as the alerts say, over a restart too."""
+"""The findings of a run as the node's state keeps them: as the alerts say, also over a restart of the sidecar."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from tests.support.findings import PLACES, episode, findings, hang, slow_links
-from torchlens_perf.analysis.alerts.history import MAX_KEPT, History, Noted
-from torchlens_perf.analysis.alerts.log import AlertLog
 from torchlens_perf.analysis.node_state import decode, encode
 from torchlens_perf.analysis.stragglers.detector import NOTHING
 from torchlens_perf.analysis.words.evidence import Verdict
 from torchlens_perf.analysis.words.hang import OpenHang
+from torchlens_perf.verdicts.finding_log import MAX_KEPT, Finding, FindingLog, FindingRecords
 
 S = 1_000_000_000
 
 
 class Rig:
-    """A sidecar's alerts and its history, which can be started again from what it has saved."""
+    """A sidecar's log of findings, which can be started again from what it has saved."""
 
     def __init__(self) -> None:
-        self.log, self.history, self.raised = AlertLog("run"), History(), 0
-        self._hang: OpenHang | None = None
-        self._attempt = -1
+        self.log, self.raised = FindingLog("run"), 0
 
     def look(
         self, at_s: float, step: int, hung: OpenHang | None = None, *verdicts: Verdict, attempt: int = 0
-    ) -> list[Noted]:
+    ) -> list[Finding]:
         alerts = self.log.changes(
-            attempt, NOTHING, hung, PLACES, round(at_s * S), at_step=step + 1, verdicts=list(verdicts)
+            attempt, NOTHING, hung, PLACES, round(at_s * S), at_step=step + 1, last_step=step, verdicts=list(verdicts)
         )
-        self.history.add(alerts, step)
         self.raised += len(alerts)
-        self._hang, self._attempt = hung, attempt
-        return self.history.noted
+        return self.found
+
+    @property
+    def found(self) -> list[Finding]:
+        return self.log.records.findings
 
     def restart(self) -> None:
-        saved = decode(encode(self.log.open()), type(self.log.open()))
-        self.log = AlertLog("run", self._attempt, hang=self._hang, saved=saved)
-        self.history = decode(encode(self.history), History)
+        self.log = FindingLog("run", decode(encode(self.log.records), FindingRecords))
 
 
 def test_a_hang_from_its_begin_to_its_end() -> None:
@@ -50,8 +47,8 @@ def test_a_hang_from_its_begin_to_its_end() -> None:
     (noted,) = rig.look(161, 57)
 
     assert (noted.since_unix_ns, noted.until_unix_ns) == (100 * S, 161 * S)
-    assert (noted.until_step, noted.duration_s, noted.text) == (58, 50.0, hang(57, since_s=50).text)
-    assert rig.history.holds("hang") is None
+    assert (noted.until_step, noted.duration_s, noted.alert.text) == (58, 50.0, hang(57, since_s=50).text)
+    assert rig.log.records.holds("hang") is None
 
 
 def test_a_restart_in_the_middle_changes_nothing() -> None:
@@ -66,24 +63,31 @@ def test_a_restart_in_the_middle_changes_nothing() -> None:
         restarted.look(at_s, step, hung, slow_links((0, 1)))
         restarted.restart()
 
-    assert [(each.kind, each.since_step) for each in straight.history.noted] == [
+    assert [(each.kind, each.since_step) for each in straight.found] == [
         ("slow_link", 56), ("hang", 57), ("hang", 81),
     ]  # fmt: skip
-    for one, other in zip(straight.history.noted, restarted.history.noted, strict=True):
-        assert dataclasses.replace(one, duration_s=None) == dataclasses.replace(other, duration_s=None)
+    for one, other in zip(straight.found, restarted.found, strict=True):
+        assert _without_duration(one) == _without_duration(other)
     assert straight.raised == restarted.raised
 
 
-def test_it_holds_what_is_alerted() -> None:
-    """What the log of alerts has open is what the history says holds, at any time."""
-    rig = Rig()
+def _without_duration(finding: Finding) -> Finding:
+    """The longest that was seen is lost with the looks that a restart takes."""
+    hang = None if finding.hang is None else dataclasses.replace(finding.hang, since_s=0.0, text="")
+    alert = dataclasses.replace(finding.alert, duration_s=None, text="", unix_ns=0)
+    return dataclasses.replace(finding, hang=hang, alert=alert, seen_ns=0)
+
+
+def test_a_slow_link_from_its_begin_to_its_end() -> None:
+    """It holds for a minute after it was seen last."""
+    rig, held = Rig(), []
     for at_s, verdicts in ((0, []), (10, [slow_links((0, 1))]), (20, [slow_links((0, 1), (2, 3))]), (40, []), (90, [])):
         rig.look(at_s, at_s, None, *verdicts)
-        held = {each.about for each in rig.history.noted if not each.is_over}
-        assert held == {each.alert.about for each in rig.log.open().verdicts}
-    (noted,) = rig.history.noted
+        held.append(len(rig.log.records.open))
+    (noted,) = rig.found
 
-    assert (noted.since_step, noted.until_step, noted.ranks) == (10, 90, (0, 1))
+    assert held == [0, 1, 1, 1, 0]
+    assert (noted.since_step, noted.until_step, noted.alert.ranks) == (10, 90, (0, 1))
 
 
 def test_what_comes_again_is_noted_again() -> None:
@@ -92,17 +96,18 @@ def test_what_comes_again_is_noted_again() -> None:
     for at_s, verdicts in ((0, [slow_links((0, 1))]), (10, []), (90, []), (100, [slow_links((0, 1))]), (110, [])):
         rig.look(at_s, at_s, None, *verdicts)
 
-    assert [(each.since_step, each.until_step) for each in rig.history.noted] == [(0, 90), (100, None)]
+    assert [(each.since_step, each.until_step) for each in rig.found] == [(0, 90), (100, None)]
 
 
-def test_slow_ranks_have_their_episodes() -> None:
-    """They are known again from the records: none is noted."""
-    history = History()
-    alerts = AlertLog("run").changes(0, findings(episode(), episode(5, until=180)), None, PLACES, S)
-    history.add(alerts, 200)
+def test_slow_ranks_are_kept_while_they_are_slow() -> None:
+    """Earlier ones have their episodes, which are known again from the records."""
+    log = FindingLog("run")
+    alerts = log.changes(0, findings(episode(), episode(5, until=180)), None, PLACES, S, last_step=200)
 
     assert len(alerts) == 3
-    assert history.noted == []
+    assert [(each.kind, each.alert.rank, each.since_step) for each in log.records.findings] == [("straggler", 3, 100)]
+    log.changes(0, findings(episode(until=190), episode(5, until=180)), None, PLACES, S, last_step=200)
+    assert log.records.findings == []
 
 
 def test_another_attempt_begins_anew() -> None:
@@ -110,7 +115,7 @@ def test_another_attempt_begins_anew() -> None:
     rig.look(112, 56, hang(57))
     rig.look(120, 3, None, slow_links((0, 1)), attempt=1)
 
-    assert (rig.history.attempt, [each.kind for each in rig.history.noted]) == (1, ["slow_link"])
+    assert (rig.log.records.attempt, [each.kind for each in rig.found]) == (1, ["slow_link"])
 
 
 def test_it_does_not_grow_with_the_run() -> None:
@@ -119,7 +124,7 @@ def test_it_does_not_grow_with_the_run() -> None:
     for step in range(0, 10 * MAX_KEPT, 10):
         rig.look(step, step, hang(step + 1), slow_links((0, 1)))
         rig.look(step + 5, step + 5, None, slow_links((0, 1)))
-    noted = rig.history.noted
+    noted = rig.found
 
     assert len(noted) == MAX_KEPT
     assert (noted[0].kind, noted[1].since_step) == ("slow_link", 11)

@@ -1,1 +1,0 @@
-"""Alerts: what starts, changes and ends."""

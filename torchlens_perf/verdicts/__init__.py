@@ -1,0 +1,1 @@
+"""Verdicts: what is wrong with a job, from when it was found to its end."""
