@@ -130,6 +130,7 @@ def linked(run: RunDirectory) -> NodeState:
 
 CPU = {"host": 40.0, "cpu": 30.0, "cpu_in": "host"}
 ONE_LONG = [*[dict(BASE)] * 50, {**BASE, "host": 901.0, "flags": Flag.EVALUATION}]
+GROWING = [{**BASE, "host": 1.02**step} for step in range(160)]
 HANG = OpenHang("dead", 90.0, 10, (0,), (1,), {1: RankStack(("train.py:3",), "")}, text="It hangs.")
 IMBALANCE = StragglerSummary((), StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2))
 # For each kind of verdict, and each evidence that it may have, a node's state of which the report has such a verdict.
@@ -143,6 +144,7 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("out_of_memory", evidence.OutOfMemoryEvidence): lambda run: node(out_of_memory=memory.oom(step=99, file="f")),
     ("died", evidence.DiedEvidence): lambda run: node(ended="died"),
     ("startup", evidence.StartupEvidence): lambda run: node(process_began_ns=-200_000_000_000),
+    ("growing_steps", evidence.GrowthEvidence): lambda run: NodeState(HOST, {"0": state_of(0, 1, GROWING)}),
     ("not_known", evidence.TooDeepEvidence): lambda run: node({"host": 30.0}, too_deep=5),
     ("compute_bound", evidence.TypicalStepEvidence): lambda run: node(),
     ("compute_bound", evidence.DeviceStepEvidence): lambda run: node(device_ms={"backward": 19.0, "host": 1.0}),

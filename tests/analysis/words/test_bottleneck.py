@@ -337,45 +337,6 @@ class TestLongStepsAndCpus:
         assert text.endswith("Next: see what is different at step 53: batch size, sequence length.")
 
 
-class TestGrowingSteps:
-    """Steps that grow with the run are not explained by what the last of them do."""
-
-    @staticmethod
-    def texts(host_ms: list[float], **changed: Any) -> list[str]:
-        loop = [{**BASE, "host": host, "cpu": 0.0, **changed} for host in host_ms]
-        return [each["text"] for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
-
-    def test_growth_is_told(self) -> None:
-        """As by episodes that take more steps the longer the training goes on."""
-        rng = np.random.default_rng(2)
-        grown = 1.04 ** np.arange(200) * np.exp(0.2 * rng.standard_normal(200))
-        (text,) = self.texts([float(each) for each in grown])
-
-        assert re.search(
-            rf"\(steps take longer and longer: {DURATION} in the first third of the run, {DURATION} in the last\)", text
-        )
-        assert "CPU" not in text
-        assert text.endswith(
-            "Next: see what grows with the step (an episode, a sequence, a list that is never emptied)."
-        )
-
-    def test_growth_while_cpus_are_short(self) -> None:
-        """It may be the load of the machine that grows."""
-        rng = np.random.default_rng(2)
-        grown = 1.04 ** np.arange(200) * np.exp(0.2 * rng.standard_normal(200))
-        (text,) = self.texts([float(each) for each in grown], forward=64.0, cpu=60.0)
-
-        assert ", while CPUs are short)" in text
-        assert text.endswith(" still take longer with enough CPUs.")
-
-    @pytest.mark.parametrize("begin", [60, 100, 140])
-    def test_change_at_once_is_no_growth(self, begin: int) -> None:
-        rng = np.random.default_rng(begin)
-        noise = np.exp(0.1 * rng.standard_normal(200))
-        texts = self.texts([float(1 if step < begin else 80) * noise[step] for step in range(200)])
-        assert not any("longer and longer" in text for text in texts)
-
-
 def test_ranks_that_communicate_in_some_steps_only() -> None:
     """As of local SGD: no rank does something else."""
     loop = [{**BASE, "communication": 60.0 if step % 4 == 0 else 0.01} for step in range(100)]

@@ -8,7 +8,6 @@ says what limits the step; without that, only what the host did is said.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -44,9 +43,6 @@ _MAX_LONG = 2
 _MAX_NUMBERS = 4  # of steps that come irregularly
 _RARELY = 0.05  # of a typical step, that communication takes where ranks mostly communicate in other steps
 _FEWEST = 5  # steps that make a kind of steps
-# Steps take longer and longer where their windows' medians grow by this share from the first to the last third, and of
-# this share of all pairs of windows, the later one is slower. A single change halfway has 0.75 of the pairs.
-_GROWTH, _STEADILY = 0.5, 0.8
 _NOT_A_CAUSE = ("garbage collection", "sampled backward pass")
 """What a long step also did, which does not explain it while a rank is slow."""
 _GAP = ("data", "host")
@@ -158,8 +154,6 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict
         for each in classes
         if each["share"] >= (_STALL_WORTH_NAMING if _stalling_rank(each) is not None else _LONG_WORTH_NAMING)
     ]
-    growing = [each for each in worth if _grows_to(report, each)]
-    worth = [each for each in worth if each not in growing[1:]]  # one sentence for all of them
     short_of_cpus = "lack_of_cpu" in named_uses(typical)
     return [typical, *(_long(report, each, short_of_cpus=short_of_cpus) for each in worth[:_MAX_LONG])]
 
@@ -502,21 +496,13 @@ def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
     if long["waited_for"] is not None:
         waits = "all other ranks wait" if report["run"]["world_size"] > 2 else "the other rank waits"
         why += f"; only rank {long['waited_for']} does this, and {waits}"
-    what_loop_does = f"what the loop does at {_at(long)}"
-    if _grows_to(report, long):
-        trend = steps["trend"]
-        assert trend is not None
-        first, last = duration(trend["first_third_p50_s"]), duration(trend["last_third_p50_s"])
-        why = f"steps take longer and longer: {first} in the first third of the run, {last} in the last"
-        what_loop_does = "what grows with the step (an episode, a sequence, a list that is never emptied)"
-        action = f"see {what_loop_does}."
     if _is_unexplained(report, long):
         if short_of_cpus:
             why += ", while CPUs are short"
             action = f"see whether {_at(long)} still take{'s' * (not several)} longer with enough CPUs."
         elif not _lack_is_measured(report):
             why += f"; whether {'they' if several else 'it'} waited for a CPU is not measured"
-            action = f"see {what_loop_does}, and what else kept the CPUs busy."
+            action = f"see what the loop does at {_at(long)}, and what else kept the CPUs busy."
     text = (
         f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}): {duration(long['total_s'])} in all, "
         f"{percent(long['share'])} of the time of all steps. Next: {action}"
@@ -544,18 +530,6 @@ def _is_unexplained(report: Facts, long: LongSteps) -> bool:
     """
     parts = _GAP if report["steps"]["by"] == DEVICE else OWN_PARTS
     return not long["kinds"] and not long["period"] and long["part"] in parts
-
-
-def _grows_to(report: Facts, long: LongSteps) -> bool:
-    """Return whether these are the last steps of a run whose steps take longer and longer."""
-    trend, history = report["steps"]["trend"], report["history"]
-    unknown = not long["kinds"] and not long["period"] and long["part"] != LACK_OF_CPU
-    if not unknown or trend is None or history is None or trend["change"] < _GROWTH:
-        return False
-    later = [after > before for before, after in itertools.combinations(history["median_s"], 2)]
-    first, last = history["first_steps"][0], history["first_steps"][-1] + history["width"]
-    in_last_third = [step >= last - (last - first) / 3 for step in long["steps"]]
-    return sum(later) >= _STEADILY * len(later) and sum(in_last_third) > _MOST * len(in_last_third)
 
 
 def _waited(report: Facts, long: LongSteps, rank: int, often: str) -> Verdict:

@@ -222,6 +222,15 @@ class StartupEvidence(Struct, frozen=True):
     """From the start of the process to the end of its last step."""
 
 
+class GrowthEvidence(Struct, frozen=True):
+    """Of steps that take longer and longer. Medians of the windows of all ranks."""
+
+    first_third_s: float
+    last_third_s: float
+    later_is_slower: float
+    """Share of all pairs of windows of which the later one is slower."""
+
+
 class WarmUpEvidence(Struct, frozen=True, forbid_unknown_fields=True):
     """Of a run whose steps were all warm-up: there is none."""
 
@@ -248,6 +257,7 @@ Evidence = (
     | NoStepsEvidence
     | DiedEvidence
     | StartupEvidence
+    | GrowthEvidence
     | WarmUpEvidence
 )
 
@@ -268,6 +278,7 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "out_of_memory": (OutOfMemoryEvidence,),
     "died": (DiedEvidence,),
     "startup": (StartupEvidence,),
+    "growing_steps": (GrowthEvidence,),
     "compute_bound": _BY_STEP,
     "data_bound": _BY_STEP,
     "communication_bound": _BY_STEP,

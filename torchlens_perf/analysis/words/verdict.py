@@ -19,6 +19,7 @@ from torchlens_perf.analysis.words.evidence import (
     Verdict,
     WarmUpEvidence,
 )
+from torchlens_perf.analysis.words.growth import growth_verdicts, is_growth
 from torchlens_perf.analysis.words.hang import HangEvidence, OpenHang
 from torchlens_perf.analysis.words.oom import out_of_memory_verdicts
 from torchlens_perf.analysis.words.run_state import died_verdicts
@@ -66,14 +67,17 @@ def verdicts(
     # While one rank holds up the others, their waiting is its doing, as in most of a run that was so for most of it.
     slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST
     typical, *long = bottlenecks(report, waits_explained=bool(now) or slow_before)
+    grows = [] if "lack_of_cpu" in named_uses(typical) else growth_verdicts(report)
+    if grows:
+        long = [each for each in long if not is_growth(report, each)]
     typical = _unless_too_deep(report, typical)
     if now and "lack_of_cpu" in named_uses(typical):
         of_ranks, before = straggler_verdicts(context._replace(lacks_cpu=True), findings, named)
         now = [*of_ranks, *now[len(of_ranks) :]]
     if now:
-        return [*out_of_memory, *start, *_one_of_each_cause(now, typical), *long, *before]
+        return [*out_of_memory, *start, *_one_of_each_cause(now, typical), *grows, *long, *before]
     found = [no_straggler(report, findings)] if run["world_size"] > 1 else []
-    return [*out_of_memory, *start, *found, typical, *long, *before]
+    return [*out_of_memory, *start, *found, typical, *grows, *long, *before]
 
 
 def _share_slow_before(findings: Findings, steps: int) -> float:
