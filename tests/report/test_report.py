@@ -67,7 +67,7 @@ def test_schema(run: RunDirectory) -> None:
     assert set(value["ranks"][0]["phases"]["forward"]) == {"typical_s", "p50_s", "mean_s", "share"}
     assert set(value["ranks"][0]["typical"]) == {"s", "own_s", "work_s", "parts", "lack_of_cpu"}
     assert {"arrived_last", "wait_s_per_step"} <= set(value["ranks"][0])
-    assert set(value["verdicts"][0]) == {*Verdict.__dataclass_fields__, "lost_s", "where", "held"}
+    assert set(value["verdicts"][0]) == {*Verdict.__dataclass_fields__, "lost_s", "where", "held", "is_over"}
     assert {"records", "lost", "coverage", "overhead_share", "notes"} <= set(value["quality"])
     assert {"name", "calls", "own_s", "by_rank"} <= set(value["modules"][0])
     assert {"operation", "group", "count", "bytes"} <= set(value["collectives"][0])

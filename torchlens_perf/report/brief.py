@@ -16,7 +16,7 @@ from torchlens_perf.analysis.statistics.quantities import printable
 from torchlens_perf.report.captures import capture_lines
 from torchlens_perf.report.rank_table import rank_table
 from torchlens_perf.report.terminal import as_text, quality_line, safe, start_line, step_line, title
-from torchlens_perf.report.verdict_text import earlier_line, is_finding, is_over, verdict_parts
+from torchlens_perf.report.verdict_text import earlier_line, is_finding, verdict_parts
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Report
@@ -36,7 +36,7 @@ def brief(report: Report, run_dir: str, *, columns: int, color: bool, page: str 
 def brief_layout(report: Report, run_dir: str, *, columns: int, page: str = "") -> RenderableType:
     """The same as a rich renderable."""
     report = safe(report)
-    rows = [row for row in report["verdicts"] if not is_over(row)]
+    rows = [row for row in report["verdicts"] if not row["is_over"]]
     found = any(map(is_finding, rows))
     begin: list[RenderableType] = [title(report), Text("")]
     end: list[RenderableType] = [*_figures(report, ranks=found), *_asides(report), _where_the_rest_is(run_dir, page)]
@@ -62,7 +62,7 @@ def _figures(report: Report, *, ranks: bool) -> Iterator[RenderableType]:
 
 
 def _asides(report: Report) -> Iterator[RenderableType]:
-    over = [row for row in report["verdicts"] if is_over(row)]
+    over = [row for row in report["verdicts"] if row["is_over"]]
     if over:
         yield Text(earlier_line(over))
     notes = len(report["quality"]["notes"])

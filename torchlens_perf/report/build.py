@@ -21,7 +21,7 @@ from torchlens_perf.analysis.statistics.run_windows import run_windows
 from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
 from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.words import run_state, verdict
+from torchlens_perf.analysis.words import order, run_state, verdict
 from torchlens_perf.analysis.words.bottleneck import computing_action, other_threads_note
 from torchlens_perf.analysis.words.cpu import with_cpu_action
 from torchlens_perf.analysis.words.evidence import Verdict
@@ -119,7 +119,13 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     )
     found = verdict.verdicts(facts, judging.findings, judging.named, hang, links)
     rows = [
-        {**vars(with_cpu_action(each, facts)), "lost_s": lost_s, "where": _where(each, processes), "held": held}
+        {
+            **vars(with_cpu_action(each, facts)),
+            "lost_s": lost_s,
+            "where": _where(each, processes),
+            "held": held,
+            "is_over": order.is_over(each, held),
+        }
         for each, held, lost_s in so_far.rows(found)
     ]
     return {**facts, "verdicts": cast("list[VerdictRow]", rows)}

@@ -52,14 +52,15 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
             for each in classes
         ]
 
-    alike = 0 if found.typical is None else found.typical.count
+    long, short = _joined(rows(found.long)), rows(found.short)
+    alike = max(0, found.count - sum(each["count"] for each in (*long, *short)))
     return {
         "total_s": found.total_ns / 1e9,
         "warm_up": max(warm_up, default=0),
         "alike": alike,
         "alike_mean_s": found.alike_mean_ns / 1e9 if alike else None,
-        "long": _joined(rows(found.long)),
-        "short": rows(found.short),
+        "long": long,
+        "short": short,
     }
 
 

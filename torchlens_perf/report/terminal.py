@@ -29,7 +29,7 @@ from torchlens_perf.report.gpu_table import gpu_table, link_table
 from torchlens_perf.report.heat_map import HeatMap
 from torchlens_perf.report.rank_table import rank_table
 from torchlens_perf.report.tables import Column, FittingTable, or_dash
-from torchlens_perf.report.verdict_text import earlier_parts, is_over, verdict_parts
+from torchlens_perf.report.verdict_text import earlier_parts, verdict_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,7 +87,7 @@ def layout(report: Report, run_dir: str) -> RenderableType:
     report = safe(report)
     parts: list[RenderableType] = [title(report), Text("")]
     for verdict in report["verdicts"]:
-        if not is_over(verdict):
+        if not verdict["is_over"]:
             parts += verdict_parts(verdict, report)
     parts += earlier_parts(report)
     captured = capture_lines(report, run_dir)

@@ -26,11 +26,6 @@ _FINDINGS = frozenset({"hang", "out_of_memory", "died", "straggler", "imbalance"
 _MAX_OVER = 4
 
 
-def is_over(row: VerdictRow) -> bool:
-    """Whether it is listed as something that held earlier in the run."""
-    return order.is_over(row["kind"], row["evidence"], row["cost_share"])
-
-
 def is_finding(row: VerdictRow) -> bool:
     """Whether something is wrong with a rank, a link or the job, rather than with where its time goes."""
     return row["kind"] in _FINDINGS or order.ended_in_it(row["evidence"])
@@ -60,7 +55,7 @@ def verdict_parts(row: VerdictRow, report: Report, *, brief: bool = False) -> It
 
 def earlier_parts(report: Report) -> Iterator[RenderableType]:
     """What held earlier in the run, the newest."""
-    rows = [row for row in report["verdicts"] if is_over(row)]
+    rows = [row for row in report["verdicts"] if row["is_over"]]
     if not rows:
         return
     text = Text("earlier in this run", style="bold")

@@ -6,13 +6,11 @@ import dataclasses
 import datetime
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.analysis.words.evidence import OVER, PastEvidence
+from torchlens_perf.analysis.words.evidence import PastEvidence
 from torchlens_perf.analysis.words.hang import HangEvidence
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.words.report import Report, VerdictRow
-
-_PAST = (OVER, "_transient")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +52,7 @@ def _entry(row: VerdictRow) -> Entry:
         details.insert(0, f"It held in {held['windows_held']} of {held['windows_judged']} windows of the run.")
     return Entry(
         row["kind"], text, action, tuple(details), _ranks(row), row["since_step"], _seconds(held and held["since"]),
-        ended_s=_seconds(held and held["until"]), holds=not row["kind"].endswith(_PAST),
+        ended_s=_seconds(held and held["until"]), holds=not row["is_over"],
     )  # fmt: skip
 
 

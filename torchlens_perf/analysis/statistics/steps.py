@@ -58,7 +58,9 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
     np.add.at(parts_ns, (step_of_phase, parts[phases]), own_ns)
     parts_ns = parts_ns[:-1]
     cpu_ns, ready_ns = _thread_times(records, ends)
-    parts_ns[:, PARTS.index("tool")] = np.maximum(steps["phase_ns"] - parts_ns.sum(axis=1), 0)
+    # What the tool did before the step's first mark is charged to the step, and is no part of its duration.
+    inside_ns = np.minimum(steps["phase_ns"], steps["duration_ns"])
+    parts_ns[:, PARTS.index("tool")] = np.maximum(inside_ns - parts_ns.sum(axis=1), 0)
     parts_ns[:, PARTS.index("host")] = np.maximum(steps["duration_ns"] - parts_ns.sum(axis=1), 0)
     return StepTable(
         step=steps["step"].astype(np.int64),

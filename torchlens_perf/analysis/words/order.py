@@ -31,25 +31,28 @@ def ended_in_it(evidence: Any) -> bool:
     return isinstance(evidence, PastEvidence) and evidence.went_on is False
 
 
-def is_over(kind: str, evidence: Any, cost_share: float | None) -> bool:
-    """Whether a verdict is about an earlier part of the run only.
+def is_over(verdict: Verdict, held: Held | None) -> bool:
+    """Return whether a verdict is about an earlier part of the run only.
 
     A hang that ended has cost its time for good, as a long step has: it is not over while that time is worth a line.
     """
+    kind, evidence = verdict.kind, verdict.evidence
     if ended_in_it(evidence):
         return False
     if kind == f"hang{OVER}":
-        return (cost_share or 0.0) < WORTH_A_LINE
+        return (verdict.cost_share or 0.0) < WORTH_A_LINE
+    if isinstance(evidence, _OF_THE_RUN) and held is not None and held["until_step"] is not None:
+        return True
     return kind.endswith(OVER) or kind == "straggler_transient"
 
 
-def key(kind: str, evidence: Any, held: Held | None, cost_share: float | None, lost_s: float | None) -> Key:
-    """Sort key of a verdict: what stops the job, then what holds, then what is over; the costliest first."""
-    if kind in _URGENT or ended_in_it(evidence):
+def key(row: Row) -> Key:
+    """Return the sort key of a verdict: what stops the job, then what holds, then what is over; the costliest first."""
+    verdict, held, lost_s = row
+    if verdict.kind in _URGENT or ended_in_it(verdict.evidence):
         # Processes of a job that hangs are killed: the hang is the cause of their death, or names the rank that died.
-        return 0, 1.0 if kind == "died" else 0.0
-    ended = isinstance(evidence, _OF_THE_RUN) and held is not None and held["until_step"] is not None
-    return 2 if ended or is_over(kind, evidence, cost_share) else 1, -(lost_s or 0.0)
+        return 0, 1.0 if verdict.kind == "died" else 0.0
+    return 2 if is_over(verdict, held) else 1, -(lost_s or 0.0)
 
 
 def lost_s(verdict: Verdict, held: Held | None, *, steps: int, alike: int, last_step: int | None) -> float | None:
@@ -74,4 +77,4 @@ def lost_s(verdict: Verdict, held: Held | None, *, steps: int, alike: int, last_
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
     """Return the verdicts in the order in which all surfaces show them."""
-    return sorted(rows, key=lambda row: key(row[0].kind, row[0].evidence, row[1], row[0].cost_share, row[2]))
+    return sorted(rows, key=key)

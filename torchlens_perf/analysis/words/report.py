@@ -412,6 +412,8 @@ class VerdictFacts(TypedDict):
     """Who knows the rank by which name: host, scheduler, container, cloud."""
     held: Held | None
     """None where it cannot be known."""
+    is_over: bool
+    """Whether it is about an earlier part of the run only."""
 
 
 class VerdictRow(VerdictFacts):

@@ -1,0 +1,165 @@
+"""One number per fact: what the surfaces say of 50 simulated and ten recorded runs is held against each other.
+
+Cost, share, first and last step of a finding are the same in its sentence, its row, its alert and the assessment that
+exporters get. The parts of a table add up to the total beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden.test_recorded_runs import RECORDED
+from tests.golden.test_recorded_runs import RUNS as RECORDED_RUNS
+from tests.golden.test_simulated_verdicts import LAUNCH_BOUND, MESH
+from tests.report.test_order import heads, shown_in_order
+from tests.support.memory_exporter import MemoryExporter
+from tests.support.reports import checked
+from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.commands.simulate import record
+from torchlens_perf.exporters import otlp_environment
+from torchlens_perf.page.notebook import results
+from torchlens_perf.page.pictures.markup import html
+from torchlens_perf.page.sections.verdicts import verdicts as cards
+from torchlens_perf.report.brief import brief
+from torchlens_perf.report.build import build
+from torchlens_perf.report.terminal import render
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar.replay import replay
+from torchlens_perf.simulate.faults import parse_fault
+from torchlens_perf.simulate.rings import SimulatedDevice
+from torchlens_perf.simulate.simulation import Simulation, Topology
+from torchlens_perf.top.verdict_entries import verdict_entries
+from torchlens_perf.verdicts.alert import ENDED
+
+STEPS = 160
+FAULTS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {
+    "nothing": (MESH, None, ()),
+    "constant": (MESH, None, ("constant:rank=3,share=0.25,phase=forward,since=40",)),
+    "until": (MESH, None, ("constant:rank=3,share=0.25,phase=backward,since=30,until=100",)),
+    "data": (MESH, None, ("constant:rank=5,share=0.3,phase=data",)),
+    "several": (MESH, None, ("constant:rank=3,share=0.2", "constant:rank=6,share=0.25,phase=optimizer,since=60")),
+    "moving": (MESH, None, ("moving:ranks=1+4,share=0.25,every=70",)),
+    "node": (MESH, None, ("node:node=1,share=0.15",)),
+    "stalls": (MESH, None, ("stalls:rank=3,share=3,every=40",)),
+    "device": (MESH, SimulatedDevice(), ("constant:rank=3,share=0.2,phase=forward,since=40",)),
+    "slow host": (Topology(8), LAUNCH_BOUND, ("constant:rank=2,share=0.2,phase=forward,since=40",)),
+}
+NOW = re.compile(r"[Ii]t costs the job (.+?) a step \((.+?)\).*?, since (?:step (\d+)|the start)")
+BEFORE = re.compile(r"from (?:step (\d+)|the start) to step (\d+).*which cost the job (.+?) a step \((.+?)\)")
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", FAULTS)
+def test_simulated_runs(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    topology, device, faults = FAULTS[name]
+    run, exporter = RunDirectory(tmp_path / f"agree-{name.replace(' ', '-')}-{seed}"), MemoryExporter()
+    run.create()
+    monkeypatch.setattr(otlp_environment, "exporter_from_environment", lambda *_: exporter)
+    simulation = Simulation(topology, seed=seed, faults=[parse_fault(each) for each in faults], noise=0.05)
+    record(simulation, STEPS, run, run.run_id, device)
+
+    hold_together(checked(build(run.run_id, node_state.load_all(run))), exporter)
+
+
+@pytest.mark.parametrize("name", RECORDED_RUNS)
+def test_recorded_runs(name: str, tmp_path: Path) -> None:
+    run, exporter = RunDirectory(tmp_path / name), MemoryExporter()
+    run.create()
+    shutil.copytree(RECORDED / name / "spans", run.spans, dirs_exist_ok=True)
+    replay(run, exporter)
+
+    hold_together(checked(build(name, node_state.load_all(run))), exporter)
+
+
+def hold_together(report: dict[str, Any], exporter: MemoryExporter) -> None:
+    for row in report["verdicts"]:
+        sentence_has_the_figures_of_its_row(row)
+    parts_add_up(report)
+    every_surface_has_the_verdicts(report)
+    alerts_and_assessment_have_the_figures_of_the_rows(report, exporter)
+
+
+def sentence_has_the_figures_of_its_row(row: dict[str, Any]) -> None:
+    found = list(_shown(row["text"]))
+    if row["kind"].startswith("straggler"):
+        ((cost, share, since, until),) = found
+        assert (cost, share) == (duration(row["cost_s_per_step"]), percent(row["cost_share"])), row
+        assert since == row["since_step"] == row["held"]["since_step"], row
+        assert until == row["held"]["until_step"], row
+        assert row["rank"] in map(int, re.findall(r"\b\d+\b", row["text"])), row
+    if row["kind"] in ("data_bound", "communication_bound", "host_bound", "lack_of_cpu") and row["cost_share"]:
+        assert f"{percent(row['cost_share'])} ({duration(row['cost_s_per_step'])})" in row["text"], row
+
+
+def _shown(text: str) -> Iterator[tuple[str, str, int, int | None]]:
+    """Return the cost, the share, the first step and the step after the last one that a sentence has."""
+    for cost, share, since in NOW.findall(text):
+        yield cost, share, int(since or 0), None
+    for since, last, cost, share in BEFORE.findall(text):
+        yield cost, share, int(since or 0), int(last) + 1
+
+
+def parts_add_up(report: dict[str, Any]) -> None:
+    steps = report["steps"]
+    if steps["alike"]:
+        others = [*steps["long"], *steps["short"]]
+        assert steps["alike"] + sum(each["count"] for each in others) == steps["count"] - steps["warm_up"]
+        whole_s = steps["alike"] * steps["alike_mean_s"] + sum(each["count"] * each["mean_s"] for each in others)
+        assert whole_s == pytest.approx(steps["total_s"], rel=0.02)
+    for rank in report["ranks"]:
+        typical = rank["typical"]
+        assert sum(typical["parts"].values()) == pytest.approx(typical["s"], rel=1e-6)
+        assert sum(each["share"] for each in rank["phases"].values()) == pytest.approx(1.0, rel=1e-6)
+    for row in report["verdicts"]:
+        if hasattr(row["evidence"], "uses_s"):
+            parts_s = sum(row["evidence"].uses_s.values())
+            tool_s = max(rank["typical"]["parts"].get("tool", 0.0) for rank in report["ranks"])
+            assert row["evidence"].typical_step_s - tool_s <= parts_s * (1 + 1e-6)
+            assert parts_s <= row["evidence"].typical_step_s * (1 + 1e-6)
+
+
+def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
+    first_words = [head[:40] for head in heads(report)]
+    assert shown_in_order(render(report, "x", columns=400, color=False), first_words)
+    in_cell = json.loads(results(report, "x", ""))
+    assert [each["text"] for each in in_cell["summary"]["verdicts"]] == heads(report)
+    of_summary = [(each["cost_s_per_step"], each["cost_share"]) for each in in_cell["summary"]["verdicts"]]
+    assert of_summary == [(row["cost_s_per_step"], row["cost_share"]) for row in report["verdicts"]]
+    assert [entry.text for entry in verdict_entries(report)] == heads(report)
+    assert [entry.since_step for entry in verdict_entries(report)] == [row["since_step"] for row in report["verdicts"]]
+    page = html(cards({"report": report, "held": [None] * len(first_words)}))  # type: ignore[typeddict-item]
+    assert shown_in_order(page, [re.sub(r"[<>&\"].*", "", words) for words in first_words])
+    assert first_words[0] in " ".join(brief(report, "x", columns=400, color=False).split())
+
+
+def alerts_and_assessment_have_the_figures_of_the_rows(report: dict[str, Any], exporter: MemoryExporter) -> None:
+    now = {row["rank"]: row for row in report["verdicts"] if row["kind"] == "straggler"}
+    before = {
+        (row["rank"], row["since_step"]): row
+        for row in report["verdicts"]
+        if row["kind"] in ("straggler_ended", "straggler_transient")
+    }
+    newest = {alert.about: alert for alert in exporter.alerts if alert.kind == "straggler"}
+    for alert in newest.values():
+        row = before[alert.rank, alert.since_step] if alert.change == ENDED else now.get(alert.rank)
+        if row is None:  # its ranks are named together with others by now
+            assert any(alert.rank in each["evidence"].ranks for each in now.values()), alert
+            continue
+        assert (alert.phase, alert.since_step) == (row["phase"], row["since_step"]), (alert, row)
+        if alert.change == ENDED:
+            assert (alert.cost_s, alert.cost_share) == (row["cost_s_per_step"], row["cost_share"])
+            assert alert.until_step == row["held"]["until_step"]
+            assert alert.text == row["text"] or len(alert.ranks) > 1
+    assert exporter.assessment is not None
+    for group in exporter.assessment.together:
+        row = now[group.lead.rank]
+        assert row["cost_s_per_step"] == (None if group.cost_ns is None else group.cost_ns / 1e9)
+        assert (group.lead.since_step, group.lead.phase) == (row["since_step"], row["phase"])
