@@ -18,8 +18,12 @@ KERNELS = ROOT / "torchlens_perf" / "cuda" / "kernels.cu"
 MUTATIONS = [
     (r"__syncthreads\(\);", ";", "a barrier is missing"),
     (r"i \+ middle < count", "i + middle + 1 < count", "the last run of neighbours is left out"),
-    (r"mantissa > octave\[part \+ half\]", "mantissa >= octave[part + half]", "a bound counts in the next bucket"),
-    (r" - \(mantissa == octave\[0\]\)", "", "a power of two counts in the next bucket"),
+    (
+        r"mantissa > bounds\[below \+ half - 1\]",
+        "mantissa >= bounds[below + half - 1]",
+        "a bound counts in the next bucket",
+    ),
+    (r"below \+= mantissa > bounds\[below\];", "", "what is above an octave's last bound counts below it"),
     (r"\(count - 1\) / 2", "count / 2", "the upper median"),
     (r"\(present - 1\) / 2", "present / 2", "the upper median of ranks"),
     (r"before \+ until > wanted", "before + until >= wanted", "a quantile one place too low"),

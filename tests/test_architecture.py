@@ -80,7 +80,7 @@ PURE_PACKAGES = {
 PURE = {
     "verdicts.alert", "verdicts.finding_log", "analysis.words.evidence", "analysis.words.hang",
     "analysis.words.oom", "analysis.words.stragglers", "cuda.reduction",
-    "exporters.counts", "exporters.series_room",
+    "exporters.series_room",
     "exporters.prometheus.names",
     "page.contents", "page.decoded", "page.gather.held", "page.gather.node_clocks", "page.gather.step_choice",
     "page.gather.step_collectives", "page.gather.step_grid", "page.gather.step_trace", "page.gather.thinning",

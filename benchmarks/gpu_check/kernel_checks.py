@@ -54,13 +54,13 @@ class Window:
         self.head = (self.tail + np.uint32(stamps)).astype(np.uint32)
         self.inputs = [on_device(each) for each in (self.start_ns, self.duration_ns, self.head)]
         self.tails, self.tails_before = on_device(self.tail), on_device(self.tail)
-        self.octaves = on_device(reduction.octave_bounds())
+        self.bounds = on_device(reduction.mantissa_bounds())
         widths = (SUM_ROW, len(Largest), len(Exact))
         self.rows = [torch.full((slots, width), -77, dtype=torch.int64, device="cuda") for width in widths]
 
     def reduce(self) -> None:
         """By the kernel."""
-        arguments = [*self.inputs, self.tails, self.octaves, *self.rows, np.uint32(self.places - 1)]
+        arguments = [*self.inputs, self.tails, self.bounds, *self.rows, np.uint32(self.places - 1)]
         launch_ours("reduce_window", self.slots, 256, arguments, 8 * self.places)
 
     def again(self) -> None:

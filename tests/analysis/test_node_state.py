@@ -130,7 +130,7 @@ def test_what_is_read_goes_on(run: RunDirectory, state: NodeState) -> None:
     assert loaded.named.diagnosis(episode(5).key) == WHY
 
 
-@pytest.mark.parametrize("schema", [b"6", b"99"])
+@pytest.mark.parametrize("schema", [b"11", b"99"])
 def test_another_schema(run: RunDirectory, schema: bytes) -> None:
     """Of another version, nothing but the schema is looked at."""
     run.node_state(HOST).write_bytes(b'{"host":3,"schema":' + schema + b"}")

@@ -19,8 +19,8 @@ from tests.support.device.shim_kernels import (
     compile_kernels,
 )
 from torchlens_perf.cuda import reduction
-from torchlens_perf.cuda.reduction import SUM_ROW, Exact, Largest, Reduced, Sum
-from torchlens_perf.run.sketch import BUCKETS, HIGHEST_OCTAVE, LOWEST_OCTAVE, Sketch, bucket_bounds
+from torchlens_perf.cuda.reduction import BUCKETS, SUM_ROW, Exact, Largest, Reduced, Sum
+from torchlens_perf.run.sketch import PER_OCTAVE, Sketch, bucket_bounds
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 SCHEDULES = (0, 1, 2, 3)
@@ -54,7 +54,7 @@ def reduce_by_kernel(
         "reduce_window",
         slots,
         256,
-        [start_ns, duration_ns, head, tail, reduction.octave_bounds(), *reduced, np.uint32(places - 1)],
+        [start_ns, duration_ns, head, tail, reduction.mantissa_bounds(), *reduced, np.uint32(places - 1)],
         shared_bytes=8 * places,
     )
     return reduced
@@ -90,15 +90,15 @@ def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sk
     extremes = -int(largest[Largest.MINUS_SMALLEST]), int(largest[Largest.NS])
     counts = sums[len(Sum) :]
     first, *_, last = np.flatnonzero(counts).repeat(2).tolist()
-    return Sketch.of_numbers([int(sums[Sum.NS]), squares, *extremes, first, *counts[first : last + 1].tolist()])
+    return Sketch.from_numbers([int(sums[Sum.NS]), squares, *extremes, first, *counts[first : last + 1].tolist()])
 
 
 def test_constants_are_those_of_the_twin() -> None:
     """The rows' layout and the histogram's, as kernels.cu has them."""
     source = KERNELS.read_text()
     defined = {name: int(value) for name, value in re.findall(r"#define (\w+) (\d+)\n", source)}
-    assert defined["SUBDIVISIONS"] == reduction.SUBDIVISIONS
-    assert (defined["LOWEST_OCTAVE"], defined["HIGHEST_OCTAVE"]) == (LOWEST_OCTAVE, HIGHEST_OCTAVE)
+    assert (defined["SUBDIVISIONS"], defined["BUCKETS"]) == (PER_OCTAVE, BUCKETS)
+    assert defined["FIRST_BOUND"] == bucket_bounds()[0]
     for prefix, columns in (("SUM", Sum), ("MAX", Largest), ("EXACT", Exact)):
         fields = re.search(rf"enum {{ ((?:{prefix}_\w+, )+){prefix}_FIELDS }};", source)
         assert fields is not None
@@ -147,7 +147,7 @@ def test_equal_and_extreme_durations(kernels: ShimKernels) -> None:
 
 def test_every_bound_of_the_histogram(kernels: ShimKernels) -> None:
     """Each bound counts in the bucket that it ends, and the next integer in the one after it."""
-    bounds = bucket_bounds().astype(np.uint64)
+    bounds = bucket_bounds()[:BUCKETS].astype(np.uint64)
     durations = np.zeros((2, 2048), np.uint64)
     durations[0, :BUCKETS], durations[1, :BUCKETS] = bounds, bounds + np.uint64(1)
     found = check_reduction(kernels, durations, [BUCKETS] * 2, [0] * 2)
@@ -161,7 +161,7 @@ def test_rows_merge_to_the_sketch_of_all(kernels: ShimKernels) -> None:
     """Rows of two ranks and two windows, by SUM and MAX, are the sketch that run/sketch.py makes of all durations."""
     rows, whole = [], Sketch()
     for seed in range(4):
-        durations = np.minimum(some_durations((3, 256), seed), np.uint64(2**43))
+        durations = np.minimum(some_durations((3, 256), seed), np.uint64(bucket_bounds()[BUCKETS - 1]))
         rows.append(check_reduction(kernels, durations, [200 + seed] * 3, [0] * 3))
         whole.add(durations[1, : 200 + seed].astype(np.int64))
     sums = np.sum([row.sums for row in rows], axis=0)

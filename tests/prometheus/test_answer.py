@@ -121,9 +121,9 @@ def test_exemplars_lie_in_their_buckets() -> None:
 
     meter = Meter(explicit_bounds=True, keeps_examples=True)
     histogram = meter.create_histogram(semantics.STEP_DURATION, "s", "steps")
-    values = np.array([0.012, 0.3, 0.31, 0.4])
+    values_ns = np.array([12, 300, 310, 400]) * 10**6
     meter.began(10**18)
-    histogram.record(values, {})
+    histogram.record(values_ns, {})
     histogram.show({}, [Example(0.012, 10**18, 7, 8), Example(0.31, 10**18 + 5 * 10**8, 9, 10)])
     for _ in range(2):
         (family,) = [each for each in families(meter.collect(), {}) if each.type == "histogram"]

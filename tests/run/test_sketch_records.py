@@ -35,3 +35,10 @@ def test_words_of_any_window() -> None:
     found, stray = from_records(np.delete(records, second))
     assert [name_id for name_id, _ in found] == [0, 2]
     assert stray == sum(row[0] == 1 for row in rows) - 1
+
+
+def test_records_of_earlier_versions_are_left_out() -> None:
+    """Their buckets have other bounds; their first word is a count without a mark."""
+    records = np.zeros(2, record_dtype())
+    records["flags"], records["start_ns"] = [0, 1], [12, 3]
+    assert from_records(records) == ([], 2)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
 from torchlens_perf.verdicts.finding_log import FindingRecords
 
-SCHEMA = 11
+SCHEMA = 12
 
 MAX_BYTES = 1 << 28
 """Of a node's state: 13 KB a rank of a plain loop, 100 KB of one with many modules and collectives."""
@@ -320,7 +320,7 @@ def _plain(value: Any) -> Any:
 
 def _of_plain(kind: Any, value: Any) -> Any:
     if kind is Sketch:
-        return Sketch.of_numbers(value)
+        return Sketch.from_numbers(value)
     if get_origin(kind) is np.ndarray:
         (dtype,) = get_args(get_args(kind)[1])
         return np.array(value, dtype)

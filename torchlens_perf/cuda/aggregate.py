@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from torchlens_perf.cuda.driver import Arguments, Driver
-from torchlens_perf.cuda.reduction import ROW_WIDTHS, SUM_ROW, Exact, Largest, Sum, tables_in
+from torchlens_perf.cuda.reduction import BUCKETS, ROW_WIDTHS, SUM_ROW, Exact, Largest, Sum, tables_in
 from torchlens_perf.cuda.stamps import Leftover
 from torchlens_perf.cuda.steps import BLOCK_BYTES, BLOCK_WORDS, KnownSteps, StepReduction
 from torchlens_perf.errors import guard
 from torchlens_perf.run.device.merged_rows import MAX_RANKS, SECTION, STANDS_OUT, MergedRow
 from torchlens_perf.run.device.step_parts import ROW_NAMES, Row
-from torchlens_perf.run.sketch import BUCKETS, bucket_bounds
+from torchlens_perf.run.sketch import bucket_bounds
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +91,7 @@ class DeviceAggregate:
         self._launches = self._small_launches(functions)
         self._things = self._take(8 * len(self._small))
         self._host, self._arrived, self._rows_read = self._things.host, self._things.arrived, self._things.rows_read
-        self._steps = StepReduction(driver, functions, ring.octaves, self._take(BLOCK_BYTES), memory)
+        self._steps = StepReduction(driver, functions, ring.bounds, self._take(BLOCK_BYTES), memory)
         self._merging: tuple[list[str], int] | None = None  # the sections and the step of the merge on its way
         self.uncollected = 0
         """Merges whose results were not copied, because those before had not been read."""

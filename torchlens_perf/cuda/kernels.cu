@@ -20,11 +20,14 @@ __device__ __forceinline__ u64 global_timer_ns()
 }
 #endif
 
-/* The histogram of run/sketch.py: OpenTelemetry's exponential one, base 2, scale 5. */
+/* The histogram of run/sketch.py: OpenTelemetry's exponential one of scale 5, in seconds, up to 2^12 s. Bounds of one
+ * second and its doublings are no powers of two in nanoseconds: 32 bounds lie between two of those. The first bucket ends
+ * at FIRST_BOUND ns, which is bound number FIRST_PLACE between 2^FIRST_BIT and its double. */
 #define SUBDIVISIONS 32
-#define LOWEST_OCTAVE 6
-#define HIGHEST_OCTAVE 42
-#define BUCKETS (SUBDIVISIONS * (HIGHEST_OCTAVE - LOWEST_OCTAVE))
+#define BUCKETS 1152
+#define FIRST_BOUND 60
+#define FIRST_BIT 5
+#define FIRST_PLACE 29
 
 /* A row of what merges by SUM: these, then the histogram. The squares are kept in three limbs of 32 bits, whose sums
  * are exact for 2^31 durations. */
@@ -66,24 +69,25 @@ extern "C" __global__ void __launch_bounds__(32)
     }
 }
 
-/* The bucket of a duration. octave[i] = floor(2^63 * 2^(i/32)): a duration, shifted until its highest bit is the 63rd,
- * is compared with the bounds as integers; the logarithm in floating point is wrong at some of them. */
-__device__ __forceinline__ int bucket_of(u64 duration_ns, const u64 *octave)
+/* The bucket of a duration. bounds: those of one octave, in order, see reduction.mantissa_bounds(). A duration, shifted
+ * until its highest bit is the 63rd, is compared with them as integers; the logarithm in floating point is wrong at some
+ * of them. */
+__device__ __forceinline__ int bucket_of(u64 duration_ns, const u64 *bounds)
 {
-    if (duration_ns <= (1ull << LOWEST_OCTAVE)) {
+    if (duration_ns <= FIRST_BOUND) {
         return 0;
     }
     int shift = __clzll((i64)duration_ns);
     u64 mantissa = duration_ns << shift;
-    int part = 0;
+    int below = 0;
 #pragma unroll
     for (int half = SUBDIVISIONS / 2; half > 0; half >>= 1) {
-        if (mantissa > octave[part + half]) {
-            part += half;
+        if (mantissa > bounds[below + half - 1]) {
+            below += half;
         }
     }
-    /* An exact power of two is the last value of the octave below it. */
-    int bucket = (63 - shift - LOWEST_OCTAVE) * SUBDIVISIONS + part - (mantissa == octave[0]);
+    below += mantissa > bounds[below]; /* all of them may be */
+    int bucket = (63 - shift - FIRST_BIT) * SUBDIVISIONS + below - FIRST_PLACE;
     return bucket < BUCKETS ? bucket : BUCKETS - 1;
 }
 
@@ -123,12 +127,12 @@ __device__ void bitonic_sort(u64 *values, u32 size)
  */
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     reduce_window(const u64 *start_ns, const u64 *duration_ns, const u32 *head,
-                  u32 *__restrict__ tail, const u64 *__restrict__ octaves, i64 *__restrict__ sums,
+                  u32 *__restrict__ tail, const u64 *__restrict__ octave_bounds, i64 *__restrict__ sums,
                   i64 *__restrict__ largest, i64 *__restrict__ exact, u32 mask)
 {
     enum { WARPS = REDUCE_THREADS / 32, PARTIALS = 4 };
     DYNAMIC_SHARED(u64, sorted);
-    __shared__ u64 octave[SUBDIVISIONS];
+    __shared__ u64 bounds[SUBDIVISIONS];
     __shared__ u32 histogram[BUCKETS];
     __shared__ u64 partial[WARPS][PARTIALS];
     __shared__ u64 min_distance[WARPS];
@@ -141,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
         oldest_new = tail[slot];
     }
     if (thread < SUBDIVISIONS) {
-        octave[thread] = octaves[thread];
+        bounds[thread] = octave_bounds[thread];
     }
     for (u32 bucket = thread; bucket < BUCKETS; bucket += blockDim.x) {
         histogram[bucket] = 0;
@@ -165,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
             squares_0 += low & 0xffffffffull;
             squares_1 += low >> 32;
             squares_2 += __umul64hi(value, value);
-            atomicAdd(&histogram[bucket_of(value, octave)], 1u);
+            atomicAdd(&histogram[bucket_of(value, bounds)], 1u);
         }
         sorted[i] = value;
     }

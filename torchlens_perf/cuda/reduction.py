@@ -1,24 +1,25 @@
 """The statistics of durations that kernels.cu reduces on the device: how they are laid out. Pure.
 
 A window of a slot becomes three rows: `sums`, which merge over windows and ranks by SUM, `largest`, which merge by MAX,
-and `exact`, which are this window's own. The histogram is that of sketch.Sketch, so a row of sums is one.
+and `exact`, which are this window's own. The histogram is that of sketch.Sketch up to 2**12 s: a row of sums is one.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.run.sketch import BUCKETS, SCALE, pack
+from torchlens_perf.run.sketch import LOWEST_OCTAVE, PER_OCTAVE, octave_bounds, pack
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-SUBDIVISIONS = 1 << SCALE
+HIGHEST_OCTAVE = 12
+BUCKETS = PER_OCTAVE * (HIGHEST_OCTAVE - LOWEST_OCTAVE)
+"""Those of a sketch up to 2**12 s, 68 min; longer durations count in the last one."""
 
 
 class Sum(IntEnum):
@@ -72,18 +73,12 @@ def tables_in(words: Any, slots: int, widths: Sequence[int]) -> list[Any]:
     return [*tables, words[at:]]
 
 
-def octave_bounds() -> npt.NDArray[np.uint64]:
-    """floor(2**63 * 2**(i/32)) for i < 32: what a duration, shifted to the left, is compared with.
+def mantissa_bounds() -> npt.NDArray[np.uint64]:
+    """Return the bounds of one octave, shifted until their highest bit is the 63rd, in order.
 
-    Exact: the 32nd root as five integer square roots, each of which may be rounded down.
+    A duration that is shifted likewise is compared with them. They are rounded down, which changes no comparison.
     """
-    bounds = []
-    for i in range(SUBDIVISIONS):
-        root = 1 << (63 * SUBDIVISIONS + i)
-        for _ in range(SCALE):
-            root = math.isqrt(root)
-        bounds.append(root)
-    return np.array(bounds, np.uint64)
+    return np.array(sorted(bound if bound < 1 << 64 else bound >> 1 for bound in octave_bounds()), np.uint64)
 
 
 def to_records(

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchlens_perf.cuda.driver import Arguments, Driver
-from torchlens_perf.cuda.reduction import ROW_WIDTHS, Reduced, octave_bounds, tables_in
+from torchlens_perf.cuda.reduction import ROW_WIDTHS, Reduced, mantissa_bounds, tables_in
 
 SLOTS = 64
 PLACES = 1024  # of a slot's ring, between two reductions; the surplus is counted as lost
@@ -68,7 +68,7 @@ class DeviceRing:
             "tail": 4 * slots,
             "start_ns": 8 * slots * places,
             "duration_ns": 8 * slots * places,
-            "octaves": 8 * len(octave_bounds()),
+            "bounds": 8 * len(mantissa_bounds()),
             "rows": 8 * slots * sum(ROW_WIDTHS),
         }
         self._memory: dict[str, int] = {}
@@ -79,7 +79,7 @@ class DeviceRing:
             with driver.own_stream() as stream:
                 for name, size in sizes.items():
                     driver.clear(self._memory[name], size, stream)
-                driver.copy_to_device(self._memory["octaves"], octave_bounds(), stream)
+                driver.copy_to_device(self._memory["bounds"], mantissa_bounds(), stream)
             self._rows_size = sizes["rows"]
             self._host_memory = driver.allocate_host(self._rows_size)
             self._arrived = driver.new_event()
@@ -112,9 +112,9 @@ class DeviceRing:
         return self._memory["rows"], self._rows_size // 8
 
     @property
-    def octaves(self) -> int:
-        """Where reduction.octave_bounds() lie in device memory."""
-        return self._memory["octaves"]
+    def bounds(self) -> int:
+        """Where reduction.mantissa_bounds() lie in device memory."""
+        return self._memory["bounds"]
 
     @property
     def names(self) -> list[str]:
@@ -179,7 +179,7 @@ class DeviceRing:
         return Arguments([*addresses, np.int32(close), np.int32(open_), np.uint32(self._places - 1)])
 
     def _pack_reduce(self) -> Arguments:
-        inputs = [np.uint64(self._memory[name]) for name in ("start_ns", "duration_ns", "head", "tail", "octaves")]
+        inputs = [np.uint64(self._memory[name]) for name in ("start_ns", "duration_ns", "head", "tail", "bounds")]
         before = [0, *itertools.accumulate(8 * self.slots * width for width in ROW_WIDTHS[:-1])]
         rows = [np.uint64(self._memory["rows"] + offset) for offset in before]
         return Arguments([*inputs, *rows, np.uint32(self._places - 1)])

@@ -55,11 +55,11 @@ class StepReduction:
         self,
         driver: Driver,
         functions: Mapping[str, int],
-        octaves: int,
+        bounds: int,
         things: Leftover,
         memory: tuple[Any, Any],
     ) -> None:
-        """octaves: where reduction.octave_bounds() lie on the device. things: BLOCK_BYTES of page-locked memory.
+        """bounds: where reduction.mantissa_bounds() lie on the device. things: BLOCK_BYTES of page-locked memory.
 
         memory: tensors on the device, of 64-bit words: BLOCK_WORDS, and ROWS times the widths of a window's tables.
         """
@@ -73,7 +73,7 @@ class StepReduction:
         self._heads = words[ROWS * PLACES :].view(np.uint32)
         self.tables = tables_in(self._rows, ROWS, ROW_WIDTHS)[:3]
         """Sums, largest and exact, on the device."""
-        self._arguments = self._packed(octaves)
+        self._arguments = self._packed(bounds)
 
     def reduce(self, known: KnownSteps, stream: int) -> bool:
         """Enqueues the reduction of all steps that are known, and takes them away; False where there is none, or the
@@ -90,12 +90,12 @@ class StepReduction:
         self._driver.launch(self._reduce, ROWS, REDUCE_THREADS, 8 * PLACES, stream, self._arguments)
         return True
 
-    def _packed(self, octaves: int) -> Arguments:
+    def _packed(self, bounds: int) -> Arguments:
         durations, rows = self._block.data_ptr(), self._rows.data_ptr()
         heads = durations + 8 * ROWS * PLACES
         tails = heads + 8 * _HEADS
         # When a step began is not copied: the durations stand in its place, and what is made of it is not read.
-        inputs = [durations, durations, heads, tails, octaves]
+        inputs = [durations, durations, heads, tails, bounds]
         before = [0, *itertools.accumulate(8 * ROWS * width for width in ROW_WIDTHS[:-1])]
         addresses = [*inputs, *(rows + offset for offset in before)]
         return Arguments([*(np.uint64(each) for each in addresses), np.uint32(PLACES - 1)])

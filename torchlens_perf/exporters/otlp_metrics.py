@@ -181,11 +181,10 @@ class StepSeries:
         rank = batch.identity.rank
         self._own_series, per_rank = own or frozenset(), own is None or rank in own
         attributes: dict[str, Any] = {semantics.RANK: rank} if per_rank else {}
-        step_s, own_s = steps.duration_ns / 1e9, steps.own_ns / 1e9
         rows = [row for row, step in enumerate(steps.step.tolist()) if step in sampled]
-        of_step = [self._example(batch, row, float(step_s[row]), sampled) for row in rows]
+        of_step = [self._example(batch, row, steps.duration_ns[row] / 1e9, sampled) for row in rows]
         of_own = [
-            each._replace(value=float(own_s[row]))
+            each._replace(value=steps.own_ns[row] / 1e9)
             for row, each in zip(rows, of_step, strict=True)
             if _takes(batch, int(steps.step[row]))  # else it leads to the step, and not to the rank
         ]
@@ -195,13 +194,13 @@ class StepSeries:
             return
         offset_ns = batch.anchor.unix_ns - batch.anchor.monotonic_ns
         self._meter.began(int(steps.start_ns[0]) + offset_ns)
-        self._step.record(step_s, attributes)
-        self._own.record(own_s, attributes)
+        self._step.record(steps.duration_ns, attributes)
+        self._own.record(steps.own_ns, attributes)
         for part, part_ns in zip(PARTS, steps.parts_ns.T, strict=True):
             had = part_ns[part_ns != 0]  # a phase that the step did not have is no phase of 0 s
-            self._phase.record(had / 1e9, {**attributes, semantics.PHASE: part})
+            self._phase.record(had, {**attributes, semantics.PHASE: part})
         for phase, durations_ns in batch.device_ns.items():
-            self._device.record(durations_ns / 1e9, {**attributes, semantics.PHASE: phase})
+            self._device.record(durations_ns, {**attributes, semantics.PHASE: phase})
         self._device_memory.record(batch, attributes, per_rank=per_rank)
         self._steps.add(len(steps), attributes)
         if steps.memory_bytes[-1]:

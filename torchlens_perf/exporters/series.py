@@ -1,13 +1,12 @@
 """Metrics as they are sent: series of a node that grow by whole arrays of values, and their points as OTLP has them.
 
 Shaped as OpenTelemetry's Meter, and not its SDK: a step has ten durations, and ten calls of `record()` are 100 us. Here
-a batch of steps is one call. Histograms are exponential with 32 buckets an octave, as the project's sketches are, or
-have the bounds that OpenTelemetry's variable asks for. Written on the sidecar's thread, read on the sender's.
+a batch of steps is one call. A series of a histogram is a sketch: an exponential histogram of scale 5, or one with the
+bounds that OpenTelemetry's variable asks for. Written on the sidecar's thread, read on the sender's.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,14 +23,15 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
     NumberDataPoint,
 )
 
-from torchlens_perf.exporters.counts import NO_SCALE, SCALE, Counts, dense, exponential_bucket
 from torchlens_perf.exporters.delivery.wire import key_values
 from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S, RANK
+from torchlens_perf.run.sketch import LOWEST_BUCKET, SCALE, Sketch, bucket_bounds
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 _MAX_EXEMPLARS = 10  # of a series and export
+MAX_BUCKETS = 160  # of a point, as the SDK's default is; more are merged in pairs
 CUMULATIVE = AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
 DELTA = AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
 
@@ -55,8 +55,8 @@ def _key(attributes: Attributes) -> tuple[tuple[str, Any], ...]:
 class _Series:
     """One series of a histogram, and values that lead to spans."""
 
-    def __init__(self, scale: int) -> None:
-        self.counts = Counts(scale)
+    def __init__(self) -> None:
+        self.sketch = Sketch()
         self.examples: dict[int, Example] = {}  # by octave, the newest
 
     def show(self, examples: Iterable[Example]) -> None:
@@ -69,33 +69,24 @@ class _Series:
 
 
 class Histogram:
-    """Durations in seconds by attributes."""
+    """Durations by attributes: recorded in ns, sent in seconds."""
 
     def __init__(self, meter: Meter, name: str, unit: str, description: str) -> None:
         self.name, self.unit, self.description = name, unit, description
         self._meter = meter
         self._series: dict[tuple[tuple[str, Any], ...], _Series] = {}
 
-    def record(self, values: npt.NDArray[np.float64] | Sequence[float], attributes: Attributes) -> None:
-        """Adds values; negative ones and what is not a number are left out."""
-        array = np.asarray(values, np.float64)
-        array = array[array >= 0]
-        if not len(array):
-            return
-        if self._meter.bounds is not None:
-            buckets, zeros = np.searchsorted(self._meter.bounds, array, side="left"), 0
-        else:
-            positive = array[array > 0]
-            buckets, zeros = exponential_bucket(positive), len(array) - len(positive)
-        with self._meter.lock:
-            self._of(attributes).counts.add(array, buckets.astype(np.int64), zeros)
-
-    def add_counts(self, counts: Counts, attributes: Attributes) -> None:
-        """Adds values that somebody else has counted; not those that have bounds where these have none, or the other
-        way round."""
-        if (counts.scale == NO_SCALE) == (self._meter.bounds is not None) and counts.count:
+    def record(self, values_ns: npt.NDArray[np.int64], attributes: Attributes) -> None:
+        """Add durations; negative ones are left out."""
+        values_ns = values_ns[values_ns >= 0]
+        if len(values_ns):
             with self._meter.lock:
-                self._of(attributes).counts.merge(counts)
+                self._of(attributes).sketch.add(values_ns, self._meter.bounds_ns)
+
+    def merge(self, sketch: Sketch, attributes: Attributes) -> None:
+        """Add durations that another node has counted, in buckets with the same bounds."""
+        with self._meter.lock:
+            self._of(attributes).sketch.merge(sketch)
 
     def show(self, attributes: Attributes, examples: Iterable[Example]) -> None:
         """Some of the values, in the histogram's unit, each with the span that it is of."""
@@ -104,40 +95,41 @@ class Histogram:
                 for example in examples:
                     self._of(attributes).show([example])
 
-    def counted(self) -> list[tuple[Attributes, Counts]]:
-        """What was recorded, by attributes."""
+    def sketches(self) -> list[tuple[Attributes, Sketch]]:
+        """Return what was recorded, by attributes."""
         with self._meter.lock:
-            return [(dict(key), dataclasses.replace(series.counts)) for key, series in self._series.items()]
+            return [(dict(key), series.sketch) for key, series in self._series.items()]
 
     def _of(self, attributes: Attributes) -> _Series:
-        return self._series.setdefault(_key(attributes), _Series(self._meter.scale))
+        return self._series.setdefault(_key(attributes), _Series())
 
     def metric(self, unix_ns: int) -> Metric | None:
         """Its points now; None without any. Under the meter's lock."""
         found = Metric(name=self.name, unit=self.unit, description=self.description)
         since_ns, temporality = self._meter.since(unix_ns, grows=True), self._meter.grows
         for key, of_key in self._series.items():
-            series = of_key.counts
-            if not series.count or not self._meter.shows(key):
+            sketch = of_key.sketch
+            if not sketch.count or not self._meter.shows(key):
                 continue
             # A step that ended before is none of those that the point counts.
             examples = [each for each in of_key.examples.values() if since_ns <= each.unix_ns <= unix_ns]
             common: dict[str, Any] = {
                 "attributes": key_values(dict(key)), "start_time_unix_nano": since_ns, "time_unix_nano": unix_ns,
-                "count": series.count, "sum": series.total, "min": series.smallest, "max": series.largest,
+                "count": sketch.count, "sum": sketch.sum_ns / 1e9,
+                "min": sketch.min_ns / 1e9, "max": sketch.max_ns / 1e9,
                 "exemplars": [_exemplar(each) for each in examples],
             }  # fmt: skip
             if self._meter.bounds is not None:
-                counts = [series.buckets.get(bucket, 0) for bucket in range(len(self._meter.bounds) + 1)]
+                first, used = sketch.used
+                after = len(self._meter.bounds) + 1 - first - len(used)
+                counts = [0] * first + used.tolist() + [0] * after
                 found.histogram.aggregation_temporality = temporality
                 found.histogram.data_points.append(
                     HistogramDataPoint(bucket_counts=counts, explicit_bounds=self._meter.bounds, **common)
                 )
             else:
-                scale, offset, counts = dense(series.buckets, series.scale)
-                point = ExponentialHistogramDataPoint(scale=scale, zero_count=series.zeros, **common)
-                point.positive.offset = offset
-                point.positive.bucket_counts.extend(counts)
+                point = ExponentialHistogramDataPoint(**common)
+                _fill(point, sketch)
                 found.exponential_histogram.aggregation_temporality = temporality
                 found.exponential_histogram.data_points.append(point)
             if not self._meter.keeps_examples:
@@ -145,6 +137,23 @@ class Histogram:
         if temporality == DELTA:
             self._series.clear()
         return found if found.WhichOneof("data") else None
+
+
+def _fill(point: ExponentialHistogramDataPoint, sketch: Sketch) -> None:
+    """Set the point's buckets. The sketch's first one has no lower bound: it is the point's count of zeros."""
+    first, counts = sketch.used
+    if first == 0:
+        point.zero_count, point.zero_threshold = counts[0], bucket_bounds()[0] / 1e9
+        end, counts = len(counts), np.trim_zeros(counts[1:], "f")
+        first = end - len(counts)
+    number, point.scale = first + LOWEST_BUCKET, SCALE
+    while len(counts) > MAX_BUCKETS:
+        counts = np.pad(counts, (number % 2, (number + len(counts)) % 2))
+        counts, number = counts[::2] + counts[1::2], number >> 1
+        point.scale -= 1
+    if len(counts):
+        point.positive.offset = number
+        point.positive.bucket_counts.extend(counts.tolist())
 
 
 class Number:
@@ -227,6 +236,7 @@ class Meter:
         the last export. keeps_examples: each export has the newest ones, and not only those since the last, as nobody
         knows how many ask. clock_ns: UNIX time."""
         self.bounds = DURATION_BOUNDS_S if explicit_bounds else None
+        self.bounds_ns = np.rint(np.multiply(DURATION_BOUNDS_S, 1e9)).astype(np.int64) if explicit_bounds else None
         self.grows = DELTA if delta else CUMULATIVE
         self.exemplars, self.keeps_examples = exemplars, keeps_examples
         self.lock = threading.Lock()
@@ -236,11 +246,6 @@ class Meter:
         self._clock_ns = clock_ns
         self._began_ns = self._last_ns = clock_ns()
         self._instruments: list[Histogram | Number] = []
-
-    @property
-    def scale(self) -> int:
-        """Of its histograms."""
-        return SCALE if self.bounds is None else NO_SCALE
 
     def shows(self, key: tuple[tuple[str, Any], ...]) -> bool:
         """Whether a series is sent."""

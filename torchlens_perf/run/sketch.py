@@ -1,8 +1,8 @@
 """Sketches of durations, which merge by addition. Pure.
 
-A sketch is count, sum, sum of squares, minimum, maximum and an OpenTelemetry-compatible exponential histogram:
-base-2, scale 5, so 32 buckets an octave, each 2.2 % wide; a quantile is off by at most 1.1 %. Integers throughout, so
-merging in any order gives the same bytes.
+A sketch is count, sum, sum of squares, minimum, maximum and a histogram: OpenTelemetry's exponential one of scale 5 in
+seconds. It has 32 buckets an octave, each 2.2 % wide, so a quantile is off by at most 1.1 %. Durations are integers of
+nanoseconds, and so is everything that is added up: merging in any order gives the same bytes.
 """
 
 from __future__ import annotations
@@ -18,29 +18,41 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 SCALE = 5
-_PER_OCTAVE = 1 << SCALE
-LOWEST_OCTAVE, HIGHEST_OCTAVE = 6, 42  # 64 ns to 73 minutes; values outside count in the first and last bucket
-BUCKETS = _PER_OCTAVE * (HIGHEST_OCTAVE - LOWEST_OCTAVE)
+PER_OCTAVE = 1 << SCALE
+LOWEST_OCTAVE, HIGHEST_OCTAVE = -24, 34
+"""The buckets go from 2**-24 s (60 ns) to 2**34 s: 64 bits of nanoseconds end before that."""
+LOWEST_BUCKET = PER_OCTAVE * LOWEST_OCTAVE
+"""The number that OpenTelemetry gives the first bucket. It also holds all shorter durations."""
+BUCKETS = PER_OCTAVE * (HIGHEST_OCTAVE - LOWEST_OCTAVE)
+_MAX_NS = (1 << 63) - 1
+
+
+def octave_bounds() -> list[int]:
+    """Return floor(10**9 * 2**(34 + i / 32)) for i < 32, from which shifts to the right make all bounds.
+
+    Exact, which floating-point powers are not at some bounds: the 32nd root is five integer square roots. Each of them,
+    and each shift, may be rounded down.
+    """
+    bounds = []
+    for part in range(PER_OCTAVE):
+        root = 10 ** (9 * PER_OCTAVE) << (PER_OCTAVE * HIGHEST_OCTAVE + part)
+        for _ in range(SCALE):
+            root = math.isqrt(root)
+        bounds.append(root)
+    return bounds
 
 
 @functools.cache
 def bucket_bounds() -> npt.NDArray[np.int64]:
-    """Upper bounds of the buckets: bucket i holds (bound[i-1], bound[i]].
+    """Return the buckets' upper bounds in ns: bucket i holds (bound[i - 1], bound[i]].
 
-    The largest integer not above 2**(LOWEST_OCTAVE + (i + 1) / 32), exact: by integer roots, because floating-point
-    powers are off by one at some bounds.
+    Bound i is the largest integer not above 10**9 * 2**((LOWEST_BUCKET + i + 1) / 32). The last ones are the largest
+    integer of 64 bits.
     """
-    bounds = []
-    for i in range(BUCKETS):
-        octave, part = divmod(i + 1, _PER_OCTAVE)
-        # floor(2**(octave + part/32)) is the integer 32nd root of 2**(32*octave + part).
-        power = 1 << (_PER_OCTAVE * (LOWEST_OCTAVE + octave) + part)
-        root = round(2.0 ** (LOWEST_OCTAVE + octave + part / _PER_OCTAVE))
-        while root**_PER_OCTAVE > power:
-            root -= 1
-        while (root + 1) ** _PER_OCTAVE <= power:
-            root += 1
-        bounds.append(root)
+    octave, bounds = octave_bounds(), []
+    for index in range(LOWEST_BUCKET + 1, LOWEST_BUCKET + 1 + BUCKETS):
+        above, part = divmod(index, PER_OCTAVE)
+        bounds.append(min(octave[part] >> (HIGHEST_OCTAVE - above), _MAX_NS))
     return np.array(bounds, np.int64)
 
 
@@ -66,21 +78,26 @@ class Sketch:
         return int(self._used.sum())
 
     @property
+    def used(self) -> tuple[int, npt.NDArray[np.int64]]:
+        """The first bucket that is not empty, and the counts from there to the last such one. Must not be changed."""
+        return self._first, self._used
+
+    @property
     def counts(self) -> npt.NDArray[np.int64]:
         """(BUCKETS,), how many durations are in each bucket. A copy."""
         counts = np.zeros(BUCKETS, np.int64)
         counts[self._first : self._first + len(self._used)] = self._used
         return counts
 
-    def add(self, values_ns: npt.NDArray[np.int64]) -> None:
-        """Adds durations; negative ones count as zero."""
+    def add(self, values_ns: npt.NDArray[np.int64], bounds: npt.NDArray[np.int64] | None = None) -> None:
+        """Add durations; negative ones count as zero. bounds: see add_to_each()."""
         if len(values_ns):
-            add_to_each([self], values_ns, [0])
+            add_to_each([self], values_ns, [0], bounds)
 
     def _add_summed(
         self, smallest: int, largest: int, sum_ns: int, sum_squares: int, buckets: npt.NDArray[np.int64]
     ) -> None:
-        """Adds values of which all this is known."""
+        """Add values of which all this is known."""
         empty = not len(self._used)
         self.min_ns = smallest if empty else min(self.min_ns, smallest)
         self.max_ns = largest if empty else max(self.max_ns, largest)
@@ -120,7 +137,7 @@ class Sketch:
         wanted = min(count, max(1, math.ceil(q * count)))
         bucket = self._first + int(np.searchsorted(np.cumsum(self._used), wanted))
         upper = float(bucket_bounds()[bucket])
-        lower = upper / 2 ** (1 / _PER_OCTAVE)
+        lower = upper / 2 ** (1 / PER_OCTAVE)
         return min(max(math.sqrt(lower * upper), self.min_ns), self.max_ns)
 
     def mean_ns(self) -> float:
@@ -134,16 +151,16 @@ class Sketch:
         usual = bounds <= 2 * self.quantile_ns(0.9) if len(bounds) else np.zeros(0, np.bool_)
         if usual.all() or not (self._used * usual).sum():
             return self.mean_ns()
-        middles = bounds / 2 ** (0.5 / _PER_OCTAVE)
+        middles = bounds / 2 ** (0.5 / PER_OCTAVE)
         return float((self._used * middles)[usual].sum() / self._used[usual].sum())
 
     def numbers(self) -> list[int]:
-        """All of it, for of_numbers(): sum, squares, smallest, largest, the first used bucket, counts from there."""
+        """Return sum, squares, smallest, largest, the first used bucket, counts from there: for from_numbers()."""
         return [self.sum_ns, self.sum_squares, self.min_ns, self.max_ns, self._first, *self._used.tolist()]
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[int]) -> Sketch:
-        """What numbers() has given. Raises ValueError for what is no sketch."""
+    def from_numbers(cls, numbers: Sequence[int]) -> Sketch:
+        """Return the sketch that numbers() was called on. Raises ValueError if there is no such sketch."""
         sketch = cls()
         sketch.sum_ns, sketch.sum_squares, sketch.min_ns, sketch.max_ns, first, *counts = numbers
         sketch._first, sketch._used = first, np.array(counts, np.int64)
@@ -153,17 +170,24 @@ class Sketch:
 
 
 def merged(sketches: Iterable[Sketch]) -> Sketch:
-    """All of these in one."""
+    """Return the sum of the sketches."""
     whole = Sketch()
     for each in sketches:
         whole.merge(each)
     return whole
 
 
-def add_to_each(sketches: Sequence[Sketch], values_ns: npt.NDArray[np.int64], starts: Sequence[int]) -> None:
-    """Adds to sketch i the durations from starts[i] until starts[i + 1], of which there is at least one.
+def add_to_each(
+    sketches: Sequence[Sketch],
+    values_ns: npt.NDArray[np.int64],
+    starts: Sequence[int],
+    bounds: npt.NDArray[np.int64] | None = None,
+) -> None:
+    """Add the durations from starts[i] until starts[i + 1], at least one, to sketch i.
 
     Same as Sketch.add() for each, at a fraction of the calls: a rank has a hundred modules and few new values of each.
+    bounds: of buckets other than bucket_bounds(), in ns, fewer than BUCKETS. Longer durations than the last one count
+    in a bucket after it. Sketches of such buckets have no quantiles, and merge with their like only.
     """
     if not len(starts):
         return
@@ -173,7 +197,7 @@ def add_to_each(sketches: Sequence[Sketch], values_ns: npt.NDArray[np.int64], st
     sums, high_squares, products, low_squares = (
         np.add.reduceat(each, starts).tolist() for each in (values_ns, high * high, high * low, low * low)
     )
-    buckets = np.minimum(np.searchsorted(bucket_bounds(), values_ns, side="left"), BUCKETS - 1)
+    buckets = np.searchsorted(bucket_bounds() if bounds is None else bounds, values_ns, side="left")
     for i, (sketch, start, end) in enumerate(zip(sketches, starts, [*starts[1:], len(values_ns)], strict=True)):
         squares = (high_squares[i] << 40) + (products[i] << 21) + low_squares[i]
         sketch._add_summed(smallest[i], largest[i], sums[i], squares, buckets[start:end])
@@ -189,6 +213,7 @@ WORDS = 6  # of a record
 _COLUMNS = ("start_ns", "duration_ns", "nested_ns", "phase_ns", "value0", "value1")
 _HEAD = 10
 _COUNT_BITS = 48
+_MARK = 1 << 32  # missing in records of earlier versions, whose buckets were octaves of nanoseconds: they are not read
 _MASK = (1 << 64) - 1
 
 
@@ -204,7 +229,7 @@ class WindowSketch(NamedTuple):
 
 
 def to_records(window: WindowSketch) -> list[list[int]]:
-    """The words of its records, six each, as signed 64-bit integers."""
+    """Return the words of its records, six each, as signed 64-bit integers."""
     sketch = window.sketch
     head = [sketch.count, sketch.sum_ns, sketch.sum_squares, sketch.min_ns, sketch.max_ns]
     return pack([*head, window.lost, window.median_ns, window.mad_ns], sketch.counts)
@@ -216,19 +241,21 @@ def pack(head: Sequence[int], counts: npt.NDArray[np.int64]) -> list[list[int]]:
     used = counts.nonzero()[0]
     low = squares & _MASK
     words = np.zeros(-(-(_HEAD + len(used)) // WORDS) * WORDS, np.int64)
-    words[:_HEAD] = _HEAD + len(used), count, sum_ns, low - (low >> 63 << 64), squares >> 64, *others
+    words[:_HEAD] = _MARK + _HEAD + len(used), count, sum_ns, low - (low >> 63 << 64), squares >> 64, *others
     words[_HEAD : _HEAD + len(used)] = used << _COUNT_BITS | counts[used]
     return words.reshape(-1, WORDS).tolist()
 
 
 def from_records(records: npt.NDArray[np.void]) -> tuple[list[tuple[int, WindowSketch]], int]:
-    """The windows among these records, which are all SKETCH and in their order, with their names' ids; and how many
-    records are of no whole run, because others of it were lost."""
+    """Return the windows among these records with their names' ids, and how many records are of no whole run.
+
+    records: all are SKETCH, in their order. Others of a run may have been lost, or an earlier version has written it.
+    """
     windows: list[tuple[int, WindowSketch]] = []
     table = np.stack([records[column].astype(np.uint64) for column in _COLUMNS], axis=1) if len(records) else None
     at, stray = 0, 0
     while table is not None and at < len(records):
-        length = -(-int(table[at, 0]) // WORDS)
+        length = -(-(int(table[at, 0]) - _MARK) // WORDS)
         run = records[at : at + length]
         whole = (
             0 < length == len(run)
@@ -245,7 +272,7 @@ def from_records(records: npt.NDArray[np.void]) -> tuple[list[tuple[int, WindowS
 
 def _window(words: list[int]) -> WindowSketch:
     counts = np.zeros(BUCKETS, np.int64)
-    for word in words[_HEAD : words[0]]:
+    for word in words[_HEAD : words[0] - _MARK]:
         counts[word >> _COUNT_BITS] = word & ((1 << _COUNT_BITS) - 1)
     sketch = Sketch()
     used = np.flatnonzero(counts)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchlens_perf.cuda.reduction import ROW_WIDTHS, Exact, Largest, Reduced, Sum
-from torchlens_perf.run.sketch import BUCKETS, bucket_bounds
+from torchlens_perf.cuda.reduction import BUCKETS, ROW_WIDTHS, Exact, Largest, Reduced, Sum
+from torchlens_perf.run.sketch import bucket_bounds
 
 NO_SMALLEST = -(2**63 - 1)  # of `largest`, where a window is empty
 ROBUST_DEVIATION = np.float32(1.4826)  # times the MAD: the standard deviation, if values are normal

@@ -1,0 +1,247 @@
+"""Histograms as they are sent, against NumPy on the durations; and what nodes hand on of them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from opentelemetry.proto.metrics.v1.metrics_pb2 import HistogramDataPoint
+
+from torchlens_perf.exporters import MAX_TALLY_BYTES, semantics
+from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S
+from torchlens_perf.exporters.series import MAX_BUCKETS, Histogram, Meter
+from torchlens_perf.exporters.tally import EVERY_S, HandedOn, Tally
+from torchlens_perf.run.sketch import Sketch, bucket_bounds
+
+Durations = npt.NDArray[np.int64]
+HOUR_NS = 3600 * 10**9
+
+
+def durations(low_ns: float, high_ns: float, count: int = 500, seed: int = 0) -> Durations:
+    """Durations of all sizes between the two."""
+    random = np.random.default_rng(seed)
+    return np.exp(random.uniform(np.log(low_ns), np.log(high_ns), count)).astype(np.int64)
+
+
+def histogram(meter: Meter) -> Histogram:
+    return meter.create_histogram(semantics.STEP_DURATION, "s", "steps")
+
+
+def point_of(meter: Meter) -> Any:
+    """The only point that is sent."""
+    (metric,) = meter.collect()
+    (point,) = getattr(metric, str(metric.WhichOneof("data"))).data_points
+    return point
+
+
+def check(point: Any, values_ns: Durations) -> None:
+    """The point holds these durations, each in its bucket."""
+    values_s = values_ns / 1e9
+    assert point.count == len(values_ns)
+    assert (point.min, point.max) == (values_s.min(), values_s.max())
+    assert point.sum == pytest.approx(values_s.sum(), rel=1e-12)
+    if isinstance(point, HistogramDataPoint):
+        edges = [-np.inf, *point.explicit_bounds, np.inf]
+        assert tuple(point.explicit_bounds) == DURATION_BOUNDS_S
+        counts = list(point.bucket_counts)
+    else:
+        values_s, zeros = values_s[values_s > point.zero_threshold], values_s[values_s <= point.zero_threshold]
+        assert point.zero_count == len(zeros)
+        counts = list(point.positive.bucket_counts)
+        assert len(counts) <= MAX_BUCKETS
+        edges = list(2.0 ** ((point.positive.offset + np.arange(len(counts) + 1)) / 2.0**point.scale))
+    expected = [int(((low < values_s) & (values_s <= high)).sum()) for low, high in itertools.pairwise(edges)]
+    assert counts == expected
+    assert sum(counts) == len(values_s)
+
+
+@pytest.mark.parametrize(
+    ("values_ns", "scale"),
+    [
+        (durations(1e6, 2e7), 5),
+        (durations(1e6, 2e9), 3),
+        (durations(1e3, 1e13), 2),
+        (np.array([10**9, 10**9 + 1, 5 * 10**8, 2 * 10**9]), 5),
+        (np.array([0, 3, 60, 10**6]), 5),
+        (np.array([2, 30 * 24]) * HOUR_NS, 4),
+        (np.array([0]), 5),
+    ],
+    ids=["alike", "an epoch's", "everything", "bounds", "no time", "longer than a kernel's", "zero"],
+)
+def test_exponential_points(values_ns: Durations, scale: int) -> None:
+    """Count, sum, extremes and buckets; a wide distribution has fewer buckets an octave."""
+    meter = Meter()
+    series = histogram(meter)
+    for some in np.array_split(values_ns, 3):
+        series.record(some, {})
+    point = point_of(meter)
+    assert point.scale == scale
+    assert point.zero_threshold == (bucket_bounds()[0] / 1e9 if values_ns.min() <= 60 else 0)
+    check(point, values_ns)
+
+
+def test_explicit_points() -> None:
+    """Each duration is in the bucket that it belongs to, also one that is a bound."""
+    values_ns = np.concatenate([durations(1e4, 1e12), [round(bound * 1e9) for bound in DURATION_BOUNDS_S], [0]])
+    meter = Meter(explicit_bounds=True)
+    histogram(meter).record(values_ns, {})
+    check(point_of(meter), values_ns)
+
+
+def test_negative_durations_are_left_out() -> None:
+    """A clock that steps back has measured nothing."""
+    meter = Meter()
+    histogram(meter).record(np.array([-5, 10**9, -1]), {})
+    check(point_of(meter), np.array([10**9]))
+
+
+# -- what nodes hand on
+
+
+class Node:
+    """A node's series, and what it hands on of them."""
+
+    def __init__(self, now_s: Callable[[], float], *, explicit_bounds: bool = False) -> None:
+        meter = Meter(explicit_bounds=explicit_bounds)
+        self.series = histogram(meter)
+        self.tally = Tally(meter, [self.series], [meter.create_counter("steps", "", "")], now_s)
+
+
+class Clock:
+    """A clock that stands still."""
+
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Node0:
+    """What node 0 sends of other nodes."""
+
+    def __init__(self, clock: Clock, *, explicit_bounds: bool = False, delta: bool = False) -> None:
+        self.meter = Meter(explicit_bounds=explicit_bounds, delta=delta)
+        self.series = histogram(self.meter)
+        self.heard = HandedOn(self.meter, [self.series], [], clock)
+
+    def take(self, node: str, data: bytes) -> None:
+        self.heard.take(node, data)
+
+
+def hand_on(clock: Clock, node: Node, take: Callable[[bytes], object], times: int = 30) -> None:
+    """Takes each message at once. Of so many, one has each piece."""
+    for _ in range(times):
+        clock.now_s += EVERY_S
+        data = node.tally.next(0)
+        assert 0 < len(data) <= MAX_TALLY_BYTES
+        take(data)
+
+
+@pytest.mark.parametrize("explicit_bounds", [False, True])
+def test_nodes_add_up(explicit_bounds: bool) -> None:
+    """What node 0 sends holds every duration of every node, however wide their distributions."""
+    clock = Clock()
+    nodes = {name: Node(clock, explicit_bounds=explicit_bounds) for name in ("a", "b")}
+    node_0, everything = Node0(clock, explicit_bounds=explicit_bounds), []
+    for seed in range(3):
+        for number, (name, node) in enumerate(nodes.items()):
+            everything.append(durations(1e2, 1e13, 2000, seed=2 * seed + number))
+            node.series.record(everything[-1], {})
+            hand_on(clock, node, functools.partial(node_0.take, name))
+    check(point_of(node_0.meter), np.concatenate(everything))
+
+
+def test_large_counts_fit_into_messages() -> None:
+    """A node that has counted for months."""
+    clock = Clock()
+    node, node_0 = Node(clock), Node0(clock)
+    counts = [10**12] * 1800
+    node.series.merge(Sketch.from_numbers([10**18, 0, 61, 10**18, 1, *counts]), {})
+    hand_on(clock, node, functools.partial(node_0.take, "a"), 300)
+    assert point_of(node_0.meter).count == sum(counts)
+
+
+def test_lost_messages_cost_nothing() -> None:
+    """The next ones have all of it."""
+    clock = Clock()
+    node, node_0 = Node(clock), Node0(clock)
+    values_ns = durations(1e3, 1e12, 3000)
+    delivered = itertools.cycle([True, False, False])
+    for some in np.split(values_ns, 6):
+        node.series.record(some, {})
+        hand_on(clock, node, lambda data: node_0.take("a", data) if next(delivered) else None)
+    hand_on(clock, node, functools.partial(node_0.take, "a"))
+    check(point_of(node_0.meter), values_ns)
+
+
+def test_sum_and_counts_come_together() -> None:
+    """A piece without new counts brings no sum, which an export of what is new would lose."""
+    clock = Clock()
+    node, node_0 = Node(clock), Node0(clock, delta=True)
+    parts_ns = durations(1e2, 1e13, 3000), durations(1e7, 2e7)
+    sums_s = []
+
+    def take_and_export(data: bytes) -> None:
+        node_0.take("a", data)
+        sums_s.extend(
+            point.sum for metric in node_0.meter.collect() for point in metric.exponential_histogram.data_points
+        )
+
+    for values_ns in parts_ns:
+        node.series.record(values_ns, {})
+        hand_on(clock, node, take_and_export)
+    assert sum(sums_s) == pytest.approx(np.concatenate(parts_ns).sum() / 1e9, rel=1e-9)
+    assert sum(sums_s[-1:]) == pytest.approx(parts_ns[1].sum() / 1e9, rel=1e-9)
+
+
+def test_sidecar_that_is_started_again_counts_from_zero() -> None:
+    """Both of its lives count."""
+    clock = Clock()
+    node_0, values_ns = Node0(clock), durations(1e6, 1e9, 300)
+    for life in np.split(values_ns, 3):
+        node = Node(clock)
+        node.series.record(life, {})
+        hand_on(clock, node, functools.partial(node_0.take, "a"))
+    check(point_of(node_0.meter), values_ns)
+
+
+def test_what_an_earlier_node_0_has_sent_is_not_sent_again() -> None:
+    """A new sidecar of node 0 counts what is new since its start, also in buckets that were empty before."""
+    clock = Clock()
+    node = Node(clock)
+    node.series.record(durations(1e6, 1e9), {})
+    clock.now_s += 100
+    node_0 = Node0(clock)
+    hand_on(clock, node, functools.partial(node_0.take, "a"))
+    assert node_0.meter.collect() == []
+    later_ns = durations(1e5, 1e11, seed=1)
+    node.series.record(later_ns, {})
+    hand_on(clock, node, functools.partial(node_0.take, "a"))
+    point = point_of(node_0.meter)
+    assert (point.count, point.sum) == (len(later_ns), pytest.approx(later_ns.sum() / 1e9))
+
+
+def test_other_bounds_are_left_out() -> None:
+    """A node with explicit bounds adds nothing to exponential histograms."""
+    clock = Clock()
+    node, node_0 = Node(clock, explicit_bounds=True), Node0(clock)
+    node.series.record(durations(1e6, 1e9), {})
+    hand_on(clock, node, functools.partial(node_0.take, "a"))
+    assert node_0.meter.collect() == []
+
+
+def test_what_is_no_piece(caplog: pytest.LogCaptureFixture) -> None:
+    """It is left out, with a line in the log."""
+    clock = Clock()
+    node, node_0 = Node(clock), Node0(clock)
+    node.series.record(np.array([10**9]), {})
+    data = node.tally.next(0)
+    for broken in (data[:-1], data[:-2] + b"\xdc\x00\x41" + b"\x01" * 65):
+        node_0.heard.take("a", broken)
+    assert len(caplog.records) == 2
+    assert node_0.meter.collect() == []
