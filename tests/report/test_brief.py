@@ -89,7 +89,7 @@ def test_verdicts_that_have_no_room_are_counted() -> None:
     for every, flag in ((17, Flag.EVALUATION), (41, Flag.CHECKPOINT)):
         for step in range(every, 300, every):
             loop[step] = {**BASE, "host": 300.0, "flags": int(flag)}
-    text = short(node([loop] * 8, findings(last_step=299)), 44)
+    text = short(node([loop] * 8, findings(last_step=299)), 48)
     words = " ".join(text.split())
 
     assert text.count("\n") <= MAX_LINES

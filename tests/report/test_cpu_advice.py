@@ -39,8 +39,8 @@ def test_the_process_that_takes_the_cpus_is_named() -> None:
     said = action([[STARVED] * 60], CpuUsers(2, 0, [1.9, 2.0], "stress-ng (pid 7)"), 1)
 
     assert said == (
-        "stop or move stress-ng (pid 7), the busiest of the programs outside of the job, which keep 95% of the job's "
-        "CPUs busy; then more CPUs (now 2)."
+        "see which programs outside of the job keep 95% of its CPUs busy, first of all stress-ng (pid 7); then more "
+        "CPUs (now 2)."
     )
 
 
@@ -52,8 +52,8 @@ def test_the_process_that_takes_the_cpus_is_named() -> None:
         (CpuUsers(2, 4, [0.0, 5.0], ""), 1, 1, ["num_workers, now 4"], ["threads", "ranks"]),
         (CpuUsers(2, 0, [0.0, 5.0], ""), 1, 2, ["fewer ranks a node"], ["threads", "workers"]),
         (CpuUsers(2, 0, [5.0, 10.0], ""), 1, 1, ["see which programs outside of the job keep 50%"], ["threads"]),
-        (CpuUsers(), 0, 1, ["see what else keeps the CPUs busy", "OMP_NUM_THREADS)", "num_workers)"], ["ranks a node"]),
-        (CpuUsers(), 1, 1, ["see what else keeps the CPUs busy", "num_workers)", "more CPUs."], ["threads", "now"]),
+        (CpuUsers(), 0, 1, ["see what else keeps the CPUs busy", "OMP_NUM_THREADS)"], ["ranks a node", "workers"]),
+        (CpuUsers(), 1, 1, ["see what else keeps the CPUs busy", "more CPUs."], ["threads", "now", "workers"]),
     ],
     ids=["one_of_each", "threads", "workers", "ranks", "nameless", "nothing_known", "threads_known"],
 )

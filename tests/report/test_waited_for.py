@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -49,6 +50,32 @@ def test_the_rank_and_the_steps_are_named(part: str, wait: str) -> None:
 def test_one_step() -> None:
     (text,) = long(report_on(stalls("host", (90,))))
     assert text.startswith("Step 90: all other ranks waited 372 ms for rank 4 (372 ms in all, ")
+
+
+def test_rank_without_a_cpu_is_not_blamed() -> None:
+    """Nothing that it does would explain the step: it was ready to run."""
+    loops = stalls("host", (90,))
+    for loop in loops:
+        for number, step in enumerate(loop):
+            loop[number] = {**step, "cpu": 0.0}
+    loops[4][90] = {**loops[4][90], "cpu": 350.0, "cpu_in": "host"}
+    report = report_on(loops)
+
+    assert all(each["waited_for"] is None for each in report["steps"]["long"])
+    assert not any("for rank 4" in text for text in long(report))
+
+
+def test_the_whole_is_not_less_than_its_parts() -> None:
+    """One of two ranks waits: the step is as much longer for the job."""
+    loops = [[dict(USUAL) for _ in range(128)] for _ in range(2)]
+    loops[0][90] = {**USUAL, "communication": 374.0}
+    loops[1][90] = {**USUAL, "host": 374.0}
+    report = checked(build("r", [node(loops, findings(last_step=127, compared=2))]))
+    (text,) = long(report)
+
+    assert text.startswith("Step 90: the other rank waited 37")
+    waited, in_all = re.findall(r"(\d+) ms", text)[:2]
+    assert waited == in_all
 
 
 def test_different_ranks_are_not_one() -> None:

@@ -195,13 +195,17 @@ class RunSoFar:
         columns = list(zip(self.windows.spent, found.inside.tolist(), found.judged.tolist(), strict=True))
         inside = [each for each, in_it, _ in columns if each is not None and in_it]
         rest = [each for each, in_it, judged in columns if each is not None and judged and not in_it]
+        everywhere = kind != "lack_of_cpu" or bool(found.judged.all())
+        if not everywhere and len(rest) < _MIN_WINDOWS:
+            return None
         use_s, rest_s = (_mean([each.measured_s(kind) for each in some]) for some in (inside, rest))
         if not rest or use_s < _CLEARLY * rest_s:
             return None
         held, step_s = self._stretch(found), _mean([each.step_s for each in inside])
         use = dataclasses.replace(inside[0].wait(kind), seconds=use_s)
         assert held["since_step"] is not None
-        return over.stretch(use, step_s, rest_s, held["since_step"], held["until_step"]), held
+        verdict = over.stretch(use, step_s, rest_s, held["since_step"], held["until_step"], everywhere=everywhere)
+        return verdict, held
 
     def _noted_before(self, shown: set[str]) -> list[_Found]:
         """What the sidecar has noted and is over, the newest first; also what stood when the run ended and is not

@@ -52,7 +52,7 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
             for each in classes
         ]
 
-    long, short = _joined(rows(found.long)), rows(found.short)
+    long, short = [_of_job(each, found.total_ns / 1e9) for each in _joined(rows(found.long))], rows(found.short)
     alike = max(0, found.count - sum(each["count"] for each in (*long, *short)))
     return {
         "total_s": found.total_ns / 1e9,
@@ -89,6 +89,14 @@ def _joined(rows: list[LongSteps]) -> list[LongSteps]:
             "share": row["share"] + other["share"],
         }
     return sorted(found, key=lambda row: -row["total_s"])
+
+
+def _of_job(row: LongSteps, whole_s: float) -> LongSteps:
+    """Return the row with what the job lost: all ranks wait in a step in which one stalls, also if few are long."""
+    if row["waited_for"] is None or row["kinds"]:
+        return row
+    total_s = max(row["total_s"], row["count"] * row["more_s"])
+    return {**row, "total_s": total_s, "share": min(1.0, total_s / whole_s)}
 
 
 def _same_stalls(row: LongSteps, other: LongSteps) -> bool:

@@ -55,7 +55,16 @@ class Waits:
             part = PARTS[int(np.argmax(more))]
             if part not in _WAITS:
                 busy.append(WaitedFor(rank, part))
+                if self._lacks_cpu(step, rank, more_ns):
+                    return None
         return busy[0] if len(busy) == 1 else None
+
+    def _lacks_cpu(self, step: int, rank: int, more_ns: float) -> bool:
+        """Return whether a rank had no CPU for most of what a step took longer."""
+        its = next((each for each in self._mixes[rank].bins.values() if step in each.steps), None)
+        if its is None or not its.measured:
+            return False
+        return float(its.ready_ns.sum()) / its.measured >= _MUCH * more_ns
 
     def _more(self, step: int, rank: int) -> npt.NDArray[np.float64] | None:
         """How much longer each part of a step took than in the rank's typical step, in ns; None: not known."""

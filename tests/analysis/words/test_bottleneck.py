@@ -372,15 +372,40 @@ def test_one_huge_step_has_a_sentence_of_its_own() -> None:
         ("host", "look at what the loop does between these passes."),
         ("forward", "make fewer of these passes, or use larger batches in them."),
         ("data", "look at how these passes get their data."),
-        ("communication", "make fewer of these passes, or use larger batches in them."),
+        ("communication", "see which rank does something else in these steps while the others wait."),
     ],
 )
 def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, action: str) -> None:
     """They may be rollouts or sampling: the advice holds for all."""
     loop = [{**BASE, part: 65.0, "flags": Flag.EVALUATION} if step % 8 == 7 else dict(BASE) for step in range(160)]
     (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
-    assert "(forward passes without gradients: evaluation, rollouts or sampling)" in long["text"]
+    assert "(forward passes without gradients: evaluation, rollouts or sampling" in long["text"]
+    assert ("sampling, mostly " in long["text"]) is (part != "forward"), (
+        "what took the time is said where it is another part"
+    )
     assert long["text"].endswith(f"Next: {action}")
+
+
+def test_long_steps_of_one_kind_are_one_verdict() -> None:
+    """One that takes much longer is one of them: all are counted before they are compared with other findings."""
+    lengths = {40: 10.0, 80: 10.0, 120: 60.0, 160: 120.0}
+    loop = [
+        {**BASE, "forward": 4.0 + lengths.get(step, 0.0), "flags": Flag.EVALUATION * (step in lengths)}
+        for step in range(200)
+    ]
+    (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
+
+    assert long["evidence"]["steps"] == [40, 80, 120, 160]
+    assert long["lost_s"] == pytest.approx(0.2, rel=0.05)
+
+
+def test_wait_for_a_cpu_that_was_not_measured_is_no_zero() -> None:
+    """Steps of few milliseconds do not record it: the figures contain it, and samples may say how much there is."""
+    evidence = report_on([dict(BASE)] * 60)["verdicts"][-1]["evidence"]
+    assert "lack_of_cpu" not in evidence.uses_s
+    text = report_on([dict(BASE)] * 60, cpu_wait=[2.0, 20.0])["verdicts"][-1]["text"]
+    assert "These figures contain waits for a CPU, which were not measured in the steps" in text
+    assert "show 10% of the time. Next:" in text
 
 
 def test_long_steps_of_some_ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from tests.support.recording import recorded
+from tests.support.recording import recorded, records_of
+from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag, Kind
 
 
@@ -62,6 +65,27 @@ def test_closure_runs_inside_the_span(tmp_path: Path) -> None:
     assert ({each.depth for each in closures}, {each.depth for each in passes}) == ({2}, {3})
     assert sum(each.duration_ns for each in closures) <= span.phase_ns <= span.duration_ns
     assert sum(each.duration_ns for each in passes) <= sum(each.phase_ns for each in closures)
+
+
+def test_host_code_in_a_closure_is_the_hosts(tmp_path: Path) -> None:
+    """Lightning runs a whole training step in a closure: what it does outside of passes is not the tool's work."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def evaluate() -> Tensor:
+        time.sleep(0.02)
+        optimizer.zero_grad()
+        return backward(model)
+
+    with recorded(tmp_path, model) as recording:
+        for _ in range(5):
+            optimizer.step(evaluate)
+    table = assemble_steps(records_of(recording))
+    host, tool = (table.parts_ns[:, PARTS.index(part)] for part in ("host", "tool"))
+
+    assert (host >= 20_000_000).all()
+    assert (tool < host / 2).all()
+    assert (table.parts_ns.sum(axis=1) == table.duration_ns).all()
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -339,6 +363,18 @@ def test_second_phase_counts_each_step(name: str, first: str, is_passed: bool, i
     if is_passed:
         new = type(optimizers[-1]).__name__
         assert f"{new} has taken the place of SGD: steps end with it from then on" in recording.notes
+
+
+def test_steps_that_were_joined_are_said(tmp_path: Path) -> None:
+    """Models trained one after the other, whose optimizers are all made first: at first they may take turns."""
+    models = [nn.Linear(4, 4) for _ in range(3)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with recorded(tmp_path, None) as recording:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            phase(model, optimizer, 20)
+
+    assert len(recording.steps) < 60
+    assert "SGD took the place of SGD: its first steps, until that was clear, count as one" in recording.notes
 
 
 def test_optimizer_made_before_the_watch_takes_over(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ _PART_OF_KIND = {
     Kind.BACKWARD: "backward",
     Kind.OPTIMIZER: "optimizer",
     Kind.WAIT: "communication",
+    Kind.CLOSURE: "host",
 }
 
 
@@ -61,7 +62,7 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
     # What the tool did before the step's first mark is charged to the step, and is no part of its duration.
     inside_ns = np.minimum(steps["phase_ns"], steps["duration_ns"])
     parts_ns[:, PARTS.index("tool")] = np.maximum(inside_ns - parts_ns.sum(axis=1), 0)
-    parts_ns[:, PARTS.index("host")] = np.maximum(steps["duration_ns"] - parts_ns.sum(axis=1), 0)
+    parts_ns[:, PARTS.index("host")] += np.maximum(steps["duration_ns"] - parts_ns.sum(axis=1), 0)
     return StepTable(
         step=steps["step"].astype(np.int64),
         start_ns=steps["start_ns"].astype(np.int64),

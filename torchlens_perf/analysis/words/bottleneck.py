@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 # Shares of a typical step, or of all steps' time, from which something is worth naming.
 _WORTH_NAMING, _WORTH_DOING, _WASTE_FIRST = 0.1, 0.15, 0.25
 _LONG_WORTH_NAMING = 0.05
-_STALL_WORTH_NAMING = 0.01  # where it is known which rank all waited for
+_STALL_WORTH_NAMING = 0.015  # where it is known which rank all waited for
 _NEARLY = 0.8  # of the longest wait, of the rank that waits longest, or of the section around another one
 _MOST, _SOME = 0.5, 0.25  # of the host code in a step, that is in a section
+_SOME_LACK = 0.05  # of the time, from which on it is said that figures contain it
 _SAMPLED_LACK = 0.25  # of the time, that the sidecar saw a main thread without a CPU, where steps do not record it
 _MAX_LONG = 2
 _MAX_NUMBERS = 4  # of steps that come irregularly
@@ -151,11 +152,39 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict
         classes = [each for each in classes if each["kinds"]]
     worth = [
         each
-        for each in classes
+        for each in _by_kind(classes)
         if each["share"] >= (_STALL_WORTH_NAMING if _stalling_rank(each) is not None else _LONG_WORTH_NAMING)
     ]
     short_of_cpus = "lack_of_cpu" in named_uses(typical)
     return [typical, *(_long(report, each, short_of_cpus=short_of_cpus) for each in worth[:_MAX_LONG])]
+
+
+def _by_kind(classes: Sequence[LongSteps]) -> list[LongSteps]:
+    """Return the classes, those of one known kind joined, the costliest first: a longer evaluation is an evaluation.
+
+    Steps of unknown kinds stay apart: what takes twice as long may be something else.
+    """
+    found: dict[object, list[LongSteps]] = {}
+    for each in classes:
+        key = (*each["kinds"], each["waited_for"]) if each["kinds"] else id(each)
+        found.setdefault(key, []).append(each)
+    return sorted((_joined(each) for each in found.values()), key=lambda each: -each["total_s"])
+
+
+def _joined(classes: Sequence[LongSteps]) -> LongSteps:
+    largest, count = classes[0], sum(each["count"] for each in classes)
+    if len(classes) == 1:
+        return largest
+    return {
+        **largest,
+        "count": count,
+        "steps": sorted({step for each in classes for step in each["steps"]}),
+        "period": None,
+        "mean_s": sum(each["count"] * each["mean_s"] for each in classes) / count,
+        "more_s": sum(each["count"] * each["more_s"] for each in classes) / count,
+        "total_s": sum(each["total_s"] for each in classes),
+        "share": sum(each["share"] for each in classes),
+    }
 
 
 def _lack_longer(lacking: list[LongSteps]) -> str:
@@ -195,8 +224,8 @@ def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
     step_s, computing, first, worth = found.step_s, found.computing, found.limit, found.worth_naming
     if sampled is not None and sampled >= _SAMPLED_LACK and not _lack_is_measured(report):
         text = (
-            f"Waiting for a CPU takes {percent(sampled)} of the time, by samples of one second: "
-            f"steps are too short to say where. Next: {CPU_ACTION}"
+            f"Waiting for a CPU takes {percent(sampled)} of the time, by samples of one second. Where in the step was "
+            f"not measured. Next: {CPU_ACTION}"
         )
         return Verdict("lack_of_cpu", None, "cpu", sampled * step_s, sampled, None, 0.8, text, SampledEvidence(sampled))
     unrecorded = _on_other_threads(report, found)
@@ -215,7 +244,14 @@ def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
     text = f"{first.what} takes {_of(first.seconds, step_s)} of a typical step of {duration(step_s)}{also}."
     waits_s = [each["parts"].get("communication", 0.0) for each in _typical_steps(report)]
     text += f"{_wait_alike(first, waits_s)}{_kinds_of_steps(report)} Next: {following.action}"
-    evidence = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *everything.waits)})
+    if sampled is not None and sampled >= _SOME_LACK and not _lack_is_measured(report):
+        found_text, _, action = text.partition(" Next: ")
+        text = (
+            f"{found_text} These figures contain waits for a CPU, which were not measured in the steps: samples of one "
+            f"second show {percent(sampled)} of the time. Next: {action}"
+        )
+    known = [use for use in everything.waits if use.kind != _LACK.kind or _lack_is_measured(report)]
+    evidence = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *known)})
     return Verdict(first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.9, text, evidence)
 
 
@@ -493,6 +529,8 @@ def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
         action = f"see what is different at {_at(long)}: all ranks exchange data, or one rank does something else."
     if long["kinds"] == [WITHOUT_GRADIENTS]:
         why += ": evaluation, rollouts or sampling"
+        if long["part"] in _BESIDES_PASSES:
+            why += f", mostly {_BESIDES_PASSES[long['part']]}"
     if long["waited_for"] is not None:
         waits = "all other ranks wait" if report["run"]["world_size"] > 2 else "the other rank waits"
         why += f"; only rank {long['waited_for']} does this, and {waits}"
@@ -567,11 +605,15 @@ _WHERE = {
 }
 
 
+_BESIDES_PASSES = {"host": "host code", "data": "data loading", "communication": "waiting in communication"}
+
+
 def _passes_action(part: str) -> str:
     """Return advice that holds whatever the forward passes without gradients are for."""
     return {
         "host": "look at what the loop does between these passes.",
         "data": "look at how these passes get their data.",
+        "communication": "see which rank does something else in these steps while the others wait.",
     }.get(part, "make fewer of these passes, or use larger batches in them.")
 
 

@@ -32,16 +32,15 @@ def _action(report: Facts) -> str:
     begin = "see what else keeps the CPUs busy" if not others else ""
     if share >= _OTHERS:
         busiest = max(others, key=lambda each: each["others_share"] or 0.0)["busiest_other"]
-        keep = f"keep {percent(share)} of the job's CPUs busy"
-        begin = f"see which programs outside of the job {keep}"
+        begin = f"see which programs outside of the job keep {percent(share)} of its CPUs busy"
         if busiest:
-            begin = f"stop or move {busiest}, the busiest of the programs outside of the job, which {keep}"
+            begin += f", first of all {busiest}"
     threads = {each["threads"] for each in known}
     workers, cpus = {each["workers"] for each in known}, {each["cpus"] for each in known}
     less = []
     if threads != {1}:
         less.append(f"fewer threads (OMP_NUM_THREADS{_now(threads)})")
-    if workers != {0}:
+    if any(workers - {None, 0}):
         less.append(f"fewer loader workers (num_workers{_now(workers)})")
     if max(Counter(rank["host"] for rank in report["ranks"]).values(), default=0) > 1:
         less.append("fewer ranks a node")

@@ -16,12 +16,15 @@ _MIN_CHANGE = 0.25
 _STEADY = 0.8
 """Share of all pairs of windows of which the later one is slower. A single change halfway has 0.75 of the pairs."""
 _MIN_WINDOWS = 8
+_MIN_CHANGE_WITHOUT_CPUS = 1.0
+"""The same where the ranks lack CPUs: a smaller growth may be that of the machine's load."""
 
 
-def growth_verdicts(report: Facts) -> list[Verdict]:
+def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[Verdict]:
     """Return a verdict if the steps of the whole job took longer and longer."""
     trend, history = report["steps"]["trend"], report["history"]
-    if trend is None or history is None or trend["change"] < _MIN_CHANGE or len(history["median_s"]) < _MIN_WINDOWS:
+    min_change = _MIN_CHANGE_WITHOUT_CPUS if short_of_cpus else _MIN_CHANGE
+    if trend is None or history is None or trend["change"] < min_change or len(history["median_s"]) < _MIN_WINDOWS:
         return []
     later = [after > before for before, after in itertools.combinations(history["median_s"], 2)]
     if sum(later) < _STEADY * len(later):

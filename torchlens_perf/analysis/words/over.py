@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.words.bottleneck import Use
 
 
-def stretch(use: Use, step_s: float, rest_s: float, since_step: int, until_step: int | None) -> Verdict:
-    """What took the time of the steps from one to before another; None: to the end. rest_s: what it takes a step in the
-    rest of the run."""
+def stretch(
+    use: Use, step_s: float, rest_s: float, since_step: int, until_step: int | None, *, everywhere: bool = True
+) -> Verdict:
+    """Return a verdict on what took the time of the steps from one to before another; None: to the end.
+
+    rest_s: what it takes a step in the rest of the run. everywhere: whether it was measured in all of the rest.
+    """
     share = use.seconds / step_s
     takes = f"{percent(share)} ({duration(use.seconds)}) of a step of {duration(step_s)}"
-    rest = duration(rest_s)
+    rest = f"{'' if everywhere else 'where it was measured, '}{duration(rest_s)}"
     if until_step is None:
         what = use.what[0].lower() + use.what[1:]
         text = f"Since step {since_step}, {what} takes {takes}; before, {rest}. Next: {use.action}"

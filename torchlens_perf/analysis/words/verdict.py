@@ -67,7 +67,7 @@ def verdicts(
     # While one rank holds up the others, their waiting is its doing, as in most of a run that was so for most of it.
     slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST
     typical, *long = bottlenecks(report, waits_explained=bool(now) or slow_before)
-    grows = [] if "lack_of_cpu" in named_uses(typical) else growth_verdicts(report)
+    grows = growth_verdicts(report, short_of_cpus="lack_of_cpu" in named_uses(typical))
     if grows:
         long = [each for each in long if not is_growth(report, each)]
     typical = _unless_too_deep(report, typical)

@@ -275,8 +275,12 @@ class TrainingLoop:
         ends = self._rule.optimizer_stepped(optimizer, position, ending_lives=lives, patience=patience)
         if before not in (None, self._rule.ending):
             self._evaluations.steps_end_elsewhere()
-            if ending is not None and len(self.passed) and patience is not None:
-                name = type(stepping).__name__
+            name = type(stepping).__name__
+            if ending is not None and stepping is not None and patience is None:
+                self._say_once(
+                    f"{name} took the place of {ending.class_name}: its first steps, until that was clear, count as one"
+                )
+            elif ending is not None and len(self.passed) and patience is not None:
                 self._say_once(f"{name} has taken the place of {ending.class_name}: steps end with it from then on")
         if ends:
             self._session.end_step()
