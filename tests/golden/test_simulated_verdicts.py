@@ -17,6 +17,7 @@ from torchlens_perf.analysis import node_state
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.exporters import otlp_environment
 from torchlens_perf.report.build import build
+from torchlens_perf.run import directory
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedDevice
@@ -58,6 +59,7 @@ def _told(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     topology, device, faults = RUNS[name]
     run, exporter = RunDirectory(folder / "golden"), MemoryExporter()
     run.create()
+    monkeypatch.setattr(directory, "_SHARED_MEMORY", folder)  # alerts' ids need this name in every checkout
     monkeypatch.setattr(otlp_environment, "exporter_from_environment", lambda *_: exporter)
     simulation = Simulation(topology, faults=[parse_fault(each) for each in faults], noise=0.05)
     record(simulation, STEPS, run, "golden", device)

@@ -1,0 +1,66 @@
+"""Print the lines of each package beside its budget: `make lines`. Fails where a package is above its limit.
+
+The budget is where a package is meant to get; the limit is where it is now, and only goes down. A feature that needs
+more raises the limit of its package in the commit that brings it, and says why.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "torchlens_perf"
+SUFFIXES = {".py", ".pyi", ".js", ".css", ".c", ".h", ".cpp", ".cu", ".cuh"}
+# Package, its folders and files, budget, limit. The first entry that holds a file counts it.
+PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
+    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 0),
+    ("training side", ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"), 8900, 0),
+    ("store", ("page/gather", "sidecar/rings", "analysis/node_state.py"), 1600, 0),
+    ("run", ("run",), 3000, 0),
+    (
+        "verdicts",
+        (
+            "verdicts", "analysis/stragglers", "analysis/causes", "analysis/words", "report/held.py",
+            "report/judged_windows.py", "report/waited_for.py", "report/step_classes.py",
+        ),
+        4100,
+        0,
+    ),
+    ("analysis", ("analysis",), 3300, 0),
+    ("exporters", ("exporters",), 2600, 0),
+    ("view", ("report", "page", "top"), 6000, 0),
+    ("serve", ("serve",), 1300, 0),
+    ("sidecar", ("sidecar",), 5400, 0),
+    ("simulate, commands", ("simulate", "commands"), 2200, 0),
+    ("entry points", (".",), 1000, 0),
+)  # fmt: skip
+
+
+def main() -> int:
+    """Print the table. Return 1 where a package is above its limit."""
+    left = {file for file in PACKAGE.rglob("*") if file.suffix in SUFFIXES and "__pycache__" not in file.parts}
+    above, sums = [], [0, 0, 0]
+    print(f"{'package':20} {'lines':>7} {'budget':>7} {'limit':>7}")
+    for name, places, budget, limit in PACKAGES:
+        ours = {file for file in left if any(_is_in(file, place) for place in places)}
+        left -= ours
+        lines = sum(len(file.read_bytes().splitlines()) for file in ours)
+        sums = [total + each for total, each in zip(sums, (lines, budget, limit), strict=True)]
+        if lines > limit:
+            above.append(f"{name} has {lines} lines, {lines - limit} more than its limit")
+        print(f"{name:20} {lines:7,} {budget:7,} {limit:7,}{'  above its limit' if lines > limit else ''}")
+    print(f"{'sum':20} {sums[0]:7,} {sums[1]:7,} {sums[2]:7,}")
+    for each in above:
+        print(f"{each}: delete as many, or raise the limit in scripts/lines.py and say why.", file=sys.stderr)
+    return int(bool(above) or bool(left))
+
+
+def _is_in(file: Path, place: str) -> bool:
+    relative = file.relative_to(PACKAGE)
+    if "*" in place:
+        return relative.match(place)
+    return place == "." or relative == Path(place) or Path(place) in relative.parents
+
+
+if __name__ == "__main__":
+    sys.exit(main())
