@@ -24,7 +24,7 @@ def test_as_a_script(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", code], tmp_path, TORCHLENS_PERF_RAISE="1")
 
     assert done.returncode == 0, done.stderr
-    assert len(blocks()) == 5
+    assert len(blocks()) == 6
     assert re.search(r"^200 steps: p50 .* ms", done.stdout, re.MULTILINE)
     assert "communication_ns" in done.stdout
     assert "200 steps" in done.stderr
