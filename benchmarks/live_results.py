@@ -86,7 +86,7 @@ def _callbacks(table: Table, folder: str) -> None:
     """A look for alerts where there are none, and the same loop with a callback and without, in turns."""
     loop, alerts = _Loop(), Alerts()
     alerts.callbacks.append(print)
-    with perf.watch(loop.model, loop.optimizer, dir=folder, report="off") as watch:
+    with perf.watch(loop.model, loop.optimizer, dir=folder, report="quiet") as watch:
         session = watch._session
         assert session is not None
         with alerts.listening(session):
@@ -113,7 +113,7 @@ def _callbacks(table: Table, folder: str) -> None:
 
 def _questions(table: Table, folder: str) -> None:
     loop, asked_s, frame_s = _Loop(), [], []
-    with perf.watch(loop.model, loop.optimizer, dir=folder, report="off") as watch:
+    with perf.watch(loop.model, loop.optimizer, dir=folder, report="quiet") as watch:
         loop.steps(STEPS)
         for _ in range(ASKED):
             for question, took_s in ((watch.summary, asked_s), (watch.steps, frame_s)):

@@ -103,7 +103,7 @@ class Arm:
 
 def started(folder: str, modules: str) -> Watch:
     """A watch with its ring and sidecar, and nothing attached."""
-    watch = perf.watch(modules=modules, dir=folder, report="off")
+    watch = perf.watch(modules=modules, dir=folder, report="quiet")
     watch.start()
     Arm(nn.Identity(), watch).__exit__()
     return watch

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import multiprocessing.util
 import os
 import sys
 import threading
@@ -42,6 +41,8 @@ from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
+    from multiprocessing.util import Finalize
+
     from torch.nn import Module
     from torch.optim import Optimizer
     from typing_extensions import ParamSpec, Unpack
@@ -165,7 +166,7 @@ class Watch(ShowsResults):
         self._loop: TrainingLoop | None = None
         self._joined: Watch | None = None
         self._entered = False
-        self._finalizer: multiprocessing.util.Finalize | None = None
+        self._finalizer: Finalize | None = None
         names = [type(each.module).__name__ for each in models or ()] + [type(each).__name__ for each in optimizers]
         self._what = ", ".join(names) or "what is trained"
         self.run_dir: Path | None = None
@@ -222,9 +223,11 @@ class Watch(ShowsResults):
         self.__exit__(None, None, None)
 
     def _stop_at_exit(self) -> None:
+        from multiprocessing.util import Finalize
+
         atexit.register(self.stop)
         # A process that multiprocessing forked ends without atexit, but with its own finalizers.
-        self._finalizer = multiprocessing.util.Finalize(None, self.stop, exitpriority=100)
+        self._finalizer = Finalize(None, self.stop, exitpriority=100)
 
     def __enter__(self) -> Watch:
         with _changing:

@@ -27,7 +27,7 @@ _COLLECTIVES = {
 # By file, what it may use of them, and why.
 _ALLOWED = {
     # Leaves the watch, bounded by the exit timeout; also in a process that multiprocessing has forked.
-    "watch": {"atexit.register", "atexit.unregister", "multiprocessing.util"},
+    "watch": {"atexit.register", "atexit.unregister", "multiprocessing.util.Finalize"},
     # A line where nothing was recorded, of the user's program.
     "hooks.loop.first_step": {"atexit.register", "atexit.unregister", "multiprocessing.parent_process"},
     "config": {"urllib.parse.parse_qsl", "urllib.parse.urlencode", "urllib.parse.urlsplit"},  # of a text

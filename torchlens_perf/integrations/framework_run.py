@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchlens_perf import config as configuration
@@ -19,10 +19,10 @@ class FrameworkRun:
     that: nothing is recorded twice.
     """
 
-    def __init__(self, settings: dict[str, Any], log_to: object, log_every_s: float) -> None:
+    def __init__(self, settings: Mapping[str, Any], log_to: object, log_every_s: float) -> None:
         """Raises ConfigError for a setting that watch() would refuse, or for what is no logger."""
         configuration.from_settings(settings, {})
-        self._settings = settings
+        self._settings = dict(settings)
         self._log_to = log_to
         self._log_every_s = log_every_s
         self._watch: Watch | None = None
