@@ -142,7 +142,7 @@ def test_no_build(missed: str, node: Node) -> None:
 
     expected = {
         "": "",
-        "the setting": "no native tap is built: build_tap is off",
+        "the setting": "no native tap is built: TORCHLENS_PERF_BUILD_TAP is off",
         "by hand": "torchlens-perf build-tap builds the native tap",
     }
     assert said == expected[missed]
