@@ -74,7 +74,7 @@ def captured(arguments: dict[str, int], python: bool) -> list[str]:
     """A row's cells."""
     step = stepper(**arguments)
     plain_ms, captured_ms, begin_ms, end_ms = [], [], [], []
-    with tempfile.TemporaryDirectory() as folder, perf.watch(sidecar=False, report=False, dir=folder) as watch:
+    with tempfile.TemporaryDirectory() as folder, perf.watch(sidecar=False, report="off", dir=folder) as watch:
         for _ in range(CAPTURES):
             asking = Asking(watch, Path(folder), python)
             times_ms: list[float] = []
@@ -175,7 +175,7 @@ def train() -> None:
     """What each line of stdin says."""
     torch.manual_seed(0)
     step = stepper(**SIZES["all dispatch"])
-    with tempfile.TemporaryDirectory() as folder, perf.watch(sidecar=False, report=False, dir=folder) as watch:
+    with tempfile.TemporaryDirectory() as folder, perf.watch(sidecar=False, report="off", dir=folder) as watch:
         for _ in range(20):
             step()
         for line in sys.stdin:

@@ -117,7 +117,7 @@ def one_rank(folder: str, rank: int, tap: str, cores: int) -> None:
     for turn in range(ROUNDS):
         for name in ("plain", "watched") if turn % 2 else ("watched", "plain"):
             if name == "watched":
-                with watch(dir=f"{folder}/runs", sidecar=False, report=False):
+                with watch(dir=f"{folder}/runs", sidecar=False, report="off"):
                     block(name)
             else:
                 block(name)

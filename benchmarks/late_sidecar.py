@@ -53,12 +53,13 @@ class _Job:
             return 0.0, time.perf_counter() - began_s, 0.0, 0.0
         children: list[subprocess.Popen[Any]] = []
         with _sidecars(children, skipped=1 if arm == AT_END else 0):
-            watch = perf.watch(self.model, self.optimizer, dir=folder, exit_timeout_s=30.0).__enter__()
+            config = perf.Config(dir=folder, _exit_timeout_s=30.0)
+            watch = perf.watch(self.model, self.optimizer, config=config).start()
             entered_s = time.perf_counter()
             self._steps(self._count)
             left_s = time.perf_counter()
             with contextlib.redirect_stderr(io.StringIO()):
-                watch.close()
+                watch.stop()
             ended_s = time.perf_counter()
         cpu_s = 0.0
         for child in children:

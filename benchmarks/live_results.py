@@ -43,7 +43,7 @@ def timed(cell, session):
 notebook.Cell._update = timed
 """,
     f"""
-with perf.watch(model, optimizer, exit_timeout_s=60.0) as w:
+with perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=60.0)) as w:
     display(w)
     until_s = time.monotonic() + {LIVE_S}
     while time.monotonic() < until_s:
@@ -86,7 +86,7 @@ def _callbacks(table: Table, folder: str) -> None:
     """A look for alerts where there are none, and the same loop with a callback and without, in turns."""
     loop, alerts = _Loop(), Alerts()
     alerts.callbacks.append(print)
-    with perf.watch(loop.model, loop.optimizer, dir=folder, report=False) as watch:
+    with perf.watch(loop.model, loop.optimizer, dir=folder, report="quiet") as watch:
         session = watch._session
         assert session is not None
         with alerts.listening(session):
@@ -113,7 +113,7 @@ def _callbacks(table: Table, folder: str) -> None:
 
 def _questions(table: Table, folder: str) -> None:
     loop, asked_s, frame_s = _Loop(), [], []
-    with perf.watch(loop.model, loop.optimizer, dir=folder, report=False) as watch:
+    with perf.watch(loop.model, loop.optimizer, dir=folder, report="quiet") as watch:
         loop.steps(STEPS)
         for _ in range(ASKED):
             for question, took_s in ((watch.summary, asked_s), (watch.steps, frame_s)):

@@ -30,7 +30,7 @@ def main() -> int:
     parameter.grad = torch.zeros(1)
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     with tempfile.TemporaryDirectory() as folder:
-        with perf.watch(optimizer=optimizer, dir=folder, report=False, disk_bytes=CAP_BYTES) as watch:
+        with perf.watch(optimizer=optimizer, dir=folder, report="quiet", disk_bytes=CAP_BYTES) as watch:
             for _ in range(1000):
                 optimizer.step()
             before, largest, begin = resident_bytes(), 0, time.monotonic()

@@ -166,7 +166,7 @@ def run(kind: str, seed: int, rank: int, ranks: int, out: Path, steps: int = STE
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(Batches(file, cause, 1000 * seed + rank, steps), batch_size=BATCH)
     dist.barrier()
-    with perf.watch(model, optimizer, dir=str(out / f"{kind}-{seed}"), report=False) as watch:
+    with perf.watch(model, optimizer, dir=str(out / f"{kind}-{seed}"), report="quiet") as watch:
         try:
             begun_s = time.perf_counter()
             for step, (ids, targets) in enumerate(loader):

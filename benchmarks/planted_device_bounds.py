@@ -63,7 +63,7 @@ def verdict(kind: str, seed: int, folder: Path) -> str:
     model = nn.Sequential(*(block() for _ in range(BLOCKS))).to(device.NAME)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     loader = torch.utils.data.DataLoader(Batches(wait_s if kind == "data_bound" else 0.0), batch_size=None)
-    with perf.watch(model, optimizer, dir=str(folder), report=False) as watch:
+    with perf.watch(model, optimizer, dir=str(folder), report="quiet") as watch:
         for x in loader:
             x = x.to(device.NAME)
             loss = (model(x) - x).square().mean()

@@ -67,7 +67,7 @@ def train(rank: int, way: str, destroys: bool, folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if way == "recorded":
         autoload.arm()
-    with perf.watch(model, optimizer, report=False) if way == "watched" else contextlib.nullcontext():
+    with perf.watch(model, optimizer, report="quiet") if way == "watched" else contextlib.nullcontext():
         for step in range(STEPS):
             model(torch.full((8, 16), 0.1 * (step + rank))).square().sum().backward()
             optimizer.step()
@@ -106,7 +106,7 @@ def start_runs(rounds: int, folder: Path) -> None:
 def _become_rank(rank: int, folder: Path) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS),
-        TORCHLENS_PERF_RUN_ID=f"short-{folder.name}", TORCHLENS_PERF_DIR=str(folder), TORCHLENS_PERF_REPORT="0",
+        TORCHLENS_PERF_RUN_ID=f"short-{folder.name}", TORCHLENS_PERF_DIR=str(folder), TORCHLENS_PERF_REPORT="quiet",
         GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
     descriptor = os.open(folder / f"stderr{rank}", os.O_WRONLY | os.O_CREAT, 0o600)

@@ -103,7 +103,7 @@ class Arm:
 
 def started(folder: str, modules: str) -> Watch:
     """A watch with its ring and sidecar, and nothing attached."""
-    watch = perf.watch(modules=modules, dir=folder, report=False)
+    watch = perf.watch(modules=modules, dir=folder, report="quiet")
     watch.start()
     Arm(nn.Identity(), watch).__exit__()
     return watch
@@ -150,7 +150,7 @@ def main() -> int:
                 values[name].append(block(arms[name]))
         sampling = {name: arm.sampling_cost(step) for name, arm in arms.items()}
         for watch in watches.values():
-            watch.close()
+            watch.stop()
     table = Table(f"a step of {calls} modules", "ms", "cost in %", "of it sampling", "us", "bar (upper end)", "")
     unwatched, control = values["unwatched"], values["unwatched again (control)"]
     both = [statistics.mean(pair) for pair in zip(unwatched, control, strict=True)]

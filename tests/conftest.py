@@ -56,7 +56,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in list(os.environ):
         if variable.startswith(("TORCHLENS_PERF", "OTEL_")):
             monkeypatch.delenv(variable)
-    monkeypatch.setenv("TORCHLENS_PERF_HTML", "0")  # a page at the end of each run: tests/page has those that want one
+    monkeypatch.setenv("TORCHLENS_PERF_REPORT", "text")  # no page: tests/page has the runs that want one
 
 
 @pytest.fixture(autouse=True)

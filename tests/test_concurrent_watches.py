@@ -26,7 +26,7 @@ from torchlens_perf.hooks.loop import first_step
 from torchlens_perf.recorder import patch
 from torchlens_perf.recorder.patch import patched
 
-SETTINGS: dict[str, Any] = {"sidecar": False, "report": False}
+SETTINGS: dict[str, Any] = {"sidecar": False, "report": "off"}
 
 
 def state_of_torch() -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_one_object_is_entered_by_one_of_two_threads(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert sorted(pool.map(enter, range(2))) == [False, True]
-    watch.close()
+    watch.stop()
 
 
 @pytest.mark.parametrize("how", ["recorded", "joined", "off", "inside"])
@@ -123,7 +123,7 @@ def test_a_watch_is_entered_once(tmp_path: Path, how: str, monkeypatch: pytest.M
                 watch.__enter__()
     with pytest.raises(ConfigError, match="entered once"):
         watch.__enter__()
-    outer.close()
+    outer.stop()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
@@ -223,10 +223,10 @@ def test_first_steps_of_two_threads_start_one_watch(tmp_path: Path) -> None:
 
     def start(watch: perf.Watch) -> bool:
         together.wait(60)
-        return watch.start(in_the_middle=True, after_step_of=make()[1])
+        return watch._record(in_the_middle=True, after_step_of=make()[1])
 
     with ThreadPoolExecutor(2) as pool:
         started = list(pool.map(start, watches))
     for watch in watches:
-        watch.close()
+        watch.stop()
     assert sorted(started) == [False, True]

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import math
+import re
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import torchlens_perf as perf
-from torchlens_perf.config import Config, from_environment, from_settings, is_on
+from tests.support.processes import ROOT, run
+from torchlens_perf import config as configuration
+from torchlens_perf.config import Config, ExchangeUrl, Settings, from_environment, from_settings, is_on
 from torchlens_perf.errors import ConfigError
 
 
@@ -32,13 +39,15 @@ from torchlens_perf.errors import ConfigError
         ({"ring_records": 10}, "ring_records"),
         ({"ring_records": 1 << 30}, "ring_records"),
         ({"disk_bytes": -5}, "disk_bytes"),
-        ({"exit_timeout_s": math.nan}, "exit_timeout_s"),
-        ({"exit_timeout_s": -1.0}, "exit_timeout_s"),
-        ({"exit_timeout_s": math.inf}, "exit_timeout_s"),
         ({"nvtx": 1}, "nvtx"),
         ({"sidecar": None}, "sidecar"),
         ({"trace_every": 1.0}, "trace_every"),
-        ({"total_steps": -1}, "total_steps"),
+        ({"device_times": True}, "device_times"),
+        ({"memory": True}, "memory"),
+        ({"report": False}, "report"),
+        ({"capture": "yes"}, "capture"),
+        ({"exchange": False}, "exchange"),
+        ({"export_limit": 99}, "export_limit"),
     ],
 )
 def test_bad_setting_is_named(settings: dict[str, object], named: str) -> None:
@@ -47,6 +56,110 @@ def test_bad_setting_is_named(settings: dict[str, object], named: str) -> None:
         perf.watch(**settings)
 
     assert repr(next(iter(settings.values()))).strip("[]()") in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, -1.0, math.inf, 61.0, True])
+def test_exit_timeout(wrong: float) -> None:
+    """Seconds from 0 to 60; named as in the environment."""
+    with pytest.raises(ConfigError, match=r"^exit_timeout_s="):
+        Config(_exit_timeout_s=wrong)
+
+
+def test_at_most_20_settings() -> None:
+    """Keywords of watch() are the public fields of Config, each with the type and the default of the field."""
+    shown = list(inspect.signature(perf.watch).parameters.values())
+    fields = configuration.public_fields()
+
+    assert len(fields) <= 20
+    assert [each.name for each in shown] == ["model", "optimizer", *(field.name for field in fields), "config"]
+    assert [each.default for each in shown[2:-1]] == [field.default for field in fields]
+    assert Settings.__annotations__.keys() == {field.name for field in fields}
+    kinds = {name: each.__forward_arg__ for name, each in Settings.__annotations__.items()}
+    assert kinds == {field.name: field.type for field in fields}
+
+
+TYPED = """
+import torchlens_perf as perf
+from pathlib import Path
+
+@perf.watch(modules=["blocks.*"], dir=Path("runs"), exchange="grpc://host:1", config=perf.Config(nccl="on"))
+def train(epochs: int) -> str:
+    return "trained"
+
+with perf.watch(device_times="on", report="off", backward_every=4) as w:
+    w.step_table(backend="pandas")
+result: str = train(3)
+"""
+WRONG = {
+    'perf.watch(device_times="always")': "device_times",
+    'perf.watch(modules="some")': "modules",
+    "perf.watch(report=False)": "report",
+    "perf.watch(backward_every=1.5)": "backward_every",
+    "perf.watch(moduls='all')": "moduls",
+    'perf.Config(capture="yes")': "capture",
+    'w.step_table(backend="arrow")': "backend",
+    "w.steps()": "steps",
+    'train("three")': "train",
+}
+
+
+@pytest.mark.slow
+def test_types(tmp_path: Path) -> None:
+    """A type checker refuses each wrong choice, type and name, and nothing that is right."""
+    script = tmp_path / "script.py"
+    script.write_text(TYPED + "".join(f"{line}\n" for line in WRONG))
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", f"--cache-dir={tmp_path}", str(script)]
+    found = run(command, ROOT).stdout.splitlines()
+    first = TYPED.count("\n") + 1
+    errors = {int(line.split(":")[1]): line for line in found if ": error: " in line}
+
+    assert sorted(errors) == list(range(first, first + len(WRONG))), found
+    for number, name in enumerate(WRONG.values(), first):
+        assert name in errors[number]
+
+
+@pytest.mark.parametrize("name", sorted(configuration._OLD_NAMES))
+def test_old_names_are_told_what_is_new(name: str) -> None:
+    """In code and in the environment: one line, which names the setting that does the same, if there is one."""
+    with pytest.raises(ConfigError, match=f"^{name} is no longer a setting of watch\\(\\): .") as of_code:
+        perf.watch(**{name: "1"})
+    variable = f"TORCHLENS_PERF_{name.upper()}"
+    if variable not in configuration.variables():
+        with pytest.raises(ConfigError, match=f"^{variable} is no longer a setting: .") as of_environment:
+            from_environment({variable: "1"})
+        assert "\n" not in str(of_environment.value)
+    assert "\n" not in str(of_code.value)
+    assert name not in {field.name for field in configuration.public_fields()}
+
+
+def test_old_names_name_what_is_there() -> None:
+    """A hint shows settings and variables that exist."""
+    hints = " ".join(configuration._OLD_NAMES.values())
+    names = {field.name for field in configuration.public_fields()}
+    assert (
+        set(re.findall(r"(\w+)=", hints.replace("token_file=", "").replace("name=", "").replace("certs=", ""))) <= names
+    )
+    assert set(re.findall(r"(\w+)=", hints)) - {*ExchangeUrl._fields} <= names
+    assert set(re.findall(r"TORCHLENS_PERF_\w+", hints)) <= configuration.variables().keys()
+    with pytest.raises(ConfigError, match=r'use TORCHLENS_PERF_EXCHANGE="grpc://HOST:PORT"$'):
+        from_environment({"TORCHLENS_PERF_COORDINATOR": "head:1"})
+
+
+def test_config_is_the_middle() -> None:
+    """A keyword overrides what is set in `config`, which overrides the environment; defaults override nothing."""
+    environment = from_environment({"TORCHLENS_PERF_DIR": "/runs", "TORCHLENS_PERF_TRACE_EVERY": "9"})
+    given = Config(trace_every=7, backward_every=3)
+    config = from_settings({"config": given, "backward_every": 2}, environment)
+
+    assert (config.dir, config.trace_every, config.backward_every) == ("/runs", 7, 2)
+    assert from_settings({"config": None}, environment) == from_settings({}, environment)
+    with pytest.raises(ConfigError, match=r"^config=\{\}: must be a torchlens_perf.Config"):
+        perf.watch(config={})
+
+
+def test_dir_is_any_path() -> None:
+    """A str, a Path, or whatever has __fspath__; the environment's is text."""
+    assert Config(dir=Path("/runs/mine")).dir == Config(dir="/runs/mine").dir == "/runs/mine"
 
 
 def test_unknown_setting_is_named_with_the_closest() -> None:
@@ -66,6 +179,20 @@ def test_model_must_be_a_module(model: object) -> None:
     assert "torch.nn.Module" in str(caught.value)
 
 
+def test_swapped_arguments_are_noticed() -> None:
+    """An optimizer for a model, a model for an optimizer, and a function for either."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ConfigError, match=r"^model=SGD: .* is an optimizer; write watch\(model, optimizer\)"):
+        perf.watch(optimizer)
+    with pytest.raises(ConfigError, match=r"^model=SGD: .* is an optimizer"):
+        perf.watch(optimizer, model)
+    with pytest.raises(ConfigError, match=r"^optimizer=Linear: .* is a model: write watch\(model, optimizer\)"):
+        perf.watch(model, model)
+    with pytest.raises(ConfigError, match=r"^model=function: .* write @watch\(\) with parentheses"):
+        perf.watch(lambda: None)
+
+
 def test_optimizer_must_step() -> None:
     """Something without a step() raises ConfigError naming the argument."""
     with pytest.raises(ConfigError, match=r"^optimizer=int"):
@@ -75,14 +202,63 @@ def test_optimizer_must_step() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"coordinator": "head"}, {"coordinator": "a b:1"}, {"coordinator": "fd00::1:1"}, {"exchange_token": "secret"},
-        {"exchange_tls": "tls"}, {"exchange_tls_name": 1},
+        "on", "head:1", "http://head:1", "grpc://head", "grpc://a b:1", "grpc://fd00::1:1", "grpc://", "grpc://h:1/path",
+        "grpc://h:1?ca=/x", "grpc://h:1?token_file=secret", "grpc://h:1?name=a&name=b", "grpc://h:1?certs=/tls",
+        "grpcs://h:1", "grpcs://h:1?certs=tls", "grpcs://[::1?certs=/tls", 1, True,
     ],
 )  # fmt: skip
-def test_where_the_nodes_meet(wrong: dict[str, object]) -> None:
-    """A coordinator is host:port, files are named by full paths."""
-    with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}="):
-        from_settings(wrong, {})
+def test_where_the_nodes_meet(wrong: object) -> None:
+    """A URL has host:port, full paths, each parameter once, and TLS with certificates alone."""
+    with pytest.raises(ConfigError, match=r"^exchange=.*: must be "):
+        from_settings({"exchange": wrong}, {})
+
+
+def test_parts_of_an_exchange() -> None:
+    """Without an address, node 0 publishes one; "/" and spaces in paths stay what they are."""
+    for text, parts in {
+        "grpc://head:1": ("head:1", "", "", "", ""),
+        "grpc://[fd00::1]:29400?token_file=/secret": ("[fd00::1]:29400", "", "/secret", "", ""),
+        "grpcs://?certs=/my+tls&name=n0": ("", "", "", "/my tls", "n0"),
+    }.items():
+        assert ExchangeUrl.parse(text) == parts
+        assert Config(exchange=text).exchange == text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"exchange": "grpc://head:1?token=S3CRET"},
+        {"exchange": "grpcs://head:1?certs=/tls&token=S3CRET&name=n0"},
+        {"_exchange_token": "S3CRET"},
+    ],
+)
+def test_token_is_not_shown(settings: dict[str, str]) -> None:
+    """It is known to who asks for it alone."""
+    config = Config(**settings)
+
+    assert config._exchange_token == "S3CRET"
+    assert "S3CRET" not in f"{config!r} {config.exchange} {dataclasses.asdict(config)!r} {from_environment({})!r}"
+    told = from_environment({f"TORCHLENS_PERF_{name.lstrip('_').upper()}": text for name, text in settings.items()})
+    assert "S3CRET" not in repr(told)
+    assert Config(**told) == config
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["grpc://head?token=S3CRET", "http://head:1?token=S3CRET&name=x", "grpc://S3CRET@head:1", "grpc://[::1?token=S3CRET",
+     "grpc://head:1?certs=x&token=S3CRET", "grpc://head:1?token=/S3CRET"],
+)  # fmt: skip
+def test_token_is_in_no_error(wrong: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(exchange=wrong)
+    assert "S3CRET" not in str(caught.value)
+
+
+def test_token_that_is_a_file() -> None:
+    """What was the name of a file before is refused, and not taken for the token."""
+    with pytest.raises(ConfigError, match="token_file=FILE") as caught:
+        from_environment({"TORCHLENS_PERF_EXCHANGE_TOKEN": "/run/secrets/token"})
+    assert "/run/secrets" not in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", ["node-0:9464", "9464/metrics", "70000", ":9464", "::1:9464", "0.0.0.0", 9464])
@@ -107,17 +283,17 @@ def test_every_field_is_a_variable() -> None:
         "TORCHLENS_PERF_MODULES": "blocks.*.attn, head",
         "TORCHLENS_PERF_BACKWARD_EVERY": "4",
         "TORCHLENS_PERF_COLLECTIVES": "off",
-        "TORCHLENS_PERF_EXCHANGE": "0",
-        "TORCHLENS_PERF_FAULTHANDLER": "yes",
-        "TORCHLENS_PERF_MEMORY": "0",
-        "TORCHLENS_PERF_MEMORY_HISTORY": "5000",
+        "TORCHLENS_PERF_EXCHANGE": "grpc://head:29400?token_file=/secret",
+        "TORCHLENS_PERF_EXCHANGE_TOKEN": "token",
+        "TORCHLENS_PERF_MEMORY": "history",
         "TORCHLENS_PERF_NVTX": "False",
         "TORCHLENS_PERF_RING_RECORDS": "2048",
         "TORCHLENS_PERF_DISK_BYTES": "5000000",
         "TORCHLENS_PERF_SIDECAR": "no",
-        "TORCHLENS_PERF_REPORT": "1",
+        "TORCHLENS_PERF_REPORT": "text",
         "TORCHLENS_PERF_EXIT_TIMEOUT_S": "2.5",
         "TORCHLENS_PERF_TRACE_EVERY": "7",
+        "TORCHLENS_PERF_TRACE_SLOW": "0",
         "TORCHLENS_PERF_DEVICE_TIMES": "on",
         "TORCHLENS_PERF_TELEMETRY": "0",
         "TORCHLENS_PERF_AGGREGATE": "device",
@@ -125,28 +301,19 @@ def test_every_field_is_a_variable() -> None:
         "TORCHLENS_PERF_NCCL": "on",
         "TORCHLENS_PERF_BUILD_TAP": "0",
         "TORCHLENS_PERF_SHARE": "group",
-        "TORCHLENS_PERF_COORDINATOR": "head:29400",
-        "TORCHLENS_PERF_EXCHANGE_TOKEN": "/secret",
-        "TORCHLENS_PERF_EXCHANGE_TLS": "/tls",
-        "TORCHLENS_PERF_EXCHANGE_TLS_NAME": "node-0.job",
-        "TORCHLENS_PERF_TOTAL_STEPS": "10000",
-        "TORCHLENS_PERF_HTML": "0",
-        "TORCHLENS_PERF_TRACE_SLOW": "0",
-        "TORCHLENS_PERF_TRACE_SPANS_PER_S": "1000",
-        "TORCHLENS_PERF_METRIC_SERIES": "5000",
+        "TORCHLENS_PERF_EXPORT_LIMIT": "5000",
         "TORCHLENS_PERF_PROMETHEUS": "0.0.0.0:9464",
     }
     config = from_settings({}, from_environment(environ))
 
-    assert {"TORCHLENS_PERF_" + field.name.upper() for field in dataclasses.fields(Config)} == set(environ)
+    names = {field.name.lstrip("_").upper() for field in dataclasses.fields(Config)} - {"TOTAL_STEPS"}
+    assert {f"TORCHLENS_PERF_{name}" for name in names} == set(environ)
     assert config == Config(
-        dir="/runs", modules=("blocks.*.attn", "head"), backward_every=4, collectives=False, exchange=False,
-        coordinator="head:29400", exchange_token="/secret", exchange_tls="/tls", exchange_tls_name="node-0.job",
-        aggregate="device", build_tap=False, device_times="on", capture="verdict", nccl="on",
-        faulthandler=True, memory=False, memory_history=5000, nvtx=False, telemetry=False,
-        ring_records=2048, disk_bytes=5_000_000, sidecar=False, report=True, exit_timeout_s=2.5, trace_every=7,
-        share="group", total_steps=10_000, html=False, trace_slow=False, trace_spans_per_s=1000, metric_series=5000,
-        prometheus="0.0.0.0:9464",
+        dir="/runs", modules=("blocks.*.attn", "head"), backward_every=4, collectives=False,
+        exchange="grpc://head:29400?token_file=/secret", aggregate="device", device_times="on", capture="verdict",
+        nccl="on", memory="history", nvtx=False, telemetry=False, ring_records=2048, disk_bytes=5_000_000,
+        sidecar=False, report="text", trace_every=7, share="group", export_limit=5000, prometheus="0.0.0.0:9464",
+        _exchange_token="token", _build_tap=False, _exit_timeout_s=2.5, _trace_slow=False,
     )  # fmt: skip
 
 

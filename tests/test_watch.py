@@ -62,7 +62,7 @@ def test_adds_nothing_to_the_process(tmp_path: Path) -> None:
     threads, sockets, handlers = os.listdir("/proc/self/task"), open_sockets(), signal_handlers()
     descriptors = len(os.listdir("/proc/self/fd"))
     hooks = (sys.excepthook, threading.excepthook, sys.unraisablehook)
-    with perf.watch(model, optimizer, dir=str(tmp_path), report=False) as watch:
+    with perf.watch(model, optimizer, dir=str(tmp_path), report="off") as watch:
         train(model, optimizer, 5)
         assert os.listdir("/proc/self/task") == threads
         assert open_sockets() == sockets
@@ -76,7 +76,7 @@ def test_adds_nothing_to_the_process(tmp_path: Path) -> None:
 def test_report_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """On leaving, rank 0 prints the report's short form on stderr, and the run directory holds it all."""
     model, optimizer = make_model()
-    with perf.watch(model, optimizer, dir=str(tmp_path), exit_timeout_s=20) as watch:
+    with perf.watch(model, optimizer, dir=str(tmp_path), config=perf.Config(_exit_timeout_s=20)) as watch:
         train(model, optimizer, 60)
     out, err = capfd.readouterr()
     made = RunDirectory(watch.run_dir)
@@ -114,7 +114,7 @@ def test_watches_one_after_another(tmp_path: Path) -> None:
     model, optimizer = make_model()
     folders = []
     for steps in (10, 20):
-        with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False) as watch:
+        with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off") as watch:
             train(model, optimizer, steps)
         folders.append(watch.run_dir)
 
@@ -124,7 +124,7 @@ def test_watches_one_after_another(tmp_path: Path) -> None:
 
 def test_watch_is_entered_once(tmp_path: Path) -> None:
     """Entering a watch again, inside or after itself, is the user's mistake and says so."""
-    watch = perf.watch(dir=str(tmp_path), sidecar=False, report=False)
+    watch = perf.watch(dir=str(tmp_path), sidecar=False, report="off")
     with watch, pytest.raises(perf.ConfigError, match="entered once"), watch:
         pass
     assert running() is None
@@ -136,7 +136,7 @@ def test_exception_passes_through(tmp_path: Path) -> None:
     raised = KeyboardInterrupt()
 
     def interrupted() -> None:
-        with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False):
+        with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off"):
             train(model, optimizer, 2)
             raise raised
 
@@ -178,7 +178,7 @@ def test_importing_does_nothing() -> None:
 def test_forked_child_records_nothing(tmp_path: Path) -> None:
     """A forked child has no recorder, writes nothing into the parent's ring, and can train on its own."""
     model, optimizer = make_model()
-    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False) as watch:
+    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off") as watch:
         train(model, optimizer, 3)
         child = os.fork()
         if child == 0:
@@ -203,7 +203,7 @@ def test_forked_child_watches_collectives(tmp_path: Path) -> None:
 
     before = vars(Work)["wait"], another_has_tapped("c10d::allreduce_")
     told = tmp_path / "told"
-    with recorded(tmp_path / "parent", faulthandler=True) as parent:
+    with recorded(tmp_path / "parent") as parent:
         session = running()._session
         child = os.fork()
         if child == 0:
@@ -229,7 +229,7 @@ def test_forked_child_is_left_as_it_was(tmp_path: Path) -> None:
     """The parent's patches are gone in the child, and its module calls are the plain ones; in the parent all stays."""
     model, optimizer = make_model()
     plain = patches(model)
-    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False):
+    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off"):
         watched = patches(model)
         child = os.fork()
         if child == 0:
@@ -259,7 +259,7 @@ def test_many_forks_do_not_hang(tmp_path: Path) -> None:
             with perf.section("busy"):
                 pass
 
-    with perf.watch(dir=str(tmp_path), sidecar=False, report=False) as watch:
+    with perf.watch(dir=str(tmp_path), sidecar=False, report="off") as watch:
         thread = threading.Thread(target=mark)
         thread.start()
         for _ in range(40):
@@ -286,7 +286,7 @@ def test_errors_of_ours_do_not_reach_training(
     monkeypatch.setenv(RAISE, "0")
     monkeypatch.setattr(swallowed, "by_place", type(swallowed.by_place)())
     model, optimizer = make_model()
-    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False) as watch:
+    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off") as watch:
         running()._session.add_step_callback("broken", lambda: 1 / 0)
         train(model, optimizer, 30)
     lines = [record.getMessage() for record in caplog.records]
@@ -306,7 +306,7 @@ def test_errors_of_ours_do_not_reach_training(
 def test_watch_inside_a_watch_without_a_model(tmp_path: Path) -> None:
     """The outer one still finds the model at the first optimizer step."""
     model, optimizer = make_model()
-    with perf.watch(dir=str(tmp_path), sidecar=False, report=False), perf.watch(optimizer=optimizer):
+    with perf.watch(dir=str(tmp_path), sidecar=False, report="off"), perf.watch(optimizer=optimizer):
         train(model, optimizer, 2)
         assert running()._loop._roots
 
@@ -316,11 +316,11 @@ def test_deleted_model_and_optimizer_are_freed(way: str, tmp_path: Path, monkeyp
     """A watch holds neither: the user may delete them inside it, to free their memory."""
     if way == "off":
         monkeypatch.setenv("TORCHLENS_PERF", "0")
-    outer = perf.watch(torch.nn.Identity(), dir=str(tmp_path), sidecar=False, report=False)
+    outer = perf.watch(torch.nn.Identity(), dir=str(tmp_path), sidecar=False, report="off")
     model, optimizer = make_model()
     left = [weakref.ref(each) for each in (model, optimizer, *model.parameters())]
     with outer if way == "inside another" else contextlib.nullcontext():
-        with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False):
+        with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off"):
             train(model, optimizer, 2)
             del model, optimizer
             gc.collect()

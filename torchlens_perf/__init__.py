@@ -20,7 +20,9 @@ The training process only writes marks into a memory-mapped file; one sidecar pr
 Importing the package does nothing: no thread, no patch, no file, and torch is not imported.
 """
 
+import os as _os
 import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 # A sidecar starts beside the first steps of a job, and needs none of it: importing it would take four times as long as
 # all else that it does at first (sidecar/start/wait.py).
@@ -34,4 +36,26 @@ if getattr(_sys, "argv", [])[:2] != [__path__[0], "sidecar"]:  # as in run/child
 
     __version__ = VERSION
 
-__all__ = ["Config", "ConfigError", "Section", "TorchlensPerfError", "Watch", "device_section", "section", "watch"]
+    if _TYPE_CHECKING:
+        from torchlens_perf.results.run import Run
+
+
+def load(run_dir: "str | _os.PathLike[str]") -> "Run":
+    """Return the results of a run directory, of a live run or of a finished one.
+
+    ::
+
+        run = perf.load("torchlens-perf/20261121-013205-3fa9c1d2")
+        print(run.summary())
+        steps = run.step_table("pandas")
+
+    Raises RunStoreError, a TorchlensPerfError, for a folder that is no run directory.
+    """
+    from torchlens_perf.results.run import Run
+
+    return Run(run_dir)
+
+
+__all__ = [
+    "Config", "ConfigError", "Section", "TorchlensPerfError", "Watch", "device_section", "load", "section", "watch",
+]  # fmt: skip

@@ -12,9 +12,7 @@ launchers and tools import torch too, and are not ranks.
 
 from __future__ import annotations
 
-import atexit
 import functools
-import multiprocessing.util
 import os
 import sys
 from collections.abc import Mapping
@@ -24,7 +22,7 @@ from torchlens_perf import config as configuration
 from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, guard, printable
 from torchlens_perf.output import say
-from torchlens_perf.watch import Watch, forked_while_recording, watch
+from torchlens_perf.watch import Watch, forked_while_recording, start_after_first_step
 
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -70,23 +68,15 @@ def disarm() -> None:
         waiting.stop_waiting()
     started, _started = _started, None
     if started is not None:
-        atexit.unregister(started.close)
-        started.close()
+        started.stop()
 
 
 def _start(optimizer: Any) -> None:
     global _started
-    started = watch()
     try:
-        if not started.start(in_the_middle=True, after_step_of=optimizer):
-            return
+        _started = start_after_first_step(optimizer)
     except ConfigError as error:
         _say_off(str(error))  # a setting in the environment is no reason to stop a script that does not know of us
-        return
-    _started = started
-    # A process that multiprocessing forked ends without atexit, but with its own finalizers.
-    atexit.register(started.close)
-    multiprocessing.util.Finalize(None, started.close, exitpriority=100)
 
 
 def _again_in_child() -> None:

@@ -1,14 +1,15 @@
-"""Settings. Here, and for who the rank is in run/identity.py, the training process reads the environment."""
+"""Settings of watch(): keywords, variables of the environment, and their checks."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import fnmatch
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 from torchlens_perf.errors import RAISE, ConfigError
 
@@ -16,21 +17,120 @@ ENVIRONMENT_PREFIX = "TORCHLENS_PERF_"
 SWITCH = "TORCHLENS_PERF"
 CHILD = "_TORCHLENS_PERF_CHILD"
 """Set in the environment of each process that this package starts. Such a process records nothing."""
+EXCHANGE_TOKEN = "TORCHLENS_PERF_EXCHANGE_TOKEN"
+"""The token of an exchange with an address. The sidecar gets it by this variable, never by a file."""
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # Variables of ours that are not settings.
 _NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE}
 SIDECAR_SETTINGS = (
-    "disk_bytes", "trace_every", "trace_slow", "trace_spans_per_s", "metric_series",
-    "telemetry", "capture", "build_tap", "html", "total_steps",
-    "exchange", "prometheus", "coordinator", "exchange_token", "exchange_tls", "exchange_tls_name",
+    "disk_bytes", "trace_every", "export_limit", "telemetry", "capture", "exchange", "prometheus", "writes_page",
+    "_build_tap", "_total_steps", "_trace_slow",
 )  # fmt: skip
-"""Those that the sidecar follows: it gets them through the ring file."""
+"""Attributes of Config that the ring file hands to the sidecar."""
 
-_HOST_AND_PORT = re.compile(r"([^\s:\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
+_OLD_NAMES = {
+    "coordinator": 'use exchange="grpc://HOST:PORT"',
+    "exchange_token": 'use exchange="grpc://HOST:PORT?token_file=FILE"',
+    "exchange_tls": 'use exchange="grpcs://HOST:PORT?certs=FOLDER"',
+    "exchange_tls_name": 'use exchange="grpcs://HOST:PORT?certs=FOLDER&name=NAME"',
+    "build_tap": "set the variable TORCHLENS_PERF_BUILD_TAP",
+    "faulthandler": "it is always on",
+    "memory_history": 'use memory="history"',
+    "html": 'use report="page", "quiet", "text" or "off"',
+    "exit_timeout_s": "set the variable TORCHLENS_PERF_EXIT_TIMEOUT_S",
+    "total_steps": "callbacks of frameworks know it",
+    "trace_slow": "set the variable TORCHLENS_PERF_TRACE_SLOW",
+    "trace_spans_per_s": "use export_limit",
+    "metric_series": "use export_limit",
+}
+_NEW_NAME = re.compile(r"\b(exchange|memory|report|trace_every|export_limit)\b")
+_MASKED = re.compile(r"(?<=\btoken=)[^&#'\"]*|(?<=://)[^/?#@'\"]*(?=@)")
+"""Parts of a URL that no message shows."""
+_HOST_AND_PORT = re.compile(r"([^\s:@\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
 # No name: to look it up may take long.
 _LISTENING_ADDRESS = re.compile(r"(?:(?:localhost|[0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-fA-F:.]+\]):)?([0-9]{1,5})")
 
 _T = TypeVar("_T")
+
+
+class Settings(TypedDict, total=False):
+    """The keywords of watch(), for type checkers and editors. Config documents them."""
+
+    dir: str | os.PathLike[str]
+    modules: Literal["auto", "all", "none"] | int | tuple[str, ...] | list[str]
+    backward_every: int
+    collectives: bool
+    device_times: Literal["auto", "on", "off"]
+    nccl: Literal["auto", "on", "off"]
+    aggregate: Literal["sidecar", "device"]
+    exchange: Literal["auto", "off"] | str
+    memory: Literal["usage", "history", "off"]
+    nvtx: bool
+    telemetry: bool
+    ring_records: int
+    disk_bytes: int
+    sidecar: bool
+    report: Literal["page", "quiet", "text", "off"]
+    capture: Literal["ask", "verdict", "off"]
+    share: Literal["off", "group"]
+    prometheus: str
+    trace_every: int
+    export_limit: int
+
+
+class WatchSettings(Settings, total=False):
+    """Settings, and a Config that has them already."""
+
+    config: Config | None
+
+
+class Secret(str):
+    """Text that no repr() shows."""
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+class ExchangeUrl(NamedTuple):
+    """The parts of grpc://HOST:PORT?token_file=FILE and grpcs://HOST:PORT?certs=FOLDER&name=NAME."""
+
+    address: str
+    """HOST:PORT; "" where node 0 takes a free port and publishes it."""
+    token: str = ""
+    token_file: str = ""
+    certs: str = ""
+    name: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> ExchangeUrl:
+        """Raise ValueError, with what is expected, for text of another form."""
+        from urllib.parse import parse_qsl, urlsplit
+
+        try:
+            url = urlsplit(text)
+        except ValueError:
+            raise ValueError("a URL with host:port or [address]:port") from None  # the message may show the token
+        if url.scheme not in ("grpc", "grpcs") or url.path not in ("", "/") or url.fragment:
+            raise ValueError('"auto", "off", or a URL such as grpc://HOST:PORT or grpcs://HOST:PORT?certs=FOLDER')
+        if _HOST_AND_PORT.fullmatch(url.netloc) is None and (url.netloc or url.scheme == "grpc"):
+            raise ValueError("a URL with host:port or [address]:port")
+        query = parse_qsl(url.query, keep_blank_values=True)
+        if len(dict(query)) < len(query) or not {name for name, _ in query} <= {*cls._fields[1:]}:
+            raise ValueError("a URL with token, token_file, certs and name only, each at most once")
+        found = cls(url.netloc, **dict(query))
+        if bool(found.certs) != (url.scheme == "grpcs"):
+            raise ValueError("a URL with certs=FOLDER if it begins with grpcs://, and only then")
+        if not all(os.path.isabs(path) and _is_path(path) for path in (found.token_file, found.certs) if path):
+            raise ValueError("a URL in which token_file and certs are full paths")  # the sidecar's folder is another
+        return found
+
+    def without_token(self) -> str:
+        """Return the URL, without the token itself."""
+        from urllib.parse import urlencode
+
+        given = {name: value for name, value in self._asdict().items() if value and name not in ("address", "token")}
+        query = urlencode(given, safe="/")
+        return f"grpc{'s' * bool(self.certs)}://{self.address}{'?' * bool(query)}{query}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,162 +140,132 @@ class Config:
     Raises ConfigError, naming the field, for a value that cannot be used.
     """
 
-    dir: str = "torchlens-perf"
-    """Where run directories are made, one folder per run."""
+    dir: str | os.PathLike[str] = "torchlens-perf"
+    """Folder in which each run makes a run directory."""
 
-    modules: str | int | tuple[str, ...] = "auto"
-    """Which modules are timed: "auto" (two levels, at most 128), "all", "none", a number of levels, or name patterns
-    like "blocks.*.attn" (a tuple; comma-separated in the environment)."""
+    modules: Literal["auto", "all", "none"] | int | tuple[str, ...] | list[str] = "auto"
+    """Modules to time: "auto" (two levels, at most 128), "all", "none", a number of levels, or name patterns
+    like "blocks.*.attn" (a tuple or list; comma-separated in the environment)."""
 
     backward_every: int = 16
-    """Backward times of modules are taken in one step of so many, and more rarely where that would cost more than 0.1 %
-    of the time. 1 takes them in every step, whatever it costs; 0 never."""
+    """Time the backward pass of modules in one step of so many, and more rarely where that would cost more than 0.1 %
+    of the time. 1: in every step, whatever it costs; 0: never."""
 
     collectives: bool = True
     """Time collectives and the time blocked in them."""
 
-    device_times: str = "auto"
+    device_times: Literal["auto", "on", "off"] = "auto"
     """Time phases on the device, by CUDA events: "auto", but not under CUDA_DEVICE_MAX_CONNECTIONS=1, where they would
     keep communication from overlapping with computation; "on", there too; "off"."""
 
-    nccl: str = "off"
+    nccl: Literal["auto", "on", "off"] = "off"
     """Time collectives on the device by NCCL's profiler plugin: "off"; "auto", in every step with NCCL 2.28 to 2.30;
     "on", with others from 2.27 on too, in one step of 50. NCCL then takes 33 MiB of shared memory for each process and
-    communicator: where there is no room for that, nothing is timed. A plugin that somebody else has chosen stays."""
+    communicator: where there is no room for that, nothing is timed. A plugin that the job has chosen stays."""
 
-    aggregate: str = "sidecar"
+    aggregate: Literal["sidecar", "device"] = "sidecar"
     """Who merges device sections over ranks: "sidecar", without any collective; "device", together with the parts of
     the device's steps, by two all-reduces in a group of our own, once in 64 steps. For the latter all ranks must make
     the same steps: see docs/gpu.md."""
 
-    exchange: bool = True
-    """In a job of several nodes: sidecars send windows to node 0's, which judges all ranks together. Without it, each
-    node's sidecar judges its own ranks."""
+    exchange: Literal["auto", "off"] | str = "auto"
+    """How the sidecars of several nodes meet: "auto", node 0 takes a free port, which the others find in the run
+    directory or in the job's store; "off", each node judges its own ranks; a URL such as "grpc://HOST:PORT", node 0
+    listens there.
 
-    coordinator: str = ""
-    """In a job of several nodes: "host:port" where node 0's sidecar listens and the others find it. Without it, node 0
-    takes a free port, and the others look for it in the run directory and in the job's store."""
+    Parameters of the URL: token_file=FILE, with a token that admits nodes; grpcs://...?certs=FOLDER, for TLS with
+    ca.crt, tls.crt and tls.key; name=NAME, as in node 0's certificate. "grpcs://?certs=FOLDER" is "auto" with TLS. The
+    token itself goes into the variable TORCHLENS_PERF_EXCHANGE_TOKEN, or into the URL as token=TOKEN."""
 
-    exchange_token: str = ""
-    """A file that only this user can read, the same on all nodes: who does not know what it holds is refused by node
-    0's sidecar. It matters with `coordinator`; without, the token is random and published with the address."""
-
-    exchange_tls: str = ""
-    """A folder with ca.crt, tls.crt and tls.key: sidecars of several nodes talk over TLS, and show certificates to each
-    other. Without ca.crt on node 0, the others need none; then they need ca.crt alone."""
-
-    exchange_tls_name: str = ""
-    """The name in node 0's certificate; without it, the host or address that the others connect to."""
-
-    build_tap: bool = True
-    """Let the sidecar have the native tap on collectives built for the next run, where it is missing and a C++ compiler
-    is there."""
-
-    faulthandler: bool = False
-    """Let the sidecar ask a hanging rank for its Python stack by SIGUSR2, where py-spy is missing or not permitted."""
-
-    memory: bool = True
-    """Record device memory, or resident memory on a CPU: there it is read once in 50 ms at most,
-    on a device in one step of 16."""
-
-    memory_history: int = 0
-    """Keep the Python stack of each live block of device memory, and the last so many allocations and frees, so that
-    the table of an out-of-memory error names modules and lines; each allocation takes some microseconds longer. 0: no
-    stacks."""
+    memory: Literal["usage", "history", "off"] = "usage"
+    """Record device memory, or resident memory on a CPU: there it is read once in 50 ms at most, on a device in one
+    step of 16. "history" also keeps the Python stack of each live block of device memory, and the last 20,000
+    allocations, so that the table of an out-of-memory error names modules and lines; each allocation takes some
+    microseconds longer."""
 
     nvtx: bool = True
     """Push NVTX ranges when a tool listens; without one they cost nothing."""
 
     telemetry: bool = True
-    """Let the sidecar read clocks, power, temperatures and errors of the GPUs in use by NVML, and the counters of
-    InfiniBand ports. The training process only tells which GPUs it uses."""
+    """Read clocks, power, temperatures and errors of the GPUs in use by NVML, and the counters of InfiniBand ports. The
+    sidecar does that; the training process only names its GPUs."""
 
     ring_records: int = 65536
     """Capacity of the ring file, in records of 64 bytes; rounded up to a power of two."""
 
     disk_bytes: int = 1 << 29
-    """Most bytes of records and telemetry that a node keeps in the run directory; beyond it the oldest go, statistics
-    stay."""
+    """Most bytes of records and telemetry that a node keeps in the run directory. Beyond it the oldest are removed;
+    statistics stay."""
 
     sidecar: bool = True
     """Start the per-node process that reads, keeps and exports. Without it the ring files stay in the run directory
     for `torchlens-perf sidecar RUN_DIR`."""
 
-    report: bool = True
-    """Show the verdict on rank 0 when the run ends: printed on stderr, in a notebook in the cell."""
+    report: Literal["page", "quiet", "text", "off"] = "page"
+    """What rank 0 makes of the run at its end: "page", the report is printed (on stderr, in a notebook in the cell) and
+    report.html is written into the run directory; "quiet", the page alone; "text", the printed report alone; "off"."""
 
-    html: bool = True
-    """Let the sidecar write report.html into the run directory when the run has ended; nobody waits for it."""
-
-    exit_timeout_s: float | None = None
-    """Longest wait for the report when the run ends, in seconds. None: 1 s, but up to 10 s in a job on one node, for as
-    long as the sidecar makes progress; Ctrl-C ends the wait."""
-
-    capture: str = "ask"
+    capture: Literal["ask", "verdict", "off"] = "ask"
     """Who may ask for a deep look at a few steps: "ask", `torchlens-perf capture` alone; "verdict", also the sidecar,
-    once when a rank is named, of that one and a healthy one; "off", nobody."""
+    once when a rank is slow, of that one and a healthy one; "off", nobody."""
 
-    share: str = "off"
+    share: Literal["off", "group"] = "off"
     """Who may read a run directory: "off", this user alone, whatever the umask; "group", also the group that the file
     system gives it."""
 
-    total_steps: int = 0
-    """How many steps this watch will see, for progress and the time left in `torchlens-perf top`. 0: not known; nothing
-    in a loop tells it for certain, so it is never guessed."""
-
     prometheus: str = ""
     """Where the sidecar answers Prometheus: a port, of the loopback interface alone, or "address:port" in digits, as
-    "0.0.0.0:9464" for other machines; port 0 takes a free one. "": nowhere. Whoever reaches the port may read it."""
+    "0.0.0.0:9464" for other machines; port 0 takes a free one. "": nowhere. Everybody who reaches the port may read."""
 
     trace_every: int = 100
-    """Spans of one step of so many are exported over OTLP, besides the first steps; 0 exports none."""
+    """Export the spans of one step of so many over OTLP, besides those of the first steps, of slow steps, and of steps
+    in which a rank becomes slow. 0 exports none."""
 
-    trace_slow: bool = True
-    """Spans of steps that are slow beside those before them, and of those in which a rank is named, are exported,
-    too."""
+    export_limit: int = 2000
+    """Most metric series that the whole job exports, all nodes together, and ten times the most spans a second. Beyond
+    it, one description of the job and the ranks that stand out are exported, and what is left out is counted. 0: no
+    limit."""
 
-    trace_spans_per_s: int = 200
-    """Most spans a second that the whole job exports, as a mean over a minute. Where a step of all ranks does not fit,
-    those ranks are sent that explain it; what is left out is counted. 0: no limit."""
-
-    metric_series: int = 2000
-    """Most metric series that the whole job exports, all nodes together. Where there is no room for series of each
-    rank, there is one description of the job, and ranks that stand out have series of their own."""
+    # For callbacks of frameworks, tests and the environment. Names without the underscore are the variables'.
+    _exchange_token: str = ""
+    _build_tap: bool = True
+    """Let the sidecar compile the native tap on collectives for the next run, where it is missing."""
+    _exit_timeout_s: float | None = None
+    """Longest wait for the report when the run ends, in seconds. None: 1 s, but up to 10 s in a job on one node, for as
+    long as the sidecar makes progress; Ctrl-C ends the wait."""
+    _trace_slow: bool = True
+    """Export the spans of slow steps, and of steps in which a rank becomes slow, too."""
+    _total_steps: int = 0
+    """Steps that the run will make, for progress and the time left in `torchlens-perf top`. 0: not known."""
 
     def __post_init__(self) -> None:
-        self._check("dir", isinstance(self.dir, str) and _is_path(self.dir), "a folder's name")
+        self._check("dir", isinstance(self.dir, (str, os.PathLike)) and _is_path(self.dir), "a folder's name")
+        object.__setattr__(self, "dir", os.fspath(self.dir))
         for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
             if field.type == "bool":
-                self._check(field.name, isinstance(getattr(self, field.name), bool), "True or False")
-        for name in ("coordinator", "exchange_token", "exchange_tls", "exchange_tls_name"):
-            self._check(name, isinstance(getattr(self, name), str), "text")
-        for name in ("exchange_token", "exchange_tls"):  # the sidecar has another working directory
-            path = getattr(self, name)
-            self._check(name, not path or (_is_path(path) and os.path.isabs(path)), "a full path")
-        good = not self.coordinator or _HOST_AND_PORT.fullmatch(self.coordinator) is not None
-        self._check("coordinator", good, '"host:port" or "[address]:port"')
+                self._check(field.name, isinstance(value, bool), "True or False")
+            elif str(field.type).endswith("]") and field.name not in ("dir", "modules"):
+                choices = _choices(field)
+                self._check(field.name, isinstance(value, str) and value in choices, _one_of(choices))
         good = isinstance(self.prometheus, str) and (not self.prometheus or _is_listening_address(self.prometheus))
         self._check("prometheus", good, 'a port, "address:port" or "[address]:port", with the address in digits')
-        self._check("aggregate", self.aggregate in ("sidecar", "device"), '"sidecar" or "device"')
-        self._check("device_times", self.device_times in ("auto", "on", "off"), '"auto", "on" or "off"')
-        self._check("capture", self.capture in ("ask", "verdict", "off"), '"ask", "verdict" or "off"')
-        self._check("share", self.share in ("off", "group"), '"off" or "group"')
-        self._check("nccl", self.nccl in ("auto", "on", "off"), '"auto", "on" or "off"')
         self._check_number("backward_every", int, least=0)
         self._check_number("trace_every", int, least=0)
-        self._check_number("trace_spans_per_s", int, least=0)
-        self._check_number("metric_series", int, least=100)
-        self._check_number("total_steps", int, least=0)
-        self._check_number("memory_history", int, least=0, most=100_000)
+        self._check_number("export_limit", int, least=0)
+        self._check("export_limit", not 0 < self.export_limit < 100, "0, or at least 100")
+        self._check_number("_total_steps", int, least=0)
         self._check_number("ring_records", int, least=1024, most=1 << 24)
         self._check_number("disk_bytes", int, least=1 << 20)
-        if self.exit_timeout_s is not None:
-            self._check_number("exit_timeout_s", float, least=0, most=60)
+        if self._exit_timeout_s is not None:
+            self._check_number("_exit_timeout_s", float, least=0, most=60)
         self._check_modules()
+        self._check_exchange()
 
     def _check(self, field: str, good: bool, wanted: str) -> None:
         if not good:
-            raise ConfigError(f"{field}={getattr(self, field)!r}: must be {wanted}")
+            value = _MASKED.sub("***", repr(getattr(self, field)))
+            raise ConfigError(f"{field.lstrip('_')}={value}: must be {wanted}")
 
     def _check_number(self, field: str, kind: type, *, least: float, most: float | None = None) -> None:
         value = getattr(self, field)
@@ -219,6 +289,32 @@ class Config:
         else:
             self._check("modules", isinstance(value, int) and not isinstance(value, bool) and value >= 1, wanted)
 
+    def _check_exchange(self) -> None:
+        """Move the token out of the URL, so that nothing that is written or shown has it."""
+        token = self._exchange_token
+        if self.exchange not in ("auto", "off"):
+            try:
+                url = ExchangeUrl.parse(self.exchange if isinstance(self.exchange, str) else "")
+            except ValueError as error:
+                self._check("exchange", False, str(error))
+            token = url.token or token
+            object.__setattr__(self, "exchange", url.without_token())
+        object.__setattr__(self, "_exchange_token", Secret(token))
+        good = not token.startswith("/") and token.isprintable()
+        self._check(
+            "_exchange_token", good, "the token itself; name a file by token_file=FILE in the URL of `exchange`"
+        )
+
+    @property
+    def prints_report(self) -> bool:
+        """Whether rank 0 shows the report when the run ends."""
+        return self.report in ("page", "text")
+
+    @property
+    def writes_page(self) -> bool:
+        """Whether the sidecar writes report.html when the run has ended."""
+        return self.report in ("page", "quiet")
+
     @property
     def is_shared(self) -> bool:
         """Whether the group may read the run directory."""
@@ -239,11 +335,22 @@ def _is_listening_address(text: str) -> bool:
     return found is not None and int(found[1]) < 1 << 16
 
 
-def _is_path(text: str) -> bool:
+def _is_path(text: str | os.PathLike[str]) -> bool:
     try:
         return bool(text) and b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
+
+
+def _choices(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """Return the choices of a field whose type is Literal[...]."""
+    found = ast.literal_eval(str(field.type).removeprefix("Literal"))
+    return tuple(found)
+
+
+def _one_of(choices: tuple[str, ...]) -> str:
+    *others, last = (f'"{each}"' for each in choices)
+    return f"{', '.join(others)} or {last}"
 
 
 def _flag(text: str) -> bool:
@@ -263,7 +370,8 @@ def _modules(text: str) -> str | int | tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float | None": float, "bool": _flag}
+_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float | None": float, "bool": _flag}
+"""By a field's type; a field of any other type takes the text."""
 
 
 def is_on(environ: Mapping[str, str]) -> bool | None:
@@ -282,39 +390,65 @@ def is_on(environ: Mapping[str, str]) -> bool | None:
         raise ConfigError(f"{SWITCH}={text!r}: {error}") from None
 
 
+def public_fields() -> list[dataclasses.Field[Any]]:
+    """Return the fields of Config that are keywords of watch()."""
+    return [field for field in dataclasses.fields(Config) if not field.name.startswith("_")]
+
+
+def variables() -> dict[str, dataclasses.Field[Any]]:
+    """Return the field of each TORCHLENS_PERF_* variable."""
+    fields = [field for field in dataclasses.fields(Config) if field.name != "_total_steps"]
+    return {ENVIRONMENT_PREFIX + field.name.lstrip("_").upper(): field for field in fields}
+
+
 def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The settings in TORCHLENS_PERF_* variables. Raises ConfigError for one that is unknown or cannot be read."""
-    fields = {ENVIRONMENT_PREFIX + field.name.upper(): field for field in dataclasses.fields(Config)}
-    settings = {}
+    """Return the settings in TORCHLENS_PERF_* variables. Raise ConfigError for an unknown or invalid one."""
+    fields = variables()
+    settings: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _NOT_SETTINGS:
             continue
         field = fields.get(variable)
         if field is None:
-            raise ConfigError(f"{variable} is not a setting{_closest(variable, fields)}")
+            hint = _OLD_NAMES.get(variable.removeprefix(ENVIRONMENT_PREFIX).lower())
+            if hint is not None:
+                hint = _NEW_NAME.sub(lambda found: ENVIRONMENT_PREFIX + found[0].upper(), hint)
+            raise ConfigError(f"{variable} is {_no_setting('', hint, variable, fields)}")
         try:
-            value: Any = _modules(text) if field.name == "modules" else _PARSERS[str(field.type)](text)
-            Config(**{field.name: value})
+            value: Any = _modules(text) if field.name == "modules" else _PARSERS.get(str(field.type), str)(text)
+            checked = Config(**{field.name: value})
         except ConfigError as error:
             raise ConfigError(f"{variable}: {error}") from None
         except ValueError:
-            raise ConfigError(f"{variable}={text!r}: cannot be read as {field.name}") from None
-        settings[field.name] = value
+            raise ConfigError(f"{variable}={text!r}: cannot be read as {field.name.lstrip('_')}") from None
+        settings[field.name] = getattr(checked, field.name)
+        if checked._exchange_token:
+            settings["_exchange_token"] = checked._exchange_token
     return settings
 
 
 def from_settings(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> Config:
-    """The configuration of a watch(): its keywords, then the settings of the environment, then the defaults.
+    """Return the configuration of a watch().
 
-    Raises ConfigError for an unknown keyword or a value that cannot be used.
+    A keyword overrides a value of `config` that is not the default, which overrides the environment. Raise ConfigError
+    for an unknown keyword or a value that cannot be used.
     """
-    known = {field.name for field in dataclasses.fields(Config)}
-    for name in settings:
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    given, keywords = settings.get("config"), {name: each for name, each in settings.items() if name != "config"}
+    known = {field.name for field in public_fields()}
+    for name in keywords:
         if name not in known:
-            raise ConfigError(f"{name} is not a setting of watch(){_closest(name, known)}")
-    return Config(**{**environment, **settings})
+            raise ConfigError(f"{name} is {_no_setting(' of watch()', _OLD_NAMES.get(name), name, known)}")
+    if given is not None and not isinstance(given, Config):
+        raise ConfigError(f"config={given!r}: must be a torchlens_perf.Config")
+    chosen = {name: getattr(given, name) for name in fields} if given is not None else {}
+    chosen = {name: value for name, value in chosen.items() if value != fields[name].default}
+    return Config(**{**environment, **chosen, **keywords})
 
 
-def _closest(name: str, known: Mapping[str, Any] | set[str]) -> str:
+def _no_setting(whose: str, hint: str | None, name: str, known: Mapping[str, Any] | set[str]) -> str:
+    if hint is not None:
+        return f"no longer a setting{whose}: {hint}"
     matches = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {matches[0]}?" if matches else f" (known: {', '.join(sorted(known))})"
+    near = f"; did you mean {matches[0]}?" if matches else f" (known: {', '.join(sorted(known))})"
+    return f"not a setting{whose}{near}"

@@ -9,21 +9,23 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchlens_perf import config as configuration
-from torchlens_perf.config import Config
+from torchlens_perf.config import ENVIRONMENT_PREFIX, Config
 from torchlens_perf.errors import ConfigError, RunStoreError, guard, printable, switches_off
 from torchlens_perf.hooks.loop import passed
 from torchlens_perf.hooks.on_device import choice as on_device
@@ -31,7 +33,7 @@ from torchlens_perf.output import above_standard_streams, logger
 from torchlens_perf.recorder import keep_ring, sidecar
 from torchlens_perf.recorder.folder_request import MADE, FolderRequest
 from torchlens_perf.recorder.recorder import refusal
-from torchlens_perf.results import last_report, report_page
+from torchlens_perf.results import last_report
 from torchlens_perf.results.methods import ShowsResults
 from torchlens_perf.run import children, dead_runs, directory, identity, make_folders
 from torchlens_perf.run.directory import RunDirectory
@@ -39,15 +41,23 @@ from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
+    from multiprocessing.util import Finalize
+
     from torch.nn import Module
     from torch.optim import Optimizer
+    from typing_extensions import ParamSpec, Unpack
 
+    from torchlens_perf.config import WatchSettings
     from torchlens_perf.hooks.loop.selection import NamedModel
     from torchlens_perf.hooks.loop.training_loop import TrainingLoop
     from torchlens_perf.recorder.session import Session
     from torchlens_perf.results.ask import Recorded
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.ring import RingFile
+
+    P = ParamSpec("P")
+
+_T = TypeVar("_T")
 
 # Start: 2 s at the longest, with the children's start and end. End: 1.5 s by default. tests/jobs/test_bounded_waits.py
 _FOLDERS_TIMEOUT_S = 1.8  # that a watch waits for its run directory when it begins
@@ -68,9 +78,9 @@ _forked_while_recording = False
 def watch(
     model: Module | Iterable[Module] | Mapping[str, Module] | None = None,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
-    **settings: Any,
+    **settings: Unpack[WatchSettings],
 ) -> Watch:
-    """Records where each step's time goes, from entering the returned context until leaving it.
+    """Record where each step's time goes, from entering the returned context until leaving it.
 
     ::
 
@@ -80,10 +90,13 @@ def watch(
                 loss.backward()
                 optimizer.step()
 
+    The same as a pair of calls is `w = perf.watch(model, optimizer).start()` and `w.stop()`; as a decorator,
+    `@perf.watch()` records each call of a function as a run.
+
     model: what to time per module: a model, a list of them, or a dictionary of them by name. Without it, every model is
     found and timed whose parameters an optimizer steps. Of several, modules have their model's name in front.
     optimizer: whose steps count; a framework's wrapper is as good as what it wraps. Without it, every optimizer's.
-    settings: the fields of Config.
+    settings: the fields of Config, or config=Config(...).
 
     The training thread only writes marks into a memory-mapped file; another process, one per node, does the rest. With
     TORCHLENS_PERF=0 nothing is attached. Raises ConfigError for an argument that cannot be used.
@@ -97,13 +110,48 @@ def watch(
         logger.warning("torchlens_perf is off: %s", error)
         enabled, environment = False, {}
     config = configuration.from_settings(settings, environment)
-    if enabled and models is not None and "modules" in settings:
-        passed.check_patterns(models, config)
+    if enabled and models is not None:
+        try:
+            passed.check_patterns(models, config)
+        except ConfigError as error:
+            if config.modules != environment.get("modules"):
+                raise
+            logger.warning("torchlens_perf is off: %sMODULES: %s", ENVIRONMENT_PREFIX, error)
+            enabled = False
     return Watch(config, models, optimizers, enabled=enabled)
 
 
+def start_after_first_step(optimizer: Optimizer | None) -> Watch | None:
+    """Record from here on, in a loop whose first step has just ended (autoload.py). None where nothing is recorded.
+
+    optimizer: whose step that was; None where the loop has none. Raise ConfigError for a setting that cannot be met.
+    """
+    started = watch()
+    if not started._record(in_the_middle=True, after_step_of=optimizer):
+        return None
+    started._stop_at_exit()
+    return started
+
+
+def _signature() -> inspect.Signature:
+    """The signature of watch() with each setting, for help() and editors that read signatures."""
+    shown = inspect.signature(watch)
+    *parameters, _ = shown.parameters.values()
+    parameters += [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+        for each in configuration.public_fields()
+    ]
+    config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Config | None")
+    return shown.replace(parameters=[*parameters, config])
+
+
+watch.__signature__ = _signature()  # type: ignore[attr-defined]
+
+_OLD_METHODS = {"steps": "step_table()", "close": "stop()"}
+
+
 class Watch(ShowsResults):
-    """A watch: a context manager, entered once."""
+    """A watch: a context manager that is entered once, a pair start() and stop(), or a decorator."""
 
     def __init__(
         self, config: Config, models: list[NamedModel] | None, optimizers: list[Optimizer], *, enabled: bool
@@ -118,8 +166,68 @@ class Watch(ShowsResults):
         self._loop: TrainingLoop | None = None
         self._joined: Watch | None = None
         self._entered = False
+        self._finalizer: Finalize | None = None
+        names = [type(each.module).__name__ for each in models or ()] + [type(each).__name__ for each in optimizers]
+        self._what = ", ".join(names) or "what is trained"
         self.run_dir: Path | None = None
         """The run directory, once entered; None where nothing is recorded."""
+
+    def __repr__(self) -> str:
+        session = (self._joined or self)._session
+        if session is not None:
+            state = f"recording, step {session.recorder.step}"
+        elif self.run_dir is not None:
+            state = "ended"
+        else:
+            state = "off" if self._entered or not self._enabled else "not started"
+        where = "" if self.run_dir is None else f", run_dir={str(self.run_dir)!r}"
+        return f"<Watch of {self._what}: {state}{where}>"
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            new = _OLD_METHODS.get(name)
+            raise AttributeError(f"Watch.{name} is now {new}" if new else f"a Watch has no attribute {name!r}")
+
+    def __call__(self, function: Callable[P, _T]) -> Callable[P, _T]:
+        """Return a function that does the same, and records each call as a run of its own.
+
+        Raise ConfigError for a coroutine or a generator: its body does not run within the call.
+        """
+        kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        if not callable(function) or any(kind(function) for kind in kinds):
+            raise ConfigError(f"@watch() on {function!r}: must be a plain function; use `with watch():` inside of it")
+        config, models, optimizers, enabled = self._config, self._models, self._optimizers, self._enabled
+
+        @functools.wraps(function)
+        def recorded(*args: P.args, **kwargs: P.kwargs) -> _T:
+            with Watch(config, models, list(optimizers), enabled=enabled):
+                return function(*args, **kwargs)
+
+        return recorded
+
+    def start(self) -> Watch:
+        """Record from here on, as entering the context does. Return this watch.
+
+        stop() ends that, or else the end of the process.
+        """
+        self.__enter__()
+        self._stop_at_exit()
+        return self
+
+    def stop(self) -> None:
+        """Detach everything and, on rank 0, show the report. Leaving the context does the same; again is harmless."""
+        atexit.unregister(self.stop)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
+        self.__exit__(None, None, None)
+
+    def _stop_at_exit(self) -> None:
+        from multiprocessing.util import Finalize
+
+        atexit.register(self.stop)
+        # A process that multiprocessing forked ends without atexit, but with its own finalizers.
+        self._finalizer = Finalize(None, self.stop, exitpriority=100)
 
     def __enter__(self) -> Watch:
         with _changing:
@@ -129,7 +237,7 @@ class Watch(ShowsResults):
             if not self._enabled:
                 self._models, self._optimizers = None, []
             elif _running is None:
-                self.start()
+                self._record()
             else:
                 self._join(_running)
         return self
@@ -200,7 +308,7 @@ class Watch(ShowsResults):
         return Recorded(run, watch._session, watch._config.sidecar, why)
 
     @above_standard_streams()
-    def start(self, *, in_the_middle: bool = False, after_step_of: Optimizer | None = None) -> bool:
+    def _record(self, *, in_the_middle: bool = False, after_step_of: Optimizer | None = None) -> bool:
         """Makes the ring, the sidecar, the run directory and the hooks. Returns whether it records.
 
         in_the_middle: of a loop that has made its first step (autoload.py). after_step_of: the optimizer whose step has
@@ -282,7 +390,7 @@ class Watch(ShowsResults):
                     raise RunStoreError(f"cannot write to {run.path}: {answer}. Choose another folder by dir=")
                 # Before the hooks are attached: that imports for seconds, and we may be killed meanwhile.
                 run.register_ring(who[0].node, ring.path)
-                sidecar.ensure(run, who[0])
+                sidecar.ensure(run, who[0], config._exchange_token)
                 folders.keep()
                 if not who[0].local_rank:
                     with guard("looking for rings of jobs that were killed"):
@@ -291,10 +399,6 @@ class Watch(ShowsResults):
                 undo.callback(_end_early, session, ring)
             leaving.pop_all()
         return run, session, ring
-
-    def close(self) -> None:
-        """Detach everything and, on rank 0, show the report. Done by leaving the context; again is harmless."""
-        self._end(None)
 
     def _end(self, ended_by: type[BaseException] | None) -> None:
         """ended_by: the exception that leaves the context.
@@ -318,7 +422,7 @@ class Watch(ShowsResults):
         global _session
         who, mailbox, began_s = session.identity, None, time.monotonic()
         cell, is_live = self._end_live()
-        reports = (self._config.report and who.rank == 0) or is_live
+        reports = (self._config.prints_report and who.rank == 0) or is_live
         with guard("asking for the report"):
             if reports and self._config.sidecar:
                 mailbox = Mailbox(session.ring_path, REPORT)
@@ -332,8 +436,8 @@ class Watch(ShowsResults):
                 _session = None
             changing.close()
             if self._config.sidecar:
-                with guard("starting the sidecar again"):
-                    sidecar.ensure(run, who)  # if it was killed, another one finishes its work
+                with guard("starting the sidecar again"):  # if it was killed, another one finishes its work
+                    sidecar.ensure(run, who, self._config._exchange_token)
             if reports:
                 with guard("the report at the end"):
                     shown = last_report.show(
@@ -346,7 +450,7 @@ class Watch(ShowsResults):
                 with guard("asking for the report"):
                     mailbox.close()
             with guard("keeping the ring"):
-                timeout_s = self._config.exit_timeout_s
+                timeout_s = self._config._exit_timeout_s
                 timeout_s = last_report.SHORT_TIMEOUT_S if timeout_s is None else timeout_s
                 left_s = max(_MIN_WAIT_S, timeout_s - (time.monotonic() - began_s))
                 self._leave_ring(run, who, left_s)
@@ -364,9 +468,7 @@ class Watch(ShowsResults):
         if problem:
             logger.warning("torchlens_perf: rank %d's ring: %s", who.rank, problem)
 
-    report_html = report_page.report_html
-
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """In a forked child: forgets the session, which is the parent's. The child may start one of its own."""
         global _running
         session, self._session = self._session, None
@@ -391,7 +493,7 @@ def _end_early(session: Session, ring: RingFile) -> None:
     ring.let_go()
 
 
-def _absolute(folder: str) -> Path:
+def _absolute(folder: str | os.PathLike[str]) -> Path:
     try:
         return Path(folder).absolute()
     except OSError as error:  # the working directory was removed
@@ -435,7 +537,7 @@ def _forget_in_child() -> None:
         from torchlens_perf.hooks.loop.optimizer import relay
 
         if _running is not None:
-            _running.abandon()
+            _running._abandon()
         session.abandon()
         first_step.stop_waiting()
         relay.before = relay.after = None

@@ -62,7 +62,7 @@ def allocator(checks: Checks) -> None:
 
 @contextmanager
 def _watched(folder: str, **settings: Any) -> Iterator[perf.Watch]:
-    with perf.watch(dir=folder, sidecar=False, report=False, modules="none", **settings) as watch:
+    with perf.watch(dir=folder, sidecar=False, report="off", modules="none", **settings) as watch:
         yield watch
 
 
@@ -134,7 +134,7 @@ def _runs_out(checks: Checks, history: int) -> None:
     what = "with a history" if history else "without a history"
     model, x = Net(), torch.ones(1, device="cuda")
     with tempfile.TemporaryDirectory() as folder, _little_left():
-        with _watched(folder, memory_history=history) as watch:
+        with _watched(folder, memory="history" if history else "usage") as watch:
             watch.step()
             raised = False
             try:
@@ -168,7 +168,7 @@ def _runs_out(checks: Checks, history: int) -> None:
 def _many_blocks(checks: Checks) -> None:
     """As many small live blocks as a large model has, each with a stack."""
     with tempfile.TemporaryDirectory() as folder:
-        with _watched(folder, memory_history=HISTORY):
+        with _watched(folder, memory="history"):
             blocks = [torch.empty(512, dtype=torch.uint8, device="cuda") for _ in range(BLOCKS)]
             with suppress(torch.cuda.OutOfMemoryError):
                 torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
@@ -192,6 +192,6 @@ def _cost_of_history(checks: Checks) -> None:
         return float(np.median(times))
 
     without = pair_us()
-    with tempfile.TemporaryDirectory() as folder, _watched(folder, memory_history=HISTORY):
+    with tempfile.TemporaryDirectory() as folder, _watched(folder, memory="history"):
         recorded = pair_us()
     checks.value("allocator", "an allocation and its free", f"{without:.2f} us, recorded {recorded:.2f} us")

@@ -64,7 +64,7 @@ def beside(checks: Checks) -> None:
         with tempfile.TemporaryDirectory() as folder:
             watch: AbstractContextManager[object] = nullcontext()
             if watched:
-                watch = perf.watch(model, dir=folder, sidecar=False, report=False, modules="all")
+                watch = perf.watch(model, dir=folder, sidecar=False, report="off", modules="all")
             with watch:
                 steps, raised, thread = 0, "", Capturing()
                 thread.start()

@@ -27,7 +27,7 @@ def capture(checks: Checks) -> None:
     for _ in range(10):
         step()
     with tempfile.TemporaryDirectory() as folder:
-        with perf.watch(model, dir=folder, sidecar=False, report=False) as watch:
+        with perf.watch(model, dir=folder, sidecar=False, report="off") as watch:
             before_ms = [_timed_ms(step) for _ in range(AROUND)]
             usual_ms = statistics.median(before_ms)
             for number in range(1, TIMES + 1):

@@ -26,7 +26,7 @@ LAUNCH_BOUND = {"batch": 1, "length": 32, "layers": 8, "width": 64, "heads": 4, 
 
 
 def _watch(model: nn.Module, folder: str, modules: str) -> perf.Watch:
-    return perf.watch(model, dir=folder, sidecar=False, report=False, modules=modules)
+    return perf.watch(model, dir=folder, sidecar=False, report="off", modules=modules)
 
 
 class Size(NamedTuple):

@@ -34,7 +34,7 @@ def graphs(checks: Checks) -> None:
 
 def _watched(folder: str) -> perf.Watch:
     perf.device_section("region")  # before the watch, as a decorator is: its first step captures
-    return perf.watch(dir=folder, sidecar=False, report=False, modules="none")
+    return perf.watch(dir=folder, sidecar=False, report="off", modules="none")
 
 
 def _replay(watch: perf.Watch, replay: Callable[[], object]) -> None:

@@ -29,7 +29,7 @@ def merging(checks: Checks) -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             spin, model = Spin(), torch.nn.Linear(64, 64, device="cuda")
-            with perf.watch(dir=folder, sidecar=False, report=False, modules="none", aggregate="device") as watch:
+            with perf.watch(dir=folder, sidecar=False, report="off", modules="none", aggregate="device") as watch:
                 for _ in range(WINDOWS * MERGE_STEPS):
                     with perf.device_section("planted"):
                         spin(SPIN_NS)

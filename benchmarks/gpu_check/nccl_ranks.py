@@ -46,7 +46,7 @@ def _tell(folder: str, shared_before: int, **found: object) -> None:
 
 def _lone(folder: str, wish: str) -> None:
     before = shared_bytes()
-    with perf.watch(dir=folder, sidecar=False, report=False, modules="none", nccl=wish) as watch:
+    with perf.watch(dir=folder, sidecar=False, report="off", modules="none", nccl=wish) as watch:
         named = os.environ.get(VARIABLE) == str(nccl_plugin.path())
         dist.init_process_group("nccl")
         tensor = torch.ones(1 << 18, device="cuda")
@@ -67,7 +67,7 @@ def _one_of_two(folder: str, wish: str, groups: str = "1") -> None:
     """groups: of both ranks, one communicator each; every step has an all-reduce in each."""
     torch.cuda.set_device(0)
     before = shared_bytes()
-    with perf.watch(dir=folder, sidecar=False, report=False, modules="none", nccl=wish) as watch:
+    with perf.watch(dir=folder, sidecar=False, report="off", modules="none", nccl=wish) as watch:
         dist.init_process_group("nccl")
         all_groups = [None, *(dist.new_group() for _ in range(int(groups) - 1))]
         rank, tensor, spin = dist.get_rank(), torch.ones(1 << 18, device="cuda"), Spin()

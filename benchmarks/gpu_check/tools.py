@@ -18,7 +18,7 @@ _NVTX_PROGRAM = f"""
 import torch, torchlens_perf as perf
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-with perf.watch(model, optimizer, dir="runs", sidecar=False, report=False):
+with perf.watch(model, optimizer, dir="runs", sidecar=False, report="off"):
     for _ in range({NVTX_STEPS}):
         with perf.section("mine"):
             model(torch.ones(2, 8, device="cuda")).sum().backward()

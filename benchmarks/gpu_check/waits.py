@@ -38,7 +38,7 @@ def waits(checks: Checks) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         with calls.counted() as begun:
-            watch = perf.watch(model, dir=folder, sidecar=False, report=False, modules="all")
+            watch = perf.watch(model, dir=folder, sidecar=False, report="off", modules="all")
             watch.__enter__()
         for _ in range(WARM_UP):
             watched_step()

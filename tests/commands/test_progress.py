@@ -275,11 +275,12 @@ def test_quiet_run(wanted: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os; print(os.environ.get('TORCHLENS_PERF_REPORT'))")
     command = [sys.executable, "-m", "torchlens_perf", "run", "--quiet", "train.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHLENS_PERF": wanted}
+    del environment["TORCHLENS_PERF_REPORT"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("0\n", "")
-    environment["TORCHLENS_PERF_REPORT"] = "1"
+    assert (done.stdout, done.stderr) == ("quiet\n", "")
+    environment["TORCHLENS_PERF_REPORT"] = "text"
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("1\n", "")
+    assert (done.stdout, done.stderr) == ("text\n", "")
 
 
 def test_every_command_has_it() -> None:

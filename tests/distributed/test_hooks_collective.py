@@ -475,7 +475,7 @@ def detached(folder: Path) -> dict[str, Any]:
     work.wait()
     tensor = torch.full((4,), float(dist.get_rank()))
     dist.all_reduce(tensor)
-    with watch(dir=str(folder), sidecar=False, report=False, collectives=False):
+    with watch(dir=str(folder), sidecar=False, report="off", collectives=False):
         off = [name for name in operators() if another_has_tapped(name)]
         off_wait = Work.wait is wait
     return {

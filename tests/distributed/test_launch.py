@@ -222,7 +222,7 @@ def test_script_with_a_watch_of_its_own(tmp_path: Path) -> None:
         "import torch, torchlens_perf as perf\n"
         "model = torch.nn.Linear(4, 4)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "with perf.watch(model, optimizer, report=False):\n"
+        "with perf.watch(model, optimizer, report='off'):\n"
         "    for _ in range(12):\n"
         "        model(torch.ones(2, 4)).sum().backward(); optimizer.step()\n"
     )

@@ -18,7 +18,10 @@ import pytest
 from tests.device import device
 from tests.distributed.test_hang_live import STARTED_S, hang
 from tests.support.live_ranks import LiveRanks
+from tests.support.otlp_receiver import free_port
 from tests.support.processes import SCRIPTS
+from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.sidecar.nodes.rendezvous import Address, exchange_key, new_token
 
 NODES = ("node-a", "node-b")
 RANKS = 4
@@ -65,6 +68,24 @@ def test_slow_rank_of_another_node(tmp_path: Path) -> None:
     assert found["phase"] == "compute"
     assert "rank 3" in found["text"].lower()
     assert "node-b" in found["text"]
+
+
+def test_address_and_token_of_the_settings(tmp_path: Path) -> None:
+    """Node 0 listens where `exchange` says, with the token of the environment, which is in no file."""
+    address = f"127.0.0.1:{free_port()}"
+    told = {"TORCHLENS_PERF_EXCHANGE": f"grpc://{address}", "TORCHLENS_PERF_EXCHANGE_TOKEN": "S3CRET"}
+    with LiveRanks(tmp_path, RANKS, NODES, **told) as job:
+        job.wait_for(lambda report: job.compared(NODES[0]) == RANKS, 2 * STARTED_S, NODES[0])
+        (published,) = job.run_directory(NODES[0]).nodes.glob("exchange-*")
+        found = Address.decode(published.read_bytes())
+        (log,) = job.run_directory(NODES[1]).nodes.glob("*.log")
+        assert "node 0's sidecar was found by the setting `exchange`" in log.read_text()
+        expected = new_token(Places(job.job_store, None, address, token="S3CRET"), exchange_key(0))
+        files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+
+    assert (found.port, found.token) == (int(address.rpartition(":")[2]), expected)
+    assert len(files) > 5
+    assert not any(b"S3CRET" in each for each in files)
 
 
 @pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))

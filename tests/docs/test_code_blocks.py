@@ -49,8 +49,6 @@ model = Answer()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """,
 }
-# What stands in for the rest of a line that a page leaves out.
-COMPLETED = {"docs/top.md": "    pass\n"}
 PYTHON_NOT_RUN = {
     "docs/frameworks.md": "needs the frameworks; tests/frameworks/test_jobs.py holds it against the jobs that it runs",
     "docs/gpu.md": "needs a CUDA device; compiled here, and run by tests/device and `make gpu-check`",
@@ -131,12 +129,12 @@ def shell(command: Command) -> str:
 def test_python(page: str, recorded: Path, tmp_path: Path) -> None:
     """A page's blocks run one after another, as a reader pastes them."""
     code = "\n".join(block.text for block in BLOCKS if block.page == page and block.language == "python")
-    compile(code + COMPLETED.get(page, ""), page, "exec")
+    compile(code, page, "exec")
     if page in PYTHON_NOT_RUN:
         pytest.skip(f"{page}: {PYTHON_NOT_RUN[page]}")
     shutil.copytree(recorded, tmp_path, dirs_exist_ok=True, symlinks=True)
     code = code.replace("20261121-013205-3fa9c1d2", run_id(recorded))
-    done = run_warm([sys.executable, "-c", GIVEN + MORE_GIVEN.get(page, "") + code + COMPLETED.get(page, "")], tmp_path)
+    done = run_warm([sys.executable, "-c", GIVEN + MORE_GIVEN.get(page, "") + code], tmp_path)
     assert done.returncode == 0, done.stderr
     runs(tmp_path)
 

@@ -36,7 +36,7 @@ def test_outage(seconds: int, tmp_path: Path, receiver: Receiver) -> None:
         told = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": address, "OTEL_EXPORTER_OTLP_TIMEOUT": "3",
             "TORCHLENS_PERF_TRACE_EVERY": str(TRACE_EVERY), "TORCHLENS_PERF_TRACE_SLOW": "0",
-            "TORCHLENS_PERF_TRACE_SPANS_PER_S": "0",
+            "TORCHLENS_PERF_EXPORT_LIMIT": "0",
         }  # fmt: skip
         trainer = WarmPython(
             [sys.executable, str(SCRIPTS / "train_until_told.py"), str(tmp_path / "runs"), str(stop)],
@@ -79,7 +79,7 @@ def test_endpoint_comes_back_while_the_job_runs(seconds: int, tmp_path: Path) ->
     told = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}", "OTEL_EXPORTER_OTLP_TIMEOUT": "3",
         "TORCHLENS_PERF_TRACE_EVERY": str(TRACE_EVERY), "TORCHLENS_PERF_TRACE_SLOW": "0",
-        "TORCHLENS_PERF_TRACE_SPANS_PER_S": "0",
+        "TORCHLENS_PERF_EXPORT_LIMIT": "0",
     }  # fmt: skip
     trainer = WarmPython(
         [sys.executable, str(SCRIPTS / "train_until_told.py"), str(tmp_path / "runs"), str(stop)],

@@ -40,13 +40,16 @@ def train(steps):
         optimizer.zero_grad()"""
 LIVE = """import os, time
 
-with perf.watch(model, optimizer, exit_timeout_s=60.0) as w:
+with perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=60.0)) as w:
     display(w)
     most_s = time.monotonic() + 120
     while not os.path.exists('END') and time.monotonic() < most_s:
         train(1)
         time.sleep(0.002)"""
-CELLS = (SETUP, LIVE, "w", "with perf.watch(model, optimizer, exit_timeout_s=60.0):\n    train(300)\nprint('printed')")
+PRINTED = """with perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=60.0)):
+    train(300)
+print('printed')"""
+CELLS = (SETUP, LIVE, "w", PRINTED)
 # What a reader has of the output of a cell: words, pictures that were really drawn, and whether all of it can be read.
 SEEN = """
 async number => {

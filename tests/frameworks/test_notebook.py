@@ -33,7 +33,7 @@ from torch import nn
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-settings = {"exit_timeout_s": 60.0}
+settings = {"config": perf.Config(_exit_timeout_s=60.0)}
 losses = []
 
 def train(steps):
@@ -65,7 +65,7 @@ def result(shown):
     model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 4))
     optimizer = torch.optim.Adam(model.parameters())
     threads = len(os.listdir("/proc/self/task"))
-    with perf.watch(model, optimizer, report=False, **settings) as w:
+    with perf.watch(model, optimizer, report="off", **settings) as w:
         if shown:
             display(w)
             w.on_verdict(print)
@@ -234,7 +234,8 @@ def test_an_interrupt(kernel: Kernel) -> None:
 
 def test_a_late_report(kernel: Kernel) -> None:
     """A line says why it is not there; the watch shows it as soon as it is."""
-    output = kernel.run("settings['exit_timeout_s'] = 0.0" + TRAIN + "settings['exit_timeout_s'] = 60.0")
+    until = "settings['config'] = perf.Config(_exit_timeout_s={})"
+    output = kernel.run(until.format(0.0) + TRAIN + until.format(60.0))
     assert "torchlens_perf: the report is not ready after 0.0 s" in output.only()["text/plain"]
     assert output.text == ""
     assert "30 steps" in kernel.run("w").only()["text/plain"]
@@ -242,7 +243,7 @@ def test_a_late_report(kernel: Kernel) -> None:
 
 def test_switched_off(kernel: Kernel) -> None:
     """Without a report, nothing is shown that was not asked for; a watch that records nothing says so."""
-    silent = "**settings, report=False"
+    silent = '**settings, report="off"'
     assert kernel.run(TRAIN.replace("**settings", silent)).reports == []
     assert ": 1 rank, ended" in kernel.run(LIVE.replace("**settings", silent)).only()["text/plain"]
     output = kernel.run("%env TORCHLENS_PERF=0\n" + TRAIN + "w")

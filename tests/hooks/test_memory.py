@@ -60,7 +60,7 @@ def test_resident_memory_of_short_steps_is_read_once_in_50_ms(tmp_path: Path, mo
 
 def test_without_memory(tmp_path: Path) -> None:
     """Switched off, no number is made up: the steps have none."""
-    with recorded(tmp_path, memory=False) as recording:
+    with recorded(tmp_path, memory="off") as recording:
         recording.watch.step()
 
     assert [step.value0 for step in recording.steps] == [0]

@@ -239,12 +239,12 @@ def test_watch_ends_inside_a_call(tmp_path: Path, way: str) -> None:
 
     class Ends(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            watched.close()
+            watched.stop()
             return x + 1
 
     model = nn.Sequential(Block(), Ends(), Block())
     batch = torch.randn(2, 4)
-    watched = watch(model, dir=str(tmp_path), sidecar=False, report=False, modules="all")
+    watched = watch(model, dir=str(tmp_path), sidecar=False, report="off", modules="all")
     with watched:
         inside_result = model(batch)
 
@@ -287,8 +287,8 @@ def test_interrupt_while_we_look_on(tmp_path: Path) -> None:
 def test_watch_ends_while_we_look_on(tmp_path: Path) -> None:
     """Another thread may end the watch between our look at a module's arguments and the module's call."""
     model = TakesAndGives()
-    watched = watch(model, dir=str(tmp_path), sidecar=False, report=False, **EVERYTHING)
-    x = Acts(watched.close, x=torch.ones(1))
+    watched = watch(model, dir=str(tmp_path), sidecar=False, report="off", **EVERYTHING)
+    x = Acts(watched.stop, x=torch.ones(1))
     with watched:
         result = model(x)
 
@@ -335,7 +335,7 @@ def test_pattern_that_matches_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In code it is an error, before anything is made. In the environment it never stops the job: a warning, a note."""
+    """In code it is an error, before anything is made. In the environment it is a line, and the job goes on."""
     model = {"model": Model(), "other": nn.Linear(4, 4)} if several else Model()
     with pytest.raises(ConfigError, match=re.escape(problem)) as raised:
         watch(model, modules=pattern, dir=str(tmp_path))
@@ -344,11 +344,11 @@ def test_pattern_that_matches_nothing(
     assert str(raised.value).endswith(f"Names are matched against model.named_modules(), for example {example}")
 
     monkeypatch.setenv("TORCHLENS_PERF_MODULES", ",".join(pattern))
-    with recorded(tmp_path, model) as recording:
+    with watch(model, dir=str(tmp_path)) as off:
         run(model["model"] if several else model)
-    assert [each for each in recording.notes if "matches" in each] == [str(raised.value)]
+    assert off.run_dir is None
     warnings = [each.getMessage() for each in caplog.records if "matches" in each.getMessage()]
-    assert warnings == [f"torchlens_perf: {raised.value}"]
+    assert warnings == [f"torchlens_perf is off: TORCHLENS_PERF_MODULES: {raised.value}"]
 
 
 def test_pattern_that_matches_nothing_in_a_found_model(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_without_a_tool_no_call_is_made(tmp_path: Path) -> None:
     program = (
         "import torchlens_perf as perf\n"
         "from torchlens_perf.watch import running\n"
-        f"with perf.watch(dir={str(tmp_path)!r}, sidecar=False, report=False):\n"
+        f"with perf.watch(dir={str(tmp_path)!r}, sidecar=False, report='off'):\n"
         "    session = running()._session\n"
         "    print('nvtx' in session._at_step.values())\n"
     )

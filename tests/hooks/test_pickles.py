@@ -358,7 +358,7 @@ def forward(model, queue):
 if __name__ == "__main__":
     context = multiprocessing.get_context("{method}")
     model = nn.LSTM(4, 4)
-    with perf.watch(model, dir="{folder}", sidecar=False, report=False):
+    with perf.watch(model, dir="{folder}", sidecar=False, report="off"):
         expected = float(model(torch.ones(2, 1, 4))[0].sum())
         queue = context.Queue()
         worker = context.Process(target=forward, args=(model, queue))

@@ -26,7 +26,7 @@ def named_while_training(folder: Path, monkeypatch: pytest.MonkeyPatch, scope: s
     tracer.YAMA.write_text(scope)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with perf.watch(model, optimizer, dir=str(folder), exit_timeout_s=0) as watch:
+    with perf.watch(model, optimizer, dir=str(folder), config=perf.Config(_exit_timeout_s=0)) as watch:
         sidecar = 0
         for step in range(200):
             model(torch.ones(2, 4)).sum().backward()

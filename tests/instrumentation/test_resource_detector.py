@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import run
-from torchlens_perf.config import Config
+from torchlens_perf.config import EXCHANGE_TOKEN, variables
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.otlp_resource import node_resource
 from torchlens_perf.instrumentation import environment_variables
@@ -102,6 +101,6 @@ def test_entry_points() -> None:
         assert entry_points(group=f"opentelemetry_{group}", name="torchlens_perf"), "install the package again"
     (listed,) = entry_points(group="opentelemetry_environment_variables", name="torchlens_perf")
     names = {name.removeprefix("OTEL_PYTHON_") for name in dir(listed.load()) if name.startswith("OTEL_")}
-    settings = {f"TORCHLENS_PERF_{field.name.upper()}" for field in dataclasses.fields(Config)}
+    settings = variables().keys() - {EXCHANGE_TOKEN}  # no option: command lines can be read by all users
     assert names == {"TORCHLENS_PERF", "TORCHLENS_PERF_RUN_ID", *settings}
     assert names == {name.removeprefix("OTEL_PYTHON_") for name in environment_variables.VARIABLES}

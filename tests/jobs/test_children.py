@@ -33,7 +33,7 @@ import torch
 import torchlens_perf as perf
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with perf.watch(model, optimizer, dir=sys.argv[-1], exit_timeout_s=30) as watch:
+with perf.watch(model, optimizer, dir=sys.argv[-1], config=perf.Config(_exit_timeout_s=30)) as watch:
     for _ in range(20):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
@@ -78,7 +78,7 @@ def test_program_that_is_no_interpreter_is_not_started(
         monkeypatch.setattr(sys, "executable", programs(tmp_path)[kind])
     model, folder = torch.nn.Linear(4, 4), tmp_path / "runs"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with perf.watch(model, optimizer, dir=str(folder), sidecar=sidecar, report=False) as watch:
+    with perf.watch(model, optimizer, dir=str(folder), sidecar=sidecar, report="off") as watch:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

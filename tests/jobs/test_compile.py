@@ -397,7 +397,7 @@ def call(x):
     with perf.section("inside"):
         return x.sin()
 
-watch = perf.watch(torch.nn.Linear(1, 1), dir={str(tmp_path)!r}, sidecar=False, report=False)
+watch = perf.watch(torch.nn.Linear(1, 1), dir={str(tmp_path)!r}, sidecar=False, report="off")
 with watch if {watching != "without a watch"} else contextlib.nullcontext():
     torch.compile(call, backend="eager", fullgraph=True)(torch.ones(3))
 """

@@ -58,7 +58,7 @@ def test_workers_of_many_epochs(forks: int, tmp_path: Path) -> None:
     loader = DataLoader(
         TensorDataset(torch.ones(4, 4)), 2, num_workers=2, multiprocessing_context="fork", timeout=ENDS_WITHIN_S
     )
-    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False, ring_records=1 << 16) as watch:
+    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off", ring_records=1 << 16) as watch:
         for _ in range(epochs):
             for (batch,) in loader:
                 model(batch).sum().backward()

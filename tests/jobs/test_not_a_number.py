@@ -27,7 +27,7 @@ def test_report_of_a_diverged_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     """Every step is counted as any other, and each number of the report is one."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
-    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report=False) as watch:
+    with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off") as watch:
         for _ in range(STEPS):
             loss = model(torch.ones(2, 4)).square().sum()
             loss.backward()

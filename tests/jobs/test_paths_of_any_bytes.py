@@ -20,7 +20,7 @@ import torch
 import torchlens_perf as perf
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with perf.watch(model, optimizer, exit_timeout_s=60):
+with perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=60)):
     for _ in range(20):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
@@ -39,7 +39,7 @@ def test_a_job_and_the_commands_on_its_run(tmp_path: Path) -> None:
     folder.mkdir()
     script = folder / f"{ODD}.py"
     script.write_text(SCRIPT)
-    done = run([sys.executable, str(script)], folder, SLURM_JOB_NAME=ODD, TORCHLENS_PERF_HTML="1")
+    done = run([sys.executable, str(script)], folder, SLURM_JOB_NAME=ODD, TORCHLENS_PERF_REPORT="page")
     assert done.returncode == 0, done.stderr
     assert b"20 steps" in done.stderr, done.stderr
     (path,) = (folder / "torchlens-perf").iterdir()

@@ -35,7 +35,7 @@ def test_training_ends_as_without_us(
     (tmp_path / "trainer").mkdir()
     for name in ("train.py", "trainer/fit.py"):
         shutil.copy(SCRIPTS / "train_and_end.py", tmp_path / name)
-    environment = {"TORCHLENS_PERF_REPORT": "0", **environment}
+    environment = {"TORCHLENS_PERF_REPORT": "off", **environment}
     plain = run([sys.executable, *command.split()], tmp_path, 140, **environment)
     recorded = run([*RUN, *command.split()], tmp_path, 140, **environment)
     value = only_report(tmp_path)

@@ -30,13 +30,13 @@ def train(steps=12):
         optimizer.zero_grad()
 time.sleep(2)
 if "twice" in how:
-    with perf.watch(model, optimizer, report=False, html=False):
+    with perf.watch(model, optimizer, report="off"):
         train()
     time.sleep(2)
 if "fork" in how and os.fork():
     os.wait()
     os._exit(0)
-with perf.watch(model, optimizer, report=False, html=False):
+with perf.watch(model, optimizer, report="off"):
     train()
     if "SIGKILL" in how or "SIGTERM" in how or "SIGABRT" in how:
         os.kill(os.getpid(), getattr(signal, how.split()[0]))

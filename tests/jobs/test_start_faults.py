@@ -137,7 +137,7 @@ def test_each_function_of_ours_fails(
     )
 
     def begin() -> perf.Watch:
-        return perf.watch(model, dir=str(runs), sidecar=sidecar, report=False, ring_records=1024).__enter__()
+        return perf.watch(model, dir=str(runs), sidecar=sidecar, report="off", ring_records=1024).__enter__()
 
     gc.collect()
     gc.disable()  # else what it calls of ours may be among them, and not be called again
@@ -304,12 +304,12 @@ def test_machine_refuses(
     """One line with the reason, no run directory, training as without us, nothing attached or left; then it works."""
     change, said = REFUSALS[name]
     expected = trained(model)
-    with perf.watch(model, dir=str(tmp_path / "earlier"), sidecar=False, report=False):
+    with perf.watch(model, dir=str(tmp_path / "earlier"), sidecar=False, report="off"):
         trained(model)  # what is imported at a first use
     gc.collect()
     before, folder = state(), os.getcwd()
     with monkeypatch.context() as changes:
-        settings = {"dir": str(tmp_path / "runs"), "ring_records": 1024, "report": False}
+        settings = {"dir": str(tmp_path / "runs"), "ring_records": 1024, "report": "off"}
         settings |= change(tmp_path, changes)
         try:
             with perf.watch(model, **settings) as watch:
@@ -330,7 +330,7 @@ def test_machine_refuses(
     assert "mistake" not in told[0]
     assert not left_behind(tmp_path / "runs")
     assert not changed(before) - {"folder"}
-    with perf.watch(model, dir=str(tmp_path / "runs"), report=False) as watch:
+    with perf.watch(model, dir=str(tmp_path / "runs"), report="off") as watch:
         assert watch.run_dir is not None
         assert watch.run_dir.is_dir()
         trained(model)

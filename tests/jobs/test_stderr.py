@@ -121,7 +121,7 @@ def child(close_fds):
 before = standard(), child(True), child(False)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with perf.watch(model, optimizer, dir=sys.argv[1], exit_timeout_s=0) as watch:
+with perf.watch(model, optimizer, dir=sys.argv[1], config=perf.Config(_exit_timeout_s=0)) as watch:
     watch.on_verdict(lambda verdict: None)
     for _ in range(20):
         model(torch.ones(2, 4)).sum().backward()

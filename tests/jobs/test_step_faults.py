@@ -73,7 +73,7 @@ class Job:
 
 def begin(job: Job, folder: Path) -> perf.Watch:
     return perf.watch(
-        job.model, job.optimizers, dir=str(folder), sidecar=False, report=False, ring_records=4096, **EVERYTHING
+        job.model, job.optimizers, dir=str(folder), sidecar=False, report="off", ring_records=4096, **EVERYTHING
     ).__enter__()
 
 

@@ -26,7 +26,7 @@ RUNS = 50
 def train(folder: Path, like: str, watched: str, steps: int = 150) -> str:
     """Return the script's output. Fail if the script crashes."""
     told = {"TORCHLENS_PERF": "1" if watched == "autoload" else "0"} if watched in ("autoload", "") else {}
-    told["TORCHLENS_PERF_REPORT"] = "0"
+    told["TORCHLENS_PERF_REPORT"] = "off"
     python = [sys.executable, *(["-m", "torchlens_perf", "run", "--quiet"] if watched == "run" else [])]
     command = [*python, str(SCRIPT), like, watched if watched in ("all", "each") else "none", str(steps)]
     environ = environment(folder, told)

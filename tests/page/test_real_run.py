@@ -41,7 +41,7 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Sequential(Slow(32, 64), nn.ReLU(), nn.Linear(64, 8)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-with perf.watch(model, optimizer, exit_timeout_s=30) as w:
+with perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=30)) as w:
     for _ in range(60):
         model(torch.randn(16, 32)).square().mean().backward()
         optimizer.step()
@@ -68,7 +68,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunDirector
     folder = tmp_path_factory.mktemp("trained")
     (folder / "job.py").write_text(_JOB)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "job.py"]
-    done = run_warm(command, folder, TORCHLENS_PERF_HTML="1", PYTHONPATH=str(Path(__file__).parents[2]))
+    done = run_warm(command, folder, TORCHLENS_PERF_REPORT="page", PYTHONPATH=str(Path(__file__).parents[2]))
     assert done.returncode == 0, done.stderr
     (made,) = runs(folder)
     return folder, made, done.stdout
@@ -144,11 +144,11 @@ def test_an_error_is_the_reason(tmp_path: Path) -> None:
     assert page_file.written(made, lambda: False).startswith(f"{made.path} is not a run directory")
 
 
-@pytest.mark.parametrize("html", [True, False])
-def test_at_the_end_of_a_run(run: RunDirectory, *, html: bool) -> None:
-    """Where a page cannot be written, a note of the run says why, after its report was handed over; with html=False
+@pytest.mark.parametrize("wish", ["page", "quiet", "text", "off"])
+def test_at_the_end_of_a_run(run: RunDirectory, wish: str) -> None:
+    """Where a page cannot be written, a note of the run says why, after its report was handed over; without a page
     nothing is tried."""
-    rank = Rank(run, 0, 1, html=html)
+    rank = Rank(run, 0, 1, report=wish)
     rank.steps(20, data=1, forward=4, backward=6, host=1)
     rank.close()
     page = run.report.with_suffix(".html")
@@ -160,7 +160,9 @@ def test_at_the_end_of_a_run(run: RunDirectory, *, html: bool) -> None:
 
     assert reported[-1]
     assert [note for note in state.notes if "html" in note] == (
-        [f"report.html could not be written: {page} cannot be written: Is a directory"] if html else []
+        [f"report.html could not be written: {page} cannot be written: Is a directory"]
+        if wish in ("page", "quiet")
+        else []
     )
 
 

@@ -157,7 +157,7 @@ def test_out_of_memory(tmp_path: Path) -> None:
     """A job that its device's memory ends: its last values are fetched, and two alerts say what happened."""
     at = free_port()
     environment = {
-        "TORCHLENS_PERF_PROMETHEUS": str(at), "TORCHLENS_PERF_MEMORY_HISTORY": "1000", "SECONDS_UNTIL": "12",
+        "TORCHLENS_PERF_PROMETHEUS": str(at), "TORCHLENS_PERF_MEMORY": "history", "SECONDS_UNTIL": "12",
         "PYTHONPATH": str(ROOT),
     }  # fmt: skip
     (tmp_path / "prometheus").mkdir()

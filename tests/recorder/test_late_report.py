@@ -79,8 +79,8 @@ def not_ready(watch: Watch, why: str) -> re.Pattern[str]:
 
 
 def test_no_time_to_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With exit_timeout_s=0 nothing is waited for; the report is where the line says it will be."""
-    with watched(tmp_path, exit_timeout_s=0) as watch:
+    """With an exit timeout of 0 nothing is waited for; the report is where the line says it will be."""
+    with watched(tmp_path, config=perf.Config(_exit_timeout_s=0)) as watch:
         sidecar_of(watch)
     printed = line(capfd)
     wait_for_sidecar(RunDirectory(watch.run_dir))
@@ -91,7 +91,7 @@ def test_no_time_to_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 
 def test_it_is_stopped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """By SIGSTOP: the line has the command that lets it go on, and then the report comes."""
-    with watched(tmp_path, exit_timeout_s=0.3) as watch:
+    with watched(tmp_path, config=perf.Config(_exit_timeout_s=0.3)) as watch:
         pid = sidecar_of(watch)
         os.kill(pid, signal.SIGSTOP)
     printed = line(capfd)
@@ -105,7 +105,7 @@ def test_it_is_stopped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV])
 def test_it_died(signal_number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """While the report is waited for: the line says so, where its log is, and the command that finishes its work."""
-    with watched(tmp_path, exit_timeout_s=1.0) as watch:
+    with watched(tmp_path, config=perf.Config(_exit_timeout_s=1.0)) as watch:
         pid = sidecar_of(watch)
         os.kill(pid, signal.SIGSTOP)
 
@@ -142,7 +142,7 @@ def test_it_is_slow(
     """Something takes it longer than is waited: a line says what is waited for, and the last one what it does."""
     (tmp_path / "sitecustomize.py").write_text(SLOW.format(name=import_of, seconds=14))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with watched(tmp_path / "runs", exit_timeout_s=10) as watch:
+    with watched(tmp_path / "runs", config=perf.Config(_exit_timeout_s=10)) as watch:
         pass
     writing, printed = capfd.readouterr().err.splitlines()
     wait_for_sidecar(RunDirectory(watch.run_dir))
@@ -159,7 +159,7 @@ def test_others_keep_the_processors_busy(tmp_path: Path, capfd: pytest.CaptureFi
     spin = [sys.executable, "-S", "-c", "while True: pass"]
     spins = [subprocess.Popen(spin, start_new_session=True) for _ in range(4)]
     try:
-        with watched(tmp_path, exit_timeout_s=0.5) as watch:
+        with watched(tmp_path, config=perf.Config(_exit_timeout_s=0.5)) as watch:
             sidecar_of(watch)
         printed = line(capfd)
     finally:
@@ -187,7 +187,7 @@ def test_it_could_not_be_started(works_otherwise: bool, tmp_path: Path) -> None:
         "import sys, torch, torchlens_perf as perf\n"
         f"sys.executable = {str(python)!r}\n"
         "model = torch.nn.Linear(2, 2); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        f"with perf.watch(model, optimizer, dir={str(tmp_path)!r}, exit_timeout_s=0.2):\n"
+        f"with perf.watch(model, optimizer, dir={str(tmp_path)!r}, config=perf.Config(_exit_timeout_s=0.2)):\n"
         "    for _ in range(20):\n"
         "        model(torch.ones(1, 2)).sum().backward(); optimizer.step()\n"
     )

@@ -248,12 +248,12 @@ def test_pass_that_began_before_the_watch_is_found(tmp_path: Path) -> None:
     thread = threading.Thread(target=y.backward)
     thread.start()
     inside.wait(60)
-    with perf.watch(dir=str(tmp_path), sidecar=False, report=False) as watch:
+    with perf.watch(dir=str(tmp_path), sidecar=False, report="off") as watch:
         assert watch._session is not None
         reads = watch._session.thread.reads_gradients
         finish.set()
         thread.join()
-    with perf.watch(dir=str(tmp_path), sidecar=False, report=False) as watch:
+    with perf.watch(dir=str(tmp_path), sidecar=False, report="off") as watch:
         assert watch._session is not None
         assert (reads, watch._session.thread.reads_gradients) == (False, True)
 

@@ -15,6 +15,7 @@ import pytest
 from tests.recorder.test_late_report import SLOW, WRITING, sidecar_of, watched
 from tests.support.processes import clean_environ, wait_for_sidecar
 from tests.support.warm_python import WarmPython
+from torchlens_perf.config import Config
 from torchlens_perf.results import last_report
 from torchlens_perf.run.directory import RunDirectory
 
@@ -83,7 +84,7 @@ def test_a_timeout_of_the_users_is_the_longest_wait(
 ) -> None:
     """Also of a sidecar that makes progress."""
     late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=20, enough=str(enough)))
-    with watched(tmp_path / "runs", exit_timeout_s=timeout_s) as watch:
+    with watched(tmp_path / "runs", config=Config(_exit_timeout_s=timeout_s)) as watch:
         sidecar_of(watch)
     enough.touch()
     printed = capfd.readouterr().err
@@ -116,7 +117,7 @@ def test_jobs_of_several_nodes_wait_a_second(
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=10, enough=str(enough)))
-    with watched(tmp_path / "runs", exchange=False) as watch:
+    with watched(tmp_path / "runs", exchange="off") as watch:
         pass
     enough.touch()
     printed = capfd.readouterr().err

@@ -114,7 +114,7 @@ def test_what_rank_0_gets(html: bool, run: RunDirectory, tmp_path: Path) -> None
     sidecar.keep()
     sidecar.close()
     mailbox = Mailbox(tmp_path / "rank.ring", REPORT)
-    write_report(run, {"mailbox": str(mailbox.path), "columns": 80, "color": True, "html": html})
+    write_report(run, {"mailbox": str(mailbox.path), "columns": 80, "color": True, "writes_page": html})
     text = mailbox.wait(5)
     mailbox.close()
 

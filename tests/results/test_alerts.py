@@ -129,7 +129,7 @@ def test_its_time_is_the_users(tmp_path: Path) -> None:
         while not heard.alerts and time.monotonic() < deadline_s:
             loop.train(1)
         loop.train(5)
-    steps = loop.watch.steps("pandas")
+    steps = loop.watch.step_table("pandas")
     (row,) = steps.query("duration_ns > 200_000_000 and step > 3").to_dict("records")
 
     assert row["host_ns"] > 190_000_000
@@ -139,7 +139,7 @@ def test_its_time_is_the_users(tmp_path: Path) -> None:
 def test_before_the_watch_begins(tmp_path: Path) -> None:
     """Callbacks wait for it."""
     heard = Heard()
-    watch = perf.watch(dir=str(tmp_path), report=False)
+    watch = perf.watch(dir=str(tmp_path), report="off")
     watch.on_verdict(heard)
     with watch:
         named(watch._session, STARTED)

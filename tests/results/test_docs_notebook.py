@@ -19,12 +19,12 @@ def blocks() -> list[str]:
 def test_as_a_script(tmp_path: Path) -> None:
     """All of it, in plain Python, where displaying is printing; its figures are those of the run."""
     code = DISPLAY + "\n".join(blocks()).replace(
-        "perf.watch(model, optimizer)", "perf.watch(model, optimizer, exit_timeout_s=60.0)"
+        "perf.watch(model, optimizer)", "perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=60.0))"
     )
     done = run([sys.executable, "-c", code], tmp_path, TORCHLENS_PERF_RAISE="1")
 
     assert done.returncode == 0, done.stderr
-    assert len(blocks()) == 5
+    assert len(blocks()) == 6
     assert re.search(r"^200 steps: p50 .* ms", done.stdout, re.MULTILINE)
     assert "communication_ns" in done.stdout
     assert "200 steps" in done.stderr

@@ -1,4 +1,4 @@
-"""w.summary() and w.steps(): while the run goes on, after its end, and where there is nothing to tell."""
+"""w.summary() and w.step_table(): while the run goes on, after its end, and where there is nothing to tell."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas
+import pyarrow
 import pytest
 import torch
 
@@ -49,7 +50,7 @@ class Loop:
 @contextmanager
 def training(folder: Path, **settings: Any) -> Iterator[Loop]:
     """A loop that is watched; its sidecar has ended afterwards."""
-    with perf.watch(dir=str(folder), **{"report": False, **settings}) as watch:
+    with perf.watch(dir=str(folder), **{"report": "off", **settings}) as watch:
         yield Loop(watch)
     if watch.run_dir is not None:
         wait_for_sidecar(RunDirectory(watch.run_dir))
@@ -59,11 +60,11 @@ def test_while_the_run_goes_on_and_after_it(tmp_path: Path) -> None:
     """All steps that have ended are in it, from the first second on, and none that has not."""
     with training(tmp_path) as loop:
         loop.train(30)
-        live, frame = loop.watch.summary(), loop.watch.steps("pandas")
+        live, frame = loop.watch.summary(), loop.watch.step_table("pandas")
         loop.train(12)
         (again,) = {loop.watch.summary().steps}
         assert list(loop.watch._session.ring_path.parent.glob("*.answer")) == []
-    after, last = loop.watch.summary(), loop.watch.steps("pandas")
+    after, last = loop.watch.summary(), loop.watch.step_table("pandas")
 
     assert (live.steps, live.running, live.ranks, live.missing) == (30, True, 1, "")
     assert (len(frame), again) == (30, 42)
@@ -82,11 +83,11 @@ def test_while_the_run_goes_on_and_after_it(tmp_path: Path) -> None:
 
 def test_right_after_the_end(tmp_path: Path) -> None:
     """The sidecar still writes then, as nobody has waited for a report: it is waited for."""
-    with perf.watch(dir=str(tmp_path), report=False) as watch:
+    with perf.watch(dir=str(tmp_path), report="off") as watch:
         Loop(watch).train(17)
     found = watch.summary()
 
-    assert (found.steps, found.running, len(watch.steps("pandas"))) == (17, False, 17)
+    assert (found.steps, found.running, len(watch.step_table("pandas"))) == (17, False, 17)
 
 
 def test_what_asking_takes_is_the_tools(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_what_asking_takes_is_the_tools(tmp_path: Path) -> None:
         loop.watch.summary()
         took_s = time.perf_counter() - began_s
         loop.train(20)
-    asked = loop.watch.steps("pandas").query("step == 20").iloc[0]
+    asked = loop.watch.step_table("pandas").query("step == 20").iloc[0]
 
     assert asked["tool_ns"] > 0.9 * took_s * 1e9
     assert asked["own_ns"] < 0.5 * asked["tool_ns"]
@@ -110,7 +111,7 @@ def test_polars(tmp_path: Path) -> None:
 
     with training(tmp_path) as loop:
         loop.train(8)
-    ours, theirs = loop.watch.steps("polars"), loop.watch.steps("pandas")
+    ours, theirs = loop.watch.step_table("polars"), loop.watch.step_table("pandas")
 
     assert isinstance(ours, polars.DataFrame)
     assert ours.columns == list(theirs.columns)
@@ -121,20 +122,19 @@ def test_polars(tmp_path: Path) -> None:
 def test_which_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that is imported, else installed; a mistake says what there is."""
     watch = perf.watch()
-    assert isinstance(watch.steps(), pandas.DataFrame)
+    assert isinstance(watch.step_table(), pandas.DataFrame)
     with monkeypatch.context() as only_polars:
         only_polars.delitem(sys.modules, "pandas")
         only_polars.setitem(sys.modules, "polars", types.SimpleNamespace(DataFrame=lambda: "polars' own"))
-        assert watch.steps() == "polars' own"
-    with pytest.raises(ConfigError, match="backend='arrow': must be 'pandas' or 'polars'"):
-        watch.steps("arrow")
+        assert watch.step_table() == "polars' own"
+    with pytest.raises(ConfigError, match="backend='arrow': must be 'pandas', 'polars' or 'pyarrow'"):
+        watch.step_table("arrow")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, "pandas")
     monkeypatch.delitem(sys.modules, "polars", raising=False)
     with pytest.raises(ConfigError, match="polars is not installed"):
-        watch.steps("polars")
-    with pytest.raises(ConfigError, match="install one of them"):
-        watch.steps()
+        watch.step_table("polars")
+    assert isinstance(watch.step_table(), pyarrow.Table)
 
 
 @pytest.mark.parametrize("why", ["not begun", "off", "refused"])
@@ -158,7 +158,7 @@ def test_where_nothing_is_recorded(
     assert "nothing is recorded" in found.missing
     assert (found.steps, found.step_p50_s, found.overhead_share, found.verdicts) == (None, None, None, ())
     with caplog.at_level(logging.WARNING, "torchlens_perf"):
-        assert len(watch.steps()) == 0
+        assert len(watch.step_table()) == 0
     assert "there are no steps to show: nothing is recorded" in caplog.text
     assert "nothing is recorded" in watch._repr_mimebundle_()["text/plain"]
     assert calls == []
@@ -186,7 +186,7 @@ def test_without_a_sidecar(tmp_path: Path) -> None:
     done = run_command([sys.executable, "-m", "torchlens_perf", "sidecar", str(loop.watch.run_dir)], tmp_path)
 
     assert done.returncode == 0, done.stderr
-    assert loop.watch.summary().steps == len(loop.watch.steps("pandas")) == 5
+    assert loop.watch.summary().steps == len(loop.watch.step_table("pandas")) == 5
 
 
 def test_a_sidecar_that_was_killed_is_started_again(tmp_path: Path) -> None:

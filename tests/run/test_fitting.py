@@ -153,7 +153,7 @@ def test_a_watch_with_long_variables(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MASTER_ADDR", LONG)
     monkeypatch.setenv("MASTER_PORT", "1234")
     monkeypatch.setattr("sys.argv", [f"{'train' * 50}.py"])
-    with perf.watch(dir=str(tmp_path), report=False) as watch:
+    with perf.watch(dir=str(tmp_path), report="off") as watch:
         for i in range(30):
             watch._session.note(f"{i} " + "many words " * 40)
             watch.step()

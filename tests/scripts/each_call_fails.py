@@ -77,7 +77,8 @@ def case(calls: FailingCalls, model: nn.Module, expected: str, nth: int, error: 
     found: dict[str, Any] = {}
     before = state()
     try:
-        watch = perf.watch(model, dir=folder, sidecar=with_sidecar == "sidecar", exit_timeout_s=0, ring_records=1024)
+        config = perf.Config(dir=folder, sidecar=with_sidecar == "sidecar", _exit_timeout_s=0, ring_records=1024)
+        watch = perf.watch(model, config=config)
         if phase == "start":
             calls.arm(["*"], nth, error)
             watch.__enter__()

@@ -45,7 +45,7 @@ def main() -> None:
     rank, attempt = dist.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     rest = dist.new_group([other for other in range(dist.get_world_size()) if other != options.leaves])
     done = hashlib.sha256()
-    with perf.watch(report=False) as w:
+    with perf.watch(report="off") as w:
         if options.shrinks and dist.get_world_size() > 1:
             print(f"rank {rank} of {dist.get_world_size()} trains", flush=True)
             deadline_s, number = time.monotonic() + MAX_S, 0

@@ -31,7 +31,7 @@ class Net(nn.Module):
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = torch.utils.data.DataLoader(torch.ones(7, 4), batch_size=1)
-with perf.watch(model, optimizer, dir=sys.argv[1], sidecar=False, report=False):
+with perf.watch(model, optimizer, dir=sys.argv[1], sidecar=False, report="off"):
     for x in loader:
         with perf.section("augment"):
             x = x * 2

@@ -71,7 +71,7 @@ def main(folder: str, forks: int) -> None:
             with perf.section("busy"):
                 time.sleep(0)
 
-    with perf.watch(model, optimizer, dir=folder, sidecar=False, report=False) as watch:
+    with perf.watch(model, optimizer, dir=folder, sidecar=False, report="off") as watch:
         thread = threading.Thread(target=mark)
         thread.start()
         try:

@@ -15,7 +15,7 @@ torch.manual_seed(0)
 def watch(*arguments):
     import torchlens_perf as perf
 
-    return perf.watch(*arguments, report=False)
+    return perf.watch(*arguments, report="off")
 
 
 def compute_gradients(loss, parameters):

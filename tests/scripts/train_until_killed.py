@@ -23,7 +23,7 @@ def train(folder, finished, alone):
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.ones(8, 16)
-    with perf.watch(model, optimizer, dir=folder, report=False, sidecar=not alone):
+    with perf.watch(model, optimizer, dir=folder, report="off", sidecar=not alone):
         step = 0
         while True:
             with perf.section("part"):

@@ -1,4 +1,4 @@
-"""train_until_told.py FOLDER STOP: trains under a watch, some 300 steps a second, until the file STOP is there."""
+"""train_until_told.py FOLDER STOP [STEPS]: trains, some 300 steps a second, until the file STOP is there."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import nn
 import torchlens_perf as perf
 
 torch.set_num_threads(1)
+CONFIG = perf.Config(_exit_timeout_s=30, _total_steps=int(sys.argv[3]) if len(sys.argv) > 3 else 0)
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with perf.watch(model, optimizer, dir=sys.argv[1], exit_timeout_s=30):
+with perf.watch(model, optimizer, dir=sys.argv[1], config=CONFIG):
     while not Path(sys.argv[2]).exists():
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()

@@ -178,7 +178,7 @@ def train(folder):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with perf.watch(model, optimizer, dir=folder, exit_timeout_s=0.2) as watch:
+    with perf.watch(model, optimizer, dir=folder, config=perf.Config(_exit_timeout_s=0.2)) as watch:
         swallowed.add("a hook that fails in a test \N{SNOWMAN}", ValueError("\N{SNOWMAN}"))  # which is logged
         for _ in range(20):
             model(torch.ones(2, 4)).sum().backward()

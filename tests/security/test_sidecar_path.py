@@ -19,7 +19,7 @@ import torchlens_perf as perf
 os.chdir("elsewhere")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with perf.watch(model, optimizer, dir=sys.argv[1], exit_timeout_s=30):
+with perf.watch(model, optimizer, dir=sys.argv[1], config=perf.Config(_exit_timeout_s=30)):
     for _ in range(20):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()

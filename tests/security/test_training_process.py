@@ -26,13 +26,13 @@ _COLLECTIVES = {
 }  # fmt: skip
 # By file, what it may use of them, and why.
 _ALLOWED = {
-    # Leaves the watch, bounded by exit_timeout_s; also in a process that multiprocessing has forked.
-    "integrations.framework_run": {"atexit.register", "atexit.unregister"},
-    "autoload": {"atexit.register", "atexit.unregister", "multiprocessing.util"},
+    # Leaves the watch, bounded by the exit timeout; also in a process that multiprocessing has forked.
+    "watch": {"atexit.register", "atexit.unregister", "multiprocessing.util.Finalize"},
     # A line where nothing was recorded, of the user's program.
     "hooks.loop.first_step": {"atexit.register", "atexit.unregister", "multiprocessing.parent_process"},
+    "config": {"urllib.parse.parse_qsl", "urllib.parse.urlencode", "urllib.parse.urlsplit"},  # of a text
     "run.location": {"urllib.parse.unquote"},  # of a text
-    "hooks.stack": {"signal.SIG_DFL", "signal.getsignal", "signal.signal"},  # faulthandler=True; gives theirs back
+    "hooks.stack": {"signal.SIG_DFL", "signal.getsignal", "signal.signal"},  # gives theirs back
     "recorder.torch_instruments": {"pickle.dumps"},  # a memory snapshot, for torch's own viewer
     "run.identity": {"socket.gethostname"},  # opens nothing
     "run.place.node": {"socket.gethostname"},
@@ -61,7 +61,7 @@ if watched:
 model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 import contextlib
-with (perf.watch(model, optimizer, exit_timeout_s=10) if watched else contextlib.nullcontext()):
+with (perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=10)) if watched else contextlib.nullcontext()):
     for _ in range(40):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
@@ -160,5 +160,5 @@ def test_modules(loaded: tuple[set[str], set[str]]) -> None:
     assert {name for name in more if name.startswith(("torchlens_perf.sidecar", "torchlens_perf.exporters"))} == set()
     # Of what shows results, what a watch has in any case: nobody has asked for any.
     shows = {name for name in watched if name.startswith("torchlens_perf.results.")}
-    of_watch = ("last_report", "methods", "report_page")
+    of_watch = ("last_report", "methods")
     assert shows == {f"torchlens_perf.results.{name}" for name in of_watch}

@@ -38,7 +38,7 @@ class Node:
     def __init__(self, made: RunDirectory, places: Places) -> None:
         of_node = {"local_world_size": 2}
         self.ranks = [
-            Rank(made, rank, 4, coordinator=places.coordinator, identity={"local_rank": rank - 2, **of_node})
+            Rank(made, rank, 4, exchange=f"grpc://{places.coordinator}", identity={"local_rank": rank - 2, **of_node})
             for rank in (2, 3)
         ]
         self.exporter = MemoryExporter()

@@ -165,7 +165,7 @@ def test_a_watch_registers_what_can_be_read(tmp_path: Path, monkeypatch: pytest.
         reader.close()
 
     monkeypatch.setattr(RunDirectory, "register_ring", register)
-    with perf.watch(dir=str(tmp_path), sidecar=False, report=False):
+    with perf.watch(dir=str(tmp_path), sidecar=False, report="off"):
         pass
 
     assert seen == [os.getpid()]

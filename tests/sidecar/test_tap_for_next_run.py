@@ -142,7 +142,7 @@ def test_no_build(missed: str, node: Node) -> None:
 
     expected = {
         "": "",
-        "the setting": "no native tap is built: build_tap is off",
+        "the setting": "no native tap is built: TORCHLENS_PERF_BUILD_TAP is off",
         "by hand": "torchlens-perf build-tap builds the native tap",
     }
     assert said == expected[missed]
@@ -293,7 +293,7 @@ TAPPED = "collectives were tapped from Python: some 50 us each, and no end of as
     [
         (True, {}, PLANNED),
         (False, {}, "torchlens-perf build-tap builds the native tap"),
-        (True, {"build_tap": False}, "no native tap is built: build_tap is off"),
+        (True, {"_build_tap": False}, "no native tap is built: TORCHLENS_PERF_BUILD_TAP is off"),
     ],
 )
 def test_report_has_one_line(builds: bool, settings: dict[str, bool], outlook: str, node: Node, tmp_path: Path) -> None:

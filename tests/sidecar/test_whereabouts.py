@@ -58,7 +58,7 @@ def test_between_spans(run: RunDirectory) -> None:
 
 def test_in_the_report(run: RunDirectory) -> None:
     """While it runs, with the state's time; once it has ended, it is doing nothing."""
-    rank = Rank(run, 0, 1, total_steps=500)
+    rank = Rank(run, 0, 1, _total_steps=500)
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     rank.steps(5, **WORK)
     rank.begin(Kind.FORWARD, "forward GPT")
@@ -85,7 +85,7 @@ def test_in_the_report(run: RunDirectory) -> None:
 @pytest.mark.parametrize(("told", "total"), [((500, 500), 500), ((0, 500), 500), ((400, 500), None), ((0, 0), None)])
 def test_total_steps_of_several_ranks(run: RunDirectory, told: tuple[int, int], total: int | None) -> None:
     """Known where no rank was told another number."""
-    ranks = [Rank(run, rank, 2, total_steps=number) for rank, number in enumerate(told)]
+    ranks = [Rank(run, rank, 2, _total_steps=number) for rank, number in enumerate(told)]
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     for rank in ranks:
         rank.steps(5, **WORK)

@@ -48,6 +48,7 @@ class LiveRanks:
         share = self._count // max(1, len(self._nodes))
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
+        self.job_store = ("127.0.0.1", port)
         environ |= {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
             "WORLD_SIZE": str(self._count), "LOCAL_WORLD_SIZE": str(share), "STEPS": "0",

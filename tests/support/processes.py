@@ -44,7 +44,7 @@ def clean_environ(added: Mapping[str, str] | None = None) -> dict[str, str]:
     """Ours without settings of ours and of OpenTelemetry, with one OpenMP thread, and what is added. Our errors are
     raised, and runs have no page unless it is asked for."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
-    ours = {"OMP_NUM_THREADS": "1", RAISE: "1", "TORCHLENS_PERF_HTML": "0"}
+    ours = {"OMP_NUM_THREADS": "1", RAISE: "1", "TORCHLENS_PERF_REPORT": "text"}
     return {**inherited, **ours, **(added or {})}
 
 

@@ -46,7 +46,7 @@ class Rank:
         first_step: the step that recording begins with."""
         changed, registered = settings.pop("identity", {}), settings.pop("registered", True)
         first_step = settings.pop("first_step", 0)
-        config = Config(**{"ring_records": 4096, "html": False, **settings})
+        config = Config(**{"ring_records": 4096, "report": "text", **settings})
         self.identity = identity_of(run, rank, world_size, **changed)
         ring = create_ring(run, self.identity, config.ring_capacity, first_step=first_step)
         self.ring = ring

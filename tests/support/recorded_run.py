@@ -31,7 +31,7 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def environment(folder: Path, told: Mapping[str, str]) -> dict[str, str]:
     """What a process of the tests is started with; runs go into `folder`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "TORCHLENS_PERF"))}
-    ours = {"TORCHLENS_PERF_DIR": str(folder), "OMP_NUM_THREADS": "1", "TORCHLENS_PERF_HTML": "0"}
+    ours = {"TORCHLENS_PERF_DIR": str(folder), "OMP_NUM_THREADS": "1", "TORCHLENS_PERF_REPORT": "text"}
     return {**inherited, **ours, **told}
 
 

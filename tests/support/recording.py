@@ -94,7 +94,7 @@ def ring_of_this_process(run_dir: Path) -> Path:
 def recorded(folder: Path, model: Any = None, optimizer: Any = None, **settings: Any) -> Iterator[Recording]:
     """A watch in this process, without a sidecar. The recording is filled when the context is left."""
     recording = Recording()
-    settings = {"sidecar": False, "report": False, "dir": str(folder), **settings}
+    settings = {"sidecar": False, "report": "off", "dir": str(folder), **settings}
     with watch(model, optimizer, **settings) as recording.watch:
         del model, optimizer  # the test may want to see them freed
         assert recording.watch.run_dir is not None

@@ -177,7 +177,7 @@ def test_verdicts_on_a_rank_are_on_its_screen(view: View) -> None:
 
 
 def test_help_says_why_no_time_is_left() -> None:
-    assert "watch(total_steps=N)" in "\n".join(plain(help_lines(["x"], 80, UNICODE)))
+    assert "callbacks for Lightning" in "\n".join(plain(help_lines(["x"], 80, UNICODE)))
 
 
 def test_times_of_other_days() -> None:

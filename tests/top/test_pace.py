@@ -40,7 +40,7 @@ def test_nothing_is_guessed(unknown: dict[str, object]) -> None:
 
 
 def test_more_steps_than_were_said() -> None:
-    assert made(steps=1001).progress == "1,001 steps, more than total_steps=1,000"
+    assert made(steps=1001).progress == "1,001 steps, more than the 1,000 expected"
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,9 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveSimulation
 def test_live_run(tmp_path: Path) -> None:
     """A training process: its progress and how long is left, what its rank does now, and that it has ended."""
     runs, stop = tmp_path / "runs", tmp_path / "stop"
-    environ = clean_environ({"TORCHLENS_PERF_TOTAL_STEPS": "1000000"})
     with open(tmp_path / "log", "wb") as log:
-        command = [sys.executable, str(SCRIPTS / "train_until_told.py"), str(runs), str(stop)]
-        training = WarmPython(command, cwd=tmp_path, env=environ, stdout=log, stderr=log)
+        command = [sys.executable, str(SCRIPTS / "train_until_told.py"), str(runs), str(stop), "1000000"]
+        training = WarmPython(command, cwd=tmp_path, env=clean_environ({}), stdout=log, stderr=log)
     try:
         with Tmux(environment={"TORCHLENS_PERF_DIR": str(runs)}) as terminal:
             terminal.type(f"stty -g > {tmp_path}/before; {TOP}", "Enter")

@@ -101,7 +101,7 @@ def _tap() -> Iterator[Check]:
 
 def _builds_tap() -> bool:
     try:
-        return bool(config.from_environment(os.environ).get("build_tap", config.Config.build_tap))
+        return bool(config.from_environment(os.environ).get("_build_tap", config.Config._build_tap))
     except ConfigError:
         return False  # nothing is recorded then, see _settings()
 
@@ -235,7 +235,7 @@ def _settings() -> Iterator[Check]:
         yield Check(BROKEN, "TORCHLENS_PERF* variables", f"recording is off: {error}", "correct or unset it")
         return
     text = {None: "not set", True: "on", False: "off"}[switch]
-    settings = ", ".join(f"{name}={value!r}" for name, value in configured.items())
+    settings = ", ".join(f"{name.lstrip('_')}={value!r}" for name, value in configured.items())
     yield Check(OK, "TORCHLENS_PERF* variables", f"TORCHLENS_PERF {text}" + (f", {settings}" if settings else ""))
 
 

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.directory import TABLES, RunDirectory
 
 
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("results")  # without help it is in no list
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("what", choices=["cell", "steps"], help="JSON for a notebook's cell, or Arrow's stream")
+    parser.add_argument("what", choices=["cell", *TABLES], help="JSON for a notebook's cell, or an Arrow stream")
     parser.set_defaults(command=_write)
 
 
@@ -24,7 +24,7 @@ def _write(options: argparse.Namespace) -> int:
 
         sys.stdout.write(results_of(run))
         return 0
-    from torchlens_perf.sidecar.rings.segments import write_steps
+    from torchlens_perf.sidecar.rings.segments import write_table
 
-    write_steps(run, sys.stdout.buffer)
+    write_table(run, options.what, sys.stdout.buffer)
     return 0

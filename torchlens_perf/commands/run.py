@@ -114,7 +114,7 @@ def environment_at_start() -> dict[str, str]:
 def _switch_on(environment: dict[str, str], options: Sequence[str], *, quiet: bool) -> None:
     """Makes Python, started with this environment and these options, record. quiet: without a report at the end."""
     if quiet:
-        environment.setdefault(f"{config.ENVIRONMENT_PREFIX}REPORT", "0")
+        environment.setdefault(f"{config.ENVIRONMENT_PREFIX}REPORT", "quiet")
     try:
         wanted = config.is_on(environment)
     except ConfigError:

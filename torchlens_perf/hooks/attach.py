@@ -80,10 +80,10 @@ def default_hooks(
         (True, backward),
         (True, recompute),
         (config.collectives, CollectiveHook()),
-        (config.memory, MemoryHook(config.memory_history)),
+        (config.memory != "off", MemoryHook(history=config.memory == "history")),
         (True, TagHook()),
         (config.sidecar, ReaderHook()),
-        (config.faulthandler, StackHook()),
+        (True, StackHook()),
         (config.capture != "off", CaptureHook()),
     ]
     # The device's last, and so detached first: what it tells at the end, the others' marks, must still be recorded.

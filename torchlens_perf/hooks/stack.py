@@ -1,9 +1,9 @@
 """The Python stack of a rank that hangs: what this process does so that its sidecar can read it.
 
-By default the sidecar runs py-spy, and where Yama would refuse that, this process names the sidecar as its reader.
-Opt-in: upon a signal this process writes its Python stack into a file, where py-spy may not look. Python's
-faulthandler does it in the signal handler itself, so that it also works in a process that is blocked, and while
-another thread holds the GIL. Not on a stopped process: it takes the signal when it goes on.
+The sidecar runs py-spy, and where Yama would refuse that, this process names the sidecar as its reader.
+Where py-spy is missing or may not look, this process writes its Python stack into a file upon a signal. Python's
+faulthandler does it in the signal handler itself, so that it also works in a process that is blocked, and while another
+thread holds the GIL. Not on a stopped process: it takes the signal when it goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torchlens_perf.errors import HookUnavailable
 from torchlens_perf.run import ownership, tracer
 from torchlens_perf.run.directory import find_sidecar_lock
 from torchlens_perf.run.processes import is_in
@@ -58,7 +57,7 @@ class ReaderHook:
 
 
 class StackHook:
-    """Registers faulthandler for SIGUSR2; refuses where somebody else listens to it, or has it ignored.
+    """Registers faulthandler for SIGUSR2, unless the job handles or ignores that signal.
 
     The file is there for as long as the signal may be sent: it goes when the user's own handler comes, and before ours.
     """
@@ -69,7 +68,8 @@ class StackHook:
     def attach(self, session: Session) -> Iterator[None]:
         # The kernel's word: signal.getsignal() knows no handler in C, as faulthandler's own.
         if is_in("SigCgt", SIGNAL) or is_in("SigIgn", SIGNAL):
-            raise HookUnavailable("SIGUSR2 has a handler already; stacks of a hanging rank come from py-spy alone")
+            yield  # stacks come from py-spy alone
+            return
         path = session.ring_path.with_suffix(".stack")
 
         def remove_if_replaced() -> None:

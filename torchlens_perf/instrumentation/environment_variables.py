@@ -11,15 +11,13 @@ no other names: TORCHLENS_PERF_X itself works too, as everywhere.
 
 from __future__ import annotations
 
-import dataclasses
-
-from torchlens_perf.config import ENVIRONMENT_PREFIX, SWITCH, Config
+from torchlens_perf.config import ENVIRONMENT_PREFIX, EXCHANGE_TOKEN, SWITCH, variables
 
 PREFIX = f"OTEL_PYTHON_{SWITCH}"
 
 VARIABLES = (
     PREFIX,
-    *(f"OTEL_PYTHON_{ENVIRONMENT_PREFIX}{field.name.upper()}" for field in dataclasses.fields(Config)),
+    *(f"OTEL_PYTHON_{variable}" for variable in variables() if variable != EXCHANGE_TOKEN),  # seen in `ps`
     f"OTEL_PYTHON_{ENVIRONMENT_PREFIX}RUN_ID",
 )
 globals().update({name: name for name in VARIABLES})

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
-import weakref
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchlens_perf import config as configuration
+from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, guard
 from torchlens_perf.watch import Watch, watch
 
@@ -20,14 +19,13 @@ class FrameworkRun:
     that: nothing is recorded twice.
     """
 
-    def __init__(self, settings: dict[str, Any], log_to: object, log_every_s: float) -> None:
+    def __init__(self, settings: Mapping[str, Any], log_to: object, log_every_s: float) -> None:
         """Raises ConfigError for a setting that watch() would refuse, or for what is no logger."""
         configuration.from_settings(settings, {})
-        self._settings = settings
+        self._settings = dict(settings)
         self._log_to = log_to
         self._log_every_s = log_every_s
         self._watch: Watch | None = None
-        self._at_exit: Callable[[], None] | None = None
         if log_to is not None:
             from torchlens_perf.results.figures import checked
 
@@ -48,14 +46,9 @@ class FrameworkRun:
         """
         self.end()
         with guard("beginning a run of a framework"):
-            settings = dict(self._settings)
-            if total_steps > 0:
-                settings.setdefault("total_steps", total_steps)
-            watched = watch(model, **settings)
-            watched.__enter__()
-            self._watch = watched
-            self._at_exit = functools.partial(_end, weakref.ref(self))
-            atexit.register(self._at_exit)
+            config = self._settings.get("config") or Config()
+            config = dataclasses.replace(config, _total_steps=max(0, total_steps))
+            watched = self._watch = watch(model, **{**self._settings, "config": config}).start()
             if step is not None:
                 watched.steps_by_hand()
             for each in (self._log_to, log_to):
@@ -77,20 +70,11 @@ class FrameworkRun:
         """Training has ended, also by an exception; again is harmless. Rank 0 shows its report."""
         watched, self._watch = self._watch, None
         if watched is not None:
-            if self._at_exit is not None:
-                atexit.unregister(self._at_exit)  # this run's alone
             with guard("ending a run of a framework"):
-                watched.__exit__(None, None, None)
+                watched.stop()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch": None, "_at_exit": None, "_log_to": None}
-
-
-def _end(run: weakref.ref[FrameworkRun]) -> None:
-    """At the process's end, for a run that an exception has left."""
-    left = run()
-    if left is not None:
-        left.end()
+        return {**self.__dict__, "_watch": None, "_log_to": None}
 
 
 def missing(framework: str, error: ImportError) -> ConfigError:

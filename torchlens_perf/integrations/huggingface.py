@@ -20,6 +20,9 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
+    from typing_extensions import Unpack
+
+    from torchlens_perf.config import WatchSettings
 
 
 class TorchlensCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
@@ -30,7 +33,7 @@ class TorchlensCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     steps that evaluate or save are tagged, and compared with none. What follows on the last step is in none.
     """
 
-    def __init__(self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Any) -> None:
+    def __init__(self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Unpack[WatchSettings]) -> None:
         """log_to, log_every_s: see Watch.log_to(); pass the Trainer itself for what `report_to` names. settings: those
         of watch(). Raises ConfigError for what cannot be used.
         """

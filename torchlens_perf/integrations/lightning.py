@@ -23,6 +23,9 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from typing_extensions import Unpack
+
+    from torchlens_perf.config import WatchSettings
 
 _SETTINGS = re.compile(r"\{.*\}")
 TRAINER = "trainer"
@@ -36,7 +39,7 @@ class TorchlensCallback(Callback):  # type: ignore[misc,unused-ignore]
     before it are its micro-steps. Validation and saving follow on a batch's end: the step that they are in is tagged.
     """
 
-    def __init__(self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Any) -> None:
+    def __init__(self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Unpack[WatchSettings]) -> None:
         """log_to, log_every_s: see Watch.log_to(); "trainer" for all loggers of the Trainer. settings: those of
         watch(). Raises ConfigError for what cannot be used.
         """
@@ -85,7 +88,7 @@ class TorchlensProfiler(Profiler):  # type: ignore[misc,unused-ignore]
     step ends with the optimizer's.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: Unpack[WatchSettings]) -> None:
         """settings: those of watch(). Raises ConfigError for what cannot be used."""
         super().__init__()
         self._run = FrameworkRun(settings, None, 0.0)

@@ -446,7 +446,7 @@ class Session:
                 "threads": _threads(has_computed=self.training_steps > 0),
                 "root_modules": self._roots,
                 "unopened_modules": self._unopened,
-                "job_store": job_store(os.environ) if self.config.exchange else None,
+                "job_store": job_store(os.environ) if self.config.exchange != "off" else None,
                 "process_began_ns": self._process_began_ns,
                 "compile_s": self._compile_s(),
                 "start_cpu_wait_ns": self._start_cpu_wait_ns,

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchlens_perf.config import EXCHANGE_TOKEN
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.output import above_standard_streams
 from torchlens_perf.run import children, ownership, sidecar_status
@@ -30,20 +31,22 @@ _MIN_S = 0.1  # of a wait, to say that
 
 
 @above_standard_streams()
-def ensure(run: RunDirectory, who: Identity) -> bool:
-    """Starts the node's sidecar unless one lives. Returns whether it started one. who: the rank that starts it.
+def ensure(run: RunDirectory, who: Identity, token: str = "") -> bool:
+    """Start the node's sidecar unless one lives. Return whether it started one.
+
+    who: the rank that starts it. token: Config._exchange_token.
 
     It inherits the locked descriptor, so there is no instant at which two could start. It is detached: a new session,
     no terminal, no GPU, nobody's child. It is not waited for, and the run directory is not touched: its disk may not
     answer. Raises RunStoreError where no process can be started.
     """
     try:
-        return _start(run, who)
+        return _start(run, who, token)
     except OSError as error:
         raise RunStoreError(f"the sidecar cannot start: {error.strerror or error}") from error
 
 
-def _start(run: RunDirectory, who: Identity) -> bool:
+def _start(run: RunDirectory, who: Identity, token: str) -> bool:
     lock = SidecarLock(sidecar_lock(run.run_id))
     if not lock.acquire():
         return False
@@ -62,7 +65,7 @@ def _start(run: RunDirectory, who: Identity) -> bool:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=children.environment(),
+                env={**children.environment(), EXCHANGE_TOKEN: token} if token else children.environment(),
                 pass_fds=[lock.descriptor],
                 start_new_session=True,
                 cwd="/",

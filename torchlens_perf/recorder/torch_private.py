@@ -272,7 +272,7 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.cuda.memory._record_memory_history",
         _in_cuda_build("_cuda_isHistoryEnabled", "_cuda_record_memory_history"),
-        "memory_history is off, and tables of device memory have no stacks",
+        "memory history is off, and tables of device memory have no stacks",
     ),
     PrivateName(COMPILE_TIMES, _compile_times, "the report does not tell how long torch.compile took"),
     PrivateName(PROFILER, _profiler, "nothing is captured"),

@@ -37,6 +37,8 @@ class Recorded(NamedTuple):
     has_sidecar: bool
     missing: str
     """Why there is no run."""
+    may_settle: bool = True
+    """Whether the sidecar is waited for, which still writes a run that has ended."""
 
 
 class Results(NamedTuple):
@@ -78,7 +80,7 @@ def results(recorded: Recorded) -> Results:
         text = ask(recorded, RESULTS)
         if text:
             return parsed(text)
-        if session is None:
+        if session is None and recorded.may_settle:
             settle(run)
         try:
             return parsed(child.output(COMMAND, str(run.path), "cell").decode())
@@ -110,7 +112,8 @@ def ask(recorded: Recorded, question: str) -> str | None:
 def wake(recorded: Recorded) -> None:
     """Starts the node's sidecar again, if it was killed. Raises RunStoreError where that cannot be done."""
     if recorded.run is not None and recorded.session is not None:
-        sidecar.ensure(recorded.run, recorded.session.identity)
+        session = recorded.session
+        sidecar.ensure(recorded.run, session.identity, session.config._exchange_token)
 
 
 def settle(run: RunDirectory) -> None:

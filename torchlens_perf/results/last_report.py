@@ -75,7 +75,7 @@ def show(
     else:
         late = sidecar.LateReport(run, who.node)
         patient = bool(who.on_one_node) and ended_by is None and disk_answers
-        timeout_s, quiet = config.exit_timeout_s, cell is not None
+        timeout_s, quiet = config._exit_timeout_s, cell is not None
         found = None if mailbox is None else _wait(mailbox, late, timeout_s, patient, quiet=quiet)
         after = "" if ended_by is None else f"training ended with {ended_by.__name__}; "
         text = found or f"torchlens_perf: {after}{printable(late.line())}\n"
@@ -90,7 +90,7 @@ def show(
 
 
 def _wait(mailbox: Mailbox, late: LateReport, timeout_s: float | None, patient: bool, *, quiet: bool) -> str | None:
-    """Wait for the report, see Config.exit_timeout_s. Return None if it has not come.
+    """Wait for the report, see Config._exit_timeout_s. Return None if it has not come.
 
     patient: whether it is waited for while the sidecar makes progress. Ctrl-C ends this wait and nothing else: training
     has succeeded, and what the program does next, as saving the model, must not be lost.

@@ -1,12 +1,14 @@
-"""The methods of a watch that show its run. They import what they need when they are called."""
+"""The methods of a watch and of a loaded run that show results. They import what they need when they are called."""
 
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from torchlens_perf.errors import ConfigError, guard
+from torchlens_perf.errors import ConfigError, RunStoreError, guard
 from torchlens_perf.results import last_report
 
 if TYPE_CHECKING:
@@ -16,39 +18,75 @@ if TYPE_CHECKING:
     from torchlens_perf.results.summary import Summary
     from torchlens_perf.results.surfaces import Surfaces
 
+Backend = Literal["pandas", "polars", "pyarrow"]
+_PAGE_TIMEOUT_S = 120.0
 
-class ShowsResults(abc.ABC):
-    """What Watch has of this package. On the training thread, between two steps, or after the end."""
 
-    _surfaces: Surfaces | None = None
+class HasResults(abc.ABC):
+    """Results of a run, live or finished. Each call reads them anew."""
+
+    run_dir: Path | None = None
 
     @abc.abstractmethod
     def _recorded(self) -> Recorded:
         """What there is to show."""
 
-    @abc.abstractmethod
-    def _recording(self) -> ShowsResults:
-        """The watch that records it: this one, or the one that this has joined."""
-
     def summary(self) -> Summary:
-        """The verdicts, step times and what recording costs, as they are now: a frozen value (results/summary.py).
+        """Return the verdicts, step times and what recording costs, as they are now (results/summary.py).
 
-        It takes a fraction of a second, and some seconds where the sidecar is busy; the step in progress has that as
-        the tool's time. Raises nothing of ours: what is missing is None, and `missing` says why.
+        It takes a fraction of a second, and some seconds where the sidecar is busy; in a watch, the step in progress
+        has that as the tool's time. Raises nothing of ours: what is missing is None, and `missing` says why.
         """
         from torchlens_perf.results.summary import summary
 
         return summary(self._recorded())
 
-    def steps(self, backend: str | None = None) -> Any:
-        """A frame with a row for each step and rank that is in the run directory; columns: docs/run-directory.md.
+    def step_table(self, backend: Backend | None = None) -> Any:
+        """Return a frame with a row for each step and rank in the run directory; columns: docs/run-directory.md.
 
-        backend: "pandas" or "polars"; without it, the one that is imported, or else installed. Where there are no steps
-        it is empty, and the log says why. Takes as long as summary(). Raises ConfigError where neither is installed.
+        backend: without it, pandas or polars, the one that is imported or else installed, or else pyarrow. Where there
+        are no steps it is empty, and the log says why. Takes as long as summary(). Raises ConfigError for a backend
+        that is not installed.
         """
-        from torchlens_perf.results.steps import steps
+        from torchlens_perf.results.tables import table
 
-        return steps(self._recorded(), backend)
+        return table(self._recorded(), "steps", backend)
+
+    def report_html(self, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write the run as one HTML file, as `torchlens-perf report RUN --html FILE` does, and return where it is.
+
+        path: the file; without it, report.html in the run directory. A live run has what the sidecar has saved, which
+        is some seconds old. Blocks the calling thread until another process has written it: a second or two, up to 120
+        s. Raises RunStoreError, with what to do, where nothing is recorded, nothing is saved yet, or the file cannot be
+        written.
+        """
+        from torchlens_perf.results import child
+
+        if self.run_dir is None:
+            raise RunStoreError(
+                "there is no run to show: enter the watch first; where it is switched off, the log says why"
+            )
+        page = Path(path).absolute() if path is not None else self.run_dir / "report.html"
+        child.output("report", str(self.run_dir.absolute()), "--html", str(page), timeout_s=_PAGE_TIMEOUT_S)
+        return page
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        from torchlens_perf.results import ask, notebook
+
+        return notebook.bundle(ask.results(self._recorded()))
+
+    def _repr_html_(self) -> str:
+        return self._repr_mimebundle_()["text/html"]
+
+
+class ShowsResults(HasResults):
+    """What Watch has of this package. On the training thread, between two steps, or after the end."""
+
+    _surfaces: Surfaces | None = None
+
+    @abc.abstractmethod
+    def _recording(self) -> ShowsResults:
+        """The watch that records it: this one, or the one that this has joined."""
 
     def on_verdict(self, callback: OnVerdict) -> OnVerdict:
         """Calls callback(alert) for each verdict that begins, changes or ends (results/alerts.py has Alert).
@@ -78,14 +116,6 @@ class ShowsResults(abc.ABC):
     def _ipython_display_(self) -> None:
         """Shows the run in a notebook's cell; live while it records, at an update a second at most, at a step's end."""
         self._surface().display(self._recorded())
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        from torchlens_perf.results import ask, notebook
-
-        return notebook.bundle(ask.results(self._recorded()))
-
-    def _repr_html_(self) -> str:
-        return self._repr_mimebundle_()["text/html"]
 
     def _surface(self) -> Surfaces:
         from torchlens_perf.results.surfaces import Surfaces

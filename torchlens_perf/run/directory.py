@@ -64,6 +64,10 @@ _MAX_TRIES = 5  # in a folder that a sidecar which ends may just then remove
 _T = TypeVar("_T")
 
 
+TABLES = ("steps", "spans", "gpus", "links")
+"""Folders of the run directory with Parquet files, each a table."""
+
+
 class RunDirectory:
     """Paths inside one run directory."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from torchlens_perf.analysis.stragglers.detector import NOTHING
 from torchlens_perf.analysis.stragglers.merged_windows import MergedWindows, held_against
 from torchlens_perf.analysis.stragglers.resume import Continuation
 from torchlens_perf.analysis.words.hang import device_place
+from torchlens_perf.config import EXCHANGE_TOKEN
 from torchlens_perf.errors import RunStoreError, guard, swallowed
 from torchlens_perf.exporters import Assessment
 from torchlens_perf.run import ring
@@ -128,7 +130,8 @@ class Conclusions:
 
     def _judge(self, source: RingSource, judged: StepTable | None) -> None:
         if judged is not None:
-            places = Places.of(source.job_store, source.settings, self._folder)
+            exchange, token = source.settings.get("exchange", "auto"), os.environ.get(EXCHANGE_TOKEN, "")
+            places = Places.of(source.job_store, exchange, self._folder, token)
             self.job.add_steps(source.state.identity, source.state.place, judged, places)
 
     def update(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:

@@ -215,7 +215,7 @@ class Sidecar:
         with self.conclusions.going_on(_TAP):
             # Of ranks with collectives, the file of the native tap that one has not found.
             missed = (source.state.missing_tap for source in self.sources if source.state.groups)
-            wanted = bool(self.sources.setting("build_tap"))
+            wanted = bool(self.sources.setting("_build_tap"))
             self.state.tap_outlook = self._tap.outlook(next(filter(None, missed), ""), wanted=wanted)
         self.state.sidecar_cpu_s = times.user + times.system
         self.state.saved_unix_ns = time.time_ns()
@@ -372,7 +372,7 @@ class Sidecar:
             source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None
             source.settings = dict(metadata["settings"])
             state.trace_every = int(source.settings["trace_every"])
-            state.total_steps = int(source.settings.get("total_steps", 0))
+            state.total_steps = int(source.settings.get("_total_steps", 0))
         if state.ended == "died":
             state.open_spans = [span.name for span in reader.open_spans()[1:]]
 

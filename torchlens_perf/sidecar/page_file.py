@@ -42,7 +42,7 @@ def write_page(sidecar: Sidecar) -> None:
     The sidecar's thread, after the last report.
     """
     sources = sidecar.sources
-    if sources.setting("html") and any(source.state.identity.rank == 0 for source in sources):
+    if sources.setting("writes_page") and any(source.state.identity.rank == 0 for source in sources):
         why_not = written(sidecar.run, sources.has_unread_rings)
         if why_not:
             sidecar.state.notes.append(f"report.html could not be written: {why_not}")

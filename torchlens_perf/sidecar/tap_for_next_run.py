@@ -46,7 +46,7 @@ class TapForNextRun:
     def outlook(self, name: str, *, wanted: bool) -> str:
         """What becomes of the native tap, for the report; "" where no rank has missed one.
 
-        name: the file that ranks have looked for and not found. wanted: the setting `build_tap`.
+        name: the file that ranks have looked for and not found. wanted: the setting TORCHLENS_PERF_BUILD_TAP.
         """
         if name and name != self._name and self._child is None:
             self._name = name
@@ -83,7 +83,7 @@ class TapForNextRun:
 
     def _look_ahead(self, name: str, wanted: bool) -> tuple[str, bool]:
         if not wanted:
-            return "no native tap is built: build_tap is off", False
+            return "no native tap is built: TORCHLENS_PERF_BUILD_TAP is off", False
         reason = tap_requirements.obstacle(name)
         if reason is not None:
             return f"no native tap yet: {reason}", False

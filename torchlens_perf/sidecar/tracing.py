@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ _UNHEARD_S = 30.0  # after which a node no longer waits for what node 0 says of 
 _UNKNOWN_S = 15.0  # after which a node whose part in the job is not known is taken to be alone
 _KEPT_CHOICES = 512  # in the node's state, for a replay
 _SAID_CHOICES = 32
+_SERIES_PER_SPAN = 10  # of `export_limit`: as many metric series as spans in 10 s
 
 
 class Tracing:
@@ -48,7 +50,7 @@ class Tracing:
         self._heard_standing: frozenset[int] = frozenset()
         self._ready: list[ExportBatch] = []
         self._left_out = 0
-        self._settings: dict[str, int] = {}
+        self._export_limit, self._trace_slow = 0, True
         self._unknown_since_s: float | None = None
         self._begin(UNRELATED)
 
@@ -86,7 +88,7 @@ class Tracing:
         self._world_size = who.world_size
         later = source.later_records()
         self._shelf.add(Shelved(who.key, who.rank, source.state.anchor, records, later, names, steps))
-        self._settings = {name: sources.setting(name) for name in ("trace_spans_per_s", "trace_slow")}
+        self._export_limit, self._trace_slow = sources.setting("export_limit"), bool(sources.setting("_trace_slow"))
         if who.rank == min(each.state.identity.rank for each in sources.newest()):
             if self._chooser is None:
                 self._chooser = Chooser(0)
@@ -114,7 +116,7 @@ class Tracing:
         return JobPart(
             part=self._part,
             share=min(1.0, max(1, here) / world_size),
-            max_series=sources.setting("metric_series"),
+            max_series=sources.setting("export_limit") or sys.maxsize,
             standing=standing,
             spread_s=self._job.rank_rows.spread_s() if self._part is Part.WHOLE else {},
             tallies=tallies,
@@ -162,11 +164,11 @@ class Tracing:
         share = 1.0
         if self._part in (Part.ALONE, Part.HANDS_ON):
             share = min(1.0, len(list(sources.newest())) / self._world_size)
-        budget = self._part, self._settings["trace_spans_per_s"] * share
+        budget = self._part, self._export_limit / _SERIES_PER_SPAN * share
         if self._budget_of != budget:
             self._budget_of = budget
             chooser.budget = SpanBudget(budget[1])
-            chooser.samples_slow = bool(self._settings["trace_slow"]) and self._part is not Part.HANDS_ON
+            chooser.samples_slow = self._trace_slow and self._part is not Part.HANDS_ON
 
     def _known(self, sources: RingSources) -> Known:
         running = frozenset(source.state.identity.rank for source in sources.newest() if not source.read_to_end)

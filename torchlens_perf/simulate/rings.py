@@ -130,8 +130,8 @@ class SimulatedRank:
         self.clock = HandClock(begin.monotonic_ns)
         self.identity = identity_of(run, topology, rank)
         config = Config(
-            ring_records=_RING_RECORDS, telemetry=False, capture="off", build_tap=False, exchange=False, html=False,
-            total_steps=total_steps,
+            ring_records=_RING_RECORDS, telemetry=False, capture="off", _build_tap=False, exchange="off", report="off",
+            _total_steps=total_steps,
         )  # fmt: skip
         # In the run directory: a simulation that is interrupted leaves nothing in shared memory.
         ring = create_ring(run, self.identity, config.ring_capacity, keep=True)

@@ -27,10 +27,10 @@ _TEXTS = (
     "rarely; the time in the first line says when it last did.",
     "A verdict has the time since which it holds, where that is known, or when it was first seen here. What is over "
     "stays listed, with for how long. Verdicts without a time are older than this screen, or about the run as a whole.",
-    "How long is left is shown where the run says how many steps there will be: watch(total_steps=N), or "
-    "TORCHLENS_PERF_TOTAL_STEPS=N in its environment. It is never guessed: a loader's length is that of one epoch, "
-    "which may end early, and how many there will be the loop alone knows. It is the steps that are left, times the "
-    "mean step of the run; where the newest steps take another time, it is said by that too.",
+    "How long is left is shown where the run says how many steps there will be, as the callbacks for Lightning and the "
+    "Hugging Face Trainer do. It is never guessed: a loader's length is that of one epoch, which may end early, and "
+    "how many there will be the loop alone knows. It is the steps that are left, times the mean step of the run; where "
+    "the newest steps take another time, it is said by that too.",
     "Steps of the verdicts are counted from 0. 'others' are ranks that do the same work.",
 )
 

@@ -75,7 +75,7 @@ class Pace:
         if self.total is None:
             return made
         if self.steps > self.total:
-            return f"{made}, more than total_steps={self.total:,}"
+            return f"{made}, more than the {self.total:,} expected"
         return f"{self.steps:,} of {self.total:,} steps ({percent(self.steps / self.total)})"
 
 

@@ -420,7 +420,7 @@ def test_long_steps_of_some_ranks() -> None:
 
 
 def test_what_was_asked_of_this_tool_is_not_the_collectors() -> None:
-    """A step in which w.steps() imported a library, which collected garbage: it is long by this tool, and says so."""
+    """A step in which w.step_table() imported a library, which collected garbage: long by this tool, and says so."""
     usual, asked = {"forward": 5.0}, {"forward": 5.0, "tool": 900.0, "flags": int(Flag.COLLECTED)}
     (said,) = (text for text in Shown(report_on([*[usual] * 40, asked, *[usual] * 40])).sentences if "longer" in text)
 

@@ -53,7 +53,7 @@ def test_list_is_named_by_its_variables(tmp_path: Path) -> None:
         actor = network()
 
     agent, critic = Agent(), network()
-    with watch([agent.actor, critic, nn.Linear(4, 4)], sidecar=False, report=False, dir=str(tmp_path)) as w:
+    with watch([agent.actor, critic, nn.Linear(4, 4)], sidecar=False, report="off", dir=str(tmp_path)) as w:
         names = [*w._session._module_names]  # type: ignore[union-attr]
 
     assert sorted(names) == ["Linear", "actor", "actor.0", "actor.1", "critic", "critic.0", "critic.1"]

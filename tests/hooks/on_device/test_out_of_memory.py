@@ -104,7 +104,7 @@ def test_one_observer_a_process_and_none_that_acts_after_the_watch(tmp_path: Pat
 def test_nothing_is_attached_before_cuda_is_there(tmp_path: Path, allocator: FakeAllocator) -> None:
     """Attaching, and recording a history, would initialize it, and so break processes that are forked later."""
     allocator.initialized = False
-    with recorded(tmp_path, memory_history=100) as recording:
+    with recorded(tmp_path, memory="history") as recording:
         recording.watch.step()
         assert (allocator.observers, allocator.history) == ([], None)
         allocator.initialized = True
@@ -114,12 +114,12 @@ def test_nothing_is_attached_before_cuda_is_there(tmp_path: Path, allocator: Fak
 
 
 def test_a_history_is_recorded_while_the_watch_runs(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """As many entries as were asked for, with Python stacks of allocations; the table then knows which are new."""
+    """20,000 entries, with Python stacks of allocations; the table then knows which are new."""
     held = allocator.held["segments"][0]["blocks"]
     entry = {"action": "alloc", "addr": held[1]["address"], "size": 1, "stream": 0, "time_us": 5}
     allocator.held["device_traces"] = [[entry]]
-    with recorded(tmp_path, memory_history=5000) as recording:
-        assert allocator.history == ("all", "alloc", "python", 5000, False, False, False, [])
+    with recorded(tmp_path, memory="history") as recording:
+        assert allocator.history == ("all", "alloc", "python", 20_000, False, False, False, [])
         allocator.runs_out(GB, 0)
         rows = written(recording.watch, "rank00000-0.json")["table"]["rows"]
     assert allocator.snapshots == [True]
@@ -130,19 +130,19 @@ def test_a_history_is_recorded_while_the_watch_runs(tmp_path: Path, allocator: F
 def test_the_jobs_own_history_is_left_alone(tmp_path: Path, allocator: FakeAllocator) -> None:
     """Neither replaced nor ended; its entries may be millions and are not asked for, its stacks are used."""
     theirs = allocator.history = ("all", "all", "all", 10**9)
-    with recorded(tmp_path, memory_history=5000) as recording:
+    with recorded(tmp_path, memory="history") as recording:
         recording.watch.step()
         allocator.runs_out(GB, 0)
         assert written(recording.watch, "rank00000-1.json")["table"]["rows"][0]["stack"]
     assert allocator.history is theirs
     assert allocator.snapshots == [False]
-    assert [note for note in recording.notes if note.startswith("memory_history is off")]
+    assert [note for note in recording.notes if note.startswith("memory history is off")]
 
 
 def test_a_history_that_the_job_begins_later_is_not_ended(tmp_path: Path, allocator: FakeAllocator) -> None:
     """From then on it is the job's: neither asked for, as it has no bound, nor ended with the watch."""
     original = torch.cuda.memory._record_memory_history
-    with recorded(tmp_path, memory_history=5000):
+    with recorded(tmp_path, memory="history"):
         torch.cuda.memory._record_memory_history(max_entries=10**9)
         theirs = allocator.history
         assert torch.cuda.memory._record_memory_history is original
@@ -157,7 +157,7 @@ def test_recording_a_history_is_as_before_after_the_watch(tmp_path: Path, alloca
     original = torch.cuda.memory._record_memory_history
     with recorded(tmp_path):
         assert torch.cuda.memory._record_memory_history is original
-    with recorded(tmp_path, memory_history=5000):
+    with recorded(tmp_path, memory="history"):
         assert torch.cuda.memory._record_memory_history is not original
     assert torch.cuda.memory._record_memory_history is original
     assert allocator.history is None
@@ -267,8 +267,8 @@ def test_the_newest_tables_stay(tmp_path: Path, allocator: FakeAllocator) -> Non
 
 
 def test_without_the_setting_memory_there_is_none(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """memory=False: neither readings nor an observer."""
-    with recorded(tmp_path, memory=False):
+    """memory="off": neither readings nor an observer."""
+    with recorded(tmp_path, memory="off"):
         assert allocator.observers == []
 
 
@@ -277,7 +277,7 @@ def test_without_the_setting_memory_there_is_none(tmp_path: Path, allocator: Fak
     [
         ("_cuda_attach_out_of_memory_observer", "out of memory: torch lacks"),
         ("_cuda_memorySnapshot", "out of memory: torch lacks"),
-        ("_cuda_isHistoryEnabled", "memory_history: torch lacks"),
+        ("_cuda_isHistoryEnabled", "memory history: torch lacks"),
     ],
 )
 def test_what_torch_lacks_is_told(
@@ -287,7 +287,7 @@ def test_what_torch_lacks_is_told(
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.delattr(torch._C, name)
     torch_private.works.cache_clear()
-    with recorded(tmp_path, memory_history=10) as recording:
+    with recorded(tmp_path, memory="history") as recording:
         recording.watch.step()
     torch_private.works.cache_clear()
 

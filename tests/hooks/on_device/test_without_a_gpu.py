@@ -18,7 +18,7 @@ PROGRAM = """
 import sys, torch, torchlens_perf as perf
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-with perf.watch(model, optimizer, sidecar=False, report=False, device_times="on", memory_history=1000):
+with perf.watch(model, optimizer, sidecar=False, report="off", device_times="on", memory="history"):
     for _ in range(20):
         with perf.device_section("step"):
             model(torch.ones(1, 2)).sum().backward()

@@ -209,7 +209,7 @@ def test_forbidden_process_is_a_reason(start: Start, tmp_path: Path) -> None:
     assert stack.lines == ()
     assert re.fullmatch(
         r"not permitted to read the process: the process is user \d+'s, and its sidecar user \d+'s. "
-        r"Permit it: run both as one user; or use perf.watch\(faulthandler=True\)|"
+        r"Permit it: run both as one user|"
         r"not permitted to read the process: it has rights that its sidecar lacks, or is not dumpable \(prctl\(2\)\). "
         r"Permit it: the capability CAP_SYS_PTRACE, .*|"
         r"not permitted to read the process: kernel.yama.ptrace_scope is [123].*|"
@@ -272,7 +272,6 @@ def test_how_to_permit_it(scope: str, error: str, said: str, tmp_path: Path, mon
     reason = python_stack(os.getpid(), program=str(program)).reason
 
     assert said in reason
-    assert reason.endswith("; or use perf.watch(faulthandler=True)")
     assert "\n" not in reason
     assert calls.read_text() == "call\n"
 
@@ -433,7 +432,7 @@ def test_asked_by_signal(tmp_path: Path) -> None:
         "import signal, sys, time, torchlens_perf as perf\n"
         "def stuck():\n"
         "    print('ready', flush=True); sys.stdin.readline()\n"  # one line, wherever it is when it is asked
-        "with perf.watch(faulthandler=True, sidecar=False, report=False, dir=sys.argv[1]) as w:\n"
+        "with perf.watch(sidecar=False, report='off', dir=sys.argv[1]) as w:\n"
         "    stuck()\n"
         "print(signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL, flush=True)\n"
     )
@@ -487,7 +486,7 @@ def handler(number, frame):
 
 folder, mine = Path(sys.argv[1]), open(sys.argv[2], "w")
 {before}
-with perf.watch(faulthandler=True, sidecar=False, report=False, dir=str(folder)) as w:
+with perf.watch(sidecar=False, report="off", dir=str(folder)) as w:
     {inside}
 {after}
 print("alive", len(list(folder.rglob("*.stack"))), os.path.getsize(sys.argv[2]) > 0, flush=True)
@@ -537,7 +536,7 @@ def test_file_goes_before_the_handler(tmp_path: Path, monkeypatch: pytest.Monkey
         "unregister",
         lambda number: left.append(len(list(tmp_path.rglob("*.stack")))) or unregister(number),
     )
-    with watch(faulthandler=True, sidecar=False, report=False, dir=str(tmp_path)):
+    with watch(sidecar=False, report="off", dir=str(tmp_path)):
         assert len(list(tmp_path.rglob("*.stack"))) == 1
 
     assert left == [0]

@@ -171,6 +171,7 @@ class TestPlaces:
         assert new_token(free, KEY) != new_token(free, KEY)
         assert new_token(fixed, KEY) == new_token(fixed, KEY)
         assert len({new_token(fixed, KEY), new_token(fixed, "k"), new_token(Places(None, None, "h:1"), KEY)}) == 3
+        assert new_token(Places(None, None, "h:1", token="s"), KEY) == new_token(fixed, KEY)
         secret.chmod(0o640)
         with pytest.raises(PermissionError, match="this user alone"):
             new_token(fixed, KEY)
@@ -206,8 +207,13 @@ class TestPlaces:
         assert listen_on(Places(None, None, "head:7")) == (["10.0.0.9", "::"], 7)
 
     def test_of_settings(self, tmp_path: Path) -> None:
-        """Without a job's store or a coordinator, and with `exchange` off, there is nowhere to meet."""
-        assert Places.of(None, {"exchange": True}, tmp_path) is None
-        assert Places.of(("h", 1), {"exchange": False}, tmp_path) is None
-        assert Places.of(("h", 1), {}, tmp_path) == Places(("h", 1), tmp_path)
-        assert Places.of(None, {"coordinator": "h:1"}, tmp_path) == Places(None, tmp_path, "h:1")
+        """Without a job's store or an address, and with `exchange` off, there is nowhere to meet."""
+        assert Places.of(None, "auto", tmp_path) is None
+        assert Places.of(None, "grpcs://?certs=/tls", tmp_path) is None
+        assert Places.of(("h", 1), "off", tmp_path) is None
+        assert Places.of(("h", 1), "auto", tmp_path) == Places(("h", 1), tmp_path)
+        assert Places.of(("h", 1), "grpcs://?certs=/tls", tmp_path) == Places(("h", 1), tmp_path, tls_folder="/tls")
+        assert Places.of(None, "grpc://h:1", tmp_path) == Places(None, tmp_path, "h:1")
+        whole = Places.of(None, "grpcs://h:1?token_file=/t&certs=/tls&name=n0", tmp_path, "secret")
+        assert whole == Places(None, tmp_path, "h:1", "/t", "/tls", "n0", "secret")
+        assert "secret" not in repr(whole)

@@ -91,7 +91,7 @@ def rings(): return sum(name.endswith(".ring") for _, _, names in os.walk("/dev/
 for i in range(4):
     pid = os.fork()
     if not pid:
-        watch = perf.watch(model, optimizer, dir="runs", report=False).__enter__()
+        watch = perf.watch(model, optimizer, dir="runs", report="off").__enter__()
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()

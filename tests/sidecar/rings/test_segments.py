@@ -139,7 +139,7 @@ def test_all_steps_as_one_stream(rig: Rig, tmp_path: Path, caplog: pytest.LogCap
     """Of all nodes' segments, by rank and step, with the columns that the files have. A damaged one costs its rows."""
     run = make_run(tmp_path)
     with pytest.raises(RunStoreError, match="has no steps yet"):
-        segments.write_steps(run, io.BytesIO())
+        segments.write_table(run, "steps", io.BytesIO())
     writer = SegmentWriter(run, HOST, 1 << 30)
     early, late = chunk(rig, 3), chunk(rig, 2)
     writer.write([late])
@@ -147,7 +147,7 @@ def test_all_steps_as_one_stream(rig: Rig, tmp_path: Path, caplog: pytest.LogCap
     writer.write([early])
     files = sorted(run.steps.glob(f"{HOST}-*.parquet"))
     stream = io.BytesIO()
-    segments.write_steps(run, stream)
+    segments.write_table(run, "steps", stream)
     with pyarrow.ipc.open_stream(stream.getvalue()) as reader:
         table = reader.read_all()
 
@@ -156,7 +156,7 @@ def test_all_steps_as_one_stream(rig: Rig, tmp_path: Path, caplog: pytest.LogCap
     assert rows == sorted([*[(0, step) for step in (0, 0, 1, 1, 2, 2, 3, 4)], *[(1, step) for step in range(3)]])
     files[0].write_bytes(files[0].read_bytes()[:-20])
     stream = io.BytesIO()
-    segments.write_steps(run, stream)
+    segments.write_table(run, "steps", stream)
     with pyarrow.ipc.open_stream(stream.getvalue()) as reader:
         assert reader.read_all().num_rows == 9
     assert f"{files[0]} cannot be read" in caplog.text

@@ -636,7 +636,7 @@ def _long_action(long: LongSteps) -> str:
         "data": f"see what the loader does at {at}: a new epoch starts workers (persistent_workers=True).",
         "communication": f"see which rank does something else at {at}.",
         "host": f"see what the loop does at {at} (logging, an epoch's end): wrap parts in perf.section().",
-        "tool": "ask for results less often (w.summary(), w.steps(), a display), if the loop does.",
+        "tool": "ask for results less often (w.summary(), w.step_table(), a display), if the loop does.",
     }
     if long["period"] and long["part"] not in ("data", "host", "tool"):
         other_work = "another backward pass, another optimizer, a larger batch, longer sequences"

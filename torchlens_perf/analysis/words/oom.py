@@ -20,7 +20,6 @@ _ONE_PLACE_SHARE = 0.3
 _OTHERS_SHARE = 0.2
 _MANY_BLOCKS = 2
 _ALL_SHARE = 0.98  # the driver may report two sizes of one device, which differ by what it keeps for itself
-_SUGGESTED_HISTORY = 20_000
 
 
 def out_of_memory_verdicts(report: Facts) -> list[Verdict]:
@@ -139,8 +138,8 @@ def next_action(oom: OutOfMemory, growth: Growth | None) -> str:
         return f"one request{where} wants {percent(asked / limit)} of {whole}: compute it in parts."
     if not any(row["stack"] for row in rows):
         return (
-            "a smaller batch, activation checkpointing, or sharding (FSDP); memory_history="
-            f"{_SUGGESTED_HISTORY} (TORCHLENS_PERF_MEMORY_HISTORY) would tell which modules and lines hold it."
+            "a smaller batch, activation checkpointing, or sharding (FSDP); "
+            "TORCHLENS_PERF_MEMORY=history tells which modules and lines hold it."
         )
     top = max(rows, key=lambda row: (bool(row["module"]), row["bytes"]))
     if top["module"] and top["blocks"] >= _MANY_BLOCKS and top["bytes"] >= _ONE_PLACE_SHARE * table["allocated_bytes"]:

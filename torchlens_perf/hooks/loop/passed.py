@@ -38,7 +38,12 @@ def models(model: Any, caller: types.FrameType, function: str) -> list[NamedMode
         )
     for each in found:
         if not isinstance(each, Module):
-            raise ConfigError(f"model={type(each).__name__}: must be a torch.nn.Module, or a list or dict of them")
+            hint = "a torch.nn.Module, or a list or dict of them"
+            if hasattr(each, "param_groups"):
+                hint += ", and this is an optimizer; write watch(model, optimizer) or watch(optimizer=...)"
+            elif isinstance(each, types.FunctionType):
+                hint += ", and this is a function; write @watch() with parentheses"
+            raise ConfigError(f"model={type(each).__name__}: must be {hint}")
     if len(found) < 2 and not given:
         return [NamedModel(each) for each in found]
     given = given or names_in_call(caller, function)
@@ -47,9 +52,9 @@ def models(model: Any, caller: types.FrameType, function: str) -> list[NamedMode
 
 def check_patterns(models: Sequence[NamedModel], config: Config) -> None:
     """Raises ConfigError for a name pattern that matches no module of any of the models."""
-    from torchlens_perf.hooks.loop.selection import select, unmatched_patterns
-
     if isinstance(config.modules, tuple):
+        from torchlens_perf.hooks.loop.selection import select, unmatched_patterns
+
         for message in unmatched_patterns(select(each, config) for each in models):
             raise ConfigError(message)
 
@@ -61,5 +66,6 @@ def optimizers(optimizer: Any) -> list[Optimizer]:
     found = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for each in found:
         if not callable(getattr(each, "step", None)):
-            raise ConfigError(f"optimizer={type(each).__name__}: must have a step() method, or be a list of such")
+            hint = "; this is a model: write watch(model, optimizer)" if hasattr(each, "named_modules") else ""
+            raise ConfigError(f"optimizer={type(each).__name__}: must have a step() method, or be a list of such{hint}")
     return found

@@ -29,9 +29,9 @@ class MemoryHook:
 
     name = "memory"
 
-    def __init__(self, history_entries: int = 0) -> None:
-        """history_entries: see Config.memory_history."""
-        self._history_entries = history_entries
+    def __init__(self, *, history: bool = False) -> None:
+        """history: keep the stacks of device memory, see Config.memory."""
+        self._history = history
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -41,8 +41,8 @@ class MemoryHook:
                 self._listen(session, attached)
                 yield
             return
-        if self._history_entries:
-            session.note("memory_history: there is no device here whose allocator could keep one")
+        if self._history:
+            session.note("memory history: there is no device here whose allocator could keep one")
         session.publish(memory_source="resident memory of the process")
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
@@ -62,7 +62,7 @@ class MemoryHook:
         from torchlens_perf.hooks.on_device.out_of_memory import OutOfMemoryHook
 
         try:
-            attached.enter_context(OutOfMemoryHook(self._history_entries).attach(session))
+            attached.enter_context(OutOfMemoryHook(history=self._history).attach(session))
         except HookUnavailable as unavailable:
             session.note(f"{OutOfMemoryHook.name}: {unavailable}")
 

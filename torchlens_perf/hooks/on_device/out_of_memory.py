@@ -33,6 +33,7 @@ SCHEMA = 1
 _MAX_FILES = 8  # of one process: the newest stay
 _MAX_SHARE = 100  # where errors are caught again and again: tables take at most one part in so many of the time
 _MAX_OWN_FRAMES = 64
+_HISTORY_ENTRIES = 20_000  # the last allocations and frees, besides the stacks of live blocks
 
 
 class _Relay:
@@ -58,9 +59,9 @@ class OutOfMemoryHook:
 
     name = "out of memory"
 
-    def __init__(self, history_entries: int) -> None:
-        """history_entries: how many allocations and frees are kept besides the live blocks; 0: no stacks."""
-        self._entries = history_entries
+    def __init__(self, *, history: bool) -> None:
+        """history: keep the stacks of the live blocks, and the last _HISTORY_ENTRIES allocations and frees."""
+        self._history = history
         self._watched = ExitStack()  # torch's function that records a history, while ours is recorded
 
     @contextmanager
@@ -96,17 +97,17 @@ class OutOfMemoryHook:
                     observer.close()
 
     def _start_history(self, session: Session) -> None:
-        if not self._entries:
+        if not self._history:
             return
         try:
             torch_private.require("torch.cuda.memory._record_memory_history")
         except HookUnavailable as unavailable:
-            session.note(f"memory_history: {unavailable}")
+            session.note(f"memory history: {unavailable}")
             return
         if torch_instruments.records_memory_history():
-            session.note("memory_history is off: the job records a history of its own, which is left as it is")
+            session.note("memory history is off: the job records a history of its own, which is left as it is")
             return
-        torch_instruments.record_memory_history(self._entries)
+        torch_instruments.record_memory_history(_HISTORY_ENTRIES)
         session.set_own_memory_history(True)
         import torch
 

@@ -29,7 +29,6 @@ _KILLED_WITHIN_S = 0.5
 _MAX_WORDS = 200  # characters of py-spy's own explanation
 _STATES = {"T": "stopped", "t": "traced", "D": "uninterruptible", "Z": "dead", "X": "dead", "x": "dead"}
 _REFUSALS = ("permission denied", "operation not permitted")  # of the kernel, and of a container's seccomp profile
-_OTHERWISE = "; or use perf.watch(faulthandler=True)"
 _IN_CONTAINER = "in a container `docker run --cap-add=SYS_PTRACE`"
 _FILTERED = "2"  # as in /proc/PID/status, of seccomp
 
@@ -217,7 +216,7 @@ def _not_permitted(pid: int) -> str:
     else:
         why = "it has rights that its sidecar lacks, or is not dumpable (prctl(2))"
         how = f"the capability CAP_SYS_PTRACE, {_IN_CONTAINER}"
-    return f"not permitted to read the process: {why}. Permit it: {how}{_OTHERWISE}"
+    return f"not permitted to read the process: {why}. Permit it: {how}"
 
 
 def _last_cause(errors: str) -> str:

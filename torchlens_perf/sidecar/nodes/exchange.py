@@ -2,7 +2,7 @@
 
 ::
 
-    coordinator, run directory, job's store   where node 0's sidecar listens, and the token (rendezvous.py)
+    setting, run directory, job's store   where node 0's sidecar listens, and the token (rendezvous.py)
     one gRPC stream per node                  messages with the node's posts; answers (client.py, server.py)
 
 All of this happens on one daemon thread with an event loop; post(), collect() and notes() only exchange values with it.

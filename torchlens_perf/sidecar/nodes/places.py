@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from torchlens_perf.config import ExchangeUrl
 
 _LOOPBACK = ("127.", "::1", "fe80:")  # or only valid together with an interface
 _FAR_AWAY = "192.0.2.1"  # reserved for documentation: what leads there is the default route
@@ -22,19 +22,22 @@ class Places:
     folder: Path | None = None
     """In the run directory, which nodes may share."""
     coordinator: str = ""
-    """host:port where node 0 is to listen; "" for anywhere."""
+    """host:port where node 0 listens; "" for a free port, which it publishes."""
     token_file: str = ""
     tls_folder: str = ""
     tls_name: str = ""
+    token: str = dataclasses.field(default="", repr=False)
 
     @classmethod
-    def of(cls, job_store: tuple[str, int] | None, settings: Mapping[str, Any], folder: Path) -> Places | None:
-        """Those of a rank's settings; None where it has no exchange, or nothing is known that nodes could share."""
-        coordinator = str(settings.get("coordinator", ""))
-        if not settings.get("exchange", True) or (job_store is None and not coordinator):
+    def of(cls, job_store: tuple[str, int] | None, exchange: str, folder: Path, token: str = "") -> Places | None:
+        """Return those of Config.exchange; None if it is off, or if the nodes share neither a store nor an address.
+
+        token: the one that is not in the URL. Raise ValueError for text that is no URL of an exchange.
+        """
+        url = ExchangeUrl("") if exchange in ("auto", "off") else ExchangeUrl.parse(exchange)
+        if exchange == "off" or (job_store is None and not url.address):
             return None
-        texts = (str(settings.get(name, "")) for name in ("exchange_token", "exchange_tls", "exchange_tls_name"))
-        return cls(job_store, folder, coordinator, *texts)
+        return cls(job_store, folder, url.address, url.token_file, url.certs, url.name, token)
 
     @property
     def text(self) -> str:

@@ -66,14 +66,16 @@ class Address:
 
 
 def new_token(places: Places, key: str) -> str:
-    """The token of a job: random, where it is published. Where the user says where node 0 is, all nodes derive it from
-    the file `exchange_token` and what they share, or from the latter alone, which is no secret. Raises OSError for the
-    file."""
+    """Return the token of a job: random, if it is published.
+
+    If node 0's address is configured, all nodes derive the token from the configured one, or its file, and from what
+    they share, or from the latter alone, which is no secret. Raises OSError for the file.
+    """
     if not places.coordinator:
         return secrets.token_hex(16)
-    secret = _private_file(Path(places.token_file)) if places.token_file else b""
+    secret = _private_file(Path(places.token_file)) if places.token_file else places.token.encode()
     shared = f"{key} {places.job_store}"
-    return hmac.new(secret, shared.encode(), hashlib.sha256).hexdigest()[:32]
+    return hmac.new(secret.strip(), shared.encode(), hashlib.sha256).hexdigest()[:32]
 
 
 class Rendezvous:
@@ -129,7 +131,7 @@ class Rendezvous:
         found, error = [], ""
         if self._places.coordinator:
             host, port = split_address(self._places.coordinator)
-            found.append(("the setting `coordinator`", Address(port, new_token(self._places, self._key), (host,))))
+            found.append(("the setting `exchange`", Address(port, new_token(self._places, self._key), (host,))))
         if self.file is not None:
             try:
                 found.append(("the run directory", Address.decode(_private_file(self.file))))

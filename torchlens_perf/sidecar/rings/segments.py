@@ -144,22 +144,24 @@ def read_chunks(
         segment_done()
 
 
-def write_steps(run: RunDirectory, file: IO[bytes]) -> None:
-    """Writes all steps of the run to a stream of Arrow's, by rank, attempt and step. Segments that are damaged are left
-    out, with a line in the log. Raises RunStoreError where there is none.
+def write_table(run: RunDirectory, name: str, file: IO[bytes]) -> None:
+    """Write a table of the run to an Arrow stream, by rank, attempt, step and time.
+
+    name: a folder of the run directory, such as "steps". Damaged files are left out, with a line in the log. Raise
+    RunStoreError where there is no file.
     """
     tables = []
-    for host in hosts(run):
-        for path in files_of(run.steps, host):
-            try:
-                with _opened(path) as segment:
-                    tables.append(segment.read().replace_schema_metadata())
-            except DamagedSegmentError as error:
-                logger.warning("%s: its steps are missing", error)
+    for path in sorted((run.path / name).glob("[!.]*.parquet")):
+        try:
+            with _opened(path) as segment:
+                tables.append(segment.read().replace_schema_metadata())
+        except DamagedSegmentError as error:
+            logger.warning("%s: its rows are missing", error)
     if not tables:
-        raise RunStoreError(f"{run.path} has no steps yet")
+        raise RunStoreError(f"{run.path} has no {name} yet")
     table = pa.concat_tables(tables, promote_options="default").unify_dictionaries()
-    table = table.sort_by([("rank", "ascending"), ("attempt", "ascending"), ("step", "ascending")])
+    keys = [key for key in ("rank", "attempt", "step", "sequence", "time") if key in table.schema.names]
+    table = table.sort_by([(key, "ascending") for key in keys])
     with pa.ipc.new_stream(file, table.schema) as writer:
         writer.write_table(table)
 

@@ -244,7 +244,7 @@ def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
     report = run_report(run)
     mailbox = asked.get("mailbox", "")
     if mailbox:  # first: the disk of the run directory may be slow
-        page = str(run.report.with_suffix(".html")) if asked.get("html") else ""  # which is written after this
+        page = str(run.report.with_suffix(".html")) if asked.get("writes_page") else ""  # which is written after this
         look = {"columns": asked.get("columns", 0), "color": asked.get("color", False)}
         short = brief(report, str(run.path), page=page, **look)
         if asked.get("form") == "cell":

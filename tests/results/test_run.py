@@ -1,0 +1,107 @@
+"""perf.load(): the results of a run directory, in any process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pandas
+import pyarrow
+import pytest
+
+import torchlens_perf as perf
+from tests.results.test_results import Loop, training
+from tests.support.live_simulation import LiveSimulation
+from tests.support.processes import run as run_command
+from torchlens_perf.errors import ConfigError, RunStoreError
+from torchlens_perf.results import ask
+from torchlens_perf.results.run import Run
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A finished run of four ranks, of which rank 2 is slow."""
+    path = tmp_path_factory.mktemp("planted") / "run"
+    with LiveSimulation(path, 4, "constant:rank=2,share=0.3,phase=forward") as live:
+        live.goes_on(8)
+    return perf.load(path)
+
+
+def test_finished_run(planted: Run) -> None:
+    """Its verdicts, numbers, tables and the whole report."""
+    found = planted.summary()
+
+    assert (found.ranks, found.steps, found.running) == (4, 256, False)
+    assert planted.verdicts == found.verdicts
+    assert ("straggler", 2) in {(each.kind, each.rank) for each in planted.verdicts}
+    steps = planted.step_table("pandas")
+    assert isinstance(steps, pandas.DataFrame)
+    assert steps.groupby("rank")["step"].count().to_dict() == dict.fromkeys(range(4), 256)
+    assert steps.groupby("rank")["forward_ns"].median().idxmax() == 2
+    assert planted.table("steps", "pyarrow").num_rows == len(steps)
+    spans = planted.table("spans", "pyarrow")
+    assert isinstance(spans, pyarrow.Table)
+    assert {"forward", "collective"} <= set(spans["kind"].to_pylist())
+    assert planted.report()["run"]["id"] == planted.run_dir.name
+    assert repr(planted) == f"<Run '{planted.run_dir}'>"
+    assert "Rank 2" in planted._repr_mimebundle_()["text/plain"]
+
+
+def test_table_without_rows(planted: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """A run without GPUs has an empty table of them; another name is an error."""
+    assert planted.table("gpus", "pyarrow").num_rows == 0
+    assert "has no gpus yet" in caplog.text
+    with pytest.raises(ConfigError, match=r"^name='modules': must be 'steps', 'spans', 'gpus' or 'links'"):
+        planted.table("modules")
+
+
+def test_no_run_directory(tmp_path: Path) -> None:
+    """A folder that is none, and one that is not there, are one clear line."""
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(RunStoreError, match="is no run directory: it has no folder nodes"):
+            perf.load(folder)
+
+
+def test_run_directory_without_anything(tmp_path: Path) -> None:
+    """Nothing is saved yet: summary() says so and raises nothing, report() raises."""
+    (tmp_path / "run" / "nodes").mkdir(parents=True)
+    made = perf.load(tmp_path / "run")
+
+    assert made.summary().missing
+    assert made.verdicts == ()
+    with pytest.raises(RunStoreError):
+        made.report()
+
+
+def test_run_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it records, what is saved is shown without waiting for its end; right after it, all of it."""
+    with training(tmp_path) as loop:
+        loop.train(30)
+        assert loop.watch.summary().steps == 30  # and it is saved
+        with monkeypatch.context() as impatient:
+            impatient.setattr(ask, "settle", lambda run: pytest.fail("it waits for the end of a live run"))
+            live = perf.load(loop.watch.run_dir).summary()
+        loop.train(12)
+    ended = perf.load(loop.watch.run_dir).summary()
+
+    assert live.running is True or live.missing
+    assert (ended.steps, ended.running) == (42, False)
+
+
+def test_right_after_the_end(tmp_path: Path) -> None:
+    """The sidecar, which still writes then, is waited for."""
+    with perf.watch(dir=tmp_path, report="off") as watch:
+        Loop(watch).train(17)
+
+    assert perf.load(watch.run_dir).summary().steps == 17
+
+
+def test_loading_imports_no_torch(planted: Run, tmp_path: Path) -> None:
+    """A process that only reads a run has neither torch nor a watch."""
+    code = (
+        "import sys, torchlens_perf as perf\n"
+        "found = perf.load(sys.argv[1]).summary()\n"
+        "print(found.ranks, 'torch' in sys.modules, 'pyarrow' in sys.modules)"
+    )
+    done = run_command([sys.executable, "-c", code, str(planted.run_dir)], tmp_path)
+    assert done.stdout == "4 False False\n", done.stderr

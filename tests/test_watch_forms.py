@@ -1,0 +1,232 @@
+"""The forms of a watch: a context manager, start() and stop(), a decorator; its repr; and mistakes that are named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torchlens_perf as perf
+from tests.support.processes import report, run, runs
+from tests.test_watch import make_model, train
+from torchlens_perf.errors import ConfigError
+from torchlens_perf.watch import running
+
+QUIET = {"sidecar": False, "report": "off"}
+
+TRAIN = """
+import os, sys
+import torch
+import torchlens_perf as perf
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def train():
+    for _ in range(12):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_start_and_stop(tmp_path: Path) -> None:
+    """The pair does what the context does; stop() again, and before start(), is harmless."""
+    model, optimizer = make_model()
+    watch = perf.watch(model, optimizer, dir=tmp_path, **QUIET)
+    watch.stop()
+    assert watch.start() is watch
+    assert running() is watch
+    train(model, optimizer, 5)
+    watch.stop()
+    watch.stop()
+
+    assert running() is None
+    assert watch.run_dir is not None
+    with pytest.raises(ConfigError, match="a watch is entered once"):
+        watch.start()
+
+
+@pytest.mark.parametrize("way", ["falls off the end", "raises", "forked by multiprocessing"])
+def test_end_of_the_process_stops_what_was_started(way: str, tmp_path: Path) -> None:
+    """Without stop(), the report is shown when the process ends, in each way in which Python runs its finalizers."""
+    work = {
+        "falls off the end": "perf.watch(model, optimizer).start()\ntrain()",
+        "raises": "perf.watch(model, optimizer).start()\ntrain()\nraise SystemExit(3)",
+        "forked by multiprocessing": (
+            "import multiprocessing\n"
+            "def child():\n    torch.set_num_threads(1)\n    perf.watch(model, optimizer).start()\n    train()\n"
+            "process = multiprocessing.get_context('fork').Process(target=child)\nprocess.start()\nprocess.join()\n"
+            "sys.exit(process.exitcode)"
+        ),
+    }[way]
+    done = run([sys.executable, "-c", TRAIN + work], tmp_path, TORCHLENS_PERF_EXIT_TIMEOUT_S="60")
+
+    assert done.returncode == (3 if way == "raises" else 0), done.stderr
+    assert "12 steps" in done.stderr, done.stderr
+
+
+def test_decorator(tmp_path: Path) -> None:
+    """Each call is a run of its own; arguments, result, name and exception are the function's."""
+    model, optimizer = make_model()
+    seen = []
+
+    @perf.watch(model, optimizer, dir=tmp_path, **QUIET)
+    def fit(steps: int, *, fails: bool = False) -> str:
+        """Its own text."""
+        watch = running()
+        assert watch is not None
+        train(model, optimizer, steps)
+        seen.append((watch.run_dir, watch._session.recorder.step))
+        if fails:
+            raise KeyError("mine")
+        return "fitted"
+
+    assert (fit(3), fit(4), running()) == ("fitted", "fitted", None)
+    assert (fit.__name__, fit.__doc__) == ("fit", "Its own text.")
+    with pytest.raises(KeyError, match="mine"):
+        fit(2, fails=True)
+    assert running() is None
+    assert len({folder for folder, _ in seen}) == 3
+    assert [step for _, step in seen] == [3, 4, 2]
+
+
+def test_decorated_function_inside_of_a_watch_joins_it(tmp_path: Path) -> None:
+    @perf.watch(dir=tmp_path, **QUIET)
+    def fit() -> Path | None:
+        inner = running()
+        return None if inner is None else inner.run_dir
+
+    with perf.watch(dir=tmp_path, **QUIET) as outer:
+        assert fit() == outer.run_dir
+        assert running() is outer
+
+
+def test_what_cannot_be_decorated() -> None:
+    """The body of a coroutine or a generator does not run within the call."""
+
+    async def coroutine() -> None: ...
+
+    def generator() -> Iterator[int]:
+        yield 1
+
+    for function in (coroutine, generator, 3):
+        with pytest.raises(ConfigError, match=r"must be a plain function; use `with watch\(\):` inside of it"):
+            perf.watch()(function)
+
+
+def test_repr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded, how it is going, and where."""
+    model, optimizer = make_model()
+    watch = perf.watch(model, optimizer, dir=tmp_path, **QUIET)
+    assert repr(watch) == "<Watch of Sequential, SGD: not started>"
+    with watch:
+        train(model, optimizer, 3)
+        where = f", run_dir='{watch.run_dir}'>"
+        assert repr(watch) == f"<Watch of Sequential, SGD: recording, step 3{where}"
+        with perf.watch() as inner:
+            assert repr(inner) == f"<Watch of what is trained: recording, step 3{where}"
+    assert repr(watch) == f"<Watch of Sequential, SGD: ended{where}"
+    monkeypatch.setenv("TORCHLENS_PERF", "0")
+    assert repr(perf.watch({"head": model})) == "<Watch of Sequential: off>"
+
+
+def test_config_and_paths(tmp_path: Path) -> None:
+    """watch(config=Config(...)), with a path for `dir`; a keyword beside it wins."""
+    config = perf.Config(dir=tmp_path / "other", sidecar=False, report="off")
+    with perf.watch(config=config, dir=tmp_path / "runs") as watch:
+        assert watch._config == perf.Config(dir=str(tmp_path / "runs"), sidecar=False, report="off")
+
+    assert watch.run_dir is not None
+    assert watch.run_dir.parent == tmp_path / "runs"
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(("old", "new"), [("steps", "step_table()"), ("close", "stop()")])
+def test_old_methods_name_the_new_one(old: str, new: str) -> None:
+    """Where there never was such a method, it is an ordinary AttributeError."""
+    watch = perf.watch()
+    with pytest.raises(AttributeError, match=f"^Watch.{old} is now {new.removesuffix('()')}\\(\\)$"):
+        getattr(watch, old)
+    with pytest.raises(AttributeError, match=r"^a Watch has no attribute 'stepss'$"):
+        _ = watch.stepss
+    assert not hasattr(watch, old)
+
+
+def test_public_names_of_a_watch() -> None:
+    """Whatever is not for users has an underscore."""
+    names = {name for name in (*dir(perf.Watch), *vars(perf.watch())) if not name.startswith("_")}
+    assert names == {
+        "log_to", "on_verdict", "report_html", "run_dir", "start", "step", "step_table", "steps_by_hand", "stop",
+        "summary", "tag",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["code", "environment"])
+def test_pattern_that_matches_nothing(where: str, tmp_path: Path) -> None:
+    """In code it is a ValueError; in the environment, as any variable that is wrong, a line, and training goes on."""
+    settings = "modules=['block.*']" if where == "code" else ""
+    code = f"{TRAIN}\nwith perf.watch(model, optimizer, {settings}) as w:\n    train()\nprint('trained', w.run_dir)"
+    told = {} if where == "code" else {"TORCHLENS_PERF_MODULES": "block.*"}
+    done = run([sys.executable, "-c", code], tmp_path, **told)
+
+    message = 'modules="block.*" matches no module. Names are matched against model.named_modules(), for example "0"'
+    if where == "code":
+        assert done.returncode == 1
+        assert done.stderr.rstrip().endswith(f"ConfigError: {message}")
+        assert issubclass(ConfigError, ValueError)
+    else:
+        assert (done.returncode, done.stdout) == (0, "trained None\n"), done.stderr
+        assert done.stderr == f"torchlens_perf is off: TORCHLENS_PERF_MODULES: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "new"),
+    [
+        ("TORCHLENS_PERF_COORDINATOR", "head:29400", "TORCHLENS_PERF_EXCHANGE="),
+        ("TORCHLENS_PERF_HTML", "0", "TORCHLENS_PERF_REPORT="),
+        ("TORCHLENS_PERF_REPORT", "0", '"page", "quiet", "text" or "off"'),
+        ("TORCHLENS_PERF_EXCHANGE_TOKEN", "/run/secrets/token", "token_file="),
+    ],
+)
+@pytest.mark.parametrize("way", ["watch", "unchanged"])
+def test_old_variables_never_stop_a_job(variable: str, value: str, new: str, way: str, tmp_path: Path) -> None:
+    """One line names the new variable; the job trains, and ends as it would."""
+    script = TRAIN + ("with perf.watch(model, optimizer):\n    train()" if way == "watch" else "train()")
+    told = {variable: value, **({} if way == "watch" else {"TORCHLENS_PERF": "1"})}
+    done = run([sys.executable, "-c", script], tmp_path, **told)
+
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"torchlens_perf is off: {variable}")
+    assert new in line
+
+
+def test_token_stays_out_of_everything_written(tmp_path: Path) -> None:
+    """By code or by the environment, the token reaches the sidecar's environment, and no file, log or report."""
+    by_code = "exchange='grpc://127.0.0.1:9?token=S3CRET-1'"
+    for number, settings in enumerate((by_code, "exchange='grpc://127.0.0.1:9'")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        code = (
+            f"{TRAIN}\nimport pathlib\nfrom torchlens_perf.run import directory\n"
+            f"with perf.watch(model, optimizer, {settings}) as w:\n    train()\n"
+            "    w.summary()\n    ring = pathlib.Path(w._session.ring_path).read_bytes()\n"
+            "    print(w, w._config, ring.count(b'S3CRET'))\n"
+            "    pid = directory.find_sidecar_lock(w.run_dir.name).read_text().split()[0]\n"
+            "    print(pathlib.Path(f'/proc/{pid}/environ').read_bytes().count(b'TOKEN=S3CRET-1'))\n"
+        )
+        told = {} if settings == by_code else {"TORCHLENS_PERF_EXCHANGE_TOKEN": "S3CRET-1"}
+        done = run([sys.executable, "-c", code], folder, TORCHLENS_PERF_EXIT_TIMEOUT_S="60", **told)
+
+        assert done.returncode == 0, done.stderr
+        shown, in_environment = done.stdout.splitlines()
+        assert "S3CRET" not in done.stderr + shown
+        assert shown.endswith(" 0")
+        assert in_environment == "1"
+        (made,) = runs(folder)
+        assert report(made)["ranks"][0]["steps"] == 12
+        written = [path for path in folder.rglob("*") if path.is_file()]
+        assert written
+        assert [path for path in written if b"S3CRET" in path.read_bytes()] == []

@@ -1,0 +1,69 @@
+"""A run that was recorded, by this process or by any other one: perf.load(run_dir)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchlens_perf.errors import RingError, RunStoreError
+from torchlens_perf.results.ask import Recorded
+from torchlens_perf.results.methods import Backend, HasResults
+from torchlens_perf.run.directory import RunDirectory, writer_lives
+from torchlens_perf.run.ring import STATE, Reader, State
+
+if TYPE_CHECKING:
+    from torchlens_perf.results.summary import Verdict
+
+
+class Run(HasResults):
+    """A run directory's results. Any process may read them that can read the folder; nothing is changed in it."""
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        """Raise RunStoreError for a folder that is no run directory."""
+        self.run_dir: Path = Path(run_dir).absolute()
+        if not (self.run_dir / "nodes").is_dir():
+            raise RunStoreError(f"{self.run_dir} is no run directory: it has no folder nodes")
+
+    def __repr__(self) -> str:
+        return f"<Run {str(self.run_dir)!r}>"
+
+    def _recorded(self) -> Recorded:
+        run = RunDirectory(self.run_dir)
+        return Recorded(run, None, True, "", may_settle=not any(map(_is_live, run.local_rings())))
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """The findings, the most important one first: those of summary()."""
+        return self.summary().verdicts
+
+    def report(self) -> dict[str, Any]:
+        """Return all of the report, as `torchlens-perf report RUN_DIR --json` prints it.
+
+        Raise RunStoreError where nothing is saved yet.
+        """
+        from torchlens_perf.results import child
+
+        found: dict[str, Any] = json.loads(child.output("report", str(self.run_dir), "--json"))
+        return found
+
+    def table(self, name: Literal["steps", "spans", "gpus", "links"], backend: Backend | None = None) -> Any:
+        """Return a table of the run directory as a frame; columns: docs/run-directory.md. backend: see step_table().
+
+        Raise ConfigError for another name.
+        """
+        from torchlens_perf.results.tables import table
+
+        return table(self._recorded(), name, backend)
+
+
+def _is_live(ring: Path) -> bool:
+    """Whether a process still records into a ring file."""
+    try:
+        reader = Reader(ring)
+    except (OSError, RingError):
+        return False
+    with contextlib.closing(reader):
+        return writer_lives(ring) and reader.counter(STATE) != State.CLOSED

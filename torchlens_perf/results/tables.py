@@ -1,0 +1,78 @@
+"""Tables of a run as frames of pandas, polars or pyarrow."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import sys
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.errors import ConfigError, RunStoreError, printable
+from torchlens_perf.output import logger
+from torchlens_perf.results import child
+from torchlens_perf.results.ask import COMMAND, ask, own_work, settle
+from torchlens_perf.run.directory import TABLES
+from torchlens_perf.run.mailbox import STEPS
+
+if TYPE_CHECKING:
+    from torchlens_perf.results.ask import Recorded
+
+BACKENDS = ("pandas", "polars", "pyarrow")
+
+
+def table(recorded: Recorded, name: str, backend: str | None) -> Any:
+    """See Run.table()."""
+    if name not in TABLES:
+        raise ConfigError(f"name={name!r}: must be {', '.join(map(repr, TABLES[:-1]))} or {TABLES[-1]!r}")
+    chosen = _backend(backend)
+    with own_work(recorded.session):
+        return _frame(chosen, _read(recorded, name))
+
+
+def _read(recorded: Recorded, name: str) -> bytes:
+    """The table as an Arrow stream; b"" where there is none, which is said in the log."""
+    why = recorded.missing
+    if recorded.run is not None:
+        if ask(recorded, STEPS) is None and recorded.session is None and recorded.may_settle:
+            settle(recorded.run)
+        try:
+            return child.output(COMMAND, str(recorded.run.path), name)
+        except RunStoreError as error:
+            why = str(error)
+    logger.warning("torchlens_perf: there are no %s to show: %s", name, printable(why))
+    return b""
+
+
+def _backend(name: str | None) -> str:
+    """Return which of BACKENDS to use: without a name, the first one that is imported, or else installed.
+
+    Raise ConfigError for another one, or one that is not installed. pyarrow is a dependency of ours.
+    """
+    if name is None:
+        frames = BACKENDS[:2]
+        found = [each for each in frames if each in sys.modules] + [each for each in frames if _is_installed(each)]
+        return next(iter(found), "pyarrow")
+    if name not in BACKENDS:
+        raise ConfigError(f"backend={name!r}: must be 'pandas', 'polars' or 'pyarrow'")
+    if not _is_installed(name):
+        raise ConfigError(f"backend={name!r}: {name} is not installed")
+    return name
+
+
+def _is_installed(name: str) -> bool:
+    return name in sys.modules or importlib.util.find_spec(name) is not None
+
+
+def _frame(backend: str, stream: bytes) -> Any:
+    if backend == "polars":
+        import polars
+
+        return polars.read_ipc_stream(io.BytesIO(stream)) if stream else polars.DataFrame()
+    import pyarrow
+
+    if stream:
+        with pyarrow.ipc.open_stream(stream) as reader:
+            found = reader.read_all()
+    else:
+        found = pyarrow.table({})
+    return found if backend == "pyarrow" else found.to_pandas(use_threads=False)  # no thread in the training process
