@@ -77,7 +77,7 @@ def train(name: str, rank: int, ranks: int, folder: str) -> None:
         optimizers.append(torch.optim.SGD(other.parameters(), 1e-3))
     slow_data = (name == "slow_data" and rank == 0) or name == "waits_for_data"
     loader = DataLoader(Samples(LONG_S if slow_data else 0.0), BATCH)
-    with perf.watch(trained, dir=folder, report=False):
+    with perf.watch(trained, dir=folder, report="off"):
         for step, x in enumerate(loader):
             optimizers[0].zero_grad()
             trained(x).square().mean().backward()

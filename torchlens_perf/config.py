@@ -34,7 +34,7 @@ _OLD_NAMES = {
     "exchange_tls": 'use exchange="grpcs://HOST:PORT?certs=FOLDER"',
     "exchange_tls_name": 'use exchange="grpcs://HOST:PORT?certs=FOLDER&name=NAME"',
     "build_tap": "set the variable TORCHLENS_PERF_BUILD_TAP",
-    "faulthandler": "it is always on",
+    "faulthandler": "set the variable TORCHLENS_PERF_FAULTHANDLER",
     "memory_history": 'use memory="history"',
     "html": 'use report="page", "quiet", "text" or "off"',
     "exit_timeout_s": "set the variable TORCHLENS_PERF_EXIT_TIMEOUT_S",
@@ -230,6 +230,8 @@ class Config:
     _exchange_token: str = ""
     _build_tap: bool = True
     """Let the sidecar compile the native tap on collectives for the next run, where it is missing."""
+    _faulthandler: bool = False
+    """Let a rank answer SIGUSR2 with its stack, by faulthandler, where py-spy may not look at it."""
     _exit_timeout_s: float | None = None
     """Longest wait for the report when the run ends, in seconds. None: 1 s, but up to 10 s in a job on one node, for as
     long as the sidecar makes progress; Ctrl-C ends the wait."""

@@ -83,7 +83,7 @@ def default_hooks(
         (config.memory != "off", MemoryHook(history=config.memory == "history")),
         (True, TagHook()),
         (config.sidecar, ReaderHook()),
-        (True, StackHook()),
+        (config._faulthandler, StackHook()),
         (config.capture != "off", CaptureHook()),
     ]
     # The device's last, and so detached first: what it tells at the end, the others' marks, must still be recorded.

@@ -1,7 +1,7 @@
 """The Python stack of a rank that hangs: what this process does so that its sidecar can read it.
 
 The sidecar runs py-spy, and where Yama would refuse that, this process names the sidecar as its reader.
-Where py-spy is missing or may not look, this process writes its Python stack into a file upon a signal. Python's
+With TORCHLENS_PERF_FAULTHANDLER=1 this process writes its Python stack into a file upon a signal. Python's
 faulthandler does it in the signal handler itself, so that it also works in a process that is blocked, and while another
 thread holds the GIL. Not on a stopped process: it takes the signal when it goes on.
 """

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm_python
-from torchlens_perf import watch
+from torchlens_perf import Config, watch
 from torchlens_perf.run import tracer
 from torchlens_perf.run.processes import process_started
 from torchlens_perf.sidecar.host.stacks import (
@@ -432,7 +432,7 @@ def test_asked_by_signal(tmp_path: Path) -> None:
         "import signal, sys, time, torchlens_perf as perf\n"
         "def stuck():\n"
         "    print('ready', flush=True); sys.stdin.readline()\n"  # one line, wherever it is when it is asked
-        "with perf.watch(sidecar=False, report='off', dir=sys.argv[1]) as w:\n"
+        "with perf.watch(config=perf.Config(_faulthandler=True, sidecar=False, report='off', dir=sys.argv[1])) as w:\n"
         "    stuck()\n"
         "print(signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL, flush=True)\n"
     )
@@ -486,7 +486,7 @@ def handler(number, frame):
 
 folder, mine = Path(sys.argv[1]), open(sys.argv[2], "w")
 {before}
-with perf.watch(sidecar=False, report="off", dir=str(folder)) as w:
+with perf.watch(config=perf.Config(_faulthandler=True, sidecar=False, report="off", dir=str(folder))) as w:
     {inside}
 {after}
 print("alive", len(list(folder.rglob("*.stack"))), os.path.getsize(sys.argv[2]) > 0, flush=True)
@@ -536,7 +536,7 @@ def test_file_goes_before_the_handler(tmp_path: Path, monkeypatch: pytest.Monkey
         "unregister",
         lambda number: left.append(len(list(tmp_path.rglob("*.stack")))) or unregister(number),
     )
-    with watch(sidecar=False, report="off", dir=str(tmp_path)):
+    with watch(config=Config(_faulthandler=True, sidecar=False, report="off", dir=str(tmp_path))):
         assert len(list(tmp_path.rglob("*.stack"))) == 1
 
     assert left == [0]

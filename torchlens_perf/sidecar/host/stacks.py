@@ -216,7 +216,7 @@ def _not_permitted(pid: int) -> str:
     else:
         why = "it has rights that its sidecar lacks, or is not dumpable (prctl(2))"
         how = f"the capability CAP_SYS_PTRACE, {_IN_CONTAINER}"
-    return f"not permitted to read the process: {why}. Permit it: {how}"
+    return f"not permitted to read the process: {why}. Permit it: {how}; or set TORCHLENS_PERF_FAULTHANDLER=1"
 
 
 def _last_cause(errors: str) -> str:
