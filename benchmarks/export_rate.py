@@ -131,7 +131,7 @@ def send_ours(path: str) -> None:
     from torchlens_perf.exporters.otlp_environment import exporter_from_environment
     from torchlens_perf.sidecar.replay import replay
 
-    exporter = exporter_from_environment(os.environ)
+    exporter = exporter_from_environment()
     with _timed():
         done = replay(RunDirectory(Path(path)), exporter, trace_every=1)
     assert done.notes == [], done.notes

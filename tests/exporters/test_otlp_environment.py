@@ -385,7 +385,7 @@ def test_intervals(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    exporter = exporter_from_environment(told)
+    exporter = exporter_from_environment()
     assert exporter is not None
     started_s = time.monotonic()
     exporter.export(one_step())

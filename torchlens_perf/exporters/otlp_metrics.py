@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
+
 from torchlens_perf.exporters import MAX_STANDING, Assessment, ExportBatch, JobPart, Part, semantics
-from torchlens_perf.exporters.delivery.wire import item
+from torchlens_perf.exporters.delivery.otlp_requests import sdk_metric
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
+from torchlens_perf.exporters.otlp_resource import SCOPE
 from torchlens_perf.exporters.otlp_standing import Standing
 from torchlens_perf.exporters.series import Example, Histogram, Meter, Number
 from torchlens_perf.exporters.series_room import most_important, most_ranks, shares
@@ -22,6 +25,7 @@ from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
     from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
+    from opentelemetry.sdk.resources import Resource
 
     from torchlens_perf.analysis.statistics.hardware import Hardware
 
@@ -38,7 +42,7 @@ _MEMORY_STATES = {
 
 
 class NodeMetrics:
-    """A node's metrics. Written on the sidecar's thread; encode() on the sender's."""
+    """A node's metrics. Written on the sidecar's thread; collect() on the sender's."""
 
     def __init__(self, meter: Meter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: seconds."""
@@ -97,11 +101,12 @@ class NodeMetrics:
     def measured(self, hardware: Hardware) -> None:
         self._hardware.measured(hardware)
 
-    def encode(self) -> tuple[list[bytes], int]:
-        """All metrics as they lie in a request, and how many points they have."""
-        metrics = self._bounded(self._meter.collect())
-        count = sum(len(getattr(each, str(each.WhichOneof("data"))).data_points) for each in metrics)
-        return [item(each.SerializeToString()) for each in metrics], count
+    def collect(self, resource: Resource) -> MetricsData | None:
+        """All metrics; None without any. resource: the node's."""
+        metrics = [sdk_metric(each) for each in self._bounded(self._meter.collect())]
+        if not metrics:
+            return None
+        return MetricsData([ResourceMetrics(resource, [ScopeMetrics(SCOPE, metrics, "")], "")])
 
     # -- parts
 
