@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
 
 from torchlens_perf.exporters import MAX_STANDING, Assessment, ExportBatch, JobPart, Part, semantics
-from torchlens_perf.exporters.delivery.otlp_requests import sdk_metric
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
 from torchlens_perf.exporters.otlp_resource import SCOPE
 from torchlens_perf.exporters.otlp_standing import Standing
@@ -24,7 +23,7 @@ from torchlens_perf.exporters.tally import HandedOn, Tally
 from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
-    from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
+    from opentelemetry.sdk.metrics.export import Metric
     from opentelemetry.sdk.resources import Resource
 
     from torchlens_perf.analysis.statistics.hardware import Hardware
@@ -103,7 +102,7 @@ class NodeMetrics:
 
     def collect(self, resource: Resource) -> MetricsData | None:
         """All metrics; None without any. resource: the node's."""
-        metrics = [sdk_metric(each) for each in self._bounded(self._meter.collect())]
+        metrics = self._bounded(self._meter.collect())
         if not metrics:
             return None
         return MetricsData([ResourceMetrics(resource, [ScopeMetrics(SCOPE, metrics, "")], "")])

@@ -1,8 +1,9 @@
-"""Metrics as they are sent: series of a node that grow by whole arrays of values, and their points as OTLP has them.
+"""Metrics as they are sent: series of a node that grow by whole arrays of values, and their points as the SDK has them.
 
-Shaped as OpenTelemetry's Meter, and not its SDK: a step has ten durations, and ten calls of `record()` are 100 us. Here
-a batch of steps is one call. Histograms are exponential with 32 buckets an octave, as the project's sketches are, or
-have the bounds that OpenTelemetry's variable asks for. Written on the sidecar's thread, read on the sender's.
+Shaped as OpenTelemetry's Meter, and not that of its SDK: a step has ten durations, and ten calls of `record()` are
+100 us. Here a batch of steps is one call. Histograms are exponential with 32 buckets an octave, as the project's
+sketches are, or have the bounds that OpenTelemetry's variable asks for. Written on the sidecar's thread, read on the
+sender's.
 """
 
 from __future__ import annotations
@@ -15,25 +16,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from opentelemetry.metrics import CallbackOptions, Observation
-from opentelemetry.proto.metrics.v1.metrics_pb2 import (
+from opentelemetry.sdk.metrics import Exemplar
+from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
-    Exemplar,
+    Buckets,
+    ExponentialHistogram,
     ExponentialHistogramDataPoint,
+    Gauge,
     HistogramDataPoint,
     Metric,
     NumberDataPoint,
+    Sum,
 )
+from opentelemetry.sdk.metrics.export import Histogram as ExplicitHistogram
 
 from torchlens_perf.exporters.counts import NO_SCALE, SCALE, Counts, dense, exponential_bucket
-from torchlens_perf.exporters.delivery.wire import key_values
 from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S, RANK
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 _MAX_EXEMPLARS = 10  # of a series and export
-CUMULATIVE = AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
-DELTA = AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
+CUMULATIVE, DELTA = AggregationTemporality.CUMULATIVE, AggregationTemporality.DELTA
 
 Attributes = Mapping[str, Any]
 Callback = Callable[[CallbackOptions], Iterable[Observation]]
@@ -114,7 +118,7 @@ class Histogram:
 
     def metric(self, unix_ns: int) -> Metric | None:
         """Its points now; None without any. Under the meter's lock."""
-        found = Metric(name=self.name, unit=self.unit, description=self.description)
+        points: list[Any] = []
         since_ns, temporality = self._meter.since(unix_ns, grows=True), self._meter.grows
         for key, of_key in self._series.items():
             series = of_key.counts
@@ -123,28 +127,25 @@ class Histogram:
             # A step that ended before is none of those that the point counts.
             examples = [each for each in of_key.examples.values() if since_ns <= each.unix_ns <= unix_ns]
             common: dict[str, Any] = {
-                "attributes": key_values(dict(key)), "start_time_unix_nano": since_ns, "time_unix_nano": unix_ns,
+                "attributes": dict(key), "start_time_unix_nano": since_ns, "time_unix_nano": unix_ns,
                 "count": series.count, "sum": series.total, "min": series.smallest, "max": series.largest,
                 "exemplars": [_exemplar(each) for each in examples],
             }  # fmt: skip
             if self._meter.bounds is not None:
                 counts = [series.buckets.get(bucket, 0) for bucket in range(len(self._meter.bounds) + 1)]
-                found.histogram.aggregation_temporality = temporality
-                found.histogram.data_points.append(
-                    HistogramDataPoint(bucket_counts=counts, explicit_bounds=self._meter.bounds, **common)
-                )
+                points.append(HistogramDataPoint(bucket_counts=counts, explicit_bounds=self._meter.bounds, **common))
             else:
                 scale, offset, counts = dense(series.buckets, series.scale)
-                point = ExponentialHistogramDataPoint(scale=scale, zero_count=series.zeros, **common)
-                point.positive.offset = offset
-                point.positive.bucket_counts.extend(counts)
-                found.exponential_histogram.aggregation_temporality = temporality
-                found.exponential_histogram.data_points.append(point)
+                buckets: dict[str, Any] = {"positive": Buckets(offset, counts), "negative": Buckets(0, []), "flags": 0}
+                points.append(ExponentialHistogramDataPoint(scale=scale, zero_count=series.zeros, **buckets, **common))
             if not self._meter.keeps_examples:
                 of_key.examples.clear()
         if temporality == DELTA:
             self._series.clear()
-        return found if found.WhichOneof("data") else None
+        if not points:
+            return None
+        of = ExponentialHistogram if self._meter.bounds is None else ExplicitHistogram
+        return Metric(self.name, self.description, self.unit, of(points, temporality))
 
 
 class Number:
@@ -182,33 +183,24 @@ class Number:
         """Its points now; None without any. Under the meter's lock."""
         if not self._values:
             return None
-        found = Metric(name=self.name, unit=self.unit, description=self.description)
         counts = self.kind == "counter"
-        of = found.gauge if self.kind == "gauge" else found.sum
-        if self.kind != "gauge":
-            found.sum.is_monotonic = counts
-            found.sum.aggregation_temporality = self._meter.grows if counts else CUMULATIVE
-        for key, value in self._values.items():
-            if not self.callbacks and not self._meter.shows(key):
-                continue
-            point = NumberDataPoint(attributes=key_values(dict(key)), time_unix_nano=unix_ns)
-            if self.kind != "gauge":
-                point.start_time_unix_nano = self._meter.since(unix_ns, grows=counts)
-            if isinstance(value, int):
-                point.as_int = value
-            else:
-                point.as_double = value
-            of.data_points.append(point)
+        since_ns = self._meter.since(unix_ns, grows=counts)
+        points = [
+            NumberDataPoint(dict(key), since_ns, unix_ns, value)
+            for key, value in self._values.items()
+            if self.callbacks or self._meter.shows(key)
+        ]
         if counts and self._meter.grows == DELTA:
             self._values.clear()
-        return found if of.data_points else None
+        if not points:
+            return None
+        grows = self._meter.grows if counts else CUMULATIVE
+        data = Gauge(points) if self.kind == "gauge" else Sum(points, grows, counts)
+        return Metric(self.name, self.description, self.unit, data)
 
 
 def _exemplar(example: Example) -> Exemplar:
-    return Exemplar(
-        as_double=example.value, time_unix_nano=example.unix_ns,
-        trace_id=example.trace_id.to_bytes(16, "big"), span_id=example.span_id.to_bytes(8, "big"),
-    )  # fmt: skip
+    return Exemplar({}, example.value, example.unix_ns, example.span_id, example.trace_id)
 
 
 class Meter:

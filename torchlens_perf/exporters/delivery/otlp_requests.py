@@ -5,8 +5,9 @@ Bytes are made by the encoders of OpenTelemetry's exporters, so a kept file is a
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from google.protobuf.message import DecodeError
@@ -14,6 +15,7 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk._logs import ReadableLogRecord
+from opentelemetry.sdk.metrics import Exemplar
 from opentelemetry.sdk.metrics import export as sdk
 from opentelemetry.sdk.metrics.export import MetricsData
 from opentelemetry.sdk.resources import Resource
@@ -125,7 +127,7 @@ def _metrics(request: ExportMetricsServiceRequest) -> MetricsData:
         [
             sdk.ResourceMetrics(
                 _resource(of),
-                [sdk.ScopeMetrics(_scope(each), [*map(sdk_metric, each.metrics)], "") for each in of.scope_metrics],
+                [sdk.ScopeMetrics(_scope(each), [*map(_metric, each.metrics)], "") for each in of.scope_metrics],
                 "",
             )
             for of in request.resource_metrics
@@ -133,51 +135,44 @@ def _metrics(request: ExportMetricsServiceRequest) -> MetricsData:
     )
 
 
-def sdk_metric(metric: Any) -> sdk.Metric:
-    """Return the SDK's form of a metric as protobuf has it."""
+_POINTS = {
+    "gauge": (sdk.Gauge, sdk.NumberDataPoint),
+    "sum": (sdk.Sum, sdk.NumberDataPoint),
+    "histogram": (sdk.Histogram, sdk.HistogramDataPoint),
+    "exponential_histogram": (sdk.ExponentialHistogram, sdk.ExponentialHistogramDataPoint),
+}
+
+
+def _metric(metric: Any) -> sdk.Metric:
     kind = metric.WhichOneof("data")
+    made_of, points_of = _POINTS[kind]
     data = getattr(metric, kind)
-    points = [_point(each, kind) for each in data.data_points]
-    if kind == "gauge":
-        found: Any = sdk.Gauge(points)
-    else:
-        temporality = sdk.AggregationTemporality(data.aggregation_temporality)
-        if kind == "sum":
-            found = sdk.Sum(points, temporality, data.is_monotonic)
-        else:
-            of = sdk.Histogram if kind == "histogram" else sdk.ExponentialHistogram
-            found = of(points, temporality)
-    return sdk.Metric(metric.name, metric.description, metric.unit, found)
+    points = [_alike(points_of, each) for each in data.data_points]
+    return sdk.Metric(metric.name, metric.description, metric.unit, _alike(made_of, data, data_points=points))
 
 
-def _point(point: Any, kind: str) -> Any:
-    times = _plain(point), point.start_time_unix_nano, point.time_unix_nano
-    exemplars = [
-        sdk_exemplar(each.as_double, each.time_unix_nano, _number(each.span_id), _number(each.trace_id))
-        for each in point.exemplars
-    ]
-    if kind in ("gauge", "sum"):
-        return sdk.NumberDataPoint(*times, getattr(point, point.WhichOneof("value")), exemplars)
-    if kind == "histogram":
-        return sdk.HistogramDataPoint(
-            *times, point.count, point.sum, list(point.bucket_counts), list(point.explicit_bounds), point.min,
-            point.max, exemplars,
-        )  # fmt: skip
-    return sdk.ExponentialHistogramDataPoint(
-        *times, point.count, point.sum, point.scale, point.zero_count, _buckets(point.positive),
-        _buckets(point.negative), point.flags, point.min, point.max, exemplars,
-    )  # fmt: skip
+def _alike(kind: type, message: Any, **known: Any) -> Any:
+    """A dataclass of the SDK, whose fields are called as the message's."""
+    fields = (field.name for field in dataclasses.fields(kind) if field.name not in known)
+    return kind(**known, **{name: _FIELDS.get(name, _as_it_is)(message, name) for name in fields})
 
 
-def _buckets(buckets: Any) -> sdk.Buckets:
-    return sdk.Buckets(buckets.offset, list(buckets.bucket_counts))
+def _as_it_is(message: Any, name: str) -> Any:
+    found = getattr(message, name)
+    return list(found) if isinstance(found, Sequence) else found
 
 
-def sdk_exemplar(value: float, unix_ns: int, span_id: int, trace_id: int) -> Any:
-    """Return an exemplar."""
-    from opentelemetry.sdk.metrics import Exemplar
-
-    return Exemplar({}, value, unix_ns, span_id, trace_id)
+_FIELDS: dict[str, Callable[[Any, str], Any]] = {
+    "attributes": lambda message, _: _plain(message),
+    "filtered_attributes": lambda message, _: {},
+    "value": lambda message, _: getattr(message, message.WhichOneof("value")),
+    "exemplars": lambda message, _: [_alike(Exemplar, each) for each in message.exemplars],
+    "trace_id": lambda message, _: _number(message.trace_id),
+    "span_id": lambda message, _: _number(message.span_id),
+    "positive": lambda message, _: _alike(sdk.Buckets, message.positive),
+    "negative": lambda message, _: _alike(sdk.Buckets, message.negative),
+    "aggregation_temporality": lambda data, _: sdk.AggregationTemporality(data.aggregation_temporality),
+}
 
 
 def in_span(context: SpanContext) -> Any:
