@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.resources import Resource
 
 from tests.support.findings import PLACES, episode, findings, hang
-from tests.support.memory_exporter import MemoryExporter
 from tests.support.otlp_collector import Collector, exporter_to
 from tests.support.otlp_receiver import ReceivedPoint
 from tests.support.processes import ROOT
@@ -26,6 +25,7 @@ from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import FIRST_TRACED_STEPS, Assessment, ExportBatch, Exporter, JobPart, semantics
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import node_resource, rank_resource
 from torchlens_perf.exporters.otlp_spans import SpanMaker, nest, span_id, trace_id
@@ -212,7 +212,7 @@ def test_node_resource_is_no_ranks() -> None:
 
 def memory() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
     """The in-memory exporter, and how many steps and sampled steps of ranks it got."""
-    exporter = MemoryExporter()
+    exporter = InMemoryExporter()
     return exporter, lambda: (
         sum(len(batch.steps) for batch in exporter.batches),
         sum(len(batch.traces) for batch in exporter.batches),
@@ -592,9 +592,9 @@ def test_alerts_do_not_wait_for_the_endpoint() -> None:
     endpoint.opened.set()
 
 
-def test_memory_exporter_keeps_alerts() -> None:
+def test_in_memory_exporter_keeps_alerts() -> None:
     """All alerts, and the newest judgement."""
-    exporter, log = MemoryExporter(), AlertLog("run")
+    exporter, log = InMemoryExporter(), AlertLog("run")
     exporter.on_assessment(assessment_of(findings(episode()), log))
     exporter.on_assessment(assessment_of(findings(episode()), log, hang()))
     assert [(alert.kind, alert.change) for alert in exporter.alerts] == [("straggler", "started"), ("hang", "started")]
