@@ -54,9 +54,7 @@ class NodeMetrics:
         self._tally = Tally(tallied, self._handed.histograms, self._handed.counters, clock)
         self._heard = HandedOn(self._meter, self._steps.histograms, self._steps.counters, clock)
         self._standing = Standing(self._meter, clock)
-        self._not_traced = self._meter.create_counter(
-            semantics.STEPS_NOT_TRACED, "{step}", "Steps that were to be sent as traces, and for which was no room"
-        )
+        self._not_traced = self._meter.create_counter(semantics.STEPS_NOT_TRACED)
         self._counted_left_out = 0
         self._hardware = HardwareMetrics(self._meter, clock)
         self._part = JobPart()
@@ -147,12 +145,12 @@ class StepSeries:
     def __init__(self, meter: Meter) -> None:
         duration = meter.create_histogram
         self._meter = meter
-        self._step = duration(semantics.STEP_DURATION, "s", "Time from one step's end to the next")
-        self._own = duration(semantics.STEP_OWN_TIME, "s", "Step time without the time blocked in communication")
-        self._phase = duration(semantics.PHASE_DURATION, "s", "Time of one phase in one step, without nested phases")
-        self._device = duration(semantics.DEVICE_DURATION, "s", "Time of a phase, or a step, on the device")
-        self._steps = meter.create_counter(semantics.STEPS, "{step}", "Steps finished")
-        self._memory = meter.create_gauge(semantics.MEMORY, "By", "Memory at the end of the last step")
+        self._step = duration(semantics.STEP_DURATION)
+        self._own = duration(semantics.STEP_OWN_TIME)
+        self._phase = duration(semantics.PHASE_DURATION)
+        self._device = duration(semantics.DEVICE_DURATION)
+        self._steps = meter.create_counter(semantics.STEPS)
+        self._memory = meter.create_gauge(semantics.MEMORY)
         self._memory_bytes: dict[int, int] = {}
         self._others_bytes = 0
         self._device_memory = DeviceMemory(meter)
@@ -231,14 +229,10 @@ class DeviceMemory:
     """The instruments, and how a batch's newest reading goes into them. On the sidecar's thread."""
 
     def __init__(self, meter: Meter) -> None:
-        self._bytes = meter.create_gauge(semantics.DEVICE_MEMORY, "By", "Device memory, as its allocator counts it")
+        self._bytes = meter.create_gauge(semantics.DEVICE_MEMORY)
         self.counters = {
-            "alloc_retries": meter.create_counter(
-                semantics.ALLOC_RETRIES,
-                "{retry}",
-                "Failed cudaMalloc calls, after which the cache was freed",
-            ),
-            "ooms": meter.create_counter(semantics.OUT_OF_MEMORY, "{error}", "Out-of-memory errors"),
+            "alloc_retries": meter.create_counter(semantics.ALLOC_RETRIES),
+            "ooms": meter.create_counter(semantics.OUT_OF_MEMORY),
         }
         self._counted: dict[tuple[str, str], int] = {}
 

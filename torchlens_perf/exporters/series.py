@@ -31,12 +31,13 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.metrics.export import Histogram as ExplicitHistogram
 
 from torchlens_perf.exporters.counts import NO_SCALE, SCALE, Counts, dense, exponential_bucket
-from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S, RANK
+from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S, METRICS, RANK
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 _MAX_EXEMPLARS = 10  # of a series and export
+_SENT = {each.name: each for each in METRICS}
 CUMULATIVE, DELTA = AggregationTemporality.CUMULATIVE, AggregationTemporality.DELTA
 
 Attributes = Mapping[str, Any]
@@ -199,6 +200,11 @@ class Number:
         return Metric(self.name, self.description, self.unit, data)
 
 
+def _about(name: str, unit: str, description: str) -> tuple[str, str]:
+    known = _SENT.get(name)
+    return (unit, description) if description or known is None else (known.unit, known.meaning)
+
+
 def _exemplar(example: Example) -> Exemplar:
     return Exemplar({}, example.value, example.unix_ns, example.span_id, example.trace_id)
 
@@ -248,33 +254,37 @@ class Meter:
         """When what a point holds began."""
         return self._last_ns if grows and self.grows == DELTA else self._began_ns
 
-    def create_histogram(self, name: str, unit: str, description: str) -> Histogram:
-        found = Histogram(self, name, unit, description)
+    # Unit and description are those of semantics.py, unless a name is not in there.
+
+    def create_histogram(self, name: str, unit: str = "", description: str = "") -> Histogram:
+        found = Histogram(self, name, *_about(name, unit, description))
         self._instruments.append(found)
         return found
 
-    def create_counter(self, name: str, unit: str, description: str) -> Number:
+    def create_counter(self, name: str, unit: str = "", description: str = "") -> Number:
         return self._number(name, unit, description, "counter")
 
-    def create_gauge(self, name: str, unit: str, description: str) -> Number:
+    def create_gauge(self, name: str, unit: str = "", description: str = "") -> Number:
         return self._number(name, unit, description, "gauge")
 
-    def create_observable_gauge(self, name: str, callbacks: Sequence[Callback], unit: str, description: str) -> Number:
+    def create_observable_gauge(
+        self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
+    ) -> Number:
         return self._number(name, unit, description, "gauge", callbacks)
 
     def create_observable_counter(
-        self, name: str, callbacks: Sequence[Callback], unit: str, description: str
+        self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
     ) -> Number:
         """Callbacks return totals. Cumulative only."""
         return self._number(name, unit, description, "counter", callbacks)
 
     def create_observable_up_down_counter(
-        self, name: str, callbacks: Sequence[Callback], unit: str, description: str
+        self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
     ) -> Number:
         return self._number(name, unit, description, "updown", callbacks)
 
     def _number(self, name: str, unit: str, description: str, kind: str, callbacks: Sequence[Callback] = ()) -> Number:
-        found = Number(self, name, unit, description, kind)
+        found = Number(self, name, *_about(name, unit, description), kind)
         found.callbacks = callbacks
         self._instruments.append(found)
         return found
