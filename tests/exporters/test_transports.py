@@ -7,6 +7,7 @@ import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -25,8 +26,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 from tests.exporters.test_delivery import KEPT, spans_of
 from tests.support.endpoints import answering, grpc_answering, refusing, serving, silent
-from tests.support.otlp_environment import sent
+from tests.support.otlp_environment import sent, variables
 from tests.support.otlp_receiver import Receiver
+from torchlens_perf.exporters.delivery import sdk_exporters
 from torchlens_perf.exporters.delivery.answer import Answer, Outcome
 from torchlens_perf.exporters.delivery.otlp_requests import encode, size
 
@@ -129,6 +131,51 @@ def test_compression_and_headers(compression: str, unpack: Any) -> None:
         compression, "Bearer token", "7",
     )  # fmt: skip
     assert headers["Content-Type"] == "application/x-protobuf"
+
+
+_PROVIDER = """
+import requests
+def session():
+    made = requests.Session()
+    made.headers["Authorization"] = "of the provider"
+    return made
+def nothing():
+    return None
+"""
+
+
+def test_credential_provider_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session of the user's entry point sends, and its answers are judged like any other's."""
+    (tmp_path / "of_the_user.py").write_text(_PROVIDER)
+    package = tmp_path / "of_the_user-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: of-the-user\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(
+        "[opentelemetry_otlp_credential_provider]\nmine = of_the_user:session\nempty = of_the_user:nothing\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[str] = []
+
+    class Redirects(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            seen.append(self.headers["Authorization"])
+            self.send_response(307)
+            self.send_header("Location", "http://127.0.0.1:1/")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    variable = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER"
+    with serving(Redirects) as address, variables({"OTEL_EXPORTER_OTLP_ENDPOINT": address, variable: "mine"}):
+        transport = sdk_exporters.over_http("traces")
+        assert transport.send(spans_of("a")).outcome is Outcome.LATER
+        transport.close()
+    assert seen == ["of the provider"]
+    for name in ("empty", "missing"):
+        with variables({variable: name}), pytest.raises(RuntimeError, match=name):
+            sdk_exporters.over_http("traces")
 
 
 # -- gRPC
