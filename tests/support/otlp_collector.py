@@ -71,7 +71,7 @@ def exporter_to(
 ) -> OtlpExporter:  # fmt: skip
     """An exporter whose endpoints are these, by signal. Nothing waits on a disk; metrics come at its end."""
     signals = {
-        name: Signal(name, Outbox(None, "node-a", name, batch_items, 3600.0), collector, 3600.0)
+        name: Signal(Outbox(None, "node-a", name, batch_items, 3600.0), collector, 3600.0)
         for name, collector in collectors.items()
     }
     options = {} if clock is None else {"clock": clock}

@@ -38,8 +38,6 @@ _WORDS = {"traces": "spans", "metrics": "metric points", "logs": "alerts"}
 class Signal:
     """How one signal is sent."""
 
-    name: str
-    """traces, metrics or logs."""
     outbox: Outbox
     transport: Transport
     interval_s: float = 0.0
@@ -65,11 +63,10 @@ class OtlpExporter:
         self._metrics = NodeMetrics(meter, clock) if "metrics" in signals else None
         self._senders: dict[str, Sender] = {}
         self._metrics_due_s = math.inf
+        self._interval_s = signals["metrics"].interval_s if "metrics" in signals else math.inf
         self._last_metrics_sent = False
         for name, signal in signals.items():
-            collect: Callable[[bool], float] = self._nothing_to_collect
-            if name == "metrics":
-                self._interval_s, collect = signal.interval_s, self._collect_metrics
+            collect = self._collect_metrics if name == "metrics" else _nothing
             self._senders[name] = Sender(signal.outbox, signal.transport, collect, clock)
         self._traced: dict[tuple[int, int], TracedStep | None] = {}  # by attempt and step, as they came
         self.spans_sent: Mapping[int, tuple[int, int]] = {}
@@ -149,10 +146,6 @@ class OtlpExporter:
                 self._senders["metrics"].outbox.wake()
         return self._resource
 
-    @staticmethod
-    def _nothing_to_collect(everything: bool) -> float:
-        return math.inf
-
     def _collect_metrics(self, everything: bool) -> float:
         """On the sender's thread; the last ones also on that which closes it."""
         if self._last_metrics_sent:
@@ -179,6 +172,11 @@ class OtlpExporter:
             and (chosen is None or alert.rank is None or chosen.role(alert.rank) is not None)
         )
         return min((step for step in steps if alert.since_step <= step < end), default=None)
+
+
+def _nothing(everything: bool) -> float:
+    """Collects nothing: items of the signal are added as they come."""
+    return math.inf
 
 
 def notes(sender: Sender) -> list[str]:

@@ -112,11 +112,11 @@ def _signal(name: str, way: str, environ: Mapping[str, str], folder: Path | None
     room = Room(disk_bytes=disk_bytes // _DISK_SHARE)
     if name not in _BATCHES:
         interval_s = _number(environ, *_EXPORT_INTERVAL_MS) / 1e3
-        return Signal(name, Outbox(waits_in, owner, name, batch_items=1, room=room), transport, interval_s)
+        return Signal(Outbox(waits_in, owner, name, batch_items=1, room=room), transport, interval_s)
     prefix, delay_ms = _BATCHES[name]
     items = _number(environ, f"{prefix}_MAX_EXPORT_BATCH_SIZE", _BATCH_ITEMS)
     delay_s = _number(environ, f"{prefix}_SCHEDULE_DELAY", delay_ms) / 1e3
-    return Signal(name, Outbox(waits_in, owner, name, items, delay_s, room), transport)
+    return Signal(Outbox(waits_in, owner, name, items, delay_s, room), transport)
 
 
 def _transport(name: str, way: str, folder: Path | None, owner: str) -> Transport:

@@ -24,7 +24,7 @@ class ObservedCalls(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.answer: Answer | None = None
-        """To the last request; None before it."""
+        """Judgement of the last call's answer; None before it."""
 
     def observe(self, exporter: Any) -> None:
         """See all calls of one of the SDK's exporters. Raises AttributeError for one that is made otherwise."""

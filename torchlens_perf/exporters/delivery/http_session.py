@@ -44,7 +44,7 @@ class ObservedSession(requests.Session):
         is missing."""
         super().__init__()
         self.answer: Answer | None = None
-        """To the last request; None before it."""
+        """Judgement of the last request's answer; None before it."""
         self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
         self._of_provider = _session_of(provider) if provider else None
         if not provider:
@@ -109,7 +109,7 @@ class ObservedSession(requests.Session):
 
 
 class _TrackingAdapter(HTTPAdapter):
-    """Tells which connections it has made."""
+    """Records the connections that it makes."""
 
     def __init__(self, connections: weakref.WeakSet[Any]) -> None:
         super().__init__()

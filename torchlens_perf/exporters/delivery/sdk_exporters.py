@@ -57,7 +57,7 @@ class SdkTransport:
 
 
 def over_http(signal: str) -> SdkTransport:
-    """Raises RuntimeError for a credential provider that is missing."""
+    """Return a transport over HTTP. Raises RuntimeError for a credential provider that is missing."""
     from torchlens_perf.exporters.delivery.http_session import ObservedSession
 
     module, name, _, _ = _EXPORTERS[signal]
@@ -70,7 +70,7 @@ def over_http(signal: str) -> SdkTransport:
 
 
 def over_grpc(signal: str) -> SdkTransport:
-    """Raises what the exporter raises for a variable that it cannot use."""
+    """Return a transport over gRPC. Raises what the exporter raises for a variable that it cannot use."""
     from torchlens_perf.exporters.delivery.grpc_calls import OPTIONS, ObservedCalls
 
     module, name, _, _ = _EXPORTERS[signal]
@@ -81,6 +81,6 @@ def over_grpc(signal: str) -> SdkTransport:
 
 
 def to_console(signal: str) -> SdkTransport:
-    """Prints what is exported to standard output, as the SDK does."""
+    """Return a transport that prints to standard output, as the SDK does."""
     _, _, module, name = _EXPORTERS[signal]
     return SdkTransport(signal, getattr(importlib.import_module(f"opentelemetry.sdk.{module}"), name)())
