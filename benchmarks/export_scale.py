@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from opentelemetry.proto.metrics.v1.metrics_pb2 import ScopeMetrics
+from opentelemetry.sdk.resources import Resource
 
 from benchmarks.measure import Table
 from tests.support import simulations
@@ -30,8 +30,9 @@ from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, LINK_COUNT
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.config import Config
 from torchlens_perf.exporters import Assessment, ExportBatch
+from torchlens_perf.exporters.delivery.otlp_requests import metrics_of
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
-from torchlens_perf.exporters.otlp_spans import SpanEncoder
+from torchlens_perf.exporters.otlp_spans import SpanMaker
 from torchlens_perf.exporters.series import Meter
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.identity import Identity
@@ -135,7 +136,7 @@ class Node:
         self.sources = Sources(sources, settings)
         self.job.begin(0, sources[0].state.identity)
         self.tracing = Tracing(self.job, self.state)
-        self.encoder = SpanEncoder({})
+        self.spans_of = SpanMaker({})
         self.metrics = NodeMetrics(Meter(), clock)
         self.clock = clock
         self.spans: Counter[int] = Counter()
@@ -181,16 +182,16 @@ class Node:
 
     def collect(self) -> None:
         """An export of the metrics."""
-        encoded, _ = self.metrics.encode()
-        self.exported = list(ScopeMetrics.FromString(b"".join(encoded)).metrics)
+        data = self.metrics.collect(Resource({}))
+        self.exported = [] if data is None else metrics_of(data)
         for metric in self.exported:
-            for point in getattr(metric, str(metric.WhichOneof("data"))).data_points:
-                attributes = tuple(sorted((each.key, str(each.value)) for each in point.attributes))
+            for point in metric.data.data_points:
+                attributes = tuple(sorted((key, str(value)) for key, value in point.attributes.items()))
                 self.series.add((self.state.host, metric.name, *attributes))
 
     def _export(self, batch: ExportBatch) -> None:
         """As OtlpExporter does it."""
-        _, found = self.encoder.encode(batch)
+        found = self.spans_of.of(batch)
         for trace in batch.traces:
             second = (trace.start_ns + trace.duration_ns) // 10**9
             self.spans[second] += len(found[trace.step][0])

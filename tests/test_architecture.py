@@ -45,7 +45,7 @@ RANKS = {
     "analysis.words": "sentences about all of that",
     "verdicts": "what is wrong, from when it was found to its end",
     "analysis": "all of it, as one node's state",
-    "exporters.delivery": "takes encoded requests to an endpoint, and keeps them until it takes them",
+    "exporters.delivery": "sends through the SDK's exporters, and keeps what an endpoint does not take",
     "exporters.choice": "which steps are sent, and which ranks of them",
     "exporters": "who shows it to a backend",
     "exporters.prometheus": "who answers a backend that asks",
@@ -94,7 +94,7 @@ THIRD_PARTY = {
     "anyio": {"serve.readers"},
     "cupy": {"cuda.kernels"},
     "grpc": {
-        "exporters.delivery.grpc_channel", "sidecar.nodes.client", "sidecar.nodes.server", "sidecar.nodes.transport",
+        "exporters.delivery.grpc_calls", "sidecar.nodes.client", "sidecar.nodes.server", "sidecar.nodes.transport",
     },
     "msgspec": {
         "analysis.collectives.slow_link", "analysis.node_state", "analysis.words.evidence",
@@ -296,7 +296,7 @@ def test_broad_excepts_are_few() -> None:
         "results.alerts": 1,  # whatever the user's callback raises
         "results.figures": 1,  # whatever the user's logger raises
         "exporters.delivery.sender": 1,  # whatever a transport or a user's credential provider raises
-        "exporters.delivery.deadline": 1,  # the same, handed from the thread of the request to the sender's
+        "exporters.delivery.http_session": 1,  # the same, judged beside the endpoint's answers
         "recorder.device_abilities": 1,  # as is what a device raises
         "recorder.torch_private": 1,  # a probe that fails is a no
         "commands.doctor": 1,  # a check that fails is a line

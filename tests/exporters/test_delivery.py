@@ -4,38 +4,59 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry._logs import LogRecord, SeverityNumber
+from opentelemetry.sdk._logs import ReadableLogRecord
+from opentelemetry.sdk.metrics import Exemplar
+from opentelemetry.sdk.metrics import export as sdk
+from opentelemetry.sdk.metrics.export import AggregationTemporality, MetricsData
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import Link, SpanContext, TraceFlags, TraceState
+from opentelemetry.trace.status import Status, StatusCode
 
 from tests.support.otlp_collector import DELIVERED, Collector
 from torchlens_perf.exporters.delivery.answer import Answer, Outcome, later, wait_of
-from torchlens_perf.exporters.delivery.batches import Batches
-from torchlens_perf.exporters.delivery.halves import count, halves
+from torchlens_perf.exporters.delivery.otlp_requests import Item, decode, encode, halves, in_span, metrics_of, size
 from torchlens_perf.exporters.delivery.outbox import Outbox, Room, found, outbox
 from torchlens_perf.exporters.delivery.sender import Sender
-from torchlens_perf.exporters.delivery.wire import item, request, scope
 from torchlens_perf.exporters.otlp import notes
+from torchlens_perf.exporters.otlp_resource import SCOPE
 
-SCOPE = scope("tests", "1")
 TOO_LARGE = Answer(Outcome.TOO_LARGE, "HTTP 413")
 
 
-def body_of(*names: str, resource: bytes = b"") -> bytes:
-    """A request with these spans."""
-    return request([(resource, [item(Span(name=name).SerializeToString()) for name in names])], SCOPE)
+RESOURCE = Resource({"host.name": "node-a", "list": ["a", "b"], "share": 0.5, "is": True})
 
 
-def names_in(body: bytes) -> list[str]:
-    message = ExportTraceServiceRequest.FromString(body)
-    return [span.name for of in message.resource_spans for each in of.scope_spans for span in each.spans]
+def spans_of(*names: str) -> list[Item]:
+    """Spans with these names."""
+    return [
+        ReadableSpan(
+            name,
+            SpanContext(7, 1 + index, False),
+            resource=RESOURCE,
+            start_time=1,
+            end_time=2,
+            instrumentation_scope=SCOPE,
+        )
+        for index, name in enumerate(names)
+    ]
+
+
+def names_in(items: Sequence[Item]) -> list[str]:
+    return [item.name for item in items if isinstance(item, ReadableSpan)]
+
+
+def names_on_disk(path: Path) -> list[str]:
+    return names_in(decode("traces", path.read_bytes()))
 
 
 def delivered(endpoint: Collector) -> list[str]:
-    return [name for body in endpoint.taken for name in names_in(body)]
+    return [name for items in endpoint.taken for name in names_in(items)]
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
@@ -75,35 +96,120 @@ def test_retry_after(header: str, expected: float | None) -> None:
 
 
 def test_halves_hold_everything_once() -> None:
-    """Both halves have their resource and scope; nothing is in both, nothing in none; one item has no halves."""
-    two = body_of("a", "b", resource=b"\x0a\x02\x0a\x00") + body_of("c")
-    parts = halves("traces", two)
-    assert [names_in(body) for body, _ in parts] == [["a"], ["b", "c"]]
-    assert [items for _, items in parts] == [1, 2]
-    assert all(
-        ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].scope.name for body, _ in parts
-    )
-    assert count("traces", two) == 3
-    assert halves("traces", body_of("alone")) == []
+    """Nothing is in both, nothing in none; one span has no halves. Of metrics, the points of one stay together."""
+    assert [names_in(half) for half in halves(spans_of("a", "b", "c"))] == [["a"], ["b", "c"]]
+    assert halves(spans_of("alone")) == []
+    (first,), (second,) = halves([METRICS])
+    assert isinstance(first, MetricsData)
+    assert isinstance(second, MetricsData)
+    assert metrics_of(first) + metrics_of(second) == metrics_of(METRICS)
+    assert {size([first]) + size([second]), size([METRICS])} == {5}
+    assert halves([MetricsData(first.resource_metrics[:1])])[0] != []
 
 
-def test_batches_fill_and_wait() -> None:
-    """A request is due once it is full, or its first item has waited; a resource is in it once."""
+_TIMES = {"start_time_unix_nano": 10, "time_unix_nano": 20}
+_EXEMPLARS = [Exemplar({}, 0.5, 15, 3, 4)]
+_CONTEXT = SpanContext(1 << 127, 5, False, TraceFlags(1), TraceState([("vendor", "a1")]))
+_CALLER = SpanContext(1 << 127, 6, True, TraceFlags(1))
+_NUMBERS = [sdk.NumberDataPoint({"rank": 3}, 10, 20, 7), sdk.NumberDataPoint({"share": 0.5}, 10, 20, 7.5)]
+METRICS = MetricsData(
+    [
+        sdk.ResourceMetrics(
+            RESOURCE,
+            [
+                sdk.ScopeMetrics(
+                    SCOPE,
+                    [
+                        sdk.Metric("steps", "Steps", "{step}", sdk.Sum(_NUMBERS, AggregationTemporality.DELTA, True)),
+                        sdk.Metric("power", "Power", "W", sdk.Gauge(_NUMBERS[1:])),
+                        sdk.Metric(
+                            "explicit", "", "s",
+                            sdk.Histogram(
+                                [
+                                    sdk.HistogramDataPoint(
+                                        {}, **_TIMES, count=2, sum=1.5, bucket_counts=[2, 0], explicit_bounds=[1.0],
+                                        min=0.5, max=1.0, exemplars=_EXEMPLARS,
+                                    )
+                                ],
+                                AggregationTemporality.CUMULATIVE,
+                            ),
+                        ),
+                        sdk.Metric(
+                            "exponential", "", "s",
+                            sdk.ExponentialHistogram(
+                                [
+                                    sdk.ExponentialHistogramDataPoint(
+                                        {}, **_TIMES, count=3, sum=1.5, scale=5, zero_count=1,
+                                        positive=sdk.Buckets(-40, [1, 0, 1]), negative=sdk.Buckets(0, []), flags=0,
+                                        min=0.0, max=1.0, exemplars=_EXEMPLARS,
+                                    )
+                                ],
+                                AggregationTemporality.CUMULATIVE,
+                            ),
+                        ),
+                    ],
+                    "",
+                )
+            ],
+            "",
+        )
+    ]
+)  # fmt: skip
+KEPT: dict[str, list[Item]] = {
+    "traces": [
+        ReadableSpan(
+            "run", _CONTEXT, _CALLER, RESOURCE, {"step": 1, "own": 0.5, "is": False},
+            links=[Link(_CALLER, {"step": 2})], status=Status(StatusCode.ERROR), start_time=1, end_time=2,
+            instrumentation_scope=SCOPE,
+        ),
+        *spans_of("a"),
+    ],
+    "logs": [
+        ReadableLogRecord(
+            LogRecord(
+                timestamp=1, observed_timestamp=2, context=context, severity_text="WARN",
+                severity_number=SeverityNumber.WARN, body="rank 3 is slow", attributes={"causes": ["a", "b"]},
+                event_name="torch.train.straggler.began",
+            ),
+            RESOURCE, SCOPE,
+        )
+        for context in (in_span(_CONTEXT), None)
+    ],
+    "metrics": [METRICS],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("signal", KEPT)
+def test_what_was_kept_is_what_was_to_be_sent(signal: str) -> None:
+    """After a way to the disk and back, the SDK's exporters make the same request of it."""
+    body = encode(signal, KEPT[signal])
+    kept = decode(signal, body)
+    assert encode(signal, kept) == body
+    assert size(kept) == size(KEPT[signal])
+
+
+@pytest.mark.parametrize("signal", KEPT)
+def test_what_is_no_request(signal: str) -> None:
+    with pytest.raises(ValueError, match=f"not a request of {signal}"):
+        decode(signal, b"\xff no request")
+
+
+def test_requests_fill_and_wait() -> None:
+    """A request is due once it is full, or its first item has waited."""
     clock = Clock()
-    batches = Batches(SCOPE, max_items=3, delay_s=5.0, clock=clock)
-    span = item(Span(name="s").SerializeToString())
-    assert batches.add(b"", [span, span]) is False
-    assert batches.due(False) == ([], 5.0)
-    assert batches.add(b"", [span, span]) is True
-    (full,), left_s = batches.due(False)
-    assert (full[1], left_s, batches.waiting()) == (3, 5.0, 1)
+    box = Outbox(None, "node", "traces", 3, delay_s=5.0, clock=clock)
+    box.put(spans_of("a", "b"))
+    assert (box.oldest(), box.due_s()) == (None, 5.0)
+    box.put(spans_of("c", "d"))
+    full = box.oldest()
+    assert full is not None
+    assert (names_in(full.items), full.count, box.waiting(), box.due_s()) == (["a", "b", "c"], 3, 4, 0.0)
+    box.remove(full)
+    assert (box.oldest(), box.due_s()) == (None, 5.0)
     clock.now_s += 5
-    (rest,), left_s = batches.due(False)
-    assert (rest[1], left_s) == (1, float("inf"))
-    batches.add(b"", [span])
-    batches.add(b"\x0a\x00", [span])
-    (whole,) = batches.due(True)[0]
-    assert len(ExportTraceServiceRequest.FromString(whole[0]).resource_spans) == 2
+    rest = box.oldest()
+    assert rest is not None
+    assert names_in(rest.items) == ["d"]
 
 
 # -- the outbox
@@ -111,26 +217,29 @@ def test_batches_fill_and_wait() -> None:
 
 def test_outbox_in_memory_drops_the_oldest_and_counts() -> None:
     """Without a disk, the newest are kept."""
-    box = Outbox(None, "node", "traces", Room(memory_bytes=250))
-    for number in range(5):
-        box.put(bytes(100), number + 1)
-    assert (box.waiting(), box.dropped) == (4 + 5, 1 + 2 + 3)
+    box = Outbox(None, "node", "traces", room=Room(memory_items=3))
+    for name in "abcde":
+        box.put(spans_of(name))
+    assert (box.waiting(), box.dropped) == (3, 2)
     assert box.to_disk() is False
+    oldest = box.oldest()
+    assert oldest is not None
+    assert names_in(oldest.items) == ["c", "d", "e"]
 
 
 def test_outbox_on_disk_survives_its_process(tmp_path: Path) -> None:
     """Another process goes on with the oldest; signals and nodes do not mix; files are the user's alone."""
-    first = Outbox(tmp_path / "outbox", "node-a", "traces")
+    first = Outbox(tmp_path / "outbox", "node-a", "traces", batch_items=1)
     for name in ("x", "y"):
-        first.put(body_of(name), 1)
+        first.put(spans_of(name))
     assert first.to_disk()
-    first.put(body_of("z"), 1)
+    first.put(spans_of("z"))
     assert first.to_disk()
 
     again = Outbox(tmp_path / "outbox", "node-a", "traces")
     taken = []
     while (oldest := again.oldest()) is not None:
-        taken += names_in(oldest.body)
+        taken += names_in(oldest.items)
         again.remove(oldest)
     assert taken == ["x", "y", "z"]
     assert list((tmp_path / "outbox").iterdir()) == []
@@ -139,9 +248,10 @@ def test_outbox_on_disk_survives_its_process(tmp_path: Path) -> None:
 
 def test_outbox_makes_room_on_the_disk(tmp_path: Path) -> None:
     """Beyond its bytes the oldest files go, and what was in them is counted."""
-    box = Outbox(tmp_path, "node", "traces", Room(disk_bytes=250))
+    newest = sum(len(encode("traces", spans_of(*["a"] * count))) for count in (4, 5))
+    box = Outbox(tmp_path, "node", "traces", room=Room(disk_bytes=newest))
     for number in range(5):
-        box.put(bytes(100), number + 1)
+        box.put(spans_of(*["a"] * (number + 1)))
         assert box.to_disk()
     assert (box.waiting(), box.dropped) == (4 + 5, 1 + 2 + 3)
     assert [items for _, items, _ in found(tmp_path, "traces")] == [4, 5]
@@ -149,16 +259,16 @@ def test_outbox_makes_room_on_the_disk(tmp_path: Path) -> None:
 
 def test_damaged_file_of_the_outbox_is_counted(tmp_path: Path) -> None:
     """What cannot be read any more is not in the way."""
-    box = Outbox(tmp_path, "node", "traces")
-    for name in ("x", "y"):
-        box.put(body_of(name), 1)
+    box = Outbox(tmp_path, "node", "traces", batch_items=1)
+    for name in ("x", "y", "z"):
+        box.put(spans_of(name))
     box.to_disk()
-    (path, _, _), _ = found(tmp_path, "traces")
-    path.unlink()
+    (gone, _, _), (damaged, _, _), _ = found(tmp_path, "traces")
+    gone.unlink()
+    damaged.write_bytes(b"\xff no request")
     oldest = box.oldest()
     assert oldest is not None
-    assert names_in(oldest.body) == ["y"]
-    assert box.dropped == 1
+    assert (names_in(oldest.items), box.dropped, damaged.exists()) == (["z"], 2, False)
 
 
 # -- the sender
@@ -167,9 +277,9 @@ def test_damaged_file_of_the_outbox_is_counted(tmp_path: Path) -> None:
 def test_endpoint_that_is_away_loses_nothing(tmp_path: Path) -> None:
     """While it is away, what comes goes to the disk; once it is back, all is delivered by itself, in order, once."""
     endpoint = Collector("traces", later("away"))
-    sender = Sender("traces", Outbox(outbox(tmp_path), "node", "traces"), endpoint)
+    sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
     for name in "abc":
-        sender.send(body_of(name), 1)
+        sender.add(spans_of(name))
         assert eventually(lambda: sender.failing)
     assert eventually(lambda: len(found(outbox(tmp_path), "traces")) == 3)
     endpoint.answer = DELIVERED
@@ -183,16 +293,16 @@ def test_endpoint_that_is_away_loses_nothing(tmp_path: Path) -> None:
 def test_what_is_left_waits_on_the_disk(tmp_path: Path) -> None:
     """At the end a dead endpoint gets one try; the rest waits for another process, which the notes say."""
     endpoint = Collector("traces", later("away"))
-    sender = Sender("traces", Outbox(outbox(tmp_path), "node", "traces"), endpoint)
+    sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
     for name in "abc":
-        sender.send(body_of(name), 1)
+        sender.add(spans_of(name))
     sender.close(10)
     assert notes(sender) == [
         "OTLP: 3 of 3 spans were not delivered",
         "OTLP: 3 of these spans wait in the run directory; to send them: torchlens-perf sidecar RUN_DIR",
     ]
     endpoint = Collector("traces")
-    replayed = Sender("traces", Outbox(outbox(tmp_path), "", "traces"), endpoint)
+    replayed = Sender(Outbox(outbox(tmp_path), "", "traces"), endpoint)
     replayed.close(10)
     assert sorted(delivered(endpoint)) == ["a", "b", "c"]
     assert notes(replayed) == []
@@ -201,10 +311,10 @@ def test_what_is_left_waits_on_the_disk(tmp_path: Path) -> None:
 def test_stuck_endpoint_does_not_keep_the_end_waiting(tmp_path: Path) -> None:
     """An endpoint that neither takes nor refuses costs the timeout; what it may have taken is kept as well."""
     endpoint = Collector("traces", opened=False)
-    sender = Sender("traces", Outbox(outbox(tmp_path), "node", "traces"), endpoint)
-    sender.send(body_of("a"), 1)
+    sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
+    sender.add(spans_of("a"))
     assert eventually(lambda: endpoint.calls == 1)
-    sender.send(body_of("b"), 1)
+    sender.add(spans_of("b"))
     sender.close(0.05)
     assert [items for _, items, _ in found(outbox(tmp_path), "traces")] == [1, 1]
     endpoint.opened.set()
@@ -216,8 +326,8 @@ def test_stuck_endpoint_does_not_keep_the_end_waiting(tmp_path: Path) -> None:
 def test_pauses_grow_and_obey_the_endpoint(tmp_path: Path) -> None:
     """Ever longer pauses, up to a minute or so; as long as it asks, where that is longer."""
     clock, endpoint = Clock(), Collector("traces", later("away"))
-    sender = Sender("traces", Outbox(None, "node", "traces"), endpoint, clock=clock)
-    sender.send(body_of("a"), 1)
+    sender = Sender(Outbox(None, "node", "traces"), endpoint, clock=clock)
+    sender.add(spans_of("a"))
     pauses = []
     for number in range(1, 10):
         assert eventually(lambda number=number: sender._failed == number)  # type: ignore[misc]
@@ -234,14 +344,14 @@ def test_pauses_grow_and_obey_the_endpoint(tmp_path: Path) -> None:
 def test_too_large_is_halved_until_it_is_taken() -> None:
     """An endpoint that takes two spans at most gets all of eight; one that takes none is said to have refused them."""
     endpoint = Collector("traces", lambda items: DELIVERED if items <= 2 else TOO_LARGE)
-    sender = Sender("traces", Outbox(None, "node", "traces"), endpoint)
-    sender.send(body_of(*"abcdefgh"), 8)
+    sender = Sender(Outbox(None, "node", "traces"), endpoint)
+    sender.add(spans_of(*"abcdefgh"))
     sender.close(10)
     assert delivered(endpoint) == list("abcdefgh")
     assert notes(sender) == []
 
-    sender = Sender("traces", Outbox(None, "node", "traces"), Collector("traces", TOO_LARGE))
-    sender.send(body_of("a", "b"), 2)
+    sender = Sender(Outbox(None, "node", "traces"), Collector("traces", TOO_LARGE))
+    sender.add(spans_of("a", "b"))
     sender.close(10)
     assert notes(sender) == [
         "OTLP: 2 of 2 spans were not delivered",
@@ -253,9 +363,9 @@ def test_refused_requests_are_not_in_the_way() -> None:
     """A request that is refused for good is counted, and the next one is sent. So are items that are rejected."""
     answers = iter([Answer(Outcome.REFUSED, "HTTP 400"), Answer(Outcome.DELIVERED, rejected=1), DELIVERED])
     endpoint = Collector("traces", lambda items: next(answers))
-    sender = Sender("traces", Outbox(None, "node", "traces"), endpoint)
-    for names in ("ab", "cde", "f"):
-        sender.send(body_of(*names), len(names))
+    sender = Sender(Outbox(None, "node", "traces", 2), endpoint)
+    for names in ("ab", "cd", "ef"):
+        sender.add(spans_of(*names))
     sender.close(10)
     assert (sender.put, sender.delivered, sender.rejected, sender.refused) == (6, 3, 1, 2)
     assert notes(sender)[0] == "OTLP: 3 of 6 spans were not delivered"
@@ -274,8 +384,8 @@ def test_one_request_is_in_flight() -> None:
             inside[0] -= 1
         return DELIVERED
 
-    sender = Sender("traces", Outbox(None, "node", "traces"), Collector("traces", answer))
+    sender = Sender(Outbox(None, "node", "traces"), Collector("traces", answer))
     for number in range(20):
-        sender.send(body_of(str(number)), 1)
+        sender.add(spans_of(str(number)))
     sender.close(10)
     assert (most[0], sender.delivered) == (1, 20)

@@ -9,25 +9,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
-from tests.exporters.test_delivery import body_of, delivered, eventually, names_in
-from tests.support.endpoints import serving
+from tests.exporters.test_delivery import delivered, eventually, names_in, names_on_disk, spans_of
+from tests.exporters.test_exporters import batch_of, identity
+from tests.support.endpoints import refusing, serving
 from tests.support.otlp_collector import Collector, exporter_to
 from torchlens_perf.analysis.node_state import NodeState, load
+from torchlens_perf.exporters.delivery import sdk_exporters
 from torchlens_perf.exporters.delivery.answer import Answer, Outcome
-from torchlens_perf.exporters.delivery.halves import halves
-from torchlens_perf.exporters.delivery.http import HttpTransport
 from torchlens_perf.exporters.delivery.local import FileTransport
+from torchlens_perf.exporters.delivery.otlp_requests import Item
 from torchlens_perf.exporters.delivery.outbox import Outbox, found
 from torchlens_perf.exporters.delivery.sender import Sender
-from torchlens_perf.exporters.delivery.settings import GRPC, HTTP, destination
-from torchlens_perf.exporters.delivery.wire import item
 from torchlens_perf.exporters.otlp import notes
 from torchlens_perf.run.directory import RunDirectory
 
@@ -53,14 +52,13 @@ def room_for(size_bytes: int) -> Iterator[None]:
 def test_a_request_that_fits_in_part_stays_in_memory(tmp_path: Path) -> None:
     """Half of a request on disk would be refused for good later; so would nobody say that it is lost."""
     box = Outbox(tmp_path, "n", "traces")
-    body = body_of(*[SPAN] * 10)
-    box.put(body, 10)
+    box.put(spans_of(*[SPAN] * 10))
     with room_for(1000):
         assert not box.to_disk()
     assert found(tmp_path, "traces") == []
     kept = box.oldest()
     assert kept is not None
-    assert (kept.body, box.waiting(), box.dropped) == (body, 10, 0)
+    assert (names_in(kept.items), box.waiting(), box.dropped) == ([SPAN] * 10, 10, 0)
     assert box.to_disk()
 
 
@@ -69,9 +67,9 @@ def test_a_line_that_fits_in_part_is_no_line(tmp_path: Path) -> None:
     path = tmp_path / "spans.jsonl"
     transport = FileTransport("traces", path)
     with room_for(1000):
-        answers = [transport.send(body_of(SPAN)).outcome for _ in range(3)]
+        answers = [transport.send(spans_of(SPAN)).outcome for _ in range(3)]
     assert answers == [Outcome.DELIVERED, Outcome.LATER, Outcome.LATER]
-    assert transport.send(body_of(SPAN)).outcome is Outcome.DELIVERED
+    assert transport.send(spans_of(SPAN)).outcome is Outcome.DELIVERED
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 2
 
 
@@ -92,18 +90,18 @@ def test_a_state_that_fits_in_part_replaces_none(tmp_path: Path) -> None:
 class Failing(Collector):
     """Its first tries raise."""
 
-    def send(self, body: bytes) -> Answer:
+    def send(self, items: Sequence[Item]) -> Answer:
         if self.calls < 2:
             self.calls += 1
             raise UnicodeError("on purpose")
-        return super().send(body)
+        return super().send(items)
 
 
 def test_an_error_of_a_transport_is_tried_again() -> None:
     """And does not end the thread, after which nobody would send anything."""
     endpoint = Failing("traces")
-    sender = Sender("traces", Outbox(None, "n", "traces"), endpoint)
-    sender.send(body_of("a"), 1)
+    sender = Sender(Outbox(None, "n", "traces"), endpoint)
+    sender.add(spans_of("a"))
     assert eventually(lambda: sender.failing)
     sender.flush(5)
     assert eventually(lambda: sender.flush(5))
@@ -114,50 +112,44 @@ def test_an_error_of_a_transport_is_tried_again() -> None:
 
 def test_what_comes_after_the_threads_end_is_kept(tmp_path: Path) -> None:
     """Whatever has ended it, what it has not sent waits on disk."""
-    sender = Sender("traces", Outbox(tmp_path, "n", "traces"), Collector("traces"))
+    sender = Sender(Outbox(tmp_path, "n", "traces"), Collector("traces"))
     sender.begin_closing()
     sender._thread.join(20)
-    sender.send(body_of("a"), 1)
+    sender.add(spans_of("a"))
     sender.close(20)
     ((path, items, _),) = found(tmp_path, "traces")
-    assert (names_in(path.read_bytes()), items) == (["a"], 1)
-
-
-def test_what_is_no_request_has_no_halves() -> None:
-    assert halves("traces", b"\xff no request") == []
+    assert (names_on_disk(path), items) == (["a"], 1)
 
 
 def test_halves_of_what_lies_on_disk_lie_there(tmp_path: Path) -> None:
     """Before it goes: whoever is killed in between has lost none."""
     endpoint = Collector("traces", lambda items: Answer(Outcome.TOO_LARGE))
     box = Outbox(tmp_path, "n", "traces")
-    box.put(body_of("a", "b"), 2)
+    box.put(spans_of("a", "b"))
     assert box.to_disk()
     whole = box.oldest()
     assert whole is not None
-    sender = Sender("traces", Outbox(None, "n", "traces"), endpoint)
+    sender = Sender(Outbox(None, "n", "traces"), endpoint)
     sender.outbox = box
-    assert sender._judge(whole, endpoint.send(whole.body))
-    assert [names_in(path.read_bytes()) for path, _, _ in found(tmp_path, "traces")] == [["a"], ["b"]]
+    assert sender._judge(whole, endpoint.send(whole.items))
+    assert [names_on_disk(path) for path, _, _ in found(tmp_path, "traces")] == [["a"], ["b"]]
     assert box.waiting() == 2
     sender.outbox = Outbox(None, "n", "traces")
     sender.close(20)
 
 
 def test_an_endpoint_that_keeps_a_request_for_long() -> None:
-    """What comes meanwhile goes into the outbox, which has bounds, also in memory."""
+    """What comes meanwhile waits in the outbox, which has bounds, also in memory."""
     endpoint = Collector("traces", opened=False)
     exporter = exporter_to({"traces": endpoint})
-    span = item(b"x" * 1000)
-    exporter._add("traces", b"", [span] * 512)
+    exporter.export(batch_of(identity(), [0], spans_a_step=510))
     assert eventually(lambda: endpoint.calls == 1)
-    for _ in range(100):
-        exporter._add("traces", b"", [span] * 512)
+    for step in range(1, 41):
+        exporter.export(batch_of(identity(), [step], spans_a_step=510))
     sender = exporter._senders["traces"]
-    assert exporter._batches["traces"].waiting() <= 4096
-    assert sender.outbox._memory_bytes <= 33 << 20
-    assert sender.outbox.dropped > 0
-    assert sender.put == 512 * 101 - exporter._batches["traces"].waiting()
+    assert sender.outbox.waiting() == 512 + 16384
+    assert sender.outbox.dropped == 512 * 40 - 16384
+    assert sender.put == 512 * 41
     endpoint.opened.set()
 
 
@@ -179,12 +171,13 @@ class Endless(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(("status", "outcome"), [("200", Outcome.DELIVERED), ("503", Outcome.LATER)])
-def test_an_answer_without_end(status: str, outcome: Outcome) -> None:
+def test_an_answer_without_end(status: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of it a begin is read."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"x-status={status}")
     with serving(Endless) as address:
-        environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": address, "OTEL_EXPORTER_OTLP_HEADERS": f"x-status={status}"}
-        transport = HttpTransport(destination("traces", HTTP, environ))
-        answer = transport.send(body_of("a"))
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+        transport = sdk_exporters.over_http("traces")
+        answer = transport.send(spans_of("a"))
         transport.close()
     assert answer.outcome is outcome
     assert len(answer.reason) < 300
@@ -194,23 +187,26 @@ def test_an_answer_without_end(status: str, outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize(
-    ("protocol", "header"),
-    [(HTTP, "key=%E2%82%AC"), (HTTP, "key=a%0Ab"), (HTTP, "key=%7F"), (GRPC, "key=t%C3%B6ken"), (GRPC, "key=a%0Ab")],
+    ("over", "header"),
+    [
+        (sdk_exporters.over_http, "key=%E2%82%AC-token"),
+        (sdk_exporters.over_http, "key=a%0Atoken"),
+        (sdk_exporters.over_grpc, "key=t%C3%B6-token"),
+        (sdk_exporters.over_grpc, "key=a%0Atoken"),
+    ],
 )
-def test_headers_that_cannot_be_sent(protocol: str, header: str) -> None:
-    """The error says which, and nothing of the value: it may be a secret."""
-    with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_HEADERS: key has a character that no header can") as error:
-        destination("traces", protocol, {"OTEL_EXPORTER_OTLP_HEADERS": header})
-    assert "ken" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "endpoint", ["dns:///collector:4317", "unix:///run/otlp.sock", "unix:/run/otlp.sock", "ipv4:127.0.0.1:4317"]
-)
-def test_endpoints_as_grpc_names_them(endpoint: str) -> None:
-    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_INSECURE": "true"}
-    to = destination("traces", GRPC, environ)
-    assert (to.endpoint, to.insecure) == (endpoint, True)
+def test_headers_that_cannot_be_sent(
+    over: Callable[[str], sdk_exporters.SdkTransport], header: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request waits, as for any other fault that somebody may mend."""
+    with refusing() as address:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", header)
+        sender = Sender(Outbox(None, "n", "traces"), over("traces"))
+        sender.add(spans_of("a"))
+        assert eventually(lambda: sender.failing)
+        sender.close(10)
+    assert sender.outbox.waiting() == 1
 
 
 # -- Ctrl-C
@@ -220,14 +216,14 @@ import signal, sys, threading, time
 from torchlens_perf.exporters.delivery.outbox import Outbox
 from torchlens_perf.exporters.delivery.sender import Sender
 class Silent:
-    def send(self, body):
+    def send(self, items):
         time.sleep(1)  # by then the main thread waits
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # not to the main thread
         time.sleep(60)
     def close(self):
         pass
-sender = Sender("traces", Outbox(None, "n", "traces"), Silent())
-sender.send(b"", 1)
+sender = Sender(Outbox(None, "n", "traces"), Silent())
+sender.add([object()])
 try:
     sender.flush(60) if sys.argv[1] == "flush" else sender.close(60)
 except KeyboardInterrupt:

@@ -7,7 +7,6 @@ import logging
 import pytest
 
 from torchlens_perf.exporters.delivery.endpoint_address import parsed, shown
-from torchlens_perf.exporters.delivery.settings import GRPC, destination
 from torchlens_perf.exporters.redaction import Redaction
 
 SHOWN = [
@@ -55,17 +54,3 @@ def test_log_hides_what_the_address_does_not_show(address: str) -> None:
     assert Redaction({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": address}).filter(record)
     assert "s3cret" not in record.getMessage()
     assert parsed(address).host in record.getMessage()
-
-
-@pytest.mark.parametrize(
-    ("address", "channel"),
-    [
-        ("user:s3cret@h:4317", "h:4317"),
-        ("http://user:s3cret@h:4317", "h:4317"),
-        ("https://h:4317/?tok=s3cret", "h:4317"),
-        ("unix-abstract:a@b", "unix-abstract:a@b"),
-        ("dns:///h:4317", "dns:///h:4317"),
-    ],
-)
-def test_grpc_channel_is_opened_without_credentials(address: str, channel: str) -> None:
-    assert destination("traces", GRPC, {"OTEL_EXPORTER_OTLP_ENDPOINT": address}).endpoint == channel

@@ -34,10 +34,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 from tests.exporters.test_exporters import batch_of, identity
 from tests.support.certificates import certificate
+from tests.support.otlp_environment import exporter_for
 from tests.support.otlp_receiver import wait_for
 from torchlens_perf.exporters import Exporter
 from torchlens_perf.exporters.delivery.outbox import found, outbox
-from torchlens_perf.exporters.otlp_environment import exporter_from_environment
 from torchlens_perf.run.directory import RunDirectory
 
 STEPS, IN_A_REQUEST = 10, 8
@@ -284,14 +284,13 @@ def delivered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, De
         def start(fault: str, endpoint: str, told: dict[str, str]) -> None:
             run = RunDirectory(folder / fault.replace(" ", "-"))
             run.path.mkdir()
-            exporter = exporter_from_environment(
+            exporter = exporter_for(
                 {
                     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_TIMEOUT": "10",
                     "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": str(IN_A_REQUEST), "OTEL_BSP_SCHEDULE_DELAY": "10", **told,
                 },
                 run, "node",
             )  # fmt: skip
-            assert exporter is not None
             exporter.export(batch_of(identity(), range(STEPS)))
             exporters[fault] = exporter, run
 

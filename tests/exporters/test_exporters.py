@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.sdk.resources import Resource
 
 from tests.support.findings import PLACES, episode, findings, hang
-from tests.support.memory_exporter import MemoryExporter
 from tests.support.otlp_collector import Collector, exporter_to
 from tests.support.otlp_receiver import ReceivedPoint
 from tests.support.processes import ROOT
@@ -24,10 +24,10 @@ from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import FIRST_TRACED_STEPS, Assessment, ExportBatch, Exporter, JobPart, semantics
-from torchlens_perf.exporters.delivery.wire import request
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import node_resource, rank_resource
-from torchlens_perf.exporters.otlp_spans import SpanEncoder, nest, span_id, trace_id
+from torchlens_perf.exporters.otlp_spans import SpanMaker, nest, span_id, trace_id
 from torchlens_perf.exporters.series_room import most_ranks
 from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.identity import Identity
@@ -212,7 +212,7 @@ def test_node_resource_is_no_ranks() -> None:
 
 def memory() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
     """The in-memory exporter, and how many steps and sampled steps of ranks it got."""
-    exporter = MemoryExporter()
+    exporter = InMemoryExporter()
     return exporter, lambda: (
         sum(len(batch.steps) for batch in exporter.batches),
         sum(len(batch.traces) for batch in exporter.batches),
@@ -275,7 +275,7 @@ def test_contract_unused(make: Callable[[], Any]) -> None:
 
 
 def test_error_of_ours_does_not_end_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception while steps are encoded is kept from the sidecar's loop, and counted."""
+    """An exception while spans are made is kept from the sidecar's loop, and counted."""
 
     def fails(*arguments: Any) -> Any:
         raise RuntimeError("on purpose")
@@ -284,7 +284,7 @@ def test_error_of_ours_does_not_end_the_sidecar(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as lenient:
         lenient.setenv(RAISE, "0")
         lenient.setattr(swallowed, "by_place", Counter[str]())
-        lenient.setattr(SpanEncoder, "encode", fails)
+        lenient.setattr(SpanMaker, "of", fails)
         exporter.export(batch_of(identity(), [0]))
         assert dict(swallowed.by_place) == {"exporting steps over OTLP": 1}
     assert exporter.shutdown(10) == []
@@ -336,9 +336,9 @@ class Metrics(NodeMetrics):
 
     def sent(self) -> dict[str, list[ReceivedPoint]]:
         """By name."""
-        items, _ = self.encode()
         endpoint = Collector("metrics")
-        endpoint.taken.append(request([(b"", items)], b""))
+        data = self.collect(Resource({}))
+        endpoint.taken += [] if data is None else [[data]]
         found: dict[str, list[ReceivedPoint]] = {}
         for point in endpoint.points():
             found.setdefault(point.metric, []).append(point)
@@ -592,9 +592,9 @@ def test_alerts_do_not_wait_for_the_endpoint() -> None:
     endpoint.opened.set()
 
 
-def test_memory_exporter_keeps_alerts() -> None:
+def test_in_memory_exporter_keeps_alerts() -> None:
     """All alerts, and the newest judgement."""
-    exporter, log = MemoryExporter(), FindingLog("run")
+    exporter, log = InMemoryExporter(), FindingLog("run")
     exporter.on_assessment(assessment_of(findings(episode()), log))
     exporter.on_assessment(assessment_of(findings(episode()), log, hang()))
     assert [(alert.kind, alert.change) for alert in exporter.alerts] == [("straggler", "started"), ("hang", "started")]

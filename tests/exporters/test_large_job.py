@@ -29,11 +29,12 @@ def points(job: Sent, metric: str) -> Iterator[Any]:
     for node in job.nodes:
         for each in node.exported:
             if each.name == metric:
-                yield from getattr(each, each.WhichOneof("data")).data_points
+                yield from each.data.data_points
 
 
 def attribute(point: Any, name: str) -> int | None:
-    return next((each.value.int_value for each in point.attributes if each.key == name), None)
+    found: int | None = point.attributes.get(name)
+    return found
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(SMALL, STEPS), (LARGE, STEPS), *long((4096, 600))])
@@ -104,17 +105,17 @@ def test_metrics_of_all_ranks_come_from_node_0() -> None:
         assert counts.total() == LARGE * STEPS
         assert set(counts) == {None, 5}
         assert 0 < counts[5] < STEPS
-    assert sum(point.as_int for point in points(job, semantics.STEPS)) == LARGE * STEPS
+    assert sum(point.value for point in points(job, semantics.STEPS)) == LARGE * STEPS
     job_wide = [node for node in job.nodes for each in node.exported if each.name == semantics.PHASE_DURATION]
     assert {node.state.host for node in job_wide} == {"node-0000"}
     memory = [point for point in points(job, semantics.MEMORY) if attribute(point, semantics.RANK) is None]
-    assert [point.as_int for point in memory] == [1 << 34]
+    assert [point.value for point in memory] == [1 << 34]
 
 
 def test_how_ranks_differ() -> None:
     """The rank that the others wait for is the largest of work and the smallest of wait."""
     found = {
-        (metric, next(each.value.string_value for each in point.attributes)): point.as_double
+        (metric, next(iter(point.attributes.values()))): point.value
         for metric in (semantics.RANKS_WORK, semantics.RANKS_WAIT)
         for point in points(sent(LARGE, STEPS), metric)
     }
@@ -134,8 +135,7 @@ def test_exemplars_open_the_very_step(ranks: int) -> None:
     found = [each for point in points(job, semantics.STEP_DURATION) for each in point.exemplars]
     assert found
     for each in found:
-        key = int.from_bytes(each.trace_id, "big"), int.from_bytes(each.span_id, "big")
-        assert each.as_double == pytest.approx(ids[key] / 1e9)
+        assert each.value == pytest.approx(ids[each.trace_id, each.span_id] / 1e9)
 
 
 def test_small_job_has_all_ranks_and_their_series() -> None:
@@ -166,7 +166,7 @@ def test_limits_can_be_raised() -> None:
 def test_what_is_left_out_is_counted() -> None:
     """With a small budget, steps that are left out are in the next root and in a counter."""
     job = sent(SMALL, STEPS, export_limit=200)
-    left_out = sum(point.as_int for point in points(job, semantics.STEPS_NOT_TRACED))
+    left_out = sum(point.value for point in points(job, semantics.STEPS_NOT_TRACED))
     chosen = [next(iter(each.values())).chosen[step] for step, each in sorted(job.traces().items())]
     assert left_out >= sum(each.left_out for each in chosen) > 0
     assert job.busiest_minute <= 20
@@ -180,9 +180,6 @@ def test_what_is_left_out_is_counted() -> None:
 
 def _root(job: Sent, batch: Any) -> dict[str, Any]:
     """The attributes of a step's root."""
-    from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans
-
-    _, found = job.nodes[0].encoder.encode(batch)
-    spans = ScopeSpans.FromString(b"".join(next(iter(found.values()))[0])).spans
-    (root,) = (span for span in spans if not span.parent_span_id)
-    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in root.attributes}
+    spans, _, _ = next(iter(job.nodes[0].spans_of.of(batch).values()))
+    (root,) = (span for span in spans if span.parent is None)
+    return dict(root.attributes or {})

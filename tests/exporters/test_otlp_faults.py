@@ -22,7 +22,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 from tests.support.endpoints import answering, dropping, grpc_answering, refusing, serving, silent
 from tests.support.long import long, long_but
-from tests.support.memory_exporter import MemoryExporter
 from tests.support.otlp_receiver import Receiver
 from tests.support.processes import ROOT, slowdown
 from tests.support.recorded_run import SCRIPTS, Sidecar, environment, spans_of, wait_for_sidecar
@@ -30,6 +29,7 @@ from tests.support.warm_python import WarmPython
 from torchlens_perf.analysis import node_state
 from torchlens_perf.config import Config
 from torchlens_perf.exporters import semantics
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar import replay
 
@@ -234,10 +234,10 @@ def test_slow_grpc_endpoint_loses_nothing(sidecar: Run) -> None:
 
 
 _SHUT_DOWN = """
-import os, time
+import time
 from tests.exporters.test_otlp_environment import one_step
 from torchlens_perf.exporters.otlp_environment import exporter_from_environment
-exporter = exporter_from_environment(os.environ)
+exporter = exporter_from_environment()
 started_s = time.monotonic()
 for _ in range(100):
     exporter.export(one_step())
@@ -283,7 +283,7 @@ def test_replay_stops_at_a_dead_endpoint(sidecar: Run, monkeypatch: pytest.Monke
     run = sidecar().run
     monkeypatch.setattr(replay, "_PATIENCE_S", 0.0)
 
-    class Dead(MemoryExporter):
+    class Dead(InMemoryExporter):
         def wait_for_room(self, timeout_s: float) -> bool:
             return False
 

@@ -115,7 +115,7 @@ def exported(told: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
     told = {**told, "OTEL_EXPORTER_OTLP_TIMEOUT": "1", "OTEL_EXPORTER_OTLP_HEADERS": f"authorization={SECRET}"}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    exporter = exporter_from_environment(told)
+    exporter = exporter_from_environment()
     assert exporter is not None
     exporter.export(one_step())
     return "; ".join(exporter.shutdown(WITHIN_S))

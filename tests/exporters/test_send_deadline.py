@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import ssl
 import threading
@@ -24,13 +23,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
+from tests.exporters.test_delivery import spans_of
 from tests.support.certificates import certificate
 from tests.support.endpoints import answering, serving
 from tests.support.leftovers import eventually
+from tests.support.otlp_environment import transport_for
 from torchlens_perf.exporters.delivery.answer import Answer, Outcome, wait_of
-from torchlens_perf.exporters.delivery.grpc_channel import GrpcTransport
-from torchlens_perf.exporters.delivery.http import HttpTransport
-from torchlens_perf.exporters.delivery.settings import Destination
 
 pytestmark = pytest.mark.distributed
 
@@ -38,7 +36,7 @@ TIMEOUT_S = 2.0
 LATE_S = 20.0
 """Far beyond the timeout, on a busy machine too; the servers here go on for ever."""
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-protobuf\r\n"
-_LARGE = 64 << 20
+_LARGE = 32 << 20
 
 
 def drip(connection: socket.socket, data: Iterator[bytes]) -> None:
@@ -124,16 +122,16 @@ def server(behaves: Callable[[socket.socket], None], context: ssl.SSLContext | N
             connection.close()
 
 
-def sent(address: str, body: bytes = b"", **settings: Any) -> tuple[Answer, float]:
-    """What became of one try, and how long it took. Its thread must not stay."""
-    transport = HttpTransport(Destination("traces", f"{address}/v1/traces", timeout_s=TIMEOUT_S, **settings))
+def sent(address: str, size: int = 1, **told: str) -> tuple[Answer, float]:
+    """What became of one try with a name of that size, and how long it took. Its thread must not stay."""
+    transport = transport_for("http/protobuf", ENDPOINT=address, TIMEOUT=str(TIMEOUT_S), **told)
     began_s = time.monotonic()
     try:
-        answer = transport.send(body)
+        answer = transport.send(spans_of("x" * size))
     finally:
         took_s = time.monotonic() - began_s
         transport.close()
-    assert eventually(lambda: not [each for each in threading.enumerate() if each.name == "otlp-request"])
+    assert eventually(lambda: not [each for each in threading.enumerate() if each.name == "otlp-deadline"])
     return answer, took_s
 
 
@@ -143,9 +141,9 @@ def sent(address: str, body: bytes = b"", **settings: Any) -> tuple[Answer, floa
      chunk_size_byte_by_byte, reads_slowly, says_nothing],
 )  # fmt: skip
 def test_send_ends_within_its_timeout(behaves: Callable[[socket.socket], None]) -> None:
-    body = os.urandom(_LARGE) if behaves is reads_slowly else b"x"
+    size = _LARGE if behaves is reads_slowly else 1
     with server(behaves) as port:
-        answer, took_s = sent(f"http://127.0.0.1:{port}", body)
+        answer, took_s = sent(f"http://127.0.0.1:{port}", size)
     assert answer.outcome is Outcome.LATER
     assert took_s < LATE_S
     assert "within 2 s" in answer.reason or "timed out" in answer.reason.lower()
@@ -156,9 +154,9 @@ def test_send_over_tls_ends_within_its_timeout(behaves: Callable[[socket.socket]
     shown = certificate(tmp_path / "ca")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(shown.path, shown.key)
-    body = os.urandom(_LARGE) if behaves is reads_slowly else b"x"
+    size = _LARGE if behaves is reads_slowly else 1
     with server(behaves, context) as port:
-        answer, took_s = sent(f"https://localhost:{port}", body, certificate=str(shown.path))
+        answer, took_s = sent(f"https://localhost:{port}", size, CERTIFICATE=str(shown.path))
     assert answer.outcome is Outcome.LATER
     assert took_s < LATE_S
 
@@ -183,10 +181,10 @@ def test_next_send_is_not_disturbed() -> None:
             connection.sendall(_HEAD + b"Content-Length: 0\r\n\r\n")
 
     with server(behaves) as port:
-        transport = HttpTransport(Destination("traces", f"http://127.0.0.1:{port}/v1/traces", timeout_s=TIMEOUT_S))
-        assert transport.send(b"x").outcome is Outcome.LATER
+        transport = transport_for("http/protobuf", ENDPOINT=f"http://127.0.0.1:{port}", TIMEOUT=str(TIMEOUT_S))
+        assert transport.send(spans_of("x")).outcome is Outcome.LATER
         slow.clear()
-        assert [transport.send(b"x").outcome for _ in range(3)] == [Outcome.DELIVERED] * 3
+        assert [transport.send(spans_of("x")).outcome for _ in range(3)] == [Outcome.DELIVERED] * 3
         transport.close()
 
 
@@ -243,8 +241,8 @@ def test_grpc_retry_info_of_any_size(delay: Duration, expected: float) -> None:
     port = endpoint.add_insecure_port("127.0.0.1:0")
     endpoint.start()
     try:
-        transport = GrpcTransport(Destination("traces", f"127.0.0.1:{port}", timeout_s=30.0, insecure=True))
-        answer = transport.send(b"")
+        transport = transport_for("grpc", ENDPOINT=f"http://127.0.0.1:{port}", TIMEOUT="30")
+        answer = transport.send(spans_of("a"))
         transport.close()
     finally:
         endpoint.stop(None)

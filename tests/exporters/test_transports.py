@@ -7,6 +7,7 @@ import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,7 +17,6 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTracePartialSuccess,
-    ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
@@ -24,23 +24,20 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
+from tests.exporters.test_delivery import KEPT, spans_of
 from tests.support.endpoints import answering, grpc_answering, refusing, serving, silent
+from tests.support.otlp_environment import sent, variables
+from tests.support.otlp_receiver import Receiver
+from torchlens_perf.exporters.delivery import sdk_exporters
 from torchlens_perf.exporters.delivery.answer import Answer, Outcome
-from torchlens_perf.exporters.delivery.grpc_channel import GrpcTransport
-from torchlens_perf.exporters.delivery.http import HttpTransport
-from torchlens_perf.exporters.delivery.settings import Destination, destination
+from torchlens_perf.exporters.delivery.otlp_requests import encode, size
 
-BODY = ExportTraceServiceRequest().SerializeToString() or b""
 PARTIAL = ExportTraceServiceResponse(partial_success=ExportTracePartialSuccess(rejected_spans=3, error_message="no"))
 PROTOBUF = {"Content_Type": "application/x-protobuf"}
 
 
-def over_http(address: str, **settings: Any) -> Answer:
-    transport = HttpTransport(Destination("traces", f"{address}/v1/traces", timeout_s=5.0, **settings))
-    try:
-        return transport.send(BODY)
-    finally:
-        transport.close()
+def over_http(address: str, timeout_s: int = 5, **told: str) -> Answer:
+    return sent("http/protobuf", spans_of("a"), ENDPOINT=address, TIMEOUT=str(timeout_s), **told)
 
 
 @pytest.mark.parametrize(
@@ -122,31 +119,70 @@ def test_compression_and_headers(compression: str, unpack: Any) -> None:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    environ = {
-        "OTEL_EXPORTER_OTLP_COMPRESSION": "none", "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION": compression,
-        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20token,x-tenant=7",
-    }  # fmt: skip
     with serving(Endpoint) as address:
-        to = destination("traces", "http/protobuf", {**environ, "OTEL_EXPORTER_OTLP_ENDPOINT": address})
-        assert HttpTransport(to).send(b"body" * 100).outcome is Outcome.DELIVERED
+        answer = over_http(
+            address, COMPRESSION="none", TRACES_COMPRESSION=compression,
+            HEADERS="authorization=Bearer%20token,x-tenant=7",
+        )  # fmt: skip
+    assert answer == Answer(Outcome.DELIVERED)
     ((headers, body),) = seen
-    assert unpack(body) == b"body" * 100
+    assert unpack(body) == encode("traces", spans_of("a"))
     assert (headers["Content-Encoding"], headers["authorization"], headers["x-tenant"]) == (
         compression, "Bearer token", "7",
     )  # fmt: skip
     assert headers["Content-Type"] == "application/x-protobuf"
 
 
+_PROVIDER = """
+import requests
+def session():
+    made = requests.Session()
+    made.headers["Authorization"] = "of the provider"
+    return made
+def nothing():
+    return None
+"""
+
+
+def test_credential_provider_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session of the user's entry point sends, and its answers are judged like any other's."""
+    (tmp_path / "of_the_user.py").write_text(_PROVIDER)
+    package = tmp_path / "of_the_user-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: of-the-user\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(
+        "[opentelemetry_otlp_credential_provider]\nmine = of_the_user:session\nempty = of_the_user:nothing\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[str] = []
+
+    class Redirects(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            seen.append(self.headers["Authorization"])
+            self.send_response(307)
+            self.send_header("Location", "http://127.0.0.1:1/")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    variable = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER"
+    with serving(Redirects) as address, variables({"OTEL_EXPORTER_OTLP_ENDPOINT": address, variable: "mine"}):
+        transport = sdk_exporters.over_http("traces")
+        assert transport.send(spans_of("a")).outcome is Outcome.LATER
+        transport.close()
+    assert seen == ["of the provider"]
+    for name in ("empty", "missing"):
+        with variables({variable: name}), pytest.raises(RuntimeError, match=name):
+            sdk_exporters.over_http("traces")
+
+
 # -- gRPC
 
 
-def over_grpc(address: str, body: bytes = BODY) -> Answer:
-    to = destination("traces", "grpc", {"OTEL_EXPORTER_OTLP_ENDPOINT": address, "OTEL_EXPORTER_OTLP_TIMEOUT": "2"})
-    transport = GrpcTransport(to)
-    try:
-        return transport.send(body)
-    finally:
-        transport.close()
+def over_grpc(address: str, spans: int = 1) -> Answer:
+    return sent("grpc", spans_of(*["a"] * spans), ENDPOINT=address, TIMEOUT="2")
 
 
 @pytest.mark.parametrize(
@@ -190,40 +226,16 @@ def test_grpc_asks_to_wait_rejects_and_finds_too_large() -> None:
         assert (answer.outcome, answer.after_s) == (Outcome.LATER, 2.5)
         busy.clear()
         assert over_grpc(address) == Answer(Outcome.DELIVERED, rejected=3)
-        assert over_grpc(address, bytes(2000)).outcome is Outcome.TOO_LARGE
+        assert over_grpc(address, spans=100).outcome is Outcome.TOO_LARGE
     finally:
         server.stop(0).wait(5)
 
 
-# -- settings
-
-
-@pytest.mark.parametrize(
-    ("protocol", "environ", "endpoint"),
-    [
-        ("http/protobuf", {}, "http://localhost:4318/v1/traces"),
-        ("http/protobuf", {"OTEL_EXPORTER_OTLP_ENDPOINT": "https://c:1/base/"}, "https://c:1/base/v1/traces"),
-        ("http/protobuf", {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://c:1/as/it/is"}, "https://c:1/as/it/is"),
-        ("grpc", {}, "localhost:4317"),
-        ("grpc", {"OTEL_EXPORTER_OTLP_ENDPOINT": "https://c:1"}, "c:1"),
-        ("grpc", {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "c:1"}, "c:1"),
-    ],
-)
-def test_endpoints(protocol: str, environ: dict[str, str], endpoint: str) -> None:
-    assert destination("traces", protocol, environ).endpoint == endpoint
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"OTEL_EXPORTER_OTLP_COMPRESSION": "zstd"},
-        {"OTEL_EXPORTER_OTLP_TIMEOUT": "soon"},
-        {"OTEL_EXPORTER_OTLP_TIMEOUT": "-1"},
-        {"OTEL_EXPORTER_OTLP_ENDPOINT": "ftp://c"},
-        {"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"},
-    ],
-)
-def test_settings_that_cannot_be_used(environ: dict[str, str]) -> None:
-    """A ValueError that names what to mend: the signal is off then."""
-    with pytest.raises(ValueError, match=r"OTEL_EXPORTER_OTLP|endpoint"):
-        destination("traces", "http/protobuf", environ)
+@pytest.mark.parametrize("signal", KEPT)
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+def test_each_signal_has_its_exporter(signal: str, protocol: str, receiver: Receiver) -> None:
+    """What a real endpoint got is what was sent, of all signals over both protocols."""
+    answer = sent(protocol, KEPT[signal], signal, ENDPOINT=receiver.endpoint(protocol))
+    assert answer == Answer(Outcome.DELIVERED)
+    found = {"traces": receiver.spans, "logs": receiver.events, "metrics": receiver.points}[signal]()
+    assert len(found) == size(KEPT[signal])

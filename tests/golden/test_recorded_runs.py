@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.golden.told import kept, told
-from tests.support.memory_exporter import MemoryExporter
 from tests.support.reports import checked
 from torchlens_perf.analysis import node_state
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.replay import replay
@@ -29,7 +29,7 @@ def test_there_are_ten_runs() -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_it_is_told_as_before(name: str, tmp_path: Path) -> None:
-    run, exporter = RunDirectory(tmp_path / name), MemoryExporter()
+    run, exporter = RunDirectory(tmp_path / name), InMemoryExporter()
     run.create()
     shutil.copytree(RECORDED / name / "spans", run.spans, dirs_exist_ok=True)
     replay(run, exporter)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.golden.told import kept, told
-from tests.support.memory_exporter import MemoryExporter
 from tests.support.reports import checked
 from torchlens_perf.analysis import node_state
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.exporters import otlp_environment
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
 from torchlens_perf.run import directory
 from torchlens_perf.run.directory import RunDirectory
@@ -57,7 +57,7 @@ def test_it_is_told_as_before(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 def _told(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     topology, device, faults = RUNS[name]
-    run, exporter = RunDirectory(folder / "golden"), MemoryExporter()
+    run, exporter = RunDirectory(folder / "golden"), InMemoryExporter()
     run.create()
     monkeypatch.setattr(directory, "_SHARED_MEMORY", folder)  # alerts' ids need this name in every checkout
     monkeypatch.setattr(otlp_environment, "exporter_from_environment", lambda *_: exporter)

@@ -19,12 +19,12 @@ from tests.golden.test_recorded_runs import RECORDED
 from tests.golden.test_recorded_runs import RUNS as RECORDED_RUNS
 from tests.golden.test_simulated_verdicts import LAUNCH_BOUND, MESH
 from tests.report.test_order import heads, shown_in_order
-from tests.support.memory_exporter import MemoryExporter
 from tests.support.reports import checked
 from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.exporters import otlp_environment
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.page.notebook import results
 from torchlens_perf.page.pictures.markup import html
 from torchlens_perf.page.sections.verdicts import verdicts as cards
@@ -60,7 +60,7 @@ BEFORE = re.compile(r"from (?:step (\d+)|the start) to step (\d+).*which cost th
 @pytest.mark.parametrize("name", FAULTS)
 def test_simulated_runs(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     topology, device, faults = FAULTS[name]
-    run, exporter = RunDirectory(tmp_path / f"agree-{name.replace(' ', '-')}-{seed}"), MemoryExporter()
+    run, exporter = RunDirectory(tmp_path / f"agree-{name.replace(' ', '-')}-{seed}"), InMemoryExporter()
     run.create()
     monkeypatch.setattr(otlp_environment, "exporter_from_environment", lambda *_: exporter)
     simulation = Simulation(topology, seed=seed, faults=[parse_fault(each) for each in faults], noise=0.05)
@@ -71,7 +71,7 @@ def test_simulated_runs(name: str, seed: int, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("name", RECORDED_RUNS)
 def test_recorded_runs(name: str, tmp_path: Path) -> None:
-    run, exporter = RunDirectory(tmp_path / name), MemoryExporter()
+    run, exporter = RunDirectory(tmp_path / name), InMemoryExporter()
     run.create()
     shutil.copytree(RECORDED / name / "spans", run.spans, dirs_exist_ok=True)
     replay(run, exporter)
@@ -79,7 +79,7 @@ def test_recorded_runs(name: str, tmp_path: Path) -> None:
     hold_together(checked(build(name, node_state.load_all(run))), exporter)
 
 
-def hold_together(report: dict[str, Any], exporter: MemoryExporter) -> None:
+def hold_together(report: dict[str, Any], exporter: InMemoryExporter) -> None:
     for row in report["verdicts"]:
         sentence_has_the_figures_of_its_row(row)
     parts_add_up(report)
@@ -140,7 +140,7 @@ def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
     assert first_words[0] in " ".join(brief(report, "x", columns=400, color=False).split())
 
 
-def alerts_and_assessment_have_the_figures_of_the_rows(report: dict[str, Any], exporter: MemoryExporter) -> None:
+def alerts_and_assessment_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemoryExporter) -> None:
     now = {row["rank"]: row for row in report["verdicts"] if row["kind"] == "straggler"}
     before = {
         (row["rank"], row["since_step"]): row

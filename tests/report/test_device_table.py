@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.memory_exporter import MemoryExporter
 from tests.support.otlp_collector import Collector, exporter_to
 from tests.support.ranks import Rank, identity_of, make_run
 from tests.support.reports import checked
@@ -20,6 +19,7 @@ from tests.support.tables import MS, step_table
 from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.device import CAUGHT_UP_NS, DeviceStatistics, phase_durations_ns
 from torchlens_perf.exporters import ExportBatch, semantics
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_spans import nest
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
@@ -401,7 +401,7 @@ def test_narrow_terminals(run: RunDirectory) -> None:
 
 def test_what_the_device_did_is_in_the_trace_of_its_step(run: RunDirectory) -> None:
     """It is told a step later: the sidecar, which looks in between, waits for it, and loses no step at the end."""
-    exporter = MemoryExporter()
+    exporter = InMemoryExporter()
     rank = Gpu(run, 0, world_size=1)
     rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
     rank.session.publish()

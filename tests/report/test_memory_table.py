@@ -11,11 +11,11 @@ import pytest
 
 from tests.report.test_report import WORK, report_on
 from tests.support.device.fake_allocator import GB
-from tests.support.memory_exporter import MemoryExporter
 from tests.support.ranks import HOST, Rank, make_run
 from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.memory import MemoryReading
 from torchlens_perf.analysis.words.oom import next_action
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import show
 from torchlens_perf.run.directory import RunDirectory
@@ -249,7 +249,7 @@ def test_readings_are_exported_and_kept(run: RunDirectory) -> None:
     for retries in range(3):
         mark_memory(rank, allocated=(GB, GB), reserved=(2 * GB, 2 * GB), alloc_retries=retries)
         rank.steps(16, **WORK)
-    live, replayed = MemoryExporter(), MemoryExporter()
+    live, replayed = InMemoryExporter(), InMemoryExporter()
     rank.close()
     sidecar = Sidecar(run, HOST, live, lambda run, asked: None)
     sidecar.poll()

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.endpoints import serving
+from tests.support.otlp_environment import sent
 from torchlens_perf.exporters.delivery.answer import Outcome
-from torchlens_perf.exporters.delivery.http import HttpTransport
-from torchlens_perf.exporters.delivery.settings import destination
 
 _HEADER = "Bearer the-users"
 
@@ -55,14 +54,8 @@ def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitSta
 
 def _export(address: str, header: str = _HEADER) -> Outcome:
     """What became of one request, sent as the sidecar sends it."""
-    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": address, "OTEL_EXPORTER_OTLP_TIMEOUT": "2"}
-    if header:
-        environ["OTEL_EXPORTER_OTLP_HEADERS"] = f"Authorization={header.replace(' ', '%20')}"
-    transport = HttpTransport(destination("traces", "http/protobuf", environ))
-    try:
-        return transport.send(b"").outcome
-    finally:
-        transport.close()
+    told = {"HEADERS": f"Authorization={header.replace(' ', '%20')}"} if header else {}
+    return sent("http/protobuf", [], ENDPOINT=address, TIMEOUT="2", **told).outcome
 
 
 def test_header_wins_over_netrc(leaving: ExitStack) -> None:

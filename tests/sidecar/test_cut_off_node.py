@@ -10,8 +10,8 @@ import pytest
 
 from tests.sidecar.nodes.conftest import FAST
 from tests.support.launched import free_port
-from tests.support.memory_exporter import MemoryExporter
 from tests.support.ranks import HOST, Rank, run_without_traces
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar import job
 from torchlens_perf.sidecar.node import Sidecar
@@ -41,7 +41,7 @@ class Node:
             Rank(made, rank, 4, exchange=f"grpc://{places.coordinator}", identity={"local_rank": rank - 2, **of_node})
             for rank in (2, 3)
         ]
-        self.exporter = MemoryExporter()
+        self.exporter = InMemoryExporter()
         self.sidecar = Sidecar(made, HOST, self.exporter, lambda directory, asked: None)
 
     def steps(self) -> None:

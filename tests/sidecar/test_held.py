@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.support.findings import hang
-from tests.support.memory_exporter import MemoryExporter
 from tests.support.ranks import HOST, Rank, make_run
 from tests.support.reports import checked
 from tests.support.simulations import simulation
 from tests.support.tables import MS
 from torchlens_perf.analysis import node_state
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
@@ -120,7 +120,7 @@ def test_a_replay_leaves_it(tmp_path: Path) -> None:
     """A replay with an exporter raises the same alerts, and changes nothing of what is known."""
     run = make_run(tmp_path)
     recorded(run, simulation("constant:rank=3,share=0.25,since=64,until=160", noise=0.05), 224)
-    before, exporter = held(run), MemoryExporter()
+    before, exporter = held(run), InMemoryExporter()
     replay(run, exporter)
 
     assert held(run) == before

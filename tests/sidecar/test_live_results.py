@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from tests.sidecar.test_node import WORK, dead_process, finish, looked, sidecar, two_ranks
-from tests.support.memory_exporter import MemoryExporter
 from tests.support.ranks import Rank
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.page.notebook import results_of
 from torchlens_perf.run.directory import RunDirectory, local_folders
 from torchlens_perf.run.mailbox import ALERTS, ANSWER, RESULTS, STEPS, VIEW, Mailbox
@@ -23,7 +23,7 @@ from torchlens_perf.sidecar.node import Sidecar
 class Live:
     """A sidecar with two ranks that make steps, and somebody who looks."""
 
-    def __init__(self, run: RunDirectory, exporter: MemoryExporter | None = None) -> None:
+    def __init__(self, run: RunDirectory, exporter: InMemoryExporter | None = None) -> None:
         self.run = run
         self.sidecar: Sidecar = sidecar(run, exporter)[0]
         self.ranks = two_ranks(run)
@@ -187,7 +187,7 @@ def test_who_asks_is_not_left_waiting_where_it_fails(live: Live) -> None:
 @pytest.mark.parametrize("exports", [False, True])
 def test_alerts_reach_each_listener_of_the_node(run: RunDirectory, exports: bool) -> None:
     """Of a slow rank: its begin and its end, in each listener's mailbox, with an exporter and without."""
-    live = Live(run, MemoryExporter() if exports else None)
+    live = Live(run, InMemoryExporter() if exports else None)
     early = Mailbox(live.ranks[0].ring_path, ALERTS)
     live.round(0.0)
     assert early.news() is None

@@ -15,11 +15,11 @@ import pandas as pd
 import pytest
 
 from tests.support.findings import hang
-from tests.support.memory_exporter import MemoryExporter
 from tests.support.ranks import HOST, Rank, make_run
 from torchlens_perf.analysis import node_state
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import FIRST_TRACED_STEPS, traced_steps
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory, local_folders, sidecar_lock
 from torchlens_perf.run.ring import Kind
@@ -43,14 +43,14 @@ def run(tmp_path: Path, request: pytest.FixtureRequest):
 
 
 def sidecar(
-    run: RunDirectory, exporter: MemoryExporter | None = None, host: str = HOST
+    run: RunDirectory, exporter: InMemoryExporter | None = None, host: str = HOST
 ) -> tuple[Sidecar, list[dict[str, Any]]]:
     """A sidecar, and what it was asked to report."""
     asked: list[dict[str, Any]] = []
     return Sidecar(run, host, exporter, lambda run, settings: asked.append(settings)), asked
 
 
-def finish(run: RunDirectory, host: str = HOST, exporter: MemoryExporter | None = None) -> list[dict[str, Any]]:
+def finish(run: RunDirectory, host: str = HOST, exporter: InMemoryExporter | None = None) -> list[dict[str, Any]]:
     """Runs a sidecar to its end."""
     made, asked = sidecar(run, exporter, host)
     lock = SidecarLock(sidecar_lock(run.run_id))
@@ -194,7 +194,7 @@ def test_unreadable_ring_is_left_out(run: RunDirectory, tmp_path: Path) -> None:
 
 def test_export_gets_every_step_once(run: RunDirectory) -> None:
     """The exporter gets all steps of all ranks in order, and whole traces of the sampled ones, with their spans."""
-    exporter = MemoryExporter()
+    exporter = InMemoryExporter()
     rank = Rank(run, 0, 1, trace_every=10)
     made, _ = sidecar(run, exporter)
     for _ in range(5):
@@ -221,7 +221,7 @@ def test_traced_steps() -> None:
 
 def test_replay_sends_the_same_again(run: RunDirectory) -> None:
     """A finished run, replayed, exports the same steps and traces, and leaves its saved state alone."""
-    live, again = MemoryExporter(), MemoryExporter()
+    live, again = InMemoryExporter(), InMemoryExporter()
     rank = Rank(run, 0, 1)
     rank.steps(30, **WORK)
     rank.close()
@@ -229,7 +229,7 @@ def test_replay_sends_the_same_again(run: RunDirectory) -> None:
     state = run.node_state(HOST).read_text()
     done = replay(run, again)
 
-    def columns(exporter: MemoryExporter, field: str) -> list[Any]:
+    def columns(exporter: InMemoryExporter, field: str) -> list[Any]:
         return np.concatenate([getattr(batch.steps, field) for batch in exporter.batches]).tolist()
 
     assert (done.steps, done.records, done.notes) == (30, 150, [])
@@ -348,7 +348,7 @@ def two_ranks(run: RunDirectory, attempt: int = 0) -> tuple[Rank, Rank]:
 
 def test_findings_of_another_attempt_are_not_those_of_the_new_one(run: RunDirectory) -> None:
     """As soon as a rank is started again, what was found is over, and nothing is told of its healthy successor."""
-    exporter = MemoryExporter()
+    exporter = InMemoryExporter()
     made, _ = sidecar(run, exporter)
     before = two_ranks(run)
     before[0].steps(60, **WORK)
@@ -381,7 +381,7 @@ def test_findings_of_another_attempt_are_not_those_of_the_new_one(run: RunDirect
 
 def test_a_hang_of_another_attempt_is_over(run: RunDirectory) -> None:
     """It is not found anew under the attempt that has just begun."""
-    exporter = MemoryExporter()
+    exporter = InMemoryExporter()
     made, _ = sidecar(run, exporter)
     before = two_ranks(run)
     for rank in before:
@@ -407,7 +407,7 @@ def test_a_straggler_outlives_the_sidecar(run: RunDirectory) -> None:
     """Killed and started again while a rank is slow: one alert, and one end when it has ended."""
     ranks, alerts = two_ranks(run), []
     for steps, forward in ((60, 9), (4, 9), (12, 9), (60, 9), (200, 4)):
-        exporter = MemoryExporter()
+        exporter = InMemoryExporter()
         made, _ = sidecar(run, exporter)
         for _ in range(steps // 4):
             ranks[0].steps(4, **WORK)
@@ -432,7 +432,7 @@ def test_a_hang_outlives_the_sidecar(run: RunDirectory) -> None:
     for rank in ranks:
         rank.steps(10, **WORK)
     for found in (hang(step=10), None):
-        exporter = MemoryExporter()
+        exporter = InMemoryExporter()
         made, _ = sidecar(run, exporter)
         looked(made)
         made.conclusions.job._hangs.hang = found
@@ -476,7 +476,7 @@ def test_a_hang_is_saved_at_once(run: RunDirectory) -> None:
 
 def test_new_processes_of_an_attempt_have_alerts_of_their_own(run: RunDirectory) -> None:
     """Nodes came or went: ranks begin anew in the same attempt, and one is slow like its predecessor."""
-    exporter, attempts = MemoryExporter(), []
+    exporter, attempts = InMemoryExporter(), []
     made, _ = sidecar(run, exporter)
     for process in (dead_process(), {}):
         ranks = [Rank(run, rank, identity={"elastic": True, "launcher_pid": 1, **process}) for rank in range(2)]
@@ -488,7 +488,7 @@ def test_new_processes_of_an_attempt_have_alerts_of_their_own(run: RunDirectory)
         attempts.append([(each.change, each.rank) for each in exporter.alerts])
     made.keep()
     made.close()
-    again = MemoryExporter()
+    again = InMemoryExporter()
     replay(run, again)
 
     assert attempts == [[("started", 1)], [("started", 1), ("ended", 1), ("started", 1)]]
@@ -511,7 +511,7 @@ def test_an_error_of_the_judgement_ends_nothing(
     for rank in two_ranks(run):
         rank.steps(50, **WORK)
         rank.close()
-    exporter = MemoryExporter()
+    exporter = InMemoryExporter()
     made, _ = sidecar(run, exporter)
 
     def fails(*args: Any, **kwargs: Any) -> None:

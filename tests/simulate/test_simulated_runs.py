@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.memory_exporter import MemoryExporter
 from tests.support.ranks import Rank, make_run
 from tests.support.simulations import judged, simulation, table_of
 from torchlens_perf.analysis import node_state
@@ -18,6 +17,7 @@ from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.commands.cli import _parser
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.errors import ConfigError, TorchlensPerfError
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
@@ -188,7 +188,7 @@ def test_alerts_on_what_is_no_ranks_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, topology: Topology, kind: str, where: tuple[int, ...]
 ) -> None:
     """What the report says besides slow ranks is told as an alert, once; a replay tells it under the same id."""
-    live, again, run = MemoryExporter(), MemoryExporter(), make_run(tmp_path)
+    live, again, run = InMemoryExporter(), InMemoryExporter(), make_run(tmp_path)
     monkeypatch.setattr("torchlens_perf.exporters.otlp_environment.exporter_from_environment", lambda *_: live)
     record(simulation(fault, topology=topology), 96, run, "note")
     replay(run, again)

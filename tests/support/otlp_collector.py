@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
 from tests.support.otlp_receiver import ReceivedEvent, ReceivedPoint, ReceivedSpan, events_of, points_of, spans_of
 from torchlens_perf.exporters.delivery.answer import Answer, Outcome
-from torchlens_perf.exporters.delivery.halves import REQUESTS, count
+from torchlens_perf.exporters.delivery.otlp_requests import Item, message, size
 from torchlens_perf.exporters.delivery.outbox import Outbox
 from torchlens_perf.exporters.otlp import OtlpExporter, Signal
 from torchlens_perf.exporters.series import Meter
@@ -31,15 +31,15 @@ class Collector:
         if opened:
             self.opened.set()
         self.calls = 0
-        self.taken: list[bytes] = []
+        self.taken: list[Sequence[Item]] = []
         self.closed = False
 
-    def send(self, body: bytes) -> Answer:
+    def send(self, items: Sequence[Item]) -> Answer:
         self.calls += 1
         assert self.opened.wait(20)
-        answer = self.answer if isinstance(self.answer, Answer) else self.answer(count(self.signal, body))
+        answer = self.answer if isinstance(self.answer, Answer) else self.answer(size(items))
         if answer.outcome is Outcome.DELIVERED:
-            self.taken.append(body)
+            self.taken.append(items)
         return answer
 
     def close(self) -> None:
@@ -61,8 +61,8 @@ class Collector:
         return [event for each in self._decoded() for event in events_of(each)]
 
     def _decoded(self) -> list[dict[str, Any]]:
-        messages = (REQUESTS[self.signal][0].FromString(body) for body in self.taken)
-        return [MessageToDict(message, preserving_proto_field_name=True) for message in messages]
+        messages = (message(self.signal, items) for items in self.taken)
+        return [MessageToDict(each, preserving_proto_field_name=True) for each in messages]
 
 
 def exporter_to(
@@ -71,7 +71,7 @@ def exporter_to(
 ) -> OtlpExporter:  # fmt: skip
     """An exporter whose endpoints are these, by signal. Nothing waits on a disk; metrics come at its end."""
     signals = {
-        name: Signal(name, Outbox(None, "node-a", name), collector, batch_items, 3600.0)
+        name: Signal(Outbox(None, "node-a", name, batch_items, 3600.0), collector, 3600.0)
         for name, collector in collectors.items()
     }
     options = {} if clock is None else {"clock": clock}

@@ -257,9 +257,11 @@ def _id(text: str) -> int:
 
 
 def _attributes(holder: dict[str, Any]) -> dict[str, Any]:
-    plain = {"string_value": str, "int_value": int, "double_value": float, "bool_value": bool}
-    found = {}
-    for attribute in holder.get("attributes", []):
-        ((kind, value),) = attribute["value"].items()
-        found[attribute["key"]] = plain[kind](value)
-    return found
+    return {attribute["key"]: _plain(attribute["value"]) for attribute in holder.get("attributes", [])}
+
+
+def _plain(held: dict[str, Any]) -> Any:
+    ((kind, value),) = held.items()
+    if kind == "array_value":
+        return [_plain(each) for each in value["values"]]
+    return {"string_value": str, "int_value": int, "double_value": float, "bool_value": bool}[kind](value)

@@ -276,8 +276,7 @@ def _run_directory() -> Iterator[Check]:
 
 def _export() -> Iterator[Check]:
     from torchlens_perf.exporters.delivery.endpoint_address import parsed, shown
-    from torchlens_perf.exporters.delivery.settings import GRPC, HTTP
-    from torchlens_perf.exporters.otlp_environment import wanted_signals
+    from torchlens_perf.exporters.otlp_environment import GRPC, HTTP, wanted_signals
 
     signals = wanted_signals(os.environ)
     if not signals:

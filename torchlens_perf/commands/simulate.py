@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -197,7 +196,7 @@ def _read_as_it_is_written(
     topology = simulation.topology
     hosts = Hosts(topology) if device is not None and device.launch_bound else None
     host = topology.host(0)
-    exporter = exporter_from_environment(os.environ, run, host)
+    exporter = exporter_from_environment(run, host)
     # In the past, so that no time in the run is in the reader's future.
     begin_unix_ns = time.time_ns() - math.ceil(1.5 * steps * simulation.work_ns)
     ranks = [

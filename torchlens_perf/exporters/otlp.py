@@ -1,5 +1,4 @@
-"""Traces, metrics and alerts over OTLP: encodes what the sidecar hands over, and puts it into the outboxes. Sidecar
-only."""
+"""Traces, metrics and alerts over OTLP: what the sidecar hands over, as OpenTelemetry's SDK has it. Sidecar only."""
 
 from __future__ import annotations
 
@@ -11,18 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
-from torchlens_perf.exporters import semantics
-from torchlens_perf.exporters.delivery.batches import Batches
 from torchlens_perf.exporters.delivery.sender import Sender
-from torchlens_perf.exporters.delivery.wire import request, scope
-from torchlens_perf.exporters.otlp_alerts import encode_alert
+from torchlens_perf.exporters.otlp_alerts import log_record
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
-from torchlens_perf.exporters.otlp_resource import encoded, node_resource
+from torchlens_perf.exporters.otlp_resource import node_resource
 from torchlens_perf.exporters.otlp_run_span import RunSpan
-from torchlens_perf.exporters.otlp_spans import SpanEncoder
-from torchlens_perf.version import VERSION
+from torchlens_perf.exporters.otlp_spans import SpanMaker
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+
     from torchlens_perf.analysis.statistics.hardware import Hardware
     from torchlens_perf.exporters import Assessment, ExportBatch, JobPart
     from torchlens_perf.exporters.delivery.outbox import Outbox
@@ -33,8 +30,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.alert import Alert
 
 _MAX_TRACED = 1024  # steps that an alert may link to
-_MAX_BACKLOG = 16384  # items that may wait while a replay goes on
-_MAX_UNSENT = 4096  # items that wait in memory, not encoded, while a request is under way
+_MAX_BACKLOG = 8192  # items that may wait while a replay goes on
 _WORDS = {"traces": "spans", "metrics": "metric points", "logs": "alerts"}
 
 
@@ -42,13 +38,10 @@ _WORDS = {"traces": "spans", "metrics": "metric points", "logs": "alerts"}
 class Signal:
     """How one signal is sent."""
 
-    name: str
-    """traces, metrics or logs."""
     outbox: Outbox
     transport: Transport
-    batch_items: int
-    delay_s: float
-    """That items wait for others to fill a request; of metrics, from one export to the next."""
+    interval_s: float = 0.0
+    """Of metrics, from one export to the next."""
 
 
 class OtlpExporter:
@@ -63,24 +56,18 @@ class OtlpExporter:
     ) -> None:
         """signals: by name; one that is missing is switched off. clock: seconds. Raises ValueError for a sampler that
         cannot be used."""
-        self._scope = scope(semantics.SCOPE, VERSION)
         self._clock = clock
-        self._resource = b""
-        self._encoder = SpanEncoder(environ) if "traces" in signals else None
+        self._resource: Resource | None = None
+        self._spans = SpanMaker(environ) if "traces" in signals else None
         self._run = RunSpan(environ) if "traces" in signals else None
         self._metrics = NodeMetrics(meter, clock) if "metrics" in signals else None
-        self._batches: dict[str, Batches] = {}
         self._senders: dict[str, Sender] = {}
         self._metrics_due_s = math.inf
+        self._interval_s = signals["metrics"].interval_s if "metrics" in signals else math.inf
         self._last_metrics_sent = False
         for name, signal in signals.items():
-            if name == "metrics":
-                self._interval_s = signal.delay_s
-                collect: Callable[[bool], float] = self._collect_metrics
-            else:
-                self._batches[name] = Batches(self._scope, signal.batch_items, signal.delay_s, clock)
-                collect = self._collecting(name)
-            self._senders[name] = Sender(name, signal.outbox, signal.transport, collect, clock)
+            collect = self._collect_metrics if name == "metrics" else _nothing
+            self._senders[name] = Sender(signal.outbox, signal.transport, collect, clock)
         self._traced: dict[tuple[int, int], TracedStep | None] = {}  # by attempt and step, as they came
         self.spans_sent: Mapping[int, tuple[int, int]] = {}
         """Of the last batch, by step that is sent as spans: the ids of its trace, and of the rank's span in it."""
@@ -90,31 +77,31 @@ class OtlpExporter:
     def export(self, batch: ExportBatch) -> None:
         with guard("exporting steps over OTLP"):
             sampled: dict[int, tuple[int, int]] = {}
-            if self._encoder is not None:
-                resource, found = self._encoder.encode(batch)
-                for step, (spans, in_trace, in_rank) in found.items():
+            if self._spans is not None:
+                for step, (spans, in_trace, in_rank) in self._spans.of(batch).items():
                     sampled[step] = in_trace, in_rank
-                    self._add("traces", resource, spans)
+                    self._senders["traces"].add(spans)
                 if self._run is not None:
                     self._run.saw(batch, sampled)
             self.spans_sent = sampled
             self._traced.update(((batch.identity.attempt, step), batch.chosen.get(step)) for step in sampled)
             while len(self._traced) > _MAX_TRACED:
                 del self._traced[next(iter(self._traced))]
-            if self._metrics is not None and self._begin(batch.identity):
+            if self._metrics is not None:
+                self._begin(batch.identity)
                 self._metrics.export(batch, sampled)
 
     def on_assessment(self, assessment: Assessment) -> None:
         with guard("exporting alerts over OTLP"):
-            self._begin(assessment.identity)
+            resource = self._begin(assessment.identity)
             if self._run is not None:
                 self._run.judged(assessment)
             if self._metrics is not None:
                 self._metrics.on_assessment(assessment)
             if "logs" in self._senders and assessment.alerts:
                 run_id = assessment.identity.run_id
-                alerts = [encode_alert(each, run_id, self._traced_step(each)) for each in assessment.alerts]
-                self._add("logs", self._resource, alerts)
+                alerts = [log_record(each, run_id, self._traced_step(each), resource) for each in assessment.alerts]
+                self._senders["logs"].add(alerts)
 
     def take_part(self, part: JobPart) -> bytes:
         with guard("describing the job over OTLP"):
@@ -124,23 +111,24 @@ class OtlpExporter:
 
     def measured(self, identity: Identity, hardware: Hardware) -> None:
         with guard("exporting the hardware's telemetry over OTLP"):
-            if self._metrics is not None and self._begin(identity):
+            if self._metrics is not None:
+                self._begin(identity)
                 self._metrics.measured(hardware)
 
     def wait_for_room(self, timeout_s: float) -> bool:
         """Waits until little is left to deliver, or the endpoint does not take it. Returns whether it does."""
         deadline_s = self._clock() + timeout_s
         taken = True
-        for name, sender in self._senders.items():
-            if sender.failing or self._waiting(name) > _MAX_BACKLOG:
+        for sender in self._senders.values():
+            if sender.failing or sender.outbox.waiting() > _MAX_BACKLOG:
                 taken &= sender.flush(max(0.0, deadline_s - self._clock()))
         return taken
 
     def shutdown(self, timeout_s: float) -> list[str]:
         deadline_s = self._clock() + timeout_s
         with guard("exporting the run's span over OTLP"):
-            for resource, span in self._run.encode() if self._run is not None else ():
-                self._add("traces", resource, [span])
+            if self._run is not None:
+                self._senders["traces"].add(self._run.spans())
         for sender in self._senders.values():
             sender.begin_closing()
         for sender in self._senders.values():
@@ -149,35 +137,14 @@ class OtlpExporter:
 
     # -- parts
 
-    def _begin(self, identity: Identity) -> bool:
+    def _begin(self, identity: Identity) -> Resource:
         """The node's resource is known with the first process, and not before."""
-        if not self._resource:
-            self._resource = encoded(node_resource(identity))
+        if self._resource is None:
+            self._resource = node_resource(identity)
             if self._metrics is not None:
                 self._metrics_due_s = self._clock() + self._interval_s
                 self._senders["metrics"].outbox.wake()
-        return True
-
-    def _add(self, name: str, resource: bytes, items: list[bytes]) -> None:
-        batches = self._batches[name]
-        was_empty = not batches.waiting()
-        if batches.add(resource, items) or was_empty:
-            self._senders[name].outbox.wake()
-        if batches.waiting() > _MAX_UNSENT:  # the sender's thread waits for an answer: the outbox has bounds
-            self._put_batches(name)
-
-    def _waiting(self, name: str) -> int:
-        return self._senders[name].outbox.waiting() + (self._batches[name].waiting() if name in self._batches else 0)
-
-    def _collecting(self, name: str) -> Callable[[bool], float]:
-        return lambda everything: self._put_batches(name, everything)
-
-    def _put_batches(self, name: str, everything: bool = False) -> float:
-        """Puts what is due into the outbox. Returns in how many seconds something is due again. Any thread."""
-        bodies, next_s = self._batches[name].due(everything)
-        for body, items in bodies:
-            self._senders[name].send(body, items)
-        return next_s
+        return self._resource
 
     def _collect_metrics(self, everything: bool) -> float:
         """On the sender's thread; the last ones also on that which closes it."""
@@ -185,10 +152,10 @@ class OtlpExporter:
             return math.inf
         self._last_metrics_sent = everything
         left_s = self._metrics_due_s - self._clock()
-        if (left_s <= 0 or everything) and self._resource and self._metrics is not None:
-            metrics, points = self._metrics.encode()
-            if points:
-                self._senders["metrics"].send(request([(self._resource, metrics)], self._scope), points)
+        if (left_s <= 0 or everything) and self._resource is not None and self._metrics is not None:
+            data = self._metrics.collect(self._resource)
+            if data is not None:
+                self._senders["metrics"].add([data])
             self._metrics_due_s = self._clock() + self._interval_s
             left_s = self._interval_s
         return left_s
@@ -205,6 +172,11 @@ class OtlpExporter:
             and (chosen is None or alert.rank is None or chosen.role(alert.rank) is not None)
         )
         return min((step for step in steps if alert.since_step <= step < end), default=None)
+
+
+def _nothing(everything: bool) -> float:
+    """Collects nothing: items of the signal are added as they come."""
+    return math.inf
 
 
 def notes(sender: Sender) -> list[str]:

@@ -1,42 +1,43 @@
-"""Alerts as OpenTelemetry events, encoded: log records with a name."""
+"""Alerts as OpenTelemetry events: log records with a name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, SeverityNumber
+from opentelemetry._logs import LogRecord, SeverityNumber
+from opentelemetry.sdk._logs import ReadableLogRecord
 
 from torchlens_perf.exporters import semantics
-from torchlens_perf.exporters.delivery.wire import any_value, item, key_values
-from torchlens_perf.exporters.otlp_spans import span_id, trace_id
+from torchlens_perf.exporters.delivery.otlp_requests import in_span
+from torchlens_perf.exporters.otlp_resource import SCOPE
+from torchlens_perf.exporters.otlp_spans import span_context, trace_id
 from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+
     from torchlens_perf.verdicts.alert import Alert
 
 _KIND_OF_HANG = "hang"
-_SAMPLED = 1  # of a span's flags
 
 
-def encode_alert(alert: Alert, run_id: str, traced_step: int | None) -> bytes:
-    """An alert as it lies in a request. traced_step: of its steps, one that was sent as spans."""
-    urgent = alert.urgent
-    record = LogRecord(
-        time_unix_nano=alert.unix_ns,
-        observed_time_unix_nano=alert.unix_ns,
-        severity_number=SeverityNumber.SEVERITY_NUMBER_WARN if urgent else SeverityNumber.SEVERITY_NUMBER_INFO,
-        severity_text="WARN" if urgent else "INFO",
-        body=any_value(alert.text),
-        attributes=key_values(_attributes(run_id, alert)),
-        event_name=semantics.event_name(alert.kind, alert.change),
-    )
+def log_record(alert: Alert, run_id: str, traced_step: int | None, resource: Resource) -> ReadableLogRecord:
+    """traced_step: of the alert's steps, one that was sent as spans. resource: the node's."""
+    context = None
     if traced_step is not None and alert.rank is not None:
         # That of the suspect's span in that step's trace, which has the same ids whoever sends it.
-        in_trace = trace_id(run_id, alert.attempt, traced_step)
-        record.trace_id = in_trace.to_bytes(16, "big")
-        record.span_id = span_id(in_trace, alert.rank).to_bytes(8, "big")
-        record.flags = _SAMPLED
-    return item(record.SerializeToString())
+        context = in_span(span_context(trace_id(run_id, alert.attempt, traced_step), alert.rank))
+    record = LogRecord(
+        timestamp=alert.unix_ns,
+        observed_timestamp=alert.unix_ns,
+        context=context,
+        severity_text="WARN" if alert.urgent else "INFO",
+        severity_number=SeverityNumber.WARN if alert.urgent else SeverityNumber.INFO,
+        body=alert.text,
+        attributes=_attributes(run_id, alert),
+        event_name=semantics.event_name(alert.kind, alert.change),
+    )
+    return ReadableLogRecord(record, resource, SCOPE)
 
 
 def _attributes(run_id: str, alert: Alert) -> dict[str, Any]:

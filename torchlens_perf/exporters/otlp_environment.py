@@ -1,12 +1,14 @@
-"""What OTEL_* variables ask for: which signals go where. Runs in the sidecar; sets no global provider.
+"""What OTEL_* variables ask for: which signals are sent, and through which exporter. Sidecar only.
 
-All OTEL_* variables act as OpenTelemetry documents them (docs/opentelemetry.md lists them). Without an endpoint there
-is no exporter, and no network at all.
+The variables of the SDK's providers and processors are read here, as it sets no provider; those of its exporters
+(OTEL_EXPORTER_OTLP_*) by the exporters themselves. docs/opentelemetry.md lists them. Without an endpoint there is no
+exporter, and no network at all.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 _SIGNALS = ("traces", "metrics", "logs")
-_PROTOCOLS = ("http/protobuf", "grpc")
+HTTP, GRPC = _PROTOCOLS = ("http/protobuf", "grpc")
 _LOCAL = ("console", "otlp_json_file")
 _DISK_SHARE = 8  # of disk_bytes, what waits for an endpoint takes at most one part in so many
 _EXPONENTIAL, _EXPLICIT = "base2_exponential_bucket_histogram", "explicit_bucket_histogram"
@@ -77,14 +79,13 @@ def _protocol(environ: Mapping[str, str], upper: str) -> str:
     return protocol
 
 
-def exporter_from_environment(
-    environ: Mapping[str, str], run: RunDirectory | None = None, owner: str = ""
-) -> Exporter | None:
-    """The exporter that the variables ask for, or None.
+def exporter_from_environment(run: RunDirectory | None = None, owner: str = "") -> Exporter | None:
+    """The exporter that this process's variables ask for, or None.
 
     run: for what waits for an endpoint, and files of otlp_json_file; None: it waits in memory. owner: the node's name;
     "": this is a replay, which sends what any node has left.
     """
+    environ = os.environ
     signals = wanted_signals(environ)
     if not signals:
         return None
@@ -105,36 +106,29 @@ def _signal(name: str, way: str, environ: Mapping[str, str], folder: Path | None
     from torchlens_perf.exporters.delivery.outbox import Outbox, Room, outbox
     from torchlens_perf.exporters.otlp import Signal
 
-    transport = _transport(name, way, environ, folder, owner)
+    transport = _transport(name, way, folder, owner)
     disk_bytes = from_environment(environ).get("disk_bytes", Config.disk_bytes)
     waits_in = outbox(folder) if folder is not None and way in _PROTOCOLS else None
-    box = Outbox(waits_in, owner, name, Room(disk_bytes=disk_bytes // _DISK_SHARE))
+    room = Room(disk_bytes=disk_bytes // _DISK_SHARE)
     if name not in _BATCHES:
-        return Signal(name, box, transport, 1, _number(environ, *_EXPORT_INTERVAL_MS) / 1e3)
+        interval_s = _number(environ, *_EXPORT_INTERVAL_MS) / 1e3
+        return Signal(Outbox(waits_in, owner, name, batch_items=1, room=room), transport, interval_s)
     prefix, delay_ms = _BATCHES[name]
     items = _number(environ, f"{prefix}_MAX_EXPORT_BATCH_SIZE", _BATCH_ITEMS)
-    return Signal(name, box, transport, items, _number(environ, f"{prefix}_SCHEDULE_DELAY", delay_ms) / 1e3)
+    delay_s = _number(environ, f"{prefix}_SCHEDULE_DELAY", delay_ms) / 1e3
+    return Signal(Outbox(waits_in, owner, name, items, delay_s, room), transport)
 
 
-def _transport(name: str, way: str, environ: Mapping[str, str], folder: Path | None, owner: str) -> Transport:
-    if way == "console":
-        from torchlens_perf.exporters.delivery.local import ConsoleTransport
-
-        return ConsoleTransport(name)
+def _transport(name: str, way: str, folder: Path | None, owner: str) -> Transport:
     if way == "otlp_json_file":
         from torchlens_perf.exporters.delivery.local import FileTransport
 
         return FileTransport(name, (folder or Path()) / "otlp" / f"{owner or 'replay'}-{name}.jsonl")
-    from torchlens_perf.exporters.delivery.settings import destination
+    from torchlens_perf.exporters.delivery import sdk_exporters
 
-    to = destination(name, way, environ)
-    if way == "grpc":
-        from torchlens_perf.exporters.delivery.grpc_channel import GrpcTransport
-
-        return GrpcTransport(to)
-    from torchlens_perf.exporters.delivery.http import HttpTransport
-
-    return HttpTransport(to)
+    if way == "console":
+        return sdk_exporters.to_console(name)
+    return sdk_exporters.over_grpc(name) if way == GRPC else sdk_exporters.over_http(name)
 
 
 def _exporter(made: Mapping[str, Signal], environ: Mapping[str, str]) -> OtlpExporter:

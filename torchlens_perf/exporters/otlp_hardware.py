@@ -19,11 +19,9 @@ _FRESH_S = 30.0  # an older sample is not exported as the present value
 
 
 class _Metric(NamedTuple):
-    """A field of the samples, as the backend gets it."""
+    """A field of the samples, as the backend gets it. Units are in semantics.py."""
 
     metric: str
-    unit: str
-    description: str
     field: str
     more: Mapping[str, str] = {}  # attributes
     mean: bool = False
@@ -34,49 +32,45 @@ class _Metric(NamedTuple):
 _GPU, _NETWORK = "gpu", "network"
 _SM, _MEMORY = {semantics.GPU_CLOCK_OF: "sm"}, {semantics.GPU_CLOCK_OF: "memory"}
 _GPU_NOW = (
-    _Metric(
-        semantics.GPU_BUSY, "1", "Share of the time with any kernel", "busy", {semantics.GPU_TASK: "general"}, True
-    ),
-    _Metric(semantics.GPU_SM_ACTIVE, "1", "Share of SMs that worked, by time", "sm_active", mean=True),
-    _Metric(semantics.GPU_SM_OCCUPANCY, "1", "Share of the warps that SMs can hold", "sm_occupancy", mean=True),
-    _Metric(semantics.GPU_TENSOR_ACTIVE, "1", "Share of the time of tensor cores", "tensor_active", mean=True),
-    _Metric(semantics.GPU_DRAM_ACTIVE, "1", "Share of the memory's bandwidth", "dram_active", mean=True),
-    _Metric(semantics.GPU_CLOCK, "Hz", "Clock", "sm_clock_hz", _SM, True),
-    _Metric(semantics.GPU_CLOCK, "Hz", "Clock", "memory_clock_hz", _MEMORY, True),
-    _Metric(semantics.GPU_CLOCK_LIMIT, "Hz", "Highest clock", "sm_clock_max_hz", _SM),
-    _Metric(semantics.POWER, "W", "Power", "power_w", mean=True),
-    _Metric(semantics.POWER_LIMIT, "W", "What power is held below", "power_limit_w"),
-    _Metric(semantics.TEMPERATURE, "Cel", "Temperature", "temperature_c", {semantics.SENSOR: "gpu"}),
-    _Metric(semantics.TEMPERATURE, "Cel", "Temperature", "memory_temperature_c", {semantics.SENSOR: "memory"}),
+    _Metric(semantics.GPU_BUSY, "busy", {semantics.GPU_TASK: "general"}, True),
+    _Metric(semantics.GPU_SM_ACTIVE, "sm_active", mean=True),
+    _Metric(semantics.GPU_SM_OCCUPANCY, "sm_occupancy", mean=True),
+    _Metric(semantics.GPU_TENSOR_ACTIVE, "tensor_active", mean=True),
+    _Metric(semantics.GPU_DRAM_ACTIVE, "dram_active", mean=True),
+    _Metric(semantics.GPU_CLOCK, "sm_clock_hz", _SM, True),
+    _Metric(semantics.GPU_CLOCK, "memory_clock_hz", _MEMORY, True),
+    _Metric(semantics.GPU_CLOCK_LIMIT, "sm_clock_max_hz", _SM),
+    _Metric(semantics.POWER, "power_w", mean=True),
+    _Metric(semantics.POWER_LIMIT, "power_limit_w"),
+    _Metric(semantics.TEMPERATURE, "temperature_c", {semantics.SENSOR: "gpu"}),
+    _Metric(semantics.TEMPERATURE, "memory_temperature_c", {semantics.SENSOR: "memory"}),
 )
 # The conventions have these as sums, which may go down: over several components they may be added up.
 _GPU_SUMS = (
-    _Metric(semantics.GPU_MEMORY, "By", "Memory in use, by all processes", "memory_used_bytes"),
-    _Metric(semantics.GPU_MEMORY_LIMIT, "By", "Memory", "memory_total_bytes"),
+    _Metric(semantics.GPU_MEMORY, "memory_used_bytes"),
+    _Metric(semantics.GPU_MEMORY_LIMIT, "memory_total_bytes"),
 )
 _LINK_SUMS = (
-    _Metric(semantics.NETWORK_UP, "1", "1 if the port is up, else 0", "active"),
-    _Metric(semantics.NETWORK_LIMIT, "By/s", "Rate of the link", "rate_bits", scale=1 / 8),
+    _Metric(semantics.NETWORK_UP, "active"),
+    _Metric(semantics.NETWORK_LIMIT, "rate_bits", scale=1 / 8),
 )
 
 
 def _throttled(field: str, reason: str) -> _Metric:
-    attributes = {semantics.THROTTLE_REASON: reason}
-    return _Metric(semantics.GPU_THROTTLED, "s", "Time with clocks held down", field, attributes, scale=1e-9)
+    return _Metric(semantics.GPU_THROTTLED, field, {semantics.THROTTLE_REASON: reason}, scale=1e-9)
 
 
 def _io(field: str, link: str, direction: str) -> _Metric:
-    attributes = {semantics.GPU_LINK: link, semantics.DIRECTION: direction}
-    return _Metric(semantics.GPU_IO, "By", "Bytes sent and received", field, attributes)
+    return _Metric(semantics.GPU_IO, field, {semantics.GPU_LINK: link, semantics.DIRECTION: direction})
 
 
 def _errors(field: str, kind: str) -> _Metric:
-    return _Metric(semantics.ERRORS, "{error}", "Errors", field, {semantics.ERROR_TYPE: kind})
+    return _Metric(semantics.ERRORS, field, {semantics.ERROR_TYPE: kind})
 
 
 # What only grows.
 _GPU_GROWS = (
-    _Metric(semantics.ENERGY, "J", "Energy", "energy_j"),
+    _Metric(semantics.ENERGY, "energy_j"),
     _throttled("throttle_power_ns", "power"),
     _throttled("throttle_thermal_ns", "thermal"),
     _throttled("throttle_sync_boost_ns", "sync_boost"),
@@ -100,10 +94,10 @@ _GPU_GROWS = (
 )
 _SENT, _RECEIVED = {semantics.DIRECTION: "transmit"}, {semantics.DIRECTION: "receive"}
 _LINK_GROWS = (
-    _Metric(semantics.NETWORK_IO, "By", "Bytes sent and received", "transmitted_bytes", _SENT),
-    _Metric(semantics.NETWORK_IO, "By", "Bytes sent and received", "received_bytes", _RECEIVED),
-    _Metric(semantics.NETWORK_PACKETS, "{packet}", "Packets sent and received", "transmitted_packets", _SENT),
-    _Metric(semantics.NETWORK_PACKETS, "{packet}", "Packets sent and received", "received_packets", _RECEIVED),
+    _Metric(semantics.NETWORK_IO, "transmitted_bytes", _SENT),
+    _Metric(semantics.NETWORK_IO, "received_bytes", _RECEIVED),
+    _Metric(semantics.NETWORK_PACKETS, "transmitted_packets", _SENT),
+    _Metric(semantics.NETWORK_PACKETS, "received_packets", _RECEIVED),
     _errors("symbol_errors", "symbol_error"),
     _errors("link_recoveries", "link_recovery"),
     _errors("link_downs", "link_down"),
@@ -128,7 +122,7 @@ class HardwareMetrics:
         self._newest: dict[str, tuple[float, Sample, dict[str, Any]]] = {}  # by id: when it came, attributes
         self._means: dict[tuple[str, str], tuple[float, int]] = {}  # by id and field: sum and count
         grows = (*_GPU_GROWS, *_LINK_GROWS)
-        self._counters = {each.metric: meter.create_counter(each.metric, each.unit, each.description) for each in grows}
+        self._counters = {name: meter.create_counter(name) for name in dict.fromkeys(each.metric for each in grows)}
         for quantities, kind, create in (
             (_GPU_NOW, GpuSample, meter.create_observable_gauge),
             (_GPU_SUMS, GpuSample, meter.create_observable_up_down_counter),
@@ -136,7 +130,7 @@ class HardwareMetrics:
         ):
             for metric in dict.fromkeys(each.metric for each in quantities):
                 same = [each for each in quantities if each.metric == metric]
-                create(metric, [self._reading(kind, same)], same[0].unit, same[0].description)
+                create(metric, [self._reading(kind, same)])
 
     def measured(self, hardware: Hardware) -> None:
         """Takes the samples over, each once."""

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
+
 from torchlens_perf.exporters import MAX_STANDING, Assessment, ExportBatch, JobPart, Part, semantics
-from torchlens_perf.exporters.delivery.wire import item
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
+from torchlens_perf.exporters.otlp_resource import SCOPE
 from torchlens_perf.exporters.otlp_standing import Standing
 from torchlens_perf.exporters.series import Example, Histogram, Meter, Number
 from torchlens_perf.exporters.series_room import most_important, most_ranks, shares
@@ -21,7 +23,8 @@ from torchlens_perf.exporters.tally import HandedOn, Tally
 from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
-    from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
+    from opentelemetry.sdk.metrics.export import Metric
+    from opentelemetry.sdk.resources import Resource
 
     from torchlens_perf.analysis.statistics.hardware import Hardware
 
@@ -38,7 +41,7 @@ _MEMORY_STATES = {
 
 
 class NodeMetrics:
-    """A node's metrics. Written on the sidecar's thread; encode() on the sender's."""
+    """A node's metrics. Written on the sidecar's thread; collect() on the sender's."""
 
     def __init__(self, meter: Meter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: seconds."""
@@ -51,9 +54,7 @@ class NodeMetrics:
         self._tally = Tally(tallied, self._handed.histograms, self._handed.counters, clock)
         self._heard = HandedOn(self._meter, self._steps.histograms, self._steps.counters, clock)
         self._standing = Standing(self._meter, clock)
-        self._not_traced = self._meter.create_counter(
-            semantics.STEPS_NOT_TRACED, "{step}", "Steps that were to be sent as traces, and for which was no room"
-        )
+        self._not_traced = self._meter.create_counter(semantics.STEPS_NOT_TRACED)
         self._counted_left_out = 0
         self._hardware = HardwareMetrics(self._meter, clock)
         self._part = JobPart()
@@ -96,11 +97,12 @@ class NodeMetrics:
     def measured(self, hardware: Hardware) -> None:
         self._hardware.measured(hardware)
 
-    def encode(self) -> tuple[list[bytes], int]:
-        """All metrics as they lie in a request, and how many points they have."""
+    def collect(self, resource: Resource) -> MetricsData | None:
+        """All metrics; None without any. resource: the node's."""
         metrics = self._bounded(self._meter.collect())
-        count = sum(len(getattr(each, str(each.WhichOneof("data"))).data_points) for each in metrics)
-        return [item(each.SerializeToString()) for each in metrics], count
+        if not metrics:
+            return None
+        return MetricsData([ResourceMetrics(resource, [ScopeMetrics(SCOPE, metrics, "")], "")])
 
     # -- parts
 
@@ -142,12 +144,12 @@ class StepSeries:
     def __init__(self, meter: Meter) -> None:
         duration = meter.create_histogram
         self._meter = meter
-        self._step = duration(semantics.STEP_DURATION, "s", "Time from one step's end to the next")
-        self._own = duration(semantics.STEP_OWN_TIME, "s", "Step time without the time blocked in communication")
-        self._phase = duration(semantics.PHASE_DURATION, "s", "Time of one phase in one step, without nested phases")
-        self._device = duration(semantics.DEVICE_DURATION, "s", "Time of a phase, or a step, on the device")
-        self._steps = meter.create_counter(semantics.STEPS, "{step}", "Steps finished")
-        self._memory = meter.create_gauge(semantics.MEMORY, "By", "Memory at the end of the last step")
+        self._step = duration(semantics.STEP_DURATION)
+        self._own = duration(semantics.STEP_OWN_TIME)
+        self._phase = duration(semantics.PHASE_DURATION)
+        self._device = duration(semantics.DEVICE_DURATION)
+        self._steps = meter.create_counter(semantics.STEPS)
+        self._memory = meter.create_gauge(semantics.MEMORY)
         self._memory_bytes: dict[int, int] = {}
         self._others_bytes = 0
         self._device_memory = DeviceMemory(meter)
@@ -225,14 +227,10 @@ class DeviceMemory:
     """The instruments, and how a batch's newest reading goes into them. On the sidecar's thread."""
 
     def __init__(self, meter: Meter) -> None:
-        self._bytes = meter.create_gauge(semantics.DEVICE_MEMORY, "By", "Device memory, as its allocator counts it")
+        self._bytes = meter.create_gauge(semantics.DEVICE_MEMORY)
         self.counters = {
-            "alloc_retries": meter.create_counter(
-                semantics.ALLOC_RETRIES,
-                "{retry}",
-                "Failed cudaMalloc calls, after which the cache was freed",
-            ),
-            "ooms": meter.create_counter(semantics.OUT_OF_MEMORY, "{error}", "Out-of-memory errors"),
+            "alloc_retries": meter.create_counter(semantics.ALLOC_RETRIES),
+            "ooms": meter.create_counter(semantics.OUT_OF_MEMORY),
         }
         self._counted: dict[tuple[str, str], int] = {}
 

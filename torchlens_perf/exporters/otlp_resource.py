@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource as ResourceMessage
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from torchlens_perf.exporters import semantics
-from torchlens_perf.exporters.delivery.wire import key_values
+from torchlens_perf.version import VERSION
 
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
 
-
+SCOPE = InstrumentationScope(semantics.SCOPE, VERSION)
 _OF_A_PROCESS = (
     "process.pid", semantics.RANK, semantics.LOCAL_RANK, semantics.RESTART_COUNT, semantics.LENS_RANK,
     semantics.LENS_LOCAL_RANK,
@@ -41,12 +41,6 @@ def node_resource(identity: Identity) -> Resource:
     known = _resource({**_run(identity), "service.instance.id": f"{identity.node or identity.host}/node"})
     # Detectors that the user has switched on, ours among them, describe the process that sends.
     return Resource({name: value for name, value in known.attributes.items() if name not in _OF_A_PROCESS})
-
-
-def encoded(resource: Resource) -> bytes:
-    """As it lies in a request."""
-    message: bytes = ResourceMessage(attributes=key_values(resource.attributes)).SerializeToString()
-    return message
 
 
 def _run(identity: Identity) -> dict[str, Any]:

@@ -10,16 +10,19 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
-from opentelemetry.trace import NonRecordingSpan, SpanContext, set_span_in_context
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util import BoundedList
+from opentelemetry.trace import Link
 
 from torchlens_perf.exporters import Assessment, ExportBatch, semantics
-from torchlens_perf.exporters.delivery.wire import item, key_values
-from torchlens_perf.exporters.otlp_caller import caller, flags
-from torchlens_perf.exporters.otlp_resource import encoded, rank_resource
-from torchlens_perf.exporters.otlp_spans import sampler, span_id, trace_id
+from torchlens_perf.exporters.delivery.otlp_requests import in_span
+from torchlens_perf.exporters.otlp_caller import caller
+from torchlens_perf.exporters.otlp_resource import SCOPE, rank_resource
+from torchlens_perf.exporters.otlp_spans import sampler, span_context, trace_id
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext
+
     from torchlens_perf.run.identity import Identity
 
 MAX_LINKS = 128  # as OpenTelemetry has it for a span
@@ -69,8 +72,8 @@ class RunSpan:
     def judged(self, assessment: Assessment) -> None:
         self._ended = assessment.ended
 
-    def encode(self) -> list[tuple[bytes, bytes]]:
-        """Of each attempt that has ended: the resource and the span, once."""
+    def spans(self) -> list[ReadableSpan]:
+        """Of each attempt that has ended, once."""
         attempts, self._attempts = self._attempts, {}
         if not self._ended:  # the sidecar alone ends: the one that is started next sends it
             return []
@@ -78,7 +81,7 @@ class RunSpan:
         for run in attempts.values():
             parent = caller(run.identity.traceparent, run.identity.tracestate)
             if parent is not None and self._takes(parent):
-                found.append((encoded(rank_resource(run.identity)), _encoded(run, parent)))
+                found.append(_span(run, parent))
         return found
 
     def _takes(self, parent: SpanContext) -> bool:
@@ -89,39 +92,26 @@ class RunSpan:
             return True
         from opentelemetry.sdk.trace.sampling import Decision
 
-        below = set_span_in_context(NonRecordingSpan(parent))
-        decision = self._sampler.should_sample(below, parent.trace_id, semantics.SPAN_RUN).decision
+        decision = self._sampler.should_sample(in_span(parent), parent.trace_id, semantics.SPAN_RUN).decision
         return decision is Decision.RECORD_AND_SAMPLE
 
 
-def _encoded(run: _Attempt, parent: SpanContext) -> bytes:
+def _span(run: _Attempt, parent: SpanContext) -> ReadableSpan:
     who = run.identity
-    attributes: Mapping[str, str | int] = {
-        semantics.RUN_ID: who.run_id,
-        semantics.RANK: who.rank,
-        semantics.RUN_STEPS: run.steps,
-    }
-    span = SpanMessage(
-        trace_id=parent.trace_id.to_bytes(16, "big"),
-        span_id=span_id(parent.trace_id, who.run_id, who.attempt, "run").to_bytes(8, "big"),
-        parent_span_id=parent.span_id.to_bytes(8, "big"),
-        trace_state=parent.trace_state.to_header(),
-        flags=flags(parent),
-        name=semantics.SPAN_RUN,
-        kind=SpanMessage.SpanKind.SPAN_KIND_INTERNAL,
-        start_time_unix_nano=run.start_ns,
-        end_time_unix_nano=run.end_ns,
-        attributes=key_values(attributes),
-        links=[_link(who, step) for step in run.traced[:MAX_LINKS]],
-        dropped_links_count=max(0, len(run.traced) - MAX_LINKS),
+    links = BoundedList.from_seq(MAX_LINKS, [_link(who, step) for step in run.traced[:MAX_LINKS]])
+    links.dropped = max(0, len(run.traced) - MAX_LINKS)
+    return ReadableSpan(
+        semantics.SPAN_RUN,
+        span_context(parent.trace_id, who.run_id, who.attempt, "run", state=parent.trace_state),
+        parent,
+        rank_resource(who),
+        {semantics.RUN_ID: who.run_id, semantics.RANK: who.rank, semantics.RUN_STEPS: run.steps},
+        links=links,
+        start_time=run.start_ns,
+        end_time=run.end_ns,
+        instrumentation_scope=SCOPE,
     )
-    return item(span.SerializeToString())
 
 
-def _link(who: Identity, step: int) -> SpanMessage.Link:
-    in_trace = trace_id(who.run_id, who.attempt, step)
-    return SpanMessage.Link(
-        trace_id=in_trace.to_bytes(16, "big"),
-        span_id=span_id(in_trace, "root").to_bytes(8, "big"),
-        attributes=key_values({semantics.STEP: step}),
-    )
+def _link(who: Identity, step: int) -> Link:
+    return Link(span_context(trace_id(who.run_id, who.attempt, step), "root"), {semantics.STEP: step})

@@ -1,4 +1,4 @@
-"""Sampled steps as spans, encoded: one trace per step, and a deterministic id for each span.
+"""Sampled steps as spans: one trace per step, and a deterministic id for each span.
 
 The ids are derived from run, attempt and step, so the ranks' spans meet in one trace without talking to each other, and
 a replay sends the same ids again.
@@ -6,35 +6,35 @@ a replay sends the same ids again.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
-import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.context import Context
-from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import SpanContext, TraceFlags
+from opentelemetry.trace.status import Status, StatusCode
 
 from torchlens_perf.analysis.statistics.steps import kind_name
 from torchlens_perf.exporters import ExportBatch, semantics
-from torchlens_perf.exporters.delivery.wire import field, item, key_values, varint
 from torchlens_perf.exporters.otlp_caller import link
-from torchlens_perf.exporters.otlp_resource import encoded, rank_resource
+from torchlens_perf.exporters.otlp_resource import SCOPE, rank_resource
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.sampling import Sampler
+    from opentelemetry.trace import Link, TraceState
 
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import Span, StepTrace, TracedStep
 
 _SAMPLER = "OTEL_TRACES_SAMPLER"
 _TAKES_ALL = ("", "always_on", "parentbased_always_on")
-# Of a Span: trace_id, span_id and parent_span_id are length-delimited, start and end 64 bits.
-_TRACE_ID, _SPAN_ID, _PARENT_ID, _ATTRIBUTE = b"\x0a\x10", b"\x12\x08", b"\x22\x08", b"\x4a"
-_TIMES = struct.Struct("<cQcQ")
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_OTHER_THREAD, _DEVICE = int(Flag.OTHER_THREAD), int(Flag.DEVICE)
+_UNSET, _ERROR = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
 
 
 def trace_id(run_id: str, attempt: int, step: int) -> int:
@@ -47,28 +47,32 @@ def span_id(in_trace: int, *path: object) -> int:
     return _hash(8, f"{in_trace:032x}", *path)
 
 
+def span_context(in_trace: int, *path: object, state: TraceState | None = None) -> SpanContext:
+    """The context of a span, by its place in a trace."""
+    return SpanContext(in_trace, span_id(in_trace, *path), False, _SAMPLED, state)
+
+
 def _hash(size: int, *parts: object) -> int:
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:size], "big") or 1
 
 
-class SpanEncoder:
-    """The spans of sampled steps, as they lie in a request. One thread."""
+class SpanMaker:
+    """Makes the spans of sampled steps. One thread."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         """Raises ValueError if OTEL_TRACES_SAMPLER_ARG cannot be used."""
         self._sampler = sampler(environ)
-        self._ranks: dict[str, _RankEncoder] = {}
+        self._ranks: dict[str, _RankSpans] = {}
 
-    def encode(self, batch: ExportBatch) -> tuple[bytes, dict[int, tuple[list[bytes], int, int]]]:
-        """The encoded resource of the batch's rank; and by step its spans, its trace's id, and the id of its step span:
-        where only the root is sent, of that."""
+    def of(self, batch: ExportBatch) -> dict[int, tuple[list[ReadableSpan], int, int]]:
+        """By step its spans, its trace's id, and the id of its step span: where only the root is sent, of that."""
         if not batch.traces:
-            return b"", {}
+            return {}
         rank = self._ranks.get(batch.identity.key)
         if rank is None or rank.identity != batch.identity:  # the run's name may be known later
-            rank = self._ranks[batch.identity.key] = _RankEncoder(batch.identity)
-        found: dict[int, tuple[list[bytes], int, int]] = {}
+            rank = self._ranks[batch.identity.key] = _RankSpans(batch.identity)
+        found: dict[int, tuple[list[ReadableSpan], int, int]] = {}
         steps = batch.steps
         of_steps = {
             step: {semantics.OWN_SECONDS: own_ns / 1e9, semantics.MICRO_STEPS: micro_steps}
@@ -81,8 +85,8 @@ class SpanEncoder:
             in_trace = trace_id(batch.identity.run_id, batch.identity.attempt, trace.step)
             if self._takes(in_trace, trace):
                 chosen = batch.chosen.get(trace.step)
-                found[trace.step] = rank.encode(trace, in_trace, offset_ns, of_steps.get(trace.step, {}), chosen)
-        return rank.resource, found
+                found[trace.step] = rank.of(trace, in_trace, offset_ns, of_steps.get(trace.step, {}), chosen)
+        return found
 
     def _takes(self, in_trace: int, trace: StepTrace) -> bool:
         """Whether OTEL_TRACES_SAMPLER takes the step's trace: all ranks decide alike, by its id."""
@@ -103,69 +107,70 @@ def sampler(environ: Mapping[str, str]) -> Sampler | None:
     return TracerProvider(shutdown_on_exit=False).sampler
 
 
-class _RankEncoder:
-    """Encodes one rank's spans."""
+class _RankSpans:
+    """Makes one rank's spans."""
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
-        self.resource = encoded(rank_resource(identity))
-        self._links = b"".join(field(b"\x6a", each) for each in link(identity.traceparent, identity.tracestate))
+        self._resource = rank_resource(identity)
+        self._links = link(identity.traceparent, identity.tracestate)
 
-    def encode(
+    def of(
         self,
         trace: StepTrace,
         in_trace: int,
         offset_ns: int,
         of_step: Mapping[str, Any],
         chosen: TracedStep | None = None,
-    ) -> tuple[list[bytes], int, int]:
+    ) -> tuple[list[ReadableSpan], int, int]:
         """The step's spans, and the ids of its trace and of the rank's step span. offset_ns: from CLOCK_MONOTONIC to
         UNIX time. of_step: more attributes of that span. chosen: what is sent of the step; None: all of it."""
-        rank, started_ns = self.identity.rank, trace.start_ns + offset_ns
-        root_id, rank_id = span_id(in_trace, "root"), span_id(in_trace, rank)
-        head = _TRACE_ID + in_trace.to_bytes(16, "big")
-        common = _attributes({semantics.RUN_ID: self.identity.run_id, semantics.STEP: trace.step, semantics.RANK: rank})
-        times = _times(started_ns, started_ns + trace.duration_ns)
+        rank = self.identity.rank
+        root = span_context(in_trace, "root")
+        common = {semantics.RUN_ID: self.identity.run_id, semantics.STEP: trace.step, semantics.RANK: rank}
+        times = trace.start_ns + offset_ns, trace.start_ns + offset_ns + trace.duration_ns
         found = []
         if rank == 0:
-            why = _attributes(_of_choice(chosen, self.identity.world_size))
-            root = [head, _SPAN_ID, _id(root_id), times, _shape(_root_name(trace)), common, why, self._links]
-            found.append(item(b"".join(root)))
+            why = {**common, **_of_choice(chosen, self.identity.world_size)}
+            found.append(self._span(_root_name(trace), root, None, why, times, links=self._links))
         role = chosen.role(rank) if chosen is not None else ""
         if role is None:
-            return found, in_trace, root_id
+            return found, in_trace, root.span_id
         kept = _kept(trace.spans, chosen.max_spans if chosen is not None else 0)
         if role:
             of_step = {**of_step, semantics.RANK_BECAUSE: role}
         if kept is not None:
             of_step = {**of_step, semantics.SPANS_LEFT_OUT: len(trace.spans) - len(kept)}
-        ids = [head, _SPAN_ID, _id(rank_id), _PARENT_ID, _id(root_id), times]
-        of_step = {semantics.SPAN_KIND: semantics.STEP_KIND, **of_step}
-        found.append(item(b"".join([*ids, _shape(f"{semantics.SPAN_RANK} {rank}"), common, _attributes(of_step)])))
+        of_rank = span_context(in_trace, rank)
+        of_step = {**common, semantics.SPAN_KIND: semantics.STEP_KIND, **of_step}
+        found.append(self._span(f"{semantics.SPAN_RANK} {rank}", of_rank, root, of_step, times))
         # As span_id() for each, without hashing what all have in common anew.
         path = hashlib.sha256(f"{in_trace:032x}/{rank}/".encode())
-        this_ids: list[bytes] = []
-        in_rank = _id(rank_id)
+        contexts: list[SpanContext] = []
         for index, (span, parent) in enumerate(nest(trace.spans)):
+            around = of_rank if parent is None else contexts[parent]
             if kept is not None and id(span) not in kept:
-                # What lies in it lies in what is around it; the others' ids stay what they are.
-                this_ids.append(in_rank if parent is None else this_ids[parent])
+                contexts.append(around)  # what lies in it lies in what is around it; the others' ids stay what they are
                 continue
             digest = path.copy()
             digest.update(b"%d" % index)
-            this_id = digest.digest()[:8]
-            this_ids.append(this_id)
+            context = SpanContext(in_trace, int.from_bytes(digest.digest()[:8], "big"), False, _SAMPLED)
+            contexts.append(context)
             begin_ns = span.start_ns + offset_ns
-            rest = _rest(
-                span.name or span.kind, span.kind, span.flags & _SHAPING, span.value0 if span.kind == "device" else 0
-            )
-            body = b"".join((
-                head, _SPAN_ID, this_id, _PARENT_ID, in_rank if parent is None else this_ids[parent],
-                _times(begin_ns, begin_ns + span.duration_ns), common, rest,
-                _of_collective(span) if span.kind == "collective" else b"",
-            ))  # fmt: skip
-            found.append(b"\x12" + varint(len(body)) + body)
-        return found, in_trace, rank_id
+            status = _ERROR if span.flags & Flag.EXCEPTION else _UNSET
+            attributes = {**common, **_of_span(span)}
+            times = begin_ns, begin_ns + span.duration_ns
+            found.append(self._span(span.name or span.kind, context, around, attributes, times, status))
+        return found, in_trace, of_rank.span_id
+
+    def _span(
+        self, name: str, context: SpanContext, parent: SpanContext | None, attributes: Mapping[str, Any],
+        times: tuple[int, int], status: Status = _UNSET, links: Sequence[Link] = (),
+    ) -> ReadableSpan:  # fmt: skip
+        return ReadableSpan(
+            name, context, parent, self._resource, attributes, links=links, status=status, start_time=times[0],
+            end_time=times[1], instrumentation_scope=SCOPE,
+        )  # fmt: skip
 
 
 def _of_choice(chosen: TracedStep | None, world_size: int) -> dict[str, Any]:
@@ -188,56 +193,15 @@ def _kept(spans: Sequence[Span], most: int) -> set[int] | None:
     return {id(span) for span in sorted(spans, key=lambda span: (-span.duration_ns, span.start_ns))[:most]}
 
 
-_SHAPING, _OTHER_THREAD, _DEVICE = int(Flag.EXCEPTION | Flag.DEVICE), int(Flag.OTHER_THREAD), int(Flag.DEVICE)
-
-
-@functools.lru_cache(maxsize=4096)
-def _rest(name: str, kind: str, flags: int, value: int) -> bytes:
-    """All of a span but its ids, times and what it shares with the step."""
-    attributes: dict[str, Any] = {semantics.SPAN_KIND: kind}
-    if kind == "device":
-        attributes = {semantics.SPAN_KIND: kind_name(value), semantics.ON_DEVICE: True}
-    elif kind == "collective" and flags & Flag.DEVICE:
-        attributes[semantics.ON_DEVICE] = True
-    status = b"\x7a\x02\x18\x02" if flags & Flag.EXCEPTION else b""  # Span.status.code is ERROR
-    return _shape(name) + _attributes(attributes) + status
-
-
-@functools.lru_cache(maxsize=1024)
-def _shape(name: str) -> bytes:
-    shape: bytes = SpanMessage(name=name, kind=SpanMessage.SpanKind.SPAN_KIND_INTERNAL).SerializeToString()
-    return shape
-
-
-def _of_collective(span: Span) -> bytes:
-    return _BYTES(span.value0) + _SEQUENCE(span.value1 & 0xFFFFFFFF)
-
-
-def _number(key: str) -> Callable[[int], bytes]:
-    """Encodes an attribute whose value is a number that is not negative."""
-    name = field(b"\x0a", key.encode())
-
-    def encode(value: int) -> bytes:
-        number = b"\x18" + varint(value)  # AnyValue.int_value
-        return field(_ATTRIBUTE, name + field(b"\x12", number))
-
-    return encode
-
-
-_BYTES = functools.lru_cache(maxsize=4096)(_number(semantics.BYTES))  # the same in each step
-_SEQUENCE = _number(semantics.SEQUENCE)
-
-
-def _attributes(attributes: Mapping[str, Any]) -> bytes:
-    return b"".join(field(_ATTRIBUTE, each.SerializeToString()) for each in key_values(attributes))
-
-
-def _times(start_ns: int, end_ns: int) -> bytes:
-    return _TIMES.pack(b"\x39", start_ns, b"\x41", end_ns)
-
-
-def _id(number: int) -> bytes:
-    return number.to_bytes(8, "big")
+def _of_span(span: Span) -> dict[str, Any]:
+    """What its kind says of it."""
+    if span.kind == "device":
+        return {semantics.SPAN_KIND: kind_name(span.value0), semantics.ON_DEVICE: True}
+    if span.kind != "collective":
+        return {semantics.SPAN_KIND: span.kind}
+    on_device = {semantics.ON_DEVICE: True} if span.flags & Flag.DEVICE else {}
+    counted = {semantics.BYTES: span.value0, semantics.SEQUENCE: span.value1 & 0xFFFFFFFF}
+    return {semantics.SPAN_KIND: span.kind, **on_device, **counted}
 
 
 def _root_name(trace: StepTrace) -> str:

@@ -32,29 +32,16 @@ class Standing:
         self._detectable_s: float | None = None
         self._hang: OpenHang | None = None
         self._hang_found_s = 0.0
-        for name, unit, description, callback in (
-            (
-                semantics.STRAGGLER_COST,
-                "s",
-                "How much sooner a step would end without it, and those slow with it",
-                self._cost,
-            ),
-            (semantics.STRAGGLERS, "{rank}", "Ranks that are slow now", self._count),
-            (
-                semantics.DETECTABLE,
-                "s",
-                "The smallest excess in every step from the start that would be named by now",
-                self._detectable,
-            ),
-            (semantics.HANG_DURATION, "s", "How long no rank has made a step, while that is too long", self._duration),
-        ):
-            meter.create_observable_gauge(name, [callback], unit, description)
         self._spread_s: Mapping[tuple[str, str], float] = {}
-        for name, what, description in (
-            (semantics.RANKS_WORK, "work", "Work of a step, over ranks: without waiting for others"),
-            (semantics.RANKS_WAIT, "wait", "Time of a step blocked in communication, over ranks"),
+        for name, callback in (
+            (semantics.STRAGGLER_COST, self._cost),
+            (semantics.STRAGGLERS, self._count),
+            (semantics.DETECTABLE, self._detectable),
+            (semantics.HANG_DURATION, self._duration),
+            (semantics.RANKS_WORK, self._spread("work")),
+            (semantics.RANKS_WAIT, self._spread("wait")),
         ):
-            meter.create_observable_gauge(name, [self._spread(what)], "s", description)
+            meter.create_observable_gauge(name, [callback])
 
     def differ(self, spread_s: Mapping[tuple[str, str], float]) -> None:
         """How the job's ranks differ now: see JobPart."""

@@ -1,8 +1,8 @@
-"""Metrics as they are sent: series of a node that grow by whole arrays of values, and their points as OTLP has them.
+"""Metrics as they are sent: series of a node that grow by whole arrays of values, and their points as the SDK has them.
 
-Shaped as OpenTelemetry's Meter, and not its SDK: a step has ten durations, and ten calls of `record()` are 100 us. Here
-a batch of steps is one call. A series of a histogram is a sketch: an exponential histogram of scale 5, or one with the
-bounds that OpenTelemetry's variable asks for. Written on the sidecar's thread, read on the sender's.
+Shaped as OpenTelemetry's Meter, and not that of its SDK: a step has ten durations, and ten calls of `record()` are
+100 us. Here a batch of steps is one call. A series of a histogram is a sketch: an exponential histogram of scale 5, or
+one with the bounds that OpenTelemetry's variable asks for. Written on the sidecar's thread, read on the sender's.
 """
 
 from __future__ import annotations
@@ -14,26 +14,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from opentelemetry.metrics import CallbackOptions, Observation
-from opentelemetry.proto.metrics.v1.metrics_pb2 import (
+from opentelemetry.sdk.metrics import Exemplar
+from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
-    Exemplar,
+    Buckets,
+    ExponentialHistogram,
     ExponentialHistogramDataPoint,
+    Gauge,
     HistogramDataPoint,
     Metric,
     NumberDataPoint,
+    Sum,
 )
+from opentelemetry.sdk.metrics.export import Histogram as ExplicitHistogram
 
-from torchlens_perf.exporters.delivery.wire import key_values
-from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S, RANK
-from torchlens_perf.run.sketch import LOWEST_BUCKET, SCALE, Sketch, bucket_bounds
+from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S, METRICS, RANK
+from torchlens_perf.run.sketch import LOWEST_BUCKET, SCALE, Sketch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 _MAX_EXEMPLARS = 10  # of a series and export
 MAX_BUCKETS = 160  # of a point, as the SDK's default is; more are merged in pairs
-CUMULATIVE = AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
-DELTA = AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
+_SENT = {each.name: each for each in METRICS}
+CUMULATIVE, DELTA = AggregationTemporality.CUMULATIVE, AggregationTemporality.DELTA
 
 Attributes = Mapping[str, Any]
 Callback = Callable[[CallbackOptions], Iterable[Observation]]
@@ -105,7 +109,7 @@ class Histogram:
 
     def metric(self, unix_ns: int) -> Metric | None:
         """Its points now; None without any. Under the meter's lock."""
-        found = Metric(name=self.name, unit=self.unit, description=self.description)
+        points: list[Any] = []
         since_ns, temporality = self._meter.since(unix_ns, grows=True), self._meter.grows
         for key, of_key in self._series.items():
             sketch = of_key.sketch
@@ -114,7 +118,7 @@ class Histogram:
             # A step that ended before is none of those that the point counts.
             examples = [each for each in of_key.examples.values() if since_ns <= each.unix_ns <= unix_ns]
             common: dict[str, Any] = {
-                "attributes": key_values(dict(key)), "start_time_unix_nano": since_ns, "time_unix_nano": unix_ns,
+                "attributes": dict(key), "start_time_unix_nano": since_ns, "time_unix_nano": unix_ns,
                 "count": sketch.count, "sum": sketch.sum_ns / 1e9,
                 "min": sketch.min_ns / 1e9, "max": sketch.max_ns / 1e9,
                 "exemplars": [_exemplar(each) for each in examples],
@@ -123,37 +127,36 @@ class Histogram:
                 first, used = sketch.used
                 after = len(self._meter.bounds) + 1 - first - len(used)
                 counts = [0] * first + used.tolist() + [0] * after
-                found.histogram.aggregation_temporality = temporality
-                found.histogram.data_points.append(
-                    HistogramDataPoint(bucket_counts=counts, explicit_bounds=self._meter.bounds, **common)
-                )
+                points.append(HistogramDataPoint(bucket_counts=counts, explicit_bounds=self._meter.bounds, **common))
             else:
-                point = ExponentialHistogramDataPoint(**common)
-                _fill(point, sketch)
-                found.exponential_histogram.aggregation_temporality = temporality
-                found.exponential_histogram.data_points.append(point)
+                points.append(ExponentialHistogramDataPoint(**_buckets(sketch), **common))
             if not self._meter.keeps_examples:
                 of_key.examples.clear()
         if temporality == DELTA:
             self._series.clear()
-        return found if found.WhichOneof("data") else None
+        if not points:
+            return None
+        of = ExponentialHistogram if self._meter.bounds is None else ExplicitHistogram
+        return Metric(self.name, self.description, self.unit, of(points, temporality))
 
 
-def _fill(point: ExponentialHistogramDataPoint, sketch: Sketch) -> None:
-    """Set the point's buckets. The sketch's first one has no lower bound: it is the point's count of zeros."""
+def _buckets(sketch: Sketch) -> dict[str, Any]:
+    """Return the fields of a point that have its buckets.
+
+    The sketch's first bucket has no lower bound: it is the point's count of zeros.
+    """
     first, counts = sketch.used
+    zeros = int(counts[0]) if first == 0 and len(counts) else 0
     if first == 0:
-        point.zero_count, point.zero_threshold = counts[0], bucket_bounds()[0] / 1e9
         end, counts = len(counts), np.trim_zeros(counts[1:], "f")
         first = end - len(counts)
-    number, point.scale = first + LOWEST_BUCKET, SCALE
+    number, scale = first + LOWEST_BUCKET, SCALE
     while len(counts) > MAX_BUCKETS:
         counts = np.pad(counts, (number % 2, (number + len(counts)) % 2))
         counts, number = counts[::2] + counts[1::2], number >> 1
-        point.scale -= 1
-    if len(counts):
-        point.positive.offset = number
-        point.positive.bucket_counts.extend(counts.tolist())
+        scale -= 1
+    positive = Buckets(number if len(counts) else 0, counts.tolist())
+    return {"scale": scale, "zero_count": zeros, "positive": positive, "negative": Buckets(0, []), "flags": 0}
 
 
 class Number:
@@ -191,33 +194,29 @@ class Number:
         """Its points now; None without any. Under the meter's lock."""
         if not self._values:
             return None
-        found = Metric(name=self.name, unit=self.unit, description=self.description)
         counts = self.kind == "counter"
-        of = found.gauge if self.kind == "gauge" else found.sum
-        if self.kind != "gauge":
-            found.sum.is_monotonic = counts
-            found.sum.aggregation_temporality = self._meter.grows if counts else CUMULATIVE
-        for key, value in self._values.items():
-            if not self.callbacks and not self._meter.shows(key):
-                continue
-            point = NumberDataPoint(attributes=key_values(dict(key)), time_unix_nano=unix_ns)
-            if self.kind != "gauge":
-                point.start_time_unix_nano = self._meter.since(unix_ns, grows=counts)
-            if isinstance(value, int):
-                point.as_int = value
-            else:
-                point.as_double = value
-            of.data_points.append(point)
+        since_ns = self._meter.since(unix_ns, grows=counts)
+        points = [
+            NumberDataPoint(dict(key), since_ns, unix_ns, value)
+            for key, value in self._values.items()
+            if self.callbacks or self._meter.shows(key)
+        ]
         if counts and self._meter.grows == DELTA:
             self._values.clear()
-        return found if of.data_points else None
+        if not points:
+            return None
+        grows = self._meter.grows if counts else CUMULATIVE
+        data = Gauge(points) if self.kind == "gauge" else Sum(points, grows, counts)
+        return Metric(self.name, self.description, self.unit, data)
+
+
+def _about(name: str, unit: str, description: str) -> tuple[str, str]:
+    known = _SENT.get(name)
+    return (unit, description) if description or known is None else (known.unit, known.meaning)
 
 
 def _exemplar(example: Example) -> Exemplar:
-    return Exemplar(
-        as_double=example.value, time_unix_nano=example.unix_ns,
-        trace_id=example.trace_id.to_bytes(16, "big"), span_id=example.span_id.to_bytes(8, "big"),
-    )  # fmt: skip
+    return Exemplar({}, example.value, example.unix_ns, example.span_id, example.trace_id)
 
 
 class Meter:
@@ -261,33 +260,37 @@ class Meter:
         """When what a point holds began."""
         return self._last_ns if grows and self.grows == DELTA else self._began_ns
 
-    def create_histogram(self, name: str, unit: str, description: str) -> Histogram:
-        found = Histogram(self, name, unit, description)
+    # Unit and description are those of semantics.py, unless a name is not in there.
+
+    def create_histogram(self, name: str, unit: str = "", description: str = "") -> Histogram:
+        found = Histogram(self, name, *_about(name, unit, description))
         self._instruments.append(found)
         return found
 
-    def create_counter(self, name: str, unit: str, description: str) -> Number:
+    def create_counter(self, name: str, unit: str = "", description: str = "") -> Number:
         return self._number(name, unit, description, "counter")
 
-    def create_gauge(self, name: str, unit: str, description: str) -> Number:
+    def create_gauge(self, name: str, unit: str = "", description: str = "") -> Number:
         return self._number(name, unit, description, "gauge")
 
-    def create_observable_gauge(self, name: str, callbacks: Sequence[Callback], unit: str, description: str) -> Number:
+    def create_observable_gauge(
+        self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
+    ) -> Number:
         return self._number(name, unit, description, "gauge", callbacks)
 
     def create_observable_counter(
-        self, name: str, callbacks: Sequence[Callback], unit: str, description: str
+        self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
     ) -> Number:
         """Callbacks return totals. Cumulative only."""
         return self._number(name, unit, description, "counter", callbacks)
 
     def create_observable_up_down_counter(
-        self, name: str, callbacks: Sequence[Callback], unit: str, description: str
+        self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
     ) -> Number:
         return self._number(name, unit, description, "updown", callbacks)
 
     def _number(self, name: str, unit: str, description: str, kind: str, callbacks: Sequence[Callback] = ()) -> Number:
-        found = Number(self, name, unit, description, kind)
+        found = Number(self, name, *_about(name, unit, description), kind)
         found.callbacks = callbacks
         self._instruments.append(found)
         return found

@@ -7,16 +7,16 @@ several components become one: the largest value, or for counters the sum.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
+from opentelemetry.sdk.metrics.export import Gauge, Sum
 
 from torchlens_perf.exporters import JobPart, Part, semantics
-from torchlens_perf.exporters.delivery.wire import key_values
 
 if TYPE_CHECKING:
-    from opentelemetry.proto.metrics.v1.metrics_pb2 import NumberDataPoint
+    from opentelemetry.sdk.metrics.export import Metric, NumberDataPoint
 
 SERIES_A_RANK = 20  # at most, of a rank with series of its own
 _RANKS_SHARE = 0.64  # of all series, those of ranks where each has its own
@@ -62,7 +62,7 @@ def most_important(metrics: Sequence[Metric], room: int, forms_before: dict[str,
     again: each change makes other series.
     """
     before = {} if forms_before is None else forms_before
-    points = {each.name: _points(each) for each in metrics}
+    points = {each.name: each.data.data_points for each in metrics}
     if sum(map(len, points.values())) <= room and not any(before.get(each) for each in points):
         return list(metrics)
     ordered = sorted(metrics, key=lambda each: _IMPORTANT.index(each.name) if each.name in _IMPORTANT else 99)
@@ -88,61 +88,29 @@ def most_important(metrics: Sequence[Metric], room: int, forms_before: dict[str,
         if each.name in taken:
             form = forms[each.name][taken[each.name]]
             if form:
-                found.append(_with(each, form))
+                data: Any = each.data
+                found.append(dataclasses.replace(each, data=dataclasses.replace(data, data_points=form)))
     return found
 
 
 def _forms(metric: Metric) -> list[Sequence[Any]]:
     """A metric's points: all of them, those of all components together, all in one; as far as these are fewer."""
-    points = _points(metric)
+    points = metric.data.data_points
     found: list[Sequence[Any]] = [points]
-    if metric.WhichOneof("data") not in ("gauge", "sum"):
+    if not isinstance(metric.data, Gauge | Sum):
         return found
-    by_attributes: dict[tuple[tuple[str, str], ...], list[NumberDataPoint]] = {}
-    for each in points:
-        by_attributes.setdefault(_attributes(each), []).append(each)
-    grows = metric.WhichOneof("data") == "sum"
-    found.append([_merged(group, key, grows=grows) for key, group in by_attributes.items()])
-    found.append([_merged(points, (), grows=grows)] if points else [])
+    by_attributes: dict[tuple[tuple[str, Any], ...], list[NumberDataPoint]] = {}
+    for each in metric.data.data_points:
+        key = tuple(item for item in (each.attributes or {}).items() if item[0] not in _COMPONENT)
+        by_attributes.setdefault(key, []).append(each)
+    how = "sum" if isinstance(metric.data, Sum) else "max"
+    found.append([_merged(group, key, how) for key, group in by_attributes.items()])
+    found.append([_merged(metric.data.data_points, (), how)] if points else [])
     return found
 
 
-def _merged(
-    points: Sequence[NumberDataPoint], attributes: Iterable[tuple[str, str]], *, grows: bool
-) -> NumberDataPoint:
+def _merged(points: Sequence[NumberDataPoint], attributes: Iterable[tuple[str, Any]], how: str) -> NumberDataPoint:
     if len(points) == 1:
         return points[0]
-    merged = type(points[0])()
-    merged.CopyFrom(points[0])
-    del merged.attributes[:]
-    how = "sum" if grows else "max"
-    merged.attributes.extend(key_values({**dict(attributes), semantics.OVER_COMPONENTS: how}))
-    values = [_value(each) for each in points]
-    value = sum(values) if grows else max(values)
-    if all(each.WhichOneof("value") == "as_int" for each in points):
-        merged.as_int = int(value)
-    else:
-        merged.as_double = float(value)
-    return merged
-
-
-def _attributes(point: NumberDataPoint) -> tuple[tuple[str, str], ...]:
-    return tuple((each.key, each.value.string_value) for each in point.attributes if each.key not in _COMPONENT)
-
-
-def _value(point: NumberDataPoint) -> float:
-    return float(point.as_int if point.WhichOneof("value") == "as_int" else point.as_double)
-
-
-def _points(metric: Metric) -> list[Any]:
-    return list(getattr(metric, str(metric.WhichOneof("data"))).data_points)
-
-
-def _with(metric: Metric, points: Sequence[Any]) -> Metric:
-    """The metric with these points alone."""
-    found = Metric()
-    found.CopyFrom(metric)
-    data = getattr(found, str(found.WhichOneof("data")))
-    del data.data_points[:]
-    data.data_points.extend(points)
-    return found
+    value = (sum if how == "sum" else max)(point.value for point in points)
+    return dataclasses.replace(points[0], attributes={**dict(attributes), semantics.OVER_COMPONENTS: how}, value=value)

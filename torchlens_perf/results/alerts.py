@@ -106,7 +106,7 @@ class Alerts:
 
 
 def _alert(row: dict[str, Any]) -> Alert:
-    """row: the sidecar's, see analysis/alerts/alert.py."""
+    """row: the sidecar's, see verdicts/alert.py."""
     text, _, action = row["text"].partition(" Next: ")
     return Alert(
         change=row["change"],

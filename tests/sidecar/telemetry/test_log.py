@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.sidecar.telemetry.test_infiniband import port
-from tests.support.memory_exporter import MemoryExporter
 from tests.support.ranks import HOST, Rank
 from tests.support.saved import saved
 from tests.support.telemetry import read_gpus, read_links
 from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GpuFacts, GpuSample, Telemetry, growth
 from torchlens_perf.errors import RAISE, swallowed
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import show
 from torchlens_perf.run.clock import Anchor
@@ -262,7 +262,7 @@ def looked(made: Sidecar) -> None:
 @pytest.fixture
 def sidecar(run: RunDirectory, rig: Rig) -> Sidecar:
     """A sidecar whose telemetry is the rig's."""
-    made = Sidecar(run, HOST, MemoryExporter(), lambda run, settings: None)
+    made = Sidecar(run, HOST, InMemoryExporter(), lambda run, settings: None)
     made.telemetry = rig.log
     return made
 
@@ -279,7 +279,7 @@ def with_gpu(run: RunDirectory, rank: int, *uuids: str, world_size: int = 3, **s
 def test_sidecar_samples_the_gpus_of_live_ranks(run: RunDirectory, rig: Rig, sidecar: Sidecar) -> None:
     """Two processes on one GPU are one sample; once nobody computes on it, it is not asked any more."""
     exporter = sidecar._exporter
-    assert isinstance(exporter, MemoryExporter)
+    assert isinstance(exporter, InMemoryExporter)
     rig.gpus.values = {FIRST: {"sm_clock_hz": 5}, SECOND_GPU: {"sm_clock_hz": 6}}
     ranks = [with_gpu(run, 0, FIRST), with_gpu(run, 1, FIRST), with_gpu(run, 2, SECOND_GPU)]
     looked(sidecar)

@@ -1,1 +1,1 @@
-"""How encoded OTLP requests reach an endpoint: kept in an outbox, sent, tried again, and counted."""
+"""How OTLP requests reach an endpoint: kept in an outbox, sent, tried again, and counted."""

@@ -12,6 +12,9 @@ import email.utils
 import enum
 import time
 
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
 
 class Outcome(enum.Enum):
     DELIVERED = "delivered"
@@ -36,8 +39,20 @@ class Answer:
     """How many items of a delivered request the endpoint says that it has not taken."""
 
 
+class NotTakenError(Exception):
+    """Ends an export of the SDK at once, which would otherwise try the request again itself, or take it for taken."""
+
+
 def later(reason: str, after_s: float | None = None) -> Answer:
     return Answer(Outcome.LATER, reason, after_s)
+
+
+def rejected(response: bytes) -> int:
+    """Return how many items a partial success leaves out. The three signals' responses are laid out alike."""
+    try:
+        return max(0, int(ExportTraceServiceResponse.FromString(response).partial_success.rejected_spans))
+    except DecodeError:
+        return 0
 
 
 def wait_of(header: str, unix_s: float | None = None) -> float | None:

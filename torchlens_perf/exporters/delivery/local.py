@@ -1,6 +1,6 @@
-"""Where requests go that leave no machine: the console, or files for a cluster without a network.
+"""Files for a cluster without a network.
 
-As OTLP has them in JSON, a request a line: https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding. Any OTLP
+As OTLP has requests in JSON, one a line: https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding. Any OTLP
 endpoint that takes JSON takes such a line as a request's body.
 """
 
@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.json_format import MessageToDict
 
 from torchlens_perf.exporters.delivery.answer import Answer, Outcome, later
-from torchlens_perf.exporters.delivery.halves import REQUESTS
+from torchlens_perf.exporters.delivery.otlp_requests import message
 from torchlens_perf.run import ownership
 
+if TYPE_CHECKING:
+    from torchlens_perf.exporters.delivery.otlp_requests import Item
+
 _IDS = frozenset(("traceId", "spanId", "parentSpanId"))
-
-
-def as_json(signal: str, body: bytes) -> str:
-    """A request as a line of OTLP's JSON."""
-    message = REQUESTS[signal][0].FromString(body)
-    value = MessageToDict(message, use_integers_for_enums=True)
-    return json.dumps(_with_hex_ids(value), separators=(",", ":"), ensure_ascii=False)
 
 
 def _with_hex_ids(value: Any) -> Any:
@@ -37,29 +33,15 @@ def _with_hex_ids(value: Any) -> Any:
     return [_with_hex_ids(each) for each in value] if isinstance(value, list) else value
 
 
-class ConsoleTransport:
-    """Prints a line for each request to standard output: OTEL_TRACES_EXPORTER=console."""
-
-    def __init__(self, signal: str) -> None:
-        self._signal = signal
-
-    def send(self, body: bytes) -> Answer:
-        sys.stdout.write(as_json(self._signal, body) + "\n")
-        sys.stdout.flush()
-        return Answer(Outcome.DELIVERED)
-
-    def close(self) -> None:
-        pass
-
-
 class FileTransport:
     """Appends a line for each request to a file: OTEL_TRACES_EXPORTER=otlp_json_file."""
 
     def __init__(self, signal: str, path: Path) -> None:
         self._signal, self._path = signal, path
 
-    def send(self, body: bytes) -> Answer:
-        line = (as_json(self._signal, body) + "\n").encode()
+    def send(self, items: Sequence[Item]) -> Answer:
+        value = _with_hex_ids(MessageToDict(message(self._signal, items), use_integers_for_enums=True))
+        line = (json.dumps(value, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(self._path, "ab", buffering=0, opener=ownership.open_to_append) as file:

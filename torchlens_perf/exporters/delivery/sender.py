@@ -12,12 +12,17 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torchlens_perf.errors import guard
 from torchlens_perf.exporters.delivery.answer import Answer, Outcome, later
-from torchlens_perf.exporters.delivery.halves import halves
-from torchlens_perf.exporters.delivery.outbox import Outbox, Request
+from torchlens_perf.exporters.delivery.otlp_requests import halves, size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchlens_perf.exporters.delivery.otlp_requests import Item
+    from torchlens_perf.exporters.delivery.outbox import Outbox, Request
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -31,7 +36,7 @@ _SLICE_S = 0.5
 class Transport(Protocol):
     """Takes requests to an endpoint."""
 
-    def send(self, body: bytes) -> Answer:
+    def send(self, items: Sequence[Item]) -> Answer:
         """One try; bounded in time."""
 
     def close(self) -> None:
@@ -43,15 +48,14 @@ class Sender:
 
     def __init__(
         self,
-        signal: str,
         outbox: Outbox,
         transport: Transport,
         collect: Callable[[bool], float] = lambda final: float("inf"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """collect: called on the sender's thread, to send() what is due by now, or all if it is the last time; returns
+        """collect: called on the sender's thread, to add() what is due by now, or all if it is the last time; returns
         in how many seconds something is due again. clock: seconds; also what pauses are measured by."""
-        self.signal, self.outbox = signal, outbox
+        self.signal, self.outbox = outbox.signal, outbox
         self._transport, self._collect, self._clock = transport, collect, clock
         self.put = self.delivered = self.rejected = self.refused = 0
         """How many were to be delivered, and were; of these, rejected by the endpoint; refused for good by it."""
@@ -62,14 +66,14 @@ class Sender:
         self._failures = 0  # in a row
         self._failed = 0  # in all
         self._logged_s = float("-inf")
-        self._thread = threading.Thread(target=self._run, name=f"otlp-{signal}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"otlp-{self.signal}", daemon=True)
         self._thread.start()
 
-    def send(self, body: bytes, items: int) -> None:
-        """Takes a request over; never waits. The sidecar's thread, and the sender's."""
+    def add(self, items: Sequence[Item]) -> None:
+        """Takes items over; never waits. The sidecar's thread, and the sender's."""
         with self._changed:
-            self.put += items
-        self.outbox.put(body, items)
+            self.put += size(items)
+        self.outbox.put(items)
 
     @property
     def failing(self) -> bool:
@@ -77,7 +81,7 @@ class Sender:
         return self._failures > 0
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until the outbox is empty, or a try from now on has failed, at most so long. Returns whether it is."""
+        """Waits until nothing is due, or a try from now on has failed, at most so long. Returns whether nothing is."""
         with self._changed:
             failed = self._failed
             self._next_try_s = 0.0
@@ -85,11 +89,11 @@ class Sender:
 
             def wait(slice_s: float) -> bool:
                 return self._changed.wait_for(
-                    lambda: not self.outbox.waiting() or self._failed != failed or self._ended, slice_s
+                    lambda: self.outbox.due_s() > 0 or self._failed != failed or self._ended, slice_s
                 )
 
             _in_slices(wait, timeout_s)
-        return not self.outbox.waiting()
+        return self.outbox.due_s() > 0
 
     def begin_closing(self) -> None:
         """From here on, what is left is delivered until a try fails. Does not wait."""
@@ -128,15 +132,15 @@ class Sender:
     def _round(self) -> bool:
         """One try, or one pause. Returns whether to go on."""
         final = self._closing
-        due_s = self._collect(final)
+        due_s = min(self._collect(final), self.outbox.due_s() or _IDLE_S)
         if self._failures and not self._closing:
-            self._keep()
+            self._keep(everything=False)
         pause_s = self._next_try_s - self._clock()
         if pause_s > 0 and not self._closing:
             with self._changed:
                 self._changed.wait(min(pause_s, due_s, _LOOK_S))  # what came meanwhile goes to the disk
             return True
-        request = self.outbox.oldest()
+        request = self.outbox.oldest(everything=final)
         if request is None:
             with self._changed:
                 self._changed.notify_all()
@@ -148,7 +152,7 @@ class Sender:
     def _answer(self, request: Request) -> Answer:
         """One try. What a transport did not expect may be over the next time, and must not end the thread."""
         try:
-            return self._transport.send(request.body)
+            return self._transport.send(request.items)
         except Exception as error:
             return later(f"{type(error).__name__}: {error}")
 
@@ -168,26 +172,25 @@ class Sender:
                 self._changed.notify_all()
             self._log_failure(answer.reason)
             return False
-        parts: list[Request] = []
+        parts: list[list[Item]] = []
         if answer.outcome is Outcome.DELIVERED:
-            self.delivered += request.items - min(answer.rejected, request.items)
-            self.rejected += min(answer.rejected, request.items)
-        elif answer.outcome is Outcome.TOO_LARGE and (split := halves(self.signal, request.body)):
-            parts = [Request(body, items) for body, items in split]
+            self.delivered += request.count - min(answer.rejected, request.count)
+            self.rejected += min(answer.rejected, request.count)
+        elif answer.outcome is Outcome.TOO_LARGE and (split := halves(request.items)):
+            parts = split
         else:
-            self.refused += request.items
-            logger.error("the OTLP endpoint has refused %d %s: %s", request.items, self.signal, answer.reason)
+            self.refused += request.count
+            logger.error("the OTLP endpoint has refused %d %s: %s", request.count, self.signal, answer.reason)
         self.outbox.remove(request, parts)
         if self._failures:
             logger.info("the OTLP endpoint takes %s again; %d wait", self.signal, self.outbox.waiting())
             self._failures = 0
-        if not self.outbox.waiting():
-            with self._changed:
-                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
         return True
 
-    def _keep(self) -> None:
-        if not self.outbox.to_disk() and self.outbox.waiting():
+    def _keep(self, *, everything: bool = True) -> None:
+        if not self.outbox.to_disk(everything=everything):
             self._log_failure("what waits cannot be written to the run directory, and stays in memory")
 
     def _log_failure(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""A node's metrics as OpenMetrics has them: from OTLP's points to families of prometheus_client.
+"""A node's metrics as OpenMetrics has them: from the SDK's points to families of prometheus_client.
 
 Histograms of phases keep sums and counts only: with buckets they would be nine tenths of all series.
 """
@@ -9,6 +9,8 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from opentelemetry.sdk.metrics.export import Gauge, Histogram, Sum
+from opentelemetry.trace import format_span_id, format_trace_id
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Exemplar
 
@@ -17,8 +19,8 @@ from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.prometheus.names import prometheus_name, prometheus_unit
 
 if TYPE_CHECKING:
-    from opentelemetry.proto.metrics.v1.metrics_pb2 import HistogramDataPoint
-    from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric as OtlpMetric
+    from opentelemetry.sdk.metrics.export import HistogramDataPoint
+    from opentelemetry.sdk.metrics.export import Metric as SdkMetric
 
 MAX_POINTS = 1024  # of one metric: 64 ranks of 10 phases are 640
 MAX_LABEL = 256  # characters
@@ -30,9 +32,7 @@ _RANK = prometheus_name(semantics.RANK)
 Labels = dict[str, str]
 
 
-def families(
-    metrics: Iterable[OtlpMetric], resource: Mapping[str, Any], gone: Collection[int] = ()
-) -> Iterator[Metric]:
+def families(metrics: Iterable[SdkMetric], resource: Mapping[str, Any], gone: Collection[int] = ()) -> Iterator[Metric]:
     """Families with samples, target_info first.
 
     resource: the node's attributes. gone: ranks whose processes have ended, which have no memory any more; what has
@@ -43,12 +43,11 @@ def families(
     yield info
     ended, dropped = {str(rank) for rank in gone}, 0
     for metric in metrics:
-        kind = str(metric.WhichOneof("data"))
-        points = list(getattr(metric, kind).data_points)
+        points: list[Any] = list(metric.data.data_points)
         dropped += max(0, len(points) - MAX_POINTS)
         del points[MAX_POINTS:]
-        labelled = [(labels_of((each.key, _value(each.value)) for each in point.attributes), point) for point in points]
-        if kind == "histogram":
+        labelled = [(labels_of((point.attributes or {}).items()), point) for point in points]
+        if isinstance(metric.data, Histogram):
             yield _histogram(metric, labelled)
         else:
             lasting = metric.name not in _OF_PROCESSES
@@ -60,31 +59,27 @@ def families(
 
 def labels_of(attributes: Iterable[tuple[str, Any]]) -> Labels:
     """Attributes as labels: bounded in length, without what drives a terminal."""
-    return {prometheus_name(name): printable(str(value))[:MAX_LABEL] for name, value in attributes}
+    return {prometheus_name(name): printable(_text(value))[:MAX_LABEL] for name, value in attributes}
 
 
-def _value(value: Any) -> Any:
-    kind = value.WhichOneof("value")
-    if kind == "array_value":
-        return ",".join(str(_value(each)) for each in value.array_value.values)
-    return getattr(value, kind) if kind else ""
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _numbers(metric: OtlpMetric, points: Sequence[tuple[Labels, Any]]) -> Metric:
-    counts = metric.WhichOneof("data") == "sum" and metric.sum.is_monotonic
-    unit = prometheus_unit(metric.unit, gauge=metric.WhichOneof("data") == "gauge")
+def _numbers(metric: SdkMetric, points: Sequence[tuple[Labels, Any]]) -> Metric:
+    counts = isinstance(metric.data, Sum) and metric.data.is_monotonic
+    unit = prometheus_unit(metric.unit or "", gauge=isinstance(metric.data, Gauge))
     name = prometheus_name(metric.name, unit)
-    found = Metric(name, metric.description, "counter" if counts else "gauge", unit)
+    found = Metric(name, metric.description or "", "counter" if counts else "gauge", unit)
     for labels, point in points:
-        value = point.as_int if point.WhichOneof("value") == "as_int" else point.as_double
-        found.add_sample(f"{name}_total" if counts else name, labels, value)
+        found.add_sample(f"{name}_total" if counts else name, labels, point.value)
     return found
 
 
-def _histogram(metric: OtlpMetric, points: Sequence[tuple[Labels, HistogramDataPoint]]) -> Metric:
-    unit = prometheus_unit(metric.unit, gauge=False)
+def _histogram(metric: SdkMetric, points: Sequence[tuple[Labels, HistogramDataPoint]]) -> Metric:
+    unit = prometheus_unit(metric.unit or "", gauge=False)
     name, buckets = prometheus_name(metric.name, unit), metric.name not in _WITHOUT_BUCKETS
-    found = Metric(name, metric.description, "histogram" if buckets else "summary", unit)
+    found = Metric(name, metric.description or "", "histogram" if buckets else "summary", unit)
     for labels, point in points:
         if buckets:
             _add_buckets(found, labels, point)
@@ -97,7 +92,7 @@ def _add_buckets(found: Metric, labels: Labels, point: HistogramDataPoint) -> No
     bounds, until_here = list(point.explicit_bounds), 0
     newest: dict[int, Any] = {}  # by bucket
     for example in sorted(point.exemplars, key=lambda each: each.time_unix_nano):
-        newest[bisect_left(bounds, example.as_double)] = example
+        newest[bisect_left(bounds, example.value)] = example
     for bucket, count in enumerate(point.bucket_counts):
         until_here += count
         upper = repr(bounds[bucket]) if bucket < len(bounds) else "+Inf"
@@ -106,5 +101,5 @@ def _add_buckets(found: Metric, labels: Labels, point: HistogramDataPoint) -> No
 
 
 def _exemplar(example: Any) -> Exemplar:
-    ids = {"trace_id": example.trace_id.hex(), "span_id": example.span_id.hex()}
-    return Exemplar(ids, example.as_double, example.time_unix_nano / 1e9)
+    ids = {"trace_id": format_trace_id(example.trace_id), "span_id": format_span_id(example.span_id)}
+    return Exemplar(ids, example.value, example.time_unix_nano / 1e9)

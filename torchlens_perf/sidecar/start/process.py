@@ -184,7 +184,7 @@ def _read(
     again, failures = True, 0
     while again:
         wanted = bool(wanted_signals(os.environ))
-        exporter = DeferredExporter(lambda: exporter_from_environment(os.environ, run, host)) if wanted else None
+        exporter = DeferredExporter(lambda: exporter_from_environment(run, host)) if wanted else None
         sidecar, port = None, MetricsPort(exporter.spans_sent if exporter is not None else dict)
         try:
             sidecar = Sidecar(run, host, exporter, write_report, rings, tap)
@@ -217,7 +217,7 @@ def _replay(run: RunDirectory, lock: SidecarLock, replaying: AbstractContextMana
     from torchlens_perf.sidecar.replay import delivered, replay
 
     waits = any(found(outbox(run.path), signal) for signal in wanted_signals(os.environ))
-    exporter = exporter_from_environment(os.environ, run)
+    exporter = exporter_from_environment(run)
     with replaying as advanced:
         if exporter is not None and waits:
             # Else a backend that has taken the other steps would get them twice.

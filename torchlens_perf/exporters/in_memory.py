@@ -1,4 +1,4 @@
-"""An exporter that keeps what it is given; the smallest that there is."""
+"""An exporter that keeps what it is given, as the SDK's in-memory exporters do: for tests, and as an example."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.alert import Alert
 
 
-class MemoryExporter:
+class InMemoryExporter:
     """Keeps every batch, every alert and all of the hardware's samples, and the newest judgement."""
 
     def __init__(self) -> None:

@@ -1,0 +1,51 @@
+"""Exporters for variables that only they see."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torchlens_perf.exporters import Exporter
+from torchlens_perf.exporters.delivery import sdk_exporters
+from torchlens_perf.exporters.delivery.answer import Answer
+from torchlens_perf.exporters.delivery.otlp_requests import Item
+from torchlens_perf.exporters.otlp_environment import GRPC, exporter_from_environment
+from torchlens_perf.run.directory import RunDirectory
+
+
+@contextmanager
+def variables(told: Mapping[str, str]) -> Iterator[None]:
+    """This process's environment, with these of OpenTelemetry's variables and no others."""
+    before = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        del os.environ[name]
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def exporter_for(told: Mapping[str, str], run: RunDirectory | None = None, owner: str = "") -> Exporter:
+    """The exporter that these variables ask for."""
+    with variables(told):
+        made = exporter_from_environment(run, owner)
+    assert made is not None
+    return made
+
+
+def transport_for(protocol: str, signal: str = "traces", **told: str) -> sdk_exporters.SdkTransport:
+    """told: variables, without OTEL_EXPORTER_OTLP_."""
+    with variables({f"OTEL_EXPORTER_OTLP_{name}": value for name, value in told.items()}):
+        return sdk_exporters.over_grpc(signal) if protocol == GRPC else sdk_exporters.over_http(signal)
+
+
+def sent(protocol: str, items: Sequence[Item], signal: str = "traces", **told: str) -> Answer:
+    """What one try of a request has come to."""
+    transport = transport_for(protocol, signal, **told)
+    try:
+        return transport.send(items)
+    finally:
+        transport.close()

@@ -1,0 +1,66 @@
+"""What endpoints answer to the SDK's exporters over gRPC."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+
+from torchlens_perf.errors import printable
+from torchlens_perf.exporters.delivery.answer import Answer, NotTakenError, Outcome, later, rejected
+
+# A channel that cannot connect tries it again this often at least; the default is two minutes.
+OPTIONS = (("grpc.max_reconnect_backoff_ms", 10_000), ("grpc.enable_retries", 0))
+_DETAILS = "grpc-status-details-bin"
+_REFUSES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ALREADY_EXISTS)
+_MAX_REASON = 200
+
+
+class ObservedCalls(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """Judges each answer. What is not delivered raises, so that the SDK does not try it again by itself."""
+
+    def __init__(self) -> None:
+        self.answer: Answer | None = None
+        """Judgement of the last call's answer; None before it."""
+
+    def observe(self, exporter: Any) -> None:
+        """See all calls of one of the SDK's exporters. Raises AttributeError for one that is made otherwise."""
+        exporter._channel = grpc.intercept_channel(exporter._channel, self)
+        exporter._client = exporter._stub(exporter._channel)
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        call = continuation(details, request)
+        error = call.exception()
+        if error is None:
+            self.answer = Answer(Outcome.DELIVERED, rejected=rejected(call.result().SerializeToString()))
+            return call
+        self.answer = _failed(error)
+        raise NotTakenError(self.answer.reason)
+
+
+def _failed(error: Any) -> Answer:
+    code, details = error.code(), printable(error.details() or "")[:_MAX_REASON]
+    reason = f"gRPC {code.name} {details}".strip()
+    if code in _REFUSES:
+        return Answer(Outcome.REFUSED, reason)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
+        return Answer(Outcome.TOO_LARGE, reason)
+    return later(reason, _asked_wait_s(error))
+
+
+def _asked_wait_s(error: Any) -> float | None:
+    """What a google.rpc.RetryInfo among the error's details asks for."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS:
+            try:
+                for detail in Status.FromString(value).details:
+                    info = RetryInfo()
+                    if detail.Unpack(info):
+                        asked_s: float = info.retry_delay.seconds + info.retry_delay.nanos / 1e9
+                        return max(0.0, asked_s)
+            except DecodeError:
+                return None
+    return None

@@ -1,0 +1,190 @@
+"""The session through which the SDK's exporters send over HTTP: it judges each answer, and ends each try in time.
+
+The SDK takes redirects and web pages for success, and its timeouts start again with each byte that arrives. Here every
+answer but a delivery raises, so that the SDK neither loses the request nor tries it again by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import socket
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import requests
+from google.protobuf.message import DecodeError
+from google.rpc.status_pb2 import Status
+from requests.adapters import HTTPAdapter
+from requests.auth import HTTPBasicAuth
+from requests.utils import get_auth_from_url
+
+from torchlens_perf.errors import printable
+from torchlens_perf.exporters.delivery.answer import Answer, NotTakenError, Outcome, later, rejected, wait_of
+
+_PROTOBUF = "application/x-protobuf"
+_PROVIDERS = "opentelemetry_otlp_credential_provider"
+# The endpoint is busy or away; 500 is not on the specification's list, but proxies answer it when what is behind them
+# is.
+_BUSY = (408, 429, 500, 502, 503, 504)
+# This is no endpoint, or not with these credentials: somebody has to mend that.
+_NOT_IT = (401, 403, 404, 405, 407)
+_MAX_REASON = 200
+_PIECE, _MAX_ANSWER = 256, 1 << 16  # bytes
+_CUT_AGAIN_S = 0.2
+
+
+class ObservedSession(requests.Session):
+    """Requests of one exporter. One thread."""
+
+    def __init__(self, provider: str = "") -> None:
+        """provider: the name of a credential provider, whose session sends; "": none. Raises RuntimeError for one that
+        is missing."""
+        super().__init__()
+        self.answer: Answer | None = None
+        """Judgement of the last request's answer; None before it."""
+        self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._of_provider = _session_of(provider) if provider else None
+        if not provider:
+            self.auth = _authorize
+        session = self._of_provider or self
+        for prefix, adapter in list(session.adapters.items()):
+            if type(adapter) is HTTPAdapter:  # the user's own stay as they are
+                session.mount(prefix, _TrackingAdapter(self._connections))
+
+    def request(self, method: str | bytes, url: str | bytes, *arguments: Any, **named: Any) -> requests.Response:
+        """One try, within the timeout, whatever the server does. Raises NotTakenError for all but a delivery."""
+        self.answer = None
+        # Redirects are not followed: a POST with credentials must not go where a proxy points.
+        named.update(allow_redirects=False, stream=True)
+        timeout_s = float(named.get("timeout") or 10)
+        with self._cut_after(timeout_s) as is_over:
+            try:
+                with self._send(method, url, *arguments, **named) as response:
+                    answer = _answer(response, _content(response))
+            except Exception as error:  # also what the user's own session raises
+                answer = later(f"{type(error).__name__}: {error}")
+            if is_over.is_set():  # a head that was cut off reads like a short one
+                answer = later(f"no whole answer within {timeout_s:.3g} s")
+        self.answer = answer
+        if answer.outcome is not Outcome.DELIVERED:
+            raise NotTakenError(answer.reason)
+        return response
+
+    def _send(self, *arguments: Any, **named: Any) -> requests.Response:
+        provided = self._of_provider
+        if provided is None:
+            return super().request(*arguments, **named)
+        provided.verify, provided.cert = self.verify, self.cert
+        return provided.request(*arguments, **named)
+
+    def merge_environment_settings(self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any) -> Any:
+        """The exporter's own certificate goes before a machine's REQUESTS_CA_BUNDLE."""
+        own = self.verify if isinstance(self.verify, str) and verify is None else verify
+        return super().merge_environment_settings(url, proxies, stream, own, cert)
+
+    @contextlib.contextmanager
+    def _cut_after(self, timeout_s: float) -> Iterator[threading.Event]:
+        """Shut connections down once the time is over; the event says whether it is."""
+        ended, is_over = threading.Event(), threading.Event()
+
+        def watch() -> None:
+            wait_s = timeout_s
+            while not ended.wait(wait_s):  # again and again: a connection may just be being made
+                is_over.set()
+                wait_s = _CUT_AGAIN_S
+                for connection in list(self._connections):
+                    found = getattr(connection, "sock", None)
+                    if isinstance(found, socket.socket):
+                        with contextlib.suppress(OSError):
+                            socket.socket.shutdown(found, socket.SHUT_RDWR)
+
+        threading.Thread(target=watch, name="otlp-deadline", daemon=True).start()
+        try:
+            yield is_over
+        finally:
+            ended.set()
+
+
+class _TrackingAdapter(HTTPAdapter):
+    """Records the connections that it makes."""
+
+    def __init__(self, connections: weakref.WeakSet[Any]) -> None:
+        super().__init__()
+        self._connections = connections
+
+    def get_connection_with_tls_context(self, *arguments: Any, **named: Any) -> Any:
+        pool = super().get_connection_with_tls_context(*arguments, **named)
+        if "ConnectionCls" not in vars(pool):  # it is made anew, with that of its class
+            make = pool.ConnectionCls
+
+            def tracked(*arguments: Any, **named: Any) -> Any:
+                connection = make(*arguments, **named)
+                self._connections.add(connection)
+                return connection
+
+            pool.ConnectionCls = tracked  # type: ignore[assignment]
+        return pool
+
+
+def _content(response: requests.Response) -> bytes:
+    """The answer, or its begin where it is long: anything may stand at a wrong address."""
+    content = b""
+    for piece in response.iter_content(_PIECE):
+        content += piece
+        if len(content) >= _MAX_ANSWER:
+            break
+    return content
+
+
+def _answer(response: requests.Response, content: bytes) -> Answer:
+    status = response.status_code
+    kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if response.ok and not 300 <= status < 400:
+        if kind == "text/html":
+            return later("the answer is a web page: this is not an OTLP endpoint")
+        return Answer(Outcome.DELIVERED, rejected=rejected(content) if kind == _PROTOBUF else 0)
+    if 300 <= status < 400:
+        return later(f"redirected ({status}); set the endpoint's final address")
+    reason = f"HTTP {status} {_message(content, kind)}".strip()
+    if status in _BUSY:
+        return later(reason, wait_of(response.headers.get("Retry-After", "")))
+    if status in _NOT_IT:
+        return later(reason)
+    return Answer(Outcome.TOO_LARGE if status == 413 else Outcome.REFUSED, reason)
+
+
+def _message(content: bytes, kind: str) -> str:
+    text = ""
+    if kind == _PROTOBUF:
+        try:
+            text = Status.FromString(content).message
+        except DecodeError:
+            text = ""
+    elif kind != "text/html":
+        text = content[:_MAX_REASON].decode(errors="replace")
+    return printable(text)[:_MAX_REASON]
+
+
+def _authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
+    """With it, requests does not look into ~/.netrc, which would replace the header that the user has set.
+
+    Credentials in the endpoint's address are sent as without it, where there is no header. Proxies and certificates
+    stay the environment's.
+    """
+    user, password = get_auth_from_url(request.url or "")
+    if user and "Authorization" not in request.headers:
+        request = HTTPBasicAuth(user, password)(request)
+    return request
+
+
+def _session_of(provider: str) -> requests.Session:
+    """The session that the user's credential provider makes."""
+    for entry in importlib.metadata.entry_points(group=_PROVIDERS, name=provider):
+        session = entry.load()()
+        if isinstance(session, requests.Session):
+            return session
+        raise RuntimeError(f"the credential provider {provider!r} makes no requests.Session")
+    raise RuntimeError(f"there is no credential provider {provider!r}")

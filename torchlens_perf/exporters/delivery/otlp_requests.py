@@ -1,0 +1,208 @@
+"""OTLP requests: what the SDK exports, as bytes that can wait on a disk, and back.
+
+Bytes are made by the encoders of OpenTelemetry's exporters, so a kept file is a request that any endpoint takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk._logs import ReadableLogRecord
+from opentelemetry.sdk.metrics import Exemplar
+from opentelemetry.sdk.metrics import export as sdk
+from opentelemetry.sdk.metrics.export import MetricsData
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, TraceFlags, TraceState, set_span_in_context
+from opentelemetry.trace.status import Status, StatusCode
+
+Item: TypeAlias = ReadableSpan | ReadableLogRecord | MetricsData
+"""What a request holds several of; of metrics, one."""
+
+_REMOTE = 0x200  # SpanFlags: the parent, or what is linked to, is of another process
+_ENCODERS = {
+    "traces": ("trace_encoder", "encode_spans"),
+    "metrics": ("metrics_encoder", "encode_metrics"),
+    "logs": ("_log_encoder", "encode_logs"),
+}
+
+
+def size(items: Iterable[Item]) -> int:
+    """Return the number of spans, metric points or log records."""
+    return sum(_points(item) if isinstance(item, MetricsData) else 1 for item in items)
+
+
+def _points(data: MetricsData) -> int:
+    return sum(len(metric.data.data_points) for metric in metrics_of(data))
+
+
+def metrics_of(data: MetricsData) -> list[sdk.Metric]:
+    """Return all metrics, whatever their resource."""
+    return [metric for of in data.resource_metrics for scope in of.scope_metrics for metric in scope.metrics]
+
+
+def halves(items: Sequence[Item]) -> list[list[Item]]:
+    """Split a request in two; [] where it holds one item only. Points of one metric stay together."""
+    if len(items) > 1:
+        return [list(items[: len(items) // 2]), list(items[len(items) // 2 :])]
+    if len(items) == 1 and isinstance(data := items[0], MetricsData) and (count := len(metrics_of(data))) > 1:
+        return [[_part(data, 0, count // 2)], [_part(data, count // 2, count)]]
+    return []
+
+
+def _part(data: MetricsData, begin: int, end: int) -> MetricsData:
+    """Return the metrics with these numbers."""
+    (of,) = data.resource_metrics  # as NodeMetrics makes them, and decode() of what it has made
+    (scope,) = of.scope_metrics
+    kept = sdk.ScopeMetrics(scope.scope, scope.metrics[begin:end], scope.schema_url)
+    return MetricsData([sdk.ResourceMetrics(of.resource, [kept], of.schema_url)])
+
+
+def message(signal: str, items: Sequence[Item]) -> Any:
+    """Return the request as the SDK's exporters encode it."""
+    module, name = _ENCODERS[signal]
+    encode = getattr(importlib.import_module(f"opentelemetry.exporter.otlp.proto.common.{module}"), name)
+    return encode(items[0] if signal == "metrics" else items)
+
+
+def encode(signal: str, items: Sequence[Item]) -> bytes:
+    """Return the bytes of a request."""
+    body: bytes = message(signal, items).SerializeToString()
+    return body
+
+
+def decode(signal: str, body: bytes) -> list[Item]:
+    """Return what a request holds. Raises ValueError for bytes that are no request."""
+    try:
+        if signal == "traces":
+            return list(_spans(ExportTraceServiceRequest.FromString(body)))
+        if signal == "logs":
+            return list(_records(ExportLogsServiceRequest.FromString(body)))
+        return [_metrics(ExportMetricsServiceRequest.FromString(body))]
+    except (DecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a request of {signal}: {error}") from error
+
+
+def _spans(request: ExportTraceServiceRequest) -> Iterator[ReadableSpan]:
+    for of_resource in request.resource_spans:
+        resource = _resource(of_resource)
+        for of_scope in of_resource.scope_spans:
+            for span in of_scope.spans:
+                context = _context(span.trace_id, span.span_id, 0, span.trace_state)
+                parent = _context(span.trace_id, span.parent_span_id, span.flags) if span.parent_span_id else None
+                links = [Link(_context(each.trace_id, each.span_id, each.flags), _plain(each)) for each in span.links]
+                yield ReadableSpan(
+                    span.name, context, parent, resource, _plain(span), links=links,
+                    status=Status(StatusCode(span.status.code)), start_time=span.start_time_unix_nano,
+                    end_time=span.end_time_unix_nano, instrumentation_scope=_scope(of_scope),
+                )  # fmt: skip
+
+
+def _records(request: ExportLogsServiceRequest) -> Iterator[ReadableLogRecord]:
+    from opentelemetry._logs import LogRecord, SeverityNumber
+
+    for of_resource in request.resource_logs:
+        resource = _resource(of_resource)
+        for of_scope in of_resource.scope_logs:
+            for each in of_scope.log_records:
+                record = LogRecord(
+                    timestamp=each.time_unix_nano, observed_timestamp=each.observed_time_unix_nano,
+                    context=in_span(_context(each.trace_id, each.span_id, 0)) if each.trace_id else None,
+                    severity_text=each.severity_text, severity_number=SeverityNumber(each.severity_number),
+                    body=_value(each.body), attributes=_plain(each), event_name=each.event_name,
+                )  # fmt: skip
+                yield ReadableLogRecord(record, resource, _scope(of_scope))
+
+
+def _metrics(request: ExportMetricsServiceRequest) -> MetricsData:
+    return MetricsData(
+        [
+            sdk.ResourceMetrics(
+                _resource(of),
+                [sdk.ScopeMetrics(_scope(each), [*map(_metric, each.metrics)], "") for each in of.scope_metrics],
+                "",
+            )
+            for of in request.resource_metrics
+        ]
+    )
+
+
+_POINTS = {
+    "gauge": (sdk.Gauge, sdk.NumberDataPoint),
+    "sum": (sdk.Sum, sdk.NumberDataPoint),
+    "histogram": (sdk.Histogram, sdk.HistogramDataPoint),
+    "exponential_histogram": (sdk.ExponentialHistogram, sdk.ExponentialHistogramDataPoint),
+}
+
+
+def _metric(metric: Any) -> sdk.Metric:
+    kind = metric.WhichOneof("data")
+    made_of, points_of = _POINTS[kind]
+    data = getattr(metric, kind)
+    points = [_alike(points_of, each) for each in data.data_points]
+    return sdk.Metric(metric.name, metric.description, metric.unit, _alike(made_of, data, data_points=points))
+
+
+def _alike(kind: type, message: Any, **known: Any) -> Any:
+    """A dataclass of the SDK, whose fields are called as the message's."""
+    fields = (field.name for field in dataclasses.fields(kind) if field.name not in known)
+    return kind(**known, **{name: _FIELDS.get(name, _as_it_is)(message, name) for name in fields})
+
+
+def _as_it_is(message: Any, name: str) -> Any:
+    found = getattr(message, name)
+    return list(found) if isinstance(found, Sequence) else found
+
+
+_FIELDS: dict[str, Callable[[Any, str], Any]] = {
+    "attributes": lambda message, _: _plain(message),
+    "filtered_attributes": lambda message, _: {},
+    "value": lambda message, _: getattr(message, message.WhichOneof("value")),
+    "exemplars": lambda message, _: [_alike(Exemplar, each) for each in message.exemplars],
+    "trace_id": lambda message, _: _number(message.trace_id),
+    "span_id": lambda message, _: _number(message.span_id),
+    "positive": lambda message, _: _alike(sdk.Buckets, message.positive),
+    "negative": lambda message, _: _alike(sdk.Buckets, message.negative),
+    "aggregation_temporality": lambda data, _: sdk.AggregationTemporality(data.aggregation_temporality),
+}
+
+
+def in_span(context: SpanContext) -> Any:
+    """Return the context of what happens in that span."""
+    return set_span_in_context(NonRecordingSpan(context))
+
+
+def _context(trace_id: bytes, span_id: bytes, flags: int, state: str = "") -> SpanContext:
+    is_remote, kept = bool(flags & _REMOTE), TraceState.from_header([state]) if state else None
+    return SpanContext(_number(trace_id), _number(span_id), is_remote, TraceFlags(TraceFlags.SAMPLED), kept)
+
+
+def _number(text: bytes) -> int:
+    return int.from_bytes(text, "big")
+
+
+def _resource(of_resource: Any) -> Resource:
+    return Resource(_plain(of_resource.resource), of_resource.schema_url)
+
+
+def _scope(of_scope: Any) -> InstrumentationScope:
+    return InstrumentationScope(of_scope.scope.name, of_scope.scope.version)
+
+
+def _plain(holder: Any) -> dict[str, Any]:
+    return {each.key: _value(each.value) for each in holder.attributes}
+
+
+def _value(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [_value(each) for each in value.array_value.values]
+    return getattr(value, kind) if kind else None

@@ -1,0 +1,86 @@
+"""OpenTelemetry's own exporters, one for each signal. They read the OTEL_EXPORTER_OTLP_* variables themselves."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.exporters.delivery.answer import Answer, NotTakenError, Outcome
+
+if TYPE_CHECKING:
+    from torchlens_perf.exporters.delivery.grpc_calls import ObservedCalls
+    from torchlens_perf.exporters.delivery.http_session import ObservedSession
+    from torchlens_perf.exporters.delivery.otlp_requests import Item
+
+# By signal: the module of the exporter, its class, and that of the console's.
+_EXPORTERS = {
+    "traces": ("trace_exporter", "OTLPSpanExporter", "trace.export", "ConsoleSpanExporter"),
+    "metrics": ("metric_exporter", "OTLPMetricExporter", "metrics.export", "ConsoleMetricExporter"),
+    "logs": ("_log_exporter", "OTLPLogExporter", "_logs.export", "ConsoleLogRecordExporter"),
+}
+
+
+class SdkTransport:
+    """Sends requests through an exporter of the SDK. One thread."""
+
+    def __init__(self, signal: str, exporter: Any, observer: ObservedSession | ObservedCalls | None = None) -> None:
+        """observer: of the endpoint's answers; None: the exporter has no endpoint."""
+        self._signal, self._exporter, self._observer = signal, exporter, observer
+        # The sender logs what the endpoint answers, once in a while. What the SDK alone knows stays in the log.
+        self._logger = logging.getLogger(type(exporter).__module__)
+        self._logger.addFilter(self._is_news)
+
+    def send(self, items: Sequence[Item]) -> Answer:
+        """One try."""
+        if self._observer is not None:
+            self._observer.answer = None
+        try:
+            result = self._exporter.export(items[0] if self._signal == "metrics" else items)
+        except NotTakenError:
+            result = None
+        answer = None if self._observer is None else self._observer.answer
+        if answer is not None:
+            return answer
+        if result is not None and result.name == "SUCCESS":
+            return Answer(Outcome.DELIVERED)
+        return Answer(Outcome.REFUSED, "the SDK's exporter has not sent it")
+
+    def close(self) -> None:
+        self._logger.removeFilter(self._is_news)
+        self._exporter.shutdown()
+
+    def _is_news(self, record: logging.LogRecord) -> bool:
+        return self._observer is None or self._observer.answer is None
+
+
+def over_http(signal: str) -> SdkTransport:
+    """Return a transport over HTTP. Raises RuntimeError for a credential provider that is missing."""
+    from torchlens_perf.exporters.delivery.http_session import ObservedSession
+
+    module, name, _, _ = _EXPORTERS[signal]
+    provider = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_{}CREDENTIAL_PROVIDER"
+    session = ObservedSession(
+        os.environ.get(provider.format(f"{signal.upper()}_"), "") or os.environ.get(provider.format(""), "")
+    )
+    exporters = importlib.import_module(f"opentelemetry.exporter.otlp.proto.http.{module}")
+    return SdkTransport(signal, getattr(exporters, name)(session=session), session)
+
+
+def over_grpc(signal: str) -> SdkTransport:
+    """Return a transport over gRPC. Raises what the exporter raises for a variable that it cannot use."""
+    from torchlens_perf.exporters.delivery.grpc_calls import OPTIONS, ObservedCalls
+
+    module, name, _, _ = _EXPORTERS[signal]
+    exporters = importlib.import_module(f"opentelemetry.exporter.otlp.proto.grpc.{module}")
+    exporter, calls = getattr(exporters, name)(channel_options=OPTIONS), ObservedCalls()
+    calls.observe(exporter)
+    return SdkTransport(signal, exporter, calls)
+
+
+def to_console(signal: str) -> SdkTransport:
+    """Return a transport that prints to standard output, as the SDK does."""
+    _, _, module, name = _EXPORTERS[signal]
+    return SdkTransport(signal, getattr(importlib.import_module(f"opentelemetry.sdk.{module}"), name)())
