@@ -23,7 +23,6 @@ from opentelemetry.sdk.resources import Resource
 
 from benchmarks.measure import Table
 from tests.support import simulations
-from torchlens_perf.analysis.causes.straggler_groups import name
 from torchlens_perf.analysis.collectives.hang import Progress
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, LINK_COUNTERS, GpuSample, Hardware, LinkSample
@@ -44,6 +43,7 @@ from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.tracing import Tracing
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Steps, Topology
+from torchlens_perf.verdicts.causes.straggler_groups import name
 
 NODE_SIZE, SPANS_A_STEP = 8, 200
 BAR_SPANS_A_SECOND, BAR_SERIES = 200, 2000

@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import Table
-from torchlens_perf.analysis.causes.metrics import METRICS
-from torchlens_perf.analysis.causes.straggler_groups import name
 from torchlens_perf.analysis.collectives.hang import Progress
-from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.sidecar.job import JobView
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.messages import Collected, NodeContact, Received
 from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.verdicts.causes.metrics import METRICS
+from torchlens_perf.verdicts.causes.straggler_groups import name
+from torchlens_perf.verdicts.stragglers.placement import Placement
 
 RANKS, NODE_SIZE, WINDOWS, SLOW, SLOW_FROM = 16384, 8, 24, 1234, 5
 MODULES = {f"layers.{number}.mlp": 3e5 + number for number in range(64)}

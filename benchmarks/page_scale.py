@@ -17,12 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.measure import Table
-from torchlens_perf.analysis.causes.straggler_groups import name
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.analysis.stragglers.detector import JobDetector
-from torchlens_perf.analysis.stragglers.judged_steps import HOST
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.rank_ranges import ranges
@@ -32,6 +29,9 @@ from torchlens_perf.sidecar.rings.segments import Chunk, Origin, SegmentWriter
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import Timeline, groups_of, identity_of
 from torchlens_perf.simulate.simulation import Simulation, Topology
+from torchlens_perf.verdicts.causes.straggler_groups import name
+from torchlens_perf.verdicts.stragglers.detector import JobDetector
+from torchlens_perf.verdicts.stragglers.judged_steps import HOST
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -13,10 +13,10 @@ import pandas as pd
 from benchmarks.measure import Table
 from benchmarks.planted_truth import FAULTY, KINDS, Fault, Truth
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.analysis.stragglers.detector import Findings, JobDetector
-from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.rings import segments
+from torchlens_perf.verdicts.stragglers.detector import Findings, JobDetector
+from torchlens_perf.verdicts.stragglers.placement import Placement
 
 WARM_UP_STEPS = 3
 # Phases that are right for a planted one. Compute is forward and backward both: either has it.

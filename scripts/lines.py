@@ -20,8 +20,8 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     (
         "verdicts",
         (
-            "verdicts", "analysis/stragglers", "analysis/causes", "analysis/words", "report/held.py",
-            "report/judged_windows.py", "report/waited_for.py", "report/step_classes.py",
+            "verdicts", "verdicts/stragglers", "verdicts/causes", "verdicts/words", "verdicts/held.py",
+            "verdicts/judged_windows.py", "report/waited_for.py", "report/step_classes.py",
         ),
         4100,
         0,

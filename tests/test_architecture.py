@@ -40,9 +40,9 @@ RANKS = {
     # the sidecar
     "analysis.statistics": "what one rank's records add up to",
     "analysis.collectives": "ranks' records of one collective, joined",
-    "analysis.stragglers": "who is slow",
-    "analysis.causes": "why",
-    "analysis.words": "sentences about all of that",
+    "verdicts.stragglers": "who is slow",
+    "verdicts.causes": "why",
+    "verdicts.words": "sentences about all of that",
     "verdicts": "what is wrong, from when it was found to its end",
     "analysis": "all of it, as one node's state",
     "exporters.delivery": "sends through the SDK's exporters, and keeps what an endpoint does not take",
@@ -74,12 +74,12 @@ TRAINING = set(_ORDER[:_FIRST_OF_SIDECAR])
 
 # Files of these compute on values: they know no file, no process and no clock.
 PURE_PACKAGES = {
-    "analysis.statistics", "analysis.collectives", "analysis.stragglers", "analysis.causes", "exporters.choice",
+    "analysis.statistics", "analysis.collectives", "verdicts.stragglers", "verdicts.causes", "exporters.choice",
     "page.pictures", "page.sections",
 }  # fmt: skip
 PURE = {
-    "verdicts.alert", "verdicts.finding_log", "analysis.words.evidence", "analysis.words.hang",
-    "analysis.words.oom", "analysis.words.stragglers", "cuda.reduction",
+    "verdicts.alert", "verdicts.finding_log", "verdicts.words.evidence", "verdicts.words.hang",
+    "verdicts.words.oom", "verdicts.words.stragglers", "cuda.reduction",
     "exporters.series_room",
     "exporters.prometheus.names",
     "page.contents", "page.decoded", "page.gather.held", "page.gather.node_clocks", "page.gather.step_choice",
@@ -97,7 +97,7 @@ THIRD_PARTY = {
         "exporters.delivery.grpc_calls", "sidecar.nodes.client", "sidecar.nodes.server", "sidecar.nodes.transport",
     },
     "msgspec": {
-        "analysis.collectives.slow_link", "analysis.node_state", "analysis.words.evidence",
+        "analysis.collectives.slow_link", "analysis.node_state", "verdicts.words.evidence",
         "exporters.choice.said", "exporters.tally",
         "page.gather.run_contents", "report.report_json",
         "sidecar.nodes.membership",

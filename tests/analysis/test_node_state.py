@@ -19,18 +19,18 @@ from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from tests.support.ranks import HOST
 from tests.support.tables import MS
 from torchlens_perf.analysis import node_state
-from torchlens_perf.analysis.causes.rules import Cause, Diagnosis
-from torchlens_perf.analysis.causes.straggler_groups import StageImbalance, StragglerSummary, name
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.node_state import NodeState, encode
-from torchlens_perf.analysis.stragglers.detector import NOTHING, Usual
-from torchlens_perf.analysis.words.hang import RankStack
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.verdicts.causes.rules import Cause, Diagnosis
+from torchlens_perf.verdicts.causes.straggler_groups import StageImbalance, StragglerSummary, name
 from torchlens_perf.verdicts.finding_log import FindingLog
+from torchlens_perf.verdicts.stragglers.detector import NOTHING, Usual
+from torchlens_perf.verdicts.words.hang import RankStack
 
 WHY = Diagnosis(
     (Cause("gc", "it collects", "freeze it", 0.5, {"gc_share": 0.5}),), ("GPUs",), (), {"gc_share": 0.5}, {}

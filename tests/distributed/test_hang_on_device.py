@@ -17,9 +17,9 @@ from tests.support.gloo import run_ranks
 from tests.support.progress import rank as progress
 from tests.support.recording import recorded
 from torchlens_perf.analysis.collectives.hang import find_hang
-from torchlens_perf.analysis.words.hang import device_place, text
 from torchlens_perf.run.clock import DeviceMark, device_mark
 from torchlens_perf.run.ring import Reader
+from torchlens_perf.verdicts.words.hang import device_place, text
 
 pytestmark = pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
 HUNG_AT, STEPS, STUCK, STEP_S = 16, 22, 1, 0.05

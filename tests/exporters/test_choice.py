@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from tests.support.tables import step_table
 from torchlens_perf.analysis.statistics.steps import no_host_line
-from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.stragglers.window import BinBatch
 from torchlens_perf.exporters.choice.budget import SpanBudget
 from torchlens_perf.exporters.choice.chooser import Chooser, Known
 from torchlens_perf.exporters.choice.rank_rows import RankRows, ranks_that_matter
@@ -23,6 +21,8 @@ from torchlens_perf.exporters.choice.slow_steps import MIN_STEPS, SlowSteps
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.records import StepTable, TracedStep
 from torchlens_perf.run.ring import Kind, record_dtype
+from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 MS = 1_000_000
 S = 10**9

@@ -19,8 +19,6 @@ from tests.support.otlp_collector import Collector, exporter_to
 from tests.support.otlp_receiver import ReceivedPoint
 from tests.support.processes import ROOT
 from tests.support.tables import MS, step_table
-from torchlens_perf.analysis.causes.straggler_groups import straggler_groups
-from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import FIRST_TRACED_STEPS, Assessment, ExportBatch, Exporter, JobPart, semantics
@@ -33,7 +31,9 @@ from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import Span, StepTrace
 from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.verdicts.causes.straggler_groups import straggler_groups
 from torchlens_perf.verdicts.finding_log import FindingLog, stragglers_by_class
+from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings
 
 MAX_RANK_SERIES = most_ranks(JobPart().max_series)
 OTHER_THREAD = int(Flag.OTHER_THREAD)

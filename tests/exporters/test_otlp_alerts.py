@@ -20,11 +20,11 @@ from tests.support.endpoints import answering, grpc_answering, refusing, serving
 from tests.support.findings import PLACES, episode, findings, hang
 from tests.support.otlp_receiver import ReceivedEvent, Receiver, wait_for
 from tests.support.processes import ROOT
-from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.exporters import Assessment, Exporter, semantics
 from torchlens_perf.exporters.otlp_environment import exporter_from_environment
 from torchlens_perf.exporters.otlp_spans import span_id, trace_id
 from torchlens_perf.verdicts.finding_log import FindingLog
+from torchlens_perf.verdicts.stragglers.detector import Findings
 
 pytestmark = pytest.mark.distributed
 

@@ -188,9 +188,7 @@ def test_sum_and_counts_come_together() -> None:
 
     def take_and_export(data: bytes) -> None:
         node_0.take("a", data)
-        sums_s.extend(
-            point.sum for metric in node_0.meter.collect() for point in metric.data.data_points
-        )
+        sums_s.extend(point.sum for metric in node_0.meter.collect() for point in metric.data.data_points)
 
     for values_ns in parts_ns:
         node.series.record(values_ns, {})

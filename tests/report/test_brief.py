@@ -9,16 +9,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from tests.analysis.words.test_bottleneck import BASE, random_steps
 from tests.report import test_memory_table as memory
 from tests.report.test_held import node, usual
 from tests.support.findings import episode, findings, hang, hung
 from tests.support.ranks import HOST, Rank
 from tests.support.reports import checked
 from tests.support.tables import records
+from tests.verdicts.words.test_bottleneck import BASE, random_steps
 from torchlens_perf.analysis.node_state import NodeState
-from torchlens_perf.analysis.words.hang import RankStack
-from torchlens_perf.analysis.words.report import VerdictRow
 from torchlens_perf.report.brief import MAX_LINES, brief
 from torchlens_perf.report.build import build
 from torchlens_perf.report.verdict_text import earlier_line
@@ -27,6 +25,8 @@ from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.start.process import write_report
+from torchlens_perf.verdicts.words.hang import RankStack
+from torchlens_perf.verdicts.words.report import VerdictRow
 
 LONG = "/lustre/projects/some-team/experiments/torchlens-perf/20261122-223230-760cafb6"
 

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from tests.analysis.words.test_bottleneck import BASE
 from tests.report.test_held import node
 from tests.support.findings import MS, episode, findings
 from tests.support.ranks import HOST, Rank
 from tests.support.reports import checked
-from torchlens_perf.analysis.causes.rules import Diagnosis
-from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup, StragglerSummary
+from tests.verdicts.words.test_bottleneck import BASE
 from torchlens_perf.analysis.node_state import CpuUsers
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.verdicts.causes.rules import Diagnosis
+from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup, StragglerSummary
 
 STARVED = {**BASE, "forward": 24.0, "cpu": 20.0}
 

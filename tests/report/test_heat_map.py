@@ -15,10 +15,10 @@ from tests.support.findings import episode, findings
 from tests.support.tables import step_table
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, WindowHistory, Windows
 from torchlens_perf.analysis.statistics.run_windows import MAX_COLUMNS, RunWindows, run_windows
-from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
-from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.report.heat_map import MAX_RANKS, HeatMap, chosen, heat
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings
+from torchlens_perf.verdicts.stragglers.placement import Placement
 
 
 def windows(

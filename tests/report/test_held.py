@@ -12,23 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.analysis.words.test_bottleneck import BASE, state_of
 from tests.support.findings import PLACES, episode, findings, hang, hung, slow_links
 from tests.support.reports import checked
-from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup, StragglerSummary
+from tests.verdicts.words.test_bottleneck import BASE, state_of
 from torchlens_perf.analysis.node_state import NodeState
 from torchlens_perf.analysis.statistics.run_windows import RunWindows
-from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings, Usual
-from torchlens_perf.analysis.stragglers.episodes import Episode
-from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.words.hang import RankStack
 from torchlens_perf.report.build import build
-from torchlens_perf.report.judged_windows import JudgedWindows, longest
 from torchlens_perf.report.terminal import render
 from torchlens_perf.report.verdict_text import held_words
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup, StragglerSummary
 from torchlens_perf.verdicts.finding_log import FindingLog
+from torchlens_perf.verdicts.judged_windows import JudgedWindows, longest
+from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, Usual
+from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.words.hang import RankStack
 
 WIDTH = 8  # steps, of a window of a short run
 STEP_S = 0.016  # of BASE

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.analysis.words.test_bottleneck import BASE
 from tests.report.test_held import node, slow_data, usual
 from tests.support.findings import MS, episode, findings
 from tests.support.reports import checked
+from tests.verdicts.words.test_bottleneck import BASE
 from torchlens_perf.analysis.node_state import NodeState
 from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
 from torchlens_perf.page.notebook import results

@@ -13,7 +13,6 @@ from tests.support.reports import as_json, checked
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.analysis.statistics.rank import RankStatistics
-from torchlens_perf.analysis.words.evidence import Verdict
 from torchlens_perf.exporters import Exporter
 from torchlens_perf.report.build import SCHEMA, build
 from torchlens_perf.report.terminal import render, show
@@ -21,6 +20,7 @@ from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.verdicts.words.evidence import Verdict
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
 

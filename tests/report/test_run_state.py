@@ -12,8 +12,6 @@ import pytest
 from tests.support.ranks import HOST, Rank, make_run
 from tests.support.reports import checked
 from torchlens_perf.analysis.node_state import NodeState
-from torchlens_perf.analysis.words.run_state import ranks_words, state_words
-from torchlens_perf.analysis.words.startup import startup_words
 from torchlens_perf.page import notebook
 from torchlens_perf.page.document.html import document
 from torchlens_perf.page.gather.run_contents import contents
@@ -25,6 +23,8 @@ from torchlens_perf.run.ring import Kind
 from torchlens_perf.serve.runs import find_runs, lines_of
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.top.live_runs import runs_in
+from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
+from torchlens_perf.verdicts.words.startup import startup_words
 
 WORK = {"forward": 4, "backward": 6, "host": 1}
 _GONE: dict[str, Any] = {"pid": os.getpid(), "process_started": 1}  # this pid, of a process that began at boot

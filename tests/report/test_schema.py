@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.analysis.words.test_bottleneck import BASE, state_of
 from tests.report import test_device_table as device
 from tests.report import test_memory_table as memory
 from tests.report.test_report import WORK, report_on
@@ -23,14 +22,9 @@ from tests.support.ranks import HOST, Rank
 from tests.support.reports import as_json, checked, problem
 from tests.support.simulations import simulation
 from tests.support.tables import MS, mixed_table
+from tests.verdicts.words.test_bottleneck import BASE, state_of
 from torchlens_perf.analysis import node_state
-from torchlens_perf.analysis.causes.rules import Cause, Diagnosis
-from torchlens_perf.analysis.causes.straggler_groups import StageImbalance, StragglerGroup, StragglerSummary
 from torchlens_perf.analysis.node_state import NodeState
-from torchlens_perf.analysis.stragglers.episodes import Episode
-from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
-from torchlens_perf.analysis.words import evidence
-from torchlens_perf.analysis.words.hang import HangEvidence, OpenHang, RankStack
 from torchlens_perf.commands.cli import main
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.report import report_json
@@ -43,7 +37,13 @@ from torchlens_perf.run.sketch import Sketch
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.simulate.simulation import Topology
 from torchlens_perf.verdicts.alert import Alert
+from torchlens_perf.verdicts.causes.rules import Cause, Diagnosis
+from torchlens_perf.verdicts.causes.straggler_groups import StageImbalance, StragglerGroup, StragglerSummary
 from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
+from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words import evidence
+from torchlens_perf.verdicts.words.hang import HangEvidence, OpenHang, RankStack
 
 
 def test_the_command_prints_it(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:

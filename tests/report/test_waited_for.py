@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.analysis.words.test_bottleneck import BASE
 from tests.report.test_held import node
 from tests.support.findings import findings
 from tests.support.reports import checked
+from tests.verdicts.words.test_bottleneck import BASE
 from torchlens_perf.report.build import build
 from torchlens_perf.run.ring import Flag
 

@@ -17,9 +17,7 @@ import pytest
 
 from tests.support.findings import PLACES, episode, findings
 from tests.support.ranks import HOST, Rank, make_run
-from torchlens_perf.analysis.causes.straggler_groups import NOBODY, name, suspect_and_healthy
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
-from torchlens_perf.analysis.stragglers.placement import Placement
 from torchlens_perf.commands.cli import main
 from torchlens_perf.report.captures import capture_lines, captures
 from torchlens_perf.run import captures as capture_files
@@ -27,6 +25,8 @@ from torchlens_perf.run.captures import BY_USER, BY_VERDICT, LONGEST_S, RAW_TRAC
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.captures import LOOK_S, CaptureRelay, LiveRank
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.verdicts.causes.straggler_groups import NOBODY, name, suspect_and_healthy
+from torchlens_perf.verdicts.stragglers.placement import Placement
 
 
 class Node:

@@ -18,8 +18,6 @@ from tests.support.findings import episode
 from tests.support.planted import places
 from tests.support.ranks import identity_of, make_run
 from tests.support.simulations import table_of
-from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
-from torchlens_perf.analysis.words.hang import OpenHang, RankStack
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.sidecar import hang_watch
@@ -29,6 +27,8 @@ from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.messages import Collected, Received
 from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.simulate.simulation import Simulation, Topology
+from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup
+from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
 
 MEETING = Places(("127.0.0.1", 1))
 

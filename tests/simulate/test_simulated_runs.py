@@ -13,7 +13,6 @@ from tests.support.ranks import Rank, make_run
 from tests.support.simulations import judged, simulation, table_of
 from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.analysis.stragglers.detector import Findings
 from torchlens_perf.commands.cli import _parser
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.errors import ConfigError, TorchlensPerfError
@@ -27,6 +26,7 @@ from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.sidecar.rings import segments
 from torchlens_perf.simulate.rings import SimulatedRank, Timeline
 from torchlens_perf.simulate.simulation import Topology
+from torchlens_perf.verdicts.stragglers.detector import Findings
 
 
 def verdicts(findings: Findings) -> list[tuple[Any, ...]]:

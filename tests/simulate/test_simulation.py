@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from tests.support.simulations import simulation, table_of, wait_ns
 from torchlens_perf.analysis.statistics.step_bins import StepBinMaker
-from torchlens_perf.analysis.stragglers.window import BinBatch
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.simulate.rings import Timeline
 from torchlens_perf.simulate.simulation import BLOCK, Simulation, Topology, recorded_noise
+from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 WORK_NS = 200e6
 AT_FAULT = [

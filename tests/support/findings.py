@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchlens_perf.analysis.collectives.slow_link import SlowLink
-from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings
-from torchlens_perf.analysis.stragglers.episodes import Episode
-from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.words.evidence import SlowLinkEvidence, Verdict
-from torchlens_perf.analysis.words.hang import OpenHang, RankStack
 from torchlens_perf.verdicts.finding_log import FindingLog, FindingRecords
+from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings
+from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.words.evidence import SlowLinkEvidence, Verdict
+from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
 
 MS = 1e6
 PLACES = {rank: Placement(f"node-{'ab'[rank // 4]}", "same") for rank in range(8)}

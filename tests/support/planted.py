@@ -10,10 +10,10 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import StepBins
 from torchlens_perf.analysis.statistics.steps import no_host_line
-from torchlens_perf.analysis.stragglers.detector import Findings, StragglerDetector
-from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.stragglers.window import BinBatch
 from torchlens_perf.run.records import OWN_PARTS
+from torchlens_perf.verdicts.stragglers.detector import Findings, StragglerDetector
+from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 MS = 1e6
 WORK_MS = {"data": 10.0, "forward": 60.0, "recompute": 0.0, "backward": 110.0, "optimizer": 15.0, "host": 5.0}

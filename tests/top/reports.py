@@ -9,11 +9,11 @@ from typing import Any
 
 from tests.support.live_simulation import LiveSimulation
 from torchlens_perf.analysis import node_state
-from torchlens_perf.analysis.causes.straggler_groups import NOBODY
-from torchlens_perf.analysis.stragglers.detector import NOTHING
-from torchlens_perf.analysis.words.report import Report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top.reading import RunReader, View
+from torchlens_perf.verdicts.causes.straggler_groups import NOBODY
+from torchlens_perf.verdicts.stragglers.detector import NOTHING
+from torchlens_perf.verdicts.words.report import Report
 
 
 def view_of(path: Path, ranks: int, *faults: str, blocks: int = 3, **options: int) -> View:

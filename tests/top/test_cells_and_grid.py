@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.top.reports import changed, report_of, verdict, view_of
-from torchlens_perf.analysis.words.hang import HangEvidence
-from torchlens_perf.analysis.words.report import Report
 from torchlens_perf.top.cells import EXCESS, WAIT, Cell, legend, node_cells, rank_cells
 from torchlens_perf.top.grid import laid_out
 from torchlens_perf.top.lettering import Lettering
+from torchlens_perf.verdicts.words.hang import HangEvidence
+from torchlens_perf.verdicts.words.report import Report
 
 ASCII = Lettering(ascii_only=True)
 HANG = HangEvidence("missing", 12.0, 40, (1,), (0, 2), {})

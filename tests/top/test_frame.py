@@ -10,7 +10,6 @@ import pytest
 from rich.text import Text
 
 from tests.top.reports import changed, report_of, verdict, view_of
-from torchlens_perf.analysis.words.hang import HangEvidence
 from torchlens_perf.top import overview
 from torchlens_perf.top.frame import frame
 from torchlens_perf.top.help_text import help_lines
@@ -19,6 +18,7 @@ from torchlens_perf.top.pace import Pace
 from torchlens_perf.top.rank_lines import rank_lines
 from torchlens_perf.top.reading import View
 from torchlens_perf.top.verdict_entries import verdict_entries
+from torchlens_perf.verdicts.words.hang import HangEvidence
 
 UNICODE, ASCII = Lettering(), Lettering(ascii_only=True)
 

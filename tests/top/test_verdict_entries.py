@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.top.reports import changed, report_of, verdict, view_of
-from torchlens_perf.analysis.words.hang import HangEvidence, RankStack
-from torchlens_perf.analysis.words.report import Report
 from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.overview import clock_time, verdict_lines
 from torchlens_perf.top.verdict_entries import Entry, verdict_entries
+from torchlens_perf.verdicts.words.hang import HangEvidence, RankStack
+from torchlens_perf.verdicts.words.report import Report
 
 HANG = HangEvidence("missing", 12.0, 40, (1,), (0, 2), {1: RankStack(("a.py:1 f", "b.py:2 g"), "")})
 

@@ -10,13 +10,13 @@ import pytest
 from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from tests.support.saved import saved
 from tests.support.simulations import simulation
-from torchlens_perf.analysis.causes.rules import Cause, Diagnosis
-from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings, StragglerDetector, Usual
-from torchlens_perf.analysis.stragglers.resume import Continuation
-from torchlens_perf.analysis.words.evidence import ImbalanceEvidence, Verdict
-from torchlens_perf.analysis.words.stragglers import SlowRankContext
 from torchlens_perf.verdicts.alert import Alert
+from torchlens_perf.verdicts.causes.rules import Cause, Diagnosis
 from torchlens_perf.verdicts.finding_log import FindingLog, stragglers_by_class
+from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, StragglerDetector, Usual
+from torchlens_perf.verdicts.stragglers.resume import Continuation
+from torchlens_perf.verdicts.words.evidence import ImbalanceEvidence, Verdict
+from torchlens_perf.verdicts.words.stragglers import SlowRankContext
 
 NOW_NS = 1_700_000_000_000_000_000
 

@@ -12,14 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
 import msgspec
 import numpy as np
 
-from torchlens_perf.analysis.causes.straggler_groups import NOBODY, StragglerSummary
 from torchlens_perf.analysis.collectives.join import CollectiveJoin, JoinState
 from torchlens_perf.analysis.statistics.hardware import Telemetry
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics, WindowHistory, Windows
-from torchlens_perf.analysis.stragglers.detector import NOTHING, Findings, place_of
-from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, JudgedSteps
-from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.words.hang import OpenHang
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
@@ -28,6 +23,11 @@ from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.records import TracedStep
 from torchlens_perf.run.sketch import Sketch
+from torchlens_perf.verdicts.causes.straggler_groups import NOBODY, StragglerSummary
+from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, place_of
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, JudgedSteps
+from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.words.hang import OpenHang
 
 if TYPE_CHECKING:
     import numpy.typing as npt

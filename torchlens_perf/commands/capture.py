@@ -17,9 +17,9 @@ from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS, TR
 from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Capture
     from torchlens_perf.run.captures import Request
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.verdicts.words.report import Capture
 
 _POLL_S = 0.1
 _ASK_AGAIN_S = 0.5

@@ -21,13 +21,13 @@ from torchlens_perf.run import ownership
 from torchlens_perf.run.rank_ranges import rank_list
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.stragglers.detector import Findings
-    from torchlens_perf.analysis.stragglers.episodes import Episode
-    from torchlens_perf.analysis.stragglers.placement import Placement
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.sidecar_lock import SidecarLock
     from torchlens_perf.simulate.rings import SimulatedDevice
     from torchlens_perf.simulate.simulation import Simulation, Topology
+    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.stragglers.episodes import Episode
+    from torchlens_perf.verdicts.stragglers.placement import Placement
 
 _MAX_LINES = 16
 _FLUSH_TIMEOUT_S = 10.0
@@ -225,8 +225,8 @@ def _read_as_it_is_written(
 
 def _rows(simulation: Simulation, options: argparse.Namespace, advanced: Advanced) -> list[str]:
     from torchlens_perf.analysis.statistics.step_bins import row_width
-    from torchlens_perf.analysis.stragglers.detector import StragglerDetector
     from torchlens_perf.simulate.missed import missed_faults
+    from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 
     topology, judge, judged_s, steps = simulation.topology, StragglerDetector(), 0.0, options.steps
     for rank in range(topology.ranks):
@@ -254,7 +254,7 @@ def _rows(simulation: Simulation, options: argparse.Namespace, advanced: Advance
 
 def _lines(simulation: Simulation, findings: Findings, steps: int) -> list[str]:
     """Who was named, and whether that was planted."""
-    from torchlens_perf.analysis.causes.straggler_groups import straggler_groups
+    from torchlens_perf.verdicts.causes.straggler_groups import straggler_groups
 
     topology = simulation.topology
     places: dict[int, Placement] = {rank: topology.place(rank) for rank in range(topology.ranks)}

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
     from torchlens_perf.analysis.node_state import ProcessState
     from torchlens_perf.analysis.statistics.hardware import Hardware
     from torchlens_perf.analysis.statistics.memory import MemoryReading
-    from torchlens_perf.analysis.stragglers.detector import Findings
-    from torchlens_perf.analysis.words.hang import OpenHang
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import StepTable, StepTrace, TracedStep
     from torchlens_perf.verdicts.alert import Alert
+    from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup
+    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.words.hang import OpenHang
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torchlens_perf.exporters.series import Callback, Meter
 from torchlens_perf.verdicts.finding_log import stragglers_by_class
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.hang import OpenHang
+    from torchlens_perf.verdicts.words.hang import OpenHang
 
 # How often a gauge is 0 after its end: a series that just stops is taken to have kept its last value for minutes.
 _ZERO_POINTS = 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from torchlens_perf.analysis.words.report import Report
+from torchlens_perf.verdicts.words.report import Report
 
 SCHEMA = 1
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.stragglers.excess import relative_excess
 from torchlens_perf.page.matrix import decoded
+from torchlens_perf.verdicts.stragglers.excess import relative_excess
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -13,18 +13,18 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash
-from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
-from torchlens_perf.analysis.words.run_state import ranks_words, state_words
 from torchlens_perf.errors import printable
 from torchlens_perf.page.small_charts import image, parts_chart, step_chart
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.report.terminal import render
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchlens_perf.analysis.words.report import Report, VerdictRow
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.verdicts.words.report import Report, VerdictRow
 
 MAX_BYTES = 64 << 10
 """Of the HTML, whatever is in a run: a notebook keeps each output, and a live one gets it once a second."""

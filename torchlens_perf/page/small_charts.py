@@ -15,7 +15,7 @@ from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.errors import printable
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import StepHistory
+    from torchlens_perf.verdicts.words.report import StepHistory
 
 WIDTH = 620
 MAX_BARS = 8

@@ -19,7 +19,7 @@ from torchlens_perf.report.terminal import as_text, quality_line, safe, start_li
 from torchlens_perf.report.verdict_text import earlier_line, is_finding, verdict_parts
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Report
+    from torchlens_perf.verdicts.words.report import Report
 
 MAX_LINES = 25
 _MAX_RANKS = 8

@@ -18,22 +18,11 @@ from torchlens_perf.analysis.collectives.statistics import merged_operations
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import run_windows
-from torchlens_perf.analysis.stragglers.detector import Findings
-from torchlens_perf.analysis.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
-from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.words import order, run_state, verdict
-from torchlens_perf.analysis.words.bottleneck import computing_action, other_threads_note
-from torchlens_perf.analysis.words.cpu import with_cpu_action
-from torchlens_perf.analysis.words.evidence import Verdict
-from torchlens_perf.analysis.words.oom import out_of_memory_note
-from torchlens_perf.analysis.words.stragglers import SlowRankContext, came_last
 from torchlens_perf.report.collective_table import arrived_last, collective_rows, newest_joins, python_tap_notes
 from torchlens_perf.report.device_table import device_notes, device_sections, device_times, memory_notes, memory_of
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.gpu_table import gpu_rows, link_rows, telemetry_notes
 from torchlens_perf.report.heat_map import heat
-from torchlens_perf.report.held import RunSoFar
-from torchlens_perf.report.judged_windows import JudgedWindows
 from torchlens_perf.report.module_rows import module_rows, section_rows
 from torchlens_perf.report.step_classes import (
     other_threads,
@@ -48,9 +37,20 @@ from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.ring import MAX_FRAMES, Flag
 from torchlens_perf.run.sketch import merged
 from torchlens_perf.verdicts.finding_log import FindingRecords
+from torchlens_perf.verdicts.held import RunSoFar
+from torchlens_perf.verdicts.judged_windows import JudgedWindows
+from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
+from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.words import order, run_state, verdict
+from torchlens_perf.verdicts.words.bottleneck import computing_action, other_threads_note
+from torchlens_perf.verdicts.words.cpu import with_cpu_action
+from torchlens_perf.verdicts.words.evidence import Verdict
+from torchlens_perf.verdicts.words.oom import out_of_memory_note
+from torchlens_perf.verdicts.words.stragglers import SlowRankContext, came_last
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import (
+    from torchlens_perf.verdicts.words.report import (
         ArrivedLast,
         Capture,
         CpuFacts,

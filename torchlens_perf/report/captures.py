@@ -10,7 +10,7 @@ from torchlens_perf.run.captures import TRACE
 from torchlens_perf.run.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Capture, Report
+    from torchlens_perf.verdicts.words.report import Capture, Report
 
 _MAX_LINES = 8
 

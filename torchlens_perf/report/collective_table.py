@@ -12,14 +12,14 @@ from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.collectives.semantics import SEND_RECV, GroupKey, Waits, cannot_tell, semantics_of
 from torchlens_perf.analysis.collectives.statistics import TOTALS, OperationStatistics, merged_operations
 from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, printable
-from torchlens_perf.analysis.stragglers.detector import dimension
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.tables import Column, FittingTable
 from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.verdicts.stragglers.detector import dimension
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.node_state import NodeState, ProcessState
-    from torchlens_perf.analysis.words.report import ArrivedLast, Collective
+    from torchlens_perf.verdicts.words.report import ArrivedLast, Collective
 
 _MAX_ROWS = 6
 _DEVIATIONS = 3.0

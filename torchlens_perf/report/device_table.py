@@ -9,20 +9,20 @@ from torchlens_perf.analysis.node_state import ProcessState
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
 from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, percent, printable
 from torchlens_perf.analysis.statistics.step_mix import classify
-from torchlens_perf.analysis.words.oom import place
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.tables import Column, FittingTable, in_bytes, note_on_rest, or_dash
 from torchlens_perf.run.sketch import merged
+from torchlens_perf.verdicts.words.oom import place
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import (
+    from torchlens_perf.run.oom_table import OutOfMemory
+    from torchlens_perf.verdicts.words.report import (
         DeviceSection,
         DeviceTimes,
         Distribution,
         Rank,
     )
-    from torchlens_perf.analysis.words.report_memory import DeviceMemory, Memory, Retries
-    from torchlens_perf.run.oom_table import OutOfMemory
+    from torchlens_perf.verdicts.words.report_memory import DeviceMemory, Memory, Retries
 
 _MAX_RANKS = 16
 _PHASES = ("forward", "recompute", "backward", "optimizer")

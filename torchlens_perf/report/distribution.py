@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.run.sketch import Sketch
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Distribution
+    from torchlens_perf.verdicts.words.report import Distribution
 
 
 def distribution(sketch: Sketch) -> Distribution:

@@ -13,7 +13,7 @@ from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report_hardware import Gpu, Link
+    from torchlens_perf.verdicts.words.report_hardware import Gpu, Link
 
 _MEANS = (
     "sm_clock_hz", "memory_clock_hz", "power_w", "temperature_c", "busy", "sm_active", "sm_occupancy", "tensor_active",

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from torchlens_perf.analysis.stragglers.detector import Findings
-from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.stragglers.window_excess import window_excess
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.stragglers.window_excess import window_excess
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.run_windows import RunWindows
-    from torchlens_perf.analysis.words.report import Heat, HeatRank
+    from torchlens_perf.verdicts.words.report import Heat, HeatRank
 
 _TAGS = {
     "checkpoint": Flag.CHECKPOINT, "evaluation": Flag.EVALUATION, "compile": Flag.COMPILED, "capture": Flag.CAPTURED,

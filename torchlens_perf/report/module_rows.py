@@ -11,7 +11,7 @@ from torchlens_perf.report.step_classes import typical_step
 from torchlens_perf.run.sketch import Sketch, merged
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Module, Section
+    from torchlens_perf.verdicts.words.report import Module, Section
 
 
 def module_rows(processes: dict[int, ProcessState]) -> list[Module]:

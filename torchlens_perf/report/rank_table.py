@@ -12,7 +12,7 @@ from torchlens_perf.report.tables import Column, FittingTable, in_bytes, note_on
 from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import ArrivedLast, Phase, Rank, Report
+    from torchlens_perf.verdicts.words.report import ArrivedLast, Phase, Rank, Report
 
 _MAX_RANKS = 16
 _BAR_LETTERS = 16

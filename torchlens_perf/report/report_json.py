@@ -8,8 +8,8 @@ from typing import IO, Any
 
 import msgspec
 
-from torchlens_perf.analysis.words.evidence import EVIDENCE
-from torchlens_perf.analysis.words.report import Facts, Report, VerdictFacts, VerdictRow
+from torchlens_perf.verdicts.words.evidence import EVIDENCE
+from torchlens_perf.verdicts.words.report import Facts, Report, VerdictFacts, VerdictRow
 
 
 def write(value: Mapping[str, Any], file: IO[str]) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchlens_perf.analysis.node_state import NodeState
-    from torchlens_perf.analysis.words.report import Report
+    from torchlens_perf.verdicts.words.report import Report
 
 
 def run_report(run: RunDirectory, advanced: Callable[[int, int], object] = lambda done, total: None) -> Report:

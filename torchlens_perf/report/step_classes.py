@@ -14,9 +14,9 @@ from torchlens_perf.report.waited_for import MAX_STEPS, Waits
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.stragglers.detector import Findings
-    from torchlens_perf.analysis.words.evidence import LongSteps
-    from torchlens_perf.analysis.words.report import AlikeAndLong, OwnStep, Phase, TypicalStep
+    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.words.evidence import LongSteps
+    from torchlens_perf.verdicts.words.report import AlikeAndLong, OwnStep, Phase, TypicalStep
 
 
 def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> AlikeAndLong:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.analysis.statistics.rank import Windows
-    from torchlens_perf.analysis.words.report import StepHistory
+    from torchlens_perf.verdicts.words.report import StepHistory
 
 
 def step_history(windows: Mapping[int, Windows]) -> StepHistory | None:

@@ -18,10 +18,6 @@ from torchlens_perf.analysis.statistics.quantities import (
     steps_whole,
 )
 from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
-from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
-from torchlens_perf.analysis.words.run_state import ranks_words, state_words
-from torchlens_perf.analysis.words.startup import startup_words
-from torchlens_perf.analysis.words.verdict import warm_up_words
 from torchlens_perf.report.captures import capture_lines
 from torchlens_perf.report.collective_table import collective_table
 from torchlens_perf.report.device_table import device_table, memory_table
@@ -30,11 +26,15 @@ from torchlens_perf.report.heat_map import HeatMap
 from torchlens_perf.report.rank_table import rank_table
 from torchlens_perf.report.tables import Column, FittingTable, or_dash
 from torchlens_perf.report.verdict_text import earlier_parts, verdict_parts
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
+from torchlens_perf.verdicts.words.startup import startup_words
+from torchlens_perf.verdicts.words.verdict import warm_up_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchlens_perf.analysis.words.report import (
+    from torchlens_perf.verdicts.words.report import (
         DeviceSection,
         Distribution,
         Module,

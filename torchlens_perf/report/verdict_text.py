@@ -10,13 +10,13 @@ from rich.padding import Padding
 from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import counted, printable, steps_words
-from torchlens_perf.analysis.words import order
-from torchlens_perf.analysis.words.evidence import PastEvidence
-from torchlens_perf.analysis.words.hang import HangEvidence
 from torchlens_perf.report.device_table import oom_table
+from torchlens_perf.verdicts.words import order
+from torchlens_perf.verdicts.words.evidence import PastEvidence
+from torchlens_perf.verdicts.words.hang import HangEvidence
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Held, Report, VerdictRow
+    from torchlens_perf.verdicts.words.report import Held, Report, VerdictRow
 
 _STYLES = {
     "hang": "bold red", "hang_ended": "bold red", "out_of_memory": "bold red", "straggler": "bold red",

@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.words.run_state import SILENT_S, ago
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run import ownership
 from torchlens_perf.run.captures import BY_USER, MAX_STEPS, Request
 from torchlens_perf.run.rank_ranges import parse_ranges, ranges
+from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory

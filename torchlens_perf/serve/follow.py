@@ -13,10 +13,10 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.words.run_state import SILENT_S, ago
 from torchlens_perf.serve.live_page import Rendered, rendered
 from torchlens_perf.serve.readers import ReadError
 from torchlens_perf.serve.runs import changed_ns
+from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
 
 if TYPE_CHECKING:
     from torchlens_perf.serve.readers import Readers

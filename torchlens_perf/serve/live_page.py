@@ -19,8 +19,8 @@ from torchlens_perf.serve.list_page import ROOT, all_runs
 from torchlens_perf.serve.run_names import address, run_directory
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Capture
     from torchlens_perf.serve.static_files import Addresses
+    from torchlens_perf.verdicts.words.report import Capture
 
 _PACKING = 1  # gzip's fastest: it is done again and again
 _MAX_CAPTURES = 32

@@ -7,11 +7,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from torchlens_perf.analysis.words.run_state import state_of
 from torchlens_perf.errors import RunStoreError, TorchlensPerfError, printable
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.serve.readers import NoSuchError
 from torchlens_perf.serve.run_names import is_run, opened, run_directory
+from torchlens_perf.verdicts.words.run_state import state_of
 
 BEGINS, UNREADABLE = "begins", "unreadable"
 _MAX_PROBLEM = 300

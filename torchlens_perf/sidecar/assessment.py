@@ -8,23 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis import node_state
-from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup, StragglerSummary, straggler_groups
-from torchlens_perf.analysis.stragglers.detector import NOTHING
-from torchlens_perf.analysis.words.stragglers import SlowRankContext, straggler_verdicts
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.exporters import Assessment
 from torchlens_perf.verdicts.alert import no_modules
+from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup, StragglerSummary, straggler_groups
+from torchlens_perf.verdicts.stragglers.detector import NOTHING
+from torchlens_perf.verdicts.words.stragglers import SlowRankContext, straggler_verdicts
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.causes.rules import Diagnosis
     from torchlens_perf.analysis.node_state import NodeState
-    from torchlens_perf.analysis.stragglers.detector import Findings
-    from torchlens_perf.analysis.stragglers.placement import Placement
-    from torchlens_perf.analysis.words.evidence import Verdict
-    from torchlens_perf.analysis.words.hang import OpenHang
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.verdicts.causes.rules import Diagnosis
     from torchlens_perf.verdicts.finding_log import FindingLog
+    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.stragglers.placement import Placement
+    from torchlens_perf.verdicts.words.evidence import Verdict
+    from torchlens_perf.verdicts.words.hang import OpenHang
 
 _PERIOD_S = 10.0  # between two looks for slow links, which are judged by the whole run
 _MIN_REST = 100.0  # times what a look has taken

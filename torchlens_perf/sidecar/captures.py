@@ -14,17 +14,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.causes.straggler_groups import suspect_and_healthy
 from torchlens_perf.run import captures, ownership
 from torchlens_perf.run.captures import LONGEST_S, RAW_TRACE, REQUEST_LASTS_S, STACKS, TRACE, Outcome, Request
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place.node import host_of
 from torchlens_perf.sidecar.host.stacks import python_stacks
+from torchlens_perf.verdicts.causes.straggler_groups import suspect_and_healthy
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.causes.straggler_groups import StragglerSummary
-    from torchlens_perf.analysis.stragglers.detector import Findings
-    from torchlens_perf.analysis.stragglers.placement import Placement
+    from torchlens_perf.verdicts.causes.straggler_groups import StragglerSummary
+    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.stragglers.placement import Placement
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 

@@ -13,14 +13,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.causes.straggler_groups import NOBODY, name
 from torchlens_perf.analysis.collectives.hang import Progress
 from torchlens_perf.analysis.collectives.semantics import sole_operations
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
-from torchlens_perf.analysis.stragglers.detector import NOTHING
-from torchlens_perf.analysis.stragglers.merged_windows import MergedWindows, held_against
-from torchlens_perf.analysis.stragglers.resume import Continuation
-from torchlens_perf.analysis.words.hang import device_place
 from torchlens_perf.config import EXCHANGE_TOKEN
 from torchlens_perf.errors import RunStoreError, guard, swallowed
 from torchlens_perf.exporters import Assessment
@@ -34,24 +29,29 @@ from torchlens_perf.sidecar.local_rank import usual_step_s
 from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.rank_metrics import RankMetrics
 from torchlens_perf.sidecar.rings.source import USUAL_STEPS, RingSource
+from torchlens_perf.verdicts.causes.straggler_groups import NOBODY, name
 from torchlens_perf.verdicts.finding_log import FindingLog
+from torchlens_perf.verdicts.stragglers.detector import NOTHING
+from torchlens_perf.verdicts.stragglers.merged_windows import MergedWindows, held_against
+from torchlens_perf.verdicts.stragglers.resume import Continuation
+from torchlens_perf.verdicts.words.hang import device_place
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.causes.rules import Diagnosis
-    from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
     from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.analysis.statistics.restarts import Generations
-    from torchlens_perf.analysis.stragglers.detector import Findings
-    from torchlens_perf.analysis.words.evidence import Verdict
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import StepTable
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.sidecar.telemetry.log import TelemetryLog
     from torchlens_perf.verdicts.alert import Alert
+    from torchlens_perf.verdicts.causes.rules import Diagnosis
+    from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup
+    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.words.evidence import Verdict
 
 _JUDGING = "judging the ranks"
 _SIGNALS = "looking for causes"

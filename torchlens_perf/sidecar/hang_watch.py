@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, Progress, find_hang
-from torchlens_perf.analysis.words.hang import OpenHang, RankStack, described
 from torchlens_perf.sidecar.device_waits import DeviceWaits
 from torchlens_perf.sidecar.host.stacks import asked_stack, python_stack
+from torchlens_perf.verdicts.words.hang import OpenHang, RankStack, described
 
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity

@@ -15,13 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.causes.metrics import MetricHistory, vector
-from torchlens_perf.analysis.causes.rules import Diagnosis, diagnose
 from torchlens_perf.analysis.statistics.modules import ModuleTimes
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS
-from torchlens_perf.analysis.stragglers.detector import Findings, JobDetector
-from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.stragglers.window import BinBatch
 from torchlens_perf.exporters import TALLY_MARK, Part
 from torchlens_perf.exporters.choice.rank_rows import RankRows
 from torchlens_perf.run.rank_ranges import parse_ranges
@@ -31,16 +26,21 @@ from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.meeting import Meeting, OpenExchange
 from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.nodes.summary import Summary
+from torchlens_perf.verdicts.causes.metrics import MetricHistory, vector
+from torchlens_perf.verdicts.causes.rules import Diagnosis, diagnose
+from torchlens_perf.verdicts.stragglers.detector import Findings, JobDetector
+from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup
     from torchlens_perf.analysis.collectives.hang import Progress
-    from torchlens_perf.analysis.words.hang import OpenHang
     from torchlens_perf.run.identity import Identity, ProcessGroup
     from torchlens_perf.run.records import StepTable
     from torchlens_perf.sidecar.nodes.messages import Received
+    from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup
+    from torchlens_perf.verdicts.words.hang import OpenHang
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -199,7 +199,7 @@ class JobView:
         self._groups.update({name: parse_ranges(group["ranks"]) for name, group in groups.items()})
 
     def add_signals(self, values: Mapping[int, Mapping[str, float]], now_s: float) -> None:
-        """What was measured of ranks of this node in the last second, see analysis/causes/metrics.py."""
+        """What was measured of ranks of this node in the last second, see verdicts/causes/metrics.py."""
         there = {rank: signals for rank, signals in values.items() if rank in self._local}
         steps = [local.progress.step if local.progress else 0 for local in map(self._local.__getitem__, there)]
         for rank, signals in there.items():

@@ -13,8 +13,8 @@ from torchlens_perf.sidecar.nodes import summary
 if TYPE_CHECKING:
     from torchlens_perf.analysis.collectives.hang import Progress
     from torchlens_perf.analysis.statistics.step_bins import StepBins
-    from torchlens_perf.analysis.stragglers.placement import Placement
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.verdicts.stragglers.placement import Placement
 
 
 @dataclasses.dataclass

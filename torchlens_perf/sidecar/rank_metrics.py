@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.analysis.causes.metrics import METRICS
 from torchlens_perf.analysis.statistics.hardware import gpu_signals, link_signals
 from torchlens_perf.analysis.statistics.memory import memory_signals
 from torchlens_perf.run import ring
 from torchlens_perf.run.records import OWN_COLUMNS
 from torchlens_perf.sidecar.host.process import HostMetrics
+from torchlens_perf.verdicts.causes.metrics import METRICS
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.hardware import GpuSample, LinkSample

@@ -9,14 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis import node_state
-from torchlens_perf.analysis.causes.straggler_groups import StragglerGroup, StragglerSummary, name
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.analysis.statistics.restarts import Generations
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.analysis.stragglers.detector import JobDetector
-from torchlens_perf.analysis.stragglers.judged_steps import JudgedSteps
-from torchlens_perf.analysis.stragglers.merged_windows import MergedWindows, held_against
 from torchlens_perf.config import Config
 from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, export_batch, traced_steps
 from torchlens_perf.report.build import slow_link_verdict
@@ -24,14 +20,18 @@ from torchlens_perf.run.identity import Identity, model_digest
 from torchlens_perf.sidecar.assessment import Assessor
 from torchlens_perf.sidecar.rings import segments
 from torchlens_perf.sidecar.rings.bounded_files import files_of
+from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup, StragglerSummary, name
 from torchlens_perf.verdicts.finding_log import FindingLog
+from torchlens_perf.verdicts.stragglers.detector import JobDetector
+from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
+from torchlens_perf.verdicts.stragglers.merged_windows import MergedWindows, held_against
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.causes.rules import Diagnosis
-    from torchlens_perf.analysis.stragglers.detector import Findings
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.records import StepTrace, TracedStep
     from torchlens_perf.sidecar.rings.segments import Origin
+    from torchlens_perf.verdicts.causes.rules import Diagnosis
+    from torchlens_perf.verdicts.stragglers.detector import Findings
 
 _FLUSH_TIMEOUT_S = 60.0
 _OUTBOX_TIMEOUT_S = 3600.0  # as long as the endpoint takes it

@@ -10,8 +10,8 @@ from torchlens_perf.simulate.faults import Link
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.collectives.slow_link import LinkFindings
-    from torchlens_perf.analysis.stragglers.episodes import Episode
     from torchlens_perf.simulate.simulation import Fault, Simulation, Topology
+    from torchlens_perf.verdicts.stragglers.episodes import Episode
 
 
 def missed_faults(

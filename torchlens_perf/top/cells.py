@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.words.hang import HangEvidence
 from torchlens_perf.report.heat_map import ASCII_SHADES, BOUNDS, SHADE_STYLES
+from torchlens_perf.verdicts.words.hang import HangEvidence
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Rank, Report
+    from torchlens_perf.verdicts.words.report import Rank, Report
 
 EXCESS, WAIT = "excess", "wait"
 VIEWS = (EXCESS, WAIT)

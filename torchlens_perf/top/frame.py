@@ -13,9 +13,9 @@ from torchlens_perf.top.grid import laid_out
 from torchlens_perf.top.lettering import Lettering, clipped
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Report
     from torchlens_perf.top.reading import View
     from torchlens_perf.top.verdict_entries import Entry
+    from torchlens_perf.verdicts.words.report import Report
 
 _MOST_LINES = 32  # of the grid; more ranks become one cell a node
 

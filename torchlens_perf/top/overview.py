@@ -10,18 +10,18 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent, steps_whole
-from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
-from torchlens_perf.analysis.words.hang import HangEvidence
-from torchlens_perf.analysis.words.run_state import ranks_words, state_of
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.top.pace import curve, time_left
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.hang import HangEvidence
+from torchlens_perf.verdicts.words.run_state import ranks_words, state_of
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Rank, Report
     from torchlens_perf.top.lettering import Lettering
     from torchlens_perf.top.pace import Pace
     from torchlens_perf.top.reading import View
     from torchlens_perf.top.verdict_entries import Entry
+    from torchlens_perf.verdicts.words.report import Rank, Report
 
 _DAY_S = 86_400
 _BAR = 12  # cells

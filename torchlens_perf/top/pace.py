@@ -12,7 +12,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.quantities import percent
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Report
+    from torchlens_perf.verdicts.words.report import Report
 
 _CHANGED = 0.1  # so much faster or slower than the run's mean, the time left is said by both
 _RECENT = 8  # the newest of so many parts of the curve

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, percent, steps_whole
-from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
-from torchlens_perf.analysis.words.hang import place
 from torchlens_perf.report.heat_map import ASCII_SHADES, BOUNDS, SHADE_STYLES
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.top.overview import clock_time, rule, seconds_of, step_parts, verdict_lines
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.hang import place
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Collective, Rank, Report
     from torchlens_perf.top.lettering import Lettering
     from torchlens_perf.top.reading import View
     from torchlens_perf.top.verdict_entries import Entry
+    from torchlens_perf.verdicts.words.report import Collective, Rank, Report
 
 _MAX_MODULES, _MAX_COLLECTIVES = 12, 12
 _NAMES = {"communication": "wait"}

@@ -16,8 +16,8 @@ from torchlens_perf.top.pace import Pace, SeenSteps, pace
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.node_state import NodeState, ProcessState
-    from torchlens_perf.analysis.words.report import Report
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.verdicts.words.report import Report
 
 SILENT_S = 60.0  # a live sidecar writes every few seconds; of many ranks, more rarely
 _RESTS = 4.0  # times what the last look has taken: of large jobs, a fifth of a processor at most

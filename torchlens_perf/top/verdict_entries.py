@@ -6,11 +6,11 @@ import dataclasses
 import datetime
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.analysis.words.evidence import PastEvidence
-from torchlens_perf.analysis.words.hang import HangEvidence
+from torchlens_perf.verdicts.words.evidence import PastEvidence
+from torchlens_perf.verdicts.words.hang import HangEvidence
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Report, VerdictRow
+    from torchlens_perf.verdicts.words.report import Report, VerdictRow
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,18 +7,18 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.causes.straggler_groups import NOBODY, StragglerGroup, StragglerSummary
-from torchlens_perf.analysis.stragglers.detector import Findings
-from torchlens_perf.analysis.stragglers.episodes import Episode
-from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.words.evidence import SLOW_COMMUNICATION, ImbalanceEvidence, SlowLinkEvidence, Verdict
-from torchlens_perf.analysis.words.stragglers import SlowRankContext, cause_class, phase_name, straggler_verdicts
 from torchlens_perf.errors import printable
 from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.verdicts.causes.straggler_groups import NOBODY, StragglerGroup, StragglerSummary
+from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.words.evidence import SLOW_COMMUNICATION, ImbalanceEvidence, SlowLinkEvidence, Verdict
+from torchlens_perf.verdicts.words.stragglers import SlowRankContext, cause_class, phase_name, straggler_verdicts
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.causes.rules import Diagnosis
-    from torchlens_perf.analysis.words.hang import OpenHang
+    from torchlens_perf.verdicts.causes.rules import Diagnosis
+    from torchlens_perf.verdicts.words.hang import OpenHang
 
 STARTED, UPDATED, ENDED = "started", "updated", "ended"
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.progress import USUAL_S, WORLD, behind, every, found, job, named, on_silent_node, rank
 from torchlens_perf.analysis.collectives.hang import FACTOR, FIRST_STEPS_S, MIN_S, Collective, find_hang, limit_s
-from torchlens_perf.analysis.words.hang import text
 from torchlens_perf.run.ring import CAPTURING
+from torchlens_perf.verdicts.words.hang import text
 
 # -- when
 

@@ -9,9 +9,9 @@ import pytest
 from tests.support.progress import USUAL_S, WORLD, behind, every, found, job, named, rank
 from torchlens_perf.analysis.collectives.device_progress import DevicePlace, is_device_wait
 from torchlens_perf.analysis.collectives.hang import Collective, Progress
-from torchlens_perf.analysis.words.hang import device_place, text
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Kind
+from torchlens_perf.verdicts.words.hang import device_place, text
 
 FORWARD, BACKWARD = "the beginning of the forward pass", "the beginning of the backward pass"
 ITEM = "`loss.item()`, train (gpt.py:31)"

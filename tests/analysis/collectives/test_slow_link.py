@@ -11,8 +11,8 @@ from tests.support.collectives import US, Issued, joined
 from tests.support.saved import saved
 from torchlens_perf.analysis.collectives.slow_link import MIN_OPERATIONS, SlowLink, slow_links
 from torchlens_perf.analysis.collectives.statistics import OperationStatistics
-from torchlens_perf.analysis.words.verdict import slow_link_text
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.words.verdict import slow_link_text
 
 TRANSFER_US = 400
 SEEDS = 40

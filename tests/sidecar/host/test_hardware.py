@@ -10,11 +10,11 @@ import pytest
 from tests.sidecar.telemetry.test_infiniband import port
 from tests.sidecar.telemetry.test_log import FIRST, SECOND, SECOND_GPU, Rig
 from tests.support.ranks import HOST, Rank
-from torchlens_perf.analysis.causes.metrics import METRICS
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.rank_metrics import HardwareMetrics, RankMetrics
+from torchlens_perf.verdicts.causes.metrics import METRICS
 
 HEALTHY: dict[str, Any] = {
     "sm_clock_hz": 1_980_000_000, "sm_clock_max_hz": 1_980_000_000, "clock_reasons": 0,

@@ -208,7 +208,7 @@ class TestAlone:
             import sys, threading
             import numpy as np
             from torchlens_perf.analysis.statistics.steps import assemble_steps
-            from torchlens_perf.analysis.stragglers.placement import Placement
+            from torchlens_perf.verdicts.stragglers.placement import Placement
             from torchlens_perf.run.identity import Identity
             from torchlens_perf.run.ring import record_dtype
             from torchlens_perf.sidecar.job import JobView

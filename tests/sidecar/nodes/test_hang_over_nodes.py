@@ -8,12 +8,12 @@ import pytest
 
 from tests.support.progress import WORLD, found, named, rank
 from torchlens_perf.analysis.collectives.hang import Hang, Progress
-from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.words.hang import device_place, text
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.summary import Summary
+from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.words.hang import device_place, text
 
 MS = 1_000_000
 

@@ -17,13 +17,13 @@ from torchlens_perf.analysis.collectives.device_progress import DevicePlace
 from torchlens_perf.analysis.collectives.hang import Progress
 from torchlens_perf.analysis.statistics.modules import MAX_MODULES, digest
 from torchlens_perf.analysis.statistics.step_bins import StepBins
-from torchlens_perf.analysis.stragglers.detector import StragglerDetector
-from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.words.hang import device_place
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.summary import GROUPS, INSIDE, MAX_BYTES, ROWS, Summary
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
+from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.words.hang import device_place
 
 PLACE = Placement(
     "node-a", "0123456789ab/pipeline12", {"dp_replicate": 3, "dp_shard_cp": 7, "pipeline": 12, "tp": 65535}

@@ -8,7 +8,7 @@ device waited for there: a device that has work is not held up by a slow loader,
 A part's device time includes launch gaps: time in which the device had nothing to do because the host had not issued
 it. A rank that waits for others in a collective has none afterwards, because its host goes on meanwhile. Each part
 therefore also carries the host's time and the device's lag behind the host at the part's begin. With both, ranks are
-compared as if none had waited (analysis/stragglers/own_time.py).
+compared as if none had waited (verdicts/stragglers/own_time.py).
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from torchlens_perf.exporters.choice.slow_steps import SlowSteps
 from torchlens_perf.run.records import TracedStep
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.stragglers.placement import Placement
     from torchlens_perf.run.records import StepTable
+    from torchlens_perf.verdicts.stragglers.placement import Placement
 
 FIRST_TRACED_STEPS = 3
 _RECORDS_S, _ROWS_S = 3.0, 8.0  # that a step waits for all local ranks' records, and for the rows of other nodes' ranks

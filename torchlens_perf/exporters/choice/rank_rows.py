@@ -15,8 +15,8 @@ from torchlens_perf.exporters.choice.said import LAST, MOST_WORK, NAMED, REFEREN
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.stragglers.placement import Placement
-    from torchlens_perf.analysis.stragglers.window import BinBatch
+    from torchlens_perf.verdicts.stragglers.placement import Placement
+    from torchlens_perf.verdicts.stragglers.window import BinBatch
 
     _Times = npt.NDArray[np.floating[Any]]
 

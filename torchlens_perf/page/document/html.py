@@ -8,12 +8,12 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import duration_or_dash
-from torchlens_perf.analysis.words.run_state import ranks_words, state_words
-from torchlens_perf.analysis.words.startup import startup_words
 from torchlens_perf.page.document.scripts import chart_library, page_script, static
 from torchlens_perf.page.pictures.markup import Element, html, raw, tag
 from torchlens_perf.page.sections.every import SECTIONS
 from torchlens_perf.page.sections.quality import overhead_words
+from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
+from torchlens_perf.verdicts.words.startup import startup_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

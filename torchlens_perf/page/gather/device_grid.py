@@ -11,10 +11,10 @@ import numpy as np
 from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
 from torchlens_perf.analysis.statistics.step_bins import concatenate
 from torchlens_perf.analysis.statistics.steps import assemble_steps, kind_name
-from torchlens_perf.analysis.stragglers.own_time import own_work_ns
 from torchlens_perf.page.gather.span_files import all_records
 from torchlens_perf.page.gather.step_grid import Batch, StepGrid
 from torchlens_perf.run.ring import Kind
+from torchlens_perf.verdicts.stragglers.own_time import own_work_ns
 
 if TYPE_CHECKING:
     import numpy.typing as npt

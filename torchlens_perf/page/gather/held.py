@@ -11,7 +11,7 @@ import numpy as np
 from torchlens_perf.page.contents import Columns, HeldVerdict
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import VerdictRow
+    from torchlens_perf.verdicts.words.report import VerdictRow
 
 
 def held(verdict: VerdictRow, columns: Columns | None, begin_unix_ns: int) -> HeldVerdict | None:

@@ -14,8 +14,8 @@ from torchlens_perf.run.ring import Flag
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.words.report import Rank, Report
     from torchlens_perf.page.gather.step_grid import StepGrid
+    from torchlens_perf.verdicts.words.report import Rank, Report
 
 MAX_STEPS = 64
 MAX_RANKS = 16  # of a larger job: those that are slow, those that wait for them, and usual ones

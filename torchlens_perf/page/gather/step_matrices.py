@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
-from torchlens_perf.analysis.stragglers.judged_steps import DEVICE
 from torchlens_perf.page.contents import Columns, Place, SlowTime, StepMatrices
 from torchlens_perf.page.gather.device_grid import Grids
 from torchlens_perf.page.gather.step_files import step_batches
@@ -16,14 +15,15 @@ from torchlens_perf.page.gather.step_grid import QUANTILES, StepGrid
 from torchlens_perf.page.matrix import encoded
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.analysis.node_state import ProcessState
     from torchlens_perf.analysis.statistics.rank import Windows
-    from torchlens_perf.analysis.stragglers.detector import Findings
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.verdicts.stragglers.detector import Findings
 
     Floats = npt.NDArray[np.float64]
 

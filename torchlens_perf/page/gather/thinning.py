@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Report
     from torchlens_perf.page.gather.device_grid import Grids
+    from torchlens_perf.verdicts.words.report import Report
 
 _MAX_MODULES = 64
 _FEWEST_RANKS = 16

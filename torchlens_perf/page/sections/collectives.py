@@ -20,8 +20,8 @@ from torchlens_perf.report.collective_table import (
 from torchlens_perf.report.tables import or_dash
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Collective, Report
     from torchlens_perf.page.contents import Contents
+    from torchlens_perf.verdicts.words.report import Collective, Report
 
 _MAX_ROWS, _MAX_RANKS = 32, 32
 

@@ -12,8 +12,8 @@ from torchlens_perf.page.sections.section import figure, section, table
 from torchlens_perf.report.tables import in_bytes, or_dash
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Report
     from torchlens_perf.page.contents import Contents, StepMatrices
+    from torchlens_perf.verdicts.words.report import Report
 
 _MAX_ROWS, _MAX_LINES = 32, 16
 

@@ -12,8 +12,8 @@ from torchlens_perf.page.sections.ranks import named_ranks
 from torchlens_perf.page.sections.section import figure, section, table
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Distribution, Module, Report
     from torchlens_perf.page.contents import Contents
+    from torchlens_perf.verdicts.words.report import Distribution, Module, Report
 
 _MAX_ROWS, _MAX_BARS = 40, 12
 

@@ -12,8 +12,8 @@ from torchlens_perf.page.sections.section import details, figure, of_picture, se
 from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Rank, Report
     from torchlens_perf.page.contents import Contents
+    from torchlens_perf.verdicts.words.report import Rank, Report
 
 _MAX_BARS = 24
 

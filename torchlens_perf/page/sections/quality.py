@@ -10,8 +10,8 @@ from torchlens_perf.page.pictures.markup import Element, tag
 from torchlens_perf.page.sections.section import section, table
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Report
     from torchlens_perf.page.contents import Contents
+    from torchlens_perf.verdicts.words.report import Report
 
 
 def overhead_words(report: Report) -> str:

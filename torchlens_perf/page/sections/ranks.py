@@ -11,8 +11,8 @@ from torchlens_perf.page.sections.section import section, table
 from torchlens_perf.report.tables import in_bytes, or_dash
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Rank, Report
     from torchlens_perf.page.contents import Contents
+    from torchlens_perf.verdicts.words.report import Rank, Report
 
 MAX_ROWS = 64
 _NAMED = ("straggler", "hang", "out_of_memory", "hang_ended", "straggler_transient", "straggler_ended")

@@ -15,9 +15,9 @@ from torchlens_perf.page.pictures.step_times import MAX_COLUMNS, step_times_pict
 from torchlens_perf.page.sections.section import figure, of_picture, section, table
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.evidence import LongSteps
-    from torchlens_perf.analysis.words.report import Report
     from torchlens_perf.page.contents import Contents, StepBands
+    from torchlens_perf.verdicts.words.evidence import LongSteps
+    from torchlens_perf.verdicts.words.report import Report
 
 _QUANTILES = (("p50", "p50_s"), ("p95", "p95_s"), ("p99", "p99_s"), ("longest", "max_s"), ("mean", "mean_s"))
 

@@ -15,8 +15,8 @@ from torchlens_perf.report.tables import in_bytes, or_dash
 from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import Report
     from torchlens_perf.page.contents import Contents, Series
+    from torchlens_perf.verdicts.words.report import Report
 
 _MAX_PICTURES, _MAX_LINES, _MAX_GPUS = 16, 16, 32
 

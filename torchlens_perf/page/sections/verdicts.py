@@ -9,8 +9,8 @@ from torchlens_perf.page.pictures.markup import Element, tag
 from torchlens_perf.page.sections.section import details, section
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.words.report import VerdictRow
     from torchlens_perf.page.contents import Contents, HeldVerdict
+    from torchlens_perf.verdicts.words.report import VerdictRow
 
 _MAX_STACKS = 8
 _BAD = ("hang", "out_of_memory", "straggler")

@@ -5,7 +5,7 @@
   const ZERO = 1;
   const FIRST = 2;
   const CODES = 1 << 16;
-  const FEW_RANKS = 16; // as analysis/stragglers/excess.py: of more, one does not move the median
+  const FEW_RANKS = 16; // as verdicts/stragglers/excess.py: of more, one does not move the median
 
   async function inflated(text) {
     const packed = atob(text);

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.causes.metrics import METRICS, vector
 from torchlens_perf.analysis.collectives.device_progress import DevicePlace
 from torchlens_perf.analysis.collectives.hang import Progress
 from torchlens_perf.analysis.statistics.modules import MAX_MODULES, digest, reported_modules
 from torchlens_perf.analysis.statistics.step_bins import StepBins
-from torchlens_perf.analysis.stragglers.placement import Placement
-from torchlens_perf.analysis.stragglers.window import LATE_ROWS, BinBatch
-from torchlens_perf.analysis.words.hang import device_place
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.records import OWN_PARTS
+from torchlens_perf.verdicts.causes.metrics import METRICS, vector
+from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.stragglers.window import LATE_ROWS, BinBatch
+from torchlens_perf.verdicts.words.hang import device_place
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.analysis.node_state import ProcessState
-    from torchlens_perf.analysis.stragglers.judged_steps import JudgedSteps
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
+    from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
 HOLD_S = 2.0  # for so long a step of a timed device waits for the device's times
 USUAL_STEPS = 32  # from which a rank's usual step time is taken

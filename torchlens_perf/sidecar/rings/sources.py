@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.analysis.node_state import ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
-from torchlens_perf.analysis.stragglers.judged_steps import JudgedSteps
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RingError
 from torchlens_perf.run import ring
@@ -24,6 +23,7 @@ from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.ring import Reader
 from torchlens_perf.sidecar.rings.segments import last_sequences
 from torchlens_perf.sidecar.rings.source import RingSource
+from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.node_state import NodeState

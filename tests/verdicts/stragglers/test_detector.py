@@ -1,0 +1,698 @@
+"""The judge over rows of whole jobs: who is named, when, why, and who never is."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.long import long, long_but
+from tests.support.planted import MS, WORK_NS, Job, part_of, wider
+from tests.support.saved import saved
+from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.stragglers.candidates import MIN_LOST_NS, MIN_ROWS, MIN_SHARE, WORKLOAD_FACTOR
+from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, StragglerDetector
+from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.stragglers.population import EVERY
+from torchlens_perf.verdicts.stragglers.window import LATE_ROWS
+
+
+def only(found: Findings) -> Episode:
+    (episode,) = found.episodes
+    return episode
+
+
+def two_of_seven(first: int, end: int) -> np.ndarray:
+    rows = np.arange(first, end)
+    return rows[(rows % 7 == 1) | (rows % 7 == 4)]
+
+
+class TestNamed:
+    @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 64])
+    @pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer", "host", "compute"])
+    def test_rank_phase_and_step(self, ranks: int, phase: str) -> None:
+        """A rank that is 6 % slower is named alone, with its phase, since when, by how much; its victims never are."""
+        rank = ranks // 2
+        found = only(Job.of(ranks, 200, seed=1).slow(rank, 12, phase, slice(80, None)).judged())
+
+        assert (found.rank, found.phase, found.until_step, found.from_start) == (rank, phase, None, False)
+        assert abs(found.since_step - 80) <= 4
+        assert 80 < found.named_step < 80 + 3 * MIN_ROWS
+        assert found.excess_ns == pytest.approx(12 * MS, rel=0.15)
+        assert found.phase_excess_ns == pytest.approx(12 * MS, rel=0.25)
+        assert found.work_ns - found.others_work_ns == pytest.approx(12 * MS, rel=0.15)
+        assert 0.4 * found.excess_ns < found.cost_ns < 1.001 * found.excess_ns
+
+    def test_since_the_start(self) -> None:
+        """A rank that was slow when the judgement began says so, whatever its warm-up was like."""
+        job = Job.of(4, 100).slow(3, 12)
+        job.slow(0, 5000, rows=slice(0, 3))
+        found = only(job.judged())
+
+        assert (found.rank, found.from_start, found.since_step, found.judged_from_step) == (3, True, 0, 4)
+
+    @pytest.mark.parametrize("since", [40, 220])
+    def test_in_a_job_of_ranks_that_differ(self, since: int) -> None:
+        """Ranks that have always been a little slower, and its own past as one of them, do not hide what is new."""
+        job = Job.of(64, 280, noise=0.004, seed=2)
+        for rank in range(64):
+            job.slow(rank, 0.3 * (rank % 8))
+        found = only(job.slow(7, 12, rows=slice(since, None)).judged())
+
+        assert (found.rank, found.until_step) == (7, None)
+        assert found.named_step - since < 20
+        assert abs(found.since_step - since) <= 4
+
+    def test_a_slow_rank_that_moves(self) -> None:
+        """Two episodes: the first one ends when the slowness leaves the rank, the second one begins there."""
+        job = Job.of(4, 400, seed=2).slow(0, 20, "data", slice(60, 200)).slow(1, 20, "data", slice(200, None))
+        now, before = job.judged().episodes
+
+        assert (now.rank, now.until_step, before.rank) == (1, None, 0)
+        assert before.until_step is not None
+        assert abs(before.until_step - 200) <= 5
+        assert abs(before.since_step - 60) <= 4
+        assert abs(now.since_step - 200) <= 4
+        assert before.excess_ns == pytest.approx(20 * MS, rel=0.15)
+
+    @pytest.mark.parametrize("seed", [*range(4), 47])
+    def test_times_of_one_rank_do_not_overlap(self, seed: int) -> None:
+        """Slow again and again, in much noise: what was said to be over by a step began again after it."""
+        job, draw = Job.of(2 + seed % 3, 600, noise=0.05, seed=seed), np.random.default_rng(seed)
+        at = 60
+        while at < 600:
+            lasts, pause = int(draw.integers(10, 80)), int(draw.integers(10, 40))
+            job.slow(1, float(draw.integers(12, 40)), rows=slice(at, min(600, at + lasts)))
+            at += lasts + pause
+        found = sorted(job.judged().episodes, key=lambda episode: episode.named_step)
+
+        assert len(found) > 1
+        for before, after in itertools.pairwise(found):
+            assert before.until_step is not None
+            assert before.until_step <= after.since_step
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_intermittent(self, seed: int) -> None:
+        """Slow in two of seven steps: named within 60 of them, with its share of steps and its excess in those."""
+        job = Job.of((2, 3, 4, 8)[seed % 4], 200, seed=seed).slow(1, 40, "host", two_of_seven(80, 200))
+        found = only(job.judged())
+
+        assert (found.rank, found.phase, found.until_step) == (1, "host", None)
+        assert found.named_step < 140
+        assert abs(found.since_step - 80) <= 21
+        assert found.slow_share == pytest.approx(2 / 7, abs=0.05)
+        assert found.slow_excess_ns == pytest.approx(40 * MS, rel=0.15)
+
+    @pytest.mark.parametrize("stalls", [[90], [62, 110], [100, 130, 160]])
+    def test_single_stalls_hide_nothing(self, stalls: list[int]) -> None:
+        """Five seconds now and then, for another reason, change neither the phase nor the numbers of a slow rank."""
+        job = Job.of(4, 260).slow(1, 12, rows=slice(60, None)).slow(1, 5000, "data", rows=stalls)
+        found = only(job.judged())
+
+        assert (found.rank, found.phase, found.until_step) == (1, "forward", None)
+        assert abs(found.since_step - 60) <= 4
+        assert found.named_step < 60 + 3 * MIN_ROWS
+        assert found.excess_ns == pytest.approx(12 * MS, rel=0.15)
+
+    def test_two_slow_ranks_of_four(self) -> None:
+        """Both are named; neither alone costs the job much, for the other one would hold it up as long."""
+        one, other = Job.of(4, 200).slow(1, 20).slow(2, 20).judged().episodes
+
+        assert {one.rank, other.rank} == {1, 2}
+        for found in (one, other):
+            assert found.excess_ns == pytest.approx(20 * MS, rel=0.15)
+            assert found.cost_ns < 3 * MS
+
+    def test_more_workload_is_said(self) -> None:
+        """A rank that always has more to do is named, and by how much more it has."""
+        for ranks in (2, 4, 32):
+            lengths = 1 + 0.05 * np.random.default_rng(ranks).standard_normal((ranks, 200))
+            lengths[1, 60:] *= 1.4
+            found = only(Job.of(ranks, 200).load(lengths, told=True).judged())
+
+            assert (found.rank, found.phase) == (1, "compute")
+            assert abs(found.since_step - 60) <= 4
+            assert found.more_workload == pytest.approx(0.4, abs=0.06)
+
+    def test_slow_in_spite_of_varying_workload(self) -> None:
+        """Where the workload is told, a slow rank is found that would drown in its variation."""
+        lengths = np.clip(1 + 0.3 * np.random.default_rng(3).standard_normal((4, 150)), 0.1, 2)
+        told, untold = (
+            Job.of(4, 150).load(lengths, told=told).slow(2, 14, "backward", slice(60, None)) for told in (True, False)
+        )
+
+        assert only(told.judged()).rank == 2
+        assert abs(only(told.judged()).more_workload) < 0.1
+        told.workload[1, [90, 149]] = np.nan  # what one rank once did not tell does not undo it
+        assert (only(told.judged()).rank, only(told.judged()).until_step) == (2, None)
+        assert untold.judged().episodes == ()
+
+
+class TestCpu:
+    def job(self, excess_ms: float, rows: slice, ranks: int = 4) -> Job:
+        job = Job.of(ranks, 300, seed=3)
+        job.ready_ns = 2 * MS * np.abs(np.random.default_rng(0).standard_normal((ranks, 300)))
+        job.ready_ns[1, rows] += excess_ms * MS
+        return job
+
+    def test_lasting_lack(self) -> None:
+        """A rank without a CPU in every step, for long, that the others wait for: named, in the phase "cpu"."""
+        found = only(self.job(60, slice(100, None)).judged())
+
+        assert (found.rank, found.phase) == (1, "cpu")
+        assert abs(found.since_step - 100) <= 4
+        assert found.named_step >= 100 + 6 * MIN_ROWS
+        assert found.excess_ns == pytest.approx(60 * MS, rel=0.15)
+        assert found.phase_excess_ns == found.excess_ns
+        assert found.cost_ns == pytest.approx(58 * MS, rel=0.1)
+
+    def test_a_while_is_nothing(self) -> None:
+        """CPUs change hands by chance for seconds: what passes is not named."""
+        assert self.job(60, slice(100, 100 + 5 * MIN_ROWS)).judged().episodes == ()
+
+    def test_now_and_then_is_nothing(self) -> None:
+        """Nor is a lack in fewer than half of the steps, however long."""
+        job = self.job(0, slice(0))
+        job.ready_ns[1, 50::3] += 200 * MS
+        assert job.judged().episodes == ()
+
+    def test_nobody_waits_for_it(self) -> None:
+        """A rank that lacks a CPU while another one is slower is not the job's problem."""
+        found = only(self.job(60, slice(100, None)).slow(2, 100, "data", slice(50, None)).judged())
+
+        assert (found.rank, found.phase) == (2, "data")
+
+    def test_more_work_where_cpus_are_short(self) -> None:
+        """4 % of the time with a CPU, less than 3 % of the step: named where the job waits for it; two ranks, too."""
+        random = np.random.default_rng(0)
+        job = Job.of(12, 300, noise=1e-3)
+        for rank in (1, 2):
+            job.slow(rank, 0.04 * WORK_NS / MS)
+        job.ready_ns = np.tile(random.uniform(0, 2 * WORK_NS, 300), (12, 1))
+        assert {episode.rank for episode in job.judged().episodes} == {1, 2}
+
+        job.ready_ns = random.uniform(0, WORK_NS, (12, 300))  # whoever has no CPU is last
+        found = job.judged()
+        assert found.episodes == ()
+        assert found.detectable_ns >= MIN_SHARE * found.step_ns
+
+    def test_not_measured_on_all(self) -> None:
+        """Where one rank's time without a CPU is not known, nobody is named for it."""
+        job = self.job(60, slice(100, None))
+        job.ready_ns[3] = np.nan
+        assert job.judged().episodes == ()
+
+
+def autocorrelated(random: np.random.Generator, shape: tuple[int, ...], factor: float = 0.5) -> np.ndarray:
+    values = random.standard_normal(shape)
+    for row in range(1, shape[-1]):
+        values[..., row] = factor * values[..., row - 1] + np.sqrt(1 - factor**2) * values[..., row]
+    return values
+
+
+def stalls(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return random.standard_normal(shape) + (random.random(shape) < 0.01) * random.exponential(30, shape)
+
+
+NOISES: dict[str, Any] = {
+    "normal": lambda random, shape: random.standard_normal(shape),
+    "heavy tails": lambda random, shape: random.standard_t(3, shape),
+    "autocorrelated": autocorrelated,
+    "giant stalls": stalls,
+}
+
+
+class TestNobody:
+    @pytest.mark.parametrize("ranks", [4, 64, *long(2, 16)])
+    @pytest.mark.parametrize("noise", long_but({"normal", "heavy tails"}, NOISES))
+    def test_clean_jobs(self, noise: str, ranks: int) -> None:
+        """50 healthy jobs of each size: whatever the noise is like, nobody is named."""
+        share = 0.01 if noise == "autocorrelated" else 0.05
+        deviations = NOISES[noise](np.random.default_rng(ranks), (50, ranks, 80))
+        for each in deviations:
+            assert Job.of(ranks, 80, noise=share, deviations=each).judged().episodes == ()
+
+    @pytest.mark.long
+    def test_much_autocorrelated_noise(self) -> None:
+        """Steps that vary by 5 % and are like their neighbours look slow for a while: in few jobs, and not for ever."""
+        deviations = autocorrelated(np.random.default_rng(1), (60, 4, 160))
+        found = [Job.of(4, 160, noise=0.05, deviations=each).judged() for each in deviations]
+
+        assert sum(len(each.episodes) > 0 for each in found) <= 3
+        assert sum(episode.until_step is None for each in found for episode in each.episodes) <= 2
+
+    @pytest.mark.long
+    def test_named_for_nothing(self) -> None:
+        """Who was named by chance, and is no slower in the long run, is dropped, though its noise goes on."""
+        for seed in (6, 10, 15, 16):
+            found = only(Job.of(2, 600, noise=0.05, seed=seed).slow(1, 16, rows=slice(40, 70)).judged())
+            assert found.until_step is not None
+            assert abs(found.until_step - 70) <= 10
+
+    @pytest.mark.parametrize("noise", NOISES)
+    def test_long_clean_job(self, noise: str) -> None:
+        """Nor in one that is judged five hundred times."""
+        share = 0.01 if noise == "autocorrelated" else 0.05
+        deviations = NOISES[noise](np.random.default_rng(7), (4, 2000))
+        assert Job.of(4, 2000, noise=share, deviations=deviations).judged().episodes == ()
+
+    @pytest.mark.parametrize("told", [True, False])
+    def test_varying_workload(self, told: bool) -> None:
+        """Sequences of any length, drawn anew on each rank in each step: nobody, whether they are told or not."""
+        for seed in range(20):
+            ranks = (2, 3, 4, 8)[seed % 4]
+            lengths = np.clip(1 + 0.3 * np.random.default_rng(seed).standard_normal((ranks, 120)), 0.1, 2)
+            assert Job.of(ranks, 120, seed=seed).load(lengths, told=told).judged().episodes == ()
+
+    def test_varying_workload_asks_for_more(self) -> None:
+        """What would have been named is told with the factor that it takes where workloads differ."""
+        lengths = np.clip(1 + 0.3 * np.random.default_rng(3).standard_normal((4, 200)), 0.1, 2)
+        found = Job.of(4, 200, noise=0.001).load(lengths, told=True).judged()
+
+        assert found.detectable_ns >= MIN_SHARE * WORKLOAD_FACTOR * found.step_ns
+
+    def test_not_worth_a_persons_time(self) -> None:
+        """2 % of the step is nothing to be named, however certain; 4 % is."""
+        assert Job.of(4, 200, noise=1e-4).slow(1, 0.02 * WORK_NS / MS).judged().episodes == ()
+        assert only(Job.of(4, 200, noise=1e-4).slow(1, 0.04 * WORK_NS / MS).judged()).rank == 1
+
+    @pytest.mark.parametrize(
+        ("excess_ms", "rows", "named"), [(4, 20, False), (4, 70, True), (12, 20, True)], ids=["short", "long", "much"]
+    )
+    def test_a_disturbance(self, excess_ms: int, rows: int, named: bool) -> None:
+        """8 % of the step for a second is what any machine does to a rank; for three seconds, or 24 %, it is not."""
+        job = Job.of(4, 120)
+        job.parts_ns /= 4  # steps of 50 ms
+        found = job.slow(1, excess_ms, rows=slice(40, 40 + rows)).judged()
+
+        assert [episode.rank for episode in found.episodes] == [1] * named
+
+    @pytest.mark.parametrize("width", [1, 4])
+    def test_what_a_short_run_would_have_named(self, width: int) -> None:
+        """It says how much: what it takes in so few steps, in rows of any width; half of it is not named."""
+        job = Job.of(4, 44 * width, noise=1e-3)
+        job.parts_ns /= 4 * width
+        rows = slice(4 * width, None)
+        min_ns = judged_in_rows(job, width).detectable_ns
+
+        assert min_ns == pytest.approx(MIN_LOST_NS / (40 * width), rel=0.3)
+        assert only(judged_in_rows(copy.deepcopy(job).slow(1, min_ns / MS, rows=rows), width)).rank == 1
+        assert judged_in_rows(copy.deepcopy(job).slow(1, min_ns / MS / 2, rows=rows), width).episodes == ()
+
+    @pytest.mark.parametrize("noise", [0.03, *long(0.001)])
+    @pytest.mark.parametrize("step_ms", [46, *long(10, 200)])
+    def test_what_would_have_been_named_is(self, noise: float, step_ms: int) -> None:
+        """In all of ten jobs but one at most, whatever the steps' length and the noise."""
+        named = 0
+        for seed in range(10):
+            job = Job.of(4, 200, noise=noise, seed=seed)
+            job.parts_ns *= step_ms * MS / WORK_NS
+            min_ns = job.judged().detectable_ns
+            named += [episode.rank for episode in job.slow(1, min_ns / MS).judged().episodes] == [1]
+        assert named >= 9
+
+    @pytest.mark.parametrize(("ranks", "share"), [(4, 0.0175), *long((64, 0.02))])
+    def test_always_a_little_slower(self, ranks: int, share: float) -> None:
+        """Half of what is worth naming is not named, however long it lasts and however much the noise."""
+        named = [
+            only_rank
+            for seed in range(6)
+            for only_rank in Job.of(ranks, 600, noise=0.02, seed=seed).slow(1, share * WORK_NS / MS).judged().episodes
+        ]
+        assert len(named) <= 1
+
+    @pytest.mark.long
+    def test_short_rows_are_judged_too(self) -> None:
+        """Where what is looked back at is shorter than what is asked for, all of it is enough."""
+        job = Job.of(4, 1200, noise=1e-3)
+        job.parts_ns *= 9 * MS / WORK_NS
+        assert only(job.slow(1, 0.5, rows=slice(100, None)).judged()).rank == 1
+
+    def test_ranks_that_always_differ(self) -> None:
+        """Where eight or more ranks differ lastingly, the slowest of them is none that stands out."""
+        spread = np.linspace(-15, 15, 16)
+        job = Job.of(16, 200)
+        for rank, excess_ms in enumerate(spread):
+            job.slow(rank, float(excess_ms))
+
+        assert job.judged().episodes == ()
+        assert only(job.slow(3, 80).judged()).rank == 3
+
+    def test_all_slow_together(self) -> None:
+        """What slows all ranks alike, however much, names none of them."""
+        job = Job.of(4, 200)
+        job.parts_ns[:, 100:] *= 1.5
+        assert job.judged().episodes == ()
+
+
+class TestHysteresis:
+    @pytest.mark.parametrize("noise", [0.04, *long(0.01)])
+    def test_constant(self, noise: float) -> None:
+        """One fault over 1500 rows is one episode, also where it is hardly above the noise."""
+        found = only(Job.of(4, 2000, noise=noise).slow(1, 20, rows=slice(500, None)).judged())
+
+        assert (found.until_step, found.last_step) == (None, 1999)
+        assert found.since_step == pytest.approx(500, abs=4 if noise == 0.01 else 16)
+
+    def test_intermittent(self) -> None:
+        """So is one that comes and goes."""
+        found = only(Job.of(4, 2000).slow(1, 40, "host", two_of_seven(500, 2000)).judged())
+
+        assert (found.until_step, found.last_step) == (None, 1999)
+
+    def test_back_again(self) -> None:
+        """A fault that was over for long and comes back is a second episode, not a longer first one."""
+        job = Job.of(4, 400).slow(1, 20, rows=slice(50, 150)).slow(1, 20, rows=slice(300, None))
+        now, before = job.judged().episodes
+
+        assert [round(step / 10) for step in (before.since_step, before.until_step or 0, now.since_step)] == [5, 15, 30]
+
+
+def with_splits(draw: Any, job: Job) -> Iterator[tuple[int, slice, bool]]:
+    """The rows of all ranks cut anywhere and mixed, each rank's in order; and whether to judge after each piece."""
+    left = dict.fromkeys(range(job.ranks), 0)
+    while left:
+        rank = draw(st.sampled_from(sorted(left)))
+        end = min(job.rows, left[rank] + draw(st.integers(1, 40)))
+        yield rank, slice(left[rank], end), draw(st.booleans())
+        left[rank] = end
+        if end == job.rows:
+            del left[rank]
+
+
+class TestBatching:
+    JOB = Job.of(3, 60, seed=4).slow(1, 30, "data", slice(12, 36)).slow(2, 30, "forward", slice(36, None))
+    WHOLE = JOB.judged()
+
+    @given(data=st.data())
+    def test_any_split(self, data: st.DataObject) -> None:
+        """However the rows come, rank by rank, in whatever pieces: the findings are the same to the last digit."""
+        assert [(each.rank, each.until_step is None) for each in self.WHOLE.episodes] == [(2, True), (1, False)]
+        judge = StragglerDetector()
+        judge.add_block("", self.JOB.block(rows=slice(0, 1)))
+        for rank, rows, now in with_splits(data.draw, self.JOB):
+            judge.add(rank, self.JOB.rows_of(rank, rows))
+            if now:
+                judge.judge()
+
+        assert judge.judge(final=True) == self.WHOLE
+
+    @pytest.mark.long
+    def test_more_than_the_board_holds(self) -> None:
+        """A thousand rows at once are judged as if they had come one after the other."""
+        job = Job.of(3, 1000).slow(0, 20, rows=slice(100, 300)).slow(1, 20, rows=slice(700, None))
+        judge = StragglerDetector()
+        for row in range(0, 1000, 50):
+            judge.add_block("", job.block(rows=slice(row, row + 50)))
+            judge.judge()
+
+        assert judge.judge(final=True) == job.judged()
+        assert len(job.judged().episodes) == 2
+
+    def test_rank_order(self) -> None:
+        """Ranks in another order, with the same rows, change nothing but their numbers."""
+        order = [2, 0, 1]
+        mixed = dataclasses.replace(self.JOB, parts_ns=self.JOB.parts_ns[order]).judged()
+
+        for found, expected in zip(mixed.episodes, self.WHOLE.episodes, strict=True):
+            assert order[found.rank] == expected.rank
+            assert dataclasses.replace(found, rank=0) == dataclasses.replace(expected, rank=0)
+
+    @pytest.mark.parametrize("piece", [1, 3, 7, 200])
+    def test_ranks_with_rows_of_different_width(self, piece: int) -> None:
+        """Rows of one, two and four steps, in any pieces, are compared as rows of four: none is lost on the way."""
+        job = Job.of(3, 400, noise=0.02).slow(1, 20, "data", slice(100, None))
+        rows = [wider(job.rows_of(rank), width) for rank, width in enumerate((1, 2, 4))]
+        judge = StragglerDetector()
+        for first in range(0, 400, 4 * piece):
+            for each in rows:
+                part = part_of(each, first // each.width, first // each.width + 4 * piece // each.width)
+                for at in range(0, len(part), piece):
+                    judge.add(rows.index(each), part_of(part, at, at + piece))
+            judge.judge()
+        found = judge.judge(final=True)
+
+        assert (only(found).rank, only(found).phase) == (1, "data")
+        assert abs(only(found).since_step - 100) <= 8
+        assert found.rows == 100 - 4  # all but the warm-up
+
+
+def judged_in_rows(job: Job, width: int) -> Findings:
+    """What is said of rows of so many steps each."""
+    judge = StragglerDetector()
+    for rank in range(job.ranks):
+        judge.add(rank, wider(job.rows_of(rank), width))
+    return judge.judge(final=True)
+
+
+def streamed(job: Job, hidden: dict[int, slice], piece: int = 10) -> tuple[StragglerDetector, list[Findings]]:
+    """Judges every ten rows; what is hidden of a rank never comes."""
+    judge, all_found = StragglerDetector(), []
+    for first in range(0, job.rows, piece):
+        for rank in range(job.ranks):
+            not_here = hidden.get(rank, slice(0, 0))
+            if not not_here.start <= first < not_here.stop:
+                judge.add(rank, job.rows_of(rank, slice(first, first + piece)))
+        all_found.append(judge.judge())
+    return judge, all_found
+
+
+class TestLateAndMissing:
+    def job(self, rows: int = 300) -> Job:
+        return Job.of(4, rows, seed=5).slow(1, 20, "data", slice(60, None))
+
+    def test_waits_for_a_rank_that_is_behind(self) -> None:
+        """Rows are judged when all ranks have them: while one lags by less than LATE_ROWS, the others' rest."""
+        _, found = streamed(self.job(), {3: slice(40, 40 + LATE_ROWS)})
+
+        assert found[8].last_step == 39
+
+    def test_does_not_wait_for_ever(self) -> None:
+        """A rank that is more than LATE_ROWS behind is left out, and the others go on."""
+        _, found = streamed(self.job(), {3: slice(40, 1 << 30)})
+
+        assert [each.last_step for each in found[8:12]] == [39, 39, 107, 119]
+        assert only(found[-1]).rank == 1
+
+    def test_a_rank_that_comes_late(self) -> None:
+        """A rank whose rows begin later is compared from then on; what was found before stays."""
+        for rank in (0, 1):
+            job = self.job().slow(3, 25, "host", slice(150, None))
+            _, found = streamed(job, {rank: slice(0, 100)})
+            slow = {each.rank: each for each in found[-1].episodes}
+
+            assert set(slow) == {1, 3}
+            assert abs(slow[3].since_step - 150) <= 4
+            assert all(np.isfinite(value) for each in slow.values() for value in numbers(each))
+
+    @pytest.mark.long
+    def test_a_hole_in_one_rank(self) -> None:
+        """Rows that a rank lost are compared on no rank once it is back, and nothing becomes "not a number"."""
+        for hole in (slice(70, 100), slice(70, 170)):
+            for rank in (0, 1, 3):
+                judge, found = streamed(Job.of(4, 300, seed=5).slow(1, 20, "data"), {rank: hole})
+                last = judge.judge(final=True)
+
+                assert (only(last).rank, only(last).until_step) == (1, None)
+                assert only(last).excess_ns == pytest.approx(20 * MS, rel=0.15)
+                for each in found:
+                    assert np.isfinite(each.step_ns)
+                    assert all(np.isfinite(value) for episode in each.episodes for value in numbers(episode))
+                    assert all(np.isfinite([usual.work_ns, usual.wait_ns]).all() for usual in each.usual)
+
+    def test_a_rank_that_catches_up(self) -> None:
+        """Rows that come after the others were judged without them count as if they had come in time."""
+        job = self.job()
+        judge = StragglerDetector()
+        for rank in (0, 1, 2):
+            judge.add(rank, job.rows_of(rank))
+        judge.add(3, job.rows_of(3, slice(0, 100)))
+        judge.judge()
+        judge.add(3, job.rows_of(3, slice(100, None)))
+        late, whole = judge.judge(final=True), job.judged()
+
+        assert only(late).excess_ns == pytest.approx(only(whole).excess_ns, rel=0.01)
+        assert late.rows == whole.rows
+
+    def test_a_rank_that_ends_early(self) -> None:
+        """The others are judged on without it, at once."""
+        job = self.job()
+        judge = StragglerDetector()
+        for rank in range(4):
+            judge.add(rank, job.rows_of(rank, slice(0, 40 if rank == 3 else 80)))
+        assert judge.judge().last_step == 39
+        judge.end(3)
+        found = judge.judge()
+
+        assert found.last_step == 79
+        assert only(found).rank == 1
+
+    def test_the_slow_rank_ends_first(self) -> None:
+        """It stays named, until then: what it was is not undone by its end, and nothing is said of it afterwards."""
+        job = self.job()
+        judge = StragglerDetector()
+        for rank in range(4):
+            judge.add(rank, job.rows_of(rank, slice(0, 120 if rank == 1 else 300)))
+        assert only(judge.judge()).until_step is None
+        judge.end(1)
+        found = only(judge.judge(final=True))
+
+        assert (found.rank, found.last_step, found.until_step) == (1, 119, 120)
+        assert judge.judge(final=True).compared == 3
+
+    @pytest.mark.parametrize("fewer", [1, 3, 4])
+    @pytest.mark.parametrize("short", [0, 1])
+    def test_ranks_that_end_a_few_rows_apart(self, short: int, fewer: int) -> None:
+        """They have ended together: the slow one stays slow to the end, and all have been compared."""
+        job = self.job()
+        judge = StragglerDetector()
+        for rank in range(4):
+            judge.add(rank, job.rows_of(rank, slice(0, 120 - (fewer if rank == short else 0))))
+        judge.judge()
+        for rank in range(4):  # whoever's end is heard of first
+            judge.end((short + rank) % 4)
+            judge.judge()
+        found = judge.judge(final=True)
+
+        assert (only(found).rank, only(found).until_step) == (1, None)
+        assert (found.compared, found.last_step) == (4, 119 - fewer)
+
+    def test_ranks_with_rows_of_other_widths_end(self) -> None:
+        """The last row of the wider ones is begun by the others, and not filled."""
+        job = self.job()
+        judge = StragglerDetector()
+        for rank in range(4):
+            judge.add(rank, wider(job.rows_of(rank, slice(0, 122)), 2) if rank != 1 else job.rows_of(1, slice(0, 121)))
+            judge.end(rank)
+        found = judge.judge(final=True)
+
+        assert (only(found).rank, only(found).until_step) == (1, None)
+        assert found.compared == 4
+
+    def test_one_rank_is_left(self) -> None:
+        """What was compared stays what it was: nothing is claimed of steps that only one rank made."""
+        job = Job.of(2, 300)
+        judge = StragglerDetector()
+        judge.add(0, job.rows_of(0))
+        judge.add(1, job.rows_of(1, slice(0, 60)))
+        before = judge.judge()
+        judge.end(1)
+        found = judge.judge(final=True)
+
+        assert (before.last_step, before.rows, before.compared) == (59, 56, 2)
+        assert (found.last_step, found.rows, found.compared) == (59, 56, 2)
+
+    def test_a_judge_that_begins_late_does_not_say_since_the_start(self) -> None:
+        """As after the sidecar's restart: only what began with the run is known to be since its start."""
+        job = Job.of(4, 200).slow(1, 20)
+        judge = StragglerDetector()
+        judge.add_block("", job.block(rows=slice(100, None)))
+        found = only(judge.judge(final=True))
+
+        assert (found.since_step, found.from_start) == (100, False)
+        under_the_flag = StragglerDetector()
+        under_the_flag.add_block("", job.block(rows=slice(1, None)))
+        assert only(under_the_flag.judge(final=True)).from_start
+
+    @pytest.mark.parametrize(
+        "flag", [Flag.EVALUATION, Flag.SKIPPED, Flag.SAMPLED, Flag.CHECKPOINT, Flag.COMPILED, Flag.CAPTURED]
+    )
+    def test_other_work(self, flag: Flag) -> None:
+        """A step with other work on one rank is compared on none."""
+        job = Job.of(4, 200)
+        job.slow(1, 300, "host", slice(0, 200, 3)).flags[1, ::3] = flag
+        found = job.judged()
+
+        assert found.episodes == ()
+        assert found.rows == sum(row % 3 > 0 for row in range(4, 200))
+        job.flags[:] = Flag.COLLECTED | Flag.MANUAL | Flag.INFERENCE
+        assert only(job.judged()).rank == 1
+
+    def test_the_last_rows(self) -> None:
+        """What does not fill EVERY rows is judged at the end."""
+        job = Job.of(2, 4 * EVERY + 3)
+        judge = StragglerDetector()
+        judge.add_block("", job.block())
+
+        assert judge.judge().last_step == 4 * EVERY - 1
+        assert judge.judge(final=True).last_step == 4 * EVERY + 2
+
+
+def numbers(episode: Episode) -> list[float]:
+    return [value for value in dataclasses.asdict(episode).values() if isinstance(value, float)]
+
+
+class TestPopulations:
+    def test_never_mixed(self) -> None:
+        """Ranks that do different work are not compared: the busier stage is not slow, and its work is told."""
+        judge = StragglerDetector()
+        job = Job.of(8, 100)
+        job.parts_ns[4:] *= 1.3
+        for rank in range(8):
+            judge.set_place(rank, Placement("", f"stage{rank // 4}"))
+            judge.add(rank, job.rows_of(rank))
+        found = judge.judge(final=True)
+
+        assert found.episodes == ()
+        assert found.compared == 8
+        assert [(usual.population, usual.ranks) for usual in found.usual] == [("stage0", "0-3"), ("stage1", "4-7")]
+        assert found.usual[1].work_ns / found.usual[0].work_ns == pytest.approx(1.3, rel=0.02)
+        assert found.usual[0].wait_ns == pytest.approx(0.3 * WORK_NS, rel=0.2)
+
+    def test_slow_in_its_stage(self) -> None:
+        """A rank that is slow among its like is named, though those of another stage work longer."""
+        job = Job.of(8, 100).slow(2, 20, "optimizer")
+        job.parts_ns[4:] *= 1.3
+        judge = StragglerDetector()
+        judge.add_block("a", job.block(range(4)))
+        judge.add_block("b", job.block(range(4, 8)))
+
+        assert only(judge.judge(final=True)).rank == 2
+
+    def test_one_rank_a_stage(self) -> None:
+        """A rank without its like is compared with nobody; what it does is known."""
+        judge = StragglerDetector()
+        judge.add_block("a", Job.of(1, 100).block())
+        found = judge.judge(final=True)
+
+        assert (found.compared, found.episodes, found.detectable_ns) == (0, (), None)
+        assert StragglerDetector().judge(final=True) == NOTHING
+
+
+def test_detectable() -> None:
+    """What would have been seen is told: that much is found, and half of it is not; few rows detect nothing."""
+    found = Job.of(4, 64, noise=0.05, seed=6).judged()
+    assert MIN_SHARE * found.step_ns < found.detectable_ns < 0.2 * found.step_ns
+    seen_ms = found.detectable_ns / MS
+
+    assert only(Job.of(4, 64, noise=0.05, seed=6).slow(1, 1.5 * seen_ms).judged()).rank == 1
+    assert Job.of(4, 64, noise=0.05, seed=6).slow(1, 0.5 * seen_ms).judged().episodes == ()
+    assert Job.of(4, MIN_ROWS + 3, seed=6).judged().detectable_ns is None
+
+    differing = Job.of(16, 100)
+    for rank, excess_ms in enumerate(np.linspace(-15, 15, 16).tolist()):
+        differing.slow(rank, excess_ms)
+    seen_ms = differing.judged().detectable_ns / MS
+    assert seen_ms > 2 * 0.03 * WORK_NS / MS  # much less than that is named where ranks are alike
+    assert differing.slow(8, 0.8 * seen_ms).judged().episodes == ()
+    assert only(differing.slow(8, 0.7 * seen_ms).judged()).rank == 8
+
+    quiet = Job.of(4, 100, noise=0.0).judged()
+    assert quiet.detectable_ns == pytest.approx(MIN_SHARE / (1 - MIN_SHARE) * quiet.step_ns)
+
+
+def test_json() -> None:
+    """Findings survive plain JSON, also those that detect nothing yet."""
+    judge = StragglerDetector()
+    judge.add_block("a/pp0", Job.of(4, 100).slow(1, 20).block())
+    for found in (judge.judge(final=True), NOTHING):
+        assert saved(found) == found
+    assert len(judge.judge().episodes) == 1

@@ -1,0 +1,299 @@
+"""The judge's statistics, beside what they are defined by: brute force, and normal values of known spread."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchlens_perf.analysis.statistics.robust import median
+from torchlens_perf.verdicts.stragglers.excess import (
+    CLIP,
+    change_point,
+    excess_over_others,
+    is_persistent,
+    noise,
+    over_since,
+    self_normalized_threshold,
+    strongest_interval,
+    threshold,
+    without_stalls,
+    without_workload,
+)
+
+LEAST = 12
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+class TestExcess:
+    def test_two_ranks_mirror_each_other(self) -> None:
+        """Each of two is compared with the other one."""
+        assert excess_over_others(np.array([[5.0, 1.0], [2.0, 4.0]])).tolist() == [[3.0, -3.0], [-3.0, 3.0]]
+
+    def test_a_rank_is_not_compared_with_itself(self) -> None:
+        """Of few ranks, the median is that of the others: the slow one does not hide behind itself."""
+        assert excess_over_others(np.array([[1.0], [2.0], [30.0]])).ravel().tolist() == [-15.0, -13.5, 28.5]
+
+    @given(ranks=st.integers(2, 40), seed=st.integers(0, 999), kind=st.sampled_from([np.float32, np.float64]))
+    def test_definition(self, ranks: int, seed: int, kind: type) -> None:
+        """To the last bit what NumPy's median of the others gives, or of all of many; also of values that are equal."""
+        values = np.round(2 * normal(ranks, 6, seed=seed)).astype(kind)
+        values[:, :3] += normal(ranks, 3, seed=seed + 1).astype(kind)
+        usual = [np.median(values if ranks > 16 else np.delete(values, rank, axis=0), axis=0) for rank in range(ranks)]
+        found = excess_over_others(values)
+
+        assert found.dtype == kind
+        assert (found == values - np.stack(usual)).all()
+        assert (median(values, 1) == np.median(values, axis=1)).all()
+
+    @given(ranks=st.integers(2, 40), seed=st.integers(0, 999))
+    def test_what_all_share_cancels(self, ranks: int, seed: int) -> None:
+        """Adding the same to all ranks of a row changes no excess, of few ranks as of many."""
+        values = normal(ranks, 5, seed=seed)
+        shifted = values + np.array([0, 10, -3, 1e3, 5])
+
+        np.testing.assert_allclose(excess_over_others(shifted), excess_over_others(values), atol=1e-9)
+
+    @pytest.mark.parametrize("ranks", [3, 16, 17, 40])
+    def test_one_slow_rank(self, ranks: int) -> None:
+        """Its excess is its own; the others have none."""
+        values = np.ones((ranks, 3))
+        values[1] += 7
+        found = excess_over_others(values)
+
+        assert found[1].tolist() == [7.0] * 3
+        assert np.delete(found, 1, axis=0).max() == (0 if ranks > 3 else -3.5)
+
+
+class TestNoise:
+    @pytest.mark.parametrize("ranks", [2, 8, 300, 3000])
+    def test_known_spread(self, ranks: int) -> None:
+        """Independent normal values: their standard deviation, within what 256 rows can tell."""
+        assert noise(50 * normal(ranks, 256)) == pytest.approx(50, rel=0.25)
+
+    def test_what_does_not_move_it(self) -> None:
+        """A lasting excess, a late one, giant stalls, one that comes and goes, or one rank in disorder."""
+        calm = noise(50 * normal(8, 256))
+        for change in (
+            lambda values: values[3].__iadd__(1e4),
+            lambda values: values[3, 100:].__iadd__(1e4),
+            lambda values: values[:, ::23].__iadd__(1e6),
+            lambda values: values[3, ::3].__iadd__(1e4),
+            lambda values: values[3].__imul__(100),
+        ):
+            values = 50 * normal(8, 256)
+            change(values)
+            assert noise(values) < 1.6 * calm
+
+    def test_neighbours_that_are_alike(self) -> None:
+        """Rows that are like the rows before them count as the fewer independent ones that they are."""
+        values = 50 * normal(4, 256)
+        for row in range(1, 256):
+            values[:, row] += 0.7 * values[:, row - 1]
+        apart = np.diff(values, axis=1).std() / np.sqrt(2)
+
+        assert noise(values) > 1.7 * apart
+
+    def test_few_rows_are_not_trusted(self) -> None:
+        """Noise as it is seen in few rows is not less than it is in many, on average."""
+        few = np.mean([noise(50 * normal(2, 12, seed=seed)) for seed in range(200)])
+
+        assert 60 < few < 90
+
+    def test_it_is_never_zero(self) -> None:
+        """Values that do not vary at all leave a nanosecond."""
+        assert noise(np.zeros((4, 50))) == 1.0
+        assert noise(np.zeros((4, 1))) == 1.0
+
+
+@given(rows=st.integers(1, 40), seed=st.integers(0, 999), least=st.integers(1, 15))
+def test_strongest_interval(rows: int, seed: int, least: int) -> None:
+    """It is the best of all intervals that end now and have `least` rows, values clipped; none where rows are few."""
+    deviations = 3 * normal(3, rows, seed=seed)
+    found = strongest_interval(deviations, least)
+
+    for rank in range(3):
+        clipped = np.clip(deviations[rank], -CLIP, CLIP)
+        strengths = {start: clipped[start:].sum() / np.sqrt(rows - start) for start in range(rows - least + 1)}
+        if not strengths:
+            assert found.z_score[rank] == -np.inf
+            continue
+        assert found.z_score[rank] == pytest.approx(max(strengths.values()))
+        assert strengths[int(found.start[rank])] == pytest.approx(max(strengths.values()))
+
+
+class TestThreshold:
+    @pytest.mark.parametrize("ranks", [2, 64])
+    def test_chance_stays_below(self, ranks: int) -> None:
+        """Normal values reach it in no interval of any rank, in a hundred jobs; half of it, they do."""
+        strongest = [strongest_interval(normal(ranks, 256, seed=seed), LEAST).z_score.max() for seed in range(100)]
+
+        assert max(strongest) < threshold(ranks)
+        assert max(strongest) > threshold(ranks) / 2
+
+    def test_more_ranks_more_chances(self) -> None:
+        """It grows with the ranks, and slowly: 16384 ranks ask for less than one and a half times as much as two."""
+        assert threshold(2) < threshold(64) < threshold(16384) < 1.5 * threshold(2)
+        assert self_normalized_threshold(2) < self_normalized_threshold(16384) < threshold(16384)
+
+    def test_no_single_value_reaches_it(self) -> None:
+        """One stall, however long, is clipped below it."""
+        deviations = np.zeros((2, 64))
+        deviations[0, -LEAST] = 1e9
+
+        assert strongest_interval(deviations, LEAST).z_score[0] < threshold(2) / 3
+
+
+class TestChangePoint:
+    @pytest.mark.parametrize("at", [0, 1, 30, 59])
+    def test_a_clean_step(self, at: int) -> None:
+        """Without noise, exactly the row at which it begins."""
+        series = np.where(np.arange(60) >= at, 10.0, 0.0)
+        assert change_point(series, 10.0) == at
+
+    def test_under_noise(self) -> None:
+        """With noise of half the excess, within a few rows, in 100 tries; a giant stall before it moves it little."""
+        errors = []
+        for seed in range(100):
+            series = 5 * normal(100, seed=seed) + np.where(np.arange(100) >= 60, 10.0, 0.0)
+            series[20] += 1e6
+            errors.append(abs(change_point(series, 10.0) - 60))
+
+        assert np.median(errors) <= 2
+        assert max(errors) <= 12
+
+
+class TestOverSince:
+    def test_when_it_ended(self) -> None:
+        """Slow in all rows, then in none: over from that row on, once there are enough rows to say so."""
+        slow = np.arange(60) < 40
+        assert over_since(slow, 0.95, LEAST) == 40
+        assert over_since(slow[:45], 0.95, LEAST) is None
+        assert over_since(np.ones(60, bool), 1.0, LEAST) is None
+
+    def test_a_pause_is_no_end(self) -> None:
+        """Slow in two of seven rows: a pause of twelve rows may be chance, one of fifty is none."""
+        slow = np.arange(300) % 7 < 2
+        for gap, over in ((12, None), (50, 250)):
+            series = slow.copy()
+            series[300 - gap :] = False
+            found = over_since(series, 2 / 7, LEAST)
+            assert found == over if over is None else abs((found or 0) - over) <= 5
+
+    def test_few_rows(self) -> None:
+        """Fewer rows than asked for say nothing."""
+        assert over_since(np.zeros(LEAST - 1, bool), 0.95, LEAST) is None
+
+
+class TestLasts:
+    def test_lasting(self) -> None:
+        """Values around their mean from start to end are a lasting excess."""
+        assert is_persistent(10 + normal(40), 1.0, 3.0)
+        assert is_persistent(10 + normal(40), 1.0, 3.0, strict=True)
+
+    def test_few_long_stalls(self) -> None:
+        """Three giant stalls among forty rows have a large mean, and do not last."""
+        series = normal(40)
+        series[[5, 17, 33]] += 1000
+        assert series.mean() > 50
+        assert not is_persistent(series, 1.0, 3.0)
+
+    def test_a_stall_now_and_then_hides_nothing(self) -> None:
+        """An excess of three standard deviations lasts, also where a giant stall lies in each quarter."""
+        series = 3 + normal(40)
+        series[[5, 15, 25, 35]] += 1000
+        assert is_persistent(series, 1.0, 3.0)
+
+    def test_in_all_quarters_but_one(self) -> None:
+        """A quarter with less is a pause, two are none; one that is below zero is an end."""
+        for quarters, loose, strict in (
+            ([10, 10, 10, 10], True, True),
+            ([10, 10, 1, 10], True, False),
+            ([10, 1, 1, 10], False, False),
+            ([10, 10, 10, -1], False, False),
+            ([10, 10, 10, 4], True, False),
+        ):
+            series = np.repeat(np.array(quarters, float), 12) + 0.1 * normal(48)
+            assert is_persistent(series, 1.0, 1.0) == loose, quarters
+            assert is_persistent(series, 1.0, 1.0, strict=True) == strict, quarters
+
+
+class TestStalls:
+    def test_single_stalls_are_cut(self) -> None:
+        """Up to one giant value in sixteen comes down to the largest of the others; nothing else changes."""
+        series = normal(48)
+        with_stalls = series.copy()
+        with_stalls[[3, 17, 40]] = [50, 1e9, 300]
+        cut = without_stalls(with_stalls, 1.0)
+
+        others = np.delete(series, [3, 17, 40])
+        assert np.delete(cut, [3, 17, 40]).tolist() == others.tolist()
+        assert cut[[3, 17, 40]].tolist() == [others.max()] * 3
+
+    def test_what_comes_again_is_none(self) -> None:
+        """More than one in sixteen is what the rank is like; noise, heavy tails and few values stay as well."""
+        often = normal(48)
+        often[::10] += 1000
+        for series in (often, normal(48), 3 * normal(64, seed=2), np.array([1e9]), np.full(20, 7.0), np.zeros(0)):
+            assert (without_stalls(series, 1.0) == series).all()
+
+
+class TestWorkload:
+    def rows(self, ranks: int = 4) -> tuple[np.ndarray, np.ndarray]:
+        """Excess in ns that varies with the workload at 1000 ns a token, and little else; and the tokens."""
+        tokens = 4096 + 400 * normal(ranks, 100)
+        return excess_over_others(1000 * tokens + 20_000 * normal(ranks, 100, seed=1)), tokens
+
+    def test_what_it_explains_is_taken_out(self) -> None:
+        """What is left hardly depends on the workload, and has the noise that was there beside it."""
+        excess, tokens = self.rows()
+        left = without_workload(excess, tokens, 48)
+
+        assert noise(left) < noise(excess) / 8
+        assert abs(np.corrcoef(left.ravel(), excess_over_others(tokens).ravel())[0, 1]) < 0.4
+
+    def test_another_excess_stays(self) -> None:
+        """A rank that is slower whatever it has to do is so afterwards."""
+        excess, tokens = self.rows()
+        excess[2] += 300_000
+        left = without_workload(excess, tokens, 48)
+
+        assert left[2].mean() == pytest.approx(300_000, rel=0.2)
+        assert abs(left[1].mean()) < 60_000
+
+    def test_lasting_workload_is_no_excuse(self) -> None:
+        """The excess of a rank that has had more to do for long stays as it was measured, since it has; a shorter one
+        does not."""
+        for rows, stays in ((60, True), (20, False)):
+            tokens = 4096 + 100 * normal(4, 200)
+            tokens[1, -rows:] += 1500
+            excess = excess_over_others(1000 * tokens + 20_000 * normal(4, 200, seed=1))
+            left = without_workload(excess, tokens, 48)
+
+            assert (left[1, -rows + 5 :] == excess[1, -rows + 5 :]).all() == stays
+            assert (left[0] != excess[0]).all()
+            assert (left[1, : -rows - 10] != excess[1, : -rows - 10]).all()
+
+    def test_rows_of_which_it_is_not_known(self) -> None:
+        """Those stay as they are, and the others are what they would be without them."""
+        excess, tokens = self.rows()
+        gaps = tokens.copy()
+        gaps[0, [3, 50]], gaps[2, 99] = np.nan, np.nan
+        left, whole = without_workload(excess, gaps, 48), without_workload(excess, tokens, 48)
+        untold = np.isin(np.arange(100), [3, 50, 99])
+
+        assert (left[:, untold] == excess[:, untold]).all()
+        np.testing.assert_allclose(left[:, ~untold], whole[:, ~untold], atol=60_000)
+        assert noise(left[:, ~untold]) < noise(excess) / 8
+
+    def test_where_it_explains_nothing(self) -> None:
+        """Workload that is unknown, equal, unrelated, or that makes a rank faster changes nothing."""
+        excess, tokens = self.rows()
+        unknown = tokens.copy()
+        unknown[0, :60] = np.nan  # of most rows
+        for workload in (unknown, np.full_like(tokens, 7.0), 4096 + 400 * normal(4, 100, seed=5), -tokens):
+            assert (without_workload(excess, workload, 48) == excess).all()

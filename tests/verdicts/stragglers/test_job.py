@@ -1,0 +1,182 @@
+"""From steps to findings on one node: places, rows on the way, attempts, ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.planted import Job
+from tests.support.ranks import identity_of
+from tests.support.tables import step_table
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.identity import Identity, model_digest
+from torchlens_perf.run.records import StepTable
+from torchlens_perf.verdicts.stragglers.detector import NOTHING, JobDetector, dimension, place_of
+from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.stragglers.window import BinBatch
+
+WORK = {"data": 1.0, "forward": 6.0, "backward": 11.0, "optimizer": 1.5, "host": 0.5}
+HERE = Placement("node-0", "same")
+
+
+def table(steps: range, rank: int = 0, communication: float = 1.0, **more_ms: float) -> StepTable:
+    """Steps of 20 ms of work with a little noise, and with what is more."""
+    random = np.random.default_rng([rank, steps.start])
+    rows = []
+    for _ in steps:
+        chance = 1 + 0.01 * random.standard_normal()
+        rows.append({part: ms * chance + more_ms.get(part, 0.0) for part, ms in WORK.items()})
+    return step_table([{**row, "communication": communication} for row in rows], steps.start)
+
+
+class TestPlace:
+    @pytest.mark.parametrize(
+        ("description", "name"),
+        [("mesh_tp", "tp"), ("mesh_dp_shard_cp", "dp_shard_cp"), ("default_pg", ""), ("undefined", ""), ("ep", "ep")],
+    )
+    def test_dimensions(self, description: str, name: str) -> None:
+        """The dimension that a process group's description names, if it names one."""
+        assert dimension(description) == name
+
+    def groups(self, **ranks: str) -> dict[str, Any]:
+        return {str(i): {"description": f"mesh_{name}", "ranks": text} for i, (name, text) in enumerate(ranks.items())}
+
+    def who(self, rank: int, host: str) -> Identity:
+        return identity_of(RunDirectory(Path("run")), rank, host=host)
+
+    def test_position_in_groups(self) -> None:
+        """Its place in each group that it is in; the default group is no dimension."""
+        groups = self.groups(dp="1-13/4", tp="8-9", cp="0-3")
+        groups["9"] = {"description": "default_pg", "ranks": "0-15"}
+        place = place_of(self.who(9, host="node-1"), "net", groups)
+
+        assert place.coordinates == {"dp": 2, "tp": 1}
+        assert place.host == "node-1"
+
+    def test_who_is_compared(self) -> None:
+        """Ranks with the same modules in the same stage; their order, the host and other dimensions do not matter."""
+        one = place_of(self.who(0, host="node-0"), "one", self.groups(pp="0,8", tp="0-7")).population
+
+        assert one == place_of(self.who(1, host="node-1"), "one", self.groups(pp="1,9", tp="0-7")).population
+        assert one != place_of(self.who(8, host="node-0"), "one", self.groups(pp="0,8", tp="8-15")).population
+        assert one != place_of(self.who(0, host="node-0"), "other", self.groups(pp="0,8", tp="0-7")).population
+
+    def test_model_digest(self) -> None:
+        """The order of modules does not matter; their names do."""
+        assert model_digest(["a", "b"]) == model_digest(["b", "a"])
+        assert len({model_digest(names) for names in (["a", "b"], ["ab"], ["a", "c"], [])}) == 4
+
+
+class TestNodeJudge:
+    def test_a_slow_rank(self) -> None:
+        """Steps of this node's ranks, as they come, lead to findings; the rows go on to other nodes."""
+        judge, sent = JobDetector(), []
+        for first in range(0, 200, 25):
+            for rank in range(4):
+                steps = table(range(first, first + 25), rank, backward=3.0 * (rank == 2 and first >= 100))
+                sent.append(judge.add_steps(0, rank, HERE, steps))
+            judge.judge()
+        (found,) = judge.judge(final=True).episodes
+
+        assert (found.rank, found.phase) == (2, "backward")
+        assert abs(found.since_step - 100) <= 4
+        assert judge.places == dict.fromkeys(range(4), HERE)
+        assert sum(len(rows) for rows in sent if rows is not None) == 4 * 200
+
+    def test_short_steps_make_wide_rows(self) -> None:
+        """Rows take at least the time that they are asked to; the rest of them comes with the rank's end."""
+        judge = JobDetector()
+        rows = [judge.add_steps(0, rank, HERE, table(range(62), rank), min_row_ns=100e6) for rank in range(2)]
+        assert rows[0] is not None
+        assert (rows[0].width, len(rows[0])) == (8, 7)
+        last = judge.end(0, 0)
+
+        assert last is not None
+        assert last.step.tolist() == [56]
+        assert judge.end(0, 0) is None
+        assert judge.end(0, 7) is None
+
+    def test_waits_for_no_rank_that_has_ended(self) -> None:
+        """A rank's end lets the others be judged on."""
+        judge = JobDetector()
+        for rank in range(3):
+            judge.add_steps(0, rank, HERE, table(range(80 if rank else 40), rank, forward=2.0 * (rank == 1)))
+        assert judge.judge().last_step == 39
+        judge.end(0, 0)
+
+        assert judge.judge().last_step == 79
+        assert [each.rank for each in judge.findings.episodes] == [1]
+
+    def test_other_stages_are_not_compared(self) -> None:
+        """Ranks whose place has another population are judged apart."""
+        judge = JobDetector()
+        for rank in range(4):
+            stage = f"pp{rank // 2}"
+            judge.add_steps(0, rank, Placement("", stage), table(range(100), rank, forward=9.0 * (rank >= 2)))
+        found = judge.judge(final=True)
+
+        assert found.episodes == ()
+        assert [(each.population, each.ranks) for each in found.usual] == [("pp0", "0-1"), ("pp1", "2-3")]
+
+    @pytest.mark.parametrize("early", [0, 3])
+    def test_compared_by_what_is_known_at_the_first_rows(self, early: int) -> None:
+        """In the first steps, models and groups are not known of all ranks yet; later, a place does not change."""
+        judge = JobDetector()
+        for rank in range(3):
+            judge.set_place(0, rank, Placement("", "not known yet"))
+            if early:
+                judge.add_steps(0, rank, Placement("", f"nor now {rank}"), table(range(early), rank))
+            judge.add_steps(0, rank, HERE, table(range(early, 60), rank, forward=3.0 * (rank == 1)))
+            judge.set_place(0, rank, Placement("", "later"))
+
+        assert judge.places == dict.fromkeys(range(3), HERE)
+        assert [each.rank for each in judge.judge(final=True).episodes] == [1]
+        assert judge.findings.compared == 3
+
+    def test_rows_of_other_nodes(self) -> None:
+        """Blocks of ranks that set_place() has told of are judged together with this node's."""
+        job = Job.of(4, 80).slow(3, 20)
+        judge = JobDetector()
+        for rank in range(4):
+            assert judge.set_place(0, rank, dataclasses.replace(HERE, host=f"node-{rank // 2}"))
+            judge.add_block("same", BinBatch.of(rank, job.rows_of(rank)))
+        (found,) = judge.judge().episodes
+
+        assert found.rank == 3
+        assert {place.host for place in judge.places.values()} == {"node-0", "node-1"}
+
+    def test_a_restart_begins_anew(self) -> None:
+        """A later attempt has other ranks and no findings yet; what comes late of the earlier one is left out."""
+        judge = JobDetector()
+        for rank in range(3):
+            judge.add_steps(0, rank, HERE, table(range(60), rank, forward=3.0 * (rank == 1)))
+        assert len(judge.judge(final=True).episodes) == 1
+        assert judge.set_place(1, 0, Placement("node-9", "same"))
+
+        assert (judge.attempt, judge.findings, set(judge.places)) == (1, NOTHING, {0})
+        assert not judge.set_place(0, 1, HERE)
+        assert judge.add_steps(0, 1, HERE, table(range(60, 120))) is None
+        assert judge.end(0, 1) is None
+        judge.add_steps(1, 0, HERE, table(range(60)))
+        judge.add_steps(1, 1, HERE, table(range(60), 1))
+        assert judge.judge().last_step == 59
+        judge.end(0, 1)
+        judge.add_steps(1, 0, HERE, table(range(60, 80)))
+        assert judge.judge().last_step == 59
+        found = judge.judge(final=True)
+        assert (found.episodes, found.compared) == ((), 2)
+
+    def test_nothing_new_is_not_judged(self) -> None:
+        """Without new rows the findings are those that were there."""
+        judge = JobDetector()
+        assert judge.judge() is NOTHING
+        for rank in range(2):
+            judge.add_steps(0, rank, HERE, table(range(41), rank))
+        found = judge.judge()
+
+        assert judge.judge() is found
+        assert judge.judge(final=True).last_step == 40 > found.last_step

@@ -1,0 +1,227 @@
+"""Slow ranks by windows that devices merged: who is named, who is not, and what becomes of the judge's findings."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.support.findings import episode, findings
+from torchlens_perf.run.device.merged_rows import STANDS_OUT, MergedRow, packed
+from torchlens_perf.run.device.step_parts import ROW_NAMES, Row
+from torchlens_perf.run.ring import Kind, record_dtype
+from torchlens_perf.verdicts.causes.straggler_groups import name
+from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, Usual
+from torchlens_perf.verdicts.stragglers.merged_windows import (
+    GAP,
+    MIN_WINDOWS,
+    MergedWindows,
+    held_against,
+    without_windows,
+)
+from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, Placement
+from torchlens_perf.verdicts.stragglers.resume import Continuation
+from torchlens_perf.verdicts.words.stragglers import SlowRankContext, no_straggler, straggler_verdicts
+
+MS, STEPS = 1_000_000, 64
+USUAL_MS = {Row.FORWARD: 20, Row.RECOMPUTE: 0, Row.BACKWARD: 40, Row.OPTIMIZER: 5, Row.GAP: 1, Row.STALL: 4}
+FIELDS = ("start_ns", "duration_ns", "flags", "value0", "value1", "nested_ns", "phase_ns")
+ALL = {rank: Placement("node-a", f"model{BY_DEVICE}") for rank in range(8)}
+NODE = {rank: ALL[rank] for rank in range(2)}
+Slow = dict[int, dict[Row, float]]
+
+
+def window(
+    number: int, slow: Slow, *, ranks: int = 8, steps: int = STEPS, scale: float = 1.0, stall_ms: int = 4
+) -> npt.NDArray[np.void]:
+    """Records of the window whose merge was in the last of its 64 steps. slow: by rank and part, ms more."""
+    usual = {row: round(scale * ms * MS) for row, ms in {**USUAL_MS, Row.STALL: stall_ms}.items()}
+    usual[Row.WORK] = sum(usual.values()) - usual[Row.STALL]
+    usual[Row.STEP] = usual[Row.WORK] + usual[Row.STALL]
+    excess = {rank: {**more, Row.WORK: sum(more.values()) - more.get(Row.STALL, 0)} for rank, more in slow.items()}
+    made = []
+    for row in Row:
+        spread_ns = 0.01 * max(usual[row], 1)
+        of = {rank: round(more.get(row, 0) * MS) for rank, more in excess.items() if more.get(row, 0) > 0}
+        count = sum(ns >= STANDS_OUT * spread_ns for ns in of.values())
+        for rank, ns in sorted(of.items(), key=lambda each: -each[1])[:8] or [(-1, 0)]:
+            told = MergedRow(
+                ROW_NAMES[row], ranks * steps, 1, 1, 1, usual[row], 0, rank, ns / spread_ns, ns, int(row), count
+            )
+            record = np.zeros(1, record_dtype())
+            record["kind"], record["step"] = Kind.MERGED, (number + 1) * STEPS - 1
+            for field, value in zip(FIELDS, packed(told), strict=True):
+                record[field] = value
+            made.append(record)
+    return np.concatenate(made)
+
+
+def seen(*slow: Slow, ranks: int = 8, **given: Any) -> MergedWindows:
+    windows = MergedWindows()
+    for number, each in enumerate(slow):
+        windows.add(window(number, each, ranks=ranks, **given), ranks)
+    return windows
+
+
+FORWARD: Slow = {3: {Row.FORWARD: 9}}
+CLEAN: Slow = {5: {Row.GAP: 0.2}}
+
+
+def test_a_rank_is_named_after_three_windows() -> None:
+    """With its part, its excess, and since the window in which it began; and once more there is nobody when it ends."""
+    windows = seen(CLEAN, CLEAN, FORWARD, FORWARD)
+    assert windows.episodes() == []
+    windows.add(window(4, FORWARD), 8)
+    (found,) = windows.episodes()
+    assert (found.rank, found.phase, found.by_windows, found.from_start) == (3, "forward", True, False)
+    assert (found.since_step, found.named_step, found.last_step, found.until_step) == (128, 319, 319, None)
+    assert found.excess_ns == found.cost_ns == found.phase_excess_ns == pytest.approx(9 * MS)
+    assert (found.others_work_ns, found.work_ns, found.step_ns) == pytest.approx((66 * MS, 75 * MS, 70 * MS))
+    windows.add(window(5, CLEAN), 8)
+    assert windows.episodes()[0].until_step is None
+    windows.add(window(6, CLEAN), 8)
+    (found,) = windows.episodes()
+    assert (found.until_step, found.slow_share, found.key) == (320, 1.0, (3, 319))
+
+
+@pytest.mark.parametrize(
+    ("more", "phase"),
+    [
+        ({Row.BACKWARD: 9}, "backward"),
+        ({Row.FORWARD: 6, Row.BACKWARD: 12}, "compute"),
+        ({Row.OPTIMIZER: 9}, "optimizer"),
+        ({Row.GAP: 9}, GAP),
+        ({Row.FORWARD: 0.5, Row.GAP: 9, Row.OPTIMIZER: 1}, GAP),
+    ],
+)
+def test_in_which_part(more: dict[Row, float], phase: str) -> None:
+    (found,) = seen(*[{2: more}] * MIN_WINDOWS).episodes()
+    assert (found.phase, found.from_start) == (phase, True)
+    named = name(dataclasses.replace(NOTHING, episodes=(found,), step_ns=70 * MS, compared=8), {})
+    ((verdict,), _) = straggler_verdicts(SlowRankContext([], "cuda", None), NOTHING, named)
+    assert "Rank 2 is slow" in verdict.text
+    assert "Known from the windows" in verdict.text
+    assert "By host time" not in verdict.text
+
+
+def test_of_two_slow_ranks_the_job_gains_by_the_slower_one() -> None:
+    both: Slow = {3: {Row.FORWARD: 9}, 6: {Row.FORWARD: 14}}
+    found = {each.rank: each for each in seen(*[both] * 3).episodes()}
+    assert {rank: each.excess_ns / MS for rank, each in found.items()} == pytest.approx({3: 9, 6: 14})
+    assert {rank: each.cost_ns / MS for rank, each in found.items()} == pytest.approx({3: 0, 6: 5})
+    assert [each.shared_cost_ns for each in found.values()] == pytest.approx([14 * MS] * 2), "together"
+    assert [each.shared_cost_ns for each in seen(*[FORWARD] * 3).episodes()] == [None]
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        pytest.param(seen(*[CLEAN] * 9), id="clean"),
+        pytest.param(seen(*[FORWARD, FORWARD, CLEAN] * 4), id="it comes and goes"),
+        pytest.param(seen(*[{3: {Row.FORWARD: 2}}] * 9), id="within what ranks differ"),
+        pytest.param(seen(*[{3: {Row.FORWARD: 4}}] * 9, stall_ms=200), id="not worth naming"),
+        pytest.param(seen(*[{rank: {Row.FORWARD: 9.0} for rank in range(3)}] * 9), id="many stand out: other work"),
+        pytest.param(seen(*[FORWARD] * 9, steps=8), id="too few steps are known"),
+        pytest.param(seen(*[{3: {Row.FORWARD: 0.05}}] * 9, scale=0.01), id="for too short a time"),
+        pytest.param(seen(*[{0: {Row.STALL: 9}}] * 9), id="it waits for others"),
+    ],
+)
+def test_who_is_not_named(windows: MergedWindows) -> None:
+    assert windows.episodes() == []
+
+
+def judged(*episodes: Any, ranks: int, **changed: Any) -> Findings:
+    """Return the findings of a judge that compares this many ranks."""
+    usual = (Usual("model", f"0-{ranks - 1}", 66 * MS, 4 * MS),)
+    return findings(*episodes, usual=usual, compared=ranks, **changed)
+
+
+def test_where_the_judge_lacks_ranks() -> None:
+    """Slow ranks that only the windows show are added. The judge's own findings stay unchanged."""
+    own = episode(rank=1)
+    found = held_against(judged(own, ranks=2), seen(*[{3: {Row.FORWARD: 9}, 1: {Row.BACKWARD: 20}}] * 3), NODE)
+    assert [(each.rank, each.by_windows) for each in found.episodes] == [(1, False), (3, True)]
+    assert found.episodes[0] == own
+    assert (found.compared, found.unconfirmed) == (8, ())
+    clean = held_against(dataclasses.replace(NOTHING, usual=(Usual("", "0-0", 1, 1),)), seen(*[CLEAN] * 3), {})
+    assert (clean.episodes, clean.compared, clean.rows) == ((), 8, 3)
+    assert clean.detectable_ns == pytest.approx(5 * 0.66 * MS)
+    few = judged(ranks=2)
+    assert held_against(few, seen(*[FORWARD] * 2), NODE) is few
+
+
+def test_where_both_know_all_ranks() -> None:
+    """They agree: nothing new. They do not: nobody is named by it, and both are told."""
+    agreed = judged(episode(rank=3, since=0), ranks=8)
+    assert held_against(agreed, seen(*[FORWARD] * 3), ALL) == agreed
+    nobody = held_against(judged(ranks=8), seen(*[FORWARD] * 3), ALL)
+    assert nobody.episodes == ()
+    assert [each.rank for each in nobody.unconfirmed] == [3]
+    run = {"judged_by": "device", "device": "cuda", "ranks_seen": 8, "live": False}
+    facts: Any = {"steps": {"count": 200}, "run": run}
+    verdict, quiet = no_straggler(facts, nobody), no_straggler(facts, judged(ranks=8))
+    assert verdict.confidence == quiet.confidence / 2
+    assert "otherwise, but rank 3 (+9.00 ms a step, in the forward pass)" in verdict.text
+    too_little = judged(ranks=8, detectable_ns=20 * MS)
+    assert held_against(too_little, seen(*[FORWARD] * 3), ALL) == too_little, "the judge could not have seen it yet"
+
+
+def test_what_the_windows_would_show_and_do_not() -> None:
+    """The judge's verdict is doubted, and it is said whom they have instead. Not where they could not show it."""
+    windows = seen(*[FORWARD] * 5)
+    found = held_against(judged(episode(rank=6, since=64), ranks=8), windows, ALL)
+    assert [(each.rank, each.disputed) for each in found.episodes] == [(6, True)]
+    context = SlowRankContext([], "cuda", "device")
+    (verdict,), _ = straggler_verdicts(context, found, name(found, ALL))
+    undisputed = without_windows(found)
+    (before,), _ = straggler_verdicts(context, undisputed, name(undisputed, ALL))
+    assert verdict.confidence == before.confidence / 2
+    assert "do not show it, but rank 3 (+9.00 ms a step, in the forward pass). Next: " in verdict.text
+    for other in (
+        episode(rank=6, since=150),  # fewer than three windows since
+        episode(rank=6, since=0, slow_share=0.4),
+        episode(rank=6, since=0, phase="cpu"),
+        episode(rank=6, since=0, excess_ns=4 * MS),
+        episode(rank=6, since=0, until=200),
+        episode(rank=3, since=0),
+    ):
+        assert not any(each.disputed for each in held_against(judged(other, ranks=8), windows, ALL).episodes)
+    by_host = {rank: Placement("node-a", "model") for rank in range(8)}
+    on_host = held_against(judged(episode(rank=6, since=64), ranks=8), windows, by_host)
+    assert not on_host.episodes[0].disputed, "what the hosts did is another question"
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {0: Placement("a", "model", {"pp": 0}), 1: Placement("a", "model", {"pp": 0})},
+        {0: Placement("a", "model"), 1: Placement("a", "other")},
+    ],
+)
+def test_ranks_that_do_different_work(places: dict[int, Placement]) -> None:
+    found = judged(ranks=2)
+    assert held_against(found, seen(*[FORWARD] * 4), places) is found
+
+
+def test_another_sidecar_begins_without_them() -> None:
+    """What an earlier one knew from windows alone is found again, or it is not: it is not kept open for ever."""
+    found = held_against(judged(episode(rank=1), ranks=2), seen(*[FORWARD] * 3), NODE)
+    assert [each.rank for each in Continuation(found).findings(judged(ranks=2)).episodes] == [1]
+
+
+def test_more_ranks_stand_out_than_a_window_holds() -> None:
+    """Of twelve of 64, windows have eight: nobody is doubted for not being among those, and none that falls out of them
+    for a while is over."""
+    ranks = 64
+    places = {rank: Placement(f"node-{rank // 8}", f"model{BY_DEVICE}") for rank in range(ranks)}
+    slow: Slow = {rank: {Row.FORWARD: 20.0 + rank} for rank in range(12)}
+    judged_episodes = [episode(rank=rank, since=STEPS, excess_ns=(20 + rank) * MS) for rank in range(12)]
+    found = held_against(judged(*judged_episodes, ranks=ranks), seen(*[slow] * 5, ranks=ranks), places)
+    overtaken: Slow = {11: {Row.FORWARD: 20}, **{rank: {Row.FORWARD: 40.0 + rank} for rank in range(20, 29)}}
+    windows = seen(*[{11: {Row.FORWARD: 20}}] * 4, *[overtaken] * 3, ranks=ranks)
+
+    assert [each.rank for each in found.episodes if each.disputed] == []
+    assert [each.until_step for each in windows.episodes() if each.rank == 11] == [None]

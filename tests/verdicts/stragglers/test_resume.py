@@ -1,0 +1,134 @@
+"""A judge that begins in the middle of a run: what was slow before is the same straggler, or is over for good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.findings import episode, findings
+from tests.support.saved import saved
+from tests.support.simulations import simulation
+from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, StragglerDetector, Usual
+from torchlens_perf.verdicts.stragglers.resume import Continuation
+
+USUAL = (Usual("same", "0-7", 60e6, 40e6),)
+
+
+def looks(fault: str, steps: int, restart: int, seed: int = 0, noise: float = 0.1) -> Iterator[tuple[int, Findings]]:
+    """What the sidecars of a run find, every four steps; from step `restart` on, it is another one."""
+    judge, goes_on, found = StragglerDetector(), Continuation(NOTHING), NOTHING
+    for part in simulation(fault, seed=seed, noise=noise).steps(steps):
+        for population, block in part.blocks(1):
+            for first in range(int(block.key[block.key >= 0].min()), int(block.key.max()) + 1, 4):
+                if first == restart:
+                    judge, goes_on = StragglerDetector(), Continuation(saved(found))
+                judge.add_block(population, block.between(first, first + 4))
+                found = goes_on.findings(judge.judge())
+                yield first + 4, found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "constant:rank=3,share=0.05,since=100",
+        "constant:rank=3,share=0.3,since=100",
+        "drifting:rank=3,share=0.2,over=60,since=40",
+        "intermittent:rank=3,share=0.3,since=100",
+    ],
+)
+def test_one_that_stays_slow_is_never_over(fault: str, seed: int) -> None:
+    """Also while the new judge has too few rows to name it, as of one that is a little slower, or now and then."""
+    seen = [(step, found.episodes) for step, found in looks(fault, 320, 200, seed, 0.2) if step >= 200]
+
+    assert {len(episodes) for _, episodes in seen} == {1}
+    assert len({episode.key for _, (episode,) in seen}) == 1
+    assert {(episode.rank, episode.until_step) for _, (episode,) in seen} == {(3, None)}
+    assert seen[-1][1][0].last_step > 300
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.2])
+@pytest.mark.parametrize("until", [200, 300])
+def test_one_slowness_is_one_episode(until: int, noise: float) -> None:
+    """It ends under the step and the key that the first judge has given it; once over, it stays so."""
+    seen = list(looks(f"constant:rank=3,share=0.1,since=100,until={until}", 400, 200, noise=noise))
+    (before,) = next(found.episodes for step, found in seen if step == 200)
+    over = [found.episodes for _, found in seen if any(each.until_step is not None for each in found.episodes)]
+
+    assert {len(found.episodes) for _, found in seen} == {0, 1}
+    assert {(each.key, each.since_step) for (each,) in over} == {(before.key, before.since_step)}
+    assert len({each.until_step for (each,) in over}) == 1
+    assert abs((over[0][0].until_step or 0) - until) <= 16
+    assert len(over) >= 10
+
+
+def test_what_would_have_been_named_again_is_over() -> None:
+    """Enough rows, enough steps, and an excess that would be seen; the last step that was judged is where it ends."""
+    enough = {"usual": USUAL, "rows": 64, "last_step": 300}
+    for changed in (
+        {"rows": 11},
+        {"last_step": 180},
+        {"detectable_ns": 21e6},
+        {"detectable_ns": None},
+        {"usual": (Usual("same", "0-2,4-7", 60e6, 40e6),)},  # it has made no step that could be compared
+        {"rows": 0, "compared": 0, "detectable_ns": None},
+    ):
+        (left,) = Continuation(findings(episode())).findings(findings(**{**enough, **changed})).episodes
+        assert left.until_step is None, changed
+    (left,) = Continuation(findings(episode())).findings(findings(**enough)).episodes
+    assert left.until_step == left.last_step + 1 == 151
+
+
+@pytest.mark.parametrize(
+    ("changed", "rows", "last_step"),
+    [({"phase": "cpu"}, 95, 320), ({"slow_share": 0.25}, 80, 320), ({"z_score": 6.0}, 96, 280)],
+)
+def test_what_takes_longer_to_name_is_waited_for(changed: dict[str, Any], rows: int, last_step: int) -> None:
+    """A lack of CPU, what comes and goes, and what is hardly clear."""
+    for seen, until in (((rows, last_step), None), ((96, 320), 151)):
+        now = findings(usual=USUAL, rows=seen[0], last_step=seen[1])
+        (left,) = Continuation(findings(episode(**changed))).findings(now).episodes
+        assert left.until_step == until
+
+
+def test_what_could_not_be_seen_yet_is_not_over() -> None:
+    """An excess below what would have been named by now may still be there."""
+    earlier = findings(episode(excess_ns=2e6))
+    ends = [
+        Continuation(earlier)
+        .findings(replace(findings(usual=USUAL, rows=200, last_step=500), detectable_ns=detectable_ns))
+        .episodes[0]
+        .until_step
+        for detectable_ns in (None, 2.1e6, 1.9e6)
+    ]
+    assert ends == [None, None, 151]
+
+
+def test_slow_again_after_it_was_fine_is_another_one() -> None:
+    """All of it at once, as after a long time without a sidecar: the first is over where it was last seen."""
+    goes_on = Continuation(findings(episode()))
+    found = goes_on.findings(findings(episode(since=400), usual=USUAL, rows=200, last_step=450))
+    assert [(each.since_step, each.until_step, each.named_step) for each in found.episodes] == [
+        (400, None, 412),
+        (100, 151, 112),
+    ]
+
+
+def test_slow_from_the_new_judges_first_rows_on_is_the_same() -> None:
+    """However many steps nobody has seen in between."""
+    goes_on = Continuation(findings(episode()))
+    (left,) = goes_on.findings(findings(usual=USUAL, rows=12, last_step=920)).episodes
+    assert left.until_step is None
+    (same,) = goes_on.findings(findings(episode(since=911), usual=USUAL, rows=16, last_step=924)).episodes
+    assert (same.since_step, same.named_step, same.until_step) == (100, 112, None)
+
+
+def test_what_was_over_stays_as_it_was() -> None:
+    """Ended episodes are kept, below those that are open."""
+    over = episode(5, until=160, cost_ns=90e6)
+    found = Continuation(findings(over, episode())).findings(findings(episode(since=155), usual=USUAL))
+    assert [(each.rank, each.key) for each in found.episodes] == [(3, (3, 112)), (5, (5, 112))]
+    assert found.episodes[1] == over

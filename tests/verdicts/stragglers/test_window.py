@@ -1,0 +1,265 @@
+"""The window of rows: columns that all ranks share, reused, late, missing, and of different width."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.planted import Job, part_of, wider
+from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.stragglers.excess import excess_over_others
+from torchlens_perf.verdicts.stragglers.population import Population
+from torchlens_perf.verdicts.stragglers.window import LATE_ROWS, BinBatch, SlidingWindow, judged_rows
+
+FIELDS = [field.name for field in dataclasses.fields(BinBatch) if field.name not in ("width", "ranks")]
+
+
+def filled(job: Job, width: int = 1) -> SlidingWindow:
+    window = SlidingWindow(np.arange(job.ranks), width)
+    window.put(job.block())
+    return window
+
+
+def excess_of(job: Job, keys: np.ndarray, ranks: Any = slice(None)) -> np.ndarray:
+    """What the judge looks at, computed from the job itself."""
+    return excess_over_others(job.parts_ns[ranks].sum(axis=2)[:, keys])
+
+
+def test_block_of_one_rank() -> None:
+    """A rank's rows as a block: row numbers instead of steps, and the same values."""
+    job = Job.of(3, 10)
+    block = BinBatch.of(1, wider(job.rows_of(1), 2))
+
+    assert (block.width, block.ranks.tolist(), block.key.tolist()) == (2, [1], [[0, 1, 2, 3, 4]])
+    assert block.parts_ns[0, 0].tolist() == job.parts_ns[1, :2].mean(axis=0).tolist()
+    assert all(getattr(block, name).shape[:2] == (1, 5) for name in FIELDS)
+
+
+def test_block_between() -> None:
+    """Rows outside of the steps are no rows any more; a row that begins inside is inside."""
+    block = BinBatch.of(0, wider(Job.of(1, 20).rows_of(0), 4))
+
+    assert block.between(4, 13).key.tolist() == [[-1, 1, 2, 3, -1]]
+    assert block.between(0, 4).between(4, 8).key.max() == -1
+
+
+def test_columns_have_the_excess_of_their_rows() -> None:
+    """Which rows can be compared, and each rank's excess in them."""
+    job = Job.of(4, 40)
+    window = filled(job)
+    keys, present = window.comparable(0, 40)
+
+    assert (keys.tolist(), present.tolist()) == (list(range(40)), [0, 1, 2, 3])
+    np.testing.assert_allclose(window.excess_ns[:, keys], excess_of(job, keys), atol=20)
+    assert window.comparable(10, 30)[0].tolist() == list(range(10, 30))
+
+
+def test_columns_are_used_again() -> None:
+    """Of a long run the newest rows are there, in whatever pieces they came; older ones are not."""
+    job = Job.of(2, 1000)
+    once, pieces = filled(job), SlidingWindow(np.arange(2), 1)
+    for first in range(0, 1000, 170):
+        pieces.put(job.block(rows=slice(first, first + 170)))
+    for window in (once, pieces):
+        keys, _ = window.comparable(0, 1000)
+        assert keys.tolist() == list(range(1000 - judged_rows(2), 1000))
+        np.testing.assert_allclose(window.excess_ns[:, keys % window.columns], excess_of(job, keys), atol=20)
+
+
+def test_a_row_that_one_rank_lacks() -> None:
+    """It is compared on none, and those around it are; nor is one with other work on a single rank."""
+    job = Job.of(3, 20)
+    job.flags[1, 5] = Flag.CHECKPOINT
+    job.flags[2, 6] = Flag.COLLECTED
+    window = SlidingWindow(np.arange(3), 1)
+    block = job.block()
+    window.put(dataclasses.replace(block, key=np.where((block.key == 9) & (block.ranks[:, None] == 2), -1, block.key)))
+
+    assert set(range(20)) - set(window.comparable(0, 20)[0].tolist()) == {5, 9}
+
+
+def test_frontier() -> None:
+    """The newest row of the slowest rank that is not far behind and has not ended."""
+    window = SlidingWindow(np.arange(3), 1)
+    job = Job.of(3, 200)
+    window.put(job.block([0], slice(0, 100)))
+    assert window.frontier(()) == 99  # the others have not begun, and are not waited for any more
+    window.put(job.block([1], slice(0, 60)))
+    window.put(job.block([2], slice(0, 100 - LATE_ROWS)))
+    assert window.frontier(()) == 99 - LATE_ROWS
+    window.put(job.block([0], slice(100, 101)))
+    assert window.frontier(()) == 59
+    assert window.frontier({1}) == 100
+    assert window.frontier({0, 1, 2}) == 100
+    assert window.oldest() == 0
+
+
+def test_waits_for_ranks_without_a_row() -> None:
+    """In the first LATE_ROWS rows, a rank that has sent nothing is waited for."""
+    window = SlidingWindow(np.arange(2), 1)
+    window.put(Job.of(2, 30).block([0]))
+
+    assert window.frontier(()) == -1
+
+
+def test_more_ranks() -> None:
+    """Ranks that come later, at any place among those there, change nothing of what these have."""
+    job = Job.of(4, 30)
+    window = SlidingWindow(np.array([1, 3]), 1)
+    window.put(job.block([1, 3]))
+    before = window.comparable(0, 30)[0]
+    window = window.with_ranks(np.arange(4))
+    window.put(job.block([0, 2]))
+    keys, present = window.comparable(0, 30)
+
+    assert keys.tolist() == before.tolist()
+    assert present.tolist() == [0, 1, 2, 3]
+    np.testing.assert_allclose(window.excess_ns[:, keys], excess_of(job, keys), atol=20)
+
+
+def test_many_ranks_keep_less() -> None:
+    """Beyond 4096 ranks fewer rows are kept; the window begins anew, and says so by having nothing."""
+    assert (judged_rows(4096), judged_rows(4097)) == (256, 128)
+    window = filled(Job.of(2, 30)).with_ranks(np.arange(4097))
+
+    assert (window.rows, window.newest.max()) == (128, -1)
+
+
+class TestLate:
+    def test_rows_that_come_later(self) -> None:
+        """A row is compared anew when a rank's part of it comes after all."""
+        job = Job.of(3, 100)
+        window = SlidingWindow(np.arange(3), 1)
+        window.put(job.block([0, 1]))
+        keys, present = window.comparable(0, 100)
+        assert present.tolist() == [0, 1]
+        np.testing.assert_allclose(window.excess_ns[:2, keys], excess_of(job, keys, [0, 1]), atol=20)
+        window.put(job.block([2]))
+        keys, present = window.comparable(0, 100)
+
+        assert (len(keys), present.tolist()) == (100, [0, 1, 2])
+        np.testing.assert_allclose(window.excess_ns[:, keys], excess_of(job, keys), atol=20)
+
+    def test_older_rows_that_come_later(self) -> None:
+        """So is one of a rank that has newer rows already."""
+        job = Job.of(2, 50)
+        window = SlidingWindow(np.arange(2), 1)
+        window.put(job.block([0]))
+        window.put(job.block([1], slice(40, 50)))
+        assert window.comparable(0, 50)[0].tolist() == list(range(40, 50))
+        window.put(job.block([1], slice(0, 40)))
+        keys, _ = window.comparable(0, 50)
+
+        np.testing.assert_allclose(window.excess_ns[:, keys], excess_of(job, np.arange(50)), atol=20)
+
+    def test_a_rank_that_is_back_after_a_hole(self) -> None:
+        """Rows that were compared without it are not compared with it, for it has none there."""
+        job = Job.of(3, 200)
+        window = SlidingWindow(np.arange(3), 1)
+        window.put(job.block([0, 1], slice(0, 150)))
+        window.put(job.block([2], slice(0, 50)))
+        assert len(window.comparable(0, 150)[0]) == 150
+        window.put(job.block(rows=slice(150, 200)))
+        keys, present = window.comparable(0, 200)
+
+        assert present.tolist() == [0, 1, 2]
+        assert keys.tolist() == [*range(50), *range(150, 200)]
+
+    def test_a_rank_that_has_gone(self) -> None:
+        """Rows that lacked one rank are compared once that rank does not take part any more."""
+        job = Job.of(3, 100)
+        job.flags[2, 30] = Flag.SAMPLED
+        window = SlidingWindow(np.arange(3), 1)
+        window.put(job.block(rows=slice(0, 50)))
+        assert 30 not in window.comparable(0, 50)[0]
+        window.put(job.block([0, 1], slice(50, 100)))
+        keys, present = window.comparable(0, 100)
+
+        assert (len(keys), present.tolist()) == (100, [0, 1])
+        np.testing.assert_allclose(window.excess_ns[:2, keys], excess_of(job, keys, [0, 1]), atol=20)
+
+
+class TestNarrowRows:
+    @given(cuts=st.lists(st.integers(1, 31), max_size=6), order=st.booleans())
+    def test_any_pieces(self, cuts: list[int], order: bool) -> None:
+        """Rows of one step make rows of four, in whatever pieces they come, one rank or several at a time."""
+        job = Job.of(2, 32)
+        job.flags[0, 9], job.flags[1, 11] = Flag.MANUAL, Flag.COLLECTED
+        window = SlidingWindow(np.arange(2), 4)
+        edges = sorted({0, *cuts, 32})
+        for first, end in itertools.pairwise(edges):
+            ranks = [[0], [1]] if order else [[0, 1]]
+            for each in ranks:
+                window.put(job.block(each, slice(first, end)))
+        keys, present = window.comparable(0, 8)
+
+        assert (keys.tolist(), present.tolist()) == (list(range(8)), [0, 1])
+        for rank in (0, 1):
+            expected = wider(job.rows_of(rank), 4)
+            np.testing.assert_allclose(window.parts_ns[rank, keys], expected.work_ns, rtol=1e-6)
+            np.testing.assert_allclose(window.duration_ns[rank, keys], expected.duration_ns, rtol=1e-6)
+            assert window.flags[rank, keys].tolist() == expected.flags.tolist()
+            assert np.isnan(window.ready_ns[rank, keys]).all()
+
+    def test_what_never_fills_a_row(self) -> None:
+        """A row that lacks a step stays away, is forgotten in the end, and takes no other with it."""
+        job = Job.of(1, 1200)
+        window = SlidingWindow(np.arange(1), 4)
+        for first, end in ((0, 5), (6, 50), (50, 1200)):
+            window.put(BinBatch.of(0, part_of(job.rows_of(0), first, end)))
+        keys = window.key[0, :-1]
+
+        assert set(range(40)) - set(keys[(keys >= 0) & (keys < 40)].tolist()) == {1}
+        assert len(window._narrow[1].key) == 0
+
+    def test_two_widths_at_once(self) -> None:
+        """Rows of one and of two steps wait beside each other."""
+        job = Job.of(2, 16)
+        window = SlidingWindow(np.arange(2), 4)
+        for first in range(0, 16, 2):
+            window.put(job.block([0], slice(first, first + 2)))
+            window.put(BinBatch.of(1, part_of(wider(job.rows_of(1), 2), first // 2, first // 2 + 1)))
+        grown = window.with_ranks(np.arange(3))
+
+        assert window.comparable(0, 4)[0].tolist() == [0, 1, 2, 3]
+        assert grown.newest.tolist() == [3, 3, -1]
+
+    def test_they_wait_while_ranks_come(self) -> None:
+        """A window that gets more ranks keeps what does not fill a row yet."""
+        job = Job.of(2, 8)
+        window = SlidingWindow(np.arange(1), 4)
+        window.put(job.block([0], slice(0, 6)))
+        window = window.with_ranks(np.arange(2))
+        window.put(job.block([0], slice(6, 8)))
+        window.put(job.block([1]))
+
+        keys, present = window.comparable(0, 2)
+        assert (keys.tolist(), present.tolist()) == ([0, 1], [0, 1])
+
+
+@pytest.mark.parametrize("ended", [(), (2,)])
+def test_nobody_but_the_ended(ended: tuple[int, ...]) -> None:
+    """A rank without rows of the last row to judge takes no part, whether it has ended or is late."""
+    job = Job.of(3, 80)
+    window = SlidingWindow(np.arange(3), 1)
+    window.put(job.block([0, 1]))
+    window.put(job.block([2], slice(0, 10)))
+
+    assert window.frontier(ended) == 79
+    assert window.comparable(0, 80)[1].tolist() == [0, 1]
+
+
+def test_rows_far_apart() -> None:
+    """Only what has rows is judged, piece by piece: nothing of the billions of steps between them."""
+    population, rows = Population(), Job.of(2, 20)
+    for rank in range(2):
+        block = BinBatch.of(rank, rows.rows_of(rank))
+        population.add(block)
+        population.add(dataclasses.replace(block, key=block.key + (1 << 31)))
+    assert len(population._chunks()) == 2

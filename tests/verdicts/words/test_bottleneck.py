@@ -1,0 +1,590 @@
+"""Where the steps' time goes, in words: each figure of a sentence is held against the table below it, and the truth."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.reports import checked
+from tests.support.tables import mixed_table
+from torchlens_perf.analysis.node_state import NodeState, ProcessState
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
+from torchlens_perf.report.build import build
+from torchlens_perf.report.terminal import render
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.records import OWN_PARTS, PARTS
+from torchlens_perf.run.ring import Flag, record_dtype
+from torchlens_perf.verdicts.words.bottleneck import computing_action
+
+NUMBER = r"(\d+(?:\.\d+)?)"
+DURATION = NUMBER + r" (s|ms|us|ns)"
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+# What a sentence calls a column of the table.
+COLUMNS = {"waiting for data": "data", "host code outside of the phases": "host", "waiting in communication": "wait"}
+ROUNDING = 0.006  # three figures
+
+
+def seconds(number: str, unit: str) -> float:
+    return float(number) * UNITS[unit]
+
+
+def state_of(rank: int, ranks: int, steps: list[dict[str, Any]], **changed: Any) -> ProcessState:
+    """A process that has made these steps: parts in ms, "flags", "cpu" for the lack of a CPU in its forward part."""
+    statistics = RankStatistics()
+    statistics.add(np.zeros(0, record_dtype()), mixed_table(steps), [], 0)
+    identity = Identity("r", rank, rank, ranks, ranks, 0, "h", 10 + rank, 1, 1, False, "train.py", "", {})
+    return ProcessState(identity, Anchor(0, 0, 0), statistics, ended="closed", **changed)
+
+
+def report_on(*ranks: list[dict[str, Any]], **changed: Any) -> dict[str, Any]:
+    states = [state_of(rank, len(ranks), steps, **changed) for rank, steps in enumerate(ranks)]
+    return checked(build("r", [NodeState("h", {state.identity.key: state for state in states})]))
+
+
+class Shown:
+    """What a reader sees: the sentences, and the columns of the table, in seconds."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        text = render(report, "r", columns=250, color=False)
+        head, _, rest = text.partition("typical step of each rank")
+        self.sentences = [" ".join(part.split()) for part in head.split("\n\n")]
+        lines = [line for line in rest.split("\n") if line.strip()]
+        header, rows = re.split(r"\s{2,}", lines[0].strip()), []
+        for line in lines[2:]:
+            cells = re.findall(rf"{DURATION}|(?<= )-(?= |$)", line)
+            if not re.match(r"\s*\d+ ", line):
+                break
+            rows.append([seconds(*cell) if cell[0] else 0.0 for cell in cells])
+        names = [name for name in header if name not in ("rank", "memory", "share of the step")]
+        self.columns = {name: [row[index] for row in rows] for index, name in enumerate(names)}
+
+    def mean(self, column: str) -> float:
+        return float(np.mean(self.columns[column]))
+
+    def sentence(self, words: str) -> str:
+        (found,) = [each for each in self.sentences if words in each]
+        return found
+
+
+def holds_typical(shown: Shown) -> str:
+    """Checks the sentence on the typical step against the table. Returns its first words."""
+    sentence = shown.sentence("of a typical step of").partition(" Next: ")[0]
+    step = re.search(rf"of a typical step of {DURATION}", sentence)
+    assert step is not None, sentence
+    step_s = seconds(*step.groups())
+    assert step_s == pytest.approx(shown.mean("step"), rel=2 * ROUNDING)
+    named_s = 0.0
+    for words, percent, number, unit in re.findall(rf"(?:^|; )([^;]*?)(?: takes)? {NUMBER}% \({DURATION}\)", sentence):
+        part_s = seconds(number, unit)
+        named_s += part_s
+        assert float(percent) / 100 == pytest.approx(part_s / step_s, abs=0.011), sentence
+        column = COLUMNS.get(words.lower())
+        if column is not None and "no CPU" not in shown.columns:
+            assert part_s == pytest.approx(shown.mean(column), rel=2 * ROUNDING), sentence
+        if words.lower() == "waiting for a cpu":
+            assert part_s == pytest.approx(shown.mean("no CPU"), rel=2 * ROUNDING)
+        inner = re.search(r"\((.*)\)", words)
+        if inner is not None:  # computing, in parts
+            parts_s = [seconds(*each) for each in re.findall(DURATION, inner[1])]
+            assert sum(parts_s) == pytest.approx(part_s, rel=3 * ROUNDING), sentence
+    assert named_s <= step_s * (1 + 3 * ROUNDING), sentence
+    return sentence.partition(" takes ")[0]
+
+
+def holds_long(sentence: str, report: dict[str, Any]) -> None:
+    """Checks a sentence on long steps: number, time each, time in all, and share of all steps' time."""
+    steps = report["steps"]
+    each, total = (seconds(*found) for found in re.findall(rf"{DURATION} (?:longer|in all)", sentence))
+    share = re.search(rf"{NUMBER}% of the time of all steps", sentence)
+    assert share is not None
+    regular, some = re.match(r"One step in (\d+) ", sentence), re.match(r"(\d+) of (\d+) steps", sentence)
+    if some is not None:
+        assert int(some[2]) == steps["count"]
+        assert total == pytest.approx(int(some[1]) * each, rel=3 * ROUNDING)
+    else:
+        assert regular is not None
+        # A step of another kind may be in the place of one of them.
+        assert total / each == pytest.approx(steps["count"] / int(regular[1]), rel=0.5, abs=2)
+    assert float(share[1]) / 100 == pytest.approx(total / steps["total_s"], abs=0.006)
+
+
+def random_steps(rng: np.random.Generator, count: int, ranks: int) -> list[list[dict[str, Any]]]:
+    """A loop with parts of any proportion, noise, and now and then something else: by chance or regularly."""
+    usual = dict(zip(("data", "forward", "backward", "optimizer", "host"), rng.exponential(size=5) * 10, strict=True))
+    if ranks > 1:
+        usual["communication"] = float(rng.exponential() * 10)
+    noise, lack = rng.choice([0.0, 0.02, 0.1]), rng.choice([None, 0.0, 20.0], p=[0.5, 0.2, 0.3])
+
+    def step() -> dict[str, Any]:
+        return {part: value * np.exp(noise * rng.standard_normal()) for part, value in usual.items()}
+
+    loops = [[step() for _ in range(count)] for _ in range(ranks)]
+    if lack is not None:
+        for each in (each for loop in loops for each in loop):
+            each["cpu"] = lack
+            each["forward"] += lack
+    for _ in range(rng.integers(0, 3)):
+        part, more = str(rng.choice(list(usual))), float(rng.choice([50, 300, 5000]))
+        flag = int(rng.choice([0, Flag.EVALUATION, Flag.CHECKPOINT, Flag.COMPILED]))
+        every, begin = int(rng.integers(7, 40)), int(rng.integers(4, 20))
+        regular = rng.random() < 0.5
+        where = range(begin, count, every) if regular else rng.choice(np.arange(4, count), 3, replace=False).tolist()
+        for number in where:
+            for loop in loops:
+                loop[number][part] += more
+                loop[number]["flags"] = loop[number].get("flags", 0) | flag
+    return loops
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_sentences_hold_on_random_mixes(seed: int) -> None:
+    """Against the table, whatever the loop does."""
+    rng = np.random.default_rng(seed)
+    loops = random_steps(rng, int(rng.integers(40, 300)), int(rng.choice([1, 1, 3])))
+    report = report_on(*loops)
+    shown = Shown(report)
+    holds_typical(shown)
+    for sentence in shown.sentences:
+        if "of the time of all steps" in sentence:
+            holds_long(sentence, report)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_first_is_what_is_largest(seed: int) -> None:
+    """By the truth: the largest wait, if it takes a quarter of the step or more than computing; else computing."""
+    rng = np.random.default_rng(1000 + seed)
+    (loop,) = random_steps(rng, 100, 1)
+    found = holds_typical(Shown(report_on(loop)))
+    longest_ms = 1.5 * float(np.median([duration_ms(step) for step in loop]))
+    plain = [step for step in loop[WARM_UP_STEPS:] if duration_ms(step) < longest_ms]
+    mean = {part: float(np.mean([step.get(part, 0.0) for step in plain])) for part in OWN_PARTS}
+    lack = float(np.mean([step.get("cpu", 0.0) for step in plain]))
+    step_ms = sum(mean.values())
+    if lack >= 0.1 * step_ms:
+        mean["forward"] -= lack
+    waits = {
+        "Waiting for data": mean["data"], "Host code outside of the phases": mean["host"],
+        "Waiting for a CPU": lack if lack >= 0.1 * step_ms else 0.0,
+    }  # fmt: skip
+    computing = sum(mean[part] for part in ("forward", "backward", "optimizer"))
+    words, most = max(waits.items(), key=lambda item: item[1])
+    close = any(
+        abs(most - other) < 0.03 * step_ms for other in (0.25 * step_ms, computing, *waits.values()) if other != most
+    )
+    if not close:
+        assert found == words if most >= min(0.25 * step_ms, computing) else found.startswith("Computing")
+
+
+def duration_ms(step: dict[str, Any]) -> float:
+    return sum(step.get(part, 0.0) for part in PARTS)
+
+
+BASE = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0, "host": 1.0}
+
+
+def test_one_evaluation_does_not_decide_the_headline() -> None:
+    """The share of host code is that of the steps that are alike, and the evaluation is named apart."""
+    loop = [dict(BASE) for _ in range(103)]
+    for number in (50, 100):
+        loop[number] = {**BASE, "host": 901.0, "flags": Flag.EVALUATION | Flag.EVALUATED}
+    long, typical = report_on(loop)["verdicts"]
+
+    assert long["kind"] == "long_steps"
+    assert long["text"] == (
+        "2 of 103 steps (steps 50, 100) take 900 ms longer on average (evaluation): 1.80 s in all, 53% of the time of "
+        "all steps. Next: evaluate less often, or on fewer batches."
+    )
+    assert typical["text"].startswith(
+        "Computing (the backward pass 8.00 ms, the forward pass 4.00 ms, the optimizer 2.00 ms) takes 88% (14.0 ms) of "
+        "a typical step of 16.0 ms. Next: "
+    )
+
+
+class TestKindsOfSteps:
+    """Where the typical step is not the only frequent kind of steps, that is said."""
+
+    def test_two_kinds(self) -> None:
+        """With their counts and times, in the sentence on the typical step and in the line above the tables."""
+        loop = [dict(BASE)] * 3 + [dict(BASE)] * 45 + [{**BASE, "optimizer": 46.0}] * 55
+        report = report_on(loop)
+        (long,) = report["steps"]["long"]
+
+        assert "Two kinds of steps: 55 take 60.0 ms, 45 take 16.0 ms." in " ".join(
+            each["text"] for each in report["verdicts"]
+        )
+
+        assert (long["count"], long["more_s"]) == (55, pytest.approx(0.044))
+        assert "103 steps (45 typical, 55 long, 3 warm-up)" in render(report, "r", columns=250, color=False)
+
+    def test_shorter_steps(self) -> None:
+        """They have no verdict, and are not left out."""
+        report = report_on([dict(BASE)] * 83 + [{**BASE, "backward": 1.0}] * 20)
+        (verdict,) = report["verdicts"]
+        assert "Two kinds of steps: 80 take 16.0 ms, 20 take 9.00 ms." in verdict["text"]
+        assert "103 steps (80 typical, 20 short, 3 warm-up)" in render(report, "r", columns=250, color=False)
+
+    def test_steps_that_wait_for_a_cpu_are_of_no_other_kind(self) -> None:
+        loop = [{**BASE, "cpu": 0.0} for _ in range(100)]
+        for number in (20, 33, 34, 41, 50, 58, 59, 60, 77, 80, 81, 93):
+            loop[number] = {**BASE, "forward": 24.0, "cpu": 20.0}
+        report = report_on(loop)
+        texts = [each["text"] for each in report["verdicts"]]
+
+        assert [(each["count"], each["part"]) for each in report["steps"]["long"]] == [(12, "cpu")]
+        assert any("(waiting for a CPU)" in text for text in texts)
+        assert "kinds of steps" not in " ".join(texts)
+
+    @pytest.mark.parametrize(
+        ("part", "advice"),
+        [
+            (
+                "backward",
+                "see what only one step in 2 does (steps 95, 97, 99, 101): another backward pass, another optimizer, a "
+                "larger batch, longer sequences.",
+            ),
+            ("host", "see what the loop does at steps 95, 97, 99, 101"),
+        ],
+    )
+    def test_longer_steps_with_a_period(self, part: str, advice: str) -> None:
+        """The loop does something else in them, as training a second model."""
+        loop = [{**BASE, part: 60.0 if number % 2 else BASE[part]} for number in range(103)]
+        texts = [each["text"] for each in report_on(loop)["verdicts"]]
+        assert any(f"Next: {advice}" in text for text in texts), texts
+
+    def test_what_is_not_typical_is_named(self) -> None:
+        """Warm-up, evaluations, and steps that are long for another reason."""
+        loop = [dict(BASE) for _ in range(150)]
+        loop[40] = {**BASE, "host": 900.0, "flags": Flag.EVALUATION | Flag.EVALUATED}
+        loop[90] = {**BASE, "data": 500.0}
+        report = report_on(loop)
+        assert "150 steps (145 typical, 1 evaluation, 1 long, 3 warm-up)" in render(
+            report, "r", columns=250, color=False
+        )
+        assert "kinds of steps" not in " ".join(each["text"] for each in report["verdicts"])
+
+    def test_longer_steps_that_may_have_waited_for_a_cpu_are_of_no_other_kind(self) -> None:
+        """Waits for a CPU are not measured in steps this short."""
+        rng = np.random.default_rng(7)
+        longer = set(rng.choice(np.arange(5, 200), 40, replace=False).tolist())
+        loop = [{**BASE, "host": 30.0} if step in longer else dict(BASE) for step in range(200)]
+        texts = [each["text"] for each in report_on(loop)["verdicts"]]
+
+        assert any("whether they waited for a CPU is not measured" in text for text in texts)
+        assert "kinds of steps" not in " ".join(texts)
+
+    def test_one_or_two_steps_are_no_kind(self) -> None:
+        loop = [*[dict(BASE)] * 17, *[{**BASE, "backward": 40.0}] * 3]
+        assert "kinds of steps" not in " ".join(each["text"] for each in report_on(loop)["verdicts"])
+
+    @pytest.mark.parametrize(("typical", "named"), [(1, False), (4, False), (5, True)])
+    def test_few_steps_do_not_show_what_is_usual(self, typical: int, named: bool) -> None:
+        loop = [*[dict(BASE)] * (WARM_UP_STEPS + typical), {**BASE, "backward": 60.0}]
+        texts = [each["text"] for each in report_on(loop)["verdicts"]]
+        assert any(" longer" in text for text in texts) == named, texts
+
+    @pytest.mark.parametrize("seed", range(30))
+    def test_classes_add_up_to_all_steps(self, seed: int) -> None:
+        """Counts and times, in the report."""
+        rng = np.random.default_rng(5000 + seed)
+        loops = random_steps(rng, int(rng.integers(40, 300)), 1)
+        steps = report_on(*loops)["steps"]
+        others = [*steps["long"], *steps["short"]]
+        assert steps["warm_up"] + steps["alike"] + sum(each["count"] for each in others) == steps["count"]
+        time_s = steps["alike"] * steps["alike_mean_s"] + sum(each["count"] * each["mean_s"] for each in others)
+        assert time_s == pytest.approx(steps["total_s"])
+
+
+class TestLongStepsAndCpus:
+    """Steps that come irregularly and may only have waited for a CPU are not explained by their batch."""
+
+    @staticmethod
+    def text(usual: dict[str, float], longer: dict[str, float], steps: list[int], **changed: Any) -> str:
+        loop = [{**usual, **longer} if step in steps else dict(usual) for step in range(200)]
+        texts = [each["text"] for each in report_on(loop, **changed)["verdicts"]]
+        return next(str(text) for text in texts if "longer on" in text or "longer (" in text)
+
+    @pytest.mark.parametrize(("part", "where"), [("backward", "the backward pass"), ("host", "host code")])
+    def test_wait_that_is_not_measured(self, part: str, where: str) -> None:
+        text = self.text(BASE, {part: 60.0}, [20, 53, 60, 97, 131])
+        assert f"(most of it in {where}" in text
+        assert "; whether they waited for a CPU is not measured)" in text
+        assert "batch size" not in text
+        assert text.endswith("Next: see what the loop does at steps 53, 60, 97, 131, and what else kept the CPUs busy.")
+
+    def test_wait_of_one_step_that_is_not_measured(self) -> None:
+        text = self.text(BASE, {"backward": 600.0}, [53])
+        assert "(most of it in the backward pass; whether it waited for a CPU is not measured)" in text
+        assert text.endswith("Next: see what the loop does at step 53, and what else kept the CPUs busy.")
+
+    def test_lack_by_samples(self) -> None:
+        """The sidecar saw that CPUs are short, and no step says where."""
+        text = self.text(BASE, {"backward": 60.0}, [20, 53, 60, 97, 131], cpu_wait=[12.0, 20.0])
+        assert "(most of it in the backward pass, while CPUs are short)" in text
+        assert text.endswith("Next: see whether steps 53, 60, 97, 131 still take longer with enough CPUs.")
+
+    def test_lack_in_every_step(self) -> None:
+        """It is measured, and the longer steps lack a CPU for no longer than the others."""
+        text = self.text({**BASE, "forward": 24.0, "cpu": 20.0}, {"backward": 600.0}, [53])
+        assert "(most of it in the backward pass, while CPUs are short)" in text
+        assert text.endswith("Next: see whether step 53 still takes longer with enough CPUs.")
+
+    def test_no_lack(self) -> None:
+        text = self.text({**BASE, "cpu": 0.0}, {"backward": 600.0}, [53])
+        assert text.endswith("Next: see what is different at step 53: batch size, sequence length.")
+
+
+def test_ranks_that_communicate_in_some_steps_only() -> None:
+    """As of local SGD: no rank does something else."""
+    loop = [{**BASE, "communication": 60.0 if step % 4 == 0 else 0.01} for step in range(100)]
+    (text,) = [each["text"] for each in report_on(loop, loop)["verdicts"] if each["kind"] == "long_steps"]
+    assert text.endswith(
+        "Next: see what only one step in 4 does (steps 84, 88, 92, 96): all ranks exchange data, or one rank does "
+        "something else."
+    )
+
+
+def test_ranks_that_communicate_in_irregular_steps_only() -> None:
+    """The same, where some of these steps are of another class on a busy machine."""
+    loop = [{**BASE, "communication": 60.0 if step in (20, 24, 32, 36, 52, 56) else 0.4} for step in range(100)]
+    (text,) = [each["text"] for each in report_on(loop, loop)["verdicts"] if each["kind"] == "long_steps"]
+    assert text.endswith(
+        "Next: see what is different at steps 32, 36, 52, 56: all ranks exchange data, or one rank does something else."
+    )
+
+
+def test_one_huge_step_has_a_sentence_of_its_own() -> None:
+    """A very long step is not averaged with a slightly long step of the same part."""
+    loop = [{**BASE, "communication": 1.0} for _ in range(319)]
+    loop[130] = {**BASE, "communication": 60.0}
+    loop[300] = {**BASE, "communication": 45_000.0}
+    sentences = [each["text"] for each in report_on(loop, [dict(step) for step in loop])["verdicts"]]
+    (long,) = [text for text in sentences if " longer" in text]
+    assert long.startswith("1 of 319 steps (step 300) takes 45.0 s longer (waiting in communication): 45.0 s in all")
+
+
+@pytest.mark.parametrize(
+    ("part", "action"),
+    [
+        ("host", "look at what the loop does between these passes."),
+        ("forward", "make fewer of these passes, or use larger batches in them."),
+        ("data", "look at how these passes get their data."),
+        ("communication", "see which rank does something else in these steps while the others wait."),
+    ],
+)
+def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, action: str) -> None:
+    """They may be rollouts or sampling: the advice holds for all."""
+    loop = [{**BASE, part: 65.0, "flags": Flag.EVALUATION} if step % 8 == 7 else dict(BASE) for step in range(160)]
+    (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
+    assert "(forward passes without gradients: evaluation, rollouts or sampling" in long["text"]
+    assert ("sampling, mostly " in long["text"]) is (part != "forward"), (
+        "what took the time is said where it is another part"
+    )
+    assert long["text"].endswith(f"Next: {action}")
+
+
+def test_long_steps_of_one_kind_are_one_verdict() -> None:
+    """One that takes much longer is one of them: all are counted before they are compared with other findings."""
+    lengths = {40: 10.0, 80: 10.0, 120: 60.0, 160: 120.0}
+    loop = [
+        {**BASE, "forward": 4.0 + lengths.get(step, 0.0), "flags": Flag.EVALUATION * (step in lengths)}
+        for step in range(200)
+    ]
+    (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
+
+    assert long["evidence"]["steps"] == [40, 80, 120, 160]
+    assert long["lost_s"] == pytest.approx(0.2, rel=0.05)
+
+
+def test_wait_for_a_cpu_that_was_not_measured_is_no_zero() -> None:
+    """Steps of few milliseconds do not record it: the figures contain it, and samples may say how much there is."""
+    evidence = report_on([dict(BASE)] * 60)["verdicts"][-1]["evidence"]
+    assert "lack_of_cpu" not in evidence.uses_s
+    text = report_on([dict(BASE)] * 60, cpu_wait=[2.0, 20.0])["verdicts"][-1]["text"]
+    assert "These figures contain waits for a CPU, which were not measured in the steps" in text
+    assert "show 10% of the time. Next:" in text
+
+
+def test_long_steps_of_some_ranks() -> None:
+    """The count is each rank's, on average, and the numbers are of all ranks: where they differ, that is said."""
+    ranks = [[dict(BASE) for _ in range(103)] for _ in range(2)]
+    for rank, numbers in enumerate(((30, 50), (50, 100))):
+        for number in numbers:
+            ranks[rank][number] = {**BASE, "host": 901.0, "flags": Flag.EVALUATION}
+
+    (long,) = [each for each in report_on(*ranks)["verdicts"] if each["kind"] == "long_steps"]
+    assert long["text"].startswith("2 of 103 steps (not the same on all ranks: steps 30, 50, 100) take 900 ms longer ")
+
+
+def test_what_was_asked_of_this_tool_is_not_the_collectors() -> None:
+    """A step in which w.step_table() imported a library, which collected garbage: long by this tool, and says so."""
+    usual, asked = {"forward": 5.0}, {"forward": 5.0, "tool": 900.0, "flags": int(Flag.COLLECTED)}
+    (said,) = (text for text in Shown(report_on([*[usual] * 40, asked, *[usual] * 40])).sentences if "longer" in text)
+
+    assert "takes 900 ms longer (this tool)" in said
+    assert "Next: ask for results less often" in said
+    assert "garbage" not in said
+
+
+def test_lack_of_cpu_is_said_first() -> None:
+    """Half of the time nobody had a CPU: that, and not the forward pass."""
+    loop = [{**BASE, "forward": 20.0, "cpu": 16.0} for _ in range(60)]
+    verdicts = report_on(loop, [dict(step) for step in loop])["verdicts"]
+
+    assert verdicts[0]["kind"] == "lack_of_cpu"
+    assert verdicts[0]["text"].startswith(
+        "Waiting for a CPU takes 50% (16.0 ms) of a typical step of 32.0 ms; computing 44% (14.0 ms). Next: see what "
+    )
+
+
+def test_lack_of_cpu_by_samples() -> None:
+    """Where steps are too short to tell, the sidecar's samples do."""
+    short = [{part: value / 10 for part, value in BASE.items()} for _ in range(60)]
+    (verdict,) = report_on(short, cpu_wait=[12.0, 20.0])["verdicts"]
+    (quiet,) = report_on(short, cpu_wait=[1.0, 20.0])["verdicts"]
+
+    assert verdict["text"].startswith("Waiting for a CPU takes 60% of the time, by samples of one second")
+    assert quiet["kind"] == "compute_bound"
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "next_words"),
+    [
+        ({"data": 2.0, "host": 6.0}, "host_bound", "wrap parts in perf.section()"),
+        ({"data": 6.0, "host": 2.0}, "data_bound", "num_workers"),
+        ({"data": 2.0}, "compute_bound", "time modules"),
+        ({"data": 3.5}, "compute_bound", "num_workers"),
+        ({"data": 0.5, "host": 0.5}, "compute_bound", "time modules"),
+        ({"communication": 9.0}, "communication_bound", "buckets"),
+    ],
+)
+def test_what_to_do_first(parts: dict[str, float], kind: str, next_words: str) -> None:
+    """Data does not win where other waits are larger; where computing is largest, what is lost beside it comes next."""
+    verdict = report_on([{**BASE, **parts} for _ in range(60)])["verdicts"][-1]
+    assert verdict["kind"] == kind
+    assert next_words in verdict["text"].partition(" Next: ")[2]
+
+
+class TestOtherThreads:
+    @staticmethod
+    def report(parts: dict[str, float], elsewhere_ms: dict[str, float], **changed: Any) -> dict[str, Any]:
+        """Of steps of these parts, while other threads spend so much on a phase in each of them."""
+        state = state_of(0, 1, [{**BASE, **parts} for _ in range(60)], **changed)
+        steps = state.statistics.step.count
+        state.statistics.other_threads_ns = {phase: int(ms * 1e6 * steps) for phase, ms in elsewhere_ms.items()}
+        return checked(build("r", [NodeState("h", {state.identity.key: state})]))
+
+    def verdict(self, parts: dict[str, float], elsewhere_ms: dict[str, float], **changed: Any) -> dict[str, Any]:
+        verdict: dict[str, Any] = self.report(parts, elsewhere_ms, **changed)["verdicts"][-1]
+        return verdict
+
+    @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
+    def test_host_code_is_no_verdict_while_other_threads_work(self, phase: str) -> None:
+        """The step may wait for them there: that is no reason to look at logging."""
+        verdict = self.verdict({"host": 40.0}, {phase: 30.0})
+
+        assert (verdict["kind"], verdict["cost_share"]) == ("not_known", None)
+        assert "30.0 ms a step" in verdict["text"]
+        assert "spends 73% (40.0 ms) of a step outside of its own phases" in verdict["text"]
+        assert ("enter watch()" in verdict["text"], "batches" in verdict["text"]) == (phase != "data", phase == "data")
+        assert "Host code" not in verdict["text"]
+        assert "logging" not in verdict["text"]
+        assert verdict["evidence"].other_threads_s == {phase: pytest.approx(0.03)}
+
+    @pytest.mark.parametrize(
+        ("parts", "elsewhere_ms", "kind"),
+        [({"host": 40.0}, {}, "host_bound"), ({"host": 40.0}, {"forward": 1.0}, "host_bound"),
+         ({"host": 0.1}, {"forward": 30.0}, "compute_bound"), ({"data": 40.0}, {"forward": 30.0}, "data_bound")],
+    )  # fmt: skip
+    def test_what_limits_the_recorded_thread_otherwise_is_said(
+        self, parts: dict[str, float], elsewhere_ms: dict[str, float], kind: str
+    ) -> None:
+        """Work on other threads explains no more than time outside of the phases."""
+        assert self.verdict(parts, elsewhere_ms)["kind"] == kind
+
+    @pytest.mark.parametrize(("elsewhere_ms", "noted"), [({"forward": 30.0, "data": 1.0}, True), ({}, False)])
+    def test_work_on_other_threads_is_always_in_a_note(self, elsewhere_ms: dict[str, float], noted: bool) -> None:
+        """Also where the verdict is about something else."""
+        notes = self.report({"data": 40.0}, elsewhere_ms)["quality"]["notes"]
+
+        note = "other threads also worked (the forward pass 30.0 ms, data loading 1.00 ms a step)"
+        assert any(each.startswith(note) for each in notes) is noted, notes
+
+
+class TestWaitsInCommunication:
+    """Which rank makes a collective slow is not recorded, and where nothing else tells, that is said."""
+
+    @staticmethod
+    def text(*waits_ms: float) -> str:
+        ranks = [[{**BASE, "communication": wait_ms} for _ in range(60)] for wait_ms in waits_ms]
+        (verdict,) = (each for each in report_on(*ranks)["verdicts"] if each["kind"] == "communication_bound")
+        return str(verdict["text"])
+
+    def test_of_ranks_that_wait_alike(self) -> None:
+        assert ". All ranks wait for about as long. A slow link of one rank would look the same. Next:" in self.text(
+            30.0, 33.0
+        )
+
+    @pytest.mark.parametrize("waits_ms", [(30.0,), (20.0, 40.0)])
+    def test_of_others(self, waits_ms: tuple[float, ...]) -> None:
+        assert "slow link" not in self.text(*waits_ms)
+
+
+class TestOnADevice:
+    def test_without_device_times_it_is_not_known(self) -> None:
+        """What the host did is no answer, and is not sold as one."""
+        verdict = report_on([{**BASE, "host": 40.0} for _ in range(60)], compute_device="xpu")["verdicts"][-1]
+
+        assert (verdict["kind"], verdict["cost_share"]) == ("not_known", None)
+        assert verdict["text"].startswith(
+            "What limits the step is not known: the work is on a device (xpu), and only host time was recorded. Host "
+            "code outside of the phases takes 73% (40.0 ms) of a typical step on the host, which may be waiting for "
+            "the device."
+        )
+
+    def test_ranks_were_not_compared(self) -> None:
+        """Instead of "no rank stands out"."""
+        verdict = report_on(*[[dict(BASE) for _ in range(60)]] * 2, compute_device="cuda")["verdicts"][0]
+
+        assert verdict["kind"] == "not_compared"
+        assert verdict["text"].startswith(
+            "The ranks were not compared: their work is on a device (GPU), and only host time is known."
+        )
+        assert "stands out" not in verdict["text"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "deeper", "advice"),
+    [
+        ([("Net", True, False)], True, "start with Net, the largest by own time; modules=1 shows what is inside."),
+        (
+            [("Net", True, False)],
+            False,
+            "look at a trace of Net: torchlens-perf capture, while the job runs. No module inside can be timed.",
+        ),
+        (
+            [("Net", True, False), ("blocks.0", False, True)],
+            True,
+            "look at the code of Net's own forward(), outside of its modules: wrap parts in perf.section().",
+        ),
+        (
+            [("blocks.0", False, True), ("Net", True, False)],
+            True,
+            'start with blocks.0, the largest by own time; modules=["blocks.0.*"] shows what is inside.',
+        ),
+        ([("head", False, False), ("blocks.0", False, True)], True, "start with head, the largest by own time."),
+        ([("4", False, False), ("Net", True, False)], False, "start with module 4, the largest by own time."),
+    ],
+)
+def test_advised_pattern_matches_modules(rows: list[tuple[str, bool, bool]], deeper: bool, advice: str) -> None:
+    """No module's name begins with the class of the whole model, and a leaf has nothing inside."""
+    modules = [
+        {"name": name, "is_root": is_root, "has_untimed": has_untimed, "device_own_s_per_step": None}
+        for name, is_root, has_untimed in rows
+    ]
+    facts: Any = {"modules": modules, "run": {"deeper_modules": deeper}}
+
+    assert computing_action(facts) == advice

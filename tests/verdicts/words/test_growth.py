@@ -1,0 +1,63 @@
+"""Steps that take longer and longer: one verdict on all of them, and none on the last of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.verdicts.words.test_bottleneck import BASE, report_on
+
+
+def verdicts(host_ms: list[float], **parts: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = report_on([{**BASE, "host": host, "cpu": 0.0, **parts} for host in host_ms])[
+        "verdicts"
+    ]
+    return found
+
+
+def test_growth_is_one_verdict() -> None:
+    """As by episodes that take more steps the longer the training goes on."""
+    rng = np.random.default_rng(2)
+    grown = [float(each) for each in 1.04 ** np.arange(200) * np.exp(0.2 * rng.standard_normal(200))]
+    found = verdicts(grown)
+    (growth,) = [each for each in found if each["kind"] == "growing_steps"]
+
+    evidence = growth["evidence"]
+    change = evidence.last_third_s / evidence.first_third_s - 1
+    assert f"grew by {change:.0%} over the run" in growth["text"]
+    assert growth["text"].endswith("(an episode, a sequence, a list that is never emptied).")
+    assert not any(each["kind"] == "long_steps" for each in found), "the last steps are no second finding"
+    mean_s = np.mean(grown) / 1e3 + sum(value for value in BASE.values() if isinstance(value, float)) / 1e3
+    assert 0.2 * mean_s < growth["cost_s_per_step"] < mean_s
+
+
+def test_growth_of_waits_for_a_cpu_is_no_finding() -> None:
+    """It may be the load of the machine that grows, and the verdict is on that."""
+    found = verdicts([float(each) for each in 1.02 ** np.arange(200)], forward=64.0, cpu=60.0)
+
+    assert found[0]["kind"] == "lack_of_cpu"
+    assert not any(each["kind"] == "growing_steps" for each in found)
+
+
+def test_little_growth_is_found_early() -> None:
+    """Steps of 14 ms that grow by half."""
+    (growth,) = [each for each in verdicts([3.0 + step / 20 for step in range(160)]) if each["kind"] == "growing_steps"]
+
+    assert growth["lost_s"] == pytest.approx(160 * growth["cost_s_per_step"], rel=0.01)
+
+
+@pytest.mark.parametrize("begin", [60, 100, 140])
+def test_change_at_once_is_no_growth(begin: int) -> None:
+    noise = np.exp(0.1 * np.random.default_rng(begin).standard_normal(200))
+    found = verdicts([float(1 if step < begin else 80) * noise[step] for step in range(200)])
+
+    assert not any(each["kind"] == "growing_steps" for each in found)
+
+
+def test_noise_is_no_growth() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        found = verdicts((8 * np.exp(0.4 * rng.standard_normal(200))).tolist())
+        assert not any(each["kind"] == "growing_steps" for each in found)

@@ -1,0 +1,476 @@
+"""The sentences on slow ranks, with their numbers, and what to do next."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.support.findings import episode, findings
+from tests.support.planted import places
+from torchlens_perf.run.records import OWN_PARTS
+from torchlens_perf.verdicts.causes.straggler_groups import (
+    StageImbalance,
+    StragglerGroup,
+    StragglerSummary,
+    name,
+    straggler_groups,
+)
+from torchlens_perf.verdicts.stragglers.detector import NOTHING, Usual
+from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
+from torchlens_perf.verdicts.words.evidence import NobodySlowEvidence, Verdict
+from torchlens_perf.verdicts.words.stragglers import (
+    MAX_PAST,
+    SlowRankContext,
+    came_last,
+    cause_class,
+    no_straggler,
+    phase_name,
+    straggler_verdicts,
+)
+
+MS = 1e6
+REPORT: dict[str, Any] = {
+    "run": {"device": None, "judged_by": "host", "ranks_seen": 2, "live": False},
+    "steps": {"count": 200},
+    "ranks": [],
+}
+CONTEXT = SlowRankContext(())
+AT = places(8, node_size=4)
+OTHERWISE = "The kernels of the collectives say otherwise"
+
+
+def verdict_on(slow: Episode, context: SlowRankContext = CONTEXT, **changed: Any) -> Verdict:
+    """What is said of one slow rank."""
+    found = findings(slow, **changed)
+    (now,), before = straggler_verdicts(context, found, name(found, AT))
+    assert before == []
+    return now
+
+
+def module(title: str, forward: dict[str, float], backward: dict[str, float] | None = None) -> dict[str, Any]:
+    """A module's row of the report: seconds per step by rank."""
+    return {"name": title, "by_rank": forward, "backward_by_rank": backward or {}}
+
+
+def test_a_slow_rank() -> None:
+    """Who, where, in what, against what, what it costs, since when, and what to do: in this order, with numbers."""
+    verdict = verdict_on(episode())
+
+    assert verdict.text == (
+        "Rank 3 (node-0) is slow in the backward pass: 80.0 ms of work a step against 60.0 ms on the other ranks. "
+        "It costs the job 15.0 ms a step (15%), since step 100. "
+        "Next: compare the model on rank 3: its input sizes, then clocks and neighbours on that machine."
+    )
+    assert (verdict.kind, verdict.rank, verdict.phase, verdict.since_step) == ("straggler", 3, "backward", 100)
+    assert (verdict.cost_s_per_step, verdict.cost_share) == pytest.approx((0.015, 0.15))
+    assert verdict.evidence.excess_s == pytest.approx(0.02)
+    assert (verdict.evidence.scope, verdict.evidence.ranks) == ("rank", (3,))
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ({3: 0.1, 5: 0.8}, f"{OTHERWISE}: rank 5 came last in 80% of them, rank 3 in 10%."),
+        ({3: 0.9, 5: 0.1}, ""), ({3: 0.45, 5: 0.55}, ""), ({}, ""),
+    ],
+)  # fmt: skip
+def test_held_against_the_collectives_kernels(last: dict[int, float], said: str) -> None:
+    """Where another rank comes last to most of them, that is said, and the verdict is less sure. By host time it is no
+    question: the wait is what the host's judgement is made of."""
+    usual = verdict_on(episode())
+    held = verdict_on(episode(), SlowRankContext((), "GPU", "device", last))
+
+    assert held.text == (usual.text.replace(" Next:", f" {said} Next:") if said else usual.text)
+    assert held.confidence == pytest.approx(usual.confidence / (2 if said else 1))
+    assert verdict_on(episode(), SlowRankContext((), None, "host", last)).text == usual.text
+
+
+def test_who_came_last() -> None:
+    """Of collectives that are joined by their kernels' times, on one node, if there are enough of them."""
+
+    def row(joined: int, last: dict[str, int], *, whole: bool = True, by_device: int = 10) -> dict[str, Any]:
+        by_rank = {rank: {"last": count} for rank, count in last.items()}
+        return {"joined": joined, "joined_whole": whole, "by_device": by_device, "ended": 10, "by_rank": by_rank}
+
+    rows: Any = [row(30, {"0": 6, "1": 24}), row(10, {"0": 10}), row(99, {"0": 99}, whole=False)]
+    assert came_last(rows) == pytest.approx({0: 0.4, 1: 0.6})
+    assert came_last([*rows, row(99, {"0": 99}, by_device=0)]) == came_last(rows)
+    assert came_last(rows[1:]) == {}
+
+
+def test_where_its_machine_is() -> None:
+    """What is known of it stands beside the host's name; of a slow node, beside the node's."""
+    at = {rank: dataclasses.replace(place, location="switch leaf3") for rank, place in AT.items()}
+    slow = [episode(rank, shared_cost_ns=15 * MS) for rank in range(4)]
+    (one,), _ = straggler_verdicts(CONTEXT, findings(episode()), name(findings(episode()), at))
+    (node,), _ = straggler_verdicts(CONTEXT, findings(*slow), name(findings(*slow), at))
+
+    assert one.text.startswith("Rank 3 (node-0, switch leaf3) is slow")
+    assert node.text.startswith("Node node-0 (switch leaf3) is slow (ranks 0-3)")
+
+
+def test_two_ranks_and_the_start() -> None:
+    """With two ranks there is one other; who was slow when it began was so since the start; no host, no brackets."""
+    found = findings(episode(1, from_start=True), compared=2)
+    (verdict,), _ = straggler_verdicts(CONTEXT, found, name(found, {}))
+
+    assert verdict.text.startswith("Rank 1 is slow in")
+    assert "on the other rank. " in verdict.text
+    assert "(15%), since the start. Next:" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("phase", "words", "next_words", "cause"),
+    [
+        ("data", "in data loading:", "look at rank 3's loader", "slow_data"),
+        ("forward", "in the forward pass:", "compare the model on rank 3", "slow_compute"),
+        ("recompute", "in recomputing activations:", "compare rank 3's input sizes", "slow_compute"),
+        ("backward", "in the backward pass:", "compare the model on rank 3", "slow_compute"),
+        ("compute", "in computing, forward and backward alike:", "its clocks, temperature", "slow_compute"),
+        ("optimizer", "in the optimizer:", "holds more parameters", "slow_compute"),
+        ("host", "in host code between the phases:", "logging, checkpoints, .item(), garbage", "slow_host"),
+        ("cpu", "in getting a CPU:", "what else runs on rank 3's CPUs", "slow_host"),
+    ],
+)
+def test_every_phase(phase: str, words: str, next_words: str, cause: str) -> None:
+    """Each phase has its words, its class, and its own next action."""
+    verdict = verdict_on(episode(phase=phase))
+
+    assert words in verdict.text
+    assert next_words in verdict.text.partition(" Next: ")[2]
+    assert verdict.evidence.cause == cause_class(episode(phase=phase)) == cause
+
+
+def test_no_phase_without_words() -> None:
+    """Whatever the judge may call a phase has a name."""
+    assert len({phase_name(phase) for phase in (*OWN_PARTS, "compute", "cpu")}) == len(OWN_PARTS) + 2
+
+
+def test_lack_of_a_cpu() -> None:
+    """It is told as time without a CPU, not as work."""
+    text = verdict_on(episode(phase="cpu")).text
+
+    assert "its thread was ready but had no CPU for 20.0 ms a step more than on the other ranks" in text
+    assert "of work a step" not in text
+
+
+def test_now_and_then() -> None:
+    """What comes and goes says how much it is in which share of steps; what is nearly always there does not."""
+    seldom = verdict_on(episode(slow_share=0.286, slow_excess_ns=70 * MS)).text
+
+    assert "; it comes and goes: +70.0 ms in 29% of steps." in seldom
+    assert "comes and goes" not in verdict_on(episode(slow_share=0.7)).text
+
+
+def test_more_to_do() -> None:
+    """A rank with more workload hears so, in the class and the next action, too."""
+    verdict = verdict_on(episode(more_workload=0.42))
+
+    assert "; it has 42% more to do than they." in verdict.text
+    assert "Next: balance the batches: rank 3 gets longer sequences" in verdict.text
+    assert verdict.evidence.cause == "more_work"
+    assert "more to do" not in verdict_on(episode(more_workload=0.04)).text
+
+
+class TestModules:
+    def context(self, *modules: dict[str, Any]) -> SlowRankContext:
+        return SlowRankContext(modules)
+
+    def test_the_one_that_explains_it(self) -> None:
+        """The module that explains most of the phase's excess is named, with its part of it."""
+        others = {str(rank): 0.010 for rank in range(8)}
+        context = self.context(
+            module("embed", {**others, "3": 0.011}),
+            module("block", {**others, "3": 0.025}, {**others, "3": 0.009}),
+            module("head", {"0": 0.5}),
+        )
+        verdict = verdict_on(episode(phase="forward"), context)
+
+        assert ", most of it in block (+15.0 ms a step). " in verdict.text
+        assert "Next: compare block on rank 3" in verdict.text
+        assert verdict.evidence.modules == ("block",)
+        assert verdict.evidence.module_excess_s == pytest.approx(0.015)
+
+    def test_no_figure_that_is_larger_than_the_excess(self) -> None:
+        """Modules' times hold the lack of a CPU, and are of the whole run: 49 ms is no part of an excess of 18 ms."""
+        others = {str(rank): 0.010 for rank in range(8)}
+        verdict = verdict_on(episode(phase="forward"), self.context(module("block", {**others, "3": 0.059})))
+
+        assert ", most of it in block. It costs the job" in verdict.text
+        assert "49" not in verdict.text
+
+    def test_several_together(self) -> None:
+        """As many as explain most of it, the largest first; in computing, forward and backward count together."""
+        context = self.context(
+            module("a", {"3": 0.004, "1": 0.001}, {"3": 0.006, "1": 0.003}),
+            module("b", {"3": 0.004, "1": 0.001}, {"3": 0.008, "1": 0.003}),
+            module("c", {"3": 0.001, "1": 0.001}),
+        )
+        verdict = verdict_on(episode(phase="compute"), context)
+
+        assert verdict.evidence.modules == ("b", "a")
+        assert verdict.evidence.module_excess_s == pytest.approx(0.014)
+        assert verdict_on(episode(phase="backward"), context).evidence.modules == ()
+
+    def test_none_explains_it(self) -> None:
+        """Modules that explain little are not named, and what has no modules has none."""
+        context = self.context(module("a", {"3": 0.012, "1": 0.010}))
+
+        assert verdict_on(episode(phase="forward"), context).evidence.modules == ()
+        assert verdict_on(episode(phase="data"), context).evidence.modules == ()
+
+
+class TestModulesOnDevices:
+    """A rank that is judged by its device: the host's times lie where its queue was full."""
+
+    @staticmethod
+    def named(excess_s: dict[str, float], phase: str = "forward", **changed: Any) -> tuple[str, ...]:
+        """The modules in the sentence. excess_s: of the device's own time, by module; "Net" is the whole model."""
+        modules = [
+            module(name, {"3": 0.11 if name == "c" else 0.01, "1": 0.01}, {"3": 0.11, "1": 0.01})
+            | {"is_root": name == "Net", "device_own_by_rank": {"1": 0.01, "3": 0.01 + more_s}}
+            for name, more_s in {**dict.fromkeys(("Net", *"abcde"), 0.0), **excess_s}.items()
+        ]
+        context = SlowRankContext(modules, "cuda", DEVICE)
+        return verdict_on(episode(phase=phase, **changed), context).evidence.modules
+
+    def test_by_the_devices_own_times(self) -> None:
+        assert self.named({"b": 0.018}) == ("b",)
+        assert self.named({"a": 0.010, "b": 0.008}) == ("a", "b")
+
+    def test_between_modules(self) -> None:
+        """What the whole model does in its own forward() is no module."""
+        assert self.named({"Net": 0.018}) == ()
+
+    def test_a_slow_device(self) -> None:
+        """No module is named where all of them are slower by the same time."""
+        assert self.named(dict.fromkeys("abcde", 0.004)) == ()
+
+    def test_backward_passes_have_no_device_times_of_modules(self) -> None:
+        assert self.named({"b": 0.018}, phase="backward") == ()
+
+    def test_where_hosts_are_compared_their_times_count(self) -> None:
+        assert self.named({"b": 0.018}, by_host=True, excess_ns=150 * MS, phase_excess_ns=150 * MS) == ("c",)
+
+
+def test_a_slow_host() -> None:
+    """The device waits for its host: that is another cause than a slow device, with another next step."""
+    slow = verdict_on(episode(phase="forward", by_host=True))
+
+    assert (
+        "its host needs 80.0 ms a step against 60.0 ms on the other ranks, and the device waits for it. " in slow.text
+    )
+    assert (
+        "Next: compare the host of rank 3: its CPU's clock, what else runs there, and what its Python code" in slow.text
+    )
+    assert slow.evidence.cause == "slow_host"
+    assert verdict_on(episode(phase="forward")).evidence.cause == "slow_compute"
+
+
+def test_a_node_and_a_position() -> None:
+    """Ranks that are slow together are told together, with the slowest, and what they have in common to look at."""
+    slow = [episode(rank, excess_ns=rank * MS) for rank in range(4, 8)]
+    (node,), _ = straggler_verdicts(CONTEXT, findings(*slow), StragglerSummary(tuple(straggler_groups(slow, AT))))
+    experts = places(8, node_size=4, ep=[rank % 4 for rank in range(8)])
+    slow = [episode(2), episode(6)]
+    together = StragglerSummary(tuple(straggler_groups(slow, experts)))
+    (position,), _ = straggler_verdicts(CONTEXT, findings(*slow), together)
+
+    assert node.text.startswith("Node node-1 is slow (ranks 4-7), most of all rank 7, in the backward pass: ")
+    assert "Next: look at node-1: clocks, temperature, power cap, other jobs; then run without it." in node.text
+    assert (node.evidence.scope, node.evidence.ranks) == ("node", (4, 5, 6, 7))
+    assert position.text.startswith("The ranks at ep 2 are slow (2,6), most of all rank 2,")
+    assert "Next: compare what the ranks at ep 2 are given: tokens per expert" in position.text
+    assert position.evidence.cause == "imbalance"
+
+
+def test_what_a_node_costs() -> None:
+    """All of its ranks together, not one; nothing where that is not known; afterwards it is told of each."""
+    known = [episode(rank, cost_ns=0.4 * MS, shared_cost_ns=19 * MS) for rank in range(4, 8)]
+    unknown = [episode(rank, cost_ns=0.4 * MS) for rank in range(4, 8)]
+    (told,), _ = straggler_verdicts(CONTEXT, findings(*known), name(findings(*known), AT))
+    (not_told,), _ = straggler_verdicts(CONTEXT, findings(*unknown), name(findings(*unknown), AT))
+    over = findings(episode(4, until=200, cost_ns=0.4 * MS, shared_cost_ns=19 * MS))
+    _, (was,) = straggler_verdicts(CONTEXT, over, name(over, AT))
+
+    assert "It costs the job 19.0 ms a step (19%), since step 100." in told.text
+    assert (told.cost_s_per_step, told.cost_share) == pytest.approx((0.019, 0.19))
+    assert "What it costs the job is not known, since step 100." in not_told.text
+    assert (not_told.cost_s_per_step, not_told.cost_share) == (None, None)
+    assert (
+        "which cost the job 19.0 ms a step (19%), together with those that were slow with it. It is over." in was.text
+    )
+    assert (was.cost_s_per_step, was.cost_share) == pytest.approx((0.019, 0.19))
+
+
+def test_what_several_slow_ranks_cost() -> None:
+    """Each sentence has the cost of all slow ranks together, and names the others; its own cost is not said."""
+    slow = [episode(rank, cost_ns=0.0, excess_ns=(20 + rank) * MS, shared_cost_ns=12 * MS) for rank in (1, 4, 6)]
+    found = findings(*slow)
+    now, _ = straggler_verdicts(CONTEXT, found, name(found, AT))
+    pair, _ = straggler_verdicts(CONTEXT, findings(*slow[:2]), name(findings(*slow[:2]), AT))
+
+    assert [verdict.rank for verdict in now] == [6, 4, 1]
+    assert "Together with ranks 1,4 it costs the job 12.0 ms a step (12%), since step 100." in now[0].text
+    assert "Together with rank 4 it costs the job 12.0 ms a step (12%)" in pair[1].text
+    assert [verdict.evidence.slow_too for verdict in now] == [(1, 4), (1, 6), (4, 6)]
+    assert [(each.cost_s_per_step, each.cost_share) for each in now] == [pytest.approx((0.012, 0.12))] * 3
+
+
+def test_a_slow_rank_that_does_other_work_has_its_own_cost() -> None:
+    """Ranks of other populations do not hide its cost."""
+    at = {rank: dataclasses.replace(place, population=str(rank % 2)) for rank, place in AT.items()}
+    found = findings(episode(1), episode(4, cost_ns=5 * MS))
+    now, _ = straggler_verdicts(CONTEXT, found, name(found, at))
+
+    assert ["It costs the job" in verdict.text for verdict in now] == [True, True]
+    assert [verdict.cost_s_per_step for verdict in now] == pytest.approx([0.015, 0.005])
+
+
+def test_modules_of_a_rank_of_another_node() -> None:
+    """A rank that the report does not hold has its modules by what the judging node was told, and what it holds counts
+    first; only where they explain the excess."""
+    slow = findings(episode(phase="forward"))
+    told = name(slow, AT, lambda rank: {"layers.7": 15 * MS, "head": 2 * MS})
+    elsewhere = SlowRankContext([module("layers.7", {"0": 0.01, "1": 0.01})])
+    here = SlowRankContext([module("layers.2", {"3": 0.03, "0": 0.01, "1": 0.01})])
+    little = name(slow, AT, lambda rank: {"layers.7": 5 * MS})
+    verdicts = [straggler_verdicts(*given)[0][0] for given in (
+        (elsewhere, slow, told), (here, slow, told), (elsewhere, slow, little),
+    )]  # fmt: skip
+
+    assert "most of it in layers.7 (+15.0 ms a step)" in verdicts[0].text
+    assert "Next: compare layers.7 on rank 3" in verdicts[0].text
+    assert [verdict.evidence.modules for verdict in verdicts] == [("layers.7",), ("layers.2",), ()]
+
+
+def test_an_imbalance() -> None:
+    """A pipeline out of balance: the stage, its ranks, its work beside the others', its share of the step."""
+    imbalance = StageImbalance("pp 2", (8, 9, 10, 11), 140 * MS, 100 * MS, stages=4)
+    (verdict,), _ = straggler_verdicts(CONTEXT, findings(step_ns=160 * MS), StragglerSummary((), imbalance))
+
+    assert verdict.text == (
+        "The pipeline is out of balance: stage pp 2 (ranks 8-11) has 140 ms of work a step, the other stages 100 ms. "
+        "Next: move layers out of pp 2."
+    )
+    assert (verdict.kind, verdict.rank) == ("imbalance", None)
+    assert (verdict.cost_s_per_step, verdict.cost_share) == pytest.approx((0.03, 0.1875))
+
+
+def test_who_was_slow() -> None:
+    """What is over is told after what is not, the latest first, with its end; a short one is transient."""
+    slow = [episode(5, 150), episode(1, 20, until=45), episode(2, 60, until=110), episode(3, 0, 70, from_start=True)]
+    now, before = straggler_verdicts(CONTEXT, findings(*slow), name(findings(*slow), AT))
+
+    assert [verdict.rank for verdict in now] == [5]
+    assert [verdict.rank for verdict in before] == [2, 1, 3]
+    assert [verdict.kind for verdict in before] == ["straggler_ended", "straggler_transient", "straggler_ended"]
+    assert before[0].text == (
+        "Rank 2 was slow in the backward pass from step 60 to step 109: +20.0 ms a step, which cost the job 15.0 ms "
+        "a step (15%). It is over."
+    )
+    assert "from the start to step 69" in before[2].text
+    assert before[0].evidence.until_step == 110
+
+
+def test_the_first_few() -> None:
+    """Of many slow ranks four are told, the costliest first; of many that were slow, the newest, up to a bound."""
+    slow = [episode(rank, cost_ns=rank * MS) for rank in range(6)]
+    over = [episode(rank, since=rank * 10, until=rank * 10 + 5) for rank in range(MAX_PAST + 2)]
+    lone = StragglerSummary(tuple(StragglerGroup("rank", "", (each.rank,), each) for each in reversed(slow)))
+    now, before = straggler_verdicts(CONTEXT, findings(*slow, *over), lone)
+
+    assert [verdict.rank for verdict in now] == [5, 4, 3, 2]
+    assert [verdict.rank for verdict in before] == list(range(MAX_PAST + 1, 1, -1))
+
+
+def test_confidence() -> None:
+    """One half at the threshold, towards one above, never less than one half."""
+    told = [verdict_on(episode(z_score=z_score)).confidence for z_score in (0.0, 5.0, 10.0, 100.0)]
+
+    assert told[:2] == [0.5, 0.5]
+    assert told[2] == pytest.approx(0.875)
+    assert 0.99 < told[3] < 1
+
+
+def test_a_step_of_no_length() -> None:
+    """Nothing is divided by a step that is not known."""
+    assert verdict_on(episode(step_ns=0.0)).cost_share == 0.0
+    assert no_straggler(REPORT, findings(step_ns=0.0)).text.startswith(
+        "No rank stands out over 200 steps. One with 3.00 ms more work (0.0%)"
+    )
+
+
+class TestNobody:
+    def test_what_would_have_been_seen(self) -> None:
+        """Nobody is slow: over how many steps, and what would have been named."""
+        verdict = no_straggler(REPORT, findings())
+
+        assert verdict.text == (
+            "No rank stands out over 200 steps. One with 3.00 ms more work (3.0%) in every step from the start of the "
+            "run would have been named."
+        )
+        assert verdict.evidence == NobodySlowEvidence(rows=64, detectable_s=0.003, compared=8)
+        assert verdict.kind == "none"
+
+    def test_too_few_steps(self) -> None:
+        """Before anything could be seen, it says so, and what to do."""
+        for found in (NOTHING, findings(detectable_ns=None)):
+            verdict = no_straggler({**REPORT, "steps": {"count": 12}}, found)
+            assert verdict.text.startswith("Too few steps to compare the ranks (12): ")
+            assert "Next: run at least 40 steps." in verdict.text
+            assert verdict.confidence == 0.0
+
+    def test_too_few_short_steps(self) -> None:
+        """Of short steps, several make a row: sixty may be too few, and it says how many it takes."""
+        text = no_straggler({**REPORT, "steps": {"count": 60}}, dataclasses.replace(NOTHING, steps_needed=160)).text
+
+        assert text.startswith("Too few steps to compare the ranks (60): ")
+        assert "Next: run at least 160 steps." in text
+        enough = no_straggler(REPORT, dataclasses.replace(NOTHING, steps_needed=160)).text
+        assert enough.startswith("The ranks were not compared")
+
+    def test_never_compared(self) -> None:
+        """Many steps and no comparison: that is said, not that more steps are needed."""
+        text = no_straggler(REPORT, NOTHING).text
+
+        assert text.startswith("The ranks were not compared")
+        assert "40 steps" not in text
+
+    @pytest.mark.parametrize(
+        ("parts", "expected"),
+        [
+            ([("0", 4, 44), ("1", 40, 5)], "Rank 1 has 40.0 ms of work a step, rank 0 has 4.00 ms and waits 44.0 ms."),
+            (
+                [("0-3", 30, 70), ("4-7", 90, 8), ("8-11", 50, 50)],
+                "Ranks 4-7 have 90.0 ms of work a step, ranks 8-11, 0-3 have 40.0 ms and wait 60.0 ms, on average.",
+            ),
+            (
+                [(str(2 * each), 10, 80) for each in range(20)] + [("1", 90, 0)],
+                "Rank 1 has 90.0 ms of work a step, the others have 10.0 ms and wait 80.0 ms, on average.",
+            ),
+            ([("0", 4, 4), ("1", 40, 5)], ""),  # it does not wait: they are not in step
+            ([("0", 40, 9), ("1", 42, 8)], ""),  # nearly the same
+            ([("0", 4, 44)], ""),
+        ],
+    )
+    def test_other_models(self, parts: list[tuple[str, float, float]], expected: str) -> None:
+        """Who works while the others wait, without calling that slow; nothing where they are alike or do not wait."""
+        usual = tuple(Usual(f"m{ranks}", ranks, work * MS, wait * MS) for ranks, work, wait in parts)
+        found = dataclasses.replace(NOTHING, usual=usual, step_ns=50 * MS)
+        text = no_straggler(REPORT, found).text
+        if expected:
+            assert expected in text
+            assert text.startswith("The ranks were not compared, as they run other models. ")
+        else:
+            assert (
+                text
+                == "The ranks were not compared: each does other work than the others, or they were not seen together."
+            )
+        mixed = (*usual[:-1], dataclasses.replace(usual[-1], population=f"m{BY_DEVICE}"))
+        if len(usual) > 1:
+            assert "of work a step" not in no_straggler(REPORT, dataclasses.replace(found, usual=mixed)).text

@@ -1,0 +1,372 @@
+"""Why a rank is slow: its signals held against the other ranks', and against its own before. Pure.
+
+A cause that takes time is judged by it: what its signal took of each step more than on the others, beside the time that
+the rank loses. What takes none by itself, as errors of a link, is no more than seen on that rank alone. Where nothing
+fits, that is said, with what was looked at: a guess would send people the wrong way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.analysis.statistics.quantities import percent
+from torchlens_perf.verdicts.causes.metrics import CLOCKS, METRICS, named
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.verdicts.stragglers.episodes import Episode
+
+MAX_CAUSES = 3
+_EXPLAINS = 0.3  # share of the lost time from which on a cause is named
+_MIN_NEIGHBOURS = 0.1  # share of a rank's CPUs that others keep busy
+_MIN_FAULTS_PER_S = 20
+_MIN_RETRIES = 0.05  # of the device allocator, a step
+_CLOCK_LOWER = 0.03  # share below the others' clock that is more than their spread
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Something that makes a rank slow, or may."""
+
+    kind: str
+    """gc, busy_neighbour, cpu_quota, own_threads, no_cpu, memory_pressure, slow_storage, cpu_clock, gpu_throttled,
+    gpu_clock, gpu_errors, pcie, nvlink, network or alloc_retries."""
+    text: str
+    """What is seen, after "because"."""
+    action: str
+    explains: float | None
+    """Share of the rank's excess that it accounts for; None where it cannot be determined."""
+    evidence: Mapping[str, float]
+    """The rank's signals, and as others_* those of the other ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """The causes of one rank's slowness, the likeliest first."""
+
+    causes: tuple[Cause, ...]
+    looked_at: tuple[str, ...]
+    """What was measured, in words: where there are no causes, these were ruled out. Without what it is slow in."""
+    not_measured: tuple[str, ...]
+    signals: Mapping[str, float]
+    """All that is measured of the rank, as means over the steps in which it is slow."""
+    others_signals: Mapping[str, float]
+    """Medians of the other ranks'."""
+
+
+WAITS_FOR_CPU = "waits for a CPU"
+# What the message lists as looked at, and the signal that shows whether it was measured.
+_SUBJECTS = (
+    ("garbage collection", "gc_share"),
+    (WAITS_FOR_CPU, "cpu_wait_share"),
+    ("waits for a disk", "disk_wait_share"),
+    ("memory pressure", "major_faults_per_s"),
+    ("CPU clocks", "cpu_clock_share"),
+    ("GPU clocks and throttling", "sm_clock_mhz"),
+    ("GPU errors", "xids_per_s"),
+    ("PCIe", "pcie_replays_per_s"),
+    ("NVLink", "nvlink_errors_per_s"),
+    ("InfiniBand", "link_errors_per_s"),
+    ("the device allocator", "alloc_retries_per_step"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """One slow rank: its signals while it is slow, what they would be otherwise, and what it loses."""
+
+    mine: Mapping[str, float]
+    usual: Mapping[str, float]
+    """The others' median, or its own usual before, whichever is nearer: a cause must stand out from both."""
+    others: Mapping[str, float]
+    episode: Episode
+    details: Mapping[str, str]
+
+    @property
+    def gpu(self) -> str:
+        return self.details.get("gpu", "its GPU")
+
+    def more(self, signal: str) -> float:
+        """How much larger a signal is than usual; 0 where it is not measured here or there."""
+        if signal not in self.mine or signal not in self.usual:
+            return 0.0
+        return self.mine[signal] - self.usual[signal]
+
+    def explained(self, share_of_time: float) -> float:
+        """So much of each step, as a share of what the rank loses a step."""
+        return share_of_time * self.episode.step_ns / max(1.0, self.episode.excess_ns)
+
+    def explained_by_clock(self, lower: float) -> float:
+        """The same of a clock that is lower by this share, through all of its work."""
+        return lower * self.episode.work_ns / max(1.0, self.episode.excess_ns)
+
+    def against(self, signal: str, words: Callable[[float], str]) -> str:
+        """What it is on the others, where it is measured there."""
+        return f", against {words(self.others[signal])} on the others" if signal in self.others else ""
+
+    def evidence(self, *signals: str) -> dict[str, float]:
+        found = {name: self.mine[name] for name in signals if name in self.mine}
+        return found | {f"others_{name}": self.others[name] for name in signals if name in self.others}
+
+
+def diagnose(
+    episode: Episode,
+    during: Mapping[int, npt.NDArray[np.float32]],
+    before: npt.NDArray[np.float32] | None,
+    together: Collection[int] = (),
+    details: Mapping[str, str] | None = None,
+) -> Diagnosis:
+    """Why the episode's rank is slow.
+
+    during: by rank, the means of the signals in the steps of the episode, of all ranks that are compared. before: what
+    was usual of this rank's before them, see SignalBoard.usual_before(). together: ranks that are slow with it, which
+    are no comparison. details: names for what was seen on its node: "neighbour", "control_group", "gpu".
+    """
+    rank = episode.rank
+    if rank not in during:
+        return Diagnosis((), (), tuple(subject for subject, _ in _SUBJECTS), {}, {})
+    mine = named(during[rank])
+    others = _median([values for other, values in during.items() if other != rank and other not in together])
+    usual = dict(others)
+    if before is not None:
+        for name, value in named(before).items():
+            nearer = min if name in CLOCKS else max
+            usual[name] = nearer(usual[name], value) if name in usual else value
+    case = _Case(mine, usual, others, episode, details or {})
+    found = [cause for look in _LOOKS for cause in look(case)]
+    found.sort(key=lambda cause: -(_EXPLAINS if cause.explains is None else cause.explains))
+    subjects = [each for each in _SUBJECTS if not (episode.phase == "cpu" and each[0] == WAITS_FOR_CPU)]
+    looked_at = tuple(subject for subject, signal in subjects if signal in mine)
+    not_measured = tuple(subject for subject, signal in _SUBJECTS if signal not in mine)
+    return Diagnosis(tuple(found[:MAX_CAUSES]), looked_at, not_measured, mine, others)
+
+
+def _median(rows: list[npt.NDArray[np.float32]]) -> dict[str, float]:
+    if not rows:
+        return {}
+    table = np.stack(rows)
+    measured = np.flatnonzero(~np.isnan(table).all(axis=0))
+    return {METRICS[i]: float(np.nanmedian(table[:, i])) for i in measured.tolist()}
+
+
+# -- what is looked for. Each takes a case and returns the causes that it finds.
+
+
+def _garbage_collection(case: _Case) -> list[Cause]:
+    share = case.more("gc_share")
+    explains = case.explained(share)
+    if explains < _EXPLAINS:
+        return []
+    text = (
+        f"Python's garbage collector runs in it for {percent(case.mine['gc_share'])} of the time"
+        f"{case.against('gc_share', percent)}"
+    )
+    action = (
+        "call gc.freeze() after the model is built and gc.disable() in the loop, with gc.collect() every so many steps "
+        "on all ranks at once; look for what makes so many objects there."
+    )
+    return [Cause("gc", text, action, explains, case.evidence("gc_share"))]
+
+
+def _no_cpu(case: _Case) -> list[Cause]:
+    """What it lacks a CPU for is taken out of its work, but for the phase "cpu", where it is all of it, and in steps
+    too short to tell."""
+    if case.episode.phase != "cpu" and "asleep_share" in case.mine:
+        return []
+    waits = case.more("cpu_wait_share")
+    explains = case.explained(waits)
+    if explains < _EXPLAINS:
+        return []
+    waited = f"its thread is ready without a CPU for {percent(case.mine['cpu_wait_share'])} of the time"
+    # Ranks without a quota have no share of it, and programs are looked for only where a rank waits.
+    quota = case.mine.get("cpu_quota_share", 0.0) - case.usual.get("cpu_quota_share", 0.0)
+    neighbours = case.mine.get("neighbour_share")
+    if quota >= max(0.1, waits / 2):
+        used_up = percent(case.mine["cpu_quota_share"])
+        group = case.details.get("control_group", "")
+        text = f"{waited}: its control group {group} uses up its CPU quota in {used_up} of the periods"
+        action = "raise the CPU limit of its container or pod (cpu.max), or start fewer threads and workers in it."
+        evidence = case.evidence("cpu_quota_share", "cpu_wait_share")
+        return [Cause("cpu_quota", _squeezed(text), action, explains, evidence)]
+    evidence = case.evidence("cpu_wait_share", "neighbour_share")
+    if neighbours is None:
+        action = "see what else runs on its CPUs, how many threads it has, and how it is pinned."
+        return [Cause("no_cpu", waited, action, explains, evidence)]
+    if neighbours >= _MIN_NEIGHBOURS:  # on other ranks' CPUs there may be some too: they wait less for them
+        who = case.details.get("neighbour")
+        text = f"{waited}, while programs other than the job's keep {percent(neighbours)} of its CPUs busy"
+        text += f", most of all {who}" if who else ""
+        action = "stop or move them; give each rank CPUs of its own (taskset, cpuset, numactl)."
+        return [Cause("busy_neighbour", text, action, explains, evidence)]
+    text = f"{waited}, and hardly any program but the job's own is busy there: threads, workers and ranks compete"
+    action = "lower OMP_NUM_THREADS and num_workers there, or allow it more CPUs: compare its pinning with the others'."
+    return [Cause("own_threads", text, action, explains, evidence)]
+
+
+_MEMORY_SIGNALS = (
+    "major_faults_per_s", "refaults_per_s", "memory_limit_share", "memory_stall_share", "disk_wait_share",
+    "asleep_share", "kernel_share",
+)  # fmt: skip
+
+
+def _disk(case: _Case) -> list[Cause]:
+    """Waiting for pages that were evicted looks like waiting for files, but for the faults and the full group."""
+    waits = case.more("disk_wait_share")
+    # How much it sleeps is known exactly; that it sleeps for a disk, from looking at it now and then.
+    slept = case.more("asleep_share") if "asleep_share" in case.mine else waits
+    explains = case.explained(slept)
+    if _presses(case):
+        # Reclaiming pages takes time awake, too.
+        reclaims = explains + case.explained(max(0.0, case.more("kernel_share")))
+        if reclaims >= _EXPLAINS:
+            return [_memory_pressure(case, reclaims)]
+    if explains < _EXPLAINS or waits < slept / 3:
+        return []
+    text = (
+        f"it waits for a disk for {percent(case.mine['disk_wait_share'])} of the time"
+        f"{case.against('disk_wait_share', percent)}"
+    )
+    action = (
+        "compare the storage of that node with the others' (mount, fio, iostat -x); copy the data to local disks, or "
+        "read ahead: more workers, larger prefetch_factor."
+    )
+    signals = ("disk_wait_share", "asleep_share", "major_faults_per_s")
+    return [Cause("slow_storage", text, action, explains, case.evidence(*signals))]
+
+
+def _presses(case: _Case) -> bool:
+    """Whether it waits for pages that it had and lost. Pages that it needs for the first time are just read."""
+    if case.more("major_faults_per_s") < _MIN_FAULTS_PER_S:
+        return False
+    if "refaults_per_s" in case.mine or "memory_stall_share" in case.mine:
+        return case.more("refaults_per_s") >= _MIN_FAULTS_PER_S or case.more("memory_stall_share") >= 0.05
+    return case.mine.get("memory_limit_share", 0.0) >= 0.9
+
+
+def _memory_pressure(case: _Case, explains: float) -> Cause:
+    evicts = case.more("refaults_per_s") >= _MIN_FAULTS_PER_S
+    where = f"its control group {case.details.get('control_group', '')} has to evict pages that it needs again"
+    full = case.mine.get("memory_limit_share", 0.0)
+    text = (
+        f"{where if evicts else 'memory is short on its node'}: it waits for "
+        f"{case.mine['major_faults_per_s']:.0f} pages a second"
+        f"{case.against('major_faults_per_s', '{:.0f}'.format)}"
+    )
+    if full >= 0.9:
+        text += f"; {percent(full)} of the group's memory limit is in use"
+    action = (
+        "raise the memory limit there, or hold less: fewer workers, smaller prefetch and caches; see what else takes "
+        "memory on that node."
+    )
+    return Cause("memory_pressure", _squeezed(text), action, explains, case.evidence(*_MEMORY_SIGNALS))
+
+
+def _cpu_clock(case: _Case) -> list[Cause]:
+    lower = _below(case, "cpu_clock_share")
+    explains = case.explained_by_clock(lower)
+    if lower < _CLOCK_LOWER or explains < _EXPLAINS:
+        return []
+    text = (
+        f"its CPU runs at {percent(case.mine['cpu_clock_share'])} of its highest clock, against "
+        f"{percent(case.usual['cpu_clock_share'])} usually"
+    )
+    action = "look at the governor (cpupower frequency-info), power limits and temperature of that node."
+    return [Cause("cpu_clock", text, action, explains, case.evidence("cpu_clock_share"))]
+
+
+def _gpu_clock(case: _Case) -> list[Cause]:
+    lower = _below(case, "sm_clock_share") if "sm_clock_share" in case.mine else _below(case, "sm_clock_mhz")
+    explains = case.explained_by_clock(lower)
+    if not _may_be_device(case) or lower < _CLOCK_LOWER or explains < _EXPLAINS:
+        return []
+    reasons = {
+        "thermal_share": ("temperature", "look at the cooling of that GPU: fans, airflow, inlet temperature"),
+        "hw_slowdown_share": ("the board's slowdown", "look at its power supply and cooling: power brake, cables"),
+        "power_share": ("its power limit", "compare its power limit with the others' (nvidia-smi -q -d POWER)"),
+    }
+    reason = max(reasons, key=case.more)
+    clock = f"{case.gpu}'s SM clock is {case.mine['sm_clock_mhz'] / 1e3:.2f} GHz, {percent(lower)} below the usual"
+    evidence = case.evidence("sm_clock_mhz", "sm_clock_share", *reasons, "temperature_c")
+    if case.more(reason) < 0.05:
+        action = "compare its clock settings with the others' (nvidia-smi -q -d CLOCK): locked or application clocks."
+        return [Cause("gpu_clock", clock, action, explains, evidence)]
+    why, action = reasons[reason]
+    degrees = case.mine.get("temperature_c")
+    hot = f" at {degrees:.0f} C" if reason == "thermal_share" and degrees is not None else ""
+    text = f"{clock}; it was throttled for {percent(case.mine[reason])} of the time, for {why}{hot}"
+    return [Cause("gpu_throttled", text, f"{action}; drain the node if it stays.", explains, evidence)]
+
+
+def _may_be_device(case: _Case) -> bool:
+    """Whether a device could be behind it: not where it waits for data, or for a CPU."""
+    return case.episode.phase not in ("data", "cpu")
+
+
+# Signals that are no time but errors: kind, what is counted in words, and what to do.
+_ERRORS = {
+    "xids_per_s": ("gpu_errors", "errors of the driver (XID)", "look them up in the kernel's log; drain the node"),
+    "ecc_errors_per_s": ("gpu_errors", "uncorrectable ECC errors", "reset or replace that GPU; drain the node"),
+    "remapped_rows_per_s": (
+        "gpu_errors",
+        "rows of its memory remapped, or waiting to be",
+        "reset that GPU at the next chance",
+    ),
+    "pcie_replays_per_s": ("pcie", "PCIe replays", "look at the slot, riser and link width (nvidia-smi -q -d PCIE)"),
+    "nvlink_errors_per_s": ("nvlink", "NVLink errors", "look at nvidia-smi nvlink -e, and at the fabric manager"),
+    "link_errors_per_s": ("network", "InfiniBand errors", "look at the cable and port (perfquery, ibdiagnet)"),
+}
+# A second; fewer are usual. Of the others, each is worth telling.
+_MIN_ERRORS = {"pcie_replays_per_s": 1.0, "nvlink_errors_per_s": 1 / 60, "link_errors_per_s": 1 / 60}
+
+
+def _errors(case: _Case) -> list[Cause]:
+    found = []
+    for signal, (kind, what, action) in _ERRORS.items():
+        more = case.more(signal) if _may_be_device(case) else 0.0
+        if more <= 0 or more < _MIN_ERRORS.get(signal, 0.0) or case.mine[signal] < 3 * case.usual.get(signal, 0.0):
+            continue
+        text = f"{case.gpu if kind != 'network' else 'its node'} has {what}"
+        if signal != "remapped_rows_per_s":  # to which one that waits for a reset counts all the time
+            text += f": {_often(case.mine[signal])}{case.against(signal, _often)}"
+        found.append(Cause(kind, text, f"{action}.", None, case.evidence(signal)))
+    return found
+
+
+def _allocator(case: _Case) -> list[Cause]:
+    if not _may_be_device(case) or case.more("alloc_retries_per_step") < _MIN_RETRIES:
+        return []
+    every = 1 / case.mine["alloc_retries_per_step"]
+    text = (
+        f"its device allocator runs out {'in every step' if every < 1.5 else f'once in {every:.0f} steps'}: each time "
+        "it waits for the device and frees its cache"
+    )
+    action = "set PYTORCH_ALLOC_CONF=expandable_segments:True, or leave it more free memory (smaller batch)."
+    return [Cause("alloc_retries", text, action, None, case.evidence("alloc_retries_per_step"))]
+
+
+_LOOKS: tuple[Callable[[_Case], list[Cause]], ...] = (
+    _garbage_collection, _no_cpu, _disk, _cpu_clock, _gpu_clock, _errors, _allocator,
+)  # fmt: skip
+
+
+def _below(case: _Case, clock: str) -> float:
+    """How far a clock is below the usual, as a share of that."""
+    mine, usual = case.mine.get(clock), case.usual.get(clock)
+    return 1 - mine / usual if mine is not None and usual else 0.0
+
+
+def _often(per_s: float) -> str:
+    for unit, seconds in (("second", 1), ("minute", 60), ("hour", 3600)):
+        if per_s * seconds >= 1:
+            return f"{per_s * seconds:.0f} {'an' if unit == 'hour' else 'a'} {unit}"
+    return f"{per_s * 86400:.1f} a day" if per_s else "none"
+
+
+def _squeezed(text: str) -> str:
+    """Without the gap that a name leaves which is not known."""
+    return " ".join(text.split())

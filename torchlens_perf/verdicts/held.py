@@ -1,0 +1,275 @@
+"""Since when each verdict of the report has held, in how many windows of the run; and what held for a part of it only.
+
+Slow ranks have their episodes. What limits the step is looked up in the windows of all ranks. Hangs, slow links and
+imbalances were noted by the sidecar when they were found (verdicts/finding_log.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
+from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
+from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.judged_windows import JudgedWindows, Stretch
+from torchlens_perf.verdicts.words import order, over
+from torchlens_perf.verdicts.words.bottleneck import named_uses, without_use
+from torchlens_perf.verdicts.words.evidence import (
+    OVER,
+    WASTE,
+    DeviceStepEvidence,
+    Evidence,
+    LongSteps,
+    NobodySlowEvidence,
+    PastEvidence,
+    PastStragglerEvidence,
+    StragglerEvidence,
+    TypicalStepEvidence,
+    Verdict,
+)
+from torchlens_perf.verdicts.words.hang import HangEvidence
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
+    from torchlens_perf.verdicts.judged_windows import Columns
+    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.words.report import Held, Steps
+
+_MIN_WINDOWS = 4  # that something must last for to be named beside the run as a whole
+_CLEARLY = 1.5  # times what it takes in the rest of the run
+_TAGS = {
+    "capture": Flag.CAPTURED, "compilation": Flag.COMPILED, "evaluation": Flag.EVALUATION,
+    WITHOUT_GRADIENTS: Flag.EVALUATION, "saving": Flag.CHECKPOINT,
+}  # fmt: skip
+_Found = tuple[Verdict, "Held | None"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSoFar:
+    """What is known of the course of a run."""
+
+    windows: JudgedWindows | None
+    findings: Findings
+    records: FindingRecords
+    step_time: Callable[[int, int | None], str | None]
+    """When a step began, in UTC; of which rank, if that is here."""
+    time: Callable[[int], str]
+    """Nanoseconds of UTC as text."""
+    first_step: int
+    last_step: int | None
+    steps: Steps
+    live: bool
+    computing_action: str
+    """What to do where computing limits the step."""
+
+    def rows(self, verdicts: Sequence[Verdict]) -> list[order.Row]:
+        """The report's verdicts in their order, each with since when it has held and the time that it has cost.
+
+        verdicts: those on the run as a whole.
+        """
+        noted = self._noted_before({each.kind for each in verdicts})
+        hung = {each.since_step for each, _ in noted if each.kind == f"hang{OVER}"}
+        found = [(each, self._of_whole(each)) for each in verdicts if not _are(each.evidence, hung)]
+        stretches = self._stretches(found)
+        for kind in {each.kind for each, _ in stretches}:  # one figure for one wait
+            found = [(without_use(each, kind) if _of_run(each) else each, held) for each, held in found]
+        found += [*stretches, *noted]
+        rows = [(each, held, self._lost_s(each, held)) for each, held in found]
+        return order.in_order(rows)
+
+    def _lost_s(self, verdict: Verdict, held: Held | None) -> float | None:
+        steps, alike = self.steps["count"], self.steps["alike"]
+        return order.lost_s(verdict, held, steps=steps, alike=alike, last_step=self.last_step)
+
+    # -- verdicts on the run as a whole
+
+    def _of_whole(self, verdict: Verdict) -> Held | None:
+        """None where it cannot be known."""
+        evidence = verdict.evidence
+        if isinstance(evidence, StragglerEvidence):
+            return self._episode(verdict.rank, None)
+        if isinstance(evidence, PastStragglerEvidence):
+            return self._episode(verdict.rank, evidence.until_step)
+        if isinstance(evidence, HangEvidence):
+            noted = self.records.holds("hang", evidence.step)
+            return self._from_to(evidence.step, None) if noted is None else self._noted(noted)
+        if isinstance(evidence, dict) and "time_unix_ns" in evidence:
+            return {**self._from_to(evidence["step"], None), "since": self.time(evidence["time_unix_ns"])}
+        if isinstance(evidence, dict) and "kinds" in evidence:
+            return self._long_steps(evidence)
+        if isinstance(evidence, NobodySlowEvidence):
+            return self._nobody_slow()
+        found = None
+        if self.windows is not None and isinstance(evidence, TypicalStepEvidence | DeviceStepEvidence):
+            found = self.windows.limited_by(verdict.kind)
+        elif self.windows is not None and verdict.kind == "imbalance":
+            found = self.windows.out_of_balance()
+        if found is not None:
+            return self._stretch(found)
+        noted = self.records.holds(verdict.kind)
+        return None if noted is None else self._noted(noted)
+
+    def _episode(self, rank: int | None, until: int | None) -> Held | None:
+        """until: its until_step."""
+        of_rank = (each for each in self.findings.episodes if each.rank == rank)
+        episode = next((each for each in of_rank if each.until_step == until), None)
+        if episode is None:
+            return None
+        since = episode.since_step
+        if self.windows is None:
+            return self._from_to(since, until, rank)
+        judged = self.windows.compared_with_others(episode.rank)
+        return self._from_to(since, until, rank, self.windows.covered(episode) & judged, judged)
+
+    def _nobody_slow(self) -> Held | None:
+        """Since the last episode, or from the start."""
+        if self.windows is None:
+            return None
+        ends = [each.until_step or 0 for each in self.findings.slow_before]
+        since, judged = max(ends, default=self.first_step), self.windows.anybody_compared
+        later = self.windows.windows.covered(since, None)
+        return self._from_to(since, None, None, judged & later & ~self.windows.anybody_slow, judged)
+
+    def _long_steps(self, long: LongSteps) -> Held | None:
+        """Return in how many windows there were steps of a class that comes regularly, if windows know what they did.
+
+        The sentence on other classes names their steps. Windows know what a step did, and not how long it took: they
+        would count the steps of other classes, and of the warm-up, too.
+        """
+        if self.windows is None or not long["period"] or not long["kinds"] or long["kinds"][0] not in _TAGS:
+            return None
+        tagged = self.windows.tagged(_TAGS[long["kinds"][0]])
+        if not tagged.any():
+            return None
+        windows = self.windows.windows
+        since, last = windows.first_steps[np.flatnonzero(tagged)[[0, -1]]].tolist()
+        until: int | None = last + windows.width
+        if tagged[-1] or last + windows.width + 2 * long["period"] > windows.last_step:
+            until = None
+        return self._from_to(max(self.first_step, since), until, None, tagged, np.ones(len(windows), bool))
+
+    # -- what held for a part of the run
+
+    def _stretches(self, whole: Sequence[_Found]) -> list[_Found]:
+        """Return the parts of the run in which something else limits the steps than in the run as a whole.
+
+        What the sentence on the whole run names is not named again, unless it no longer holds.
+        """
+        of_run = [row for row in whole if _of_run(row[0])]
+        if not of_run:
+            return []
+        (typical, held), slow = of_run[0], any(isinstance(each.evidence, StragglerEvidence) for each, _ in whole)
+        is_over = held is not None and held["until_step"] is not None
+        named = {typical.kind} if is_over else named_uses(typical)
+        kinds = [kind for kind in WASTE if kind not in named and not (slow and kind == "communication_bound")]
+        found = [row for row in map(self._stretch_of, kinds) if row is not None]
+        if is_over and all(held["until_step"] is not None for _, held in found if held is not None):
+            found += self._computing_now()
+        return found
+
+    def _computing_now(self) -> list[_Found]:
+        """That nothing but computing limits the newest steps, where something else did before."""
+        found = None if self.windows is None else self.windows.limited_by("compute_bound")
+        if self.windows is None or found is None or found.until_step is not None:
+            return []
+        columns = list(zip(self.windows.spent, found.inside.tolist(), strict=True))
+        inside = [each for each, in_it in columns if each is not None and in_it]
+        rest = [each for each, in_it in columns if each is not None and not in_it]
+        held, step_s = self._stretch(found), _mean([each.step_s for each in inside])
+        computing_s = _mean([each.computing.seconds for each in inside])
+        computing = dataclasses.replace(inside[0].computing, seconds=computing_s, action=self.computing_action)
+        assert held["since_step"] is not None
+        before_s = _mean([each.step_s for each in rest])
+        return [(over.computing_now(computing, step_s, before_s, held["since_step"]), held)]
+
+    def _stretch_of(self, kind: str) -> _Found | None:
+        if self.windows is None:
+            return None
+        found = self.windows.limited_by(kind)
+        if found is None or found.inside.sum() < _MIN_WINDOWS:
+            return None
+        columns = list(zip(self.windows.spent, found.inside.tolist(), found.judged.tolist(), strict=True))
+        inside = [each for each, in_it, _ in columns if each is not None and in_it]
+        rest = [each for each, in_it, judged in columns if each is not None and judged and not in_it]
+        everywhere = kind != "lack_of_cpu" or bool(found.judged.all())
+        if not everywhere and len(rest) < _MIN_WINDOWS:
+            return None
+        use_s, rest_s = (_mean([each.measured_s(kind) for each in some]) for some in (inside, rest))
+        if not rest or use_s < _CLEARLY * rest_s:
+            return None
+        held, step_s = self._stretch(found), _mean([each.step_s for each in inside])
+        use = dataclasses.replace(inside[0].wait(kind), seconds=use_s)
+        assert held["since_step"] is not None
+        verdict = over.stretch(use, step_s, rest_s, held["since_step"], held["until_step"], everywhere=everywhere)
+        return verdict, held
+
+    def _noted_before(self, shown: set[str]) -> list[_Found]:
+        """What the sidecar has noted and is over, the newest first; also what stood when the run ended and is not
+        found any more. shown: kinds of verdicts."""
+        found = [each for each in self.records.findings[::-1] if each.kind != "straggler"]
+        past = [each for each in found if each.is_over or (not self.live and each.kind not in shown)]
+        return [(self._over(each), self._noted(each)) for each in past]
+
+    def _over(self, noted: Finding) -> Verdict:
+        if noted.kind != "hang" or noted.since_step is None:
+            return over.no_longer(noted.kind, noted.alert.text, noted.alert.ranks, noted.since_step)
+        went_on = None if self.last_step is None else self.last_step >= noted.since_step
+        # The time of all steps has no warm-up, in which a run may hang as well.
+        total_s = self.steps["total_s"]
+        if noted.since_step < self.first_step + WARM_UP_STEPS:
+            total_s += noted.duration_s or 0.0
+        found = PastEvidence(noted.alert.ranks, noted.duration_s, went_on, noted.stacks)
+        return over.hang_over(noted.since_step, noted.alert.text, found, steps=self.steps["count"], total_s=total_s)
+
+    # -- as the report has it
+
+    def _stretch(self, found: Stretch) -> Held:
+        return self._from_to(max(self.first_step, found.since_step), found.until_step, None, found.held, found.judged)
+
+    def _noted(self, noted: Finding) -> Held:
+        until = None if noted.until_unix_ns is None else self.time(noted.until_unix_ns)
+        return _held(noted.since_step, noted.until_step, self.time(noted.since_unix_ns), until)
+
+    def _from_to(
+        self,
+        since: int,
+        until: int | None,
+        rank: int | None = None,
+        held: Columns | None = None,
+        judged: Columns | None = None,
+    ) -> Held:
+        """rank: whose steps tell the time. held, judged: windows, where they know of it."""
+        until_time = None if until is None else self.step_time(until, rank)
+        value = _held(since, until, self.step_time(since, rank), until_time)
+        if self.windows is not None and held is not None and judged is not None:
+            value["windows_held"], value["windows_judged"] = int(held.sum()), int(judged.sum())
+            value["window_steps"] = self.windows.windows.width
+        return value
+
+
+def _of_run(verdict: Verdict) -> bool:
+    """Whether this is the verdict on the typical step of the whole run."""
+    return isinstance(verdict.evidence, TypicalStepEvidence | DeviceStepEvidence)
+
+
+def _are(evidence: Evidence, hung: set[int | None]) -> bool:
+    """Whether these are long steps, in each of which the job hung."""
+    if not isinstance(evidence, dict) or "kinds" not in evidence:
+        return False
+    steps = evidence["steps"]
+    return len(steps) == evidence["count"] and hung.issuperset(steps)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _held(since_step: int | None, until_step: int | None, since: str | None, until: str | None) -> Held:
+    return {
+        "since_step": since_step, "until_step": until_step, "windows_held": None, "windows_judged": None,
+        "window_steps": None, "since": since, "until": until,
+    }  # fmt: skip

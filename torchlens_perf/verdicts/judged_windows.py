@@ -1,0 +1,172 @@
+"""What each window of a run shows: who was compared, who was slow, what limited the step. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from torchlens_perf.analysis.statistics.robust import median
+from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.records import PARTS
+from torchlens_perf.verdicts.causes.straggler_groups import stage_imbalance
+from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, Usual
+from torchlens_perf.verdicts.stragglers.window_excess import window_excess
+from torchlens_perf.verdicts.words.bottleneck import Spent, spent
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.analysis.statistics.run_windows import RunWindows
+    from torchlens_perf.verdicts.stragglers.episodes import Episode
+    from torchlens_perf.verdicts.stragglers.placement import Placement
+
+    Columns = npt.NDArray[np.bool_]
+    """Shape [columns]."""
+
+_STILL = 1  # windows at the end of the run in which something may be missing that still holds
+
+
+class Stretch(NamedTuple):
+    """The part of the run in most of whose windows something held."""
+
+    since_step: int
+    until_step: int | None
+    """None: to the end."""
+    held: Columns
+    """In which of its windows."""
+    judged: Columns
+    """Which show whether it held, over the whole run."""
+    inside: Columns
+    """Which of those are in the part."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgedWindows:
+    """The windows of a run, with what is known of its ranks."""
+
+    windows: RunWindows
+    findings: Findings
+    places: Mapping[int, Placement]
+    on_device: bool
+    """Whether all ranks are judged by their devices' clocks."""
+
+    def compared_with_others(self, rank: int) -> Columns:
+        """Where a rank was compared with others; of one that is not here, on a node without our disk, any was."""
+        here = np.isin(self.windows.ranks, rank)
+        return np.asarray((self._compared[here] if here.any() else self._compared).any(axis=0))
+
+    @property
+    def anybody_compared(self) -> Columns:
+        """Where ranks were compared."""
+        return np.asarray(self._compared.any(axis=0))
+
+    @functools.cached_property
+    def anybody_slow(self) -> Columns:
+        """Where a rank was slow."""
+        slow = np.zeros(len(self.windows), bool)
+        for episode in self.findings.episodes:
+            slow |= self.covered(episode)
+        return slow
+
+    def covered(self, episode: Episode) -> Columns:
+        """Where a rank was slow; of an episode that is shorter than a column, the one that it began in."""
+        covered = self.windows.covered(episode.since_step, episode.until_step)
+        if not covered.any():
+            covered[max(0, int(np.searchsorted(self.windows.first_steps, episode.since_step, "right")) - 1)] = True
+        return covered
+
+    def limited_by(self, kind: str) -> Stretch | None:
+        """When that limited the step, by the rule of the verdict on the whole run (words/bottleneck.py); None: never.
+
+        While one rank holds up the others, their waiting is its doing: then only lack of a CPU is judged.
+        """
+        judged = np.array([each is not None for each in self.spent])
+        if kind == "lack_of_cpu":
+            judged &= np.isfinite(self.windows.lack_ns).any(axis=(0, 2))
+        else:
+            judged &= ~self.anybody_slow
+        return self._stretch(judged, np.array([each is not None and each.limits(kind) for each in self.spent]))
+
+    @functools.cached_property
+    def spent(self) -> list[Spent | None]:
+        """By column, what a usual step is spent on, the mean over the ranks; None where nobody has a window."""
+        found: list[Spent | None] = []
+        windows = self.windows
+        for column in range(len(windows)):
+            there = np.isfinite(windows.duration_ns[:, column])
+            if not there.any():
+                found.append(None)
+                continue
+            measured = np.isfinite(windows.lack_ns[:, column, 0])
+            parts, lack = (
+                dict(zip(PARTS, (values[some, column].mean(axis=0) / 1e9).tolist(), strict=True)) if some.any() else {}
+                for values, some in ((windows.parts_ns, there), (windows.lack_ns, measured))
+            )
+            step_s = float(windows.duration_ns[there, column].mean()) / 1e9
+            found.append(spent(step_s, parts, lack, device=self.on_device))
+        return found
+
+    def out_of_balance(self) -> Stretch | None:
+        """When the pipeline stage that has the most work now had so."""
+        now = stage_imbalance(self.findings, self.places)
+        if now is None:
+            return None
+        windows, rows = self.windows, dict[str, list[int]]()
+        for row, rank in enumerate(windows.ranks):
+            rows.setdefault(self.places[rank].population if rank in self.places else "", []).append(row)
+        judged, held = np.zeros((2, len(windows)), bool)
+        for column in range(len(windows)):
+            if not all(np.isfinite(windows.work_ns[of, column]).all() for of in rows.values()):
+                continue
+            usual = tuple(
+                Usual(
+                    population,
+                    ranges([windows.ranks[row] for row in of]),
+                    float(median(windows.work_ns[of, column], 0)),
+                    0.0,
+                )
+                for population, of in rows.items()
+            )
+            step_ns = float(np.nanmedian(windows.duration_ns[:, column]))
+            found = stage_imbalance(dataclasses.replace(NOTHING, usual=usual, step_ns=step_ns), self.places)
+            judged[column], held[column] = True, found is not None and found.stage == now.stage
+        return self._stretch(judged, held)
+
+    def tagged(self, flag: int) -> Columns:
+        """Where a rank did that, of rank.TAGS."""
+        return np.array([bool(flags & flag) for flags in self.windows.tags])
+
+    @functools.cached_property
+    def _compared(self) -> Columns:
+        """Shape [ranks, columns]."""
+        return np.isfinite(window_excess(self.windows, self.places))
+
+    def _stretch(self, judged: Columns, held: Columns) -> Stretch | None:
+        columns = np.flatnonzero(judged)
+        found = longest(held[columns].tolist())
+        if found is None:
+            return None
+        begin, end = found
+        inside = np.zeros(len(judged), bool)
+        inside[columns[begin:end]] = True
+        until = None
+        if len(columns) - end > _STILL:
+            until = int(self.windows.first_steps[columns[end - 1]]) + self.windows.width
+        return Stretch(int(self.windows.first_steps[columns[begin]]), until, held & inside, judged, inside)
+
+
+def longest(held: list[bool]) -> tuple[int, int] | None:
+    """The part in which something held more often than not, by as many as in no other part: from one index to before
+    another; of several the newest. None where it never held."""
+    best, found, since, total = 0, None, 0, 0
+    for index, each in enumerate(held):
+        if total <= 0:
+            since, total = index, 0
+        total += 1 if each else -1
+        if each and total >= best:
+            best, found = total, (since, index + 1)
+    return found

@@ -1,0 +1,246 @@
+"""Which rank is slow, since when, in which phase, and what it costs. Pure: rows of ranks in, episodes out.
+
+Step times equalise in synchronous training, so they name nobody. Judged is each rank's work: its step without the time
+blocked in collectives, and without the time that its thread was ready and had no CPU. A rank's excess is its work above
+the median of the other ranks that do the same, in the same step, so what makes all ranks slow together cancels.
+
+At every EVERY-th row, for each rank: over which interval that ends now is its mean excess most standard errors above
+zero, or above half of what is worth naming (a window-limited generalised likelihood ratio; Lai, IEEE Trans. Inf. Theory
+44, 1998)? Single values are clipped, so that no single stall makes a verdict. A rank is named when that is more than
+chance gives among so many ranks and intervals, when the excess is worth a person's time and larger than the ranks
+differ anyway, and when it lasts: through the interval, and for longer than any machine is disturbed now and then. It is
+dropped when the same test says that the excess has gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBinMaker, StepBins
+from torchlens_perf.run.location import location
+from torchlens_perf.run.rank_ranges import parse_ranges, ranges
+from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.stragglers.own_time import OwnTime
+from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES, Placement, groups_of
+from torchlens_perf.verdicts.stragglers.population import Population
+from torchlens_perf.verdicts.stragglers.window import BinBatch
+
+if TYPE_CHECKING:
+    from torchlens_perf.run.identity import Identity, ProcessGroup
+    from torchlens_perf.run.records import StepTable
+
+_NOT_DIMENSIONS = ("", "undefined", "default_pg")
+
+
+@dataclasses.dataclass(frozen=True)
+class Usual:
+    """What a population's ranks do in a step, in ns: medians over ranks and the newest rows."""
+
+    population: str
+    ranks: str
+    """As ranges: "0-7"."""
+    work_ns: float
+    wait_ns: float
+    own: OwnTime | None = None
+    """None: not known."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """The state of the judgement."""
+
+    episodes: tuple[Episode, ...]
+    rows: int
+    """Common rows that were judged."""
+    step_ns: float
+    detectable_ns: float | None
+    """The smallest excess that would have been named by now, had it lasted through `rows`; None: none."""
+    compared: int
+    """Ranks that were compared."""
+    last_step: int
+    steps_needed: int = 0
+    """How many steps ranks that do the same work must make until they are compared; 0: no two ranks do."""
+    usual: tuple[Usual, ...] = ()
+    """By population."""
+    unconfirmed: tuple[Episode, ...] = ()
+    """Of ranks that windows merged by the devices name, and the judgement does not, see merged_windows.py."""
+
+    @property
+    def slow_now(self) -> tuple[Episode, ...]:
+        """The episodes of ranks that are slow, the costliest first."""
+        return tuple(each for each in self.episodes if not each.is_over)
+
+    @property
+    def slow_before(self) -> tuple[Episode, ...]:
+        """The episodes of ranks that are no longer slow in that phase, the costliest first."""
+        return tuple(each for each in self.episodes if each.is_over)
+
+
+NOTHING = Findings((), 0, 0.0, None, 0, -1)
+
+
+class StragglerDetector:
+    """Judges all ranks of a job, each beside those that do the same work. Fed as rows come; one thread."""
+
+    def __init__(self) -> None:
+        self._populations: dict[str, Population] = {}
+        self._place: dict[int, Placement] = {}
+
+    def set_place(self, rank: int, place: Placement) -> None:
+        """Where a rank is; before its first rows. A rank that is placed anew begins anew."""
+        self._place[rank] = place
+
+    def add(self, rank: int, rows: StepBins) -> None:
+        """Rows of a rank, in the order of their steps."""
+        self.add_block(self._place.get(rank, Placement()).population, BinBatch.of(rank, rows))
+
+    def add_block(self, population: str, block: BinBatch) -> None:
+        self._populations.setdefault(population, Population()).add(block)
+
+    def end(self, rank: int) -> None:
+        for population in self._populations.values():
+            population.end(rank)
+
+    def judge(self, *, final: bool = False) -> Findings:
+        """Judges what has come. final: the run has ended."""
+        populations = list(self._populations.values())
+        usual = []
+        for population in populations:
+            population.judge(final=final)
+        for name, population in self._populations.items():
+            if population.step_ns:
+                usual.append(
+                    Usual(name, ranges(population.ranks), population.work_ns, population.wait_ns, population.own)
+                )
+        self._share_costs(populations)
+        episodes = [episode for population in populations for episode in population.episodes]
+        compared = [population for population in populations if population.compared]
+        found = dataclasses.replace(
+            NOTHING,
+            episodes=tuple(sorted(episodes, key=lambda episode: (episode.is_over, -episode.cost_ns))),
+            step_ns=max((population.step_ns for population in populations), default=0.0),
+            last_step=max((population.last_step for population in populations), default=-1),
+            steps_needed=min((each.steps_needed for each in populations if each.steps_needed), default=0),
+            usual=tuple(usual),
+        )
+        if not compared:
+            return found
+        detectable_ns = max(population.detectable_ns for population in compared)
+        return dataclasses.replace(
+            found,
+            rows=max(population.rows for population in compared),
+            detectable_ns=detectable_ns if math.isfinite(detectable_ns) else None,
+            compared=sum(population.compared for population in compared),
+        )
+
+    def _share_costs(self, populations: Sequence[Population]) -> None:
+        """Set what slow ranks cost together: each alone may cost nothing, as the job then waits for another one."""
+        of_each = [population.shared_costs_ns() for population in populations]
+        costs_ns = {rank: cost_ns for costs in of_each for rank, cost_ns in costs.items()}
+        shared_ns = {rank: cost_ns for costs in of_each if len(costs) > 1 for rank, cost_ns in costs.items()}
+        # A node or a position may have ranks of several populations, whose steps wait for one another.
+        for group in groups_of(costs_ns.keys(), self._place) if len(costs_ns) > 1 else ():
+            known = [cost_ns for rank in group.ranks if (cost_ns := costs_ns[rank]) is not None]
+            shared_ns.update(dict.fromkeys(group.ranks, max(known, default=None)))
+        for population in populations:
+            population.share_costs(shared_ns)
+
+
+def dimension(description: str) -> str:
+    """The mesh dimension that a process group's description names: "mesh_tp" is "tp"; "" if it names none."""
+    return "" if description in _NOT_DIMENSIONS else description.removeprefix("mesh_")
+
+
+def place_of(identity: Identity, model: str, groups: Mapping[str, ProcessGroup], judged_by: str = "") -> Placement:
+    """Where a rank is: its host, what it computes (identity.model_digest), its position in the groups that it uses.
+
+    judged_by: whose clock its steps are judged by. Host and device times are not compared with one another.
+    """
+    coordinates = {}
+    for group in groups.values():
+        name, members = dimension(group["description"]), parse_ranges(group["ranks"])
+        if name and identity.rank in members:
+            coordinates[name] = members.index(identity.rank)
+    stage = "".join(f"/{name}{coordinates[name]}" for name in STAGES if name in coordinates)
+    population = f"{model}{stage}{BY_DEVICE}" if judged_by == DEVICE else f"{model}{stage}"
+    return Placement(identity.host, population, coordinates, location(identity.attributes))
+
+
+class JobDetector:
+    """Judges one attempt of a job after the other: a restart may have other ranks."""
+
+    def __init__(self) -> None:
+        self._begin(-1)
+
+    def _begin(self, attempt: int) -> None:
+        """Another attempt: what is known of those before it holds of none of its ranks."""
+        self.attempt = attempt
+        self.places: dict[int, Placement] = {}
+        self.findings: Findings = NOTHING
+        self._judge = StragglerDetector()
+        self._makers: dict[int, StepBinMaker] = {}
+        self._has_rows: set[int] = set()
+        self._changed = False
+
+    def add_steps(
+        self, attempt: int, rank: int, place: Placement, table: StepTable, min_row_ns: float = MIN_ROW_NS
+    ) -> StepBins | None:
+        """Add finished steps of a rank of this node. Return the rows that they complete, to be sent to other nodes."""
+        if not self.set_place(attempt, rank, place):
+            return None
+        rows = self._makers.setdefault(rank, StepBinMaker(min_row_ns=min_row_ns)).add(table)
+        return self._add(rank, rows)
+
+    def add_block(self, population: str, block: BinBatch) -> None:
+        """Rows of ranks of other nodes, which set_place() has registered."""
+        self._judge.add_block(population, block)
+        self._has_rows.update(block.ranks.tolist())
+        self._changed = True
+
+    def end(self, attempt: int, rank: int) -> StepBins | None:
+        """The rank's process has ended. Returns its last rows."""
+        if attempt != self.attempt:
+            return None
+        rows = self._makers[rank].rest() if rank in self._makers else None
+        self._add(rank, rows)
+        self._judge.end(rank)
+        self._changed = True
+        return rows
+
+    def judge(self, *, final: bool = False) -> Findings:
+        if final:
+            for rank, maker in self._makers.items():
+                self._add(rank, maker.rest())
+        if self._changed or final:
+            self._changed = False
+            self.findings = self._judge.judge(final=final)
+        return self.findings
+
+    def has_rows(self, rank: int) -> bool:
+        """Whether rows of a rank have come: its place is settled."""
+        return rank in self._has_rows
+
+    def set_place(self, attempt: int, rank: int, place: Placement) -> bool:
+        """A rank's place: what is known of it when its first rows come, for then it is compared with others.
+
+        Models and groups are known within the first steps. Returns whether it belongs to the attempt that is judged.
+        """
+        if attempt < self.attempt:
+            return False
+        if attempt > self.attempt:
+            self._begin(attempt)
+        if rank not in self._has_rows and self.places.get(rank) != place:
+            self.places[rank] = place
+            self._judge.set_place(rank, place)
+        return True
+
+    def _add(self, rank: int, rows: StepBins | None) -> StepBins | None:
+        if rows is not None and len(rows):
+            self._judge.add(rank, rows)
+            self._has_rows.add(rank)
+            self._changed = True
+        return rows

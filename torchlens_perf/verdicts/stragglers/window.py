@@ -1,0 +1,308 @@
+"""The newest rows of all ranks that are compared, side by side: the straggler detector's input. Pure.
+
+Rows come rank by rank and late; a column, the rows of the same steps, is ready when all ranks have it. What is needed
+of it again and again, each rank's excess, is computed once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK, StepBins
+from torchlens_perf.run.records import OWN_PARTS
+from torchlens_perf.verdicts.stragglers.excess import excess_over_others
+from torchlens_perf.verdicts.stragglers.own_time import Lines, OwnTime, critical_rank, mean_own_time, own_time
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+ENDED_ROWS = 4  # a rank that has ended, and is so far behind the others, has ended with them
+LATE_ROWS = 64  # a rank that is so far behind the others is missing, and is not waited for
+_MANY_RANKS = 4096
+_ROWS_AT_ONCE = 1 << 16  # of ranks that are judged by their devices: of many ranks, more would fill the memory
+_LONGEST_S = 6e4  # in 16 bits
+_OF_HOST = ("issue_ns", "issue_ready_ns", "lag_ns")
+_OF_ALL = ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns")
+_VALUES = (*_OF_ALL, *_OF_HOST)
+
+
+def judged_rows(ranks: int) -> int:
+    """How many rows are looked back at: fewer for many ranks, whose rows would fill the memory."""
+    return 256 if ranks <= _MANY_RANKS else 128
+
+
+@dataclasses.dataclass(frozen=True)
+class BinBatch:
+    """Rows of several ranks at once: arrays [ranks, rows], as in StepBins. A key of -1: no row there."""
+
+    width: int
+    ranks: npt.NDArray[np.int64]
+    key: npt.NDArray[np.int64]
+    """Row numbers: first step / width."""
+    flags: npt.NDArray[np.int64]
+    duration_ns: npt.NDArray[np.floating[Any]]
+    wait_ns: npt.NDArray[np.floating[Any]]
+    ready_ns: npt.NDArray[np.floating[Any]]
+    workload: npt.NDArray[np.floating[Any]]
+    parts_ns: npt.NDArray[np.floating[Any]]
+    """[ranks, rows, len(OWN_PARTS)]: work."""
+    issue_ns: npt.NDArray[np.floating[Any]]
+    issue_ready_ns: npt.NDArray[np.floating[Any]]
+    lag_ns: npt.NDArray[np.floating[Any]]
+
+    @classmethod
+    def of(cls, rank: int, rows: StepBins) -> BinBatch:
+        values = {
+            name: getattr(rows, name)[None]
+            for name in ("flags", "duration_ns", "wait_ns", "ready_ns", "workload", *_OF_HOST)
+        }
+        return cls(rows.width, np.array([rank]), (rows.step // rows.width)[None], parts_ns=rows.work_ns[None], **values)
+
+    def between(self, low: int, high: int) -> BinBatch:
+        """The rows of steps from `low` to below `high`."""
+        steps = self.key * self.width
+        inside = (self.key >= 0) & (steps >= low) & (steps < high)
+        return dataclasses.replace(self, key=np.where(inside, self.key, -1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _NarrowBins:
+    """Rows of any ranks one below the other, [rows, ...], of which the window's rows are means."""
+
+    width: int
+    rank: npt.NDArray[np.int64]
+    key: npt.NDArray[np.int64]
+    flags: npt.NDArray[np.int64]
+    values: dict[str, npt.NDArray[np.floating[Any]]]
+
+    @classmethod
+    def of(cls, block: BinBatch) -> _NarrowBins:
+        rank, row = np.nonzero(block.key >= 0)
+        values = {name: getattr(block, name)[rank, row] for name in _VALUES}
+        return cls(block.width, block.ranks[rank], block.key[rank, row], block.flags[rank, row], values)
+
+    def and_then(self, later: _NarrowBins) -> _NarrowBins:
+        values = {name: np.concatenate([self.values[name], later.values[name]]) for name in _VALUES}
+        rank, key, flags = (
+            np.concatenate([getattr(self, name), getattr(later, name)]) for name in ("rank", "key", "flags")
+        )
+        return _NarrowBins(self.width, rank, key, flags, values)
+
+    def chosen(self, which: npt.NDArray[np.bool_]) -> _NarrowBins:
+        values = {name: value[which] for name, value in self.values.items()}
+        return _NarrowBins(self.width, self.rank[which], self.key[which], self.flags[which], values)
+
+    def widened(self, width: int) -> tuple[BinBatch | None, _NarrowBins]:
+        """Means over `width` steps, where all their rows are there; and the rows that are left, to be completed."""
+        per = width // self.width
+        wide = self.key // per
+        (pairs, group, count) = np.unique(np.stack([self.rank, wide]), axis=1, return_inverse=True, return_counts=True)
+        group = group.reshape(-1)
+        full = count == per
+        left = self.chosen(~full[group] & (wide > wide.max() - LATE_ROWS))
+        if not full.any():
+            return None, left
+        ranks, index = np.unique(pairs[0, full], return_inverse=True)
+        at = pairs[1, full] - pairs[1, full].min()
+        shape = (len(ranks), int(at.max()) + 1)
+        key = np.full(shape, -1, np.int64)
+        key[index, at] = pairs[1, full]
+        flags = np.zeros(len(count), np.int64)
+        np.bitwise_or.at(flags, group, self.flags)
+        values: dict[str, Any] = {"flags": np.zeros(shape, np.int64)}
+        values["flags"][index, at] = flags[full]
+        for name, value in self.values.items():
+            sums = np.zeros((len(count), *value.shape[1:]))
+            np.add.at(sums, group, value)
+            values[name] = np.full((*shape, *value.shape[1:]), np.nan)
+            values[name][index, at] = sums[full] / per
+        return BinBatch(width, ranks, key, **values), left
+
+
+class SlidingWindow:
+    """Arrays [ranks, columns], a column for each row of steps, used in turn. The last column takes what is no row."""
+
+    def __init__(self, ranks: npt.NDArray[np.int64], width: int) -> None:
+        """ranks: ascending."""
+        self.ranks = ranks
+        self.width = width
+        self.rows = judged_rows(len(ranks))
+        self.columns = self.rows + LATE_ROWS
+        shape = (len(ranks), self.columns + 1)
+        self.key = np.full(shape, -1, np.int32)
+        self.flags = np.zeros(shape, np.uint16)
+        self.duration_ns, self.wait_ns, self.ready_ns, self.workload = (
+            np.full(shape, np.nan, np.float32) for _ in range(4)
+        )
+        self.parts_ns = np.full((*shape, len(OWN_PARTS)), np.nan, np.float32)
+        # What ranks have that are judged by their devices; of others, work is the rank's own time.
+        # Of many ranks, more digits would fill the memory.
+        self._issue_s = self._lag_s = np.zeros((0, 0, 0), np.float16)
+        self.no_cpu_ns = self.issue_ready_ns = self.ready_ns
+        self.own_ns = np.full(shape, np.nan, np.float32)
+        self.by_host_ns = np.zeros((0, 0), np.float32)
+        """Own time of the parts in which the device waits for its host; empty where no rank is judged by its device."""
+        self._critical = np.full(self.columns + 1, -1, np.int64)
+        """By column, the index of the rank whose lag own times are computed with; -1: own time is work."""
+        self.excess_ns = np.zeros(shape, np.float32)
+        self.newest = np.full(len(ranks), -1, np.int64)
+        # Of each column: the row number whose excess has been computed, and whether it may be compared.
+        self._computed = np.full(self.columns, -1, np.int64)
+        self._good = np.zeros(self.columns, bool)
+        self._compared = np.zeros(0, np.int64)  # the ranks, by index, that they were computed for
+        self._narrow: dict[int, _NarrowBins] = {}  # by width: rows that do not fill one of the window's yet
+
+    def put(self, block: BinBatch) -> None:
+        """Adds rows of ranks that are in the window. Rows that are narrower than its own wait until they fill one."""
+        if block.width != self.width:
+            narrow = _NarrowBins.of(block)
+            if block.width in self._narrow:
+                narrow = self._narrow[block.width].and_then(narrow)
+            wide, self._narrow[block.width] = narrow.widened(self.width)
+            if wide is None:
+                return
+            block = wide
+        if block.issue_ns.any():
+            self._keep_host_times()
+        index = np.searchsorted(self.ranks, block.ranks)[:, None]
+        keys = np.where(block.key > block.key.max() - self.columns, block.key, -1)
+        at = np.where(keys >= 0, keys % self.columns, self.columns)
+        self.flags[index, at] = block.flags
+        for name in self._kept:
+            getattr(self, name)[index, at] = getattr(block, name)
+        if self._has_host_times:
+            # A lag that is not known is a very long one.
+            self._issue_s[index, at], self._lag_s[index, at] = (
+                np.minimum(each / 1e9, _LONGEST_S) for each in (block.issue_ns, block.lag_ns)
+            )
+        self.own_ns[index, at] = block.parts_ns.sum(axis=2)
+        self.key[index, at] = keys
+        self.newest[index[:, 0]] = np.maximum(self.newest[index[:, 0]], keys.max(axis=1))
+        self._critical[at[keys >= 0]] = -1
+        self._computed[at[keys >= 0]] = -1  # rows that come late change what was computed without them
+
+    @property
+    def _has_host_times(self) -> bool:
+        return len(self._issue_s) > 0
+
+    @property
+    def _kept(self) -> tuple[str, ...]:
+        return (*_OF_ALL, "issue_ready_ns") if self._has_host_times else _OF_ALL
+
+    def _keep_host_times(self) -> None:
+        """Begin to keep what only ranks that are judged by their devices have."""
+        if not self._has_host_times:
+            self._issue_s, self._lag_s = (np.zeros(self.parts_ns.shape, np.float16) for _ in range(2))
+            self.issue_ready_ns = np.full_like(self.ready_ns, np.nan)
+            self.no_cpu_ns, self.by_host_ns = self.ready_ns.copy(), np.zeros_like(self.ready_ns)
+
+    def with_ranks(self, ranks: npt.NDArray[np.int64]) -> SlidingWindow:
+        grown = SlidingWindow(ranks, self.width)
+        if grown.columns != self.columns:
+            return grown  # so many ranks more that less is kept of each: begins anew
+        at = np.searchsorted(ranks, self.ranks)
+        if self._has_host_times:
+            grown._keep_host_times()
+            grown._issue_s[at], grown._lag_s[at] = self._issue_s, self._lag_s
+        for name in ("key", "flags", "newest", "own_ns", *self._kept):
+            getattr(grown, name)[at] = getattr(self, name)
+        grown._narrow = self._narrow
+        return grown
+
+    def frontier(self, ended: Collection[int]) -> int:
+        """The newest row that all ranks have, but for those that ended long before the others, or are far behind."""
+        has_ended = np.isin(self.ranks, list(ended))
+        newest = self.newest[~has_ended]
+        frontier = int(newest[newest >= newest.max() - LATE_ROWS].min() if len(newest) else self.newest.max())
+        # Ranks of a job end a row apart, or more where their rows are of other widths: they are judged to the end.
+        just_ended = self.newest[has_ended & (self.newest >= frontier - ENDED_ROWS)]
+        return int(min([frontier, *just_ended]))
+
+    def oldest(self) -> int:
+        keys = self.key[:, :-1]
+        return int(keys[keys >= 0].min())
+
+    def comparable(self, first: int, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Row numbers from `first` to below `end` that can be compared, and the ranks (indices) that take part."""
+        keys = np.arange(max(first, end - self.rows, 0), end)
+        present = np.flatnonzero(self.newest >= end - 1)
+        if not np.array_equal(present, self._compared):
+            self._compared = present
+            self._computed[:] = -1
+        at = keys % self.columns
+        new = self._computed[at] != keys
+        if new.any():
+            self._compute(keys[new], at[new], present)
+        return keys[self._good[at]], present
+
+    def _compute(
+        self, keys: npt.NDArray[np.int64], columns: npt.NDArray[np.int64], present: npt.NDArray[np.int64]
+    ) -> None:
+        """What these columns, of these rows, show; whether they may be compared."""
+        self._computed[columns] = keys
+        self.excess_ns[:, columns] = 0.0
+        block = np.ix_(present, columns)
+        other_work = np.bitwise_or.reduce(self.flags[block], axis=0) & OTHER_WORK
+        self._good[columns] = good = (self.key[block] == keys).all(axis=0) & (other_work == 0)
+        if not good.any():
+            return
+        if self._has_host_times:
+            for some in np.array_split(columns[good], -(-good.sum() * len(present) // _ROWS_AT_ONCE)):
+                self._own_time(present, some)
+        if len(present) > 1:
+            block = np.ix_(present, columns[good])
+            self.excess_ns[block] = excess_over_others(self.own_ns[block].astype(np.float64))
+
+    def _own_time(self, present: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> None:
+        """Compare by the hosts' times too, in the columns in which all ranks have them: not those of other nodes."""
+        block = np.ix_(present, columns)
+        known: npt.NDArray[np.bool_] = np.asarray((self._issue_s[block] > 0).any(axis=2).all(axis=0))
+        critical = present[critical_rank(self.wait_ns[block])]
+        self._critical[columns] = np.where(known, critical, -1)
+        own_ns, by_host = self.own_parts(block)
+        self.own_ns[block] = own_ns.sum(axis=2, dtype=np.float64)
+        self.by_host_ns[block] = np.where(by_host, own_ns, 0).sum(axis=2)
+        held_up_ns = np.maximum(self.issue_ready_ns[block] - _in_ns(self._lag_s[critical, columns]).sum(axis=1), 0)
+        ready_ns = self.ready_ns[block]
+        self.no_cpu_ns[block] = np.where(known, np.fmax(ready_ns, held_up_ns), ready_ns)
+
+    def own_parts(
+        self, block: tuple[npt.NDArray[np.int64], ...]
+    ) -> tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.bool_]]:
+        """Return own time by part, and whether the device waits for its host there: [ranks, columns, len(OWN_PARTS)].
+
+        block: ranks and columns, of which `comparable` was asked.
+        """
+        parts_ns, columns = self.parts_ns[block], block[1].ravel()
+        known = self._critical[columns] >= 0
+        if not known.any():
+            return parts_ns, np.zeros(parts_ns.shape, bool)
+        critical = self._critical[columns], columns
+        own_ns, by_host = own_time(
+            Lines(parts_ns, _in_ns(self._issue_s[block]), _in_ns(self._lag_s[block])),
+            Lines(self.parts_ns[critical], _in_ns(self._issue_s[critical]), _in_ns(self._lag_s[critical])),
+        )
+        return np.where(known[:, None], own_ns, parts_ns), by_host & known[:, None]
+
+    def mean_own_time(self, block: tuple[npt.NDArray[np.int64], ...]) -> OwnTime | None:
+        """Return the mean of own times; None where ranks are not judged by their devices. block: as of own_parts()."""
+        return mean_own_time(*self.own_parts(block), self.parts_ns[block]) if self._has_host_times else None
+
+    def by_host_share(self, block: tuple[npt.NDArray[np.int64], ...]) -> npt.NDArray[np.float64]:
+        """Return how much of each rank's own time lies in parts in which the device waits for its host: [ranks].
+
+        block: ranks and columns.
+        """
+        if not self._has_host_times:
+            return np.zeros(len(block[0]))
+        own_ns = self.own_ns[block].sum(axis=1, dtype=np.float64)
+        share: npt.NDArray[np.float64] = self.by_host_ns[block].sum(axis=1, dtype=np.float64) / np.maximum(own_ns, 1.0)
+        return share
+
+
+def _in_ns(seconds: npt.NDArray[np.float16]) -> npt.NDArray[np.float32]:
+    return np.float32(1e9) * seconds

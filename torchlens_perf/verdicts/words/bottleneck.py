@@ -1,0 +1,651 @@
+"""Where the steps' time goes, on all ranks together, in words. A sentence has one base: a typical step, or all steps.
+
+Computing is what a job is for: it is named first, unless waiting or host code takes a quarter of the step, or more than
+computing; then that is. What else is worth a person's time comes after it. Where the work is on a device, its own clock
+says what limits the step; without that, only what the host did is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
+from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, WITHOUT_GRADIENTS
+from torchlens_perf.run.records import OWN_PARTS, PARTS
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.cpu import CPU_ACTION
+from torchlens_perf.verdicts.words.evidence import (
+    CaughtUpEvidence,
+    DeviceStepEvidence,
+    LongSteps,
+    NotKnownEvidence,
+    OtherThreadsEvidence,
+    SampledEvidence,
+    TypicalStepEvidence,
+    Verdict,
+)
+from torchlens_perf.verdicts.words.stragglers import module_label, phase_name
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import Facts, TypicalStep
+
+# Shares of a typical step, or of all steps' time, from which something is worth naming.
+_WORTH_NAMING, _WORTH_DOING, _WASTE_FIRST = 0.1, 0.15, 0.25
+_LONG_WORTH_NAMING = 0.05
+_STALL_WORTH_NAMING = 0.015  # where it is known which rank all waited for
+_NEARLY = 0.8  # of the longest wait, of the rank that waits longest, or of the section around another one
+_MOST, _SOME = 0.5, 0.25  # of the host code in a step, that is in a section
+_SOME_LACK = 0.05  # of the time, from which on it is said that figures contain it
+_SAMPLED_LACK = 0.25  # of the time, that the sidecar saw a main thread without a CPU, where steps do not record it
+_MAX_LONG = 2
+_MAX_NUMBERS = 4  # of steps that come irregularly
+_RARELY = 0.05  # of a typical step, that communication takes where ranks mostly communicate in other steps
+_FEWEST = 5  # steps that make a kind of steps
+_NOT_A_CAUSE = ("garbage collection", "sampled backward pass")
+"""What a long step also did, which does not explain it while a rank is slow."""
+_GAP = ("data", "host")
+_COMPUTE = ("forward", "backward", "recompute", "optimizer")
+# Of forward and backward passes that a device ended as soon as the host had issued the last of them.
+_LAUNCH_BOUND, _CAUGHT_UP = 0.8, 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """What a part of a step is spent on, in seconds, the mean over the ranks."""
+
+    kind: str
+    phase: str
+    seconds: float
+    what: str
+    action: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """What a step of `step_s` is spent on. They add up to it, but for our own time."""
+
+    step_s: float
+    computing: Use
+    waits: list[Use]
+    """The rest, the most first."""
+    measured_lack_s: float
+    """How long a thread was ready and had no CPU, also where that is too little to be a use of its own."""
+
+    @property
+    def limit(self) -> Use:
+        """What is named first: computing, unless something else takes a quarter of the step, or more than computing."""
+        most = self.waits[0]
+        return most if most.seconds >= self._enough_s else self.computing
+
+    def limits(self, kind: str) -> bool:
+        """Whether a kind of use limits the step. Two waits that take nearly the same time both do."""
+        if kind == self.computing.kind:
+            return self.limit is self.computing
+        return self.wait(kind).seconds >= max(self._enough_s, _NEARLY * self.waits[0].seconds)
+
+    @property
+    def _enough_s(self) -> float:
+        return min(_WASTE_FIRST * self.step_s, self.computing.seconds)
+
+    def wait(self, kind: str) -> Use:
+        """That of a kind."""
+        return next(each for each in self.waits if each.kind == kind)
+
+    def measured_s(self, kind: str) -> float:
+        """Return the seconds of a kind of wait, also where another part of the step includes them."""
+        return self.measured_lack_s if kind == _LACK.kind else self.wait(kind).seconds
+
+    def without(self, kind: str) -> Spent:
+        """The same step, where the cause of one kind of wait is the subject of another verdict."""
+        return dataclasses.replace(self, waits=[each for each in self.waits if each.kind != kind])
+
+    @property
+    def worth_naming(self) -> list[Use]:
+        return [each for each in self.waits if each.seconds >= _WORTH_NAMING * self.step_s]
+
+
+def spent(
+    step_s: float, parts_s: Mapping[str, float], lack_s: Mapping[str, float], *, device: bool, look_at: str = ""
+) -> Spent:
+    """From the seconds of each part of a step, and those of them in which a thread was ready and had no CPU.
+
+    device: they are by the device's clock, which lacks a CPU where it waits for the host: between the phases.
+    """
+    lack = {part: min(parts_s.get(part, 0.0), lack_s.get(part, 0.0)) for part in (_GAP if device else OWN_PARTS)}
+    measured_lack_s = sum(lack.values())
+    if measured_lack_s < _WORTH_NAMING * step_s:
+        lack = {}  # it stays in the parts, as the table has them
+    left = {part: seconds - lack.get(part, 0.0) for part, seconds in parts_s.items()}
+    computing = {part: left[part] for part in _COMPUTE if left.get(part, 0.0) > 0}
+    largest = max(computing, key=lambda part: computing[part], default="forward")
+    parts = sorted(computing.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for part, seconds in parts)
+    what = f"Computing ({shown})" if shown and not lack else "Computing"
+    waits = [dataclasses.replace(_LACK, seconds=sum(lack.values()))]
+    waits += [dataclasses.replace(each, seconds=left.get(each.phase, 0.0)) for each in _WAITS]
+    waits.sort(key=lambda use: -use.seconds)
+    use = Use("compute_bound", largest, sum(computing.values()), what, look_at)
+    return Spent(step_s, use, waits, measured_lack_s)
+
+
+def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict]:
+    """The verdict on the typical step, and those on the classes of long steps that cost much.
+
+    waits_explained: ranks wait in communication for one that another verdict is about. Such waits are left out.
+    """
+    typical = _typical(report, waits_explained=waits_explained)
+    classes = report["steps"]["long"]
+    if report["steps"]["alike"] < _FEWEST:  # too few to tell what is usual
+        classes = [each for each in classes if each["kinds"] or each["waited_for"] is not None]
+    if typical.kind == "lack_of_cpu":  # it explains steps that only lack a CPU for longer than the others
+        lacking = [each for each in classes if not each["kinds"] and each["part"] == LACK_OF_CPU]
+        classes = [each for each in classes if each not in lacking]
+        found, _, action = typical.text.partition(" Next: ")
+        typical = dataclasses.replace(typical, text=f"{found}{_lack_longer(lacking)} Next: {action}")
+    if waits_explained:
+        classes = [each for each in classes if set(each["kinds"]).difference(_NOT_A_CAUSE)]
+    if report["run"]["device"] is not None and report["steps"]["by"] != DEVICE:
+        # The host's step is long where it waits for the device, as in every tenth one for a loss to print.
+        classes = [each for each in classes if each["kinds"]]
+    worth = [
+        each
+        for each in _by_kind(classes)
+        if each["share"] >= (_STALL_WORTH_NAMING if _stalling_rank(each) is not None else _LONG_WORTH_NAMING)
+    ]
+    short_of_cpus = "lack_of_cpu" in named_uses(typical)
+    return [typical, *(_long(report, each, short_of_cpus=short_of_cpus) for each in worth[:_MAX_LONG])]
+
+
+def _by_kind(classes: Sequence[LongSteps]) -> list[LongSteps]:
+    """Return the classes, those of one known kind joined, the costliest first: a longer evaluation is an evaluation.
+
+    Steps of unknown kinds stay apart: what takes twice as long may be something else.
+    """
+    found: dict[object, list[LongSteps]] = {}
+    for each in classes:
+        key = (*each["kinds"], each["waited_for"]) if each["kinds"] else id(each)
+        found.setdefault(key, []).append(each)
+    return sorted((_joined(each) for each in found.values()), key=lambda each: -each["total_s"])
+
+
+def _joined(classes: Sequence[LongSteps]) -> LongSteps:
+    largest, count = classes[0], sum(each["count"] for each in classes)
+    if len(classes) == 1:
+        return largest
+    return {
+        **largest,
+        "count": count,
+        "steps": sorted({step for each in classes for step in each["steps"]}),
+        "period": None,
+        "mean_s": sum(each["count"] * each["mean_s"] for each in classes) / count,
+        "more_s": sum(each["count"] * each["more_s"] for each in classes) / count,
+        "total_s": sum(each["total_s"] for each in classes),
+        "share": sum(each["share"] for each in classes),
+    }
+
+
+def _lack_longer(lacking: list[LongSteps]) -> str:
+    """Return a sentence on steps that lack a CPU for longer than the typical step, where they cost much."""
+    count, total_s = sum(each["count"] for each in lacking), sum(each["total_s"] for each in lacking)
+    if sum(each["share"] for each in lacking) < _LONG_WORTH_NAMING:
+        return ""
+    average = " on average" * (count > 1)
+    more = f"{duration(total_s / count)} longer{average}: {duration(total_s)} in all."
+    return f" {counted(count, 'other step')} {'waits' if count == 1 else 'wait'} {more}"
+
+
+def named_uses(verdict: Verdict) -> set[str]:
+    """The kinds of uses that the sentence on the typical step names."""
+    evidence, uses_s = verdict.evidence, dict[str, float]()
+    if isinstance(evidence, TypicalStepEvidence):
+        uses_s, step_s = dict(evidence.uses_s), evidence.typical_step_s
+    elif isinstance(evidence, DeviceStepEvidence):
+        uses_s = {each.kind: evidence.device_parts_s.get(each.phase, 0.0) for each in _WAITS}
+        step_s = sum(evidence.device_parts_s.values())
+    return {verdict.kind, *(kind for kind, seconds in uses_s.items() if seconds >= _WORTH_NAMING * step_s)}
+
+
+def without_use(verdict: Verdict, kind: str) -> Verdict:
+    """The verdict on the typical step, where another verdict is about one of the waits that its sentence adds."""
+    what = next((_lower(each.what) for each in (*_WAITS, _LACK) if each.kind == kind), kind)
+    return dataclasses.replace(verdict, text=re.sub(rf"; {re.escape(what)} [^()]*\([^()]*\)", "", verdict.text))
+
+
+def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
+    device = report["run"]["device"]
+    if device is not None:
+        return _on_a_device(report, device, waits_explained=waits_explained)
+    sampled = report["steps"]["sampled_lack_of_cpu"]
+    everything = _on_the_host(report)
+    found = everything.without("communication_bound") if waits_explained else everything
+    step_s, computing, first, worth = found.step_s, found.computing, found.limit, found.worth_naming
+    if sampled is not None and sampled >= _SAMPLED_LACK and not _lack_is_measured(report):
+        text = (
+            f"Waiting for a CPU takes {percent(sampled)} of the time, by samples of one second. Where in the step was "
+            f"not measured. Next: {CPU_ACTION}"
+        )
+        return Verdict("lack_of_cpu", None, "cpu", sampled * step_s, sampled, None, 0.8, text, SampledEvidence(sampled))
+    unrecorded = _on_other_threads(report, found)
+    if unrecorded is not None:
+        return unrecorded
+    worth = [each for each in worth if each is not first]
+    if first.kind == "host_bound":
+        first, *rest = _in_sections(report, first, step_s)
+        worth = [*worth, *rest]
+    else:
+        worth = [new for old in worth for new in _in_sections(report, old, step_s)]
+    beside = [*worth, computing] if first is not computing and computing.seconds else worth
+    also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in beside)
+    following = worth[0] if first is computing and worth and worth[0].seconds >= _WORTH_DOING * step_s else first
+    cost_s = 0.0 if following is computing else following.seconds
+    text = f"{first.what} takes {_of(first.seconds, step_s)} of a typical step of {duration(step_s)}{also}."
+    waits_s = [each["parts"].get("communication", 0.0) for each in _typical_steps(report)]
+    text += f"{_wait_alike(first, waits_s)}{_kinds_of_steps(report)} Next: {following.action}"
+    if sampled is not None and sampled >= _SOME_LACK and not _lack_is_measured(report):
+        found_text, _, action = text.partition(" Next: ")
+        text = (
+            f"{found_text} These figures contain waits for a CPU, which were not measured in the steps: samples of one "
+            f"second show {percent(sampled)} of the time. Next: {action}"
+        )
+    known = [use for use in everything.waits if use.kind != _LACK.kind or _lack_is_measured(report)]
+    evidence = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *known)})
+    return Verdict(first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.9, text, evidence)
+
+
+_ACTION_ON_THREADS = "enter watch() on the thread that trains."
+_ACTION_ON_DATA_THREAD = "see whether the loop waits for the batches that another thread loads."
+
+
+def _on_other_threads(report: Facts, found: Spent) -> Verdict | None:
+    """The verdict where the recorded thread's host code is the limit, and other threads do a step's work meanwhile."""
+    outside, others = found.limit, _other_threads_s(report)
+    if outside.kind != "host_bound" or sum(others.values()) < _WASTE_FIRST * outside.seconds:
+        return None
+    shown = _phases_shown(others)
+    action = _ACTION_ON_DATA_THREAD if others.keys() == {"data"} else _ACTION_ON_THREADS
+    text = (
+        f"What limits the step is not known: threads that are not recorded do part of the work ({shown} a step). "
+        f"The recorded thread spends {_of(outside.seconds, found.step_s)} of a step outside of its own phases, and may "
+        f"be waiting for them there. Next: {action}"
+    )
+    evidence = OtherThreadsEvidence(found.step_s, outside.seconds, others)
+    return Verdict("not_known", None, None, None, None, None, 0.0, text, evidence)
+
+
+def other_threads_note(report: Facts) -> str:
+    """Return a note on the work of threads other than the recorded one; "" if they did none."""
+    others = _other_threads_s(report)
+    if not others:
+        return ""
+    return f"other threads also worked ({_phases_shown(others)} a step); they are in no part of the step"
+
+
+def _other_threads_s(report: Facts) -> dict[str, float]:
+    """Return seconds per step of each phase on threads other than the recorded one, the mean over the ranks."""
+    total_s: dict[str, float] = {}
+    for phase, seconds in (item for rank in report["ranks"] for item in rank["other_threads"].items()):
+        total_s[phase] = total_s.get(phase, 0.0) + seconds
+    return {
+        phase: seconds / len(report["ranks"]) for phase, seconds in sorted(total_s.items(), key=lambda item: -item[1])
+    }
+
+
+def _phases_shown(parts_s: Mapping[str, float]) -> str:
+    return ", ".join(f"{phase_name(phase)} {duration(seconds)}" for phase, seconds in parts_s.items())
+
+
+def _of(seconds: float, step_s: float) -> str:
+    return f"{percent(seconds / step_s)} ({duration(seconds)})"
+
+
+def _wait_alike(limit: Use, waits_s: Sequence[float]) -> str:
+    """Return what the ranks' waits in communication cannot tell, where these limit the step and are all alike.
+
+    waits_s: of each rank. All ranks leave a collective together, whichever of them sends slowly.
+    """
+    if limit.kind != "communication_bound" or len(waits_s) < 2 or min(waits_s) < _NEARLY * max(waits_s):
+        return ""
+    return " All ranks wait for about as long. A slow link of one rank would look the same."
+
+
+def _kinds_of_steps(report: Facts) -> str:
+    """Return a sentence where the typical step is not the only frequent kind of steps; else nothing."""
+    steps = report["steps"]
+    others = [*steps["long"], *steps["short"]]
+    total = steps["alike"] + sum(each["count"] for each in others)
+    found = [(steps["alike"], steps["alike_mean_s"] or 0.0)]
+    # Steps that wait for a CPU do the same as the others. Where that is not measured, it may be why some take longer.
+    of_other_kinds = [each for each in others if each["kinds"] or each["part"] != LACK_OF_CPU]
+    doubtful = [] if _lack_is_measured(report) else [each for each in steps["long"] if _is_unexplained(report, each)]
+    for each in of_other_kinds:
+        if each["count"] >= (_MOST if each in doubtful else _WORTH_NAMING) * total:
+            found.append((each["count"], each["mean_s"]))
+    found = [each for each in found if each[0] >= _FEWEST]
+    if len(found) < 2:
+        return ""
+    found.sort(key=lambda each: -each[0])
+    words = ", ".join(f"{count} take {duration(mean_s)}" for count, mean_s in found)
+    number = {2: "Two", 3: "Three"}.get(len(found), "Several")
+    return f" {number} kinds of steps: {words}."
+
+
+def _lack_is_measured(report: Facts) -> bool:
+    """Return whether the typical step of any rank is long enough for its waits for a CPU to be recorded."""
+    return any(typical["lack_of_cpu"] is not None for typical in _typical_steps(report))
+
+
+def _typical_steps(report: Facts) -> list[TypicalStep]:
+    """Of the ranks that have one."""
+    return [rank["typical"] for rank in report["ranks"] if rank["typical"] is not None]
+
+
+def _on_the_host(report: Facts) -> Spent:
+    """What a typical step is spent on by the hosts' clocks."""
+    steps = _typical_steps(report)
+
+    def mean_s(values: Iterable[Mapping[str, float]], part: str) -> float:
+        return sum(each.get(part, 0.0) for each in values) / len(steps)
+
+    return spent(
+        sum(step["s"] for step in steps) / len(steps),
+        {part: mean_s((step["parts"] for step in steps), part) for part in PARTS},
+        {part: mean_s((step["lack_of_cpu"] or {} for step in steps), part) for part in PARTS},
+        device=False,
+        look_at=computing_action(report),
+    )
+
+
+_DATA_ACTION = (
+    "raise the DataLoader's num_workers, set persistent_workers and pin_memory, or move work out of the loader."
+)
+_COMMUNICATION_ACTION = "overlap or shrink communication: larger buckets, gradient accumulation, fewer waits."
+_HOST_ACTION = (
+    "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in perf.section()."
+)
+_LACK = Use("lack_of_cpu", "cpu", 0.0, "Waiting for a CPU", CPU_ACTION)
+_WAITS = (
+    Use("data_bound", "data", 0.0, "Waiting for data", _DATA_ACTION),
+    Use("communication_bound", "communication", 0.0, "Waiting in communication", _COMMUNICATION_ACTION),
+    Use("host_bound", "host", 0.0, "Host code outside of the phases", _HOST_ACTION),
+)
+
+
+def _in_sections(report: Facts, use: Use, step_s: float) -> list[Use]:
+    """Host code, by the section that it is mostly in, and the rest of it if that is worth naming; other uses as given.
+
+    Of nested sections, the innermost one that has most of the time of those around it.
+    """
+    whole_s = sum(step["parts"].get("host", 0.0) for step in _typical_steps(report)) / len(_typical_steps(report))
+    sections = [(row["host_s_per_typical_step"] or 0.0, row["name"]) for row in report["sections"]]
+    largest_s = max((seconds for seconds, _ in sections), default=0.0)
+    if use.kind != "host_bound" or largest_s < _SOME * whole_s:
+        return [use]
+    most = [each for each in sections if each[0] > _MOST * whole_s and each[0] >= _NEARLY * largest_s]
+    if not most:
+        some = [f'"{name}" ({duration(seconds)})' for seconds, name in sections if seconds >= _SOME * whole_s]
+        what = f"{use.what}, with the section{'s' * (len(some) > 1)} {' and '.join(some[:2])},"
+        return [dataclasses.replace(use, what=what, action=_section_action(max(sections)[1]))]
+    seconds, name = min(most)
+    action = _section_action(name)
+    if use.seconds < whole_s:  # it is without the time in which there was no CPU, as no section is
+        return [dataclasses.replace(use, what=f'{use.what}, most of it in section "{name}",', action=action)]
+    seconds = min(seconds, use.seconds)
+    found = [dataclasses.replace(use, seconds=seconds, what=f'Section "{name}"', action=action)]
+    rest_s = use.seconds - seconds
+    if rest_s >= _WORTH_NAMING * step_s:
+        found.append(dataclasses.replace(use, seconds=rest_s, what="Other host code outside of the phases"))
+    return found
+
+
+def _section_action(name: str) -> str:
+    return (
+        f'make section "{name}" cheaper: move its work into DataLoader workers, cache its results, or do it in fewer '
+        "steps."
+    )
+
+
+def computing_action(report: Facts) -> str:
+    """Return which module to begin with, and how to look deeper."""
+    if not report["modules"]:
+        return "time modules: watch(model)."
+    row = report["modules"][0]
+    name = module_label(row["name"])
+    by = "device time" if row["device_own_s_per_step"] is not None else "own time"
+    if row["is_root"] and len(report["modules"]) > 1:
+        return f"look at the code of {name}'s own forward(), outside of its modules: wrap parts in perf.section()."
+    if row["is_root"] and not report["run"]["deeper_modules"]:
+        return f"look at a trace of {name}: torchlens-perf capture, while the job runs. No module inside can be timed."
+    if row["is_root"]:
+        deeper = "; modules=1 shows what is inside"
+    else:
+        deeper = f'; modules=["{row["name"]}.*"] shows what is inside' if row["has_untimed"] else ""
+    return f"start with {name}, the largest by {by}{deeper}."
+
+
+# -- on a device
+
+_LAUNCH_ACTION = (
+    "fewer and larger kernels: torch.compile, CUDA graphs (mode='reduce-overhead'), a larger batch, fused optimizers."
+)
+
+
+def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdict:
+    """What limits the step is said by the device's clock, or not at all."""
+    timed = [rank["device"] for rank in report["ranks"] if rank["device"] is not None and rank["device"]["parts"]]
+    if not timed:
+        return _not_known(report, device)
+    parts = {part: sum(each["parts"].get(part, 0.0) for each in timed) / len(timed) for part in PARTS}
+    step_s, own = sum(parts.values()), report["steps"]["own_time"]
+    if own is not None and own["is_hidden"]:  # most ranks wait for one, and do not show what it does
+        parts = {**parts, **own["parts"], "communication": max(0.0, step_s - sum(own["parts"].values()))}
+    evidence = DeviceStepEvidence({part: s for part, s in parts.items() if s})
+    waits_s = [each["parts"].get("communication", 0.0) for each in timed]
+    lacks = [typical["lack_of_cpu"] or {} for typical in _typical_steps(report)]
+    lack = {part: sum(each.get(part, 0.0) for each in lacks) / len(lacks) for part in _GAP}
+    found = spent(step_s, parts, lack, device=True, look_at=computing_action(report))
+    found = found.without("communication_bound") if waits_explained else found
+    unrecorded = _on_other_threads(report, found)
+    if unrecorded is not None:
+        return unrecorded
+    computing_s, worth, first = found.computing.seconds, found.worth_naming, found.limit
+    kinds = _kinds_of_steps(report) if report["steps"]["by"] == DEVICE else ""
+    caught_up = [each["caught_up"] for each in timed if each["caught_up"] is not None]
+    share = sum(caught_up) / len(caught_up) if caught_up else 0.0
+    launch_share = None if own is None else own["launch_share"]
+    if launch_share is not None and launch_share >= _MOST:
+        text = (
+            f"The {device} waits for its host in {percent(launch_share)} of a step's work ({duration(step_s)}): the "
+            f"host takes longer to issue kernels than the {device} to execute them. Next: {_LAUNCH_ACTION}"
+        )
+        return Verdict("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share, launch_share))
+    if first is not found.computing:
+        also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in worth if each is not first)
+        computes = f"; computing {_of(computing_s, step_s)}" if computing_s else ""
+        text = (
+            f"{first.what} takes {_of(first.seconds, step_s)} of a step on the {device} ({duration(step_s)}){also}"
+            f"{computes}.{_wait_alike(first, waits_s)}{kinds} Next: {first.action}"
+        )
+        return Verdict(first.kind, None, first.phase, first.seconds, first.seconds / step_s, None, 0.8, text, evidence)
+    if share >= _LAUNCH_BOUND:
+        text = (
+            f"The {device} waits for the host: it had no work left at the end of {percent(share)} of the forward and "
+            f"backward passes. Next: {_LAUNCH_ACTION}"
+        )
+        # What the job would gain is not known: how long a device idled between two kernels is not measured.
+        return Verdict("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share, launch_share))
+    phases = sorted(((parts[part], part) for part in _COMPUTE if parts[part]), reverse=True)
+    shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for seconds, part in phases)
+    also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in worth)
+    ahead = f" The host is ahead, and waits for the {device}." if share < _CAUGHT_UP else ""
+    following = worth[0] if worth and worth[0].seconds >= _WORTH_DOING * step_s else found.computing
+    cost_s = 0.0 if following is found.computing else following.seconds
+    text = (
+        f"Computing takes {percent(computing_s / step_s)} of a step on the {device} ({duration(step_s)}: {shown})"
+        f"{also}.{ahead}{kinds} Next: {following.action}"
+    )
+    return Verdict("compute_bound", None, phases[0][1], cost_s, cost_s / step_s, None, 0.8, text, evidence)
+
+
+def _not_known(report: Facts, device: str) -> Verdict:
+    found = _on_the_host(report)
+    step_s, largest = found.step_s, max((found.computing, *found.waits), key=lambda use: use.seconds)
+    text = (
+        f"What limits the step is not known: the work is on a device ({device}), and only host time was recorded. "
+        f"{largest.what} takes {_of(largest.seconds, step_s)} of a typical step on the host, which may be waiting for "
+        'the device. Next: record device times (device_times="on"), or look at a trace of some steps: '
+        "torchlens-perf capture."
+    )
+    return Verdict("not_known", None, None, None, None, None, 0.0, text, NotKnownEvidence(device))
+
+
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:]
+
+
+# -- long steps
+
+
+def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
+    """A class of long steps: how often, how much longer, why, and what they cost in all.
+
+    short_of_cpus: the verdict on the typical step says that it waits for a CPU.
+    """
+    steps, count = report["steps"], long["count"]
+    often = f"One step in {long['period']}" if long["period"] else f"{count} of {steps['count']} steps"
+    if not long["period"] and count <= _MAX_NUMBERS:
+        often += f" ({_numbers(long)})"
+    stalling = _stalling_rank(long)
+    if stalling is not None:
+        return _waited(report, long, stalling, often)
+    several = len(long["steps"]) > 1
+    takes = "takes" if long["period"] or count == 1 else "take"
+    each = " on average" if count > 1 else ""
+    why = " and ".join(long["kinds"]) or _where(long)
+    action = _long_action(long)
+    if long["part"] == "communication" and not long["kinds"] and not long["period"] and _rarely_communicates(report):
+        action = f"see what is different at {_at(long)}: all ranks exchange data, or one rank does something else."
+    if long["kinds"] == [WITHOUT_GRADIENTS]:
+        why += ": evaluation, rollouts or sampling"
+        if long["part"] in _BESIDES_PASSES:
+            why += f", mostly {_BESIDES_PASSES[long['part']]}"
+    if long["waited_for"] is not None:
+        waits = "all other ranks wait" if report["run"]["world_size"] > 2 else "the other rank waits"
+        why += f"; only rank {long['waited_for']} does this, and {waits}"
+    if _is_unexplained(report, long):
+        if short_of_cpus:
+            why += ", while CPUs are short"
+            action = f"see whether {_at(long)} still take{'s' * (not several)} longer with enough CPUs."
+        elif not _lack_is_measured(report):
+            why += f"; whether {'they' if several else 'it'} waited for a CPU is not measured"
+            action = f"see what the loop does at {_at(long)}, and what else kept the CPUs busy."
+    text = (
+        f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}): {duration(long['total_s'])} in all, "
+        f"{percent(long['share'])} of the time of all steps. Next: {action}"
+    )
+    cost_s = long["total_s"] / max(1, steps["count"])
+    return Verdict("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long)
+
+
+def _stalling_rank(long: LongSteps) -> int | None:
+    """Return the rank that all others waited for, where it is not known what that rank did; else None."""
+    return None if long["kinds"] else long["waited_for"]
+
+
+def _rarely_communicates(report: Facts) -> bool:
+    """Return whether the typical step of the ranks has little communication, as of local SGD."""
+    steps = _typical_steps(report)
+    communication_s = sum(step["parts"].get("communication", 0.0) for step in steps)
+    return communication_s < _RARELY * sum(step["s"] for step in steps)
+
+
+def _is_unexplained(report: Facts, long: LongSteps) -> bool:
+    """Return whether these steps may be longer only because they waited for a CPU.
+
+    Other work comes regularly or is of a known kind. A device's own time contains no wait for a CPU.
+    """
+    parts = _GAP if report["steps"]["by"] == DEVICE else OWN_PARTS
+    return not long["kinds"] and not long["period"] and long["part"] in parts
+
+
+def _waited(report: Facts, long: LongSteps, rank: int, often: str) -> Verdict:
+    """Long steps in which all other ranks waited for one. often: how many steps, where there are many."""
+    steps, several = long["steps"], len(long["steps"]) > 1
+    numbers = f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}" if several else str(steps[0])
+    which = f"Step{'s' * several} {numbers}" if long["count"] <= len(steps) and not long["period"] else often
+    who = "all other ranks" if report["run"]["world_size"] > 2 else "the other rank"
+    in_all = f" ({duration(long['total_s'])} in all, {percent(long['share'])} of the time of all steps)"
+    text = (
+        f"{which}: {who} waited {duration(long['more_s'])}{' each time' * several} for rank "
+        f"{rank}{in_all}. Next: see what rank {rank} does in {'these steps' if several else 'this step'}: wrap "
+        "parts in perf.section(), and look at its storage and its other programs."
+    )
+    cost_s = long["total_s"] / max(1, report["steps"]["count"])
+    return Verdict("long_steps", rank, "communication", cost_s, long["share"], None, 0.9, text, long)
+
+
+def _numbers(long: LongSteps) -> str:
+    """Which steps. The count is each rank's, on average; the numbers are those of all ranks."""
+    steps, count = long["steps"], long["count"]
+    numbers = ", ".join(map(str, steps[:_MAX_NUMBERS])) + (", ..." if len(steps) > _MAX_NUMBERS else "")
+    which = "not the same on all ranks: " if len(steps) > count else "among them " if len(steps) < count else ""
+    return f"{which}step{'s' if len(steps) > 1 else ''} {numbers}"
+
+
+def _where(long: LongSteps) -> str:
+    return _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
+
+
+_WHERE = {
+    "communication": "waiting in communication",
+    "tool": "this tool",
+    LACK_OF_CPU: "waiting for a CPU",
+}
+
+
+_BESIDES_PASSES = {"host": "host code", "data": "data loading", "communication": "waiting in communication"}
+
+
+def _passes_action(part: str) -> str:
+    """Return advice that holds whatever the forward passes without gradients are for."""
+    return {
+        "host": "look at what the loop does between these passes.",
+        "data": "look at how these passes get their data.",
+        "communication": "see which rank does something else in these steps while the others wait.",
+    }.get(part, "make fewer of these passes, or use larger batches in them.")
+
+
+def _long_action(long: LongSteps) -> str:
+    actions = {
+        "evaluation": "evaluate less often, or on fewer batches.",
+        WITHOUT_GRADIENTS: _passes_action(long["part"]),
+        "saving": "save less often, or asynchronously (torch.distributed.checkpoint.async_save).",
+        "compilation": "find what recompiles: TORCH_LOGS=recompiles; mark what varies as dynamic.",
+        "garbage collection": "freeze what lives long (gc.freeze()), or collect at a time of your own.",
+        "capture": "nothing: a capture was asked for.",
+        "sampled backward pass": "nothing, or sample more rarely: backward_every.",
+    }
+    for kind in long["kinds"]:
+        if kind in actions:
+            return actions[kind]
+    at = _at(long)
+    by_part = {
+        LACK_OF_CPU: CPU_ACTION,
+        "data": f"see what the loader does at {at}: a new epoch starts workers (persistent_workers=True).",
+        "communication": f"see which rank does something else at {at}.",
+        "host": f"see what the loop does at {at} (logging, an epoch's end): wrap parts in perf.section().",
+        "tool": "ask for results less often (w.summary(), w.step_table(), a display), if the loop does.",
+    }
+    if long["period"] and long["part"] not in ("data", "host", "tool"):
+        other_work = "another backward pass, another optimizer, a larger batch, longer sequences"
+        if long["part"] == "communication":
+            other_work = "all ranks exchange data, or one rank does something else"
+        return f"see what only one step in {long['period']} does ({at}): {other_work}."
+    return by_part.get(long["part"], f"see what is different at {at}: batch size, sequence length.")
+
+
+def _at(long: LongSteps) -> str:
+    """Return which steps they are, of many the last."""
+    return f"step{'s' * (len(long['steps']) > 1)} {', '.join(map(str, long['steps'][-_MAX_NUMBERS:]))}"

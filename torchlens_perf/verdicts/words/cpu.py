@@ -1,0 +1,55 @@
+"""What to do where the ranks lack CPUs, by what is known of those who use them. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Set
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import percent
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.evidence import Verdict
+    from torchlens_perf.verdicts.words.report import Facts
+
+CPU_ACTION = "see what else keeps the CPUs busy; then fewer threads, workers or ranks, or more CPUs."
+"""The general advice, in the place of which with_cpu_action() puts what is known of the run."""
+_OTHERS = 0.1  # share of the job's CPUs that other programs keep busy, from which on they are named
+
+
+def with_cpu_action(verdict: Verdict, report: Facts) -> Verdict:
+    """The verdict with advice that the run can follow: it has no fewer threads, workers or ranks than one of each."""
+    if CPU_ACTION not in verdict.text:
+        return verdict
+    return dataclasses.replace(verdict, text=verdict.text.replace(CPU_ACTION, _action(report)))
+
+
+def _action(report: Facts) -> str:
+    known = [rank["cpu"] for rank in report["ranks"] if rank["cpu"] is not None]
+    others = [each for each in known if each["others_share"] is not None]
+    share = sum(each["others_share"] or 0.0 for each in others) / len(others) if others else 0.0
+    begin = "see what else keeps the CPUs busy" if not others else ""
+    if share >= _OTHERS:
+        busiest = max(others, key=lambda each: each["others_share"] or 0.0)["busiest_other"]
+        begin = f"see which programs outside of the job keep {percent(share)} of its CPUs busy"
+        if busiest:
+            begin += f", first of all {busiest}"
+    threads = {each["threads"] for each in known}
+    workers, cpus = {each["workers"] for each in known}, {each["cpus"] for each in known}
+    less = []
+    if threads != {1}:
+        less.append(f"fewer threads (OMP_NUM_THREADS{_now(threads)})")
+    if any(workers - {None, 0}):
+        less.append(f"fewer loader workers (num_workers{_now(workers)})")
+    if max(Counter(rank["host"] for rank in report["ranks"]).values(), default=0) > 1:
+        less.append("fewer ranks a node")
+    more = f"more CPUs{' (' + _now(cpus).removeprefix(', ') + ')' if _now(cpus) else ''}"
+    ways = f"{', '.join(less)} or {more}" if less else more
+    return f"{begin}; then {ways}." if begin else f"{ways}."
+
+
+def _now(values: Set[int | None]) -> str:
+    """How many there are, where that is known and the same of all ranks."""
+    (value,) = values if len(values) == 1 else (None,)
+    return "" if value is None else f", now {value}"

@@ -1,0 +1,53 @@
+"""Steps that take longer and longer over the run, in words. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.verdicts.words.evidence import GrowthEvidence, Verdict
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import Facts
+
+_MIN_CHANGE = 0.25
+"""Growth of the windows' medians from the first to the last third of the run."""
+_STEADY = 0.8
+"""Share of all pairs of windows of which the later one is slower. A single change halfway has 0.75 of the pairs."""
+_MIN_WINDOWS = 8
+_MIN_CHANGE_WITHOUT_CPUS = 1.0
+"""The same where the ranks lack CPUs: a smaller growth may be that of the machine's load."""
+
+
+def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[Verdict]:
+    """Return a verdict if the steps of the whole job took longer and longer."""
+    trend, history = report["steps"]["trend"], report["history"]
+    min_change = _MIN_CHANGE_WITHOUT_CPUS if short_of_cpus else _MIN_CHANGE
+    if trend is None or history is None or trend["change"] < min_change or len(history["median_s"]) < _MIN_WINDOWS:
+        return []
+    later = [after > before for before, after in itertools.combinations(history["median_s"], 2)]
+    if sum(later) < _STEADY * len(later):
+        return []
+    first_s, last_s = trend["first_third_p50_s"], trend["last_third_p50_s"]
+    means_s = history["median_s"]
+    cost_s = sum(max(0.0, each - first_s) for each in means_s) / len(means_s)
+    text = (
+        f"The step time of the whole job grew by {percent(trend['change'])} over the run: {duration(first_s)} in the "
+        f"first third, {duration(last_s)} in the last. Next: see what grows with the step (an episode, a sequence, a "
+        "list that is never emptied)."
+    )
+    evidence = GrowthEvidence(first_s, last_s, sum(later) / len(later))
+    return [
+        Verdict("growing_steps", None, None, cost_s, cost_s * len(means_s) / sum(means_s), None, 0.8, text, evidence)
+    ]
+
+
+def is_growth(report: Facts, verdict: Verdict) -> bool:
+    """Return whether a verdict is on long steps of an unknown kind, the last of a run whose steps grow."""
+    history, long = report["history"], verdict.evidence
+    if history is None or not isinstance(long, dict) or "kinds" not in long or long["kinds"] or long["period"]:
+        return False
+    first, last = history["first_steps"][0], history["first_steps"][-1] + history["width"]
+    in_last_third = [step >= last - (last - first) / 3 for step in long["steps"]]
+    return 2 * sum(in_last_third) > len(in_last_third)

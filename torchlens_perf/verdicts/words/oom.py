@@ -1,0 +1,189 @@
+"""An out-of-memory error in words: who, when, what for, what held the memory, and what would help. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import amount, percent
+from torchlens_perf.run.oom_table import LiveRow, OutOfMemory
+from torchlens_perf.verdicts.words.evidence import OutOfMemoryEvidence, Verdict
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.statistics.memory import Growth
+    from torchlens_perf.verdicts.words.report import Facts, Rank
+
+# From so much of the reserved memory on, free memory in the wrong places is worth the allocator's other mode; and from
+# so much of the device on, one request, one place's blocks or somebody else's memory are what to look at.
+_FRAGMENTED_SHARE = 0.1
+_ONE_REQUEST_SHARE = 0.25
+_ONE_PLACE_SHARE = 0.3
+_OTHERS_SHARE = 0.2
+_MANY_BLOCKS = 2
+_ALL_SHARE = 0.98  # the driver may report two sizes of one device, which differ by what it keeps for itself
+
+
+def out_of_memory_verdicts(report: Facts) -> list[Verdict]:
+    """The rank that was first to run out of its device's memory, of those that have not finished a step since."""
+    ended = [(rank["out_of_memory"], rank) for rank in report["ranks"] if ended_by_it(rank)]
+    found = [(oom, rank) for oom, rank in ended if oom is not None]
+    if not found:
+        return []
+    oom, first = min(found, key=lambda each: each[0]["time_unix_ns"])
+    return [_verdict(first, oom, also=[rank["rank"] for _, rank in found if rank is not first])]
+
+
+def ended_by_it(rank: Rank) -> bool:
+    """Whether the step in which a rank's memory ran out is the last that is known of it, and no watch of it has ended
+    without an error since."""
+    oom = rank["out_of_memory"]
+    if oom is None or (oom.get("caught") and rank["state"] == "closed"):
+        return False
+    return bool(rank["last_step"] is None or rank["last_step"] < oom["step"])
+
+
+def out_of_memory_note(rank: Rank) -> str | None:
+    """Of a rank that ran out of memory and went on."""
+    oom = rank["out_of_memory"]
+    if oom is None or ended_by_it(rank):
+        return None
+    went_on = (
+        "went on" if rank["last_step"] is not None and rank["last_step"] >= oom["step"] else "ended without an error"
+    )
+    return (
+        f"rank {rank['rank']} ran out of device memory in step {oom['step']}, {_asked(oom)}, and {went_on}: "
+        f"see {oom['file']}"
+    )
+
+
+def _verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> Verdict:
+    table = oom["table"]
+    inside = f", in {' > '.join(oom['inside'])}" if oom["inside"] else ""
+    others = f" So did {len(also)} other rank{'s' if len(also) > 1 else ''}." if also else ""
+    if table is None:
+        held = f"There is no table of it, as memory had run out shortly before: {oom['earlier']} has that one."
+    else:
+        held = (
+            f"{amount(table['allocated_bytes'], 'B')} were allocated, {amount(table['inactive_bytes'], 'B')} more "
+            f"reserved and free.{_largest(table['rows'])}"
+        )
+    text = (
+        f"Rank {rank['rank']} ({rank['host']}) ran out of device memory in step {oom['step']}{inside}: {_asked(oom)}. "
+        f"{held}{others} Next: {next_action(oom, rank['memory']['growth'])}"
+    )
+    evidence: OutOfMemoryEvidence = {**oom, "ranks": [rank["rank"], *also]}
+    return Verdict("out_of_memory", rank["rank"], None, None, None, oom["step"], 1.0, text, evidence)
+
+
+def _asked(oom: OutOfMemory) -> str:
+    asked, free, limit = (amount(each, "B") for each in (oom["asked_bytes"], oom["free_bytes"], oom["limit_bytes"]))
+    if not _has_a_share(oom):
+        return f"{asked} asked for, {free} free of {limit}"
+    reserved = f", and had {amount(oom['table']['reserved_bytes'], 'B')}" if oom["table"] is not None else ""
+    whole = amount(oom["device_bytes"], "B")
+    return f"{asked} asked for; the process may take {limit} of the device's {whole}{reserved}; {free} of it were free"
+
+
+def _has_a_share(oom: OutOfMemory) -> bool:
+    """Whether the process may not take all of the device: torch.cuda.set_per_process_memory_fraction."""
+    return oom["limit_bytes"] < _ALL_SHARE * _device_bytes(oom)
+
+
+def _device_bytes(oom: OutOfMemory) -> int:
+    return oom.get("device_bytes") or oom["limit_bytes"]
+
+
+def _largest(rows: list[LiveRow]) -> str:
+    if not rows:
+        return ""
+    blocks = f"{rows[0]['blocks']} block{'s' if rows[0]['blocks'] > 1 else ''}"
+    return f" Most of it: {amount(rows[0]['bytes'], 'B')} in {blocks}, {place(rows[0])}."
+
+
+def place(row: LiveRow) -> str:
+    """Where a row's blocks were asked for."""
+    if not row["stack"]:
+        return f"of {amount(row['largest_bytes'], 'B')} each, without a Python stack"
+    return f"{row['module']}, {row['stack'][0]}" if row["module"] else row["stack"][0]
+
+
+def next_action(oom: OutOfMemory, growth: Growth | None) -> str:
+    """What would help, by what holds the memory."""
+    table, limit, asked = oom["table"], oom["limit_bytes"], oom["asked_bytes"]
+    if table is None:
+        return _by_growth(growth) or f"{oom['earlier']}, and a smaller batch, checkpointing, or sharding (FSDP)."
+    rows, device_bytes = table["rows"], _device_bytes(oom)
+    others = device_bytes - oom["free_bytes"] - table["reserved_bytes"]
+    free = max(0, min(oom["free_bytes"], limit - table["reserved_bytes"]))
+    fragmented = table["inactive_bytes"] >= _FRAGMENTED_SHARE * table["reserved_bytes"]
+    if oom["free_bytes"] < asked and others >= _OTHERS_SHARE * device_bytes:
+        return (
+            f"{amount(others, 'B')} of the device are not in torch's allocator: look for other processes on it "
+            "(nvidia-smi), and for libraries that allocate by themselves."
+        )
+    if fragmented and not table["expandable"] and free + table["inactive_bytes"] >= asked:
+        return (
+            f"{percent(table['inactive_bytes'] / table['reserved_bytes'])} of the reserved memory is free, but in "
+            "pieces: set PYTORCH_ALLOC_CONF=expandable_segments:True."
+        )
+    if growth is not None:
+        return _by_growth(growth)
+    if _has_a_share(oom) and oom["free_bytes"] >= asked:
+        return (
+            f"the process's share of the device is full, and not the device: {percent(limit / device_bytes)} "
+            "(torch.cuda.set_per_process_memory_fraction); raise it, or take a smaller batch."
+        )
+    if asked >= _ONE_REQUEST_SHARE * limit:
+        where = f" at {oom['stack'][0]}" if oom["stack"] else ""
+        whole = "the process's share" if _has_a_share(oom) else "the device"
+        return f"one request{where} wants {percent(asked / limit)} of {whole}: compute it in parts."
+    if not any(row["stack"] for row in rows):
+        return (
+            "a smaller batch, activation checkpointing, or sharding (FSDP); "
+            "TORCHLENS_PERF_MEMORY=history tells which modules and lines hold it."
+        )
+    top = max(rows, key=lambda row: (bool(row["module"]), row["bytes"]))
+    if top["module"] and top["blocks"] >= _MANY_BLOCKS and top["bytes"] >= _ONE_PLACE_SHARE * table["allocated_bytes"]:
+        return (
+            f"checkpoint the activations of {top['module'].rpartition(' > ')[2]} (torch.utils.checkpoint), which hold "
+            f"{percent(top['bytes'] / table['allocated_bytes'])}, or take a smaller batch."
+        )
+    return "a smaller batch, activation checkpointing, or sharding (FSDP); the table shows what holds the memory."
+
+
+def _by_growth(growth: Growth | None) -> str:
+    if growth is None:
+        return ""
+    return (
+        f"what is allocated has grown by {amount(growth['bytes_per_step'], 'B')} a step over steps "
+        f"{growth['since_step']} to {growth['until_step']}: something keeps tensors from step to step, such as a list "
+        "of losses without .item() or .detach()."
+    )
+
+
+def oom_text(oom: OutOfMemory) -> str:
+    """The table as plain text, for people without the report."""
+    table = oom["table"]
+    lines = [
+        f"rank {oom['rank']} ({oom['host']}), step {oom['step']}, device {oom['device']}: out of memory",
+        _asked(oom),
+        *([f"errors without a table: {oom['untold']}"] if oom["untold"] else []),
+    ]
+    if table is None:
+        return "\n".join([*lines, f"no table, as memory had run out shortly before: {oom['earlier']}"]) + "\n"
+    lines += [
+        f"allocated {amount(table['allocated_bytes'], 'B')}, reserved {amount(table['reserved_bytes'], 'B')}, of it "
+        f"free {amount(table['inactive_bytes'], 'B')}, in one piece at most "
+        f"{amount(table['largest_inactive_bytes'], 'B')}",
+        *(f"  asked for at {frame}" for frame in oom["stack"]),
+        "",
+        "live blocks, by where they were asked for:",
+    ]
+    for row in table["rows"]:
+        new = "" if row["new_blocks"] is None else f", {row['new_blocks']} of them new"
+        lines.append(f"{amount(row['bytes'], 'B'):>10}  {row['blocks']} blocks{new}  {row['module']}".rstrip())
+        lines += [f"{'':12}{frame}" for frame in row["stack"] or (place(row),)]
+    if table["other_blocks"]:
+        lines.append(f"{amount(table['other_bytes'], 'B'):>10}  {table['other_blocks']} blocks in other places")
+    if table["history_events"]:
+        lines.append(f"new: in the last {table['history_events']} allocations and frees, {table['history_s']:.1f} s")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,80 @@
+"""The order of verdicts: by the seconds of job time that each has cost. All surfaces show them in this order. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.verdicts.words.evidence import (
+    OVER,
+    DeviceStepEvidence,
+    PastEvidence,
+    StretchEvidence,
+    TypicalStepEvidence,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import Held
+
+WORTH_A_LINE = 0.05
+"""Share of all steps' time from which on a loss that is over stays among the verdicts that hold."""
+_URGENT = ("out_of_memory", "hang", "died")
+_OF_THE_RUN = (TypicalStepEvidence, DeviceStepEvidence, StretchEvidence)
+Key = tuple[int, float]
+Row = tuple[Verdict, "Held | None", "float | None"]
+"""A verdict, since when it has held, and the seconds of job time that it has cost."""
+
+
+def ended_in_it(evidence: Any) -> bool:
+    """Whether this is a hang from which the run did not recover."""
+    return isinstance(evidence, PastEvidence) and evidence.went_on is False
+
+
+def is_over(verdict: Verdict, held: Held | None) -> bool:
+    """Return whether a verdict is about an earlier part of the run only.
+
+    A hang that ended has cost its time for good, as a long step has: it is not over while that time is worth a line.
+    """
+    kind, evidence = verdict.kind, verdict.evidence
+    if ended_in_it(evidence):
+        return False
+    if kind == f"hang{OVER}":
+        return (verdict.cost_share or 0.0) < WORTH_A_LINE
+    if isinstance(evidence, _OF_THE_RUN) and held is not None and held["until_step"] is not None:
+        return True
+    return kind.endswith(OVER) or kind == "straggler_transient"
+
+
+def key(row: Row) -> Key:
+    """Return the sort key of a verdict: what stops the job, then what holds, then what is over; the costliest first."""
+    verdict, held, lost_s = row
+    if verdict.kind in _URGENT or ended_in_it(verdict.evidence):
+        # Processes of a job that hangs are killed: the hang is the cause of their death, or names the rank that died.
+        return 0, 1.0 if verdict.kind == "died" else 0.0
+    return 2 if is_over(verdict, held) else 1, -(lost_s or 0.0)
+
+
+def lost_s(verdict: Verdict, held: Held | None, *, steps: int, alike: int, last_step: int | None) -> float | None:
+    """Return the seconds of job time that a verdict's finding has cost so far; None where its cost is not known.
+
+    steps: how many the run made, of which `alike` are typical. last_step: the newest.
+    """
+    cost_s, evidence = verdict.cost_s_per_step, verdict.evidence
+    if cost_s is None:
+        return None
+    if isinstance(evidence, dict | PastEvidence):
+        return cost_s * steps
+    if isinstance(evidence, TypicalStepEvidence):
+        return cost_s * alike
+    if isinstance(evidence, DeviceStepEvidence) or verdict.since_step is None or held is None:
+        return cost_s * steps
+    until = held["until_step"]
+    if until is None:
+        until = verdict.since_step + 1 if last_step is None else last_step + 1
+    return cost_s * max(0, min(until - (held["since_step"] or 0), steps))
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """Return the verdicts in the order in which all surfaces show them."""
+    return sorted(rows, key=key)

@@ -1,0 +1,72 @@
+"""The start of a run in words: the time before the first recorded step, and what torch.compile took of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
+from torchlens_perf.verdicts.words.cpu import CPU_ACTION
+from torchlens_perf.verdicts.words.evidence import StartupEvidence, Verdict
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import Facts, Run
+
+_LONG_S = 60.0
+"""A shorter start is shown, and is no verdict: importing torch takes tens of seconds on a busy machine."""
+_WORTH_NAMING = 0.25
+"""Share of the time until the end of the last step."""
+_COMPILES_MUCH = 0.25
+"""Share of the start from which torch.compile is what to look at."""
+_WAITS_MUCH = 0.25
+"""Share of the start from which the lack of a CPU is what to look at."""
+
+
+def startup_words(run: Run) -> str:
+    """Return the line on the start of the run; "" where it is not known."""
+    start = run["startup"]
+    if start is None:
+        return ""
+    rank = f", rank {start['rank']}" if run["world_size"] > 1 else ""
+    warm_up = f"; then {duration(start['warm_up_s'])} of warm-up steps" if start["warm_up_s"] else ""
+    compiling = f"; torch.compile took {duration(start['compile_s'])} of the run" if start["compile_s"] else ""
+    since = "since the kernel or the interpreter started" if start["interactive"] else "since the process started"
+    return f"before the first recorded step: {duration(start['before_first_step_s'])} {since}{rank}{warm_up}{compiling}"
+
+
+def startup_verdicts(report: Facts) -> list[Verdict]:
+    """Return a verdict on the start of a run that has ended, where the start took long and much of the run.
+
+    Nothing is said before a step has followed the warm-up: until then, no step is known to be an ordinary one.
+    """
+    start, steps, run = report["run"]["startup"], report["steps"], report["run"]
+    if start is None or start["interactive"] or run["live"] or steps["p50_s"] is None:
+        return []
+    usual_s = steps["p50_s"] * min(steps["count"], WARM_UP_STEPS)
+    warm_up_s = max(0.0, start["warm_up_s"] - usual_s)
+    lost_s = start["before_first_step_s"] + warm_up_s
+    whole_s = start["before_first_step_s"] + start["warm_up_s"] + steps["total_s"]
+    if lost_s < _LONG_S or lost_s < _WORTH_NAMING * whole_s:
+        return []
+    parts = f"{duration(start['before_first_step_s'])} before the first recorded step"
+    if warm_up_s >= _WORTH_NAMING * lost_s:
+        parts += f", and {duration(warm_up_s)} more than usual in the warm-up steps"
+    compile_s = start["compile_s"] or 0.0
+    compiling = f"; torch.compile took {duration(compile_s)} in this process" if compile_s else ""
+    cpu_wait_s = start["cpu_wait_s"] or 0.0
+    waiting = f"; the main thread waited {duration(cpu_wait_s)} of that for a CPU" if cpu_wait_s >= 1.0 else ""
+    action = "look at imports, reading of data and checkpoints, and process groups: py-spy record shows what takes it."
+    if cpu_wait_s >= _WAITS_MUCH * lost_s:
+        action = CPU_ACTION
+    elif compile_s >= _COMPILES_MUCH * lost_s:
+        action = (
+            "keep compiled code between runs (TORCHINDUCTOR_CACHE_DIR on a disk that stays), compile fewer or regional "
+            "parts (torch.compile of the repeated block), or train longer for each start."
+        )
+    text = (
+        f"The start takes {percent(lost_s / whole_s)} of the run ({duration(lost_s)} of {duration(whole_s)}): "
+        f"{parts}{waiting}{compiling}. Next: {action}"
+    )
+    before_s, measured_wait_s = start["before_first_step_s"], start["cpu_wait_s"]
+    evidence = StartupEvidence(before_s, warm_up_s, start["compile_s"], measured_wait_s, whole_s)
+    return [Verdict("startup", None, None, lost_s / steps["count"], lost_s / whole_s, None, 0.9, text, evidence)]

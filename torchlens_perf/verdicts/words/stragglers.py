@@ -1,0 +1,439 @@
+"""Slow ranks in words: who, where, since when, what it costs, and what to do next."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.run.rank_ranges import ranges, rank_list
+from torchlens_perf.verdicts.causes.rules import WAITS_FOR_CPU, Diagnosis
+from torchlens_perf.verdicts.causes.straggler_groups import (
+    MAX_MODULES,
+    MIN_IMBALANCE,
+    StageImbalance,
+    StragglerGroup,
+    StragglerSummary,
+)
+from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
+from torchlens_perf.verdicts.words.evidence import (
+    ImbalanceEvidence,
+    NobodySlowEvidence,
+    NotComparedEvidence,
+    PastStragglerEvidence,
+    StragglerEvidence,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import Collective, Facts, Module
+
+_MAX_NAMED = 4
+_MIN_STEPS = 40  # that are asked for; of short steps more, as several of them are compared at a time
+MAX_PAST = 64  # the newest of those that are over
+_SHORT_STEPS = 30  # an episode that was over so soon is transient
+_NOW_AND_THEN = 0.6  # share of slow steps below which the slowness comes and goes
+_MORE_WORK = 0.05
+_LAST_IN_MOST = 0.6  # of the collectives
+_MIN_JOINED = 20
+_WAITS_FOR_IT = 0.5  # of what one part does more, the others wait so much at least
+_MAX_NAMES = 40  # characters
+_COMPUTING = ("forward", "recompute", "backward", "compute", "optimizer")
+_SHARED = 2.0  # times its own cost, that an ended rank has cost together with other slow ranks
+_BY_DEVICES, _BY_BOTH = ", by the devices' clocks", ", by the clocks of hosts and devices"
+# Modules' times are those of typical steps of the run, with lack of a CPU. The excess is that of the time when the rank
+# was slow, without lack of a CPU: where they differ, only the modules' names are said.
+_ALL_OF_IT = 1.1
+_ModuleTimes = Literal["by_rank", "backward_by_rank", "device_own_by_rank"]
+# By the phase that a rank is slow in, which of a module's times are compared: where hosts are, and where devices are. A
+# device does not time the modules of a backward pass.
+_BY_RANK: dict[str, tuple[_ModuleTimes, ...]] = {
+    "forward": ("by_rank",), "backward": ("backward_by_rank",), "compute": ("by_rank", "backward_by_rank"),
+}  # fmt: skip
+_ON_DEVICE: dict[str, tuple[_ModuleTimes, ...]] = {"forward": ("device_own_by_rank",)}
+
+
+class SlowRankContext(NamedTuple):
+    """What sentences on slow ranks take from the report, besides what was found of the ranks."""
+
+    modules: Sequence[Module]
+    device: str | None = None
+    """As the report's `run` has it."""
+    judged_by: str | None = None
+    """As there: whose clock the ranks are judged by."""
+    came_last: Mapping[int, float] = {}
+    """By rank, in which share of the collectives that were joined by their kernels' times it came last; empty where
+    too few were."""
+    lacks_cpu: bool = False
+    """Another verdict says that the ranks wait for CPUs: that is no subject of which nothing was found."""
+
+
+def straggler_verdicts(
+    context: SlowRankContext, findings: Findings, named: StragglerSummary
+) -> tuple[list[Verdict], list[Verdict]]:
+    """Who is slow now, the costliest first, and who was before."""
+    now = []
+    for straggler in named.groups[:_MAX_NAMED]:
+        verdict, lead = _slow(context, straggler, findings), straggler.lead
+        if context.device is not None and context.judged_by != DEVICE and not lead.by_windows:
+            verdict = _doubted(verdict, "By host time; what the devices did was not compared.")
+        if lead.by_windows:
+            verdict = _with(verdict, "Known from the windows that the devices merged; its own records are not here.")
+        elif lead.disputed:
+            verdict = _doubted(verdict, f"The windows that the devices merged do not show it{_rather(findings)}.")
+        elif context.judged_by == DEVICE and _others_came_last(context, straggler):
+            verdict = _doubted(verdict, _others_came_last(context, straggler))
+        now.append(verdict)
+    if named.imbalance is not None:
+        now.append(_imbalance(named.imbalance, findings))
+    before = sorted(findings.slow_before, key=lambda episode: -episode.since_step)
+    return now, [_was_slow(each, named.diagnosis(each.key)) for each in before[:MAX_PAST]]
+
+
+def came_last(rows: Sequence[Collective]) -> dict[int, float]:
+    """By rank, in which share of the collectives it came last that were joined by their kernels' times.
+
+    rows: the report's. Empty where too few were joined; without those whose ranks are on several nodes.
+    """
+    by_kernels = [row for row in rows if row["joined_whole"] and 0 < row["by_device"] == row["ended"]]
+    joined = sum(row["joined"] for row in by_kernels)
+    if joined < _MIN_JOINED:
+        return {}
+    last: dict[int, float] = {}
+    for row in by_kernels:
+        for rank, values in row["by_rank"].items():
+            last[int(rank)] = last.get(int(rank), 0.0) + values["last"] / joined
+    return last
+
+
+def _others_came_last(context: SlowRankContext, straggler: StragglerGroup) -> str:
+    """A slow rank comes last to most collectives, by their kernels' own times. Where another one does, that is said."""
+    others = {rank: share for rank, share in context.came_last.items() if rank not in straggler.ranks}
+    theirs = sum(share for rank, share in context.came_last.items() if rank in straggler.ranks)
+    latest = max(others, key=lambda rank: others[rank], default=None)
+    if latest is None or others[latest] < _LAST_IN_MOST or theirs >= 1 - _LAST_IN_MOST:
+        return ""
+    return (
+        f"The kernels of the collectives say otherwise: rank {latest} came last in {percent(others[latest])} of them, "
+        f"rank {straggler.lead.rank} in {percent(context.came_last.get(straggler.lead.rank, 0.0))}."
+    )
+
+
+def _with(verdict: Verdict, said: str) -> Verdict:
+    """The verdict, with a sentence more."""
+    return dataclasses.replace(verdict, text=verdict.text.replace(" Next: ", f" {said} Next: "))
+
+
+def _doubted(verdict: Verdict, why: str) -> Verdict:
+    """Where the ranks compute on devices whose time was not compared; or where two ways to know it disagree."""
+    return dataclasses.replace(_with(verdict, why), confidence=verdict.confidence / 2)
+
+
+def _rather(findings: Findings) -> str:
+    """Whom merged windows name and the judgement does not; "" if nobody."""
+    found = sorted(findings.unconfirmed, key=lambda each: -each.excess_ns)[:_MAX_NAMED]
+    each = ", ".join(
+        f"rank {each.rank} (+{duration(each.excess_ns / 1e9)} a step, in {phase_name(each.phase)})" for each in found
+    )
+    return f", but {each}" if each else ""
+
+
+def phase_name(phase: str) -> str:
+    """A part of the step, as people call it."""
+    return {
+        "data": "data loading",
+        "forward": "the forward pass",
+        "recompute": "recomputing activations",
+        "backward": "the backward pass",
+        "optimizer": "the optimizer",
+        "host": "host code between the phases",
+        "compute": "computing, forward and backward alike",
+        "cpu": "getting a CPU",
+        "communication": "waiting in communication",
+        "tool": "this tool",
+        "gap": "the gaps between the phases, in which its device waits for its host",
+    }[phase]
+
+
+def cause_class(episode: Episode) -> str:
+    """slow_compute, slow_data, slow_host, or more_work where it has more to do than the others."""
+    if episode.more_workload > _MORE_WORK:
+        return "more_work"
+    if episode.phase == "data":
+        return "slow_data"
+    return "slow_host" if episode.by_host or episode.phase in ("host", "gap", "cpu") else "slow_compute"
+
+
+def module_label(name: str) -> str:
+    """Return a module's name as a sentence has it: "module 1" where it is a number, as in nn.Sequential."""
+    return f"module {name}" if name.replace(".", "").isdigit() else name
+
+
+def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Findings) -> Verdict:
+    episode = straggler.lead
+    host = ", ".join(filter(None, (straggler.host, straggler.location)))
+    at = f" ({straggler.location})" if straggler.location else ""
+    if straggler.kind == "node":
+        who = f"Node {straggler.name}{at} is slow (ranks {ranges(straggler.ranks)}), most of all rank {episode.rank},"
+    elif straggler.kind == "position":
+        who = f"The ranks at {straggler.name} are slow ({ranges(straggler.ranks)}), most of all rank {episode.rank},"
+    else:
+        who = f"Rank {episode.rank} ({host}) is slow" if host else f"Rank {episode.rank} is slow"
+    modules, module_excess_s = _modules_of(context, straggler)
+    where = f", most of it in {', '.join(map(module_label, modules))}" if modules else ""
+    if modules and module_excess_s <= _ALL_OF_IT * episode.phase_excess_ns / 1e9:
+        where += f" (+{duration(module_excess_s)} a step)"
+    cost_s, share = None if straggler.cost_ns is None else straggler.cost_ns / 1e9, straggler.cost_share
+    since = "since the start" if episode.from_start else f"since step {episode.since_step}"
+    cost = "What it costs the job is not known"
+    if cost_s is not None and share is not None:
+        too = straggler.slow_too
+        it = f"Together with {rank_list(too)} it" if too else "It"
+        cost = f"{it} costs the job {duration(cost_s)} a step ({percent(share)})"
+    causes = [each for each in straggler.diagnosis.causes if each.explains is not None] if straggler.diagnosis else []
+    text = (
+        f"{who} in {phase_name(episode.phase)}: {_against(episode, findings.compared)}{where}{_pattern(episode)}. "
+        f"{cost}, {since}. {_because(straggler, lacks_cpu=context.lacks_cpu)}"
+        f"Next: {causes[0].action if causes else _next_action(episode, modules, straggler)}"
+    )
+    evidence = StragglerEvidence(
+        cause=cause_class(episode) if straggler.kind != "position" else "imbalance",
+        scope=straggler.kind,
+        ranks=straggler.ranks,
+        slow_too=straggler.slow_too,
+        work_s=episode.work_ns / 1e9,
+        others_work_s=episode.others_work_ns / 1e9,
+        excess_s=episode.excess_ns / 1e9,
+        phase_excess_s=episode.phase_excess_ns / 1e9,
+        share_of_steps=episode.slow_share,
+        excess_when_slow_s=episode.slow_excess_ns / 1e9,
+        standard_errors=episode.z_score,
+        named_at_step=episode.named_step,
+        more_workload=episode.more_workload,
+        modules=tuple(modules),
+        module_excess_s=module_excess_s,
+        diagnosis=straggler.diagnosis,
+    )
+    confidence, since_step = _confidence(episode), episode.since_step
+    return Verdict("straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence)
+
+
+def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> str:
+    """What is behind it, with its evidence; or what was looked at in vain. lacks_cpu: see SlowRankContext."""
+    diagnosis = straggler.diagnosis
+    if diagnosis is None:
+        return ""
+    if not diagnosis.causes:
+        looked_at = [each for each in diagnosis.looked_at if not (lacks_cpu and each == WAITS_FOR_CPU)]
+        return f"No cause found among {', '.join(looked_at)}. " if looked_at else ""
+    text = ""
+    for cause in diagnosis.causes:
+        if cause.explains is None:
+            text += f"Seen on it alone: {cause.text}; {cause.action} "
+        else:
+            begin = "Also, " if text else "Because "
+            text += f"{begin}{cause.text} (which explains {percent(min(1.0, cause.explains))} of it). "
+    return text
+
+
+def _against(episode: Episode, ranks: int) -> str:
+    others = "the other rank" if ranks == 2 else "the other ranks"
+    if episode.phase == "cpu":
+        return (
+            f"its thread was ready but had no CPU for {duration(episode.excess_ns / 1e9)} a step more than on {others}"
+        )
+    mine, theirs = duration(episode.work_ns / 1e9), duration(episode.others_work_ns / 1e9)
+    if episode.by_host:
+        return f"its host needs {mine} a step against {theirs} on {others}, and the device waits for it"
+    return f"{mine} of work a step against {theirs} on {others}"
+
+
+def _pattern(episode: Episode) -> str:
+    text = ""
+    if episode.slow_share < _NOW_AND_THEN:
+        text = (
+            f"; it comes and goes: +{duration(episode.slow_excess_ns / 1e9)} in {percent(episode.slow_share)} of steps"
+        )
+    if episode.more_workload > _MORE_WORK:
+        text += f"; it has {percent(episode.more_workload)} more to do than they"
+    return text
+
+
+def _confidence(episode: Episode) -> float:
+    """From 0.5 at the threshold towards 1: how far the excess is beyond what chance gives."""
+    return 1 - 0.5 * min(1.0, (5.0 / max(episode.z_score, 1e-9)) ** 2)
+
+
+def _next_action(episode: Episode, modules: list[str], straggler: StragglerGroup) -> str:
+    rank, what = episode.rank, module_label(modules[0]) if modules else "the model"
+    if straggler.kind == "node":
+        return f"look at {straggler.name}: clocks, temperature, power cap, other jobs; then run without it."
+    if straggler.kind == "position":
+        return f"compare what the ranks at {straggler.name} are given: tokens per expert, or the split of the layers."
+    if episode.more_workload > _MORE_WORK:
+        return f"balance the batches: rank {rank} gets longer sequences or more samples than the others."
+    if episode.by_host and episode.phase in _COMPUTING:
+        return (
+            f"compare the host of rank {rank}: its CPU's clock, what else runs there, and what its Python code does in "
+            f"{phase_name(episode.phase)}."
+        )
+    actions = {
+        "data": f"look at rank {rank}'s loader: its workers, its storage, and the size of its batches.",
+        "forward": f"compare {what} on rank {rank}: its input sizes, then clocks and neighbours on that machine.",
+        "recompute": f"compare rank {rank}'s input sizes and its machine's clocks with the others'.",
+        "backward": f"compare {what} on rank {rank}: its input sizes, then clocks and neighbours on that machine.",
+        "compute": f"compare rank {rank}'s input sizes with the others', then its clocks, temperature and neighbours.",
+        "optimizer": f"see whether rank {rank} holds more parameters or offloads them.",
+        "host": f"look for what only rank {rank} does between the phases: logging, checkpoints, .item(), garbage "
+        "collection.",
+        "gap": f"look for what rank {rank} does between the phases: its loader first, then logging, checkpoints and "
+        ".item().",
+        "cpu": f"see what else runs on rank {rank}'s CPUs, how many threads it has, and how it is pinned.",
+    }
+    return actions[episode.phase]
+
+
+def _modules_of(context: SlowRankContext, straggler: StragglerGroup) -> tuple[list[str], float]:
+    """The fewest modules, at most three, that together explain most of the phase's excess, and by how much.
+
+    The clock is that which the rank is judged by.
+
+    Where the report's modules do not hold the rank, from what the detector's node received: nodes may share no disk.
+    On a device, a module is only named where most others are as fast as on other ranks, and its own forward() is slow:
+    what a whole model's forward() does between its modules is no module.
+    """
+    episode = straggler.lead
+    on_device = context.judged_by == DEVICE and not episode.by_host
+    excesses = []
+    for module in context.modules:
+        excess_s, seen = 0.0, False
+        for table in (_ON_DEVICE if on_device else _BY_RANK).get(episode.phase, ()):
+            mine = module[table].get(str(episode.rank))
+            others = [value for rank, value in module[table].items() if rank != str(episode.rank)]
+            if mine is not None and others:
+                excess_s, seen = excess_s + mine - sum(others) / len(others), True
+        if seen:
+            excesses.append((excess_s, module["name"]))
+    if not excesses and episode.phase == "forward" and not on_device:
+        excesses = [(excess_ns / 1e9, name) for name, excess_ns in straggler.slower_modules_ns.items()]
+    names: list[str] = []
+    total_s = 0.0
+    for excess_s, name in sorted(excesses, reverse=True)[:MAX_MODULES]:
+        names.append(name)
+        total_s += excess_s
+        if total_s >= 0.6 * episode.phase_excess_ns / 1e9:
+            roots = {module["name"] for module in context.modules if module["is_root"]} if on_device else set()
+            parts = sum(name not in roots for _, name in excesses)
+            if on_device and (roots.intersection(names) or 2 * len(names) > parts):
+                break
+            return names, total_s
+    return [], 0.0
+
+
+def _was_slow(episode: Episode, diagnosis: Diagnosis | None) -> Verdict:
+    assert episode.until_step is not None
+    kind = "transient" if episode.until_step - episode.since_step <= _SHORT_STEPS else "ended"
+    shared_ns = episode.shared_cost_ns or 0.0
+    together = shared_ns >= _SHARED * episode.cost_ns and shared_ns > 0
+    cost_ns = shared_ns if together else episode.cost_ns
+    cost_s, share = cost_ns / 1e9, cost_ns / episode.step_ns if episode.step_ns else 0.0
+    since = "from the start" if episode.from_start else f"from step {episode.since_step}"
+    text = (
+        f"Rank {episode.rank} was slow in {phase_name(episode.phase)} {since} to step {episode.until_step - 1}: "
+        f"+{duration(episode.excess_ns / 1e9)} a step{_pattern(episode)}, which cost the job {duration(cost_s)} a step "
+        f"({percent(share)}){', together with those that were slow with it' if together else ''}. It is over."
+    )
+    if diagnosis is not None and diagnosis.causes:
+        text += f" Seen meanwhile: {diagnosis.causes[0].text}."
+    evidence = PastStragglerEvidence(cause_class(episode), episode.until_step, episode.excess_ns / 1e9, diagnosis)
+    return Verdict(
+        f"straggler_{kind}", episode.rank, episode.phase, cost_s, share, episode.since_step, _confidence(episode), text,
+        evidence,
+    )  # fmt: skip
+
+
+def _imbalance(found: StageImbalance, findings: Findings) -> Verdict:
+    cost_s, share = found.cost_ns / 1e9, found.cost_ns / findings.step_ns
+    text = (
+        f"The pipeline is out of balance: stage {found.stage} (ranks {ranges(found.ranks)}) has "
+        f"{duration(found.work_ns / 1e9)} of work a step, the other stages {duration(found.others_work_ns / 1e9)}. "
+        f"Next: move layers out of {found.stage}."
+    )
+    evidence = ImbalanceEvidence("imbalance", "stage", found.ranks)
+    return Verdict("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)
+
+
+def _parts(findings: Findings) -> str:
+    """Where ranks run other models, as the stages of a pipeline do: who works while the others wait. It is not said to
+    be slow, as nobody knows what it should take. "" where that is no finding."""
+    parts = sorted(findings.usual, key=lambda part: -part.work_ns)
+    if len(parts) < 2 or len({part.population.endswith(BY_DEVICE) for part in parts}) > 1:
+        return ""  # host and device times are not compared with one another
+    largest, others = parts[0], parts[1:]
+    work_ns = sum(part.work_ns for part in others) / len(others)
+    wait_ns = sum(part.wait_ns for part in others) / len(others)
+    more_ns = largest.work_ns - work_ns
+    if more_ns < max(MIN_IMBALANCE * findings.step_ns, 1.0) or wait_ns < _WAITS_FOR_IT * more_ns:
+        return ""
+    who, does = ("ranks", "have") if not largest.ranks.isdecimal() else ("rank", "has")
+    names = ", ".join(part.ranks for part in others)
+    one = names.isdecimal()
+    rest = f"rank{'s' * (not one)} {names}" if len(names) <= _MAX_NAMES else "the others"
+    theirs = f"{'has' if one else 'have'} {duration(work_ns / 1e9)} and wait{'s' * one} {duration(wait_ns / 1e9)}"
+    return (
+        f"The ranks were not compared, as they run other models. {who.capitalize()} {largest.ranks} {does} "
+        f"{duration(largest.work_ns / 1e9)} of work a step, {rest} {theirs}{', on average' * (len(others) > 1)}. "
+        f"Next: of a pipeline's stages, move layers off {who} {largest.ranks}; if that should be no more work than the "
+        "others', see what it is in the table of ranks."
+    )
+
+
+def no_straggler(report: Facts, findings: Findings) -> Verdict:
+    """Nobody is slow, and what would have been seen; or that it is not known."""
+    count, not_compared = report["steps"]["count"], NotComparedEvidence(findings.rows)
+    by_device = report["run"]["judged_by"] == DEVICE
+    run = report["run"]
+    if run["ranks_seen"] == 1 and not run["live"] and findings.compared < 2:
+        text = (
+            f"Only 1 of {run['world_size']} ranks was seen, so none could be compared. Next: unset RANK and "
+            "WORLD_SIZE if the job has one process; else look for the logs of the other ranks."
+        )
+        return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
+    if report["run"]["device"] is not None and not by_device:
+        untimed = [rank["rank"] for rank in report["ranks"] if not (rank["device"] and rank["device"]["parts"])]
+        some = len(untimed) < len(report["ranks"])
+        missing = f"device times are missing of {rank_list(untimed)}"
+        recorded = missing if some else "only host time is known"
+        text = (
+            f"The ranks were not compared: their work is on a device ({report['run']['device']}), and {recorded}. "
+            "Next: see `torchlens-perf doctor` for why, or compare traces of some ranks (torchlens-perf capture)."
+        )
+        return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
+    if not findings.compared or findings.detectable_ns is None:
+        needed = max(_MIN_STEPS, findings.steps_needed)
+        text = (
+            f"Too few steps to compare the ranks ({count}): a slow rank cannot be distinguished from noise yet. "
+            f"Next: run at least {needed} steps."
+        )
+        if not findings.compared and count >= needed:
+            text = "The ranks were not compared: each does other work than the others, or they were not seen together."
+            text = _parts(findings) or text
+            return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
+        return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
+    seen_s = findings.detectable_ns / 1e9
+    share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0
+    by_both = any(each.own and each.own.is_hidden for each in findings.usual)
+    clocks = (_BY_BOTH if by_both else _BY_DEVICES) if by_device else ""
+    text = (
+        f"No rank stands out over {count} steps{clocks}. One with {duration(seen_s)} more "
+        f"work ({percent(share)}) in every step from the start of the run would have been named."
+    )
+    confidence, rather = 0.9, _rather(findings)
+    if rather:
+        confidence, text = confidence / 2, f"{text} The windows that the devices merged say otherwise{rather}."
+    evidence = NobodySlowEvidence(findings.rows, seen_s, findings.compared)
+    return Verdict("none", None, None, 0.0, 0.0, None, confidence, text, evidence)

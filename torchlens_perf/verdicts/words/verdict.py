@@ -1,0 +1,219 @@
+"""The verdict in words: who or what, what it costs, since when, and what to do next."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.collectives.slow_link import LinkFindings, SlowLink
+from torchlens_perf.analysis.statistics.quantities import amount, counted, duration, percent, printable
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
+from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.ring import MAX_FRAMES
+from torchlens_perf.verdicts.causes.straggler_groups import StragglerSummary
+from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.verdicts.words.bottleneck import bottlenecks, named_uses
+from torchlens_perf.verdicts.words.evidence import (
+    WASTE,
+    NoStepsEvidence,
+    SlowLinkEvidence,
+    TooDeepEvidence,
+    Verdict,
+    WarmUpEvidence,
+)
+from torchlens_perf.verdicts.words.growth import growth_verdicts, is_growth
+from torchlens_perf.verdicts.words.hang import HangEvidence, OpenHang
+from torchlens_perf.verdicts.words.oom import out_of_memory_verdicts
+from torchlens_perf.verdicts.words.run_state import died_verdicts
+from torchlens_perf.verdicts.words.startup import startup_verdicts
+from torchlens_perf.verdicts.words.stragglers import (
+    SlowRankContext,
+    came_last,
+    no_straggler,
+    phase_name,
+    straggler_verdicts,
+)
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import Facts, Steps
+
+_MAX_WARM_UP_PARTS = 3
+
+_MOST = 0.5  # of the steps
+
+
+def verdicts(
+    report: Facts,
+    findings: Findings,
+    named: StragglerSummary,
+    hang: OpenHang | None,
+    links: LinkFindings,
+) -> list[Verdict]:
+    """The report's verdicts, of which no two are about one cause; order.py puts them in order. Never empty."""
+    out_of_memory = out_of_memory_verdicts(report)
+    if hang is not None:
+        return [*out_of_memory, _hang(hang)]
+    out_of_memory += died_verdicts(report)
+    if not report["steps"]["count"]:
+        return out_of_memory or [_no_steps(report)]
+    start = startup_verdicts(report)
+    if report["steps"]["p50_s"] is None:
+        return [*out_of_memory, *start, _only_warm_up(report)]
+    run = report["run"]
+    context = SlowRankContext(report["modules"], run["device"], run["judged_by"], came_last(report["collectives"]))
+    now, before = straggler_verdicts(context, findings, named)
+    if links.links:
+        now.append(slow_link(report["steps"]["count"], report["steps"]["mean_s"], links))
+    # While one rank holds up the others, their waiting is its doing, as in most of a run that was so for most of it.
+    slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST
+    typical, *long = bottlenecks(report, waits_explained=bool(now) or slow_before)
+    grows = growth_verdicts(report, short_of_cpus="lack_of_cpu" in named_uses(typical))
+    if grows:
+        long = [each for each in long if not is_growth(report, each)]
+    typical = _unless_too_deep(report, typical)
+    if now and "lack_of_cpu" in named_uses(typical):
+        of_ranks, before = straggler_verdicts(context._replace(lacks_cpu=True), findings, named)
+        now = [*of_ranks, *now[len(of_ranks) :]]
+    if now:
+        return [*out_of_memory, *start, *_one_of_each_cause(now, typical), *grows, *long, *before]
+    found = [no_straggler(report, findings)] if run["world_size"] > 1 else []
+    return [*out_of_memory, *start, *found, typical, *grows, *long, *before]
+
+
+def _share_slow_before(findings: Findings, steps: int) -> float:
+    """Share of the steps in which a rank was slow that no longer is."""
+    over = findings.slow_before
+    return max((each.until_step - each.since_step for each in over if each.until_step), default=0) / max(1, steps)
+
+
+def _one_of_each_cause(slow: list[Verdict], typical: Verdict) -> list[Verdict]:
+    """Slow ranks, and what all ranks lose in a typical step; one verdict where both are about one cause, the costlier.
+
+    A mean over all ranks contains the excess of a slow one. Only a larger mean is a finding of its own.
+    """
+    if typical.kind not in WASTE or not typical.cost_s_per_step:
+        return slow
+    phases = ("data", "host", "gap") if typical.phase in ("data", "host") else (typical.phase,)
+    same = [each for each in slow if each.kind == "straggler" and each.phase in phases]
+    if any(each.cost_s_per_step is None or each.cost_s_per_step >= typical.cost_s_per_step for each in same):
+        return slow
+    if typical.kind != "lack_of_cpu" or not same:
+        return [*slow, typical]
+    # All ranks lack CPUs, and these lack them for longer.
+    found, _, action = typical.text.partition(" Next: ")
+    ranks = ", ".join(str(each.rank) for each in same)
+    most = f"Rank{'s' * (len(same) > 1)} {ranks} wait{'s' * (len(same) == 1)} for the longest time."
+    merged = dataclasses.replace(typical, rank=same[0].rank, text=f"{found} {most} Next: {action}")
+    return [*(each for each in slow if each not in same), merged]
+
+
+def _unless_too_deep(report: Facts, verdict: Verdict) -> Verdict:
+    """Return the verdict; of host code, that nothing is known, where phases may be among the spans not recorded."""
+    too_deep = report["quality"]["too_deep"]
+    if verdict.kind != "host_bound" or not too_deep:
+        return verdict
+    text = (
+        f"It is not known where the step's time goes: {counted(too_deep, 'span')} nested deeper than {MAX_FRAMES} "
+        "levels were not recorded, phases of the step may be among them, and all of that counts as host code. "
+        "Next: end sections before others begin, and the loop's steps inside of fewer sections."
+    )
+    return Verdict("not_known", None, None, None, None, None, 0.5, text, TooDeepEvidence(too_deep))
+
+
+def slow_link(steps: int, mean_s: float | None, links: LinkFindings) -> Verdict:
+    """The slow links, of which there are some. steps: how many there were; mean_s: what one took."""
+    worst = links.links[0]
+    where = f"rank {links.shared_ranks[0]}" if links.shared_ranks else f"ranks {ranges(worst.ranks)}"
+    action = f"test the network at {where} with nccl-tests, and look at the NICs and cables there."
+    text = f"{slow_link_text(links)} Next: {action}"
+    cost_s = worst.cost_ns / 1e9 / max(1, steps)
+    share = cost_s / mean_s if mean_s else 0.0
+    evidence = SlowLinkEvidence(links.links, links.shared_ranks, links.shared_nodes, links.compared, links.undecided)
+    return Verdict("slow_link", None, "communication", cost_s, share, None, 0.8, text, evidence)
+
+
+def _hang(hang: OpenHang) -> Verdict:
+    rank = hang.ranks[0] if hang.ranks else None
+    evidence = HangEvidence(hang.kind, hang.since_s, hang.step, hang.ranks, hang.waiting, hang.stacks)
+    return Verdict("hang", rank, None, 0.0, 0.0, hang.step, 0.9, hang.text, evidence)
+
+
+def _no_steps(report: Facts) -> Verdict:
+    evidence = NoStepsEvidence(report["quality"]["records"])
+    return Verdict("no_steps", None, None, 0.0, 0.0, None, 1.0, _why_no_steps(report), evidence)
+
+
+def _why_no_steps(report: Facts) -> str:
+    """Say why no step is counted: none was made, none has ended yet, or none is left."""
+    made, lost = report["steps"]["made"], report["quality"]["lost"]
+    if lost:
+        steps = f"{counted(made, 'step')} ended, but the records of all of them" if made else "Records"
+        return (
+            f"{steps} were lost: {counted(lost, 'record')} came faster than the sidecar could read, and were "
+            "overwritten. Next: record fewer sections or modules, or raise ring_records."
+        )
+    if made:
+        which = "The only step that ended is" if made == 1 else f"The {made} steps that ended are"
+        return (
+            f"{which} not measured: recording began after the first optimizer step, as the script has no watch(). "
+            "Next: run more steps, or put `with perf.watch(model):` around the loop."
+        )
+    now = [rank["now"] for rank in report["ranks"] if rank["now"] is not None and rank["now"]["inside"]]
+    if report["run"]["live"] and now:
+        longest = max(now, key=lambda each: each["step_s"])
+        return (
+            f"No step has ended yet: the first one has taken {duration(longest['step_s'])} so far, and is in "
+            f"{' > '.join(longest['inside'])}. Next: wait for its end."
+        )
+    return (
+        "No step was seen. A step ends with an optimizer's step, a forward pass without gradients of the watched "
+        "model, or w.step(). Next: pass the model to watch(), or call w.step() at the end of your loop."
+    )
+
+
+def _only_warm_up(report: Facts) -> Verdict:
+    steps = report["steps"]
+    far = " so far" if report["run"]["live"] else ""
+    which = "which is" if steps["count"] == 1 else "all of them"
+    text = (
+        f"Only {counted(steps['count'], 'step')}{far}, {which} warm-up (the first {WARM_UP_STEPS} of each rank)"
+        f"{warm_up_words(steps)}. Next: run at least 40 steps."
+    )
+    return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, WarmUpEvidence())
+
+
+def warm_up_words(steps: Steps) -> str:
+    """Return how long the warm-up steps took, and their largest parts; "" where that is not known."""
+    if steps["warm_up_max_s"] is None:
+        return ""
+    parts = list(steps["warm_up_parts"].items())[:_MAX_WARM_UP_PARTS]
+    shown = ", ".join(f"{phase_name(part)} {percent(share)}" for part, share in parts)
+    up_to = "" if steps["count"] == 1 else "up to "
+    return f": {up_to}{duration(steps['warm_up_max_s'])}{f', {shown}' if shown else ''}"
+
+
+def slow_link_text(findings: LinkFindings) -> str:
+    """The slow links in words, for a verdict; why nothing could be decided, if so; "" if none is slow."""
+    if not findings.links:
+        return findings.undecided
+    worst = findings.links[0]
+    text = f"{_link(worst)} is slow: {worst.operation} of {amount(worst.bytes, 'B')} takes "
+    text += f"{duration(worst.transfer_ns / 1e9)}, {duration(worst.peers_transfer_ns / 1e9)} on its {worst.peers} peers"
+    if worst.busbw is not None and worst.peers_busbw is not None:
+        text += f" ({amount(worst.busbw, 'B/s')} against {amount(worst.peers_busbw, 'B/s')} on the bus)"
+    at_most = "at most " if worst.overlapped else ""
+    text += f"; that cost {at_most}{duration(worst.cost_ns / 1e9)} in {worst.operations} operations."
+    if len(findings.links) > 1:
+        text += f" {len(findings.links)} links are slow"
+        if findings.shared_ranks:
+            text += f"; all of them have rank {ranges(findings.shared_ranks)}"
+        elif findings.shared_nodes:
+            text += f"; all of them reach node {', '.join(map(printable, findings.shared_nodes))}"
+        text += "."
+    return text
+
+
+def _link(link: SlowLink) -> str:
+    if link.pair:
+        return f"the link from rank {link.ranks[0]} to {link.ranks[1]}"
+    return f"the communication of ranks {ranges(link.ranks)}"
