@@ -13,7 +13,7 @@ MAKEFLAGS += --jobs=2
 # Without any, each of the tests' many processes would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device check format bench gpu-check clean
+.PHONY: demo test test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device check lines format bench gpu-check clean
 
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -56,6 +56,10 @@ check: $(TEST)/ready
 	$(TEST)/bin/ruff check .
 	$(TEST)/bin/ruff format --check .
 	$(TEST)/bin/mypy
+	$(TEST)/bin/python scripts/lines.py
+
+lines: $(TEST)/ready
+	$(TEST)/bin/python scripts/lines.py
 
 format: $(TEST)/ready
 	$(TEST)/bin/ruff format .

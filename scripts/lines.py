@@ -13,10 +13,15 @@ PACKAGE = Path(__file__).parent.parent / "torchlens_perf"
 SUFFIXES = {".py", ".pyi", ".js", ".css", ".c", ".h", ".cpp", ".cu", ".cuh"}
 # Package, its folders and files, budget, limit. The first entry that holds a file counts it.
 PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
-    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 0),
-    ("training side", ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"), 8900, 0),
-    ("store", ("page/gather", "sidecar/rings", "analysis/node_state.py"), 1600, 0),
-    ("run", ("run",), 3000, 0),
+    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 4720),
+    (
+        "training side",
+        ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),
+        8900,
+        11920,
+    ),
+    ("store", ("page/gather", "sidecar/rings", "analysis/node_state.py"), 1600, 3081),
+    ("run", ("run",), 3000, 4371),
     (
         "verdicts",
         (
@@ -24,15 +29,15 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
             "verdicts/judged_windows.py", "report/waited_for.py", "report/step_classes.py",
         ),
         4100,
-        0,
+        7336,
     ),
-    ("analysis", ("analysis",), 3300, 0),
-    ("exporters", ("exporters",), 2600, 0),
-    ("view", ("report", "page", "top"), 6000, 0),
-    ("serve", ("serve",), 1300, 0),
-    ("sidecar", ("sidecar",), 5400, 0),
-    ("simulate, commands", ("simulate", "commands"), 2200, 0),
-    ("entry points", (".",), 1000, 0),
+    ("analysis", ("analysis",), 3300, 4510),
+    ("exporters", ("exporters",), 2600, 5186),
+    ("view", ("report", "page", "top"), 6000, 12097),
+    ("serve", ("serve",), 1300, 2043),
+    ("sidecar", ("sidecar",), 5400, 7538),
+    ("simulate, commands", ("simulate", "commands"), 2200, 2742),
+    ("entry points", (".",), 1000, 1695),
 )  # fmt: skip
 
 

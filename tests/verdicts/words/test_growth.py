@@ -56,6 +56,15 @@ def test_change_at_once_is_no_growth(begin: int) -> None:
     assert not any(each["kind"] == "growing_steps" for each in found)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_change_halfway_of_a_short_run_is_no_growth(seed: int) -> None:
+    """As where a rank becomes slow: few windows, and by chance many later ones are slower."""
+    noise = np.exp(0.02 * np.random.default_rng(seed).standard_normal(128))
+    found = verdicts([float((10 if step < 64 else 18) * noise[step]) for step in range(128)])
+
+    assert not any(each["kind"] == "growing_steps" for each in found)
+
+
 def test_noise_is_no_growth() -> None:
     rng = np.random.default_rng(5)
     for _ in range(20):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.verdicts.words.evidence import GrowthEvidence, Verdict
@@ -15,7 +18,7 @@ _MIN_CHANGE = 0.25
 """Growth of the windows' medians from the first to the last third of the run."""
 _STEADY = 0.8
 """Share of all pairs of windows of which the later one is slower. A single change halfway has 0.75 of the pairs."""
-_MIN_WINDOWS = 8
+_MIN_WINDOWS = 12
 _MIN_CHANGE_WITHOUT_CPUS = 1.0
 """The same where the ranks lack CPUs: a smaller growth may be that of the machine's load."""
 
@@ -26,21 +29,34 @@ def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[Verdict]:
     min_change = _MIN_CHANGE_WITHOUT_CPUS if short_of_cpus else _MIN_CHANGE
     if trend is None or history is None or trend["change"] < min_change or len(history["median_s"]) < _MIN_WINDOWS:
         return []
-    later = [after > before for before, after in itertools.combinations(history["median_s"], 2)]
-    if sum(later) < _STEADY * len(later):
+    means_s = history["median_s"]
+    later = [after > before for before, after in itertools.combinations(means_s, 2)]
+    steadiness = sum(later) / len(later)
+    if steadiness < _STEADY or _changes_once(means_s):
         return []
     first_s, last_s = trend["first_third_p50_s"], trend["last_third_p50_s"]
-    means_s = history["median_s"]
     cost_s = sum(max(0.0, each - first_s) for each in means_s) / len(means_s)
     text = (
         f"The step time of the whole job grew by {percent(trend['change'])} over the run: {duration(first_s)} in the "
         f"first third, {duration(last_s)} in the last. Next: see what grows with the step (an episode, a sequence, a "
         "list that is never emptied)."
     )
-    evidence = GrowthEvidence(first_s, last_s, sum(later) / len(later))
+    evidence = GrowthEvidence(first_s, last_s, steadiness)
     return [
         Verdict("growing_steps", None, None, cost_s, cost_s * len(means_s) / sum(means_s), None, 0.8, text, evidence)
     ]
+
+
+def _changes_once(means_s: Sequence[float]) -> bool:
+    """Return whether a single change describes the windows better than steady growth does, by least squares."""
+    sizes = np.log(means_s)
+    at = np.arange(len(sizes))
+    of_line = float(np.square(sizes - np.polyval(np.polyfit(at, sizes, 1), at)).sum())
+    of_step = min(
+        float(np.square(part - part.mean()).sum()) + float(np.square(rest - rest.mean()).sum())
+        for part, rest in (np.split(sizes, [cut]) for cut in range(1, len(sizes)))
+    )
+    return of_step <= of_line
 
 
 def is_growth(report: Facts, verdict: Verdict) -> bool:

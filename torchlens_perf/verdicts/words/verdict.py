@@ -68,6 +68,8 @@ def verdicts(
     slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST
     typical, *long = bottlenecks(report, waits_explained=bool(now) or slow_before)
     grows = growth_verdicts(report, short_of_cpus="lack_of_cpu" in named_uses(typical))
+    if now or slow_before:
+        grows = []  # a slow rank makes the later steps longer
     if grows:
         long = [each for each in long if not is_growth(report, each)]
     typical = _unless_too_deep(report, typical)
