@@ -203,7 +203,7 @@ def test_forked_child_watches_collectives(tmp_path: Path) -> None:
 
     before = vars(Work)["wait"], another_has_tapped("c10d::allreduce_")
     told = tmp_path / "told"
-    with recorded(tmp_path / "parent") as parent:
+    with recorded(tmp_path / "parent", config=perf.Config(_faulthandler=True)) as parent:
         session = running()._session
         child = os.fork()
         if child == 0:
