@@ -22,6 +22,7 @@ from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.top.verdict_entries import verdict_entries
+from torchlens_perf.verdicts.stragglers.detector import Usual
 
 
 def report_on(state: NodeState) -> dict[str, Any]:
@@ -162,6 +163,17 @@ class TestOneCause:
 
         assert "communication_bound" not in {row["kind"] for row in report["verdicts"]}
         assert not any("aiting in communication" in head for head in heads(report))
+
+    def test_waiting_for_another_model_is_no_verdict_of_its_own(self) -> None:
+        """A pipeline's stage with little to do waits for the one with most: larger buckets would not help."""
+        loops = [[{**BASE, **parts} for _ in range(100)] for parts in ({"communication": 30.0}, {"forward": 34.0})]
+        usual_of = (Usual("first", "0", 16 * MS, 30 * MS), Usual("second", "1", 46 * MS, 1 * MS))
+        report = report_on(node(loops, findings(last_step=99, compared=0, usual=usual_of, step_ns=46 * MS)))
+        kinds = [row["kind"] for row in report["verdicts"]]
+
+        assert "not_compared" in kinds
+        assert "communication_bound" not in kinds
+        assert any("Rank 1 has 46.0 ms of work a step" in head for head in heads(report))
 
     def test_a_small_straggler_does_not_hide_what_all_lose(self) -> None:
         """All wait for data for 30 ms, and one rank computes for 2 ms more: both are there, the data first."""

@@ -41,10 +41,8 @@ def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[Verdict]:
         f"first third, {duration(last_s)} in the last. Next: see what grows with the step (an episode, a sequence, a "
         "list that is never emptied)."
     )
-    evidence = GrowthEvidence(first_s, last_s, steadiness)
-    return [
-        Verdict("growing_steps", None, None, cost_s, cost_s * len(means_s) / sum(means_s), None, 0.8, text, evidence)
-    ]
+    share, evidence = cost_s * len(means_s) / sum(means_s), GrowthEvidence(first_s, last_s, steadiness)
+    return [Verdict("growing_steps", None, None, cost_s, share, None, 0.8, text, evidence)]
 
 
 def _changes_once(means_s: Sequence[float]) -> bool:

@@ -367,7 +367,7 @@ def _imbalance(found: StageImbalance, findings: Findings) -> Verdict:
     return Verdict("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)
 
 
-def _parts(findings: Findings) -> str:
+def unequal_parts(findings: Findings) -> str:
     """Where ranks run other models, as the stages of a pipeline do: who works while the others wait. It is not said to
     be slow, as nobody knows what it should take. "" where that is no finding."""
     parts = sorted(findings.usual, key=lambda part: -part.work_ns)
@@ -421,7 +421,7 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
         )
         if not findings.compared and count >= needed:
             text = "The ranks were not compared: each does other work than the others, or they were not seen together."
-            text = _parts(findings) or text
+            text = unequal_parts(findings) or text
             return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
         return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
     seen_s = findings.detectable_ns / 1e9

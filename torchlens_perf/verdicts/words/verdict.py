@@ -32,6 +32,7 @@ from torchlens_perf.verdicts.words.stragglers import (
     no_straggler,
     phase_name,
     straggler_verdicts,
+    unequal_parts,
 )
 
 if TYPE_CHECKING:
@@ -66,12 +67,12 @@ def verdicts(
         now.append(slow_link(report["steps"]["count"], report["steps"]["mean_s"], links))
     # While one rank holds up the others, their waiting is its doing, as in most of a run that was so for most of it.
     slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST
-    typical, *long = bottlenecks(report, waits_explained=bool(now) or slow_before)
-    grows = growth_verdicts(report, short_of_cpus="lack_of_cpu" in named_uses(typical))
-    if now or slow_before:
-        grows = []  # a slow rank makes the later steps longer
-    if grows:
-        long = [each for each in long if not is_growth(report, each)]
+    explained = bool(now) or slow_before or bool(not findings.compared and unequal_parts(findings))
+    typical, *long = bottlenecks(report, waits_explained=explained)
+    grows: list[Verdict] = []
+    if not now and not slow_before:  # a slow rank makes the later steps longer
+        grows = growth_verdicts(report, short_of_cpus="lack_of_cpu" in named_uses(typical))
+        long = [each for each in long if not grows or not is_growth(report, each)]
     typical = _unless_too_deep(report, typical)
     if now and "lack_of_cpu" in named_uses(typical):
         of_ranks, before = straggler_verdicts(context._replace(lacks_cpu=True), findings, named)
