@@ -401,7 +401,7 @@ def test_a_step_of_no_length() -> None:
     """Nothing is divided by a step that is not known."""
     assert verdict_on(episode(step_ns=0.0)).cost_share == 0.0
     assert no_straggler(REPORT, findings(step_ns=0.0)).text.startswith(
-        "No rank stands out over 200 steps. One with 3.00 ms more work (0.0%)"
+        "No rank stands out over 200 steps. One with 3.00 ms more work (0.0% of the step)"
     )
 
 
@@ -411,8 +411,8 @@ class TestNobody:
         verdict = no_straggler(REPORT, findings())
 
         assert verdict.text == (
-            "No rank stands out over 200 steps. One with 3.00 ms more work (3.0%) in every step from the start of the "
-            "run would have been named."
+            "No rank stands out over 200 steps. One with 3.00 ms more work (3.0% of the step) in every step from the "
+            "start of the run would have been named."
         )
         assert verdict.evidence == NobodySlowEvidence(rows=64, detectable_s=0.003, compared=8)
         assert verdict.kind == "none"

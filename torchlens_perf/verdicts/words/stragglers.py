@@ -429,8 +429,8 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
     by_both = any(each.own and each.own.is_hidden for each in findings.usual)
     clocks = (_BY_BOTH if by_both else _BY_DEVICES) if by_device else ""
     text = (
-        f"No rank stands out over {count} steps{clocks}. One with {duration(seen_s)} more "
-        f"work ({percent(share)}) in every step from the start of the run would have been named."
+        f"No rank stands out over {count} steps{clocks}. One with {duration(seen_s)} more work ({percent(share)} of "
+        "the step) in every step from the start of the run would have been named."
     )
     confidence, rather = 0.9, _rather(findings)
     if rather:
