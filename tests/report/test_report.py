@@ -188,9 +188,8 @@ def test_no_straggler_says_what_would_have_been_seen(run: RunDirectory) -> None:
 
     assert verdict["kind"] == "none"
     assert verdict["text"] == (
-        "No rank stands out over 80 steps. One with 1.74 ms more work (12% of the step) in every step from the start of "
-        "the run "
-        "would have been named."
+        "No rank stands out over 80 steps. One with 1.74 ms more work (12% of the step) in every step from the start "
+        "of the run would have been named."
     )
     assert verdict["evidence"].detectable_s == pytest.approx(0.1 / 57.6)
 
