@@ -40,7 +40,7 @@ MUTATIONS = [
     (r"opened\[close\] = 0;", "", "a span is closed twice"),
     (r"time == 0\.0f \? ~0u", "time == 0.0f ? 0u", "absent ranks deviate by nothing"),
     (r"absent \+ \(present", "(present", "absent ranks count as fast ones"),
-    (r"present < 3", "present < 2", "two ranks are enough for a score"),
+    (r"present < 2", "present < 3", "two ranks have no score"),
     (r"fmaxf\(1\.4826f \* mad, min_spread \* median\)", "1.4826f * mad", "no least spread"),
     (r"histogram\[bucket\] = 0;", ";", "the histogram is not cleared"),
     (r"u64 before = 0;", "u64 before = 1;", "a quantile begins at one"),
