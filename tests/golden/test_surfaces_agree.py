@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from tests.support.reports import checked
 from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.commands.simulate import record
-from torchlens_perf.exporters import otlp_environment
+from torchlens_perf.exporters import otlp_environment, semantics
 from torchlens_perf.exporters.in_memory import InMemoryExporter
+from torchlens_perf.exporters.otlp_metrics import NodeMetrics
+from torchlens_perf.exporters.series import Meter
 from torchlens_perf.page.notebook import results
 from torchlens_perf.page.pictures.markup import html
 from torchlens_perf.page.sections.verdicts import verdicts as cards
@@ -163,3 +166,24 @@ def alerts_and_assessment_have_the_figures_of_the_rows(report: dict[str, Any], e
         row = now[group.lead.rank]
         assert row["cost_s_per_step"] == (None if group.cost_ns is None else group.cost_ns / 1e9)
         assert (group.lead.since_step, group.lead.phase) == (row["since_step"], row["phase"])
+    gauges_have_the_figures_of_the_rows(report, exporter)
+
+
+def gauges_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemoryExporter) -> None:
+    """As OTLP and Prometheus have them."""
+    assert exporter.assessment is not None
+    meter = Meter()
+    NodeMetrics(meter, time.monotonic).on_assessment(exporter.assessment)
+    points = {metric.name: list(metric.data.data_points) for metric in meter.collect()}
+    rows = [row for row in report["verdicts"] if row["kind"] == "straggler"]
+    costs_s = {point.attributes[semantics.RANK]: point.value for point in points.get(semantics.STRAGGLER_COST, ())}
+    for row in rows:
+        if row["cost_s_per_step"] is not None:
+            assert costs_s[row["rank"]] == row["cost_s_per_step"], row
+    assert set(costs_s) == {
+        rank for row in rows for rank in row["evidence"].ranks if row["cost_s_per_step"] is not None
+    }
+    for row in report["verdicts"]:
+        if hasattr(row["evidence"], "detectable_s"):
+            (point,) = points[semantics.DETECTABLE]
+            assert point.value == row["evidence"].detectable_s
