@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,12 +28,18 @@ def test_there_are_ten_runs() -> None:
     assert len(RUNS) == 10
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_it_is_told_as_before(name: str, tmp_path: Path) -> None:
-    run, exporter = RunDirectory(tmp_path / name), InMemoryExporter()
+def replayed(name: str, folder: Path) -> tuple[dict[str, Any], InMemoryExporter]:
+    """Return the report on a recorded run that was judged anew, and what an exporter got of it."""
+    run, exporter = RunDirectory(folder / name), InMemoryExporter()
     run.create()
     shutil.copytree(RECORDED / name / "spans", run.spans, dirs_exist_ok=True)
     replay(run, exporter)
-    text = told(name.replace("_", " "), checked(build(name, node_state.load_all(run))), exporter.alerts)
+    return checked(build(name, node_state.load_all(run))), exporter
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_is_told_as_before(name: str, tmp_path: Path) -> None:
+    report, exporter = replayed(name, tmp_path)
+    text = told(name.replace("_", " "), report, exporter.alerts)
 
     assert text == kept(text, RECORDED / f"{name}.txt")

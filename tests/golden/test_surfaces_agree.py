@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.golden.test_recorded_runs import RECORDED
 from tests.golden.test_recorded_runs import RUNS as RECORDED_RUNS
+from tests.golden.test_recorded_runs import replayed
 from tests.golden.test_simulated_verdicts import LAUNCH_BOUND, MESH
 from tests.report.test_order import heads, shown_in_order
 from tests.support.reports import checked
@@ -35,7 +34,6 @@ from torchlens_perf.report.brief import brief
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
@@ -74,12 +72,7 @@ def test_simulated_runs(name: str, seed: int, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("name", RECORDED_RUNS)
 def test_recorded_runs(name: str, tmp_path: Path) -> None:
-    run, exporter = RunDirectory(tmp_path / name), InMemoryExporter()
-    run.create()
-    shutil.copytree(RECORDED / name / "spans", run.spans, dirs_exist_ok=True)
-    replay(run, exporter)
-
-    hold_together(checked(build(name, node_state.load_all(run))), exporter)
+    hold_together(*replayed(name, tmp_path))
 
 
 def hold_together(report: dict[str, Any], exporter: InMemoryExporter) -> None:

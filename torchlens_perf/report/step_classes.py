@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from torchlens_perf.analysis.node_state import ProcessState
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.analysis.statistics.step_mix import StepClass, classify
 from torchlens_perf.report.waited_for import MAX_STEPS, Waits
 from torchlens_perf.run.records import OWN_PARTS, PARTS
+from torchlens_perf.verdicts.words.evidence import joined
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.detector import Findings
@@ -52,7 +51,7 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
             for each in classes
         ]
 
-    long, short = [_of_job(each, found.total_ns / 1e9) for each in _joined(rows(found.long))], rows(found.short)
+    long, short = [_of_job(each, found.total_ns / 1e9) for each in _joined_stalls(rows(found.long))], rows(found.short)
     alike = max(0, found.count - sum(each["count"] for each in (*long, *short)))
     return {
         "total_s": found.total_ns / 1e9,
@@ -64,7 +63,7 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
     }
 
 
-def _joined(rows: list[LongSteps]) -> list[LongSteps]:
+def _joined_stalls(rows: list[LongSteps]) -> list[LongSteps]:
     """One row for the steps of the ranks that waited and of the one that they waited for, the costliest first."""
     found: list[LongSteps] = []
     for row in rows:
@@ -73,21 +72,10 @@ def _joined(rows: list[LongSteps]) -> list[LongSteps]:
             found.append(row)
             continue
         other = found[place]
-        steps = sorted({*row["steps"], *other["steps"]})
-        counts = row["count"], other["count"]
-        mean_s = np.average((row["mean_s"], other["mean_s"]), weights=counts)
-        more_s = np.average((row["more_s"], other["more_s"]), weights=counts)
-        few = max(len(row["steps"]), len(other["steps"])) <= MAX_STEPS
-        found[place] = {
-            **other,
-            "steps": steps,
-            "count": len(steps) if few else sum(counts),
-            "period": other["period"] or row["period"],
-            "mean_s": float(mean_s),
-            "more_s": float(more_s),
-            "total_s": row["total_s"] + other["total_s"],
-            "share": row["share"] + other["share"],
-        }
+        both = joined([other, row])
+        if max(len(row["steps"]), len(other["steps"])) <= MAX_STEPS:
+            both["count"] = len(both["steps"])
+        found[place] = {**both, "period": other["period"] or row["period"]}
     return sorted(found, key=lambda row: -row["total_s"])
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.step_mix import StepMix, TypicalStep, classify
+from torchlens_perf.analysis.statistics.step_mix import Bin, StepMix, TypicalStep, classify
 from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
@@ -59,21 +59,24 @@ class Waits:
                     return None
         return busy[0] if len(busy) == 1 else None
 
+    def _bin(self, step: int, rank: int) -> Bin | None:
+        """Return the steps of a rank that a step is counted with; None where it is not known any more."""
+        return next((each for each in self._mixes[rank].bins.values() if step in each.steps), None)
+
     def _lacks_cpu(self, step: int, rank: int, more_ns: float) -> bool:
         """Return whether a rank had no CPU for most of what a step took longer."""
-        its = next((each for each in self._mixes[rank].bins.values() if step in each.steps), None)
+        its = self._bin(step, rank)
         if its is None or not its.measured:
             return False
         return float(its.ready_ns.sum()) / its.measured >= _MUCH * more_ns
 
     def _more(self, step: int, rank: int) -> npt.NDArray[np.float64] | None:
         """How much longer each part of a step took than in the rank's typical step, in ns; None: not known."""
-        mix = self._mixes[rank]
-        its = next((each for each in mix.bins.values() if step in each.steps), None)
+        its = self._bin(step, rank)
         if its is None:
             return None
         if rank not in self._typical:
-            self._typical[rank] = classify([mix]).typical
+            self._typical[rank] = classify([self._mixes[rank]]).typical
         typical = self._typical[rank]
         if typical is None:
             return None

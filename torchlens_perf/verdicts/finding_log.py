@@ -196,30 +196,26 @@ class FindingLog:
 
     def _stragglers(self, now: AlertContext) -> Iterator[Alert]:
         episodes = {each.key: each for each in now.findings.episodes}
-        for finding in self._open_stragglers:
-            assert finding.straggler is not None
+        for finding, straggler in self._open_stragglers:
             # The newest of each: what is known of it changes, and it may be another object.
-            known = tuple(episodes[each.key] for each in finding.straggler.episodes if each.key in episodes)
+            known = tuple(episodes[each.key] for each in straggler.episodes if each.key in episodes)
             if known:
-                finding.straggler = dataclasses.replace(finding.straggler, episodes=known)
+                finding.straggler = dataclasses.replace(straggler, episodes=known)
             else:  # findings lose none of theirs: these are of other processes
-                yield self._end(
-                    now, finding, now.resolved(finding.straggler, "It is over: the ranks were started again.")
-                )
+                yield self._end(now, finding, now.resolved(straggler, "It is over: the ranks were started again."))
         self._alerted &= episodes.keys()
         new = [each for key, each in episodes.items() if key not in self._alerted]
         by_step = operator.attrgetter("named_step")
         self._alerted |= episodes.keys()
         for step, named in itertools.groupby(sorted(new, key=by_step), by_step):
             yield from self._named(now, step, list(named))
-        for finding in self._open_stragglers:
-            assert finding.straggler is not None
-            if all(episode.is_over for episode in finding.straggler.episodes):
-                yield self._end(now, finding, now.ended(finding.straggler))
+        for finding, straggler in self._open_stragglers:
+            if all(episode.is_over for episode in straggler.episodes):
+                yield self._end(now, finding, now.ended(straggler))
 
     @property
-    def _open_stragglers(self) -> list[Finding]:
-        return [each for each in self.records.open if each.straggler is not None]
+    def _open_stragglers(self) -> list[tuple[Finding, Straggler]]:
+        return [(each, each.straggler) for each in self.records.open if each.straggler is not None]
 
     def _named(self, now: AlertContext, step: int, named: Sequence[Episode]) -> Iterator[Alert]:
         """Record the ranks that were named after a step."""
@@ -236,10 +232,12 @@ class FindingLog:
                     yield self._slow(now, group, episode.key, (episode,))
             elif new:
                 together = {episode.key for episode in then if episode.rank in group.ranks}
-                joined = [each for each in self._open_stragglers if each.straggler and each.straggler.keys & together]
+                joined = [each for each in self._open_stragglers if each[1].keys & together]
                 if joined:
-                    oldest = min(joined, key=lambda each: each.straggler.key[::-1] if each.straggler else ())
-                    yield self._slow_too(now, oldest, group, step, new)
+                    finding, straggler = min(joined, key=lambda each: each[1].key[::-1])
+                    finding.straggler = Straggler(straggler.key, group.kind, group.name, (*straggler.episodes, *new))
+                    finding.alert = now.started(finding.straggler, group, UPDATED, step, ranges(group.ranks))
+                    yield finding.alert
                 else:
                     yield self._slow(now, group, min(episode.key for episode in new), new)
 
@@ -251,16 +249,6 @@ class FindingLog:
         alert = now.started(straggler, dataclasses.replace(group, lead=lead))
         self._begin(now, alert).straggler = straggler
         return alert
-
-    def _slow_too(
-        self, now: AlertContext, finding: Finding, group: StragglerGroup, step: int, new: tuple[Episode, ...]
-    ) -> Alert:
-        """Add ranks that are slow together with those of a finding."""
-        assert finding.straggler is not None
-        key, episodes = finding.straggler.key, (*finding.straggler.episodes, *new)
-        finding.straggler = Straggler(key, group.kind, group.name, episodes)
-        finding.alert = now.started(finding.straggler, group, UPDATED, step, ranges(group.ranks))
-        return finding.alert
 
     # -- hangs, and the others
 

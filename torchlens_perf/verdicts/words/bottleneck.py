@@ -26,6 +26,7 @@ from torchlens_perf.verdicts.words.evidence import (
     SampledEvidence,
     TypicalStepEvidence,
     Verdict,
+    joined,
 )
 from torchlens_perf.verdicts.words.stragglers import module_label, phase_name
 
@@ -168,23 +169,10 @@ def _by_kind(classes: Sequence[LongSteps]) -> list[LongSteps]:
     for each in classes:
         key = (*each["kinds"], each["waited_for"]) if each["kinds"] else id(each)
         found.setdefault(key, []).append(each)
-    return sorted((_joined(each) for each in found.values()), key=lambda each: -each["total_s"])
-
-
-def _joined(classes: Sequence[LongSteps]) -> LongSteps:
-    largest, count = classes[0], sum(each["count"] for each in classes)
-    if len(classes) == 1:
-        return largest
-    return {
-        **largest,
-        "count": count,
-        "steps": sorted({step for each in classes for step in each["steps"]}),
-        "period": None,
-        "mean_s": sum(each["count"] * each["mean_s"] for each in classes) / count,
-        "more_s": sum(each["count"] * each["more_s"] for each in classes) / count,
-        "total_s": sum(each["total_s"] for each in classes),
-        "share": sum(each["share"] for each in classes),
-    }
+    of_kinds: list[LongSteps] = [
+        each[0] if len(each) == 1 else {**joined(each), "period": None} for each in found.values()
+    ]
+    return sorted(of_kinds, key=lambda each: -each["total_s"])
 
 
 def _lack_longer(lacking: list[LongSteps]) -> str:

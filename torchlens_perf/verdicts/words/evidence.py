@@ -7,7 +7,7 @@ Names end in their units: `_s` seconds, `_bytes`. A share is between 0 and 1. A 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypedDict, final
 
 from msgspec import Struct, field
@@ -95,6 +95,20 @@ class LongSteps(TypedDict):
     more_s: float
     total_s: float
     share: float
+
+
+def joined(classes: Sequence[LongSteps]) -> LongSteps:
+    """Return several classes as one, named as the first: sums, and means by count."""
+    count = sum(each["count"] for each in classes)
+    return {
+        **classes[0],
+        "count": count,
+        "steps": sorted({step for each in classes for step in each["steps"]}),
+        "mean_s": sum(each["count"] * each["mean_s"] for each in classes) / count,
+        "more_s": sum(each["count"] * each["more_s"] for each in classes) / count,
+        "total_s": sum(each["total_s"] for each in classes),
+        "share": sum(each["share"] for each in classes),
+    }
 
 
 class TypicalStepEvidence(Struct, frozen=True):

@@ -72,7 +72,8 @@ def verdicts(
     grows: list[Verdict] = []
     if not now and not slow_before:  # a slow rank makes the later steps longer
         grows = growth_verdicts(report, short_of_cpus="lack_of_cpu" in named_uses(typical))
-        long = [each for each in long if not grows or not is_growth(report, each)]
+    if grows:
+        long = [each for each in long if not is_growth(report, each)]
     typical = _unless_too_deep(report, typical)
     if now and "lack_of_cpu" in named_uses(typical):
         of_ranks, before = straggler_verdicts(context._replace(lacks_cpu=True), findings, named)
