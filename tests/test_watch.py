@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import torchlens_perf as perf
 from tests.support.processes import report, run, wait_for_sidecar
 from tests.support.recording import recorded
 from torchlens_perf.hooks.collective import another_has_tapped
+from torchlens_perf.recorder import session as recorder_session
 from torchlens_perf.report.brief import MAX_LINES
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
@@ -325,3 +327,18 @@ def test_deleted_model_and_optimizer_are_freed(way: str, tmp_path: Path, monkeyp
             del model, optimizer
             gc.collect()
             assert [each() for each in left if each() is not None] == []
+
+
+def test_start_of_inference_ends_with_its_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for a CPU that is counted as the start's does not grow with the run, also where nothing is trained."""
+    looks = itertools.count()
+    monkeypatch.setattr(recorder_session, "cpu_wait_ns", lambda pid: next(looks))
+    monkeypatch.setattr(recorder_session, "_start_reported_by", None)
+    model = nn.Linear(4, 4)
+    with recorded(tmp_path, model) as recording, torch.no_grad():
+        for _ in range(20):
+            model(torch.ones(2, 4))
+        until_here = next(looks)
+
+    assert len(recording.steps) > 10
+    assert recording.metadata["start_cpu_wait_ns"] < until_here

@@ -429,7 +429,7 @@ class Session:
         self._published.update({name: value for name, value in news.items() if value is not None})
         if self.recorder.closed:
             return
-        if self.training_steps <= 1 and self._process_began_ns:  # the first step compiles
+        if self.recorder.step <= 1 and self._process_began_ns:  # the first step compiles; inference counts no others
             self._start_cpu_wait_ns = cpu_wait_ns(os.getpid())
         self._ring.set_metadata(
             {
