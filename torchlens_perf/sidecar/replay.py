@@ -17,14 +17,14 @@ from torchlens_perf.config import Config
 from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, export_batch, traced_steps
 from torchlens_perf.report.build import slow_link_verdict
 from torchlens_perf.run.identity import Identity, model_digest
-from torchlens_perf.sidecar.assessment import Assessor
+from torchlens_perf.sidecar.alerts import AlertManager
+from torchlens_perf.sidecar.epoch import Epoch
 from torchlens_perf.sidecar.rings import segments
 from torchlens_perf.sidecar.rings.bounded_files import files_of
-from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup, StragglerSummary, name
+from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup, StragglerSummary
 from torchlens_perf.verdicts.finding_log import FindingLog
-from torchlens_perf.verdicts.stragglers.detector import JobDetector
+from torchlens_perf.verdicts.stragglers.detector import NOTHING
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
-from torchlens_perf.verdicts.stragglers.merged_windows import MergedWindows, held_against
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
@@ -65,7 +65,7 @@ def replay(
     """
     steps = records = 0
     sending = _Sending(exporter) if exporter is not None else None
-    judge, windows, rebuilt_states, saved_states = JobDetector(), MergedWindows(), [], []
+    epoch, rebuilt_states, saved_states = Epoch(), list[NodeState](), list[NodeState]()
     judged_steps: dict[str, JudgedSteps] = {}
     damaged: list[str] = []
     hosts = segments.hosts(run)
@@ -86,10 +86,13 @@ def replay(
             process.model = process.model or model_digest(process.statistics.modules)
             judged = judged_steps.setdefault(origin.key, JudgedSteps(process.judged_by))
             newly = process.judge_by(judged, kept, table)
-            if newly is not None and origin.key not in replaced:
-                judge.add_steps(origin.attempt, origin.rank, process.place, newly)
-            if origin.rank == 0 and origin.key not in replaced:
-                windows.add(kept, process.identity.world_size)
+            if origin.attempt > epoch.generation and origin.key not in replaced:
+                epoch = Epoch(origin.attempt)
+            if origin.attempt == epoch.generation and origin.key not in replaced:
+                if newly is not None:
+                    epoch.add_steps(process.identity, process.place, newly)
+                if origin.rank == 0:
+                    epoch.add_windows(kept, process.identity.world_size)
             steps, records = steps + len(table), records + len(kept)
             if sending is not None:
                 chosen = {each.step: each for each in traced if each.attempt == process.identity.attempt}
@@ -100,19 +103,19 @@ def replay(
                 sending.send(export_batch(process, kept, names, table, sent, chosen))
         for key, process in rebuilt.processes.items():
             rest = process.judge_by(judged_steps[key])
-            if rest is not None and key not in replaced:
-                judge.add_steps(process.identity.attempt, process.identity.rank, process.place, rest)
+            if rest is not None and key not in replaced and process.identity.attempt == epoch.generation:
+                epoch.add_steps(process.identity, process.place, rest)
         if not saved.processes:
             rebuilt.notes += ["rebuilt from the records that are kept", *damaged]
             rebuilt_states.append(rebuilt)
-    findings = held_against(judge.judge(final=True), windows, judge.places)
-    named = name(findings, judge.places)
+    findings = epoch.judge(final=True) or NOTHING
+    named = epoch.summarize(findings)
     for state in rebuilt_states:
         state.findings, state.named = findings, named
         state.save(run)
     if sending is None:
         return Replayed(steps, records, damaged)
-    sending.assess(run, judge, findings, named, saved_states)
+    sending.assess(run, epoch, findings, named, saved_states)
     notes = sending.end()
     _note_delivery(run, notes)
     return Replayed(steps, records, [*damaged, *notes])
@@ -181,7 +184,7 @@ class _Sending:
     def assess(
         self,
         run: RunDirectory,
-        judge: JobDetector,
+        epoch: Epoch,
         findings: Findings,
         named: StragglerSummary,
         saved: list[NodeState],
@@ -192,8 +195,8 @@ class _Sending:
             return
         ended_ns = last.anchor.unix_ns - last.anchor.monotonic_ns
         ended_ns += int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
-        assessment = Assessor(FindingLog(run.run_id)).assess(
-            last.identity, judge.attempt, findings, named, judge.places, saved, ended_ns,
+        assessment = AlertManager(FindingLog(run.run_id)).assess(
+            last.identity, epoch.generation, findings, named, epoch.places, saved, ended_ns,
             links=slow_link_verdict(saved),
             diagnosed=lambda group: _diagnosed(saved, group),
         )  # fmt: skip
