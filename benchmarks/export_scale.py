@@ -43,7 +43,7 @@ from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.tracing import Tracing
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Steps, Topology
-from torchlens_perf.verdicts.causes.straggler_groups import name
+from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 
 NODE_SIZE, SPANS_A_STEP = 8, 200
 BAR_SPANS_A_SECOND, BAR_SERIES = 200, 2000
@@ -163,8 +163,7 @@ class Node:
     def judge(self) -> None:
         """A round of the sidecar."""
         findings = self.job.update(self.clock())
-        if findings is not self.state.findings:
-            self.state.findings, self.state.named = findings, name(findings, self.job.places)
+        self.state.findings = with_groups(findings, self.job.places)
         part = self.tracing.part(self.sources, self.clock())  # type: ignore[arg-type]
         assert part is not None
         self.job.hand_on(self.metrics.take_part(part))
@@ -174,7 +173,7 @@ class Node:
             self.traced.append(traced)
             self._export(traced)
         some = next(iter(self.sources)).state.identity
-        self.metrics.on_assessment(Assessment(some, findings, None, (), self.job.judges_alone))
+        self.metrics.on_assessment(Assessment(some, self.state.findings, None, (), self.job.judges_alone))
 
     def measure(self) -> None:
         """GPUs and ports report everything, errors and throttling included."""

@@ -27,7 +27,7 @@ from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.messages import Collected, NodeContact, Received
 from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.verdicts.causes.metrics import METRICS
-from torchlens_perf.verdicts.causes.straggler_groups import name
+from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.stragglers.placement import Placement
 
 RANKS, NODE_SIZE, WINDOWS, SLOW, SLOW_FROM = 16384, 8, 24, 1234, 5
@@ -115,7 +115,7 @@ def measured() -> dict[str, Any]:
         handed.next = window(number, draw)
         begun_s = time.process_time()
         findings = view.update(5.0 * number)
-        name(findings, view.places, view.module_times.excess_ns, lambda group: view.diagnose(group, {}))
+        with_groups(findings, view.places, view.module_times.excess_ns, lambda group: view.diagnose(group, {}))
         spent_s.append(time.process_time() - begun_s)
     return {
         "named": [(episode.rank, episode.named_step) for episode in findings.episodes],

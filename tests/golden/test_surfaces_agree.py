@@ -155,7 +155,7 @@ def alerts_and_assessment_have_the_figures_of_the_rows(report: dict[str, Any], e
             assert alert.until_step == row["held"]["until_step"]
             assert alert.text == row["text"] or len(alert.ranks) > 1
     assert exporter.assessment is not None
-    for group in exporter.assessment.together:
+    for group in exporter.assessment.findings.groups:
         row = now[group.lead.rank]
         assert row["cost_s_per_step"] == (None if group.cost_ns is None else group.cost_ns / 1e9)
         assert (group.lead.since_step, group.lead.phase) == (row["since_step"], row["phase"])

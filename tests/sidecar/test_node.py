@@ -364,7 +364,7 @@ def test_findings_of_another_attempt_are_not_those_of_the_new_one(run: RunDirect
     made.export()  # before anybody has looked
     made.save()
     state = node_state.load(run.node_state(HOST))
-    assert (state.findings.episodes, state.named.groups) == ((), ())
+    assert (state.findings.episodes, state.findings.groups) == ((), ())
     for count in (0, 2, 8, 50):
         for rank in after:
             rank.steps(count, **WORK)

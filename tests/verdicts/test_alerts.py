@@ -11,9 +11,9 @@ from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from tests.support.saved import saved
 from tests.support.simulations import simulation
 from torchlens_perf.verdicts.alert import Alert
-from torchlens_perf.verdicts.causes.rules import Cause, Diagnosis
 from torchlens_perf.verdicts.finding_log import FindingLog, stragglers_by_class
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, StragglerDetector, Usual
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Cause, Diagnosis, Findings, Usual
 from torchlens_perf.verdicts.stragglers.resume import Continuation
 from torchlens_perf.verdicts.words.evidence import ImbalanceEvidence, Verdict
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext

@@ -59,7 +59,7 @@ class Standing:
         findings, hang = assessment.findings, assessment.hang
         slow = findings.slow_now
         # Without one of the ranks of a slow node the job waits for the others: each has what all of them cost together.
-        shared_ns = {rank: each.cost_ns for each in assessment.together for rank in each.ranks}
+        shared_ns = {rank: each.cost_ns for each in findings.groups for rank in each.ranks}
         costs_ns = {(each.rank, each.phase): shared_ns.get(each.rank, each.cost_ns) for each in slow}
         with self._lock:
             known_s = {key: cost_ns / 1e9 for key, cost_ns in costs_ns.items() if cost_ns is not None}

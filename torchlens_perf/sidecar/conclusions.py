@@ -29,9 +29,9 @@ from torchlens_perf.sidecar.local_rank import usual_step_s
 from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.rank_metrics import RankMetrics
 from torchlens_perf.sidecar.rings.source import USUAL_STEPS, RingSource
-from torchlens_perf.verdicts.causes.straggler_groups import NOBODY, name
+from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.finding_log import FindingLog
-from torchlens_perf.verdicts.stragglers.detector import NOTHING
+from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.merged_windows import MergedWindows, held_against
 from torchlens_perf.verdicts.stragglers.resume import Continuation
 from torchlens_perf.verdicts.words.hang import device_place
@@ -48,9 +48,7 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.sidecar.telemetry.log import TelemetryLog
     from torchlens_perf.verdicts.alert import Alert
-    from torchlens_perf.verdicts.causes.rules import Diagnosis
-    from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup
-    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, StragglerGroup
     from torchlens_perf.verdicts.words.evidence import Verdict
 
 _JUDGING = "judging the ranks"
@@ -90,7 +88,7 @@ class Conclusions:
         self._generation = generation
         self._windows = MergedWindows()
         self.job.begin(generation, identity)
-        self._state.findings, self._state.named, self._state.hang = NOTHING, NOBODY, None
+        self._state.findings, self._state.hang = NOTHING, None
 
     def number(self, sources: RingSources) -> None:
         """Gives processes their places in the job: the run's id, and which of its generations they are of."""
@@ -179,7 +177,7 @@ class Conclusions:
             with self.going_on("raising alerts"):
                 last_steps = [source.state.statistics.last_step for source in sources.newest()]
                 found = self._assessor.assess(
-                    who, who.attempt, found.findings, self._state.named, self.job.places, [self._state], time.time_ns(),
+                    who, who.attempt, found.findings, self.job.places, [self._state], time.time_ns(),
                     links=links,
                     diagnosed=lambda group: self._diagnosed(group, sources),
                     hang=found.hang,
@@ -203,7 +201,7 @@ class Conclusions:
                     ranks[who.rank] = LiveRank(source.path, who.pid, who.attempt, step, refuses=setting == "off")
                     on_verdict |= setting == "verdict"
             if on_verdict and self.job.judges_alone:
-                self._captures.ask_after_verdict(self._state.named, self._state.findings, self.job.places, ranks)
+                self._captures.ask_after_verdict(self._state.findings, self.job.places, ranks)
             self._captures.update(ranks, now_s)
             self._state.notes += [note for note in self._captures.notes if note not in self._state.notes]
             if final:
@@ -231,11 +229,10 @@ class Conclusions:
             findings = self._continuation.findings(findings)
         findings = held_against(findings, self._windows, self.job.places)
         if findings.rows or not self._state.findings.rows:
-            self._state.findings = findings
-            self._state.named = name(
+            self._state.findings = with_groups(
                 findings, self.job.places, self.job.module_times.excess_ns,
                 diagnosed=lambda group: self._diagnosed(group, sources),
-                before=self._state.named,
+                before=self._state.findings,
             )  # fmt: skip
 
     def _diagnosed(self, group: StragglerGroup, sources: RingSources) -> Diagnosis:

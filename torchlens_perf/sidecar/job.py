@@ -27,8 +27,9 @@ from torchlens_perf.sidecar.nodes.meeting import Meeting, OpenExchange
 from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.nodes.summary import Summary
 from torchlens_perf.verdicts.causes.metrics import MetricHistory, vector
-from torchlens_perf.verdicts.causes.rules import Diagnosis, diagnose
-from torchlens_perf.verdicts.stragglers.detector import Findings, JobDetector
+from torchlens_perf.verdicts.causes.rules import diagnose
+from torchlens_perf.verdicts.stragglers.detector import JobDetector
+from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity, ProcessGroup
     from torchlens_perf.run.records import StepTable
     from torchlens_perf.sidecar.nodes.messages import Received
-    from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup
+    from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
     from torchlens_perf.verdicts.words.hang import OpenHang
 
 logger = logging.getLogger("torchlens_perf.sidecar")

@@ -172,8 +172,8 @@ class Tracing:
 
     def _known(self, sources: RingSources) -> Known:
         running = frozenset(source.state.identity.rank for source in sources.newest() if not source.read_to_end)
-        findings, named = self._state.findings, self._state.named
-        slow = [group.lead.rank for group in named.groups]
+        findings = self._state.findings
+        slow = [group.lead.rank for group in findings.groups]
         slow += [each.rank for each in findings.slow_now if each.rank not in slow]
         world_size = self._world_size
         if self._part in (Part.ALONE, Part.HANDS_ON):

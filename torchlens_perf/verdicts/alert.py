@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import printable
 from torchlens_perf.run.rank_ranges import ranges
-from torchlens_perf.verdicts.causes.straggler_groups import NOBODY, StragglerGroup, StragglerSummary
-from torchlens_perf.verdicts.stragglers.detector import Findings
 from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.findings import Findings, StragglerGroup
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.evidence import SLOW_COMMUNICATION, ImbalanceEvidence, SlowLinkEvidence, Verdict
-from torchlens_perf.verdicts.words.stragglers import SlowRankContext, cause_class, phase_name, straggler_verdicts
+from torchlens_perf.verdicts.words.stragglers import (
+    SlowRankContext,
+    cause_class,
+    past_verdict,
+    phase_name,
+    slow_verdict,
+)
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.causes.rules import Diagnosis
+    from torchlens_perf.verdicts.stragglers.findings import Diagnosis
     from torchlens_perf.verdicts.words.hang import OpenHang
 
 STARTED, UPDATED, ENDED = "started", "updated", "ended"
@@ -116,8 +121,7 @@ class AlertContext:
         """Return the alert on a straggler. group: the same, as straggler_groups() has it now."""
         if self.diagnosed is not None:
             group = dataclasses.replace(group, diagnosis=self.diagnosed(group))
-        findings = dataclasses.replace(self.findings, episodes=())
-        (verdict,), _ = straggler_verdicts(self.context(), findings, StragglerSummary((group,)))
+        verdict = slow_verdict(self.context(), group, self.findings)
         alert = self._straggler(slow, group.lead, change, verdict, verdict.text, *parts, ranks=group.ranks)
         causes = group.diagnosis.causes if group.diagnosis is not None else ()
         return dataclasses.replace(alert, because=tuple(cause.kind for cause in causes))
@@ -125,7 +129,7 @@ class AlertContext:
     def ended(self, slow: Straggler) -> Alert:
         """Return the alert on the end of a straggler whose episodes are all over."""
         until_step = max(episode.until_step or 0 for episode in slow.episodes)
-        verdict = self._was_slow(slow.lead)
+        verdict = past_verdict(slow.lead)
         text = verdict.text
         if len(slow.episodes) > 1:
             was = "were" if slow.kind == "position" else "was"
@@ -139,14 +143,8 @@ class AlertContext:
         lead = slow.lead
         was = "were" if slow.kind == "position" else "was"
         text = f"{_who(slow)} {was} slow in {phase_name(lead.phase)} from step {lead.since_step} on. {why}"
-        verdict = self._was_slow(dataclasses.replace(lead, until_step=lead.last_step + 1))
+        verdict = past_verdict(dataclasses.replace(lead, until_step=lead.last_step + 1))
         return self._straggler(slow, lead, ENDED, verdict, text, ranks=slow.ranks)
-
-    def _was_slow(self, episode: Episode) -> Verdict:
-        """episode: with its until_step."""
-        findings = dataclasses.replace(self.findings, episodes=(episode,))
-        _, (verdict,) = straggler_verdicts(no_modules(), findings, NOBODY)
-        return verdict
 
     def _straggler(
         self, slow: Straggler, episode: Episode, change: str, verdict: Verdict, text: str, *parts: object,

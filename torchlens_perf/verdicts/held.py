@@ -36,7 +36,7 @@ from torchlens_perf.verdicts.words.hang import HangEvidence
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
     from torchlens_perf.verdicts.judged_windows import Columns
-    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.words.report import Held, Steps
 
 _MIN_WINDOWS = 4  # that something must last for to be named beside the run as a whole

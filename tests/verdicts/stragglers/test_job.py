@@ -15,7 +15,8 @@ from tests.support.tables import step_table
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity, model_digest
 from torchlens_perf.run.records import StepTable
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, JobDetector, dimension, place_of
+from torchlens_perf.verdicts.stragglers.detector import JobDetector, dimension, place_of
+from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 

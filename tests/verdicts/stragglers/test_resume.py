@@ -11,7 +11,8 @@ import pytest
 from tests.support.findings import episode, findings
 from tests.support.saved import saved
 from tests.support.simulations import simulation
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, StragglerDetector, Usual
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
 from torchlens_perf.verdicts.stragglers.resume import Continuation
 
 USUAL = (Usual("same", "0-7", 60e6, 40e6),)

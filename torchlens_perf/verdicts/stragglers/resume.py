@@ -11,8 +11,8 @@ from torchlens_perf.verdicts.stragglers.excess import self_normalized_threshold,
 from torchlens_perf.verdicts.stragglers.merged_windows import without_windows
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.stragglers.detector import Findings
     from torchlens_perf.verdicts.stragglers.episodes import Episode
+    from torchlens_perf.verdicts.stragglers.findings import Findings
 
 _MAX_ROWS = 8 * MIN_ROWS  # that are waited for; the detector looks at a rank that lacks a CPU for as many
 

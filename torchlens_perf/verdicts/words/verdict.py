@@ -10,8 +10,7 @@ from torchlens_perf.analysis.statistics.quantities import amount, counted, durat
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.ring import MAX_FRAMES
-from torchlens_perf.verdicts.causes.straggler_groups import StragglerSummary
-from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.words.bottleneck import bottlenecks, named_uses
 from torchlens_perf.verdicts.words.evidence import (
     WASTE,
@@ -46,7 +45,6 @@ _MOST = 0.5  # of the steps
 def verdicts(
     report: Facts,
     findings: Findings,
-    named: StragglerSummary,
     hang: OpenHang | None,
     links: LinkFindings,
 ) -> list[Verdict]:
@@ -62,7 +60,7 @@ def verdicts(
         return [*out_of_memory, *start, _only_warm_up(report)]
     run = report["run"]
     context = SlowRankContext(report["modules"], run["device"], run["judged_by"], came_last(report["collectives"]))
-    now, before = straggler_verdicts(context, findings, named)
+    now, before = straggler_verdicts(context, findings)
     if links.links:
         now.append(slow_link(report["steps"]["count"], report["steps"]["mean_s"], links))
     # While one rank holds up the others, their waiting is its doing, as in most of a run that was so for most of it.
@@ -76,7 +74,7 @@ def verdicts(
         long = [each for each in long if not is_growth(report, each)]
     typical = _unless_too_deep(report, typical)
     if now and "lack_of_cpu" in named_uses(typical):
-        of_ranks, before = straggler_verdicts(context._replace(lacks_cpu=True), findings, named)
+        of_ranks, before = straggler_verdicts(context._replace(lacks_cpu=True), findings)
         now = [*of_ranks, *now[len(of_ranks) :]]
     if now:
         return [*out_of_memory, *start, *_one_of_each_cause(now, typical), *grows, *long, *before]
