@@ -501,7 +501,7 @@ def test_new_processes_of_an_attempt_have_alerts_of_their_own(run: RunDirectory)
 
 @pytest.mark.parametrize(
     "broken",
-    ["job.add_steps", "job.update", "job.end", "_continuation.findings", "_assessor.assess", "signals.sample"],
+    ["job.add_steps", "job.update", "job.end", "_assessor.assess", "signals.sample"],
 )
 def test_an_error_of_the_judgement_ends_nothing(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, broken: str, caplog: pytest.LogCaptureFixture

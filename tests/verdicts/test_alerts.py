@@ -14,7 +14,7 @@ from torchlens_perf.verdicts.alert import Alert
 from torchlens_perf.verdicts.finding_log import FindingLog, stragglers_by_class
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Cause, Diagnosis, Findings, Usual
-from torchlens_perf.verdicts.stragglers.resume import Continuation
+from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 from torchlens_perf.verdicts.words.evidence import ImbalanceEvidence, Verdict
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext
 
@@ -112,14 +112,14 @@ def test_a_first_step_that_is_corrected_makes_no_other_alert(restart: int | None
         for _, block in part.blocks(1)
         for first in range(int(block.key[block.key >= 0].min()), int(block.key.max()) + 1, 4)
     ]
-    judge, log, goes_on = StragglerDetector(), FindingLog("run"), Continuation(NOTHING)
+    judge, log, goes_on = StragglerDetector(), FindingLog("run"), EarlierEpisodes(NOTHING)
     found, raised, since = NOTHING, [], set()
     for block in blocks:
         if restart is not None and int(block.key[block.key >= 0].min()) == restart:
             kept = saved(found)
-            judge, log, goes_on = StragglerDetector(), restarted(log, kept), Continuation(kept)
+            judge, log, goes_on = StragglerDetector(), restarted(log, kept), EarlierEpisodes(kept)
         judge.add_block("", block)
-        found = goes_on.findings(judge.judge())
+        found = goes_on.merged_with(judge.judge())
         since |= {each.since_step for each in found.episodes}
         raised += told(log, found)
     whole = StragglerDetector()
@@ -203,13 +203,13 @@ def test_a_sidecar_that_was_started_again_goes_on() -> None:
     first, slow = FindingLog("run"), episode(since=100)
     (started,) = told(first, findings(slow))
     second = restarted(first, findings(slow))
-    goes_on = Continuation(findings(slow))
-    assert told(second, goes_on.findings(NOTHING)) == []  # nothing is judged yet
+    goes_on = EarlierEpisodes(findings(slow))
+    assert told(second, goes_on.merged_with(NOTHING)) == []  # nothing is judged yet
     again = episode(since=164)
-    assert told(second, goes_on.findings(findings(again))) == []
+    assert told(second, goes_on.merged_with(findings(again))) == []
     again = dataclasses.replace(again, until_step=300)
-    (ended,) = told(second, goes_on.findings(findings(again)))
-    assert told(second, goes_on.findings(findings(again))) == []
+    (ended,) = told(second, goes_on.merged_with(findings(again)))
+    assert told(second, goes_on.merged_with(findings(again))) == []
 
     assert ended.about == started.about
     assert (ended.since_step, ended.until_step) == (100, 300)
@@ -219,13 +219,13 @@ def test_a_sidecar_that_was_started_again_goes_on() -> None:
 def test_one_that_ended_while_no_sidecar_ran() -> None:
     """Once a rank that was slow would have been named again, and is not, it is over, as far as is known at once."""
     before = findings(episode())
-    log, goes_on = FindingLog("run"), Continuation(before)
+    log, goes_on = FindingLog("run"), EarlierEpisodes(before)
     told(log, before)
     log = restarted(log, before)
     usual = (Usual("same", "0-7", 60e6, 40e6),)
-    assert told(log, goes_on.findings(findings(usual=usual, detectable_ns=21e6))) == []
-    (ended,) = told(log, goes_on.findings(findings(usual=usual, detectable_ns=19e6)))
-    assert told(log, goes_on.findings(findings(usual=usual, detectable_ns=19e6))) == []
+    assert told(log, goes_on.merged_with(findings(usual=usual, detectable_ns=21e6))) == []
+    (ended,) = told(log, goes_on.merged_with(findings(usual=usual, detectable_ns=19e6)))
+    assert told(log, goes_on.merged_with(findings(usual=usual, detectable_ns=19e6))) == []
 
     assert (ended.change, ended.rank, ended.since_step, ended.until_step) == ("ended", 3, 100, 151)
 

@@ -33,7 +33,6 @@ from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.merged_windows import MergedWindows, held_against
-from torchlens_perf.verdicts.stragglers.resume import Continuation
 from torchlens_perf.verdicts.words.hang import device_place
 
 if TYPE_CHECKING:
@@ -71,9 +70,8 @@ class Conclusions:
             generation = generations.of(process.identity)
             if generation != UNRELATED:
                 self.job.began(process.identity, generation, process.identity.attempt)
-        self._earlier = self._generation = generations.newest  # that the state's findings and hang are of
-        self.job.begin(generations.newest)
-        self._continuation = Continuation(state.findings)
+        self._generation = generations.newest  # that the state's findings and hang are of
+        self.job.begin(generations.newest, earlier=state.findings)
         self._windows = MergedWindows()
         self._links = LinkWatch(run, host)
         self._captures = CaptureRelay(run)
@@ -225,8 +223,6 @@ class Conclusions:
     def _take_over(self, findings: Findings, sources: RingSources) -> None:
         if self.job.generation != self._generation:
             return  # no step of the newest processes has been made
-        if self._generation == self._earlier:
-            findings = self._continuation.findings(findings)
         findings = held_against(findings, self._windows, self.job.places)
         if findings.rows or not self._state.findings.rows:
             self._state.findings = with_groups(

@@ -29,7 +29,7 @@ from torchlens_perf.sidecar.nodes.summary import Summary
 from torchlens_perf.verdicts.causes.metrics import MetricHistory, vector
 from torchlens_perf.verdicts.causes.rules import diagnose
 from torchlens_perf.verdicts.stragglers.detector import JobDetector
-from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Diagnosis, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
@@ -132,10 +132,11 @@ class JobView:
 
     # -- from the sidecar's sources
 
-    def begin(self, generation: int, identity: Identity | None = None) -> None:
-        """Other processes of this node begin, as it counts them (restarts.py). identity: of one of them.
+    def begin(self, generation: int, identity: Identity | None = None, earlier: Findings = NOTHING) -> None:
+        """Other processes of this node begin, as it counts them (restarts.py).
 
-        The exchange goes on: other nodes may have begun already.
+        identity: of one of them. earlier: what an earlier sidecar has found of them. The exchange
+        goes on: other nodes may have begun already.
         """
         if identity is not None:
             self.began(identity, generation)
@@ -146,7 +147,7 @@ class JobView:
         self._alone = False  # whether they are all ranks of the job
         self._places: dict[int, Places] = {}
         self._hangs = HangWatch(SILENT_S)
-        self._judge = JobDetector()
+        self._judge = JobDetector(earlier)
         self._local = {}
         self._remote: dict[int, Progress] = {}
         self._remote_reported_s: dict[int, float] = {}

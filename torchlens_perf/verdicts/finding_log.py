@@ -102,7 +102,7 @@ class FindingLog:
     def __init__(self, run_id: str, saved: FindingRecords | None = None, findings: Findings = NOTHING) -> None:
         """saved, findings: what an earlier sidecar of the node has saved, and raised alerts for.
 
-        Later findings go on with those, see Continuation.
+        Later findings go on with those, see stragglers/resume.py.
         """
         self._run_id = run_id
         self.records = FindingRecords() if saved is None else saved

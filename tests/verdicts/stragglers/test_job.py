@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.findings import episode, findings
 from tests.support.planted import Job
 from tests.support.ranks import identity_of
 from tests.support.tables import step_table
@@ -170,6 +171,15 @@ class TestNodeJudge:
         assert judge.judge().last_step == 59
         found = judge.judge(final=True)
         assert (found.episodes, found.compared) == ((), 2)
+
+    def test_findings_of_an_earlier_sidecar_go_on_in_its_attempt(self) -> None:
+        """What ended before is kept, until another attempt begins."""
+        over = episode(2, since=10, until=40)
+        judge = JobDetector(findings(over))
+        for attempt, kept in ((3, (over,)), (4, ())):
+            for rank in range(3):
+                judge.add_steps(attempt, rank, HERE, table(range(60, 100), rank))
+            assert judge.judge().episodes == kept
 
     def test_nothing_new_is_not_judged(self) -> None:
         """Without new rows the findings are those that were there."""

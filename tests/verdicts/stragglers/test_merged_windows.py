@@ -23,7 +23,7 @@ from torchlens_perf.verdicts.stragglers.merged_windows import (
     without_windows,
 )
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, Placement
-from torchlens_perf.verdicts.stragglers.resume import Continuation
+from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, no_straggler, straggler_verdicts
 
 MS, STEPS = 1_000_000, 64
@@ -209,7 +209,7 @@ def test_ranks_that_do_different_work(places: dict[int, Placement]) -> None:
 def test_another_sidecar_begins_without_them() -> None:
     """What an earlier one knew from windows alone is found again, or it is not: it is not kept open for ever."""
     found = held_against(judged(episode(rank=1), ranks=2), seen(*[FORWARD] * 3), NODE)
-    assert [each.rank for each in Continuation(found).findings(judged(ranks=2)).episodes] == [1]
+    assert [each.rank for each in EarlierEpisodes(found).merged_with(judged(ranks=2)).episodes] == [1]
 
 
 def test_more_ranks_stand_out_than_a_window_holds() -> None:

@@ -26,6 +26,7 @@ from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES, Placement, groups_of
 from torchlens_perf.verdicts.stragglers.population import Population
+from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 if TYPE_CHECKING:
@@ -125,12 +126,14 @@ def place_of(identity: Identity, model: str, groups: Mapping[str, ProcessGroup],
 class JobDetector:
     """Judges one attempt of a job after the other: a restart may have other ranks."""
 
-    def __init__(self) -> None:
-        self._begin(-1)
+    def __init__(self, earlier: Findings = NOTHING) -> None:
+        """earlier: what an earlier sidecar has found of the first attempt that is judged here."""
+        self._begin(-1, earlier)
 
-    def _begin(self, attempt: int) -> None:
-        """Another attempt: what is known of those before it holds of none of its ranks."""
+    def _begin(self, attempt: int, earlier: Findings = NOTHING) -> None:
+        """Discard what is known of the attempt before, whose ranks were other processes."""
         self.attempt = attempt
+        self._earlier = EarlierEpisodes(earlier)
         self.places: dict[int, Placement] = {}
         self.findings: Findings = NOTHING
         self._judge = StragglerDetector()
@@ -169,7 +172,7 @@ class JobDetector:
                 self._add(rank, maker.rest())
         if self._changed or final:
             self._changed = False
-            self.findings = self._judge.judge(final=final)
+            self.findings = self._earlier.merged_with(self._judge.judge(final=final))
         return self.findings
 
     def has_rows(self, rank: int) -> bool:
@@ -183,7 +186,9 @@ class JobDetector:
         """
         if attempt < self.attempt:
             return False
-        if attempt > self.attempt:
+        if self.attempt < 0:
+            self.attempt = attempt
+        elif attempt > self.attempt:
             self._begin(attempt)
         if rank not in self._has_rows and self.places.get(rank) != place:
             self.places[rank] = place
