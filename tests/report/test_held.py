@@ -19,7 +19,6 @@ from torchlens_perf.analysis.node_state import NodeState
 from torchlens_perf.analysis.statistics.run_windows import RunWindows
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
-from torchlens_perf.report.verdict_text import held_words
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.finding_log import FindingLog
@@ -28,6 +27,7 @@ from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, StragglerGroup, Usual
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.hang import RankStack
+from torchlens_perf.verdicts.words.over import held_words
 
 WIDTH = 8  # steps, of a window of a short run
 STEP_S = 0.016  # of BASE

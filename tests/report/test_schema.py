@@ -34,9 +34,9 @@ from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.run.sketch import Sketch
+from torchlens_perf.run.verdicts import Alert
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.simulate.simulation import Topology
-from torchlens_perf.verdicts.alert import Alert
 from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis, StageImbalance, StragglerGroup
@@ -109,7 +109,7 @@ def judged(slow: Episode) -> NodeState:
 
 def noted(kind: str) -> FindingRecords:
     """The records of a run with a finding of a kind that is over."""
-    alert = Alert("id", "about", kind, "ended", "It is slow. Next: see.", 9_000_000, 0, ranks=(1,))
+    alert = Alert("id", "about", kind, "ended", "It is slow.", "see.", 9_000_000, 0, ranks=(1,))
     hung = OpenHang("missing", 60.0, 20, (1,), (0,), {}, text="") if kind == "hang" else None
     return FindingRecords(0, "", [Finding(alert, 20, 5_000_000, 31, 9_000_000, hang=hung)])
 

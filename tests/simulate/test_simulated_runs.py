@@ -198,7 +198,7 @@ def test_alerts_on_what_is_no_ranks_work(
 
     assert (told.change, told.ranks) == ("started", where)
     assert told.text.partition(":")[0] == verdict["text"].partition(":")[0]
-    assert told.cost_s == pytest.approx(verdict["cost_s_per_step"], rel=0.5)
+    assert told.cost_s_per_step == pytest.approx(verdict["cost_s_per_step"], rel=0.5)
     assert [each.id for each in again.alerts if each.kind == kind] == [told.id]
 
 

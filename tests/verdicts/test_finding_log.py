@@ -47,7 +47,7 @@ def test_a_hang_from_its_begin_to_its_end() -> None:
     (noted,) = rig.look(161, 57)
 
     assert (noted.since_unix_ns, noted.until_unix_ns) == (100 * S, 161 * S)
-    assert (noted.until_step, noted.duration_s, noted.alert.text) == (58, 50.0, hang(57, since_s=50).text)
+    assert (noted.until_step, noted.duration_s, noted.alert.sentence) == (58, 50.0, hang(57, since_s=50).text)
     assert rig.log.records.holds("hang") is None
 
 

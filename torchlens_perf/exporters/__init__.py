@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import StepTable, StepTrace, TracedStep
-    from torchlens_perf.verdicts.alert import Alert
+    from torchlens_perf.run.verdicts import Alert
     from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.words.hang import OpenHang
 

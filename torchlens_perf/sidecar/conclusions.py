@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import StepTable
+    from torchlens_perf.run.verdicts import Alert
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.sidecar.telemetry.log import TelemetryLog
-    from torchlens_perf.verdicts.alert import Alert
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, StragglerGroup
     from torchlens_perf.verdicts.words.evidence import Verdict
 

@@ -1,4 +1,4 @@
-"""One alert, and how it is made from what was found: id, sentence, numbers. Pure; finding_log.py says when."""
+"""How an alert is made from what was found: id, sentence, numbers. Pure; finding_log.py says when."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import printable
 from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.verdicts import ENDED, STARTED, UPDATED, Alert, sentence_and_action
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Findings, StragglerGroup
 from torchlens_perf.verdicts.stragglers.placement import Placement
@@ -24,53 +25,6 @@ from torchlens_perf.verdicts.words.stragglers import (
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis
     from torchlens_perf.verdicts.words.hang import OpenHang
-
-STARTED, UPDATED, ENDED = "started", "updated", "ended"
-
-
-@dataclasses.dataclass(frozen=True)
-class Alert:
-    """Something began, is known better by now, or ended. None and "" stand for what does not apply."""
-
-    id: str
-    """32 hexadecimal digits; the same whoever raises the alert, and however often."""
-    about: str
-    """The same for all alerts about one straggler, or one hang."""
-    kind: str
-    """straggler, hang, or a verdict's kind."""
-    change: str
-    """STARTED, UPDATED or ENDED."""
-    text: str
-    """The verdict's sentence."""
-    unix_ns: int
-    """When it was found."""
-    attempt: int
-    since_step: int | None = None
-    until_step: int | None = None
-    """The step from which on it was over."""
-    rank: int | None = None
-    """The suspect; of several, the one to look at first."""
-    ranks: tuple[int, ...] = ()
-    """All suspects; of ranks that are slow together, all of them."""
-    host: str = ""
-    """The suspect's."""
-    phase: str | None = None
-    cause: str = ""
-    """A straggler's class: slow_compute, slow_data, slow_host or more_work. A hang's kind: dead, missing and others."""
-    because: tuple[str, ...] = ()
-    """Kinds of what is behind a straggler (diagnosis.Cause), the likeliest first; none if none was found."""
-    scope: str = ""
-    """What is slow: "rank", "node" with all its ranks, or "position" in the mesh."""
-    cost_s: float | None = None
-    """Seconds that each step of the job would be shorter without all suspects; None where that is not known."""
-    cost_share: float | None = None
-    duration_s: float | None = None
-    """For a hang: for how long no step has been made."""
-
-    @property
-    def urgent(self) -> bool:
-        """Whether somebody should look: not for an end."""
-        return self.change != ENDED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +111,7 @@ class AlertContext:
             phase=episode.phase,
             cause=cause_class(episode),
             scope=slow.kind,
-            cost_s=verdict.cost_s_per_step,
+            cost_s_per_step=verdict.cost_s_per_step,
             cost_share=verdict.cost_share,
         )
 
@@ -171,8 +125,9 @@ class AlertContext:
             text = f"On node {self.alone} alone, from where node 0 is not reached: {text}"
         key = _hash(self.run_id, self.attempt, *about)
         host = self.places[rank].host if rank is not None and rank in self.places else ""
+        sentence, action = sentence_and_action(printable(text))
         return Alert(
-            _hash(key, change, *parts), key, kind, change, printable(text), self.unix_ns, self.attempt, since_step,
+            _hash(key, change, *parts), key, kind, change, sentence, action, self.unix_ns, self.attempt, since_step,
             rank=rank, ranks=ranks, host=host,
         )  # fmt: skip
 
@@ -207,15 +162,14 @@ class AlertContext:
             phase=verdict.phase,
             cause=cause,
             scope=scope,
-            cost_s=verdict.cost_s_per_step,
+            cost_s_per_step=verdict.cost_s_per_step,
             cost_share=verdict.cost_share,
         )
 
     def verdict_over(self, last: Alert, why: str = "") -> Alert:
         """last: verdict() of it as it stood last. why: a sentence, where it is not that it does not hold any more."""
-        found = last.text.partition(" Next: ")[0]
-        text = f"{found} {why}" if why else f"No longer: {found}"
-        return dataclasses.replace(last, id=_hash(last.about, ENDED), change=ENDED, text=text, unix_ns=self.unix_ns)
+        text, uid = f"{last.text} {why}" if why else f"No longer: {last.text}", _hash(last.about, ENDED)
+        return dataclasses.replace(last, id=uid, change=ENDED, text=text, next="", unix_ns=self.unix_ns)
 
 
 def _who(slow: Straggler) -> str:

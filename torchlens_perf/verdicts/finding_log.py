@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.run.rank_ranges import ranges
-from torchlens_perf.verdicts.alert import STARTED, UPDATED, Alert, AlertContext, Straggler, no_modules
+from torchlens_perf.run.verdicts import STARTED, UPDATED, Alert
+from torchlens_perf.verdicts.alert import AlertContext, Straggler, no_modules
 from torchlens_perf.verdicts.causes.straggler_groups import straggler_groups
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings

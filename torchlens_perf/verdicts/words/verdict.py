@@ -10,6 +10,7 @@ from torchlens_perf.analysis.statistics.quantities import amount, counted, durat
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.ring import MAX_FRAMES
+from torchlens_perf.run.verdicts import sentence_and_action
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.words.bottleneck import bottlenecks, named_uses
 from torchlens_perf.verdicts.words.evidence import (
@@ -102,7 +103,7 @@ def _one_of_each_cause(slow: list[Verdict], typical: Verdict) -> list[Verdict]:
     if typical.kind != "lack_of_cpu" or not same:
         return [*slow, typical]
     # All ranks lack CPUs, and these lack them for longer.
-    found, _, action = typical.text.partition(" Next: ")
+    found, action = sentence_and_action(typical.text)
     ranks = ", ".join(str(each.rank) for each in same)
     most = f"Rank{'s' * (len(same) > 1)} {ranks} wait{'s' * (len(same) == 1)} for the longest time."
     merged = dataclasses.replace(typical, rank=same[0].rank, text=f"{found} {most} Next: {action}")
