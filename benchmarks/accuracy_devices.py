@@ -21,7 +21,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation
-from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.verdicts.stragglers.findings import Findings
 
 STEPS = FIRST_FAULTY + 256
 # By column: how the devices tell their times; None: the work is on CPUs.

@@ -28,7 +28,8 @@ from benchmarks import other_judges
 from benchmarks.measure import Table
 from torchlens_perf.simulate.faults import Constant, parse_fault
 from torchlens_perf.simulate.simulation import BLOCK, Fault, Simulation, Steps, Topology, recorded_noise
-from torchlens_perf.verdicts.stragglers.detector import Findings, StragglerDetector
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
+from torchlens_perf.verdicts.stragglers.findings import Findings
 
 WITHIN = 20  # steps after the fault's first
 CLEAN_STEPS = 512

@@ -44,7 +44,7 @@ from torchlens_perf.sidecar.nodes.messages import Collected, Received
 from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Steps, Topology
-from torchlens_perf.verdicts.stragglers.detector import NOTHING
+from torchlens_perf.verdicts.stragglers.findings import NOTHING
 
 NODE_SIZE, SPANS_A_STEP = 8, 200
 BAR_SPANS_A_SECOND, BAR_SERIES = 200, 2000
@@ -164,9 +164,7 @@ class Node:
     def judge(self) -> None:
         """A round of the sidecar."""
         self.cluster.update(self.epoch, self.clock())
-        findings = self.epoch.judge() or NOTHING
-        if findings is not self.state.findings:
-            self.state.findings, self.state.named = findings, self.epoch.summarize(findings)
+        self.state.findings = self.epoch.with_groups(self.epoch.judge() or NOTHING)
         part = self.role.update(
             self.cluster.part(self.epoch), self.epoch.rank_rows, self.cluster.take_tallies(), self.sources,  # type: ignore[arg-type]
             self.clock(),
@@ -186,7 +184,7 @@ class Node:
             room = self.cluster.max_published_bytes
             self.cluster.publish(traces.choice(attempt, tuple(self.role.slow_ranks), room, final=False))
         some = next(iter(self.sources)).state.identity
-        self.metrics.on_assessment(Assessment(some, findings, None, (), self.cluster.judges_alone))
+        self.metrics.on_assessment(Assessment(some, self.state.findings, None, (), self.cluster.judges_alone))
 
     def measure(self) -> None:
         """GPUs and ports report everything, errors and throttling included."""

@@ -28,7 +28,7 @@ from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.messages import Collected, NodeContact, Received
 from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.verdicts.causes.metrics import METRICS
-from torchlens_perf.verdicts.stragglers.detector import NOTHING
+from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.placement import Placement
 
 RANKS, NODE_SIZE, WINDOWS, SLOW, SLOW_FROM = 16384, 8, 24, 1234, 5
@@ -117,7 +117,7 @@ def measured() -> dict[str, Any]:
         begun_s = time.process_time()
         cluster.update(epoch, 5.0 * number)
         findings = epoch.judge() or NOTHING
-        epoch.summarize(findings, details=lambda rank: {})
+        epoch.with_groups(findings, details=lambda rank: {})
         spent_s.append(time.process_time() - begun_s)
     return {
         "named": [(episode.rank, episode.named_step) for episode in findings.episodes],

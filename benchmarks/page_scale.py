@@ -5,7 +5,6 @@ python -m benchmarks.page_scale [RANKSxSTEPS ...]
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from torchlens_perf.sidecar.rings.segments import Chunk, Origin, SegmentWriter
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import Timeline, groups_of, identity_of
 from torchlens_perf.simulate.simulation import Simulation, Topology
-from torchlens_perf.verdicts.causes.straggler_groups import name
+from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.stragglers.detector import JobDetector
 from torchlens_perf.verdicts.stragglers.judged_steps import HOST
 
@@ -118,8 +117,7 @@ def write_run(run: RunDirectory, topology: Topology, steps: int, segments: int =
         for each in chunks:
             writer.write(each)
         states.append(state)
-    findings = judge.judge(final=True)
-    states[0] = dataclasses.replace(states[0], findings=findings, named=name(findings, judge.places))
+    states[0].findings = with_groups(judge.judge(final=True), judge.places)
     for state in states:
         state.save(run)
     return written

@@ -33,7 +33,7 @@ from benchmarks.planted_device_truth import (
 from benchmarks.planted_faults import RUN_TIMEOUT_S, seeds, started, wait
 from benchmarks.planted_nodes import started_on_nodes
 from benchmarks.planted_truth import Truth
-from benchmarks.planted_verdicts import Score, StragglerSummary, judged_again, run_directory, score, slowest_step
+from benchmarks.planted_verdicts import Score, Suspect, judged_again, run_directory, score, slowest_step
 from torchlens_perf.analysis import node_state
 
 RUNS_PER_GROUP = 15  # then fresh processes
@@ -44,11 +44,11 @@ JUDGES = {
 }
 
 
-def live(folder: Path) -> StragglerSummary | None:
+def live(folder: Path) -> Suspect | None:
     """Return the costliest slow rank in the live sidecar's last findings."""
     states = node_state.load_all(run_directory(folder))
     findings = max((state.findings for state in states), key=lambda each: each.compared)
-    return StragglerSummary(findings.episodes[0].rank, findings.episodes[0].phase) if findings.episodes else None
+    return Suspect(findings.episodes[0].rank, findings.episodes[0].phase) if findings.episodes else None
 
 
 def training(

@@ -15,7 +15,8 @@ from benchmarks.planted_truth import FAULTY, KINDS, Fault, Truth
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.rings import segments
-from torchlens_perf.verdicts.stragglers.detector import Findings, JobDetector
+from torchlens_perf.verdicts.stragglers.detector import JobDetector
+from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 
 WARM_UP_STEPS = 3
@@ -25,7 +26,7 @@ _TRACEML_PHASES = {"INPUT_STRAGGLER": "data", "COMPUTE_STRAGGLER": "forward", "H
 
 
 @dataclasses.dataclass(frozen=True)
-class StragglerSummary:
+class Suspect:
     """A judge's answer: the rank that is slow, and in which phase; None where it does not say."""
 
     rank: int
@@ -42,7 +43,7 @@ class Score:
     """The right phase of the right rank."""
 
 
-Detector = Callable[[Path], "StragglerSummary | None"]
+Detector = Callable[[Path], "Suspect | None"]
 
 
 def fact(folder: Path, name: str) -> Any:
@@ -55,20 +56,20 @@ def run_directory(folder: Path) -> RunDirectory:
     return RunDirectory(folder / fact(folder, "run"))
 
 
-def slowest_step(folder: Path) -> StragglerSummary | None:
+def slowest_step(folder: Path) -> Suspect | None:
     """The rank whose steps take longest on average: what a dashboard of step times shows. It always names one."""
     steps = pd.read_parquet(run_directory(folder).steps, columns=["rank", "step", "duration_ns"])
     means = steps[steps["step"] >= WARM_UP_STEPS].groupby("rank")["duration_ns"].mean()
-    return StragglerSummary(int(means.idxmax()), None)
+    return Suspect(int(means.idxmax()), None)
 
 
-def judged_again(folder: Path) -> StragglerSummary | None:
+def judged_again(folder: Path) -> Suspect | None:
     """What the judge of this version says of the recorded run, which is what a live sidecar of this version would.
 
     Of several, the one that is slow at the end, the costliest first.
     """
     episodes = findings(folder).episodes
-    return StragglerSummary(episodes[0].rank, episodes[0].phase) if episodes else None
+    return Suspect(episodes[0].rank, episodes[0].phase) if episodes else None
 
 
 def findings(folder: Path) -> Findings:
@@ -87,13 +88,13 @@ def steps_until_named(folder: Path, truth: Truth) -> int | None:
     return min(named) - fault.first_step + 1 if named else None
 
 
-def traceml(folder: Path) -> StragglerSummary | None:
+def traceml(folder: Path) -> Suspect | None:
     """The diagnosis in TraceML's final summary of the same seed. Raises FileNotFoundError where it was not run."""
     summary = json.loads((folder.parent / "traceml" / f"{folder.name}.json").read_text())
     return traceml_verdict(summary["step_time"]["diagnosis"])
 
 
-def traceml_on_recorded(folder: Path) -> StragglerSummary | None:
+def traceml_on_recorded(folder: Path) -> Suspect | None:
     """TraceML's rules on the last steps of this very run. Raises FileNotFoundError where they were not applied."""
     diagnoses = json.loads((folder.parent / "traceml" / "recorded.json").read_text())
     if folder.name not in diagnoses:
@@ -101,12 +102,12 @@ def traceml_on_recorded(folder: Path) -> StragglerSummary | None:
     return traceml_verdict(diagnoses[folder.name]["live"])
 
 
-def traceml_verdict(diagnosis: dict[str, Any]) -> StragglerSummary | None:
+def traceml_verdict(diagnosis: dict[str, Any]) -> Suspect | None:
     """TraceML's step-time diagnosis as an answer. Its other kinds (COMPUTE_BOUND, BALANCED ...) name no rank."""
     if diagnosis["kind"] not in _TRACEML_PHASES:
         return None
     (rank,) = diagnosis["ranks"]
-    return StragglerSummary(int(rank), _TRACEML_PHASES[diagnosis["kind"]])
+    return Suspect(int(rank), _TRACEML_PHASES[diagnosis["kind"]])
 
 
 JUDGES: dict[str, Detector] = {
@@ -117,7 +118,7 @@ JUDGES: dict[str, Detector] = {
 }
 
 
-def score(truth: Truth, named: StragglerSummary | None) -> Score:
+def score(truth: Truth, named: Suspect | None) -> Score:
     """Compares an answer about the whole run. After a fault has moved, the rank that has it at the end is right."""
     if named is None or not truth.faults:
         return Score(named is not None, False, False)

@@ -69,8 +69,7 @@ def of_node(state: dict[str, Any], node: int, world_size: int) -> dict[str, Any]
     host = f"node-{node:04d}"
     made = {**state, "host": host, "processes": {}}
     if node:
-        made["findings"] = {**state["findings"], "compared": 0, "episodes": []}
-        made["named"] = {**state["named"], "groups": []}
+        made["findings"] = {**state["findings"], "compared": 0, "episodes": [], "groups": []}
     for process in state["processes"].values():
         identity = {**process["identity"], "host": host, "world_size": world_size}
         identity["rank"] += node * ON_A_NODE

@@ -86,7 +86,7 @@ PURE = {
     "page.gather.step_collectives", "page.gather.step_grid", "page.gather.step_trace", "page.gather.thinning",
     "page.matrix", "recorder.sampling", "recorder.steps",
     "run.device.merged_rows", "run.device.step_parts", "run.fitting", "run.memory_readings", "run.oom_table",
-    "run.rank_ranges", "run.records", "run.sketch", "sidecar.nodes.messages", "sidecar.nodes.summary",
+    "run.rank_ranges", "run.records", "run.sketch", "run.verdicts", "sidecar.nodes.messages", "sidecar.nodes.summary",
     "sidecar.schedule", "top.cells", "top.frame", "top.grid", "top.help_text", "top.pace", "top.rank_lines",
     "top.verdict_entries",
 }  # fmt: skip

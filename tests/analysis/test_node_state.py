@@ -26,10 +26,9 @@ from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
-from torchlens_perf.verdicts.causes.rules import Cause, Diagnosis
-from torchlens_perf.verdicts.causes.straggler_groups import StageImbalance, StragglerSummary, name
+from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.finding_log import FindingLog
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Usual
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Cause, Diagnosis, StageImbalance, Usual
 from torchlens_perf.verdicts.words.hang import RankStack
 
 WHY = Diagnosis(
@@ -73,14 +72,14 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
     rig.gpus.values, rig.gpus.losses[FIRST] = {FIRST: {"temperature_c": 88, "power_w": 1.5, "xids": 1}}, 1
     rig.seconds(12, FIRST)
     slow = findings(episode(3), episode(5, until=180, cost_ns=1 / 3), usual=(Usual("a", "0-7", 5e6, 1e6),))
-    named = name(slow, PLACES, diagnosed=lambda group: WHY)
+    found = dataclasses.replace(
+        with_groups(slow, PLACES, diagnosed=lambda group: WHY),
+        imbalance=StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2), diagnoses=((episode(5).key, WHY),),
+    )  # fmt: skip
     log = FindingLog("run")
     log.changes(0, slow, None, PLACES, 0, verdicts=[slow_links((0, 1))])
     return dataclasses.replace(
-        sidecar.state, dropped_segments=2, unwritten_records=3, notes=["one"], passing_notes=["two"], findings=slow,
-        named=dataclasses.replace(
-            named, imbalance=StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2), past=((episode(5).key, WHY),)
-        ),
+        sidecar.state, dropped_segments=2, unwritten_records=3, notes=["one"], passing_notes=["two"], findings=found,
         hang=dataclasses.replace(hang(), stacks={2: RankStack(("train.py:3",), "")}), records=log.records,
         telemetry=rig.log.totals(), tap_outlook="it is built", sidecar_cpu_s=1.25,
     )  # fmt: skip
@@ -119,18 +118,17 @@ def test_what_is_read_goes_on(run: RunDirectory, state: NodeState) -> None:
     (process, *_), (before, *_) = loaded.processes.values(), state.processes.values()
 
     assert isinstance(loaded.join, CollectiveJoin)
-    assert (loaded.findings, loaded.named, loaded.hang) == (state.findings, state.named, state.hang)
+    assert (loaded.findings, loaded.hang) == (state.findings, state.hang)
     assert (loaded.records, loaded.telemetry) == (state.records, state.telemetry)
     assert (process.identity, process.anchor) == (before.identity, before.anchor)
     assert (process.groups, process.gpus, process.device) == (before.groups, before.gpus, before.device)
     process.statistics.step.merge(before.statistics.step)
     process.statistics.mix.merge(before.statistics.mix)
     assert process.statistics.step.count == 2 * before.statistics.step.count
-    assert isinstance(loaded.named, StragglerSummary)
-    assert loaded.named.diagnosis(episode(5).key) == WHY
+    assert loaded.findings.diagnosis(episode(5).key) == WHY
 
 
-@pytest.mark.parametrize("schema", [b"11", b"99"])
+@pytest.mark.parametrize("schema", [b"12", b"99"])
 def test_another_schema(run: RunDirectory, schema: bytes) -> None:
     """Of another version, nothing but the schema is looked at."""
     run.node_state(HOST).write_bytes(b'{"host":3,"schema":' + schema + b"}")

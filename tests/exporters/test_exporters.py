@@ -31,9 +31,9 @@ from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import Span, StepTrace
 from torchlens_perf.run.ring import Flag, Kind
-from torchlens_perf.verdicts.causes.straggler_groups import straggler_groups
+from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.finding_log import FindingLog, stragglers_by_class
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 
 MAX_RANK_SERIES = most_ranks(JobPart().max_series)
 OTHER_THREAD = int(Flag.OTHER_THREAD)
@@ -71,8 +71,7 @@ def assessment_of(
 ) -> Assessment:
     """What a sidecar holds to be wrong; with a log, also what is new to that."""
     alerts = log.changes(0, found, hung, PLACES, 1_700_000_000_000_000_000) if log is not None else ()
-    together = straggler_groups([each for each in found.episodes if each.until_step is None], PLACES)
-    return Assessment(who or identity(), found, hung, alerts, whole_job, together)
+    return Assessment(who or identity(), with_groups(found, PLACES), hung, alerts, whole_job)
 
 
 # -- nesting

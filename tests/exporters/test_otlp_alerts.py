@@ -24,7 +24,7 @@ from torchlens_perf.exporters import Assessment, Exporter, semantics
 from torchlens_perf.exporters.otlp_environment import exporter_from_environment
 from torchlens_perf.exporters.otlp_spans import span_id, trace_id
 from torchlens_perf.verdicts.finding_log import FindingLog
-from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.verdicts.stragglers.findings import Findings
 
 pytestmark = pytest.mark.distributed
 

@@ -19,6 +19,7 @@ from tests.golden.test_recorded_runs import RUNS as RECORDED_RUNS
 from tests.golden.test_recorded_runs import replayed
 from tests.golden.test_simulated_verdicts import LAUNCH_BOUND, MESH
 from tests.report.test_order import heads, shown_in_order
+from tests.results.test_figures import Board
 from tests.support.reports import checked
 from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.quantities import duration, percent
@@ -33,12 +34,15 @@ from torchlens_perf.page.sections.verdicts import verdicts as cards
 from torchlens_perf.report.brief import brief
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
+from torchlens_perf.results.figures import SLOW_RANK, VERDICT, Figures
+from torchlens_perf.results.figures import checked as checked_logger
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.verdicts import ENDED
+from torchlens_perf.serve.runs import find_runs, lines_of
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.top.verdict_entries import verdict_entries
-from torchlens_perf.verdicts.alert import ENDED
 
 STEPS = 160
 FAULTS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {
@@ -67,20 +71,23 @@ def test_simulated_runs(name: str, seed: int, tmp_path: Path, monkeypatch: pytes
     simulation = Simulation(topology, seed=seed, faults=[parse_fault(each) for each in faults], noise=0.05)
     record(simulation, STEPS, run, run.run_id, device)
 
-    hold_together(checked(build(run.run_id, node_state.load_all(run))), exporter)
+    hold_together(checked(build(run.run_id, node_state.load_all(run))), exporter, tmp_path)
 
 
 @pytest.mark.parametrize("name", RECORDED_RUNS)
 def test_recorded_runs(name: str, tmp_path: Path) -> None:
-    hold_together(*replayed(name, tmp_path))
+    hold_together(*replayed(name, tmp_path), tmp_path)
 
 
-def hold_together(report: dict[str, Any], exporter: InMemoryExporter) -> None:
+def hold_together(report: dict[str, Any], exporter: InMemoryExporter, folder: Path) -> None:
+    """folder: that the run directory is in."""
     for row in report["verdicts"]:
         sentence_has_the_figures_of_its_row(row)
     parts_add_up(report)
     every_surface_has_the_verdicts(report)
     alerts_and_assessment_have_the_figures_of_the_rows(report, exporter)
+    loggers_have_the_figures_of_the_rows(report, exporter)
+    the_list_of_runs_has_the_first_verdict(report, folder)
 
 
 def sentence_has_the_figures_of_its_row(row: dict[str, Any]) -> None:
@@ -151,11 +158,11 @@ def alerts_and_assessment_have_the_figures_of_the_rows(report: dict[str, Any], e
             continue
         assert (alert.phase, alert.since_step) == (row["phase"], row["since_step"]), (alert, row)
         if alert.change == ENDED:
-            assert (alert.cost_s, alert.cost_share) == (row["cost_s_per_step"], row["cost_share"])
+            assert (alert.cost_s_per_step, alert.cost_share) == (row["cost_s_per_step"], row["cost_share"])
             assert alert.until_step == row["held"]["until_step"]
-            assert alert.text == row["text"] or len(alert.ranks) > 1
+            assert alert.sentence == row["text"] or len(alert.ranks) > 1
     assert exporter.assessment is not None
-    for group in exporter.assessment.together:
+    for group in exporter.assessment.findings.groups:
         row = now[group.lead.rank]
         assert row["cost_s_per_step"] == (None if group.cost_ns is None else group.cost_ns / 1e9)
         assert (group.lead.since_step, group.lead.phase) == (row["since_step"], row["phase"])
@@ -180,3 +187,30 @@ def gauges_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemo
         if hasattr(row["evidence"], "detectable_s"):
             (point,) = points[semantics.DETECTABLE]
             assert point.value == row["evidence"].detectable_s
+
+
+def loggers_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemoryExporter) -> None:
+    """As `log_to()` writes them: a rank that is slow, each alert, and the report."""
+    board, figures = Board(), Figures()
+    figures.add(checked_logger(board, 0.0, lambda: 1))
+    for alert in exporter.alerts:
+        figures.heard(alert)
+    figures._newest = {"steps": 1, "step": 1, "data": 0}
+    figures.look(last=True)
+    figures.ended(render(report, "x", columns=400, color=True))
+    values = {name: value for name, value, _ in board.rows}
+    slow = [row for row in report["verdicts"] if row["kind"] == "straggler"]
+
+    assert (SLOW_RANK in values) == bool(slow)
+    if slow:
+        assert values[SLOW_RANK] in {rank for row in slow for rank in row["evidence"].ranks}
+    *told, (_, shown) = [(name, text.replace("\n    ", "\n").strip()) for name, text in board.texts]
+    assert told == [(VERDICT, f"{alert.change}: {alert.sentence}") for alert in exporter.alerts]
+    assert shown_in_order(shown, [head[:40] for head in heads(report)])
+
+
+def the_list_of_runs_has_the_first_verdict(report: dict[str, Any], folder: Path) -> None:
+    """As `serve` lists them; its page of one run is the report's."""
+    (line,) = lines_of(str(folder), find_runs(str(folder)), 60.0)
+    assert (line.verdict, line.state) == (heads(report)[0], report["run"]["state"])
+    assert (line.ranks, line.seen) == (report["run"]["world_size"], report["run"]["ranks_seen"])

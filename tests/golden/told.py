@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torchlens_perf.verdicts.alert import Alert
+from torchlens_perf.run.verdicts import Alert
 
 _CLOCK_TIMES = re.compile(r"\d\d:\d\d:\d\d UTC")
 
@@ -20,7 +20,7 @@ def told(title: str, report: dict[str, Any], alerts: Iterable[Alert] = ()) -> st
         held = {name: value for name, value in (row["held"] or {}).items() if name not in ("since", "until")}
         lines += [row["text"], f"  {_figures(held)}", f"  {_figures(row)}", ""]
     for alert in alerts:
-        lines += [f"alert {alert.id[:8]} {alert.change} {alert.kind} of {alert.about}: {alert.text}", ""]
+        lines += [f"alert {alert.id[:8]} {alert.change} {alert.kind} of {alert.about}: {alert.sentence}", ""]
     return _CLOCK_TIMES.sub("TIME", "\n".join(lines))
 
 

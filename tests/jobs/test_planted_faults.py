@@ -32,7 +32,7 @@ from benchmarks.planted_training import (
 from benchmarks.planted_truth import FAULTY, FIRST_STEPS, HEALTHY, KINDS, Fault, Truth, plant
 from benchmarks.planted_verdicts import (
     JUDGES,
-    StragglerSummary,
+    Suspect,
     print_judgement,
     recorded,
     score,
@@ -196,13 +196,13 @@ def test_scores(kind: str, right: str, phase: bool) -> None:
     """The right rank counts by itself, the phase only on it, and naming anyone in a healthy run is a false alarm."""
     truth = plant(kind, 4)
     rank = truth.faults[0].rank
-    yes = score(truth, StragglerSummary(rank, right))
-    no = score(truth, StragglerSummary((rank + 1) % 4, right))
+    yes = score(truth, Suspect(rank, right))
+    no = score(truth, Suspect((rank + 1) % 4, right))
 
     assert (yes.right_rank, yes.right_phase, yes.named) == (True, phase, True)
     assert (no.right_rank, no.right_phase, no.named) == (False, False, True)
     assert not score(truth, None).named
-    assert score(plant("clean", 4), StragglerSummary(0, "data")).named
+    assert score(plant("clean", 4), Suspect(0, "data")).named
     assert not score(plant("clean", 4), None).named
 
 
@@ -211,8 +211,8 @@ def test_after_a_move_the_last_rank_is_right() -> None:
     truth = plant("moving", 5)
     before, after = truth.faults
 
-    assert score(truth, StragglerSummary(after.rank, after.phase)).right_rank
-    assert not score(truth, StragglerSummary(before.rank, before.phase)).right_rank
+    assert score(truth, Suspect(after.rank, after.phase)).right_rank
+    assert not score(truth, Suspect(before.rank, before.phase)).right_rank
 
 
 def test_slowest_step_judge(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_slowest_step_judge(tmp_path: Path) -> None:
             truth = {**plant(kind, int(seed)).to_json(), "run": "run", "others_share": int(seed) / 10}
             (tmp_path / name / "truth.json").write_text(json.dumps(truth))
 
-    assert slowest_step(tmp_path / "clean-0001") == StragglerSummary(2, None)
+    assert slowest_step(tmp_path / "clean-0001") == Suspect(2, None)
     assert [truth.name for _, truth in recorded(tmp_path, KINDS, None)] == ["data-0003", "clean-0001"]
     assert [truth.name for _, truth in recorded(tmp_path, ["clean"], [1])] == ["clean-0001"]
     assert recorded(tmp_path, ["clean"], [2]) == []
@@ -268,14 +268,14 @@ def test_judgement_of_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("diagnosis", "named"),
     [
-        ({"kind": "INPUT_STRAGGLER", "ranks": [3]}, StragglerSummary(3, "data")),
-        ({"kind": "COMPUTE_STRAGGLER", "ranks": [1]}, StragglerSummary(1, "forward")),
-        ({"kind": "STRAGGLER", "ranks": [0]}, StragglerSummary(0, None)),
+        ({"kind": "INPUT_STRAGGLER", "ranks": [3]}, Suspect(3, "data")),
+        ({"kind": "COMPUTE_STRAGGLER", "ranks": [1]}, Suspect(1, "forward")),
+        ({"kind": "STRAGGLER", "ranks": [0]}, Suspect(0, None)),
         ({"kind": "COMPUTE_BOUND", "ranks": [2]}, None),
         ({"kind": "BALANCED", "ranks": []}, None),
     ],
 )
-def test_traceml_diagnoses(diagnosis: dict[str, Any], named: StragglerSummary | None) -> None:
+def test_traceml_diagnoses(diagnosis: dict[str, Any], named: Suspect | None) -> None:
     """Its straggler diagnoses are answers; "cause not measured" names no phase; what it says of all names no rank."""
     assert traceml_verdict(diagnosis) == named
 

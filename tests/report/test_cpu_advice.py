@@ -23,8 +23,7 @@ from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.sidecar.node import Sidecar
-from torchlens_perf.verdicts.causes.rules import Diagnosis
-from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup, StragglerSummary
+from torchlens_perf.verdicts.stragglers.findings import Diagnosis, StragglerGroup
 
 STARVED = {**BASE, "forward": 24.0, "cpu": 20.0}
 
@@ -101,8 +100,10 @@ def test_waiting_for_a_cpu_is_not_ruled_out_below_the_verdict_that_says_it() -> 
     slow = episode(1, 0, from_start=True, last_step=99, excess_ns=3 * MS, cost_ns=3 * MS)
     subjects = ("garbage collection", "waits for a CPU", "waits for a disk")
     why = Diagnosis((), subjects, (), {}, {})
-    named = StragglerSummary((StragglerGroup("rank", "", (1,), slow, diagnosis=why),))
-    state = dataclasses.replace(node(loops, findings(slow, last_step=99, compared=2)), named=named)
+    state = node(loops, findings(slow, last_step=99, compared=2))
+    state.findings = dataclasses.replace(
+        state.findings, groups=(StragglerGroup("rank", "", (1,), slow, diagnosis=why),)
+    )
     texts = [row["text"] for row in checked(build("r", [state]))["verdicts"]]
 
     assert texts[0].startswith("Waiting for a CPU takes ")

@@ -17,7 +17,7 @@ from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, WindowHistory
 from torchlens_perf.analysis.statistics.run_windows import MAX_COLUMNS, RunWindows, run_windows
 from torchlens_perf.report.heat_map import MAX_RANKS, HeatMap, chosen, heat
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 
 

@@ -19,16 +19,15 @@ from torchlens_perf.analysis.node_state import NodeState
 from torchlens_perf.analysis.statistics.run_windows import RunWindows
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
-from torchlens_perf.report.verdict_text import held_words
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup, StragglerSummary
 from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.verdicts.judged_windows import JudgedWindows, longest
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, Usual
 from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, StragglerGroup, Usual
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.hang import RankStack
+from torchlens_perf.verdicts.words.over import held_words
 
 WIDTH = 8  # steps, of a window of a short run
 STEP_S = 0.016  # of BASE
@@ -41,9 +40,10 @@ def node(loops: Sequence[Sequence[dict[str, Any]]], found: Findings | None = Non
     states = [state_of(rank, len(loops), list(steps)) for rank, steps in enumerate(loops)]
     states = [dataclasses.replace(state, **changed) for state in states]
     processes = {state.identity.key: state for state in states}
-    now = [each for each in (found.episodes if found else ()) if each.until_step is None]
-    named = StragglerSummary(tuple(StragglerGroup("rank", "", (each.rank,), each) for each in now))
-    return NodeState("h", processes, **({"findings": found, "named": named} if found else {}), **of_node)
+    if found is not None:
+        groups = tuple(StragglerGroup("rank", "", (each.rank,), each) for each in found.slow_now)
+        of_node["findings"] = dataclasses.replace(found, groups=groups)
+    return NodeState("h", processes, **of_node)
 
 
 def rows(state: NodeState) -> dict[str, dict[str, Any]]:

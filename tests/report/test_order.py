@@ -22,7 +22,7 @@ from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.top.verdict_entries import verdict_entries
-from torchlens_perf.verdicts.stragglers.detector import Usual
+from torchlens_perf.verdicts.stragglers.findings import Usual
 
 
 def report_on(state: NodeState) -> dict[str, Any]:

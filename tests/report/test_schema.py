@@ -34,13 +34,12 @@ from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.run.sketch import Sketch
+from torchlens_perf.run.verdicts import Alert
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.simulate.simulation import Topology
-from torchlens_perf.verdicts.alert import Alert
-from torchlens_perf.verdicts.causes.rules import Cause, Diagnosis
-from torchlens_perf.verdicts.causes.straggler_groups import StageImbalance, StragglerGroup, StragglerSummary
 from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
 from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis, StageImbalance, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words import evidence
 from torchlens_perf.verdicts.words.hang import HangEvidence, OpenHang, RankStack
@@ -102,15 +101,15 @@ def node(parts: dict[str, Any] | None = None, ranks: int = 1, steps: int = 60, *
 def judged(slow: Episode) -> NodeState:
     """A node that has found a slow rank, and why it is, or was, slow."""
     why = Diagnosis((Cause("gc", "it collects", "freeze it", 0.5, {"gc_share": 0.5}),), ("GPUs",), (), {"x": 1.0}, {})
-    named = StragglerSummary((), past=((slow.key, why),))
-    if slow.until_step is None:
-        named = StragglerSummary((StragglerGroup("rank", "", (slow.rank,), slow, diagnosis=why),))
-    return node(ranks=2, findings=findings(slow), named=named)
+    if slow.is_over:
+        return node(ranks=2, findings=findings(slow, diagnoses=((slow.key, why),)))
+    group = StragglerGroup("rank", "", (slow.rank,), slow, diagnosis=why)
+    return node(ranks=2, findings=findings(slow, groups=(group,)))
 
 
 def noted(kind: str) -> FindingRecords:
     """The records of a run with a finding of a kind that is over."""
-    alert = Alert("id", "about", kind, "ended", "It is slow. Next: see.", 9_000_000, 0, ranks=(1,))
+    alert = Alert("id", "about", kind, "ended", "It is slow.", "see.", 9_000_000, 0, ranks=(1,))
     hung = OpenHang("missing", 60.0, 20, (1,), (0,), {}, text="") if kind == "hang" else None
     return FindingRecords(0, "", [Finding(alert, 20, 5_000_000, 31, 9_000_000, hang=hung)])
 
@@ -132,13 +131,13 @@ CPU = {"host": 40.0, "cpu": 30.0, "cpu_in": "host"}
 ONE_LONG = [*[dict(BASE)] * 50, {**BASE, "host": 901.0, "flags": Flag.EVALUATION}]
 GROWING = [{**BASE, "host": 1.02**step} for step in range(160)]
 HANG = OpenHang("dead", 90.0, 10, (0,), (1,), {1: RankStack(("train.py:3",), "")}, text="It hangs.")
-IMBALANCE = StragglerSummary((), StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2))
+IMBALANCE = StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2)
 # For each kind of verdict, and each evidence that it may have, a node's state of which the report has such a verdict.
 STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("straggler", evidence.StragglerEvidence): lambda run: judged(episode(1)),
     ("straggler_transient", evidence.PastStragglerEvidence): lambda run: judged(episode(1, until=110)),
     ("straggler_ended", evidence.PastStragglerEvidence): lambda run: judged(episode(1, until=180)),
-    ("imbalance", evidence.ImbalanceEvidence): lambda run: node(findings=findings(), named=IMBALANCE),
+    ("imbalance", evidence.ImbalanceEvidence): lambda run: node(findings=findings(imbalance=IMBALANCE)),
     ("slow_link", evidence.SlowLinkEvidence): linked,
     ("hang", HangEvidence): lambda run: node(ended="", hang=HANG),
     ("out_of_memory", evidence.OutOfMemoryEvidence): lambda run: node(out_of_memory=memory.oom(step=99, file="f")),

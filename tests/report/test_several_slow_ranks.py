@@ -19,7 +19,6 @@ from torchlens_perf.report.terminal import render
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Topology
-from torchlens_perf.verdicts.causes.straggler_groups import straggler_groups
 
 SLOW = (0, 3)
 NO_COST = re.compile(r"costs the job 0 |costs the job \d+(\.\d+)? [nu]s a step")
@@ -61,9 +60,7 @@ def test_every_surface_says_what_they_cost_together(run: RunDirectory, state: No
     page = document(contents(run))
     metrics = Metrics()
     identity = next(iter(state.processes.values())).identity
-    places = {process.identity.rank: process.place for process in state.processes.values()}
-    groups = straggler_groups(state.findings.episodes, places)
-    metrics.on_assessment(Assessment(identity, state.findings, None, (), True, groups))
+    metrics.on_assessment(Assessment(identity, state.findings, None, ()))
     costs_s = {point.attributes[semantics.RANK]: point.value for point in metrics.sent()[semantics.STRAGGLER_COST]}
 
     assert {row["rank"]: row["evidence"]["slow_too"] for row in rows} == {0: [3], 3: [0]}

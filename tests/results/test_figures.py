@@ -13,16 +13,15 @@ import torchlens_perf as perf
 from tests.support.ranks import Rank
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.recorder.session import Session
-from torchlens_perf.results.alerts import Alert
 from torchlens_perf.results.figures import DATA, REPORT, SLOW_RANK, SLOW_RANK_COST, STEP, VERDICT, Figures, checked
 from torchlens_perf.results.loggers import MlflowModule, SummaryWriter, WandbRun, logger_for
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import FIGURES, deliver
+from torchlens_perf.run.verdicts import Alert
 
 SLOW = Alert(
-    change="started", kind="straggler", text="Rank 3 is slow.", next="look at its host.", about="a" * 32, rank=3,
-    ranks=(3,), host="node-a", phase="forward", because=(), since_step=40, until_step=None, cost_s_per_step=0.25,
-    cost_share=0.5, found_unix_s=1.5,
+    "1" * 32, "a" * 32, "straggler", "started", "Rank 3 is slow.", "look at its host.", 1_500_000_000, 0,
+    since_step=40, rank=3, ranks=(3,), host="node-a", phase="forward", cost_s_per_step=0.25, cost_share=0.5,
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from torchlens_perf.run.captures import BY_USER, BY_VERDICT, LONGEST_S, RAW_TRAC
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.captures import LOOK_S, CaptureRelay, LiveRank
 from torchlens_perf.sidecar.node import Sidecar
-from torchlens_perf.verdicts.causes.straggler_groups import NOBODY, name, suspect_and_healthy
+from torchlens_perf.verdicts.causes.straggler_groups import suspect_and_healthy, with_groups
 from torchlens_perf.verdicts.stragglers.placement import Placement
 
 
@@ -378,25 +378,24 @@ def test_pause_is_no_lag_in_collectives(node: Node) -> None:
 def test_suspect_and_healthy_one(node: Node) -> None:
     """Once in an attempt, also after the sidecar was started again; the same steps on both."""
     (node.run.nodes / "node-a.json").touch()
-    found = findings(episode(3))
-    named = name(found, PLACES)
+    found = with_groups(findings(episode(3)), PLACES)
     for _ in range(2):
-        node.relay.ask_after_verdict(named, found, PLACES, node.ranks)
+        node.relay.ask_after_verdict(found, PLACES, node.ranks)
         node.relay = CaptureRelay(node.run)
     (request,) = capture_files.read_requests(node.run.captures)[0]
 
     assert (request.asked_by, request.ranks, request.steps) == (BY_VERDICT, (3, 2), 3)
     assert request.from_step == 10 + 1 + 20  # two seconds of 100 ms
     restarted = {rank: dataclasses.replace(live, attempt=1) for rank, live in node.ranks.items()}
-    node.relay.ask_after_verdict(named, found, PLACES, restarted)
+    node.relay.ask_after_verdict(found, PLACES, restarted)
     assert [each.attempt for each in capture_files.read_requests(node.run.captures)[0]] == [0, 1]
 
 
 def test_nobody_is_asked_without_a_slow_rank_within_reach(node: Node) -> None:
     """No verdict, or its rank's node has another disk."""
-    found = findings(episode(3))
-    node.relay.ask_after_verdict(NOBODY, findings(), PLACES, node.ranks)
-    node.relay.ask_after_verdict(name(found, PLACES), found, PLACES, node.ranks)
+    found = with_groups(findings(episode(3)), PLACES)
+    node.relay.ask_after_verdict(findings(), PLACES, node.ranks)
+    node.relay.ask_after_verdict(found, PLACES, node.ranks)
 
     assert capture_files.read_requests(node.run.captures)[0] == []
 
@@ -417,7 +416,7 @@ def test_choice(slow: tuple[int, ...], reached: Any, places: dict[int, Placement
     """The slowest rank, and the nearest one that nobody suspects: of its population, on its node if there is one."""
     found = findings(*(episode(rank, excess_ns=2e7 + rank, cost_ns=2e7 + rank) for rank in slow))
 
-    assert suspect_and_healthy(name(found, places), found, places, set(reached)) == chosen
+    assert suspect_and_healthy(with_groups(found, places), places, set(reached)) == chosen
 
 
 def _read(node: Node) -> None:

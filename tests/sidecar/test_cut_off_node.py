@@ -13,13 +13,13 @@ from tests.support.launched import free_port
 from tests.support.ranks import HOST, Rank, run_without_traces
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.verdicts import Alert
 from torchlens_perf.sidecar import cluster
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.nodes import meeting
 from torchlens_perf.sidecar.nodes.exchange import Exchange
 from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.nodes.rendezvous import exchange_key
-from torchlens_perf.verdicts.alert import Alert
 from torchlens_perf.verdicts.finding_log import FindingLog
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}

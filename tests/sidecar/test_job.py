@@ -27,7 +27,7 @@ from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.messages import Collected, Received
 from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.simulate.simulation import Simulation, Topology
-from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup
+from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
 
 MEETING = Places(("127.0.0.1", 1))

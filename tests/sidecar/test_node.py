@@ -365,7 +365,7 @@ def test_findings_of_another_attempt_are_not_those_of_the_new_one(run: RunDirect
     made.export()  # before anybody has looked
     made.save()
     state = node_state.load(run.node_state(HOST))
-    assert (state.findings.episodes, state.named.groups) == ((), ())
+    assert (state.findings.episodes, state.findings.groups) == ((), ())
     for count in (0, 2, 8, 50):
         for rank in after:
             rank.steps(count, **WORK)
@@ -502,14 +502,7 @@ def test_new_processes_of_an_attempt_have_alerts_of_their_own(run: RunDirectory)
 
 @pytest.mark.parametrize(
     "broken",
-    [
-        "epoch.add_steps",
-        "cluster.update",
-        "epoch.end",
-        "epoch._continuation.findings",
-        "alerts.assess",
-        "metrics.sample",
-    ],
+    ["epoch.add_steps", "cluster.update", "epoch.end", "alerts.assess", "metrics.sample"],
 )
 def test_an_error_of_the_judgement_ends_nothing(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, broken: str, caplog: pytest.LogCaptureFixture

@@ -26,7 +26,7 @@ from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.launch_bound import Hosts
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
-from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
 
 STEPS = 160

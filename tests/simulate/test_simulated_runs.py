@@ -26,7 +26,7 @@ from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.sidecar.rings import segments
 from torchlens_perf.simulate.rings import SimulatedRank, Timeline
 from torchlens_perf.simulate.simulation import Topology
-from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.verdicts.stragglers.findings import Findings
 
 
 def verdicts(findings: Findings) -> list[tuple[Any, ...]]:
@@ -134,7 +134,7 @@ def test_modules_of_a_slow_rank_are_judged_too(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record(simulation("constant:rank=3,share=0.25,phase=forward", noise=0.05), 120, run, "note")
     state = node_state.load_all(run)[0]
-    (group,) = state.named.groups
+    (group,) = state.findings.groups
     names = next(iter(state.processes.values())).statistics.modules
 
     assert (group.lead.rank, len(group.slower_modules_ns)) == (3, 3)
@@ -198,7 +198,7 @@ def test_alerts_on_what_is_no_ranks_work(
 
     assert (told.change, told.ranks) == ("started", where)
     assert told.text.partition(":")[0] == verdict["text"].partition(":")[0]
-    assert told.cost_s == pytest.approx(verdict["cost_s_per_step"], rel=0.5)
+    assert told.cost_s_per_step == pytest.approx(verdict["cost_s_per_step"], rel=0.5)
     assert [each.id for each in again.alerts if each.kind == kind] == [told.id]
 
 

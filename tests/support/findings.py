@@ -8,8 +8,8 @@ from typing import Any
 
 from torchlens_perf.analysis.collectives.slow_link import SlowLink
 from torchlens_perf.verdicts.finding_log import FindingLog, FindingRecords
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.evidence import SlowLinkEvidence, Verdict
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack

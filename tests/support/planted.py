@@ -11,7 +11,8 @@ import numpy as np
 from torchlens_perf.analysis.statistics.step_bins import StepBins
 from torchlens_perf.analysis.statistics.steps import no_host_line
 from torchlens_perf.run.records import OWN_PARTS
-from torchlens_perf.verdicts.stragglers.detector import Findings, StragglerDetector
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
+from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 

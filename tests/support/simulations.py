@@ -11,7 +11,8 @@ from torchlens_perf.analysis.statistics.steps import no_host_line
 from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Steps, Topology
-from torchlens_perf.verdicts.stragglers.detector import Findings, StragglerDetector
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
+from torchlens_perf.verdicts.stragglers.findings import Findings
 
 
 def simulation(*faults: str, topology: Topology | None = None, **settings: Any) -> Simulation:

@@ -11,8 +11,7 @@ from tests.support.live_simulation import LiveSimulation
 from torchlens_perf.analysis import node_state
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top.reading import RunReader, View
-from torchlens_perf.verdicts.causes.straggler_groups import NOBODY
-from torchlens_perf.verdicts.stragglers.detector import NOTHING
+from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.words.report import Report
 
 
@@ -57,6 +56,6 @@ def add_node(run: RunDirectory, number: int) -> Path:
     for process in state.processes.values():
         who = process.identity
         process.identity = dataclasses.replace(who, rank=who.rank + 100 * number, host=state.host, node=state.host)
-    state.findings, state.named = NOTHING, NOBODY
+    state.findings = NOTHING
     state.save(run)
     return run.node_state(state.host)

@@ -10,11 +10,11 @@ import pytest
 from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from tests.support.saved import saved
 from tests.support.simulations import simulation
-from torchlens_perf.verdicts.alert import Alert
-from torchlens_perf.verdicts.causes.rules import Cause, Diagnosis
+from torchlens_perf.run.verdicts import Alert
 from torchlens_perf.verdicts.finding_log import FindingLog, stragglers_by_class
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, StragglerDetector, Usual
-from torchlens_perf.verdicts.stragglers.resume import Continuation
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Cause, Diagnosis, Findings, Usual
+from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 from torchlens_perf.verdicts.words.evidence import ImbalanceEvidence, Verdict
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext
 
@@ -47,10 +47,10 @@ def test_a_straggler_is_told_of_once_and_ends_once() -> None:
     assert (started.since_step, started.until_step, ended.until_step) == (100, None, 180)
     assert (started.rank, started.ranks, started.host, started.phase) == (3, (3,), "node-a", "backward")
     assert (started.cause, started.scope, started.attempt) == ("slow_compute", "rank", 0)
-    assert (started.cost_s, started.cost_share, ended.cost_s) == (0.015, 0.15, 0.014)
+    assert (started.cost_s_per_step, started.cost_share, ended.cost_s_per_step) == (0.015, 0.15, 0.014)
     assert started.text.startswith("Rank 3 (node-a) is slow in the backward pass: 80.0 ms of work a step against 60.0")
-    assert "Next: compare" in started.text
-    assert ended.text.startswith("Rank 3 was slow in the backward pass from step 100 to step 179")
+    assert "Next: compare" in started.sentence
+    assert ended.sentence.startswith("Rank 3 was slow in the backward pass from step 100 to step 179")
 
 
 def test_why_it_is_slow() -> None:
@@ -63,7 +63,7 @@ def test_why_it_is_slow() -> None:
     (unknown,) = told(FindingLog("run"), findings(episode()))
 
     assert started.because == ("gc",)
-    assert "Because it collects garbage (which explains 90% of it). Next: call gc.freeze()." in started.text
+    assert "Because it collects garbage (which explains 90% of it). Next: call gc.freeze()." in started.sentence
     assert unknown.because == ()
     assert started.id == unknown.id
 
@@ -112,14 +112,14 @@ def test_a_first_step_that_is_corrected_makes_no_other_alert(restart: int | None
         for _, block in part.blocks(1)
         for first in range(int(block.key[block.key >= 0].min()), int(block.key.max()) + 1, 4)
     ]
-    judge, log, goes_on = StragglerDetector(), FindingLog("run"), Continuation(NOTHING)
+    judge, log, goes_on = StragglerDetector(), FindingLog("run"), EarlierEpisodes(NOTHING)
     found, raised, since = NOTHING, [], set()
     for block in blocks:
         if restart is not None and int(block.key[block.key >= 0].min()) == restart:
             kept = saved(found)
-            judge, log, goes_on = StragglerDetector(), restarted(log, kept), Continuation(kept)
+            judge, log, goes_on = StragglerDetector(), restarted(log, kept), EarlierEpisodes(kept)
         judge.add_block("", block)
-        found = goes_on.findings(judge.judge())
+        found = goes_on.merged_with(judge.judge())
         since |= {each.since_step for each in found.episodes}
         raised += told(log, found)
     whole = StragglerDetector()
@@ -147,12 +147,12 @@ def test_a_slow_node_is_one_alert(shared_cost_ns: float | None, cost: tuple[floa
     assert told(log, findings(*slow)) == []
 
     assert (started.rank, started.scope, started.ranks) == (3, "node", (0, 1, 2, 3))
-    assert started.text.startswith("Node node-a is slow (ranks 0-3), most of all rank 3,")
-    assert (started.cost_s, started.cost_share) == cost
-    assert ("is not known" in started.text) == (shared_cost_ns is None)
+    assert started.sentence.startswith("Node node-a is slow (ranks 0-3), most of all rank 3,")
+    assert (started.cost_s_per_step, started.cost_share) == cost
+    assert ("is not known" in started.sentence) == (shared_cost_ns is None)
     assert (ended.about, ended.change, ended.scope, ended.ranks) == (started.about, "ended", "node", (0, 1, 2, 3))
-    assert (ended.until_step, ended.cost_s) == (183, (shared_cost_ns or 0) / 1e9)
-    assert ended.text.startswith(
+    assert (ended.until_step, ended.cost_s_per_step) == (183, (shared_cost_ns or 0) / 1e9)
+    assert ended.sentence.startswith(
         "Node node-a (ranks 0-3) was slow up to step 182. Rank 3 was slow in the backward pass"
     )
 
@@ -203,29 +203,29 @@ def test_a_sidecar_that_was_started_again_goes_on() -> None:
     first, slow = FindingLog("run"), episode(since=100)
     (started,) = told(first, findings(slow))
     second = restarted(first, findings(slow))
-    goes_on = Continuation(findings(slow))
-    assert told(second, goes_on.findings(NOTHING)) == []  # nothing is judged yet
+    goes_on = EarlierEpisodes(findings(slow))
+    assert told(second, goes_on.merged_with(NOTHING)) == []  # nothing is judged yet
     again = episode(since=164)
-    assert told(second, goes_on.findings(findings(again))) == []
+    assert told(second, goes_on.merged_with(findings(again))) == []
     again = dataclasses.replace(again, until_step=300)
-    (ended,) = told(second, goes_on.findings(findings(again)))
-    assert told(second, goes_on.findings(findings(again))) == []
+    (ended,) = told(second, goes_on.merged_with(findings(again)))
+    assert told(second, goes_on.merged_with(findings(again))) == []
 
     assert ended.about == started.about
     assert (ended.since_step, ended.until_step) == (100, 300)
-    assert "from step 100 to step 299" in ended.text
+    assert "from step 100 to step 299" in ended.sentence
 
 
 def test_one_that_ended_while_no_sidecar_ran() -> None:
     """Once a rank that was slow would have been named again, and is not, it is over, as far as is known at once."""
     before = findings(episode())
-    log, goes_on = FindingLog("run"), Continuation(before)
+    log, goes_on = FindingLog("run"), EarlierEpisodes(before)
     told(log, before)
     log = restarted(log, before)
     usual = (Usual("same", "0-7", 60e6, 40e6),)
-    assert told(log, goes_on.findings(findings(usual=usual, detectable_ns=21e6))) == []
-    (ended,) = told(log, goes_on.findings(findings(usual=usual, detectable_ns=19e6)))
-    assert told(log, goes_on.findings(findings(usual=usual, detectable_ns=19e6))) == []
+    assert told(log, goes_on.merged_with(findings(usual=usual, detectable_ns=21e6))) == []
+    (ended,) = told(log, goes_on.merged_with(findings(usual=usual, detectable_ns=19e6)))
+    assert told(log, goes_on.merged_with(findings(usual=usual, detectable_ns=19e6))) == []
 
     assert (ended.change, ended.rank, ended.since_step, ended.until_step) == ("ended", 3, 100, 151)
 
@@ -260,7 +260,7 @@ def test_ranks_that_were_replaced_within_an_attempt() -> None:
     raised = told(log, findings(episode(), episode(5)))
 
     assert (ended.change, ended.rank) == ("ended", 3)
-    assert ended.text.endswith("It is over: the ranks were started again.")
+    assert ended.sentence.endswith("It is over: the ranks were started again.")
     assert [(alert.change, alert.rank) for alert in raised] == [("started", 3), ("started", 5)]
 
 
@@ -276,7 +276,7 @@ def test_hang_begins_and_ends() -> None:
     assert started.about == updated.about == ended.about
     assert len({started.id, updated.id, ended.id}) == 3
     assert (started.rank, started.host, updated.rank, updated.host) == (None, "", 5, "node-b")
-    assert (updated.cause, updated.since_step, updated.text) == ("dead", 57, hang(since_s=20).text)
+    assert (updated.cause, updated.since_step, updated.sentence) == ("dead", 57, hang(since_s=20).text)
     # Its age is that at the last look: it grows there, and is not counted twice.
     assert (started.duration_s, ended.duration_s) == (12.0, 20)
 
@@ -332,7 +332,7 @@ def test_new_processes_have_alerts_of_their_own() -> None:
     again = restarted(log, findings(episode()))
 
     assert (ended.about, ended.change, second.change) == (first.about, "ended", "started")
-    assert ended.text.endswith("It is over: the job was restarted.")
+    assert ended.sentence.endswith("It is over: the job was restarted.")
     assert second.id != first.id
     assert again.changes(1, findings(episode()), None, PLACES, NOW_NS) == ()
 
@@ -379,7 +379,7 @@ def test_other_verdicts_come_and_go() -> None:
     verdict = Verdict("imbalance", None, None, 0.01, 0.1, None, 0.9, "The stage is slow. Next: see.", evidence)
     changed = dataclasses.replace(verdict, cost_s_per_step=0.02, text="The stage is slower. Next: see.")
     raised = [
-        [(alert.kind, alert.change, alert.ranks, alert.text) for alert in alerts]
+        [(alert.kind, alert.change, alert.ranks, alert.sentence) for alert in alerts]
         for alerts in (
             log.changes(0, NOTHING, None, PLACES, NOW_NS + minute * 60 * 10**9, verdicts=verdicts)
             for minute, verdicts in enumerate(([verdict], [changed], [], []))
@@ -400,7 +400,7 @@ def test_modules_are_in_the_sentence_where_there_is_a_report() -> None:
     (alert,) = FindingLog("run").changes(
         0, findings(episode()), None, PLACES, NOW_NS, context=lambda: SlowRankContext([module])
     )
-    assert "most of it in blocks.3" in alert.text
+    assert "most of it in blocks.3" in alert.sentence
 
 
 def test_counts_by_class() -> None:
@@ -429,7 +429,7 @@ def test_a_node_that_judges_alone() -> None:
         ("straggler", "started"), ("hang", "started"), ("slow_link", "started")
     }  # fmt: skip
     assert [each.rank for each in began if each.kind == "straggler"] == [3]
-    assert all(each.text.startswith("On node node-b alone, from where node 0 is not reached: ") for each in began)
+    assert all(each.sentence.startswith("On node node-b alone, from where node 0 is not reached: ") for each in began)
     assert found("node-b") == []
 
     again = restarted(log, findings(slow, past))
@@ -437,6 +437,6 @@ def test_a_node_that_judges_alone() -> None:
         ended = found(None, each)
         assert {alert.about for alert in ended} == {alert.about for alert in began}
         assert {alert.change for alert in ended} == {"ended"}
-        assert all(alert.text.endswith("This alert ends: from now on, others judge it.") for alert in ended)
+        assert all(alert.sentence.endswith("This alert ends: from now on, others judge it.") for alert in ended)
         assert not each.are_open
         assert found(None, each) == []

@@ -7,7 +7,7 @@ import dataclasses
 from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from torchlens_perf.analysis.node_state import decode, encode
 from torchlens_perf.verdicts.finding_log import MAX_KEPT, Finding, FindingLog, FindingRecords
-from torchlens_perf.verdicts.stragglers.detector import NOTHING
+from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.words.evidence import Verdict
 from torchlens_perf.verdicts.words.hang import OpenHang
 
@@ -47,7 +47,7 @@ def test_a_hang_from_its_begin_to_its_end() -> None:
     (noted,) = rig.look(161, 57)
 
     assert (noted.since_unix_ns, noted.until_unix_ns) == (100 * S, 161 * S)
-    assert (noted.until_step, noted.duration_s, noted.alert.text) == (58, 50.0, hang(57, since_s=50).text)
+    assert (noted.until_step, noted.duration_s, noted.alert.sentence) == (58, 50.0, hang(57, since_s=50).text)
     assert rig.log.records.holds("hang") is None
 
 

@@ -23,8 +23,8 @@ from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.records import TracedStep
 from torchlens_perf.run.sketch import Sketch
-from torchlens_perf.verdicts.causes.straggler_groups import NOBODY, StragglerSummary
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, place_of
+from torchlens_perf.verdicts.stragglers.detector import place_of
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, JudgedSteps
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.hang import OpenHang
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
 from torchlens_perf.verdicts.finding_log import FindingRecords
 
-SCHEMA = 12
+SCHEMA = 13
 
 MAX_BYTES = 1 << 28
 """Of a node's state: 13 KB a rank of a plain loop, 100 KB of one with many modules and collectives."""
@@ -188,8 +188,6 @@ class NodeState:
     join: CollectiveJoin = dataclasses.field(default_factory=CollectiveJoin)
     """The node's collectives, joined across its ranks."""
     hang: OpenHang | None = None
-    named: StragglerSummary = NOBODY
-    """Summary of the stragglers in its findings."""
     findings: Findings = NOTHING
     """What this node's straggler detector found: in its own ranks, or on node 0 in those of all nodes."""
     records: FindingRecords = dataclasses.field(default_factory=FindingRecords)

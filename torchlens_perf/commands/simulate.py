@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torchlens_perf.run.sidecar_lock import SidecarLock
     from torchlens_perf.simulate.rings import SimulatedDevice
     from torchlens_perf.simulate.simulation import Simulation, Topology
-    from torchlens_perf.verdicts.stragglers.detector import Findings
     from torchlens_perf.verdicts.stragglers.episodes import Episode
+    from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.stragglers.placement import Placement
 
 _MAX_LINES = 16

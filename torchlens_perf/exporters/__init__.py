@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import StepTable, StepTrace, TracedStep
-    from torchlens_perf.verdicts.alert import Alert
-    from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup
-    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.run.verdicts import Alert
+    from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.words.hang import OpenHang
 
 
@@ -89,8 +88,6 @@ class Assessment:
     alerts: tuple[Alert, ...]
     whole_job: bool = True
     """Whether this sidecar judges all ranks. If another one does, this one's findings are only its own ranks'."""
-    together: Sequence[StragglerGroup] = ()
-    """Who is slow now, and together with whom: for what they cost, which of several is not that of one of them."""
     ended: bool = False
     """Whether no process of the node runs any more."""
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.hardware import Hardware
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import StepTrace
-    from torchlens_perf.verdicts.alert import Alert
+    from torchlens_perf.run.verdicts import Alert
 
 
 class InMemoryExporter:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchlens_perf.exporters.series import Meter
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import TracedStep
-    from torchlens_perf.verdicts.alert import Alert
+    from torchlens_perf.run.verdicts import Alert
 
 _MAX_TRACED = 1024  # steps that an alert may link to
 _MAX_BACKLOG = 8192  # items that may wait while a replay goes on
@@ -162,16 +162,15 @@ class OtlpExporter:
 
     def _traced_step(self, alert: Alert) -> int | None:
         """The first step in which the suspect was slow and that was sent as spans: all ranks send the same steps."""
-        if alert.since_step is None or alert.duration_s is not None:  # a step that hangs has no span yet
+        if alert.duration_s is not None:  # a step that hangs has no span yet
             return None
-        end = alert.until_step if alert.until_step is not None else float("inf")
         steps = (
             step
             for (attempt, step), chosen in self._traced.items()
             if attempt == alert.attempt
             and (chosen is None or alert.rank is None or chosen.role(alert.rank) is not None)
         )
-        return min((step for step in steps if alert.since_step <= step < end), default=None)
+        return min(filter(alert.covers, steps), default=None)
 
 
 def _nothing(everything: bool) -> float:

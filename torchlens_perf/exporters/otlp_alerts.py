@@ -16,7 +16,7 @@ from torchlens_perf.run.rank_ranges import ranges
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
 
-    from torchlens_perf.verdicts.alert import Alert
+    from torchlens_perf.run.verdicts import Alert
 
 _KIND_OF_HANG = "hang"
 
@@ -33,7 +33,7 @@ def log_record(alert: Alert, run_id: str, traced_step: int | None, resource: Res
         context=context,
         severity_text="WARN" if alert.urgent else "INFO",
         severity_number=SeverityNumber.WARN if alert.urgent else SeverityNumber.INFO,
-        body=alert.text,
+        body=alert.sentence,
         attributes=_attributes(run_id, alert),
         event_name=semantics.event_name(alert.kind, alert.change),
     )
@@ -56,7 +56,7 @@ def _attributes(run_id: str, alert: Alert) -> dict[str, Any]:
         semantics.HANG_KIND if of_hang else semantics.STRAGGLER_CLASS: alert.cause or None,
         semantics.STRAGGLER_CAUSES: alert.because or None,
         semantics.STRAGGLER_SCOPE: alert.scope or None,
-        semantics.STRAGGLER_COST: alert.cost_s,
+        semantics.STRAGGLER_COST: alert.cost_s_per_step,
         semantics.COST_SHARE: alert.cost_share,
         semantics.HANG_DURATION: alert.duration_s,
     }

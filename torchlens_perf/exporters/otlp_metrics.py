@@ -16,9 +16,9 @@ from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, Scope
 from torchlens_perf.exporters import MAX_STANDING, Assessment, ExportBatch, JobPart, Part, semantics
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
 from torchlens_perf.exporters.otlp_resource import SCOPE
-from torchlens_perf.exporters.otlp_standing import Standing
 from torchlens_perf.exporters.series import Example, Histogram, Meter, Number
 from torchlens_perf.exporters.series_room import most_important, most_ranks, shares
+from torchlens_perf.exporters.status_gauges import StatusGauges
 from torchlens_perf.exporters.tally import HandedOn, Tally
 from torchlens_perf.run.records import PARTS
 
@@ -53,7 +53,7 @@ class NodeMetrics:
         self._handed = StepSeries(tallied)
         self._tally = Tally(tallied, self._handed.histograms, self._handed.counters, clock)
         self._heard = HandedOn(self._meter, self._steps.histograms, self._steps.counters, clock)
-        self._standing = Standing(self._meter, clock)
+        self._status = StatusGauges(self._meter, clock)
         self._not_traced = self._meter.create_counter(semantics.STEPS_NOT_TRACED)
         self._counted_left_out = 0
         self._hardware = HardwareMetrics(self._meter, clock)
@@ -68,7 +68,7 @@ class NodeMetrics:
         self._part = part
         for node, data in part.tallies:
             self._heard.take(node, data)
-        self._standing.differ(part.spread_s if self._is_large else {})
+        self._status.differ(part.spread_s if self._is_large else {})
         self._show()
         if part.left_out > self._counted_left_out:
             self._not_traced.add(part.left_out - self._counted_left_out, {})
@@ -92,7 +92,7 @@ class NodeMetrics:
         self._named = frozenset(each.rank for each in slow)
         self._show()
         if assessment.whole_job:
-            self._standing.on_assessment(assessment)
+            self._status.on_assessment(assessment)
 
     def measured(self, hardware: Hardware) -> None:
         self._hardware.measured(hardware)

@@ -7,16 +7,18 @@ sheet, script, frame or link. Text has the page's own colour.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import html
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash
 from torchlens_perf.errors import printable
 from torchlens_perf.page.small_charts import image, parts_chart, step_chart
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.report.terminal import render
+from torchlens_perf.run.verdicts import Summary, Verdict, sentence_and_action
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 
@@ -44,7 +46,7 @@ def results(report: Report, run_dir: str, text: str) -> str:
 
     text: the report without colours.
     """
-    summary = _summary(report, run_dir)
+    summary = dataclasses.asdict(_summary(report, run_dir))
     return json.dumps({"text": text, "html": cell(report, run_dir), "summary": summary}, allow_nan=False)
 
 
@@ -96,7 +98,7 @@ def _charts(report: Report, named: Sequence[int]) -> list[tuple[str, str]]:
 
 
 def _verdict(verdict: VerdictRow) -> str:
-    head, _, action = verdict["text"].partition(" Next: ")
+    head, action = sentence_and_action(verdict["text"])
     edge = _EDGES.get(verdict["kind"], _OTHER_EDGE)
     more = f"<br><b>Next:</b> {_escaped(action)}" if action else ""
     return (
@@ -111,39 +113,32 @@ def _escaped(text: str) -> str:
     return html.escape(text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}...")
 
 
-def _summary(report: Report, run_dir: str) -> dict[str, Any]:
-    """The fields of results/summary.py."""
+def _summary(report: Report, run_dir: str) -> Summary:
     run, steps, quality = report["run"], report["steps"], report["quality"]
-    return {
-        "verdicts": [_row(verdict) for verdict in report["verdicts"]],
-        "run_id": run["id"],
-        "run_dir": run_dir,
-        "running": run["live"],
-        "ranks": run["world_size"],
-        "steps": steps["count"],
-        "step_p50_s": steps["p50_s"],
-        "step_p95_s": steps["p95_s"],
-        "step_p99_s": steps["p99_s"],
-        "step_max_s": steps["max_s"],
-        "overhead_share": quality["overhead_share"],
-        "sidecar_cpu_s": quality["sidecar_cpu_s"],
-        "records_lost": quality["lost"],
-        "as_of": _as_of(),
-    }
+    return Summary(
+        verdicts=tuple(map(_of_row, report["verdicts"])),
+        run_id=run["id"],
+        run_dir=run_dir,
+        running=run["live"],
+        ranks=run["world_size"],
+        steps=steps["count"],
+        step_p50_s=steps["p50_s"],
+        step_p95_s=steps["p95_s"],
+        step_p99_s=steps["p99_s"],
+        step_max_s=steps["max_s"],
+        overhead_share=quality["overhead_share"],
+        sidecar_cpu_s=quality["sidecar_cpu_s"],
+        records_lost=quality["lost"],
+        as_of=_as_of(),
+    )
 
 
-def _row(verdict: VerdictRow) -> dict[str, Any]:
-    head, _, action = verdict["text"].partition(" Next: ")
-    return {
-        "kind": verdict["kind"],
-        "text": printable(head),
-        "next": printable(action),
-        "rank": verdict["rank"],
-        "phase": verdict["phase"],
-        "cost_s_per_step": verdict["cost_s_per_step"],
-        "cost_share": verdict["cost_share"],
-        "since_step": verdict["since_step"],
-    }
+def _of_row(row: VerdictRow) -> Verdict:
+    text, action = map(printable, sentence_and_action(row["text"]))
+    return Verdict(
+        row["kind"], text, action, row["rank"], row["phase"], row["cost_s_per_step"], row["cost_share"],
+        row["since_step"],
+    )  # fmt: skip
 
 
 def _as_of() -> str:

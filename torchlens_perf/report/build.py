@@ -39,7 +39,7 @@ from torchlens_perf.run.sketch import merged
 from torchlens_perf.verdicts.finding_log import FindingRecords
 from torchlens_perf.verdicts.held import RunSoFar
 from torchlens_perf.verdicts.judged_windows import JudgedWindows
-from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words import order, run_state, verdict
@@ -117,7 +117,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
         live=facts["run"]["live"],
         computing_action=computing_action(facts),
     )
-    found = verdict.verdicts(facts, judging.findings, judging.named, hang, links)
+    found = verdict.verdicts(facts, judging.findings, hang, links)
     rows = [
         {
             **vars(with_cpu_action(each, facts)),

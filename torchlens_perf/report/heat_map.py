@@ -15,7 +15,7 @@ from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window_excess import window_excess
 

@@ -13,7 +13,7 @@ from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.verdicts.words.evidence import joined
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.words.evidence import LongSteps
     from torchlens_perf.verdicts.words.report import AlikeAndLong, OwnStep, Phase, TypicalStep
 

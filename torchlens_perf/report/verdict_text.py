@@ -9,14 +9,16 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import counted, printable, steps_words
+from torchlens_perf.analysis.statistics.quantities import printable
 from torchlens_perf.report.device_table import oom_table
+from torchlens_perf.run.verdicts import sentence_and_action
 from torchlens_perf.verdicts.words import order
 from torchlens_perf.verdicts.words.evidence import PastEvidence
 from torchlens_perf.verdicts.words.hang import HangEvidence
+from torchlens_perf.verdicts.words.over import held_words
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Held, Report, VerdictRow
+    from torchlens_perf.verdicts.words.report import Report, VerdictRow
 
 _STYLES = {
     "hang": "bold red", "hang_ended": "bold red", "out_of_memory": "bold red", "straggler": "bold red",
@@ -33,11 +35,10 @@ def is_finding(row: VerdictRow) -> bool:
 
 def verdict_parts(row: VerdictRow, report: Report, *, brief: bool = False) -> Iterator[RenderableType]:
     """The verdict with its evidence. brief: without since when it has held, unless it is a finding, or over by now."""
-    head, _, action = row["text"].partition(" Next: ")
+    head, action = sentence_and_action(row["text"])
     text = Text(printable(head), style=_STYLES.get(row["kind"], "bold"))
-    over = row["held"] is not None and row["held"]["until_step"] is not None
     held = held_words(row["held"], report["run"]["started"])
-    if held and (not brief or over or is_finding(row)):
+    if held and (not brief or order.has_ended(row["held"]) or is_finding(row)):
         text.append(f"\n{held}", style="default dim not bold")
     if action:
         text.append("\nNext: ", style="bold")
@@ -74,23 +75,3 @@ def earlier_line(rows: Sequence[VerdictRow]) -> str:
     heads = [printable(row["text"]).partition(":")[0].removesuffix(".") for row in rows]
     more = f", and {len(heads) - 1} more" if len(heads) > 1 else ""
     return f"Earlier in this run: {heads[0]}{more}."
-
-
-def held_words(held: Held | None, started: str | None) -> str:
-    """Since when, and in how many windows; "" where that is not known. started: of the run."""
-    if held is None or held["since_step"] is None:
-        return ""
-    steps, windows = steps_words(held["since_step"], held["until_step"]), held["windows_judged"]
-    times = [_clock(each, started) for each in (held["since"], held["until"]) if each is not None]
-    at = f" ({' to '.join(times)} UTC)" if times and (held["until_step"] is None or len(times) == 2) else ""
-    if not windows:
-        return f"Held {steps}{at}."
-    some = f"{held['windows_held']} of {counted(windows, 'window')} of {held['window_steps']} steps"
-    return f"Held in {some}, {steps}{at}."
-
-
-def _clock(at: str, started: str | None) -> str:
-    """The time of day of what is written as ISO has it; with the date where that is not the run's first day."""
-    day, _, clock = at.partition("T")
-    seconds = clock[:8]
-    return seconds if started is not None and started.startswith(day) else f"{day} {seconds}"

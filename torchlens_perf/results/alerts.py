@@ -6,49 +6,19 @@ thread asks for that file's size and time, which is one call to the system (docs
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import Printable
 from torchlens_perf.output import logger
 from torchlens_perf.run.mailbox import ALERTS, Mailbox
+from torchlens_perf.run.verdicts import Alert as Alert
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
-
-
-@dataclasses.dataclass(frozen=True)
-class Alert:
-    """Something began, is known better by now, or ended. None, () and "" stand for what does not apply."""
-
-    change: str
-    """started, updated or ended."""
-    kind: str
-    """straggler, hang, imbalance or slow_link, as in the report."""
-    text: str
-    """What is so, with its numbers."""
-    next: str
-    """What to do."""
-    about: str
-    """The same for all alerts about one thing."""
-    rank: int | None
-    """Whom it is about; of several, whom to look at first."""
-    ranks: tuple[int, ...]
-    host: str
-    phase: str | None
-    because: tuple[str, ...]
-    """Kinds of what is behind it, the likeliest first."""
-    since_step: int | None
-    until_step: int | None
-    cost_s_per_step: float | None
-    """By how many seconds each step of the job would be shorter."""
-    cost_share: float | None
-    found_unix_s: float
-    """When the sidecar found it."""
 
 
 Callback = Callable[[Alert], object]
@@ -86,7 +56,7 @@ class Alerts:
                 self._known.add(row["id"])
                 began_ns = time.monotonic_ns()
                 try:
-                    self._call(_alert(row))
+                    self._call(Alert(**{**row, "ranks": tuple(row["ranks"]), "because": tuple(row["because"])}))
                 finally:
                     session.add_overhead(time.monotonic_ns() - began_ns, ours=False)
 
@@ -103,25 +73,3 @@ class Alerts:
                         "torchlens_perf: %s, a callback of on_verdict(), raised, and training goes on: %s: %s",
                         Printable(name), type(error).__name__, Printable(error), exc_info=True,
                     )  # fmt: skip
-
-
-def _alert(row: dict[str, Any]) -> Alert:
-    """row: the sidecar's, see verdicts/alert.py."""
-    text, _, action = row["text"].partition(" Next: ")
-    return Alert(
-        change=row["change"],
-        kind=row["kind"],
-        text=text,
-        next=action,
-        about=row["about"],
-        rank=row["rank"],
-        ranks=tuple(row["ranks"]),
-        host=row["host"],
-        phase=row["phase"],
-        because=tuple(row["because"]),
-        since_step=row["since_step"],
-        until_step=row["until_step"],
-        cost_s_per_step=row["cost_s"],
-        cost_share=row["cost_share"],
-        found_unix_s=row["unix_ns"] / 1e9,
-    )

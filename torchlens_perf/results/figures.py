@@ -110,7 +110,7 @@ class Figures:
             self._slow.pop(alert.about, None)
             if alert.change != "ended":
                 self._slow[alert.about] = alert
-        self._write_text(VERDICT, f"{alert.change}: {alert.text}" + (f" Next: {alert.next}" if alert.next else ""))
+        self._write_text(VERDICT, f"{alert.change}: {alert.sentence}")
 
     def ended(self, report: str) -> None:
         """The run is over. report: as it is shown, of rank 0."""

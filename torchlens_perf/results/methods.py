@@ -32,7 +32,7 @@ class HasResults(abc.ABC):
         """What there is to show."""
 
     def summary(self) -> Summary:
-        """Return the verdicts, step times and what recording costs, as they are now (results/summary.py).
+        """Return the verdicts, step times and what recording costs, as they are now (run/verdicts.py).
 
         It takes a fraction of a second, and some seconds where the sidecar is busy; in a watch, the step in progress
         has that as the tool's time. Raises nothing of ours: what is missing is None, and `missing` says why.
@@ -89,7 +89,7 @@ class ShowsResults(HasResults):
         """The watch that records it: this one, or the one that this has joined."""
 
     def on_verdict(self, callback: OnVerdict) -> OnVerdict:
-        """Calls callback(alert) for each verdict that begins, changes or ends (results/alerts.py has Alert).
+        """Calls callback(alert) for each verdict that begins, changes or ends (run/verdicts.py has Alert).
 
         At the end of a step, on the training thread, which waits for it; on rank 0 and the other ranks of its node. An
         exception is logged, and ends nothing. Raises ConfigError for what cannot be called.

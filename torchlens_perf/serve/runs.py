@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torchlens_perf.errors import RunStoreError, TorchlensPerfError, printable
 from torchlens_perf.report.run_report import run_report
+from torchlens_perf.run.verdicts import sentence_and_action
 from torchlens_perf.serve.readers import NoSuchError
 from torchlens_perf.serve.run_names import is_run, opened, run_directory
 from torchlens_perf.verdicts.words.run_state import state_of
@@ -126,5 +127,5 @@ def _line(path: str, found: Found) -> RunLine:
         nodes=len(about["nodes"]),
         started=about["started"] or "",
         ended=about["ended"] or about["last_step_at"] or "",
-        verdict=report["verdicts"][0]["text"].partition(" Next: ")[0] if report["verdicts"] else "",
+        verdict=sentence_and_action(report["verdicts"][0]["text"])[0] if report["verdicts"] else "",
     )

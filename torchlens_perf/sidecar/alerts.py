@@ -5,25 +5,22 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis import node_state
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.exporters import Assessment
-from torchlens_perf.verdicts.alert import no_modules
-from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup, StragglerSummary, straggler_groups
-from torchlens_perf.verdicts.stragglers.detector import NOTHING
-from torchlens_perf.verdicts.words.stragglers import SlowRankContext, straggler_verdicts
+from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
+from torchlens_perf.verdicts.words.stragglers import SlowRankContext, imbalance_verdicts
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.identity import Identity
-    from torchlens_perf.verdicts.alert import Alert
-    from torchlens_perf.verdicts.causes.rules import Diagnosis
+    from torchlens_perf.run.verdicts import Alert
     from torchlens_perf.verdicts.finding_log import FindingLog
-    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
     from torchlens_perf.verdicts.stragglers.placement import Placement
     from torchlens_perf.verdicts.words.evidence import Verdict
     from torchlens_perf.verdicts.words.hang import OpenHang
@@ -79,15 +76,12 @@ class AlertManager:
         """For those who begin to listen later."""
         self.raised = 0
         self._untaken: Assessment | None = None  # the newest, with all alerts that no exporter has taken
-        self._judged: Findings = NOTHING
-        self._together: Sequence[StragglerGroup] = ()
 
     def assess(
         self,
         identity: Identity,
         attempt: int,
         findings: Findings,
-        named: StragglerSummary,
         places: Mapping[int, Placement],
         nodes: list[NodeState],
         unix_ns: int,
@@ -112,13 +106,11 @@ class AlertManager:
 
         alerts = self.log.changes(
             attempt, findings, hang, places, unix_ns, at_step=at_step, last_step=last_step, judge=judge,
-            verdicts=_other_verdicts(findings, named, links), context=context, diagnosed=diagnosed,
+            verdicts=[*imbalance_verdicts(findings), *filter(None, [links])], context=context, diagnosed=diagnosed,
         )  # fmt: skip
         self.newest.extend(alerts)
         self.raised += len(alerts)
-        if findings is not self._judged:  # the same for many rounds, and of many ranks it takes a while
-            self._judged, self._together = findings, straggler_groups(findings.slow_now, places)
-        return Assessment(identity, findings, hang, alerts, judge == "", self._together)
+        return Assessment(identity, findings, hang, alerts, judge == "")
 
     def keep(self, assessment: Assessment) -> None:
         """Keep the newest assessment until an exporter takes it, with the alerts that none has taken yet."""
@@ -131,10 +123,3 @@ class AlertManager:
         if found is not None:
             self._untaken = dataclasses.replace(found, alerts=())
         return found
-
-
-def _other_verdicts(findings: Findings, named: StragglerSummary, links: Verdict | None) -> Sequence[Verdict]:
-    """The verdicts that stand now, but for those on slow ranks."""
-    nobody_slow = dataclasses.replace(findings, episodes=()), dataclasses.replace(named, groups=())
-    found, _ = straggler_verdicts(no_modules(), *nobody_slow)
-    return [*found, links] if links is not None else found

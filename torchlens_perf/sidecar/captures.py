@@ -22,8 +22,7 @@ from torchlens_perf.sidecar.host.stacks import python_stacks
 from torchlens_perf.verdicts.causes.straggler_groups import suspect_and_healthy
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.causes.straggler_groups import StragglerSummary
-    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.stragglers.placement import Placement
 
 logger = logging.getLogger("torchlens_perf.sidecar")
@@ -96,7 +95,6 @@ class CaptureRelay:
 
     def ask_after_verdict(
         self,
-        named: StragglerSummary,
         findings: Findings,
         places: Mapping[int, Placement],
         ranks: Mapping[int, LiveRank],
@@ -106,11 +104,11 @@ class CaptureRelay:
         ranks: of this node. Raises OSError.
         """
         attempt = max((live.attempt for live in ranks.values()), default=-1)
-        if not named.groups or attempt in self._after_verdict or not findings.step_ns:
+        if not findings.groups or attempt in self._after_verdict or not findings.step_ns:
             return
         hosts = {host_of(state.stem) for state in self._run.nodes.glob("*.json")}
         reached = {rank for rank, place in places.items() if place.host in hosts}
-        chosen = suspect_and_healthy(named, findings, places, reached)
+        chosen = suspect_and_healthy(findings, places, reached)
         if not chosen:
             return
         self._after_verdict.add(attempt)

@@ -22,11 +22,11 @@ from torchlens_perf.sidecar.hang_watch import HangWatch
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.trace_sampler import TraceSampler
 from torchlens_perf.verdicts.causes.metrics import MetricHistory, vector
-from torchlens_perf.verdicts.causes.rules import Diagnosis, diagnose
-from torchlens_perf.verdicts.causes.straggler_groups import name
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, JobDetector
+from torchlens_perf.verdicts.causes.rules import diagnose
+from torchlens_perf.verdicts.causes.straggler_groups import with_groups
+from torchlens_perf.verdicts.stragglers.detector import JobDetector
+from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.merged_windows import MergedWindows, held_against
-from torchlens_perf.verdicts.stragglers.resume import Continuation
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
     from torchlens_perf.sidecar.nodes.messages import Received
     from torchlens_perf.sidecar.nodes.places import Places
-    from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup, StragglerSummary
-    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, StragglerGroup
     from torchlens_perf.verdicts.stragglers.placement import Placement
     from torchlens_perf.verdicts.words.hang import OpenHang
 
@@ -75,10 +74,10 @@ class Epoch:
     """Belongs to one thread: the sidecar's, or a replay's."""
 
     def __init__(self, generation: int = UNRELATED, earlier: Findings = NOTHING) -> None:
-        """generation: see restarts.py. earlier: what another sidecar has found about the same processes."""
+        """generation: see restarts.py. earlier: what an earlier sidecar has found about the same processes."""
         self.generation = generation
         self.began_s = time.monotonic()
-        self.detector = JobDetector()
+        self.detector = JobDetector(earlier)
         self.ranks: dict[int, LocalRank] = {}
         """This node's ranks."""
         self.meeting_points: dict[int, Places] = {}
@@ -93,7 +92,6 @@ class Epoch:
         self._windows = MergedWindows()
         self._metrics = MetricHistory()
         self._hangs = HangWatch(SILENT_S)
-        self._continuation = Continuation(earlier)
         self._groups: dict[str, tuple[int, ...]] = {}
         self._remote: dict[int, _RemoteRank] = {}
         self._judged: Findings | None = None
@@ -217,21 +215,21 @@ class Epoch:
             return None
         if self._judged is None or found is not self._judged_from or self._windows.seen != self._windows_seen:
             self._judged_from, self._windows_seen = found, self._windows.seen
-            self._judged = held_against(self._continuation.findings(found), self._windows, self.places)
+            self._judged = held_against(found, self._windows, self.places)
         return self._judged
 
-    def summarize(
+    def with_groups(
         self,
         findings: Findings,
-        before: StragglerSummary | None = None,
+        before: Findings = NOTHING,
         details: Callable[[int], Mapping[str, str]] | None = None,
-    ) -> StragglerSummary:
-        """Return which ranks are slow together, where, and why. before: the summary until now.
+    ) -> Findings:
+        """Return the findings with which ranks are slow together, where, and why. before: the findings until now.
 
         details: of a rank, see diagnose(); None: no diagnosis is made.
         """
         why = None if details is None else lambda group: self.diagnose(group, details(group.lead.rank))
-        return name(findings, self.places, self.module_times.excess_ns, diagnosed=why, before=before)
+        return with_groups(findings, self.places, self.module_times.excess_ns, diagnosed=why, before=before)
 
     def diagnose(self, straggler: StragglerGroup, details: Mapping[str, str]) -> Diagnosis:
         """Return why a rank is slow. details: see rules.diagnose(); of a rank of another node there are none."""

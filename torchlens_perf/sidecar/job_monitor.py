@@ -24,9 +24,8 @@ from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.progress import read_progress
 from torchlens_perf.sidecar.rank_metrics import RankMetrics
 from torchlens_perf.sidecar.rings.source import USUAL_STEPS, RingSource
-from torchlens_perf.verdicts.causes.straggler_groups import NOBODY
 from torchlens_perf.verdicts.finding_log import FindingLog
-from torchlens_perf.verdicts.stragglers.detector import NOTHING
+from torchlens_perf.verdicts.stragglers.findings import NOTHING
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,7 +80,7 @@ class JobMonitor:
         with self._errors.contain("exporting"):
             self._last_traces += self._choose_traces(before, frozenset(), time.monotonic(), final=True)
         self.cluster.leave(before)
-        self._state.findings, self._state.named, self._state.hang = NOTHING, NOBODY, None
+        self._state.findings, self._state.hang = NOTHING, None
 
     def assign_attempts(self, sources: RingSources) -> None:
         """Give processes their places in the job: the run's id, and which of its generations they belong to."""
@@ -142,8 +141,8 @@ class JobMonitor:
             self.cluster.update(self.epoch, now_s, final=final)
             findings = self.epoch.judge(final=final)
             if findings is not None and (findings.rows or not self._state.findings.rows):
-                self._state.findings = findings
-                self._state.named = self.epoch.summarize(findings, self._state.named, self._details_by_rank(newest))
+                details = self._details_by_rank(newest)
+                self._state.findings = self.epoch.with_groups(findings, self._state.findings, details)
         self._state.hang = self.epoch.hang
         if not self.cluster.awaits_node_0(self.epoch) or not sources.live():  # alerts are of the job's attempt
             self._assess(newest, sources.live())
@@ -201,8 +200,7 @@ class JobMonitor:
                 last_steps = [source.state.statistics.last_step for source in newest]
                 details = self._details_by_rank(newest)
                 found = self.alerts.assess(
-                    identity, identity.attempt, found.findings, self._state.named, self.epoch.places, [self._state],
-                    time.time_ns(),
+                    identity, identity.attempt, found.findings, self.epoch.places, [self._state], time.time_ns(),
                     links=links,
                     diagnosed=lambda group: self.epoch.diagnose(group, details(group.lead.rank)),
                     hang=found.hang,

@@ -142,7 +142,7 @@ class Sidecar:
                     on_verdict |= setting == "verdict"
             if on_verdict and self.monitor.cluster.judges_alone:
                 places = self.monitor.epoch.places
-                self._captures.ask_after_verdict(self.state.named, self.state.findings, places, ranks)
+                self._captures.ask_after_verdict(self.state.findings, places, ranks)
             self._captures.update(ranks, now_s)
             self._note(self._captures.notes)
             if final:

@@ -21,17 +21,15 @@ from torchlens_perf.sidecar.alerts import AlertManager
 from torchlens_perf.sidecar.epoch import Epoch
 from torchlens_perf.sidecar.rings import segments
 from torchlens_perf.sidecar.rings.bounded_files import files_of
-from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup, StragglerSummary
 from torchlens_perf.verdicts.finding_log import FindingLog
-from torchlens_perf.verdicts.stragglers.detector import NOTHING
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.records import StepTrace, TracedStep
     from torchlens_perf.sidecar.rings.segments import Origin
-    from torchlens_perf.verdicts.causes.rules import Diagnosis
-    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
 
 _FLUSH_TIMEOUT_S = 60.0
 _OUTBOX_TIMEOUT_S = 3600.0  # as long as the endpoint takes it
@@ -108,14 +106,13 @@ def replay(
         if not saved.processes:
             rebuilt.notes += ["rebuilt from the records that are kept", *damaged]
             rebuilt_states.append(rebuilt)
-    findings = epoch.judge(final=True) or NOTHING
-    named = epoch.summarize(findings)
+    findings = epoch.with_groups(epoch.judge(final=True) or NOTHING)
     for state in rebuilt_states:
-        state.findings, state.named = findings, named
+        state.findings = findings
         state.save(run)
     if sending is None:
         return Replayed(steps, records, damaged)
-    sending.assess(run, epoch, findings, named, saved_states)
+    sending.assess(run, epoch, findings, saved_states)
     notes = sending.end()
     _note_delivery(run, notes)
     return Replayed(steps, records, [*damaged, *notes])
@@ -157,7 +154,7 @@ def _sends(chosen: TracedStep, rank: int) -> bool:
 
 def _diagnosed(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | None:
     """What was found when the run was live: the signals themselves are not kept."""
-    found = (state.named.diagnosis(group.lead.key) for state in saved)
+    found = (state.findings.diagnosis(group.lead.key) for state in saved)
     return next((each for each in found if each is not None), None)
 
 
@@ -186,7 +183,6 @@ class _Sending:
         run: RunDirectory,
         epoch: Epoch,
         findings: Findings,
-        named: StragglerSummary,
         saved: list[NodeState],
     ) -> None:
         """The alerts of the whole run, with the ids that they had when it was live. saved: the nodes' states."""
@@ -196,7 +192,7 @@ class _Sending:
         ended_ns = last.anchor.unix_ns - last.anchor.monotonic_ns
         ended_ns += int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
         assessment = AlertManager(FindingLog(run.run_id)).assess(
-            last.identity, epoch.generation, findings, named, epoch.places, saved, ended_ns,
+            last.identity, epoch.generation, findings, epoch.places, saved, ended_ns,
             links=slow_link_verdict(saved),
             diagnosed=lambda group: _diagnosed(saved, group),
         )  # fmt: skip

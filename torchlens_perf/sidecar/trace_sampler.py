@@ -106,7 +106,7 @@ class TraceSampler:
             after_s = 0.0 if final else _NODE_0_TIMEOUT_S
         else:
             self._look_for_verdicts(chooser, role, state, now_s)
-        slow = [group.lead.rank for group in state.named.groups]
+        slow = [group.lead.rank for group in state.findings.groups]
         slow += [each.rank for each in state.findings.slow_now if each.rank not in slow]
         known = Known(self._buffer.spans, running, of_job, self._rows, slow, self._places)
         before = chooser.left_out

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.run.verdicts import sentence_and_action
 from torchlens_perf.verdicts.words.evidence import PastEvidence
 from torchlens_perf.verdicts.words.hang import HangEvidence
 
@@ -39,7 +40,7 @@ def verdict_entries(report: Report | None) -> list[Entry]:
 
 
 def _entry(row: VerdictRow) -> Entry:
-    text, _, action = row["text"].partition(" Next: ")
+    text, action = sentence_and_action(row["text"])
     evidence = row["evidence"]
     details: list[str] = []
     if isinstance(evidence, HangEvidence | PastEvidence):

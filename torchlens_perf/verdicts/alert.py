@@ -1,4 +1,4 @@
-"""One alert, and how it is made from what was found: id, sentence, numbers. Pure; finding_log.py says when."""
+"""How an alert is made from what was found: id, sentence, numbers. Pure; finding_log.py says when."""
 
 from __future__ import annotations
 
@@ -9,63 +9,22 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import printable
 from torchlens_perf.run.rank_ranges import ranges
-from torchlens_perf.verdicts.causes.straggler_groups import NOBODY, StragglerGroup, StragglerSummary
-from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.run.verdicts import ENDED, STARTED, UPDATED, Alert, sentence_and_action
 from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.findings import Findings, StragglerGroup
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.evidence import SLOW_COMMUNICATION, ImbalanceEvidence, SlowLinkEvidence, Verdict
-from torchlens_perf.verdicts.words.stragglers import SlowRankContext, cause_class, phase_name, straggler_verdicts
+from torchlens_perf.verdicts.words.stragglers import (
+    SlowRankContext,
+    cause_class,
+    past_verdict,
+    phase_name,
+    slow_verdict,
+)
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.causes.rules import Diagnosis
+    from torchlens_perf.verdicts.stragglers.findings import Diagnosis
     from torchlens_perf.verdicts.words.hang import OpenHang
-
-STARTED, UPDATED, ENDED = "started", "updated", "ended"
-
-
-@dataclasses.dataclass(frozen=True)
-class Alert:
-    """Something began, is known better by now, or ended. None and "" stand for what does not apply."""
-
-    id: str
-    """32 hexadecimal digits; the same whoever raises the alert, and however often."""
-    about: str
-    """The same for all alerts about one straggler, or one hang."""
-    kind: str
-    """straggler, hang, or a verdict's kind."""
-    change: str
-    """STARTED, UPDATED or ENDED."""
-    text: str
-    """The verdict's sentence."""
-    unix_ns: int
-    """When it was found."""
-    attempt: int
-    since_step: int | None = None
-    until_step: int | None = None
-    """The step from which on it was over."""
-    rank: int | None = None
-    """The suspect; of several, the one to look at first."""
-    ranks: tuple[int, ...] = ()
-    """All suspects; of ranks that are slow together, all of them."""
-    host: str = ""
-    """The suspect's."""
-    phase: str | None = None
-    cause: str = ""
-    """A straggler's class: slow_compute, slow_data, slow_host or more_work. A hang's kind: dead, missing and others."""
-    because: tuple[str, ...] = ()
-    """Kinds of what is behind a straggler (diagnosis.Cause), the likeliest first; none if none was found."""
-    scope: str = ""
-    """What is slow: "rank", "node" with all its ranks, or "position" in the mesh."""
-    cost_s: float | None = None
-    """Seconds that each step of the job would be shorter without all suspects; None where that is not known."""
-    cost_share: float | None = None
-    duration_s: float | None = None
-    """For a hang: for how long no step has been made."""
-
-    @property
-    def urgent(self) -> bool:
-        """Whether somebody should look: not for an end."""
-        return self.change != ENDED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +75,7 @@ class AlertContext:
         """Return the alert on a straggler. group: the same, as straggler_groups() has it now."""
         if self.diagnosed is not None:
             group = dataclasses.replace(group, diagnosis=self.diagnosed(group))
-        findings = dataclasses.replace(self.findings, episodes=())
-        (verdict,), _ = straggler_verdicts(self.context(), findings, StragglerSummary((group,)))
+        verdict = slow_verdict(self.context(), group, self.findings)
         alert = self._straggler(slow, group.lead, change, verdict, verdict.text, *parts, ranks=group.ranks)
         causes = group.diagnosis.causes if group.diagnosis is not None else ()
         return dataclasses.replace(alert, because=tuple(cause.kind for cause in causes))
@@ -125,7 +83,7 @@ class AlertContext:
     def ended(self, slow: Straggler) -> Alert:
         """Return the alert on the end of a straggler whose episodes are all over."""
         until_step = max(episode.until_step or 0 for episode in slow.episodes)
-        verdict = self._was_slow(slow.lead)
+        verdict = past_verdict(slow.lead)
         text = verdict.text
         if len(slow.episodes) > 1:
             was = "were" if slow.kind == "position" else "was"
@@ -139,14 +97,8 @@ class AlertContext:
         lead = slow.lead
         was = "were" if slow.kind == "position" else "was"
         text = f"{_who(slow)} {was} slow in {phase_name(lead.phase)} from step {lead.since_step} on. {why}"
-        verdict = self._was_slow(dataclasses.replace(lead, until_step=lead.last_step + 1))
+        verdict = past_verdict(dataclasses.replace(lead, until_step=lead.last_step + 1))
         return self._straggler(slow, lead, ENDED, verdict, text, ranks=slow.ranks)
-
-    def _was_slow(self, episode: Episode) -> Verdict:
-        """episode: with its until_step."""
-        findings = dataclasses.replace(self.findings, episodes=(episode,))
-        _, (verdict,) = straggler_verdicts(no_modules(), findings, NOBODY)
-        return verdict
 
     def _straggler(
         self, slow: Straggler, episode: Episode, change: str, verdict: Verdict, text: str, *parts: object,
@@ -159,7 +111,7 @@ class AlertContext:
             phase=episode.phase,
             cause=cause_class(episode),
             scope=slow.kind,
-            cost_s=verdict.cost_s_per_step,
+            cost_s_per_step=verdict.cost_s_per_step,
             cost_share=verdict.cost_share,
         )
 
@@ -173,8 +125,9 @@ class AlertContext:
             text = f"On node {self.alone} alone, from where node 0 is not reached: {text}"
         key = _hash(self.run_id, self.attempt, *about)
         host = self.places[rank].host if rank is not None and rank in self.places else ""
+        sentence, action = sentence_and_action(printable(text))
         return Alert(
-            _hash(key, change, *parts), key, kind, change, printable(text), self.unix_ns, self.attempt, since_step,
+            _hash(key, change, *parts), key, kind, change, sentence, action, self.unix_ns, self.attempt, since_step,
             rank=rank, ranks=ranks, host=host,
         )  # fmt: skip
 
@@ -209,15 +162,14 @@ class AlertContext:
             phase=verdict.phase,
             cause=cause,
             scope=scope,
-            cost_s=verdict.cost_s_per_step,
+            cost_s_per_step=verdict.cost_s_per_step,
             cost_share=verdict.cost_share,
         )
 
     def verdict_over(self, last: Alert, why: str = "") -> Alert:
         """last: verdict() of it as it stood last. why: a sentence, where it is not that it does not hold any more."""
-        found = last.text.partition(" Next: ")[0]
-        text = f"{found} {why}" if why else f"No longer: {found}"
-        return dataclasses.replace(last, id=_hash(last.about, ENDED), change=ENDED, text=text, unix_ns=self.unix_ns)
+        text, uid = f"{last.text} {why}" if why else f"No longer: {last.text}", _hash(last.about, ENDED)
+        return dataclasses.replace(last, id=uid, change=ENDED, text=text, next="", unix_ns=self.unix_ns)
 
 
 def _who(slow: Straggler) -> str:

@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.run.rank_ranges import ranges
-from torchlens_perf.verdicts.alert import STARTED, UPDATED, Alert, AlertContext, Straggler, no_modules
+from torchlens_perf.run.verdicts import STARTED, UPDATED, Alert
+from torchlens_perf.verdicts.alert import AlertContext, Straggler, no_modules
 from torchlens_perf.verdicts.causes.straggler_groups import straggler_groups
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.evidence import SlowLinkEvidence, Verdict
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, cause_class
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.causes.rules import Diagnosis
-    from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup
+    from torchlens_perf.verdicts.stragglers.findings import Diagnosis, StragglerGroup
 
 MAX_KEPT = 32  # findings; the oldest that are over go first
 _CLASSES = ("slow_compute", "slow_data", "slow_host", "more_work")
@@ -103,7 +103,7 @@ class FindingLog:
     def __init__(self, run_id: str, saved: FindingRecords | None = None, findings: Findings = NOTHING) -> None:
         """saved, findings: what an earlier sidecar of the node has saved, and raised alerts for.
 
-        Later findings go on with those, see Continuation.
+        Later findings go on with those, see stragglers/resume.py.
         """
         self._run_id = run_id
         self.records = FindingRecords() if saved is None else saved

@@ -36,7 +36,7 @@ from torchlens_perf.verdicts.words.hang import HangEvidence
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
     from torchlens_perf.verdicts.judged_windows import Columns
-    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.words.report import Held, Steps
 
 _MIN_WINDOWS = 4  # that something must last for to be named beside the run as a whole
@@ -163,11 +163,11 @@ class RunSoFar:
         if not of_run:
             return []
         (typical, held), slow = of_run[0], any(isinstance(each.evidence, StragglerEvidence) for each, _ in whole)
-        is_over = held is not None and held["until_step"] is not None
+        is_over = order.has_ended(held)
         named = {typical.kind} if is_over else named_uses(typical)
         kinds = [kind for kind in WASTE if kind not in named and not (slow and kind == "communication_bound")]
         found = [row for row in map(self._stretch_of, kinds) if row is not None]
-        if is_over and all(held["until_step"] is not None for _, held in found if held is not None):
+        if is_over and all(order.has_ended(held) for _, held in found):
             found += self._computing_now()
         return found
 
@@ -216,14 +216,14 @@ class RunSoFar:
 
     def _over(self, noted: Finding) -> Verdict:
         if noted.kind != "hang" or noted.since_step is None:
-            return over.no_longer(noted.kind, noted.alert.text, noted.alert.ranks, noted.since_step)
+            return over.no_longer(noted.kind, noted.alert.sentence, noted.alert.ranks, noted.since_step)
         went_on = None if self.last_step is None else self.last_step >= noted.since_step
         # The time of all steps has no warm-up, in which a run may hang as well.
         total_s = self.steps["total_s"]
         if noted.since_step < self.first_step + WARM_UP_STEPS:
             total_s += noted.duration_s or 0.0
         found = PastEvidence(noted.alert.ranks, noted.duration_s, went_on, noted.stacks)
-        return over.hang_over(noted.since_step, noted.alert.text, found, steps=self.steps["count"], total_s=total_s)
+        return over.hang_over(noted.since_step, noted.alert.sentence, found, steps=self.steps["count"], total_s=total_s)
 
     # -- as the report has it
 

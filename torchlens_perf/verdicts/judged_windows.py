@@ -13,7 +13,7 @@ from torchlens_perf.analysis.statistics.robust import median
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.causes.straggler_groups import stage_imbalance
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, Usual
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
 from torchlens_perf.verdicts.stragglers.window_excess import window_excess
 from torchlens_perf.verdicts.words.bottleneck import Spent, spent
 

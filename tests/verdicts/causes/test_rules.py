@@ -11,9 +11,10 @@ from tests.support.findings import episode, findings
 from tests.support.planted import places
 from tests.support.saved import saved
 from torchlens_perf.verdicts.causes.metrics import METRICS, vector
-from torchlens_perf.verdicts.causes.rules import Cause, Diagnosis, diagnose
-from torchlens_perf.verdicts.causes.straggler_groups import StragglerGroup, StragglerSummary, name
+from torchlens_perf.verdicts.causes.rules import diagnose
+from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis, StragglerGroup
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, straggler_verdicts
 
 SLOW = 3
@@ -224,8 +225,8 @@ def test_several() -> None:
 
 def verdict(found: Diagnosis, **changed: Any) -> Any:
     slow = episode(SLOW, phase="host", **changed)
-    named = StragglerSummary((StragglerGroup("rank", "", (SLOW,), slow, "node-0", diagnosis=found),))
-    (now,), _ = straggler_verdicts(SlowRankContext(()), findings(slow), named)
+    group = StragglerGroup("rank", "", (SLOW,), slow, "node-0", diagnosis=found)
+    (now,), _ = straggler_verdicts(SlowRankContext(()), findings(slow, groups=(group,)))
     return now
 
 
@@ -281,7 +282,7 @@ def test_no_cause_in_words() -> None:
 def test_kept() -> None:
     """A diagnosis survives the state file."""
     slow = episode(SLOW, phase="data")
-    named = name(findings(slow), places(8), diagnosed=lambda group: diagnosis({"gc_share": 0.2}))
+    named = with_groups(findings(slow), places(8), diagnosed=lambda group: diagnosis({"gc_share": 0.2}))
 
     assert saved(named) == named
     assert named.groups[0].diagnosis is not None

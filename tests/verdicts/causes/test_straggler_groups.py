@@ -10,16 +10,14 @@ import pytest
 from tests.support.findings import episode, findings
 from tests.support.planted import WORK_NS, Job, places
 from tests.support.saved import saved
-from torchlens_perf.verdicts.causes.rules import Diagnosis
 from torchlens_perf.verdicts.causes.straggler_groups import (
-    MAX_NAMED,
-    NOBODY,
-    StragglerSummary,
-    name,
+    MAX_EXPLAINED,
     stage_imbalance,
     straggler_groups,
+    with_groups,
 )
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, StragglerDetector, Usual
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Diagnosis, Findings, Usual
 from torchlens_perf.verdicts.stragglers.placement import Placement
 
 MS = 1e6
@@ -30,7 +28,7 @@ def test_a_slow_node() -> None:
     job = Job.of(32, 100)
     for rank in range(8, 16):
         job.slow(rank, 30 + (rank == 11) * 10, "backward")
-    (found,) = name(job.judged(), places(32)).groups
+    (found,) = with_groups(job.judged(), places(32)).groups
 
     assert (found.kind, found.name, found.host) == ("node", "node-1", "node-1")
     assert (found.ranks, found.lead.rank) == (tuple(range(8, 16)), 11)
@@ -47,7 +45,7 @@ def test_what_a_node_costs() -> None:
         judge.set_place(rank, place)
     judge.add_block("", job.block(rows=slice(0, 108)))
     found = judge.judge()
-    named = saved(name(found, at))
+    named = saved(with_groups(found, at))
     (node,) = named.groups
 
     own_ns = job.parts_ns.sum(axis=2)[:, 20:108]
@@ -75,8 +73,8 @@ def test_what_a_node_costs_in_stages() -> None:
         if rank // 4 == 1:
             job.slow(rank, 20 + 20 * (rank % 2), "backward")
         judge.add(rank, job.rows_of(rank))
-    (node,) = name(judge.judge(final=True), at).groups
-    alone = name(Job.of(4, 80).slow(1, 20).judged(), places(4)).groups[0]
+    (node,) = with_groups(judge.judge(final=True), at).groups
+    alone = with_groups(Job.of(4, 80).slow(1, 20).judged(), places(4)).groups[0]
 
     assert (node.kind, node.ranks) == ("node", (4, 5, 6, 7))
     assert node.cost_ns == pytest.approx(37 * MS, rel=0.1)
@@ -96,11 +94,11 @@ def test_modules_of_the_slowest() -> None:
     """Where the forward pass is slow, the modules that take longer there are kept, the largest three."""
     excess_ns = {"a": 1 * MS, "b": -2 * MS, "c": 5 * MS, "d": 3 * MS, "e": 4 * MS}
     slow = findings(episode(3, phase="forward"), episode(5))
-    forward, backward = name(slow, places(8), {3: excess_ns, 5: excess_ns}.__getitem__).groups
+    forward, backward = with_groups(slow, places(8), {3: excess_ns, 5: excess_ns}.__getitem__).groups
 
     assert forward.slower_modules_ns == {"c": 5 * MS, "e": 4 * MS, "d": 3 * MS}
     assert backward.slower_modules_ns == {}
-    both = StragglerSummary((forward, backward))
+    both = findings(groups=(forward, backward))
     assert saved(both) == both
 
 
@@ -126,7 +124,7 @@ def test_a_position() -> None:
     ep = [rank % 8 for rank in range(32)]
     for rank in range(3, 32, 8):
         job.slow(rank, 30, "forward")
-    (found,) = name(job.judged(), places(32, ep=ep, dp=[rank // 8 for rank in range(32)])).groups
+    (found,) = with_groups(job.judged(), places(32, ep=ep, dp=[rank // 8 for rank in range(32)])).groups
 
     assert (found.kind, found.name, found.ranks) == ("position", "ep 3", (3, 11, 19, 27))
     assert found.host == f"node-{found.lead.rank // 8}"
@@ -150,29 +148,30 @@ def test_a_node_comes_before_a_position() -> None:
 
 
 def test_the_costliest_first() -> None:
-    """By what they cost, then by their excess; of very many slow ranks the first few are named."""
+    """By what they cost, then by their excess; of very many slow ranks it is asked why the first few are slow."""
     slow = [episode(rank, cost_ns=rank % 3 * MS, excess_ns=rank * MS) for rank in range(12)]
-    found = name(findings(*slow), places(12, node_size=100)).groups
+    why = Diagnosis((), ("garbage collection",), (), {}, {})
+    found = with_groups(findings(*slow), places(12, node_size=100), diagnosed=lambda group: why).groups
 
-    assert [each.lead.rank for each in found] == [11, 8, 5, 2, 10, 7, 4, 1]
-    assert len(found) == MAX_NAMED
+    assert [each.lead.rank for each in found] == [11, 8, 5, 2, 10, 7, 4, 1, 9, 6, 3, 0]
+    assert [each.diagnosis for each in found] == [why] * MAX_EXPLAINED + [None] * 4
 
 
 def test_only_who_is_slow_now() -> None:
     """Episodes that are over name nobody, and two slow ranks of four are two."""
-    assert name(findings(episode(1, until=120)), places(8)) == NOBODY
+    assert with_groups(findings(episode(1, until=120)), places(8)).groups == ()
     job = Job.of(4, 150).slow(1, 20).slow(2, 20).slow(3, 20, rows=slice(0, 60))
 
-    assert {each.ranks for each in name(job.judged(), places(4)).groups} == {(1,), (2,)}
+    assert {each.ranks for each in with_groups(job.judged(), places(4)).groups} == {(1,), (2,)}
 
 
 def test_why_a_rank_was_slow_is_kept() -> None:
     """When it is over, who looks back still learns why; until it is known no more that it was."""
     slow, why = episode(1), Diagnosis((), ("garbage collection",), (), {}, {})
-    now = name(findings(slow), places(8), diagnosed=lambda group: why)
+    now = with_groups(findings(slow), places(8), diagnosed=lambda group: why)
     assert now.diagnosis(slow.key) is why
-    over = name(findings(dataclasses.replace(slow, until_step=120)), places(8), before=now)
-    later = name(
+    over = with_groups(findings(dataclasses.replace(slow, until_step=120)), places(8), before=now)
+    later = with_groups(
         findings(dataclasses.replace(slow, until_step=120)),
         places(8),
         before=saved(over),
@@ -180,7 +179,7 @@ def test_why_a_rank_was_slow_is_kept() -> None:
 
     assert over.groups == later.groups == ()
     assert later.diagnosis(slow.key) == why
-    assert name(findings(), places(8), before=later).diagnosis(slow.key) is None
+    assert with_groups(findings(), places(8), before=later).diagnosis(slow.key) is None
 
 
 def pipeline(*work: float, ranks: int = 4) -> tuple[Findings, dict[int, Placement]]:
@@ -203,7 +202,7 @@ class TestImbalance:
     def test_the_stage_with_the_most_work(self, ranks: int) -> None:
         """It is told with its ranks, its work and the others' mean; no rank is slow. Also with one rank a stage."""
         found, at = pipeline(1.0, 0.9, 1.4, 1.1, ranks=ranks)
-        named = name(found, at)
+        named = with_groups(found, at)
 
         assert named.groups == ()
         assert named.imbalance is not None
@@ -254,7 +253,7 @@ def test_json() -> None:
     """Who is named survives plain JSON: nobody, ranks and nodes, and an imbalance."""
     found, at = pipeline(1.0, 1.5)
     slow = [episode(rank) for rank in (1, 8, 9, 10)]
-    both = StragglerSummary(tuple(straggler_groups(slow, places(16, node_size=4))), None)
+    both = findings(groups=tuple(straggler_groups(slow, places(16, node_size=4))))
     assert {each.kind for each in both.groups} == {"rank", "node"}
-    for named in (NOBODY, both, name(found, at)):
+    for named in (NOTHING, both, with_groups(found, at)):
         assert saved(named) == named

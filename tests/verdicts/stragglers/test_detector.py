@@ -18,8 +18,9 @@ from tests.support.planted import MS, WORK_NS, Job, part_of, wider
 from tests.support.saved import saved
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.stragglers.candidates import MIN_LOST_NS, MIN_ROWS, MIN_SHARE, WORKLOAD_FACTOR
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, StragglerDetector
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.population import EVERY
 from torchlens_perf.verdicts.stragglers.window import LATE_ROWS

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.findings import episode, findings
 from tests.support.planted import Job
 from tests.support.ranks import identity_of
 from tests.support.tables import step_table
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity, model_digest
 from torchlens_perf.run.records import StepTable
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, JobDetector, dimension, place_of
+from torchlens_perf.verdicts.stragglers.detector import JobDetector, dimension, place_of
+from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
@@ -148,6 +150,14 @@ class TestNodeJudge:
 
         assert found.rank == 3
         assert {place.host for place in judge.places.values()} == {"node-0", "node-1"}
+
+    def test_findings_of_an_earlier_sidecar_go_on(self) -> None:
+        """What ended before is kept."""
+        over = episode(2, since=10, until=40)
+        judge = JobDetector(findings(over))
+        for rank in range(3):
+            judge.add_steps(rank, HERE, table(range(60, 100), rank))
+        assert judge.judge().episodes == (over,)
 
     def test_nothing_new_is_not_judged(self) -> None:
         """Without new rows the findings are those that were there."""

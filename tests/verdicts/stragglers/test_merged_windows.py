@@ -13,8 +13,8 @@ from tests.support.findings import episode, findings
 from torchlens_perf.run.device.merged_rows import STANDS_OUT, MergedRow, packed
 from torchlens_perf.run.device.step_parts import ROW_NAMES, Row
 from torchlens_perf.run.ring import Kind, record_dtype
-from torchlens_perf.verdicts.causes.straggler_groups import name
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, Usual
+from torchlens_perf.verdicts.causes.straggler_groups import with_groups
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
 from torchlens_perf.verdicts.stragglers.merged_windows import (
     GAP,
     MIN_WINDOWS,
@@ -23,7 +23,7 @@ from torchlens_perf.verdicts.stragglers.merged_windows import (
     without_windows,
 )
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, Placement
-from torchlens_perf.verdicts.stragglers.resume import Continuation
+from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, no_straggler, straggler_verdicts
 
 MS, STEPS = 1_000_000, 64
@@ -100,8 +100,8 @@ def test_a_rank_is_named_after_three_windows() -> None:
 def test_in_which_part(more: dict[Row, float], phase: str) -> None:
     (found,) = seen(*[{2: more}] * MIN_WINDOWS).episodes()
     assert (found.phase, found.from_start) == (phase, True)
-    named = name(dataclasses.replace(NOTHING, episodes=(found,), step_ns=70 * MS, compared=8), {})
-    ((verdict,), _) = straggler_verdicts(SlowRankContext([], "cuda", None), NOTHING, named)
+    named = with_groups(dataclasses.replace(NOTHING, episodes=(found,), step_ns=70 * MS, compared=8), {})
+    ((verdict,), _) = straggler_verdicts(SlowRankContext([], "cuda", None), named)
     assert "Rank 2 is slow" in verdict.text
     assert "Known from the windows" in verdict.text
     assert "By host time" not in verdict.text
@@ -175,9 +175,9 @@ def test_what_the_windows_would_show_and_do_not() -> None:
     found = held_against(judged(episode(rank=6, since=64), ranks=8), windows, ALL)
     assert [(each.rank, each.disputed) for each in found.episodes] == [(6, True)]
     context = SlowRankContext([], "cuda", "device")
-    (verdict,), _ = straggler_verdicts(context, found, name(found, ALL))
+    (verdict,), _ = straggler_verdicts(context, with_groups(found, ALL))
     undisputed = without_windows(found)
-    (before,), _ = straggler_verdicts(context, undisputed, name(undisputed, ALL))
+    (before,), _ = straggler_verdicts(context, with_groups(undisputed, ALL))
     assert verdict.confidence == before.confidence / 2
     assert "do not show it, but rank 3 (+9.00 ms a step, in the forward pass). Next: " in verdict.text
     for other in (
@@ -209,7 +209,7 @@ def test_ranks_that_do_different_work(places: dict[int, Placement]) -> None:
 def test_another_sidecar_begins_without_them() -> None:
     """What an earlier one knew from windows alone is found again, or it is not: it is not kept open for ever."""
     found = held_against(judged(episode(rank=1), ranks=2), seen(*[FORWARD] * 3), NODE)
-    assert [each.rank for each in Continuation(found).findings(judged(ranks=2)).episodes] == [1]
+    assert [each.rank for each in EarlierEpisodes(found).merged_with(judged(ranks=2)).episodes] == [1]
 
 
 def test_more_ranks_stand_out_than_a_window_holds() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.planted import WORK_NS, Job
 from torchlens_perf.run.records import OWN_PARTS
-from torchlens_perf.verdicts.stragglers.detector import Findings, StragglerDetector
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
+from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.own_time import Lines, critical_rank, own_time
 from torchlens_perf.verdicts.stragglers.window import BinBatch, SlidingWindow
 

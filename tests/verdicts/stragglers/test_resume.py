@@ -11,22 +11,23 @@ import pytest
 from tests.support.findings import episode, findings
 from tests.support.saved import saved
 from tests.support.simulations import simulation
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Findings, StragglerDetector, Usual
-from torchlens_perf.verdicts.stragglers.resume import Continuation
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
+from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 
 USUAL = (Usual("same", "0-7", 60e6, 40e6),)
 
 
 def looks(fault: str, steps: int, restart: int, seed: int = 0, noise: float = 0.1) -> Iterator[tuple[int, Findings]]:
     """What the sidecars of a run find, every four steps; from step `restart` on, it is another one."""
-    judge, goes_on, found = StragglerDetector(), Continuation(NOTHING), NOTHING
+    judge, goes_on, found = StragglerDetector(), EarlierEpisodes(NOTHING), NOTHING
     for part in simulation(fault, seed=seed, noise=noise).steps(steps):
         for population, block in part.blocks(1):
             for first in range(int(block.key[block.key >= 0].min()), int(block.key.max()) + 1, 4):
                 if first == restart:
-                    judge, goes_on = StragglerDetector(), Continuation(saved(found))
+                    judge, goes_on = StragglerDetector(), EarlierEpisodes(saved(found))
                 judge.add_block(population, block.between(first, first + 4))
-                found = goes_on.findings(judge.judge())
+                found = goes_on.merged_with(judge.judge())
                 yield first + 4, found
 
 
@@ -76,9 +77,9 @@ def test_what_would_have_been_named_again_is_over() -> None:
         {"usual": (Usual("same", "0-2,4-7", 60e6, 40e6),)},  # it has made no step that could be compared
         {"rows": 0, "compared": 0, "detectable_ns": None},
     ):
-        (left,) = Continuation(findings(episode())).findings(findings(**{**enough, **changed})).episodes
+        (left,) = EarlierEpisodes(findings(episode())).merged_with(findings(**{**enough, **changed})).episodes
         assert left.until_step is None, changed
-    (left,) = Continuation(findings(episode())).findings(findings(**enough)).episodes
+    (left,) = EarlierEpisodes(findings(episode())).merged_with(findings(**enough)).episodes
     assert left.until_step == left.last_step + 1 == 151
 
 
@@ -90,7 +91,7 @@ def test_what_takes_longer_to_name_is_waited_for(changed: dict[str, Any], rows: 
     """A lack of CPU, what comes and goes, and what is hardly clear."""
     for seen, until in (((rows, last_step), None), ((96, 320), 151)):
         now = findings(usual=USUAL, rows=seen[0], last_step=seen[1])
-        (left,) = Continuation(findings(episode(**changed))).findings(now).episodes
+        (left,) = EarlierEpisodes(findings(episode(**changed))).merged_with(now).episodes
         assert left.until_step == until
 
 
@@ -98,8 +99,8 @@ def test_what_could_not_be_seen_yet_is_not_over() -> None:
     """An excess below what would have been named by now may still be there."""
     earlier = findings(episode(excess_ns=2e6))
     ends = [
-        Continuation(earlier)
-        .findings(replace(findings(usual=USUAL, rows=200, last_step=500), detectable_ns=detectable_ns))
+        EarlierEpisodes(earlier)
+        .merged_with(replace(findings(usual=USUAL, rows=200, last_step=500), detectable_ns=detectable_ns))
         .episodes[0]
         .until_step
         for detectable_ns in (None, 2.1e6, 1.9e6)
@@ -109,8 +110,8 @@ def test_what_could_not_be_seen_yet_is_not_over() -> None:
 
 def test_slow_again_after_it_was_fine_is_another_one() -> None:
     """All of it at once, as after a long time without a sidecar: the first is over where it was last seen."""
-    goes_on = Continuation(findings(episode()))
-    found = goes_on.findings(findings(episode(since=400), usual=USUAL, rows=200, last_step=450))
+    goes_on = EarlierEpisodes(findings(episode()))
+    found = goes_on.merged_with(findings(episode(since=400), usual=USUAL, rows=200, last_step=450))
     assert [(each.since_step, each.until_step, each.named_step) for each in found.episodes] == [
         (400, None, 412),
         (100, 151, 112),
@@ -119,16 +120,16 @@ def test_slow_again_after_it_was_fine_is_another_one() -> None:
 
 def test_slow_from_the_new_judges_first_rows_on_is_the_same() -> None:
     """However many steps nobody has seen in between."""
-    goes_on = Continuation(findings(episode()))
-    (left,) = goes_on.findings(findings(usual=USUAL, rows=12, last_step=920)).episodes
+    goes_on = EarlierEpisodes(findings(episode()))
+    (left,) = goes_on.merged_with(findings(usual=USUAL, rows=12, last_step=920)).episodes
     assert left.until_step is None
-    (same,) = goes_on.findings(findings(episode(since=911), usual=USUAL, rows=16, last_step=924)).episodes
+    (same,) = goes_on.merged_with(findings(episode(since=911), usual=USUAL, rows=16, last_step=924)).episodes
     assert (same.since_step, same.named_step, same.until_step) == (100, 112, None)
 
 
 def test_what_was_over_stays_as_it_was() -> None:
     """Ended episodes are kept, below those that are open."""
     over = episode(5, until=160, cost_ns=90e6)
-    found = Continuation(findings(over, episode())).findings(findings(episode(since=155), usual=USUAL))
+    found = EarlierEpisodes(findings(over, episode())).merged_with(findings(episode(since=155), usual=USUAL))
     assert [(each.rank, each.key) for each in found.episodes] == [(3, (3, 112)), (5, (5, 112))]
     assert found.episodes[1] == over

@@ -10,15 +10,9 @@ import pytest
 from tests.support.findings import episode, findings
 from tests.support.planted import places
 from torchlens_perf.run.records import OWN_PARTS
-from torchlens_perf.verdicts.causes.straggler_groups import (
-    StageImbalance,
-    StragglerGroup,
-    StragglerSummary,
-    name,
-    straggler_groups,
-)
-from torchlens_perf.verdicts.stragglers.detector import NOTHING, Usual
+from torchlens_perf.verdicts.causes.straggler_groups import straggler_groups, with_groups
 from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, StageImbalance, StragglerGroup, Usual
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
 from torchlens_perf.verdicts.words.evidence import NobodySlowEvidence, Verdict
@@ -46,7 +40,7 @@ OTHERWISE = "The kernels of the collectives say otherwise"
 def verdict_on(slow: Episode, context: SlowRankContext = CONTEXT, **changed: Any) -> Verdict:
     """What is said of one slow rank."""
     found = findings(slow, **changed)
-    (now,), before = straggler_verdicts(context, found, name(found, AT))
+    (now,), before = straggler_verdicts(context, with_groups(found, AT))
     assert before == []
     return now
 
@@ -106,8 +100,8 @@ def test_where_its_machine_is() -> None:
     """What is known of it stands beside the host's name; of a slow node, beside the node's."""
     at = {rank: dataclasses.replace(place, location="switch leaf3") for rank, place in AT.items()}
     slow = [episode(rank, shared_cost_ns=15 * MS) for rank in range(4)]
-    (one,), _ = straggler_verdicts(CONTEXT, findings(episode()), name(findings(episode()), at))
-    (node,), _ = straggler_verdicts(CONTEXT, findings(*slow), name(findings(*slow), at))
+    (one,), _ = straggler_verdicts(CONTEXT, with_groups(findings(episode()), at))
+    (node,), _ = straggler_verdicts(CONTEXT, with_groups(findings(*slow), at))
 
     assert one.text.startswith("Rank 3 (node-0, switch leaf3) is slow")
     assert node.text.startswith("Node node-0 (switch leaf3) is slow (ranks 0-3)")
@@ -116,7 +110,7 @@ def test_where_its_machine_is() -> None:
 def test_two_ranks_and_the_start() -> None:
     """With two ranks there is one other; who was slow when it began was so since the start; no host, no brackets."""
     found = findings(episode(1, from_start=True), compared=2)
-    (verdict,), _ = straggler_verdicts(CONTEXT, found, name(found, {}))
+    (verdict,), _ = straggler_verdicts(CONTEXT, with_groups(found, {}))
 
     assert verdict.text.startswith("Rank 1 is slow in")
     assert "on the other rank. " in verdict.text
@@ -274,11 +268,11 @@ def test_a_slow_host() -> None:
 def test_a_node_and_a_position() -> None:
     """Ranks that are slow together are told together, with the slowest, and what they have in common to look at."""
     slow = [episode(rank, excess_ns=rank * MS) for rank in range(4, 8)]
-    (node,), _ = straggler_verdicts(CONTEXT, findings(*slow), StragglerSummary(tuple(straggler_groups(slow, AT))))
+    (node,), _ = straggler_verdicts(CONTEXT, findings(*slow, groups=tuple(straggler_groups(slow, AT))))
     experts = places(8, node_size=4, ep=[rank % 4 for rank in range(8)])
     slow = [episode(2), episode(6)]
-    together = StragglerSummary(tuple(straggler_groups(slow, experts)))
-    (position,), _ = straggler_verdicts(CONTEXT, findings(*slow), together)
+    together = findings(*slow, groups=tuple(straggler_groups(slow, experts)))
+    (position,), _ = straggler_verdicts(CONTEXT, together)
 
     assert node.text.startswith("Node node-1 is slow (ranks 4-7), most of all rank 7, in the backward pass: ")
     assert "Next: look at node-1: clocks, temperature, power cap, other jobs; then run without it." in node.text
@@ -292,10 +286,10 @@ def test_what_a_node_costs() -> None:
     """All of its ranks together, not one; nothing where that is not known; afterwards it is told of each."""
     known = [episode(rank, cost_ns=0.4 * MS, shared_cost_ns=19 * MS) for rank in range(4, 8)]
     unknown = [episode(rank, cost_ns=0.4 * MS) for rank in range(4, 8)]
-    (told,), _ = straggler_verdicts(CONTEXT, findings(*known), name(findings(*known), AT))
-    (not_told,), _ = straggler_verdicts(CONTEXT, findings(*unknown), name(findings(*unknown), AT))
+    (told,), _ = straggler_verdicts(CONTEXT, with_groups(findings(*known), AT))
+    (not_told,), _ = straggler_verdicts(CONTEXT, with_groups(findings(*unknown), AT))
     over = findings(episode(4, until=200, cost_ns=0.4 * MS, shared_cost_ns=19 * MS))
-    _, (was,) = straggler_verdicts(CONTEXT, over, name(over, AT))
+    _, (was,) = straggler_verdicts(CONTEXT, with_groups(over, AT))
 
     assert "It costs the job 19.0 ms a step (19%), since step 100." in told.text
     assert (told.cost_s_per_step, told.cost_share) == pytest.approx((0.019, 0.19))
@@ -311,8 +305,8 @@ def test_what_several_slow_ranks_cost() -> None:
     """Each sentence has the cost of all slow ranks together, and names the others; its own cost is not said."""
     slow = [episode(rank, cost_ns=0.0, excess_ns=(20 + rank) * MS, shared_cost_ns=12 * MS) for rank in (1, 4, 6)]
     found = findings(*slow)
-    now, _ = straggler_verdicts(CONTEXT, found, name(found, AT))
-    pair, _ = straggler_verdicts(CONTEXT, findings(*slow[:2]), name(findings(*slow[:2]), AT))
+    now, _ = straggler_verdicts(CONTEXT, with_groups(found, AT))
+    pair, _ = straggler_verdicts(CONTEXT, with_groups(findings(*slow[:2]), AT))
 
     assert [verdict.rank for verdict in now] == [6, 4, 1]
     assert "Together with ranks 1,4 it costs the job 12.0 ms a step (12%), since step 100." in now[0].text
@@ -325,7 +319,7 @@ def test_a_slow_rank_that_does_other_work_has_its_own_cost() -> None:
     """Ranks of other populations do not hide its cost."""
     at = {rank: dataclasses.replace(place, population=str(rank % 2)) for rank, place in AT.items()}
     found = findings(episode(1), episode(4, cost_ns=5 * MS))
-    now, _ = straggler_verdicts(CONTEXT, found, name(found, at))
+    now, _ = straggler_verdicts(CONTEXT, with_groups(found, at))
 
     assert ["It costs the job" in verdict.text for verdict in now] == [True, True]
     assert [verdict.cost_s_per_step for verdict in now] == pytest.approx([0.015, 0.005])
@@ -335,12 +329,12 @@ def test_modules_of_a_rank_of_another_node() -> None:
     """A rank that the report does not hold has its modules by what the judging node was told, and what it holds counts
     first; only where they explain the excess."""
     slow = findings(episode(phase="forward"))
-    told = name(slow, AT, lambda rank: {"layers.7": 15 * MS, "head": 2 * MS})
+    told = with_groups(slow, AT, lambda rank: {"layers.7": 15 * MS, "head": 2 * MS})
     elsewhere = SlowRankContext([module("layers.7", {"0": 0.01, "1": 0.01})])
     here = SlowRankContext([module("layers.2", {"3": 0.03, "0": 0.01, "1": 0.01})])
-    little = name(slow, AT, lambda rank: {"layers.7": 5 * MS})
+    little = with_groups(slow, AT, lambda rank: {"layers.7": 5 * MS})
     verdicts = [straggler_verdicts(*given)[0][0] for given in (
-        (elsewhere, slow, told), (here, slow, told), (elsewhere, slow, little),
+        (elsewhere, told), (here, told), (elsewhere, little),
     )]  # fmt: skip
 
     assert "most of it in layers.7 (+15.0 ms a step)" in verdicts[0].text
@@ -351,7 +345,7 @@ def test_modules_of_a_rank_of_another_node() -> None:
 def test_an_imbalance() -> None:
     """A pipeline out of balance: the stage, its ranks, its work beside the others', its share of the step."""
     imbalance = StageImbalance("pp 2", (8, 9, 10, 11), 140 * MS, 100 * MS, stages=4)
-    (verdict,), _ = straggler_verdicts(CONTEXT, findings(step_ns=160 * MS), StragglerSummary((), imbalance))
+    (verdict,), _ = straggler_verdicts(CONTEXT, findings(step_ns=160 * MS, imbalance=imbalance))
 
     assert verdict.text == (
         "The pipeline is out of balance: stage pp 2 (ranks 8-11) has 140 ms of work a step, the other stages 100 ms. "
@@ -364,7 +358,7 @@ def test_an_imbalance() -> None:
 def test_who_was_slow() -> None:
     """What is over is told after what is not, the latest first, with its end; a short one is transient."""
     slow = [episode(5, 150), episode(1, 20, until=45), episode(2, 60, until=110), episode(3, 0, 70, from_start=True)]
-    now, before = straggler_verdicts(CONTEXT, findings(*slow), name(findings(*slow), AT))
+    now, before = straggler_verdicts(CONTEXT, with_groups(findings(*slow), AT))
 
     assert [verdict.rank for verdict in now] == [5]
     assert [verdict.rank for verdict in before] == [2, 1, 3]
@@ -381,8 +375,8 @@ def test_the_first_few() -> None:
     """Of many slow ranks four are told, the costliest first; of many that were slow, the newest, up to a bound."""
     slow = [episode(rank, cost_ns=rank * MS) for rank in range(6)]
     over = [episode(rank, since=rank * 10, until=rank * 10 + 5) for rank in range(MAX_PAST + 2)]
-    lone = StragglerSummary(tuple(StragglerGroup("rank", "", (each.rank,), each) for each in reversed(slow)))
-    now, before = straggler_verdicts(CONTEXT, findings(*slow, *over), lone)
+    lone = tuple(StragglerGroup("rank", "", (each.rank,), each) for each in reversed(slow))
+    now, before = straggler_verdicts(CONTEXT, findings(*slow, *over, groups=lone))
 
     assert [verdict.rank for verdict in now] == [5, 4, 3, 2]
     assert [verdict.rank for verdict in before] == list(range(MAX_PAST + 1, 1, -1))

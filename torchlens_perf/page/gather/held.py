@@ -18,16 +18,11 @@ def held(verdict: VerdictRow, columns: Columns | None, begin_unix_ns: int) -> He
     """None where nothing says since when. columns: to lay steps on the line of time."""
     row = cast("Mapping[str, Any]", verdict)
     known: Mapping[str, Any] = row.get("held") or {}
-    evidence: Any = row["evidence"]
-    until_step = known.get("until_step")
-    if until_step is None and isinstance(evidence, dict):
-        until_step = evidence.get("until_step")
-    since_step = known.get("since_step", row["since_step"])
     since_s = _seconds(known.get("since"), begin_unix_ns)
     until_s = _seconds(known.get("until"), begin_unix_ns)
     if columns is not None:
-        since_s = since_s if since_s is not None else _at(columns, since_step)
-        until_s = until_s if until_s is not None else _at(columns, until_step)
+        since_s = since_s if since_s is not None else _at(columns, known.get("since_step", row["since_step"]))
+        until_s = until_s if until_s is not None else _at(columns, known.get("until_step"))
     if since_s is None and known.get("windows_judged") is None:
         return None
     return {

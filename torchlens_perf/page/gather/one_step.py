@@ -14,7 +14,7 @@ from torchlens_perf.page.gather.step_trace import Names
 from torchlens_perf.page.gather.whole_steps import by_step, offset_ns, step_row
 from torchlens_perf.report.build import latest_attempt
 from torchlens_perf.report.run_report import report_and_states
-from torchlens_perf.verdicts.stragglers.detector import NOTHING
+from torchlens_perf.verdicts.stragglers.findings import NOTHING
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import StepTraces

@@ -18,7 +18,7 @@ from torchlens_perf.page.gather.thinning import size_bytes, thinned_grids, thinn
 from torchlens_perf.page.gather.whole_steps import whole_steps
 from torchlens_perf.report.build import latest_attempt
 from torchlens_perf.report.run_report import report_and_states
-from torchlens_perf.verdicts.stragglers.detector import NOTHING
+from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.version import VERSION
 

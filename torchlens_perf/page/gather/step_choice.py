@@ -10,6 +10,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.page.contents import SlowTime
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.words.order import has_ended
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -41,7 +42,7 @@ def chosen_steps(
         if at is not None:
             found.setdefault(int(numbers[at]), why)
 
-    now = [each for each in slow if each["until_step"] is None]
+    now = [each for each in slow if not has_ended(each)]
     for each in now[:1]:
         add(usual & (numbers >= each["since_step"]), f"typical while rank {each['rank']} is slow", typical=True)
     add(there & (numbers >= warm_from), "slowest")

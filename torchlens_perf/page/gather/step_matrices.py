@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.node_state import ProcessState
     from torchlens_perf.analysis.statistics.rank import Windows
     from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.stragglers.findings import Findings
 
     Floats = npt.NDArray[np.float64]
 

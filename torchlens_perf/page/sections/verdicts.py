@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.page.pictures.markup import Element, tag
 from torchlens_perf.page.sections.section import details, section
+from torchlens_perf.run.verdicts import sentence_and_action
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents, HeldVerdict
@@ -28,7 +29,7 @@ def verdicts(contents: Contents) -> Element:
 
 
 def _card(index: int, verdict: VerdictRow, held: HeldVerdict | None) -> Element:
-    head, _, action = verdict["text"].partition(" Next: ")
+    head, action = sentence_and_action(verdict["text"])
     look = "bad" if verdict["kind"] in _BAD else "good" if verdict["kind"] in _GOOD else "plain"
     return tag(
         "article",

@@ -15,6 +15,7 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.quantities import percent
 from torchlens_perf.verdicts.causes.metrics import CLOCKS, METRICS, named
+from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -27,36 +28,6 @@ _MIN_NEIGHBOURS = 0.1  # share of a rank's CPUs that others keep busy
 _MIN_FAULTS_PER_S = 20
 _MIN_RETRIES = 0.05  # of the device allocator, a step
 _CLOCK_LOWER = 0.03  # share below the others' clock that is more than their spread
-
-
-@dataclasses.dataclass(frozen=True)
-class Cause:
-    """Something that makes a rank slow, or may."""
-
-    kind: str
-    """gc, busy_neighbour, cpu_quota, own_threads, no_cpu, memory_pressure, slow_storage, cpu_clock, gpu_throttled,
-    gpu_clock, gpu_errors, pcie, nvlink, network or alloc_retries."""
-    text: str
-    """What is seen, after "because"."""
-    action: str
-    explains: float | None
-    """Share of the rank's excess that it accounts for; None where it cannot be determined."""
-    evidence: Mapping[str, float]
-    """The rank's signals, and as others_* those of the other ranks."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Diagnosis:
-    """The causes of one rank's slowness, the likeliest first."""
-
-    causes: tuple[Cause, ...]
-    looked_at: tuple[str, ...]
-    """What was measured, in words: where there are no causes, these were ruled out. Without what it is slow in."""
-    not_measured: tuple[str, ...]
-    signals: Mapping[str, float]
-    """All that is measured of the rank, as means over the steps in which it is slow."""
-    others_signals: Mapping[str, float]
-    """Medians of the other ranks'."""
 
 
 WAITS_FOR_CPU = "waits for a CPU"

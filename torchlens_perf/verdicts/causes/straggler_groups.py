@@ -7,118 +7,40 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torchlens_perf.run.rank_ranges import parse_ranges
-from torchlens_perf.verdicts.causes.rules import Diagnosis
-from torchlens_perf.verdicts.stragglers.detector import Findings
 from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Diagnosis, Findings, StageImbalance, StragglerGroup
 from torchlens_perf.verdicts.stragglers.placement import STAGES, Placement, groups_of
 
-MAX_NAMED = 8
+MAX_EXPLAINED = 8  # groups, the costliest: of the others, nobody asks why they are slow
 MAX_MODULES = 3  # of a straggler group
 MIN_IMBALANCE = 0.1  # of the step: what a pipeline stage does more than the others on average
 
 
-@dataclasses.dataclass(frozen=True)
-class StragglerGroup:
-    """Ranks that are slow together, and why they are named together."""
-
-    kind: str
-    """rank, node, or position."""
-    name: str
-    """The host, or the position as "ep 3"; else ""."""
-    ranks: tuple[int, ...]
-    lead: Episode
-    """That of the slowest rank."""
-
-    host: str = ""
-    """Of the slowest rank."""
-    location: str = ""
-    """Where that host is, in words."""
-    slower_modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Where it is slow in the forward pass, the modules that take longer on the slowest rank than on the others, and by
-    how much; empty if not known."""
-    diagnosis: Diagnosis | None = None
-    """Why the slowest rank is slow; None where it was not asked."""
-    slow_too: tuple[int, ...] = ()
-    """Other slow ranks that do the same work, where it is known what all of them cost together."""
-
-    @property
-    def cost_ns(self) -> float | None:
-        """What the job would gain a step without all of its ranks and those of `slow_too`; None: not known.
-
-        Not the sum of theirs, nor that of one: without one of eight slow ranks, the job waits for the other seven.
-        """
-        return self.lead.cost_ns if self.kind == "rank" and not self.slow_too else self.lead.shared_cost_ns
-
-    @property
-    def cost_share(self) -> float | None:
-        cost_ns = self.cost_ns
-        return None if cost_ns is None else cost_ns / self.lead.step_ns if self.lead.step_ns else 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class StageImbalance:
-    """A pipeline stage that has more work than the others. Times in ns per step."""
-
-    stage: str
-    ranks: tuple[int, ...]
-    work_ns: float
-    others_work_ns: float
-    """The mean of the other stages."""
-    stages: int
-    """How many there are, this one included."""
-
-    @property
-    def cost_ns(self) -> float:
-        """What balancing gains: the work stays the same in all, so each stage comes to the mean of all of them."""
-        return (self.work_ns - self.others_work_ns) * (self.stages - 1) / self.stages
-
-
-@dataclasses.dataclass(frozen=True)
-class StragglerSummary:
-    """The stragglers to report now: groups, a stage imbalance, and why earlier ones were slow."""
-
-    groups: tuple[StragglerGroup, ...] = ()
-    imbalance: StageImbalance | None = None
-    past: tuple[tuple[tuple[int, int], Diagnosis], ...] = ()
-    """With Episode.key, why ranks were slow that no longer are."""
-
-    def diagnosis(self, key: tuple[int, int]) -> Diagnosis | None:
-        """Why a rank is, or was, slow in this episode; None if that is not known."""
-        now = (each.diagnosis for each in self.groups if each.lead.key == key)
-        return next(now, None) or dict(self.past).get(key)
-
-
-NOBODY = StragglerSummary()
-
-
-def name(
+def with_groups(
     findings: Findings,
     places: Mapping[int, Placement],
     module_excess_ns: Callable[[int], Mapping[str, float]] | None = None,
     diagnosed: Callable[[StragglerGroup], Diagnosis] | None = None,
-    before: StragglerSummary | None = None,
-) -> StragglerSummary:
-    """Who is slow now. `places` has all ranks that were compared.
+    before: Findings = NOTHING,
+) -> Findings:
+    """Return the findings with who is slow together, why, and which pipeline stage has too much work.
 
-    module_excess_ns: by module, how much longer it takes on that rank than on the others. diagnosed: why it is slow.
-    before: who was named last, of whom it is kept why.
+    places: of all ranks that were compared. module_excess_ns: by module, how much longer it takes on that rank than on
+    the others. diagnosed: why it is slow. before: earlier findings. Diagnoses of ranks that are no longer slow are
+    carried over.
     """
-    found = straggler_groups(findings.slow_now, places)[:MAX_NAMED]
-    if module_excess_ns is not None:
-        found = [
-            dataclasses.replace(each, slower_modules_ns=_largest(module_excess_ns(each.lead.rank)))
-            if each.lead.phase == "forward"
-            else each
-            for each in found
-        ]
-    if diagnosed is not None:
-        found = [dataclasses.replace(each, diagnosis=diagnosed(each)) for each in found]
-    past = []
-    for episode in findings.slow_before:
-        why = before.diagnosis(episode.key) if before is not None else None
-        if why is not None:
-            past.append((episode.key, why))
-    return StragglerSummary(tuple(found), stage_imbalance(findings, places), tuple(past))
+    groups = straggler_groups(findings.slow_now, places)
+    for index, each in enumerate(groups[:MAX_EXPLAINED]):
+        if module_excess_ns is not None and each.lead.phase == "forward":
+            each = dataclasses.replace(each, slower_modules_ns=_largest(module_excess_ns(each.lead.rank)))
+        groups[index] = each if diagnosed is None else dataclasses.replace(each, diagnosis=diagnosed(each))
+    kept = ((episode.key, before.diagnosis(episode.key)) for episode in findings.slow_before)
+    return dataclasses.replace(
+        findings,
+        groups=tuple(groups),
+        imbalance=stage_imbalance(findings, places),
+        diagnoses=tuple((key, why) for key, why in kept if why is not None),
+    )
 
 
 def _largest(excess_ns: Mapping[str, float]) -> dict[str, float]:
@@ -167,18 +89,17 @@ def stage_imbalance(findings: Findings, places: Mapping[int, Placement]) -> Stag
 
 
 def suspect_and_healthy(
-    named: StragglerSummary, findings: Findings, places: Mapping[int, Placement], within_reach: Collection[int]
+    findings: Findings, places: Mapping[int, Placement], within_reach: Collection[int]
 ) -> tuple[int, ...]:
     """The slowest rank of the costliest straggler group that is within reach, and one that nobody suspects beside it.
 
     Of the same population, and of its node where there is one: then the node is not what they differ by. Only the
     suspect where there is no other; () where nobody is named.
     """
-    suspect = next((each.lead.rank for each in named.groups if each.lead.rank in within_reach), None)
+    suspect = next((each.lead.rank for each in findings.groups if each.lead.rank in within_reach), None)
     if suspect is None:
         return ()
-    slow = {rank for each in named.groups for rank in each.ranks}
-    slow |= {episode.rank for episode in findings.slow_now}
+    slow = {episode.rank for episode in findings.slow_now}
     here = places.get(suspect, Placement())
     healthy = [
         rank

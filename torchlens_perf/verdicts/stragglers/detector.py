@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBinMaker, StepBins
 from torchlens_perf.run.location import location
 from torchlens_perf.run.rank_ranges import parse_ranges, ranges
-from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.stragglers.own_time import OwnTime
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES, Placement, groups_of
 from torchlens_perf.verdicts.stragglers.population import Population
+from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 if TYPE_CHECKING:
@@ -34,53 +34,6 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
 
 _NOT_DIMENSIONS = ("", "undefined", "default_pg")
-
-
-@dataclasses.dataclass(frozen=True)
-class Usual:
-    """What a population's ranks do in a step, in ns: medians over ranks and the newest rows."""
-
-    population: str
-    ranks: str
-    """As ranges: "0-7"."""
-    work_ns: float
-    wait_ns: float
-    own: OwnTime | None = None
-    """None: not known."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Findings:
-    """The state of the judgement."""
-
-    episodes: tuple[Episode, ...]
-    rows: int
-    """Common rows that were judged."""
-    step_ns: float
-    detectable_ns: float | None
-    """The smallest excess that would have been named by now, had it lasted through `rows`; None: none."""
-    compared: int
-    """Ranks that were compared."""
-    last_step: int
-    steps_needed: int = 0
-    """How many steps ranks that do the same work must make until they are compared; 0: no two ranks do."""
-    usual: tuple[Usual, ...] = ()
-    """By population."""
-    unconfirmed: tuple[Episode, ...] = ()
-    """Of ranks that windows merged by the devices name, and the judgement does not, see merged_windows.py."""
-
-    @property
-    def slow_now(self) -> tuple[Episode, ...]:
-        """The episodes of ranks that are slow, the costliest first."""
-        return tuple(each for each in self.episodes if not each.is_over)
-
-    @property
-    def slow_before(self) -> tuple[Episode, ...]:
-        """The episodes of ranks that are no longer slow in that phase, the costliest first."""
-        return tuple(each for each in self.episodes if each.is_over)
-
-
-NOTHING = Findings((), 0, 0.0, None, 0, -1)
 
 
 class StragglerDetector:
@@ -173,7 +126,9 @@ def place_of(identity: Identity, model: str, groups: Mapping[str, ProcessGroup],
 class JobDetector:
     """Judge the ranks of one generation of processes. Their places are settled when their first rows come."""
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: Findings = NOTHING) -> None:
+        """earlier: what an earlier sidecar has found about the same processes."""
+        self._earlier = EarlierEpisodes(earlier)
         self.places: dict[int, Placement] = {}
         self.findings: Findings = NOTHING
         self._judge = StragglerDetector()
@@ -210,7 +165,7 @@ class JobDetector:
                 self._add(rank, maker.rest())
         if self._changed or final:
             self._changed = False
-            self.findings = self._judge.judge(final=final)
+            self.findings = self._earlier.merged_with(self._judge.judge(final=final))
         return self.findings
 
     def has_rows(self, rank: int) -> bool:

@@ -38,7 +38,7 @@ from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.verdicts.stragglers.detector import Findings
+    from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.stragglers.placement import Placement
 
 MIN_WINDOWS, QUIET_WINDOWS = 3, 2

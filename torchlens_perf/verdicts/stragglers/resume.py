@@ -11,14 +11,14 @@ from torchlens_perf.verdicts.stragglers.excess import self_normalized_threshold,
 from torchlens_perf.verdicts.stragglers.merged_windows import without_windows
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.stragglers.detector import Findings
     from torchlens_perf.verdicts.stragglers.episodes import Episode
+    from torchlens_perf.verdicts.stragglers.findings import Findings
 
 _MAX_ROWS = 8 * MIN_ROWS  # that are waited for; the detector looks at a rank that lacks a CPU for as many
 
 
-class Continuation:
-    """For a sidecar that was started again: its detector has no rows from before.
+class EarlierEpisodes:
+    """The episodes that an earlier sidecar has found: the detector of one that was started again has none of its rows.
 
     A rank that was slow then, and is slow still, is one straggler with one first step and one key. What has ended stays
     so, for its alert has been closed. One thread.
@@ -33,8 +33,8 @@ class Continuation:
         self._seen: set[tuple[int, int]] = set()
         self._few_rows_step: int | None = None  # up to which the new detector had few rows; -1 if it began with many
 
-    def findings(self, now: Findings) -> Findings:
-        """now: what the new detector finds."""
+    def merged_with(self, now: Findings) -> Findings:
+        """Return what the new detector finds now, with the earlier episodes."""
         if self._few_rows_step is None and now.rows:
             self._few_rows_step = now.last_step if now.rows <= 2 * MIN_ROWS else -1
         for episode in sorted(now.episodes, key=lambda each: each.named_step):

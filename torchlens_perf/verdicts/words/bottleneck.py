@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
 from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, WITHOUT_GRADIENTS
 from torchlens_perf.run.records import OWN_PARTS, PARTS
+from torchlens_perf.run.verdicts import sentence_and_action
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.cpu import CPU_ACTION
 from torchlens_perf.verdicts.words.evidence import (
@@ -144,7 +145,7 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict
     if typical.kind == "lack_of_cpu":  # it explains steps that only lack a CPU for longer than the others
         lacking = [each for each in classes if not each["kinds"] and each["part"] == LACK_OF_CPU]
         classes = [each for each in classes if each not in lacking]
-        found, _, action = typical.text.partition(" Next: ")
+        found, action = sentence_and_action(typical.text)
         typical = dataclasses.replace(typical, text=f"{found}{_lack_longer(lacking)} Next: {action}")
     if waits_explained:
         classes = [each for each in classes if set(each["kinds"]).difference(_NOT_A_CAUSE)]
@@ -233,7 +234,7 @@ def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
     waits_s = [each["parts"].get("communication", 0.0) for each in _typical_steps(report)]
     text += f"{_wait_alike(first, waits_s)}{_kinds_of_steps(report)} Next: {following.action}"
     if sampled is not None and sampled >= _SOME_LACK and not _lack_is_measured(report):
-        found_text, _, action = text.partition(" Next: ")
+        found_text, action = sentence_and_action(text)
         text = (
             f"{found_text} These figures contain waits for a CPU, which were not measured in the steps: samples of one "
             f"second show {percent(sampled)} of the time. Next: {action}"

@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
 from torchlens_perf.run.oom_table import OutOfMemory
-from torchlens_perf.verdicts.causes.rules import Diagnosis
+from torchlens_perf.verdicts.stragglers.findings import Diagnosis
 from torchlens_perf.verdicts.words.hang import HangEvidence, RankStack
 
 SLOW_COMMUNICATION = "slow_communication"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torchlens_perf.verdicts.words.evidence import (
     OVER,
@@ -31,6 +31,17 @@ def ended_in_it(evidence: Any) -> bool:
     return isinstance(evidence, PastEvidence) and evidence.went_on is False
 
 
+class Lasting(TypedDict):
+    """What has held since a step."""
+
+    until_step: int | None
+
+
+def has_ended(of: Lasting | None) -> bool:
+    """Return whether what has held since a step is known to have ended."""
+    return of is not None and of["until_step"] is not None
+
+
 def is_over(verdict: Verdict, held: Held | None) -> bool:
     """Return whether a verdict is about an earlier part of the run only.
 
@@ -41,7 +52,7 @@ def is_over(verdict: Verdict, held: Held | None) -> bool:
         return False
     if kind == f"hang{OVER}":
         return (verdict.cost_share or 0.0) < WORTH_A_LINE
-    if isinstance(evidence, _OF_THE_RUN) and held is not None and held["until_step"] is not None:
+    if isinstance(evidence, _OF_THE_RUN) and has_ended(held):
         return True
     return kind.endswith(OVER) or kind == "straggler_transient"
 

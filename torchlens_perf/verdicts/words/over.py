@@ -1,16 +1,18 @@
-"""Sentences on what held for a part of the run only. Pure."""
+"""Sentences on what held for a part of the run only, and since when something has held. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, percent, steps_words
+from torchlens_perf.analysis.statistics.quantities import counted, duration, percent, steps_words
+from torchlens_perf.run.verdicts import sentence_and_action
 from torchlens_perf.verdicts.words.evidence import OVER, PastEvidence, StretchEvidence, Verdict
-from torchlens_perf.verdicts.words.order import WORTH_A_LINE
+from torchlens_perf.verdicts.words.order import WORTH_A_LINE, has_ended
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.bottleneck import Use
+    from torchlens_perf.verdicts.words.report import Held
 
 
 def stretch(
@@ -55,7 +57,7 @@ def hang_over(step: int, last_text: str, found: PastEvidence, *, steps: int, tot
     lost_s, went_on = found.duration_s or 0.0, found.went_on
     lasted = f" for {duration(lost_s)}" if lost_s else ""
     then = {True: ", and went on", False: ", and ended in it", None: ""}[went_on]
-    finding, _, action = last_text.partition(". ")[2].partition(" Next: ")
+    finding, action = sentence_and_action(last_text.partition(". ")[2])
     share = lost_s / max(total_s, lost_s) if lost_s else 0.0
     cost = f": {percent(share)} of the time of all steps" if went_on and share >= WORTH_A_LINE else ""
     text = f"The job hung in step {step}{lasted}{then}{cost}. {finding}"
@@ -67,6 +69,26 @@ def hang_over(step: int, last_text: str, found: PastEvidence, *, steps: int, tot
 
 def no_longer(kind: str, text: str, ranks: Sequence[int], since_step: int | None) -> Verdict:
     """What was found while the run went on, and is not found by its end. text: the verdict's as it stood last."""
-    before = text.partition(" Next: ")[0]
+    before, _ = sentence_and_action(text)
     evidence = PastEvidence(tuple(ranks), None, None, {})
     return Verdict(f"{kind}{OVER}", None, None, None, None, since_step, 0.5, f"No longer: {before}", evidence)
+
+
+def held_words(held: Held | None, started: str | None) -> str:
+    """Since when, and in how many windows; "" where that is not known. started: of the run."""
+    if held is None or held["since_step"] is None:
+        return ""
+    steps, windows = steps_words(held["since_step"], held["until_step"]), held["windows_judged"]
+    times = [_clock(each, started) for each in (held["since"], held["until"]) if each is not None]
+    at = f" ({' to '.join(times)} UTC)" if times and (not has_ended(held) or len(times) == 2) else ""
+    if not windows:
+        return f"Held {steps}{at}."
+    some = f"{held['windows_held']} of {counted(windows, 'window')} of {held['window_steps']} steps"
+    return f"Held in {some}, {steps}{at}."
+
+
+def _clock(at: str, started: str | None) -> str:
+    """The time of day of what is written as ISO has it; with the date where that is not the run's first day."""
+    day, _, clock = at.partition("T")
+    seconds = clock[:8]
+    return seconds if started is not None and started.startswith(day) else f"{day} {seconds}"

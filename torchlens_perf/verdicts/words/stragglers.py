@@ -8,16 +8,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.run.rank_ranges import ranges, rank_list
-from torchlens_perf.verdicts.causes.rules import WAITS_FOR_CPU, Diagnosis
-from torchlens_perf.verdicts.causes.straggler_groups import (
-    MAX_MODULES,
-    MIN_IMBALANCE,
-    StageImbalance,
-    StragglerGroup,
-    StragglerSummary,
-)
-from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.verdicts.causes.rules import WAITS_FOR_CPU
+from torchlens_perf.verdicts.causes.straggler_groups import MAX_MODULES, MIN_IMBALANCE
 from torchlens_perf.verdicts.stragglers.episodes import Episode
+from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
 from torchlens_perf.verdicts.words.evidence import (
@@ -72,26 +66,25 @@ class SlowRankContext(NamedTuple):
     """Another verdict says that the ranks wait for CPUs: that is no subject of which nothing was found."""
 
 
-def straggler_verdicts(
-    context: SlowRankContext, findings: Findings, named: StragglerSummary
-) -> tuple[list[Verdict], list[Verdict]]:
+def straggler_verdicts(context: SlowRankContext, findings: Findings) -> tuple[list[Verdict], list[Verdict]]:
     """Who is slow now, the costliest first, and who was before."""
-    now = []
-    for straggler in named.groups[:_MAX_NAMED]:
-        verdict, lead = _slow(context, straggler, findings), straggler.lead
-        if context.device is not None and context.judged_by != DEVICE and not lead.by_windows:
-            verdict = _doubted(verdict, "By host time; what the devices did was not compared.")
-        if lead.by_windows:
-            verdict = _with(verdict, "Known from the windows that the devices merged; its own records are not here.")
-        elif lead.disputed:
-            verdict = _doubted(verdict, f"The windows that the devices merged do not show it{_rather(findings)}.")
-        elif context.judged_by == DEVICE and _others_came_last(context, straggler):
-            verdict = _doubted(verdict, _others_came_last(context, straggler))
-        now.append(verdict)
-    if named.imbalance is not None:
-        now.append(_imbalance(named.imbalance, findings))
+    now = [slow_verdict(context, each, findings) for each in findings.groups[:_MAX_NAMED]]
     before = sorted(findings.slow_before, key=lambda episode: -episode.since_step)
-    return now, [_was_slow(each, named.diagnosis(each.key)) for each in before[:MAX_PAST]]
+    past = [past_verdict(each, findings.diagnosis(each.key)) for each in before[:MAX_PAST]]
+    return [*now, *imbalance_verdicts(findings)], past
+
+
+def slow_verdict(context: SlowRankContext, straggler: StragglerGroup, findings: Findings) -> Verdict:
+    """Return the verdict on ranks that are slow now, with what another way to know it says."""
+    verdict, lead = _slow(context, straggler, findings), straggler.lead
+    if context.device is not None and context.judged_by != DEVICE and not lead.by_windows:
+        verdict = _doubted(verdict, "By host time; what the devices did was not compared.")
+    if lead.by_windows:
+        return _with(verdict, "Known from the windows that the devices merged; its own records are not here.")
+    if lead.disputed:
+        return _doubted(verdict, f"The windows that the devices merged do not show it{_rather(findings)}.")
+    others = _others_came_last(context, straggler) if context.judged_by == DEVICE else ""
+    return _doubted(verdict, others) if others else verdict
 
 
 def came_last(rows: Sequence[Collective]) -> dict[int, float]:
@@ -334,7 +327,8 @@ def _modules_of(context: SlowRankContext, straggler: StragglerGroup) -> tuple[li
     return [], 0.0
 
 
-def _was_slow(episode: Episode, diagnosis: Diagnosis | None) -> Verdict:
+def past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Verdict:
+    """Return the verdict on a rank that is no longer slow."""
     assert episode.until_step is not None
     kind = "transient" if episode.until_step - episode.since_step <= _SHORT_STEPS else "ended"
     shared_ns = episode.shared_cost_ns or 0.0
@@ -356,7 +350,11 @@ def _was_slow(episode: Episode, diagnosis: Diagnosis | None) -> Verdict:
     )  # fmt: skip
 
 
-def _imbalance(found: StageImbalance, findings: Findings) -> Verdict:
+def imbalance_verdicts(findings: Findings) -> list[Verdict]:
+    """Return the verdict on a pipeline stage that has more work than the others, if there is one."""
+    found = findings.imbalance
+    if found is None:
+        return []
     cost_s, share = found.cost_ns / 1e9, found.cost_ns / findings.step_ns
     text = (
         f"The pipeline is out of balance: stage {found.stage} (ranks {ranges(found.ranks)}) has "
@@ -364,7 +362,7 @@ def _imbalance(found: StageImbalance, findings: Findings) -> Verdict:
         f"Next: move layers out of {found.stage}."
     )
     evidence = ImbalanceEvidence("imbalance", "stage", found.ranks)
-    return Verdict("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)
+    return [Verdict("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)]
 
 
 def unequal_parts(findings: Findings) -> str:

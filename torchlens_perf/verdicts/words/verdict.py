@@ -10,8 +10,8 @@ from torchlens_perf.analysis.statistics.quantities import amount, counted, durat
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.ring import MAX_FRAMES
-from torchlens_perf.verdicts.causes.straggler_groups import StragglerSummary
-from torchlens_perf.verdicts.stragglers.detector import Findings
+from torchlens_perf.run.verdicts import sentence_and_action
+from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.words.bottleneck import bottlenecks, named_uses
 from torchlens_perf.verdicts.words.evidence import (
     WASTE,
@@ -46,7 +46,6 @@ _MOST = 0.5  # of the steps
 def verdicts(
     report: Facts,
     findings: Findings,
-    named: StragglerSummary,
     hang: OpenHang | None,
     links: LinkFindings,
 ) -> list[Verdict]:
@@ -62,7 +61,7 @@ def verdicts(
         return [*out_of_memory, *start, _only_warm_up(report)]
     run = report["run"]
     context = SlowRankContext(report["modules"], run["device"], run["judged_by"], came_last(report["collectives"]))
-    now, before = straggler_verdicts(context, findings, named)
+    now, before = straggler_verdicts(context, findings)
     if links.links:
         now.append(slow_link(report["steps"]["count"], report["steps"]["mean_s"], links))
     # While one rank holds up the others, their waiting is its doing, as in most of a run that was so for most of it.
@@ -76,7 +75,7 @@ def verdicts(
         long = [each for each in long if not is_growth(report, each)]
     typical = _unless_too_deep(report, typical)
     if now and "lack_of_cpu" in named_uses(typical):
-        of_ranks, before = straggler_verdicts(context._replace(lacks_cpu=True), findings, named)
+        of_ranks, before = straggler_verdicts(context._replace(lacks_cpu=True), findings)
         now = [*of_ranks, *now[len(of_ranks) :]]
     if now:
         return [*out_of_memory, *start, *_one_of_each_cause(now, typical), *grows, *long, *before]
@@ -104,7 +103,7 @@ def _one_of_each_cause(slow: list[Verdict], typical: Verdict) -> list[Verdict]:
     if typical.kind != "lack_of_cpu" or not same:
         return [*slow, typical]
     # All ranks lack CPUs, and these lack them for longer.
-    found, _, action = typical.text.partition(" Next: ")
+    found, action = sentence_and_action(typical.text)
     ranks = ", ".join(str(each.rank) for each in same)
     most = f"Rank{'s' * (len(same) > 1)} {ranks} wait{'s' * (len(same) == 1)} for the longest time."
     merged = dataclasses.replace(typical, rank=same[0].rank, text=f"{found} {most} Next: {action}")

@@ -1,0 +1,99 @@
+"""Gauges of what is wrong now, and of how the ranks of a job differ."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from opentelemetry.metrics import CallbackOptions, Observation
+
+from torchlens_perf.exporters import Assessment, semantics
+from torchlens_perf.exporters.series import Callback, Meter
+from torchlens_perf.verdicts.finding_log import stragglers_by_class
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
+
+# How often a gauge is 0 after its end: a series that just stops is taken to have kept its last value for minutes.
+_ZERO_POINTS = 3
+MAX_COSTS = 32  # points: of more slow ranks, the costliest
+
+
+class StatusGauges:
+    """Gauges of the newest assessment. Written on the sidecar's thread, read on the metric reader's."""
+
+    def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._newest: Assessment | None = None
+        self._hang_found_s = 0.0
+        self._hangs_s: Mapping[Any, float] = {}
+        self._zeros: dict[tuple[str, Any], int] = {}  # points to come of what was shown
+        self._spread_s: Mapping[tuple[str, str], float] = {}
+        for name, callback in (
+            (semantics.STRAGGLER_COST, self._cost),
+            (semantics.STRAGGLERS, self._count),
+            (semantics.DETECTABLE, self._detectable),
+            (semantics.HANG_DURATION, self._duration),
+            (semantics.RANKS_WORK, self._spread("work")),
+            (semantics.RANKS_WAIT, self._spread("wait")),
+        ):
+            meter.create_observable_gauge(name, [callback])
+
+    def differ(self, spread_s: Mapping[tuple[str, str], float]) -> None:
+        """How the job's ranks differ now: see JobPart."""
+        self._spread_s = spread_s
+
+    def on_assessment(self, assessment: Assessment) -> None:
+        with self._lock:
+            hang, now_s = assessment.hang, self._clock()
+            if self._newest is None or hang is not self._newest.hang:
+                self._hang_found_s = now_s
+            self._newest = assessment
+            self._hangs_s = {hang.kind: hang.since_s + now_s - self._hang_found_s} if hang is not None else {}
+
+    @property
+    def _findings(self) -> Findings:
+        return NOTHING if self._newest is None else self._newest.findings
+
+    def _spread(self, what: str) -> Callback:
+        def read(options: CallbackOptions) -> Iterator[Observation]:
+            for (of, quantile), value in self._spread_s.items():
+                if of == what:
+                    yield Observation(value, {semantics.OVER_RANKS: quantile})
+
+        return read
+
+    def _cost(self, options: CallbackOptions) -> Iterator[Observation]:
+        findings = self._findings
+        # Without one of the ranks of a slow node the job waits for the others: each has what all of them cost together.
+        joint_ns = {rank: group.cost_ns for group in findings.groups for rank in group.ranks}
+        costs_ns = {(each.rank, each.phase): joint_ns.get(each.rank, each.cost_ns) for each in findings.slow_now}
+        known_s = {key: cost_ns / 1e9 for key, cost_ns in costs_ns.items() if cost_ns is not None}
+        costliest = sorted(known_s, key=lambda key: -known_s[key])[:MAX_COSTS]
+        for (rank, phase), value in self._ending_with_zeros("cost", {key: known_s[key] for key in costliest}):
+            yield Observation(value, {semantics.RANK: rank, semantics.PHASE: phase})
+
+    def _count(self, options: CallbackOptions) -> Iterator[Observation]:
+        findings = self._findings
+        for name, count in stragglers_by_class(findings).items() if findings.compared else ():
+            yield Observation(count, {semantics.STRAGGLER_CLASS: name})
+
+    def _detectable(self, options: CallbackOptions) -> Iterator[Observation]:
+        findings = self._findings
+        if findings.compared and findings.detectable_ns is not None:
+            yield Observation(findings.detectable_ns / 1e9)
+
+    def _duration(self, options: CallbackOptions) -> Iterator[Observation]:
+        for kind, value in self._ending_with_zeros("hang", self._hangs_s):
+            yield Observation(value, {semantics.HANG_KIND: kind})
+
+    def _ending_with_zeros(self, gauge: str, values: Mapping[Any, float]) -> list[tuple[Any, float]]:
+        """Return these points, and zeros for what was among them a short while ago."""
+        with self._lock:
+            ended = [key for of, key in self._zeros if of == gauge and key not in values]
+            for key in ended:
+                self._zeros[gauge, key] -= 1
+                if not self._zeros[gauge, key]:
+                    del self._zeros[gauge, key]
+            self._zeros.update(((gauge, key), _ZERO_POINTS) for key in values)
+            return [*values.items(), *((key, 0.0) for key in ended)][:MAX_COSTS]
