@@ -32,10 +32,10 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
         7287,
     ),
     ("analysis", ("analysis",), 3300, 4510),
-    ("exporters", ("exporters",), 2600, 5163),
+    ("exporters", ("exporters",), 2600, 5171),
     ("view", ("report", "page", "top"), 6000, 12075),
     ("serve", ("serve",), 1300, 2044),
-    ("sidecar", ("sidecar",), 5400, 7732),
+    ("sidecar", ("sidecar",), 5400, 7741),
     ("simulate, commands", ("simulate", "commands"), 2200, 2742),
     ("entry points", (".",), 1000, 1695),
 )  # fmt: skip

@@ -249,16 +249,15 @@ def test_it_ends_with_the_sidecar(sent: signal.Signals, node: Node, tap: Path) -
     assert [path.name for path in node.cache.iterdir()] == ["tap.lock"]
 
 
-def test_it_does_not_last_for_ever(node: Node, tap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_does_not_last_for_ever(node: Node, tap: Path) -> None:
     """A compiler that does not end keeps the sidecar for ten minutes at most."""
-    monkeypatch.setattr(tap_for_next_run, "_END_TIMEOUT_S", 1.0)
     copying(node.cxx, tap, "sleep 1000")
     begun = TapForNextRun(builds=True)
     begun.outlook(node.name, wanted=True)
     begun._begin()
     child = begun._child
     assert child is not None
-    begun.finish()
+    begun.finish(timeout_s=1.0)
 
     assert has_ended(child.pid)
     assert child.wait(1) == 128 + signal.SIGTERM

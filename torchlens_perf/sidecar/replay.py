@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _FLUSH_TIMEOUT_S = 60.0
 _OUTBOX_TIMEOUT_S = 3600.0  # as long as the endpoint takes it
-_PATIENCE_S = 30.0
 _SPANS_A_FLUSH = 512
 
 
@@ -51,18 +50,19 @@ def replay(
     exporter: Exporter | None,
     trace_every: int | None = None,
     advanced: Callable[[int, int], object] = lambda done, total: None,
+    patience_s: float = 30.0,
 ) -> Replayed:
     """Sends a run's kept records through the exporter, and writes the state of nodes that have none.
 
     trace_every: one step of so many is sent as spans, with all ranks; None, or as it was when the run was live: those
     that were sent then, and of them what was. Where nothing was sent then, by their numbers. advanced: called with the
-    number of segments that are done, and of all.
+    number of segments that are done, and of all. patience_s: for an endpoint that takes nothing.
 
     A node's saved statistics are left alone: they also count records that were removed since to save space. Its notes
     on what was not delivered go once this has delivered it.
     """
     steps = records = 0
-    sending = _Sending(exporter) if exporter is not None else None
+    sending = _Sending(exporter, patience_s) if exporter is not None else None
     epoch, rebuilt_states, saved_states = Epoch(), list[NodeState](), list[NodeState]()
     judged_steps: dict[str, JudgedSteps] = {}
     damaged: list[str] = []
@@ -161,8 +161,9 @@ def _diagnosed(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | Non
 class _Sending:
     """Feeds an exporter no faster than it delivers, and stops when the endpoint is dead."""
 
-    def __init__(self, exporter: Exporter) -> None:
+    def __init__(self, exporter: Exporter, patience_s: float) -> None:
         self._exporter = exporter
+        self._patience_s = patience_s
         self._waited_s = 0.0  # for flushes that failed
         self._not_sent = 0
         self._last: ExportBatch | None = None
@@ -170,7 +171,7 @@ class _Sending:
     def send(self, batch: ExportBatch) -> None:
         self._last = batch if len(batch.steps) else self._last
         for part in _parts(batch):
-            if self._waited_s > _PATIENCE_S:
+            if self._waited_s > self._patience_s:
                 self._not_sent += len(part.steps)
                 continue
             self._exporter.export(part)
