@@ -48,7 +48,6 @@ _MAX_READS, _MIN_STEP_NS = 64, 10_000_000
 _COLLECTIVE, _COMPLETED = int(Kind.COLLECTIVE), int(Flag.COMPLETED)
 _END_BY_WAIT, _END_BY_RETURN = 1, 3  # recorder.End
 _FIRST_PHASE, _LAST_PHASE = int(Kind.DATA), int(Kind.CLOSURE)
-_CALLS = (_MODULE, _FORWARD, _RECOMPUTE)
 _ALWAYS_ON_DEVICE = (_FORWARD, _BACKWARD, int(Kind.OPTIMIZER), _RECOMPUTE)
 _EXCEPTION, _OTHER_THREAD = int(Flag.EXCEPTION), int(Flag.OTHER_THREAD)
 _MAX_SECTIONS = 4096
@@ -133,23 +132,6 @@ class Recorder:
                 self._words[UNBALANCED] += len(frames) - depth
                 self._drop(frames, depth)
                 return
-
-    def begin_module(self, name_id: int) -> None:
-        if not self.closed:
-            frames = self._open_spans()
-            self._open(frames, _kind_of_call(self, frames), name_id)
-
-    def end_module(self, name_id: int, flags: int = 0) -> bool:
-        end_ns = self.now_ns()
-        if self.closed:
-            return False
-        frames = self._open_spans()
-        for depth in range(len(frames) - 1, -1, -1):
-            kind = frames[depth][_KIND]
-            if frames[depth][_NAME] == name_id and kind in _CALLS:
-                self._close(frames, depth, end_ns, flags)
-                return kind == _FORWARD
-        return False
 
     def record_span(
         self, kind: int, name_id: int, start_ns: int, duration_ns: int, flags: int = 0, value0: int = 0, value1: int = 0
