@@ -48,10 +48,13 @@ def torch_version(text: str) -> tuple[int, int]:
 
 @functools.cache
 def works(name: str) -> bool:
-    """Whether this private name does what we need. Probed once a process; an error in the probe is a no."""
+    """Whether this private name does what we need. Probed once a process; an error in the probe is a no.
+
+    The errors are those of names that are missing, or are something else. Any other is for the caller's guard.
+    """
     try:
         return _by_name[name].works()
-    except Exception:
+    except (ImportError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, AssertionError, OSError):
         return False
 
 
