@@ -149,13 +149,12 @@ def imports(path: Path) -> set[str]:
 
 
 def assigned(path: Path) -> set[str]:
-    """Attributes that a file sets on a session, which has methods for that."""
+    """Attributes that a file sets on a session or on a part of one, which have methods for that."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            owner = node.value
-            name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
-            if name in ("session", "_session"):
+            chain = ast.unparse(node.value).split(".")
+            if {"session", "_session"} & set(chain[-2:]):
                 found.add(node.attr)
     return found
 

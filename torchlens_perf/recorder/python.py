@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Any
 
 from torchlens_perf.errors import guard
-from torchlens_perf.recorder.autograd_threads import AutogradThreads
-from torchlens_perf.run.clock import LONGEST_MARK_NS
+from torchlens_perf.recorder.autograd_threads import is_autograds
+from torchlens_perf.recorder.clocks import LONGEST_MARK_NS
 from torchlens_perf.run.ring import (
     DEPTH,
     FRAMES,
@@ -94,7 +94,6 @@ class Recorder:
         self._owner = _get_ident()
         self._frames: list[Frame] = []
         self._threads = threading.local()
-        self._autograd_threads = AutogradThreads()
         self._waited_for: dict[int, list[int]] = {}  # what issuers wait for next, by the id of the operation
         self.waited_ns = 0
         self._thread_time: ThreadTime | None = None
@@ -474,11 +473,11 @@ class Recorder:
     def _count_backward(self, frames: list[Frame], change: int) -> None:
         if frames is self._frames:
             self.backwards += change
-        elif not self._autograd_threads.runs_this():
+        elif not is_autograds():
             self._backwards_elsewhere += change
 
     def _attribute_elsewhere(self, frame: Frame, end_ns: int) -> int:
-        if self.backwards == 0 or frame[_KIND] not in (_RECOMPUTE, _WAIT) or not self._autograd_threads.runs_this():
+        if self.backwards == 0 or frame[_KIND] not in (_RECOMPUTE, _WAIT) or not is_autograds():
             return _OTHER_THREAD
         if self._backwards_elsewhere > 0:
             return _OTHER_THREAD  # autograd's thread may be computing for another thread's pass
@@ -728,7 +727,7 @@ def _kind_of_call(recorder: Recorder, frames: list[Frame]) -> int:
             return _MODULE
         if frame[_KIND] == _BACKWARD:
             return _RECOMPUTE
-    inside_backward = recorder.backwards > 0 and (frames is recorder._frames or recorder._autograd_threads.runs_this())
+    inside_backward = recorder.backwards > 0 and (frames is recorder._frames or is_autograds())
     return _RECOMPUTE if inside_backward else _FORWARD
 
 
@@ -759,11 +758,7 @@ _sections: dict[str, Section] = {}
 _overflow = Section("(other sections)")
 
 
-def _no_decorator(section: Section, function: Callable[..., Any]) -> Callable[..., Any]:
-    raise RuntimeError("recorder.py sets the decorator of sections when it is imported")
-
-
-_decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]] = _no_decorator
+_decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]]  # set by recorder.py when it is imported
 
 
 def section(name: str) -> Section:

@@ -82,7 +82,7 @@ class Figures:
     def listening(self, session: Session) -> Iterator[None]:
         """While this is entered, figures are written at steps' ends. Raises OSError."""
         self._session, self._mailbox = session, Mailbox(session.ring_path, FIGURES)
-        self._several = session.communicates()
+        self._several = session.identity.has_other_ranks
         try:
             with session.throttled("writing figures into the user's logger", self.look):
                 yield
@@ -135,7 +135,7 @@ class Figures:
         session, began_ns = self._session, time.monotonic_ns()
         try:
             if session is not None:
-                self._last_step = session.training_steps
+                self._last_step = session.step.training_steps
             with log.guard:
                 write(log.asked.logger, self._last_step if log.asked.step is None else log.asked.step())
         finally:
