@@ -234,7 +234,7 @@ def test_notes_of_the_exchange_are_told(run: RunDirectory) -> None:
     made.monitor.cluster._meeting._open = TroubledExchange  # type: ignore[assignment]
     rank.steps(20, **WORK)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("torchlens_perf.recorder.session.job_store", lambda environ: ("127.0.0.1", 1))
+        patched.setattr("torchlens_perf.recorder.rank_metadata.job_store", lambda environ: ("127.0.0.1", 1))
         rank.session.publish()
     round_of(made)
     made.save()
@@ -272,7 +272,7 @@ def trained(run: RunDirectory, names: list[str], used: str, world_size: int = 2,
     for number in range(world_size):
         own = {"local_world_size": world_size, "elastic": True, **dead_process(), **identity}
         rank = Rank(run, number, world_size, identity=own)
-        rank.session.add_group("0", list(range(world_size)), "default_pg")
+        rank.session.metadata.add_group("0", list(range(world_size)), "default_pg")
         for name in names:
             rank.session.intern(f"{name} group=0 dtype=float32" + (" root=0" if name == "broadcast" else ""))
         for step in range(20):

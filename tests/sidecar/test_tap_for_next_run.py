@@ -273,7 +273,7 @@ def reported(run: RunDirectory, *outlooks: TapForNextRun, groups: bool = True, *
         rank = Rank(run, number, len(outlooks), identity={"host": host}, **settings)
         rank.session.publish(missing_tap="a-tap.so")
         if groups:
-            rank.session.add_group("0", list(range(len(outlooks))), "default")
+            rank.session.metadata.add_group("0", list(range(len(outlooks))), "default")
         rank.steps(12, forward=4, host=1)
         rank.close()
         sidecar = Sidecar(run, host, None, lambda run, asked: None, tap=outlook)
@@ -317,7 +317,7 @@ def test_report_after_a_restart_with_the_tap(node: Node, tmp_path: Path) -> None
         for attempt, missed in enumerate(("a-tap.so", "")):
             rank = Rank(run, 0, 1, identity={"attempt": attempt})
             rank.session.publish(missing_tap=missed)
-            rank.session.add_group("0", [0], "default")
+            rank.session.metadata.add_group("0", [0], "default")
             rank.steps(12, forward=4, host=1)
             rank.close()
         sidecar = Sidecar(run, HOST, None, lambda run, asked: None, tap=TapForNextRun(builds=True))
