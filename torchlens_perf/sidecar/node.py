@@ -29,13 +29,13 @@ from torchlens_perf.run.place.joined import join_run
 from torchlens_perf.run.sidecar_status import CANNOT_WRITE
 from torchlens_perf.sidecar.conclusions import Conclusions
 from torchlens_perf.sidecar.rings.oom_files import OomFiles
-from torchlens_perf.sidecar.rings.segments import Chunk, SegmentWriter
 from torchlens_perf.sidecar.rings.source import RingSource
 from torchlens_perf.sidecar.rings.sources import RingSources
 from torchlens_perf.sidecar.schedule import MAX_UNKEPT_RECORDS
 from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
 from torchlens_perf.sidecar.telemetry.log import TelemetryLog, telemetry_bytes
 from torchlens_perf.sidecar.tracing import Tracing
+from torchlens_perf.store.segments import Chunk, SegmentWriter
 
 if TYPE_CHECKING:
     import numpy.typing as npt
