@@ -19,8 +19,8 @@ from torchlens_perf.report.build import slow_link_verdict
 from torchlens_perf.run.identity import Identity, model_digest
 from torchlens_perf.sidecar.alerts import AlertManager
 from torchlens_perf.sidecar.epoch import Epoch
-from torchlens_perf.sidecar.rings import segments
-from torchlens_perf.sidecar.rings.bounded_files import files_of
+from torchlens_perf.store import segments
+from torchlens_perf.store.file_names import files_of, nodes_of
 from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
@@ -28,7 +28,7 @@ from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.records import StepTrace, TracedStep
-    from torchlens_perf.sidecar.rings.segments import Origin
+    from torchlens_perf.store.segments import Origin
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
 
 _FLUSH_TIMEOUT_S = 60.0
@@ -66,7 +66,7 @@ def replay(
     epoch, rebuilt_states, saved_states = Epoch(), list[NodeState](), list[NodeState]()
     judged_steps: dict[str, JudgedSteps] = {}
     damaged: list[str] = []
-    hosts = segments.hosts(run)
+    hosts = nodes_of(run.spans)
     done, total = itertools.count(1), sum(len(files_of(run.spans, host)) for host in hosts)
     for host in hosts:
         saved = node_state.load_or_new(run, host)
@@ -230,7 +230,7 @@ def _replaced(saved: NodeState) -> set[str]:
 
 def _identity(run: RunDirectory, origin: Origin) -> Identity:
     """What the records alone tell of a rank."""
-    keys = [key for host in segments.hosts(run) for key in segments.last_sequences(run, host, [])]
+    keys = [key for host in nodes_of(run.spans) for key in segments.last_sequences(run, host, [])]
     ranks = {int(key.removeprefix("rank").partition("-")[0]) for key in keys}  # a key: rank00003-attempt0-...
     world_size = 1 + max(ranks)
     return Identity(
