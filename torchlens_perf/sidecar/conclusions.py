@@ -26,7 +26,7 @@ from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
 from torchlens_perf.sidecar.host.stacks import process_state
 from torchlens_perf.sidecar.job import JobView
 from torchlens_perf.sidecar.local_rank import usual_step_s
-from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.rank_metrics import RankMetrics
 from torchlens_perf.sidecar.rings.source import USUAL_STEPS, RingSource
 from torchlens_perf.verdicts.causes.straggler_groups import NOBODY, name
@@ -131,7 +131,7 @@ class Conclusions:
     def _judge(self, source: RingSource, judged: StepTable | None) -> None:
         if judged is not None:
             exchange, token = source.settings.get("exchange", "auto"), os.environ.get(EXCHANGE_TOKEN, "")
-            places = Places.of(source.job_store, exchange, self._folder, token)
+            places = Endpoints.of(source.job_store, exchange, self._folder, token)
             self.job.add_steps(source.state.identity, source.state.place, judged, places)
 
     def update(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:

@@ -23,8 +23,8 @@ from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.sidecar.hang_watch import HangWatch
 from torchlens_perf.sidecar.local_rank import LocalRank, next_rows
 from torchlens_perf.sidecar.nodes import summary
-from torchlens_perf.sidecar.nodes.meeting import Meeting, OpenExchange
-from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.sidecar.nodes.cluster_link import ClusterLink, OpenExchange
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.summary import Summary
 from torchlens_perf.verdicts.causes.metrics import MetricHistory, vector
 from torchlens_perf.verdicts.causes.rules import Diagnosis, diagnose
@@ -58,7 +58,7 @@ class JobView:
 
     def __init__(self, node: str, open_exchange: OpenExchange | None = None, run_id: str = "") -> None:
         """node: its name, see run/place/node.py."""
-        self._meeting = Meeting(node, run_id, open_exchange)
+        self._meeting = ClusterLink(node, run_id, open_exchange)
         self.membership = self._meeting.membership
         """Which processes of all nodes run together."""
         self._generation = -1
@@ -73,7 +73,7 @@ class JobView:
 
     @property
     def is_cut_off(self) -> bool:
-        """See Meeting."""
+        """See ClusterLink."""
         return self._meeting.is_cut_off
 
     @property
@@ -112,7 +112,7 @@ class JobView:
         """On node 0, has the others hear it."""
         if self._meeting.merges and more != self._meeting.more:
             self._meeting.more = more
-            self._meeting.say()
+            self._meeting.send_control()
 
     def hand_on(self, tally: bytes) -> None:
         """Posts what node 0's exporter adds up."""
@@ -143,7 +143,7 @@ class JobView:
         self._generation = generation
         self._began_s = time.monotonic()
         self._alone = False  # whether they are all ranks of the job
-        self._places: dict[int, Places] = {}
+        self._places: dict[int, Endpoints] = {}
         self._hangs = HangWatch(SILENT_S)
         self._judge = JobDetector()
         self._local = {}
@@ -166,7 +166,7 @@ class JobView:
         """Of these processes this is one. number: the job's generation, if an earlier sidecar knew it."""
         self._meeting.began(identity, generation, number)
 
-    def add_steps(self, identity: Identity, place: Placement, steps: StepTable, places: Places | None) -> None:
+    def add_steps(self, identity: Identity, place: Placement, steps: StepTable, places: Endpoints | None) -> None:
         """Finished steps of a rank of this node. places: where the nodes meet, for a job of several."""
         local = self._local_of(identity, place)
         if places is None or identity.on_one_node:
@@ -238,14 +238,14 @@ class JobView:
         if self._meeting.merges:
             self._receive(now_s)
         else:
-            self._meeting.hear()
+            self._meeting.receive()
         due = now_s - self._round_s >= ROUND_S
         full = any(sum(map(len, each.unsent)) >= summary.ROWS for each in self._local.values())
         if self._meeting.sends and (due or final or full):
             self._post()
         if due:
             self._round_s = now_s
-            self._meeting.say()
+            self._meeting.send_control()
             self._look_for_hang(now_s)
         return self._judge.judge(final=final)
 
