@@ -20,7 +20,7 @@ from torchlens_perf.sidecar.alerts import AlertManager, LinkWatch
 from torchlens_perf.sidecar.cluster import Cluster
 from torchlens_perf.sidecar.epoch import Epoch
 from torchlens_perf.sidecar.export_role import ExportRole
-from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.progress import read_progress
 from torchlens_perf.sidecar.rank_metrics import RankMetrics
 from torchlens_perf.sidecar.rings.source import USUAL_STEPS, RingSource
@@ -121,7 +121,7 @@ class JobMonitor:
     def _judge(self, source: RingSource, judged: StepTable | None) -> None:
         if judged is not None:
             exchange, token = source.settings.get("exchange", "auto"), os.environ.get(EXCHANGE_TOKEN, "")
-            places = Places.of(source.job_store, exchange, self._folder, token)
+            places = Endpoints.of(source.job_store, exchange, self._folder, token)
             self.epoch.add_steps(source.state.identity, source.state.place, judged, places)
 
     def update(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
