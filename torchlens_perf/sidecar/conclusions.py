@@ -77,7 +77,7 @@ class Conclusions:
         self.job.begin(generations.newest)
         self._continuation = Continuation(state.findings)
         self._windows = MergedWindows()
-        self._links = LinkWatch(run, host)
+        self._links = LinkWatch()
         self._captures = CaptureRelay(run)
         self._folder = run.nodes
         self._assessor = Assessor(FindingLog(run.run_id, state.records, state.findings))
@@ -171,11 +171,11 @@ class Conclusions:
             return
         found = Assessment(who, self._state.findings, self._state.hang, (), self.job.judges_alone)
         judge = "" if self.job.judges_alone else self._host if self.job.is_cut_off else None
+        run_on = sources.live()
+        links: Verdict | None = None
+        with self.going_on("looking for slow links"):
+            links = self._links.update(self._state, self.job, time.monotonic(), final=not run_on)
         if judge is not None or self._assessor.log.are_open:
-            run_on = sources.live()
-            links: Verdict | None = None
-            with self.going_on("looking for slow links"):
-                links = self._links.update(self._state, time.monotonic(), final=not run_on)
             with self.going_on("raising alerts"):
                 last_steps = [source.state.statistics.last_step for source in sources.newest()]
                 found = self._assessor.assess(

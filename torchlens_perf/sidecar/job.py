@@ -114,6 +114,14 @@ class JobView:
             self._meeting.more = more
             self._meeting.send_control()
 
+    def set_links(self, links: bytes) -> None:
+        """Report what this node knows of its links to node 0, see nodes/link_report.py."""
+        self._meeting.set_links(links)
+
+    def links_of_others(self) -> list[bytes]:
+        """On node 0, what the other nodes have reported of theirs."""
+        return self._meeting.links()
+
     def hand_on(self, tally: bytes) -> None:
         """Posts what node 0's exporter adds up."""
         if tally and self._meeting.sends and self._local:
@@ -123,6 +131,16 @@ class JobView:
     def generation(self) -> int:
         """Of this node's processes, whose steps are judged; -1 before the first."""
         return self._judge.attempt
+
+    @property
+    def attempt(self) -> int:
+        """The job's generation of this node's processes."""
+        return self.membership.number(self._generation)
+
+    @property
+    def world_size(self) -> int:
+        """Of the newest processes; 0 before the first."""
+        return max((local.world_size for local in self._local.values()), default=0)
 
     @property
     def places(self) -> Mapping[int, Placement]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torchlens_perf.analysis.latest_attempt import latest_attempt
 from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
 from torchlens_perf.page.gather.run_contents import as_plain
 from torchlens_perf.page.gather.span_files import records_of
@@ -12,7 +13,6 @@ from torchlens_perf.page.gather.step_collectives import joined_by_step
 from torchlens_perf.page.gather.step_matrices import slow_times
 from torchlens_perf.page.gather.step_trace import Names
 from torchlens_perf.page.gather.whole_steps import by_step, offset_ns, step_row
-from torchlens_perf.report.build import latest_attempt
 from torchlens_perf.report.run_report import report_and_states
 from torchlens_perf.verdicts.stragglers.detector import NOTHING
 
