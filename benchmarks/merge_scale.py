@@ -84,7 +84,7 @@ def window(number: int, draw: np.random.Generator) -> Collected:
         Received(nodes[first], 0.3, {rank: payloads[rank] for rank in range(first, first + NODE_SIZE)})
         for first in range(0, RANKS, NODE_SIZE)
     ]
-    return Collected(posts, {node: NodeContact(node, 0.3, 0, False) for node in set(nodes)})
+    return Collected(posts, {node: NodeContact(0.3, 0, False) for node in set(nodes)})
 
 
 def memory_mb(field: str) -> float:

@@ -101,6 +101,7 @@ THIRD_PARTY = {
         "analysis.collectives.slow_link", "analysis.node_state", "verdicts.words.evidence",
         "exporters.choice.said", "exporters.tally",
         "page.gather.run_contents", "report.report_json",
+        "sidecar.nodes.link_report",
         "sidecar.nodes.membership",
         "sidecar.nodes.messages",
     },

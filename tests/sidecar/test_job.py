@@ -40,6 +40,7 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[Received] = []
         self.word = b""
+        self.links: dict[str, bytes] = {}
 
     def open(self, places: Endpoints, key: str, node: str, merges: bool) -> Any:
         return End(self, node)
@@ -63,6 +64,12 @@ class End:
 
     def reply(self) -> bytes:
         return self._wire.word
+
+    def set_links(self, links: bytes) -> None:
+        self._wire.links[self._node] = links
+
+    def links(self) -> list[bytes]:
+        return list(self._wire.links.values())
 
     def notes(self) -> list[str]:
         return []

@@ -220,6 +220,9 @@ class TroubledExchange:
     def reply(self) -> bytes:
         return b""
 
+    def set_links(self, links: bytes) -> None:
+        pass
+
     def notes(self) -> list[str]:
         return ["closed already"] if self.closed else ["3 windows could not be sent to node 0's sidecar"]
 

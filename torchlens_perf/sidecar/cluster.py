@@ -80,6 +80,14 @@ class Cluster:
             self._link.more = more
             self._link.send_control()
 
+    def set_links(self, links: bytes) -> None:
+        """Report what this node knows of its links to node 0, see nodes/link_report.py."""
+        self._link.set_links(links)
+
+    def links_of_others(self) -> list[bytes]:
+        """On node 0, what the other nodes have reported of theirs."""
+        return self._link.links()
+
     def forward(self, tally: bytes, epoch: Epoch) -> None:
         """Send what node 0's exporter adds up."""
         if tally and self._link.sends and epoch.ranks:

@@ -66,7 +66,7 @@ class JobMonitor:
         self._last_traces: list[ExportBatch] = []  # of epochs that were replaced
         self._state = state
         self._folder = run.nodes
-        self._links = LinkWatch(run, state.host)
+        self._links = LinkWatch()
         self._errors = errors
         for process in state.processes.values():
             generation = generations.of(process.identity)
@@ -192,10 +192,10 @@ class JobMonitor:
         identity, alone = newest[0].state.identity, self.cluster.judges_alone
         found = Assessment(identity, self._state.findings, self._state.hang, (), alone)
         judge = "" if alone else self._state.host if self.cluster.is_cut_off else None
+        links: Verdict | None = None
+        with self._errors.contain("looking for slow links"):
+            links = self._links.update(self._state, self.cluster, self.epoch, time.monotonic(), final=not live)
         if judge is not None or self.alerts.log.are_open:
-            links: Verdict | None = None
-            with self._errors.contain("looking for slow links"):
-                links = self._links.update(self._state, time.monotonic(), final=not live)
             with self._errors.contain("raising alerts"):
                 last_steps = [source.state.statistics.last_step for source in newest]
                 details = self._details_by_rank(newest)

@@ -9,19 +9,20 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.latest_attempt import latest_attempt, links_of
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.analysis.statistics.restarts import Generations
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.config import Config
 from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, export_batch, traced_steps
-from torchlens_perf.report.build import slow_link_verdict
 from torchlens_perf.run.identity import Identity, model_digest
 from torchlens_perf.sidecar.alerts import AlertManager
 from torchlens_perf.sidecar.epoch import Epoch
 from torchlens_perf.store import segments
 from torchlens_perf.store.file_names import files_of, nodes_of
 from torchlens_perf.verdicts.finding_log import FindingLog
+from torchlens_perf.verdicts.slow_links import slow_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
@@ -194,7 +195,7 @@ class _Sending:
         ended_ns += int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
         assessment = AlertManager(FindingLog(run.run_id)).assess(
             last.identity, epoch.generation, findings, epoch.places, saved, ended_ns,
-            links=slow_link_verdict(saved),
+            links=slow_link_verdict(links_of(saved), [each.statistics for each in latest_attempt(saved).values()]),
             diagnosed=lambda group: _diagnosed(saved, group),
         )  # fmt: skip
         self._exporter.on_assessment(dataclasses.replace(assessment, ended=True))

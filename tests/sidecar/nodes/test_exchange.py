@@ -128,7 +128,7 @@ class TestExchange:
         nodes.wait(second, lambda: nodes.seen[1][-1] == b"second")
         secret.write_bytes(b"of another job")
         stranger = nodes.start("n2", places=places)
-        wait_until(lambda: any("does not know the token" in note for note in stranger.notes()))
+        wait_until(lambda: any("not the token of this job" in note for note in stranger.notes()))
 
         assert nodes.seen[1] == [b"first", b"first", b"second"]
         assert "n2" not in second.collect().nodes

@@ -314,6 +314,40 @@ class TestOthers:
         wait_until(lambda: any("something else, or another version" in note for note in other.notes()))
         _in_the_loop(lambda: server.stop(None))
 
+    @pytest.mark.parametrize("proof", [b"", b"x" * 32])
+    def test_an_impostor_at_the_port(self, nodes: Nodes, proof: bytes) -> None:
+        """A server that cannot prove that it has the token receives neither the token nor a payload."""
+        received: list[Any] = []
+
+        async def accept(requests: Any, context: Any) -> None:
+            received.extend(context.invocation_metadata())
+            shown = ((transport.INSTANCE, b"i" * 8), (transport.PROOF, proof)) if proof else ()
+            await context.send_initial_metadata(shown)
+            while (data := await context.read()) is not aio.EOF:
+                received.append(data)
+
+        class Impostor(grpc.GenericRpcHandler):  # type: ignore[misc]
+            def service(self, call: grpc.HandlerCallDetails) -> Any:
+                return grpc.stream_stream_rpc_method_handler(accept)
+
+        async def serve() -> tuple[aio.Server, int]:
+            server = aio.server(handlers=[Impostor()])
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            return server, port
+
+        server, port = _in_the_loop(serve)
+        publish(nodes, port)
+        other = nodes.start("n1", timing=dataclasses.replace(FAST, operation_s=0.2))
+        other.post({1: b"a payload"})
+        note = "does not know the token" if proof else "does not answer"
+        wait_until(lambda: any(note in each for each in other.notes()) and other._errors >= 3)
+        assert other.close(LONG_S)
+        _in_the_loop(lambda: server.stop(None))
+
+        assert received
+        assert all(isinstance(each, tuple) and "ab" * 16 not in map(str, each) for each in received)
+
     def test_a_link_that_is_cut_half(self, nodes: Nodes, open_at_end: ExitStack) -> None:
         """What is sent vanishes, and nothing says so: the node notices, and its last posts arrive once it is mended."""
         merger = nodes.start("n0", merges=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from torchlens_perf.analysis.latest_attempt import latest_attempt
 from torchlens_perf.page.contents import SCHEMA, Contents, Series, SlowTime, StepMatrices, StepTraces
 from torchlens_perf.page.gather.device_grid import Grids, device_grid
 from torchlens_perf.page.gather.hardware_series import hardware_series, rank_series, within
@@ -17,7 +18,6 @@ from torchlens_perf.page.gather.step_choice import chosen_ranks, chosen_steps
 from torchlens_perf.page.gather.step_matrices import begin_unix_ns, slow_times, step_grid, step_matrices
 from torchlens_perf.page.gather.thinning import size_bytes, thinned_grids, thinned_report
 from torchlens_perf.page.gather.whole_steps import whole_steps
-from torchlens_perf.report.build import latest_attempt
 from torchlens_perf.report.run_report import report_and_states
 from torchlens_perf.store.segments import kept_steps
 from torchlens_perf.verdicts.stragglers.findings import NOTHING

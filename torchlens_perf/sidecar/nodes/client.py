@@ -171,11 +171,12 @@ class Sender:
         )
         try:
             found = dict(await asyncio.wait_for(self._call.initial_metadata(), self._timing.connect_s))
-            if self._call.done():
+            if transport.PROOF not in found:  # the call was refused
+                await asyncio.wait_for(self._call.code(), self._timing.operation_s)
                 raise asyncio.InvalidStateError
         except transport.ERRORS as error:
             raise ConnectionError(f"{where}: {await self._why(error)}") from None
-        instance, shown = (found.get(name, b"") for name in (transport.INSTANCE, transport.PROOF))
+        instance, shown = found.get(transport.INSTANCE, b""), found[transport.PROOF]
         if not transport.same(shown, transport.proof(address.token, transport.INSTANCE, nonce + instance)):
             raise ConnectionError(f"{where} is another one: it does not know the token of this job")
         if instance != self._instance:

@@ -116,6 +116,15 @@ class ClusterLink:
         """What has come to node 0."""
         return self._exchange.collect() if self._exchange is not None else Collected((), {})
 
+    def set_links(self, links: bytes) -> None:
+        """On the others, report what this node knows of its links, see link_report.py."""
+        if self._exchange is not None and not self.merges:
+            self._exchange.set_links(links)
+
+    def links(self) -> list[bytes]:
+        """On node 0, what the other nodes know of theirs."""
+        return self._exchange.links() if self._exchange is not None and self.merges else []
+
     def send_control(self) -> None:
         """On node 0, send the others the run's id and its process generations."""
         if self._exchange is not None and self.merges:

@@ -93,6 +93,16 @@ class Exchange:
         with self._lock:
             return self._inbox.collect(time.monotonic())
 
+    def set_links(self, links: bytes) -> None:
+        """On other nodes: report these with the next post, and again to a restarted node 0."""
+        with self._lock:
+            self._outbox.set_links(links)
+
+    def links(self) -> list[bytes]:
+        """On node 0: the newest that each other node has reported."""
+        with self._lock:
+            return self._inbox.links()
+
     def set_reply(self, reply: bytes) -> None:
         """On node 0: set the instructions that its replies carry to all other nodes, at most 1024 bytes.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -21,6 +21,7 @@ MAX_PAYLOAD_BYTES = 1024
 MAX_RANKS = 512  # per node: a report of one post is then within MAX_MESSAGE_BYTES
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_REPLY_BYTES = 1024
+MAX_LINKS_BYTES = 1 << 14
 _DELAYS = 64  # reports per clock estimate; the fastest of them counts as not delayed
 
 _Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_PAYLOAD_BYTES)]
@@ -46,6 +47,8 @@ class Report(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The sender ends in good order; this is its last report."""
     posts: Annotated[list[Post], msgspec.Meta(max_length=KEPT_POSTS)]
     """Oldest first."""
+    links: Annotated[bytes, msgspec.Meta(max_length=MAX_LINKS_BYTES)] = b""
+    """What the node knows of its links, see link_report.py; b"": as before."""
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
@@ -97,6 +100,7 @@ class Outbox:
         self._newest_s = self._delivered_s = -math.inf  # delivered: to any node 0
         self._received_s = -math.inf  # newest post that the present node 0 has
         self._in_flight: list[Post] = []  # without a reply so far
+        self._links = self._received_links = b""
         self.dropped = 0
         """Posts dropped here for newer ones before any node 0 had received them."""
 
@@ -106,17 +110,20 @@ class Outbox:
         self._newest_s = max(now_s, math.nextafter(self._newest_s, math.inf))
         self._posts.append(Post(self._newest_s, dict(payloads)))
 
+    def set_links(self, links: bytes) -> None:
+        self._links = links
+
     @property
     def waiting(self) -> bool:
-        """True while the present node 0 lacks posts."""
-        return self._newest_s > self._received_s
+        """True while the present node 0 lacks something."""
+        return self._newest_s > self._received_s or self._links != self._received_links
 
     def restart(self) -> None:
         """Start over with a new node 0, which has no posts."""
-        self._received_s = -math.inf
+        self._received_s, self._received_links = -math.inf, b""
 
     def report(self, now_s: float, *, leaving: bool = False) -> Report:
-        """The posts that node 0 lacks, oldest first, as many as fit into a message."""
+        """What node 0 lacks: its oldest posts, as many as fit into a message, and the links."""
         lost = [post for post in self._in_flight if post not in self._posts]  # the call has failed
         self.dropped += sum(post.posted_s > self._delivered_s for post in lost)
         posts: list[Post] = []
@@ -129,10 +136,12 @@ class Outbox:
             posts.append(post)
         self._in_flight = posts
         leaving = leaving and len(posts) == len(waiting)
-        return Report(max(now_s, self._newest_s), self.dropped, leaving, posts)
+        links = self._links if self._links != self._received_links else b""
+        return Report(max(now_s, self._newest_s), self.dropped, leaving, posts, links)
 
     def received(self, report: Report) -> None:
         """Node 0 has replied to this report."""
+        self._received_links = report.links or self._received_links
         if report.posts:
             self._received_s = report.posts[-1].posted_s
             self._delivered_s = max(self._delivered_s, self._received_s)
@@ -153,7 +162,6 @@ class Received(msgspec.Struct, gc=False):
 class NodeContact(msgspec.Struct, frozen=True, gc=False):
     """Node 0's record of a node that has reported."""
 
-    node: str
     silent_s: float
     """Since its last report; 0 for node 0 itself."""
     missed: int
@@ -185,6 +193,7 @@ class _Sender:
     dropped: int = 0  # by the sender
     overwritten: int = 0  # here, before they were collected
     unreadable: int = 0
+    links: bytes = b""
     # Until they are collected, their age is the one at time 0 of node 0's clock.
     unread: deque[Received] = dataclasses.field(default_factory=lambda: deque(maxlen=KEPT_POSTS))
     # Clocks of nodes have nothing in common: a report's delay is that beyond the fastest of the last reports.
@@ -241,6 +250,7 @@ class Inbox:
         offset_s = now_s - report.sent_s - sender.delay_s(report.sent_s, now_s)
         for post in report.posts:
             sender.take(post, post.posted_s + offset_s)
+        sender.links = report.links or sender.links
         sender.dropped, sender.left = max(sender.dropped, report.dropped), report.leaving
 
     def collect(self, now_s: float) -> Collected:
@@ -257,8 +267,12 @@ class Inbox:
             before = contacts.get(sender.node)
             if before is not None:
                 silent_s, missed = min(silent_s, before.silent_s), missed + before.missed
-            contacts[sender.node] = NodeContact(sender.node, silent_s, missed, sender.left)
+            contacts[sender.node] = NodeContact(silent_s, missed, sender.left)
         return Collected(posts, contacts)
+
+    def links(self) -> list[bytes]:
+        """The newest of each other node."""
+        return list({sender.node: sender.links for sender in self._senders.values() if sender.links}.values())
 
     @property
     def senders(self) -> int:
@@ -271,11 +285,10 @@ class Inbox:
 
     def namesakes(self) -> list[str]:
         """Nodes whose name several living sidecars use: one reported after its successor had come."""
-        return sorted({older.node for older, newer in self._successions() if older.heard_s > newer.joined_s})
-
-    def _successions(self) -> Iterable[tuple[_Sender, _Sender]]:
-        newest = {self._own.node: self._own}
+        newest, found = {self._own.node: self._own}, set()
         for sender in self._senders.values():
-            if sender.node in newest:
-                yield newest[sender.node], sender
+            before = newest.get(sender.node)
+            if before is not None and before.heard_s > sender.joined_s:
+                found.add(sender.node)
             newest[sender.node] = sender
+        return sorted(found)

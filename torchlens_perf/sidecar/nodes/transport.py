@@ -25,7 +25,7 @@ os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener,-event_engine_
 import grpc
 from grpc import aio
 
-from torchlens_perf.sidecar.nodes.messages import MAX_MESSAGE_BYTES
+from torchlens_perf.sidecar.nodes.messages import MAX_LINKS_BYTES, MAX_MESSAGE_BYTES
 
 logging.getLogger("grpc").setLevel(logging.CRITICAL)
 
@@ -39,7 +39,7 @@ _KEEPALIVE_S = 60
 
 _MS = 1000
 _BOTH = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES + 4096),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES + MAX_LINKS_BYTES + 4096),
     ("grpc.http2.bdp_probe", 0),  # a ping for every message, to size a window that small messages never fill
     ("grpc.max_metadata_size", 8192),
 ]
