@@ -120,7 +120,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     found = verdict.verdicts(facts, judging.findings, hang, links)
     rows = [
         {
-            **vars(with_cpu_action(each, facts)),
+            **with_cpu_action(each, facts).facts(),
             "lost_s": lost_s,
             "where": _where(each, processes),
             "held": held,

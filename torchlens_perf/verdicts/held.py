@@ -26,7 +26,6 @@ from torchlens_perf.verdicts.words.evidence import (
     LongSteps,
     NobodySlowEvidence,
     PastEvidence,
-    PastStragglerEvidence,
     StragglerEvidence,
     TypicalStepEvidence,
     Verdict,
@@ -36,6 +35,7 @@ from torchlens_perf.verdicts.words.hang import HangEvidence
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
     from torchlens_perf.verdicts.judged_windows import Columns
+    from torchlens_perf.verdicts.stragglers.episodes import Episode
     from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.words.report import Held, Steps
 
@@ -90,10 +90,8 @@ class RunSoFar:
     def _of_whole(self, verdict: Verdict) -> Held | None:
         """None where it cannot be known."""
         evidence = verdict.evidence
-        if isinstance(evidence, StragglerEvidence):
-            return self._episode(verdict.rank, None)
-        if isinstance(evidence, PastStragglerEvidence):
-            return self._episode(verdict.rank, evidence.until_step)
+        if verdict.episode is not None:
+            return self._episode(verdict.episode)
         if isinstance(evidence, HangEvidence):
             noted = self.records.holds("hang", evidence.step)
             return self._from_to(evidence.step, None) if noted is None else self._noted(noted)
@@ -113,17 +111,12 @@ class RunSoFar:
         noted = self.records.holds(verdict.kind)
         return None if noted is None else self._noted(noted)
 
-    def _episode(self, rank: int | None, until: int | None) -> Held | None:
-        """until: its until_step."""
-        of_rank = (each for each in self.findings.episodes if each.rank == rank)
-        episode = next((each for each in of_rank if each.until_step == until), None)
-        if episode is None:
-            return None
-        since = episode.since_step
+    def _episode(self, episode: Episode) -> Held:
+        of = episode.since_step, episode.until_step, episode.rank
         if self.windows is None:
-            return self._from_to(since, until, rank)
+            return self._from_to(*of)
         judged = self.windows.compared_with_others(episode.rank)
-        return self._from_to(since, until, rank, self.windows.covered(episode) & judged, judged)
+        return self._from_to(*of, self.windows.covered(episode) & judged, judged)
 
     def _nobody_slow(self) -> Held | None:
         """Since the last episode, or from the start."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TypedDict, final
+from typing import Any, TypedDict, final
 
 from msgspec import Struct, field
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
 from torchlens_perf.run.oom_table import OutOfMemory
+from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Diagnosis
 from torchlens_perf.verdicts.words.hang import HangEvidence, RankStack
 
@@ -325,3 +326,9 @@ class Verdict:
     confidence: float
     text: str
     evidence: Evidence
+    episode: Episode | None = dataclasses.field(default=None, compare=False)
+    """The time in which its rank is, or was, slow; None for other kinds. It is in no report."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields that a report has."""
+        return {name: value for name, value in vars(self).items() if name != "episode"}

@@ -212,7 +212,9 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
         diagnosis=straggler.diagnosis,
     )
     confidence, since_step = _confidence(episode), episode.since_step
-    return Verdict("straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence)
+    return Verdict(
+        "straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence, episode
+    )
 
 
 def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> str:
@@ -346,7 +348,7 @@ def past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Verdic
     evidence = PastStragglerEvidence(cause_class(episode), episode.until_step, episode.excess_ns / 1e9, diagnosis)
     return Verdict(
         f"straggler_{kind}", episode.rank, episode.phase, cost_s, share, episode.since_step, _confidence(episode), text,
-        evidence,
+        evidence, episode,
     )  # fmt: skip
 
 
