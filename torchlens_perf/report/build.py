@@ -45,7 +45,7 @@ from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words import order, run_state, verdict
 from torchlens_perf.verdicts.words.bottleneck import computing_action, other_threads_note
 from torchlens_perf.verdicts.words.cpu import with_cpu_action
-from torchlens_perf.verdicts.words.evidence import Verdict
+from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 from torchlens_perf.verdicts.words.oom import out_of_memory_note
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, came_last
 
@@ -155,7 +155,7 @@ def _step_time(
     return _time(_unix_ns(process, int(min(max(at_ns, first_ns), last_ns))))
 
 
-def _where(each: Verdict, processes: dict[int, ProcessState]) -> dict[str, str] | None:
+def _where(each: JudgedVerdict, processes: dict[int, ProcessState]) -> dict[str, str] | None:
     """Who knows the rank of a verdict by which name: host, scheduler, container, cloud; None without a rank, or for
     one of a node that shares no disk with this one."""
     if each.rank is None or each.rank not in processes:
@@ -164,7 +164,7 @@ def _where(each: Verdict, processes: dict[int, ProcessState]) -> dict[str, str] 
     return {"host.name": identity.host, **identity.attributes}
 
 
-def slow_link_verdict(nodes: list[NodeState]) -> Verdict | None:
+def slow_link_verdict(nodes: list[NodeState]) -> JudgedVerdict | None:
     """The report's verdict on slow links; None if none is slow. For alerts, which need no other part of the report."""
     processes = latest_attempt(nodes)
     links = _links(nodes, processes)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.finding_log import FindingLog
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
     from torchlens_perf.verdicts.stragglers.placement import Placement
-    from torchlens_perf.verdicts.words.evidence import Verdict
+    from torchlens_perf.verdicts.words.evidence import JudgedVerdict
     from torchlens_perf.verdicts.words.hang import OpenHang
 
 _PERIOD_S = 10.0  # between two looks for slow links, which are judged by the whole run
@@ -32,11 +32,11 @@ class LinkWatch:
     def __init__(self, run: RunDirectory, host: str) -> None:
         self._run = run
         self._host = host
-        self._verdict: Verdict | None = None
+        self._verdict: JudgedVerdict | None = None
         self._due_s = float("-inf")
         self._was_final = False
 
-    def update(self, state: NodeState, now_s: float, *, final: bool) -> Verdict | None:
+    def update(self, state: NodeState, now_s: float, *, final: bool) -> JudgedVerdict | None:
         """The verdict on slow links, by the node's state and by what other nodes have saved, where they share a disk.
 
         now_s: a monotonic clock. final: no process of the node runs, so that one more look will do.
@@ -48,7 +48,7 @@ class LinkWatch:
         self._was_final = final
         return self._verdict
 
-    def _find(self, state: NodeState) -> Verdict | None:
+    def _find(self, state: NodeState) -> JudgedVerdict | None:
         if not state.join.operations():
             return None
         from torchlens_perf.report.build import slow_link_verdict  # it needs what shows tables: not without need
@@ -78,7 +78,7 @@ class Assessor:
         nodes: list[NodeState],
         unix_ns: int,
         *,
-        links: Verdict | None,
+        links: JudgedVerdict | None,
         diagnosed: Callable[[StragglerGroup], Diagnosis | None],
         hang: OpenHang | None = None,
         at_step: int | None = None,

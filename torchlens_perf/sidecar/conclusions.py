@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.sidecar.telemetry.log import TelemetryLog
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, StragglerGroup
-    from torchlens_perf.verdicts.words.evidence import Verdict
+    from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 
 _JUDGING = "judging the ranks"
 _SIGNALS = "looking for causes"
@@ -169,7 +169,7 @@ class Conclusions:
         judge = "" if self.job.judges_alone else self._host if self.job.is_cut_off else None
         if judge is not None or self._assessor.log.are_open:
             run_on = sources.live()
-            links: Verdict | None = None
+            links: JudgedVerdict | None = None
             with self.going_on("looking for slow links"):
                 links = self._links.update(self._state, time.monotonic(), final=not run_on)
             with self.going_on("raising alerts"):

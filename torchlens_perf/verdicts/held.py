@@ -23,12 +23,12 @@ from torchlens_perf.verdicts.words.evidence import (
     WASTE,
     DeviceStepEvidence,
     Evidence,
+    JudgedVerdict,
     LongSteps,
     NobodySlowEvidence,
     PastEvidence,
     StragglerEvidence,
     TypicalStepEvidence,
-    Verdict,
 )
 from torchlens_perf.verdicts.words.hang import HangEvidence
 
@@ -45,7 +45,7 @@ _TAGS = {
     "capture": Flag.CAPTURED, "compilation": Flag.COMPILED, "evaluation": Flag.EVALUATION,
     WITHOUT_GRADIENTS: Flag.EVALUATION, "saving": Flag.CHECKPOINT,
 }  # fmt: skip
-_Found = tuple[Verdict, "Held | None"]
+_Found = tuple[JudgedVerdict, "Held | None"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RunSoFar:
     computing_action: str
     """What to do where computing limits the step."""
 
-    def rows(self, verdicts: Sequence[Verdict]) -> list[order.Row]:
+    def rows(self, verdicts: Sequence[JudgedVerdict]) -> list[order.Row]:
         """The report's verdicts in their order, each with since when it has held and the time that it has cost.
 
         verdicts: those on the run as a whole.
@@ -78,16 +78,13 @@ class RunSoFar:
         for kind in {each.kind for each, _ in stretches}:  # one figure for one wait
             found = [(without_use(each, kind) if _of_run(each) else each, held) for each, held in found]
         found += [*stretches, *noted]
-        rows = [(each, held, self._lost_s(each, held)) for each, held in found]
-        return order.in_order(rows)
-
-    def _lost_s(self, verdict: Verdict, held: Held | None) -> float | None:
-        steps, alike = self.steps["count"], self.steps["alike"]
-        return order.lost_s(verdict, held, steps=steps, alike=alike, last_step=self.last_step)
+        steps, alike, end = self.steps["count"], self.steps["alike"], self.last_step
+        rows = ((each, held, order.lost_s(each, held, steps=steps, alike=alike, last_step=end)) for each, held in found)
+        return sorted(rows, key=order.key)
 
     # -- verdicts on the run as a whole
 
-    def _of_whole(self, verdict: Verdict) -> Held | None:
+    def _of_whole(self, verdict: JudgedVerdict) -> Held | None:
         """None where it cannot be known."""
         evidence = verdict.evidence
         if verdict.episode is not None:
@@ -207,16 +204,16 @@ class RunSoFar:
         past = [each for each in found if each.is_over or (not self.live and each.kind not in shown)]
         return [(self._over(each), self._noted(each)) for each in past]
 
-    def _over(self, noted: Finding) -> Verdict:
+    def _over(self, noted: Finding) -> JudgedVerdict:
         if noted.kind != "hang" or noted.since_step is None:
-            return over.no_longer(noted.kind, noted.alert.sentence, noted.alert.ranks, noted.since_step)
+            return over.no_longer(noted.kind, noted.alert.text, noted.alert.ranks, noted.since_step)
         went_on = None if self.last_step is None else self.last_step >= noted.since_step
         # The time of all steps has no warm-up, in which a run may hang as well.
         total_s = self.steps["total_s"]
         if noted.since_step < self.first_step + WARM_UP_STEPS:
             total_s += noted.duration_s or 0.0
         found = PastEvidence(noted.alert.ranks, noted.duration_s, went_on, noted.stacks)
-        return over.hang_over(noted.since_step, noted.alert.sentence, found, steps=self.steps["count"], total_s=total_s)
+        return over.hang_over(noted.since_step, noted.alert, found, steps=self.steps["count"], total_s=total_s)
 
     # -- as the report has it
 
@@ -244,7 +241,7 @@ class RunSoFar:
         return value
 
 
-def _of_run(verdict: Verdict) -> bool:
+def _of_run(verdict: JudgedVerdict) -> bool:
     """Whether this is the verdict on the typical step of the whole run."""
     return isinstance(verdict.evidence, TypicalStepEvidence | DeviceStepEvidence)
 
