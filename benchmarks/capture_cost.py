@@ -114,7 +114,7 @@ class Asking:
     def ask(self) -> None:
         """The next step's end begins it."""
         captures.write(captures.ask_path(self._session.ring_path), self._request)
-        self._session._throttled_ns = 0
+        self._session.step_callbacks._throttled_ns = 0
 
     def outcome(self) -> Outcome:
         """What came of it; its files are read and gone."""

@@ -28,7 +28,7 @@ from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, LINK_COUNTERS, GpuSample, Hardware, LinkSample
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.config import Config
-from torchlens_perf.exporters import Assessment, ExportBatch
+from torchlens_perf.exporters import Assessment, ExportBatch, Part
 from torchlens_perf.exporters.delivery.otlp_requests import metrics_of
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_spans import SpanMaker
@@ -37,13 +37,14 @@ from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import StepTable
 from torchlens_perf.run.ring import Kind, record_dtype
-from torchlens_perf.sidecar.job import JobView
+from torchlens_perf.sidecar.cluster import Cluster
+from torchlens_perf.sidecar.epoch import Epoch
+from torchlens_perf.sidecar.export_role import ExportRole
 from torchlens_perf.sidecar.nodes.messages import Collected, Received
 from torchlens_perf.sidecar.nodes.places import Places
-from torchlens_perf.sidecar.tracing import Tracing
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Steps, Topology
-from torchlens_perf.verdicts.causes.straggler_groups import with_groups
+from torchlens_perf.verdicts.stragglers.findings import NOTHING
 
 NODE_SIZE, SPANS_A_STEP = 8, 200
 BAR_SPANS_A_SECOND, BAR_SERIES = 200, 2000
@@ -130,12 +131,11 @@ class Node:
         self.topology, host = topology, f"node-{number:04d}"
         self.ranks = range(number * NODE_SIZE, min((number + 1) * NODE_SIZE, topology.ranks))
         self.state = NodeState(host)
-        self.job = JobView(host, wire.open)
+        self.cluster, self.epoch, self.role = Cluster(host, open_exchange=wire.open), Epoch(0), ExportRole()
         sources = [Source(_process(rank, topology.ranks, host, len(self.ranks))) for rank in self.ranks]
         self.state.processes = {each.state.identity.key: each.state for each in sources}
         self.sources = Sources(sources, settings)
-        self.job.begin(0, sources[0].state.identity)
-        self.tracing = Tracing(self.job, self.state)
+        self.cluster.begin(sources[0].state.identity, 0)
         self.spans_of = SpanMaker({})
         self.metrics = NodeMetrics(Meter(), clock)
         self.clock = clock
@@ -155,25 +155,36 @@ class Node:
         for source, rank in zip(self.sources, self.ranks, strict=True):
             identity, table = source.state.identity, table_of(steps, rank, start_ns)
             place = self.topology.place(rank)
-            self.job.add_steps(identity, place, table, None if self._is_off_the_exchange else _PLACES)
-            self.job.progress(identity, place, _progress(rank, identity.host, int(table.step[-1])), {})
-            self.tracing.add(source, self.sources, records, ["", "layer"], table, self.clock())  # type: ignore[arg-type]
+            self.epoch.add_steps(identity, place, table, None if self._is_off_the_exchange else _PLACES)
+            self.epoch.set_progress(identity, place, _progress(rank, identity.host, int(table.step[-1])), {})
+            names = ["", "layer"]
+            self.epoch.traces.add(source, self.sources, records, names, table, self.clock())  # type: ignore[arg-type]
             self._waiting.append(ExportBatch(identity, source.state.anchor, table, ()))
 
     def judge(self) -> None:
         """A round of the sidecar."""
-        findings = self.job.update(self.clock())
-        self.state.findings = with_groups(findings, self.job.places)
-        part = self.tracing.part(self.sources, self.clock())  # type: ignore[arg-type]
+        self.cluster.update(self.epoch, self.clock())
+        self.state.findings = self.epoch.with_groups(self.epoch.judge() or NOTHING)
+        part = self.role.update(
+            self.cluster.part(self.epoch), self.epoch.rank_rows, self.cluster.take_tallies(), self.sources,  # type: ignore[arg-type]
+            self.clock(),
+        )  # fmt: skip
         assert part is not None
-        self.job.hand_on(self.metrics.take_part(part))
+        self.cluster.forward(self.metrics.take_part(part), self.epoch)
         while self._waiting:
             self._export(self._waiting.pop(0))
-        for traced in self.tracing.update(self.sources, self.clock()):  # type: ignore[arg-type]
+        running = frozenset(source.state.identity.rank for source in self.sources)
+        traces, attempt = self.epoch.traces, self.cluster.membership.number(0)
+        for traced in traces.choose(
+            self.role, self.state, attempt, len(self.ranks), running, self.cluster.received, self.clock()
+        ):
             self.traced.append(traced)
             self._export(traced)
+        if self.role.part is Part.WHOLE:
+            room = self.cluster.max_published_bytes
+            self.cluster.publish(traces.choice(attempt, tuple(self.role.slow_ranks), room, final=False))
         some = next(iter(self.sources)).state.identity
-        self.metrics.on_assessment(Assessment(some, self.state.findings, None, (), self.job.judges_alone))
+        self.metrics.on_assessment(Assessment(some, self.state.findings, None, (), self.cluster.judges_alone))
 
     def measure(self) -> None:
         """GPUs and ports report everything, errors and throttling included."""

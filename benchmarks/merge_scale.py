@@ -1,9 +1,9 @@
 """Measure the processor time of node 0's sidecar for a window of a large job: 16384 ranks of 64 modules.
 
 Windows of 8 rows, with signals, from 2048 nodes of 8 ranks, as the exchange hands them over (getting them:
-exchange_scale.py), go through the sidecar's own JobView: places, progress, module times, signals, rows, judgement, a
-look for a hang, and why a rank is slow. One rank is 8 % slower from the sixth window on. Processor time of the one
-thread that does it all.
+exchange_scale.py), go through the sidecar's own Cluster and Epoch: places, progress, module times, signals, rows,
+judgement, a look for a hang, and why a rank is slow. One rank is 8 % slower from the sixth window on. Processor time of
+the one thread that does it all.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from benchmarks.measure import Table
 from torchlens_perf.analysis.collectives.hang import Progress
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import OWN_PARTS
-from torchlens_perf.sidecar.job import JobView
+from torchlens_perf.sidecar.cluster import Cluster
+from torchlens_perf.sidecar.epoch import Epoch
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.messages import Collected, NodeContact, Received
 from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.verdicts.causes.metrics import METRICS
-from torchlens_perf.verdicts.causes.straggler_groups import with_groups
+from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.placement import Placement
 
 RANKS, NODE_SIZE, WINDOWS, SLOW, SLOW_FROM = 16384, 8, 24, 1234, 5
@@ -100,22 +101,23 @@ def measured() -> dict[str, Any]:
 
     loaded_mb = memory_mb("VmRSS")
     handed = Handed()
-    view: Any = JobView("node-0", lambda *_: handed)  # type: ignore[arg-type, return-value]
+    cluster = Cluster("node-0", open_exchange=lambda *_: handed)  # type: ignore[arg-type, return-value]
+    epoch = Epoch(0)
     first = Identity(
         run_id="scale", rank=0, local_rank=0, world_size=RANKS, local_world_size=NODE_SIZE, attempt=0, host="node-0",
         pid=1, process_started=1, launcher_pid=1, elastic=False, program="", traceparent="", attributes={},
     )  # fmt: skip
     place = Placement("node-0", "abcdef012345", {})
-    view.began(first, 0)
-    view.begin(0)
-    view._places[0] = Places(("127.0.0.1", 1))
-    view.progress(first, place, Progress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {})
+    cluster.begin(first, 0)
+    epoch.meeting_points[0] = Places(("127.0.0.1", 1))
+    epoch.set_progress(first, place, Progress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {})
     draw, spent_s = np.random.default_rng(1), []
     for number in range(WINDOWS):
         handed.next = window(number, draw)
         begun_s = time.process_time()
-        findings = view.update(5.0 * number)
-        with_groups(findings, view.places, view.module_times.excess_ns, lambda group: view.diagnose(group, {}))
+        cluster.update(epoch, 5.0 * number)
+        findings = epoch.judge() or NOTHING
+        epoch.with_groups(findings, details=lambda rank: {})
         spent_s.append(time.process_time() - begun_s)
     return {
         "named": [(episode.rank, episode.named_step) for episode in findings.episodes],

@@ -106,7 +106,7 @@ def write_run(run: RunDirectory, topology: Topology, steps: int, segments: int =
             state.processes[process.identity.key] = process
             written += len(records)
             table = assemble_steps(records)
-            judge.add_steps(0, rank, process.place, table)
+            judge.add_steps(rank, process.place, table)
             warm = records[records["step"] >= WARM_UP_STEPS]
             state.join.add(rank, warm, _names(), process.groups, 0, process.identity.key)
             for at, part in enumerate(_segments(records, steps, segments)):

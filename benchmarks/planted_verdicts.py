@@ -77,7 +77,7 @@ def findings(folder: Path) -> Findings:
     run, judge = run_directory(folder), JobDetector()
     for host in segments.hosts(run):
         for origin, records, _, _ in segments.read_chunks(run, host):
-            judge.add_steps(origin.attempt, origin.rank, Placement(host), assemble_steps(records))
+            judge.add_steps(origin.rank, Placement(host), assemble_steps(records))
     return judge.judge(final=True)
 
 

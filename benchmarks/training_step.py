@@ -82,7 +82,7 @@ class Arm:
         session = None if self._watch is None else self._watch._session
         if session is None:
             return 0.0
-        period = session._sampling.period
+        period = session.step._sampling.period
         with self:
             durations_ns: tuple[list[int], list[int]] = ([], [])
             for number in range(2 * SAMPLES):
@@ -97,7 +97,7 @@ class Arm:
         if self._watch is not None:
             session = self._watch._session
             assert session is not None
-            session._attached.close()
+            session.hooks._contexts.close()
             session.recorder.deactivate()
 
 

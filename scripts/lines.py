@@ -13,15 +13,15 @@ PACKAGE = Path(__file__).parent.parent / "torchlens_perf"
 SUFFIXES = {".py", ".pyi", ".js", ".css", ".c", ".h", ".cpp", ".cu", ".cuh"}
 # Package, its folders and files, budget, limit. The first entry that holds a file counts it.
 PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
-    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 4720),
+    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 4681),
     (
         "training side",
         ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),
         8900,
-        11805,
+        11803,
     ),
     ("store", ("page/gather", "sidecar/rings", "analysis/node_state.py"), 1600, 3075),
-    ("run", ("run",), 3000, 4515),
+    ("run", ("run",), 3000, 4513),
     (
         "verdicts",
         (
@@ -29,15 +29,15 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
             "verdicts/judged_windows.py", "report/waited_for.py", "report/step_classes.py",
         ),
         4100,
-        7299,
+        7285,
     ),
     ("analysis", ("analysis",), 3300, 4510),
-    ("exporters", ("exporters",), 2600, 5163),
+    ("exporters", ("exporters",), 2600, 5171),
     ("view", ("report", "page", "top"), 6000, 12045),
     ("serve", ("serve",), 1300, 2044),
-    ("sidecar", ("sidecar",), 5400, 7513),
+    ("sidecar", ("sidecar",), 5400, 7741),
     ("simulate, commands", ("simulate", "commands"), 2200, 2742),
-    ("entry points", (".",), 1000, 1695),
+    ("entry points", (".",), 1000, 1690),
 )  # fmt: skip
 
 

@@ -149,13 +149,12 @@ def imports(path: Path) -> set[str]:
 
 
 def assigned(path: Path) -> set[str]:
-    """Attributes that a file sets on a session, which has methods for that."""
+    """Attributes that a file sets on a session or on a part of one, which have methods for that."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            owner = node.value
-            name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
-            if name in ("session", "_session"):
+            chain = ast.unparse(node.value).split(".")
+            if {"session", "_session"} & set(chain[-2:]):
                 found.add(node.attr)
     return found
 
@@ -290,15 +289,12 @@ def test_no_collective_of_ours() -> None:
 def test_broad_excepts_are_few() -> None:
     """Our errors are kept from the user by guard(); all others say which errors they mean."""
     allowed = {
-        "cuda.kernels": 3,  # CuPy's errors have no root in common
-        "errors": 3,  # guard()
-        "output": 3,  # whatever the user's stderr and logging handlers raise
+        "cuda.kernels": 1,  # CuPy's errors have no root in common
+        "errors": 2,  # guard(), as a decorator and over callbacks
+        "output": 1,  # whatever the user's stderr and logging handlers raise
         "results.alerts": 1,  # whatever the user's callback raises
-        "results.figures": 1,  # whatever the user's logger raises
         "exporters.delivery.sender": 1,  # whatever a transport or a user's credential provider raises
         "exporters.delivery.http_session": 1,  # the same, judged beside the endpoint's answers
-        "recorder.device_abilities": 1,  # as is what a device raises
-        "recorder.torch_private": 1,  # a probe that fails is a no
         "commands.doctor": 1,  # a check that fails is a line
         "analysis.node_state": 1,  # whatever is in a file that somebody has damaged
         "report.run_report": 2,  # as is what such a file makes of a report
@@ -308,7 +304,7 @@ def test_broad_excepts_are_few() -> None:
         "serve.runs": 1,  # and of a line in the list of runs
         "top.app": 1,  # on the thread that reads: it is raised on the application's
         "top.reading": 1,  # whatever files of several nodes make of a report together
-        "startup.sitecustomize": 3,  # before the script, where guard() is not imported yet
+        "startup.sitecustomize": 2,  # before the script, where guard() is not imported yet
     }
     found: dict[str, int] = {}
     for path in PACKAGE.rglob("*.py"):
@@ -319,6 +315,10 @@ def test_broad_excepts_are_few() -> None:
             ):
                 ends_raising = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
                 found[module_name(path)] = found.get(module_name(path), 0) + (not ends_raising)
+            elif isinstance(node, ast.Call) and re.fullmatch(
+                r"(contextlib\.)?suppress\((Base)?Exception\)", ast.unparse(node)
+            ):
+                found[module_name(path)] = found.get(module_name(path), 0) + 1
 
     assert {module: count for module, count in found.items() if count} == allowed
 

@@ -22,7 +22,7 @@ import torchlens_perf as perf
 from tests.support.processes import report, run, wait_for_sidecar
 from tests.support.recording import recorded
 from torchlens_perf.hooks.collective import another_has_tapped
-from torchlens_perf.recorder import session as recorder_session
+from torchlens_perf.recorder import rank_metadata
 from torchlens_perf.report.brief import MAX_LINES
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
@@ -289,7 +289,7 @@ def test_errors_of_ours_do_not_reach_training(
     monkeypatch.setattr(swallowed, "by_place", type(swallowed.by_place)())
     model, optimizer = make_model()
     with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off") as watch:
-        running()._session.add_step_callback("broken", lambda: 1 / 0)
+        running()._session.step_callbacks.add("broken", lambda: 1 / 0)
         train(model, optimizer, 30)
     lines = [record.getMessage() for record in caplog.records]
     swallowed.by_place.clear()
@@ -332,8 +332,8 @@ def test_deleted_model_and_optimizer_are_freed(way: str, tmp_path: Path, monkeyp
 def test_start_of_inference_ends_with_its_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for a CPU that is counted as the start's does not grow with the run, also where nothing is trained."""
     looks = itertools.count()
-    monkeypatch.setattr(recorder_session, "cpu_wait_ns", lambda pid: next(looks))
-    monkeypatch.setattr(recorder_session, "_start_reported_by", None)
+    monkeypatch.setattr(rank_metadata, "cpu_wait_ns", lambda pid: next(looks))
+    monkeypatch.setattr(rank_metadata, "_start_reported_by", None)
     model = nn.Linear(4, 4)
     with recorded(tmp_path, model) as recording, torch.no_grad():
         for _ in range(20):

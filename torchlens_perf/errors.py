@@ -1,14 +1,4 @@
-"""The error tree, the one place that keeps our errors out of the training loop, and what may be printed.
-
-::
-
-    TorchlensPerfError
-    ├── ConfigError      the user's mistake: raised at watch(), names the field
-    ├── RingError        a file that is not a ring file
-    ├── RunStoreError    a folder that is not a run directory
-    ├── HookUnavailable  this torch lacks what a hook needs; the hook is left out, and the report says so
-    └── DeviceError      a call to the device failed, or what is needed to reach it is missing
-"""
+"""The errors of this package, the one place that keeps them out of the training loop, and what may be printed."""
 
 from __future__ import annotations
 
@@ -48,7 +38,7 @@ class RunStoreError(TorchlensPerfError):
 
 
 class HookUnavailable(TorchlensPerfError):
-    """What a hook stands on is missing in this version of torch."""
+    """This version of torch lacks what a hook needs. The hook is left out, and the report says so."""
 
 
 class DeviceError(TorchlensPerfError):
@@ -179,19 +169,13 @@ class guard:
         return failed
 
     def calling(self, owner: object, name: str) -> Callable[..., Any]:
-        """A function that calls what `owner.name` then is, if that is not None, and returns what that returns."""
+        """A guarded function that calls what `owner.name` then is, if that is not None."""
 
-        def guarded(*args: object, **kwargs: object) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             function = getattr(owner, name)
-            if function is not None:
-                try:
-                    return function(*args, **kwargs)
-                except Exception as error:
-                    if not self._swallow(error):
-                        raise
-            return None
+            return None if function is None else function(*args, **kwargs)
 
-        return guarded
+        return self(call)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
         # Not `with self`: its two calls cost as much as a short hook's work.
@@ -205,3 +189,21 @@ class guard:
             return None
 
         return guarded
+
+
+class users_code(guard):
+    """A guard around what the user has passed to us. Its error is the user's, and logged once, with the traceback."""
+
+    def __init__(self, name: str, role: str) -> None:
+        """role: what it is to us, such as "a callback of on_verdict()"."""
+        super().__init__(f"{name}, {role},")
+        self._failed = False
+
+    def _swallow(self, error: Exception) -> bool:
+        if not self._failed:
+            self._failed = True
+            logger.warning(
+                "torchlens_perf: %s raised, and training goes on: %s: %s",
+                Printable(self._place), type(error).__name__, Printable(error), exc_info=error,
+            )  # fmt: skip
+        return True

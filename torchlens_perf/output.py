@@ -21,12 +21,15 @@ _PATIENCE_S = 1.0
 _CHUNK_BYTES = 512  # a pipe or terminal that is ready takes this much at once (POSIX's smallest PIPE_BUF)
 
 
+_whatever_it_raises = contextlib.suppress(Exception)
+"""Around calls of the user's stream and logging handlers."""
+
+
 def is_terminal() -> bool:
     """Whether stderr is a terminal."""
-    try:
+    with _whatever_it_raises:
         return sys.stderr is not None and bool(sys.stderr.isatty())
-    except Exception:  # closed, or an object without that method
-        return False
+    return False
 
 
 def say(text: str) -> None:
@@ -34,7 +37,7 @@ def say(text: str) -> None:
     stream = sys.stderr
     if stream is None:  # print() would take stdout then, which is the job's
         return
-    try:
+    with _whatever_it_raises:
         descriptor = _descriptor(stream)
         if descriptor is not None:
             _write(descriptor, text.encode(stream.encoding, "backslashreplace"))
@@ -43,8 +46,6 @@ def say(text: str) -> None:
         flush = getattr(stream, "flush", None)
         if flush is not None:
             flush()
-    except Exception:  # a stream of the user's raises what it likes
-        return
 
 
 def _descriptor(stream: Any) -> int | None:
@@ -91,7 +92,7 @@ class _GuardedLogger(_Adapter):
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """As Logger.log(); without a handler, as logging itself does then, on stderr."""
-        try:
+        with _whatever_it_raises:
             if not self.isEnabledFor(level):
                 return
             if not self.logger.hasHandlers() and logging.lastResort is _LAST_RESORT:
@@ -100,8 +101,6 @@ class _GuardedLogger(_Adapter):
                 return
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
             self.logger.log(level, msg, *args, **kwargs)
-        except Exception:
-            return
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         return msg, kwargs

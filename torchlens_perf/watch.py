@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchlens_perf import config as configuration
 from torchlens_perf.config import ENVIRONMENT_PREFIX, Config
 from torchlens_perf.errors import ConfigError, RunStoreError, guard, printable, switches_off
-from torchlens_perf.hooks.loop import passed
+from torchlens_perf.hooks.loop import arguments
 from torchlens_perf.hooks.on_device import choice as on_device
 from torchlens_perf.output import above_standard_streams, logger
 from torchlens_perf.recorder import keep_ring, sidecar
@@ -35,8 +35,9 @@ from torchlens_perf.recorder.folder_request import MADE, FolderRequest
 from torchlens_perf.recorder.recorder import refusal
 from torchlens_perf.results import last_report
 from torchlens_perf.results.methods import ShowsResults
-from torchlens_perf.run import children, dead_runs, directory, identity, make_folders
+from torchlens_perf.run import children, dead_runs, directory, make_folders
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.identity import detect as detect_identity
 from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.ring import Flag
 
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
     from torchlens_perf.results.ask import Recorded
     from torchlens_perf.run.identity import Identity
-    from torchlens_perf.run.ring import RingFile
 
     P = ParamSpec("P")
 
@@ -101,7 +101,7 @@ def watch(
     The training thread only writes marks into a memory-mapped file; another process, one per node, does the rest. With
     TORCHLENS_PERF=0 nothing is attached. Raises ConfigError for an argument that cannot be used.
     """
-    models, optimizers = passed.models(model, sys._getframe(1), watch.__name__), passed.optimizers(optimizer)
+    models, optimizers = arguments.models(model, sys._getframe(1), watch.__name__), arguments.optimizers(optimizer)
     try:
         enabled = configuration.is_on(os.environ) is not False
         environment = configuration.from_environment(os.environ)
@@ -112,7 +112,7 @@ def watch(
     config = configuration.from_settings(settings, environment)
     if enabled and models is not None:
         try:
-            passed.check_patterns(models, config)
+            arguments.check_patterns(models, config)
         except ConfigError as error:
             if config.modules != environment.get("modules"):
                 raise
@@ -160,8 +160,8 @@ class Watch(ShowsResults):
         self._models = models
         self._optimizers = optimizers
         self._enabled = enabled
+        self._identity: Identity | None = None
         self._session: Session | None = None
-        self._ring: RingFile | None = None
         self._disk_answers = True
         self._loop: TrainingLoop | None = None
         self._joined: Watch | None = None
@@ -250,7 +250,7 @@ class Watch(ShowsResults):
             with guard("watching further models"):
                 if running._session is not None and running._loop is not None:
                     running._loop.models_given(models)
-        for callback in self._surfaces.callbacks if self._surfaces is not None else ():
+        for callback in self._live_views.callbacks if self._live_views is not None else ():
             running.on_verdict(callback)
         self.run_dir = running.run_dir
 
@@ -275,7 +275,7 @@ class Watch(ShowsResults):
             raise ConfigError(f"tokens={tokens!r}: must be a whole number, from 0 to {1 << 40}")
         watch = self._joined or self
         if watch._session is not None:
-            watch._session.manual_step(tokens)
+            watch._session.step.end_by_user(tokens)
 
     def steps_by_hand(self) -> None:
         """From here on only step() ends a step: for what calls it from the first step on, as a framework's callback."""
@@ -293,7 +293,7 @@ class Watch(ShowsResults):
             raise ConfigError(f"what={what!r}: must be {' or '.join(map(repr, TAGS))}")
         session = (self._joined or self)._session
         if session is not None:
-            session.tag(TAGS[what])
+            session.step.tag(TAGS[what])
 
     def _recording(self) -> Watch:
         return _running if _running is not None and _running.run_dir == self.run_dir else self
@@ -330,8 +330,7 @@ class Watch(ShowsResults):
         # The user may delete them inside the watch, to free their memory.
         models, self._models = self._models, None
         optimizers, self._optimizers = self._optimizers, []
-        who: list[Identity] = []
-        with switches_off(lambda reason: _say_off(reason, who)), ExitStack() as undo:
+        with switches_off(lambda reason: _say_off(reason, self._identity)), ExitStack() as cleanup:
             refused = refusal()
             if refused is not None:
                 raise RunStoreError(refused)
@@ -340,22 +339,21 @@ class Watch(ShowsResults):
 
             first_step.stop_waiting()
             on_device.check(self._config)
-            run, session, ring = self._begin(undo, who, first_step=int(in_the_middle))
+            run, session = self._begin(cleanup, first_step=int(in_the_middle))
             _session = session
             self._loop = attach.start(
                 session, optimizers, models, in_the_middle=in_the_middle, after_step_of=after_step_of
             )
             del optimizers
             if not self._config.sidecar:
-                run.register_ring(who[0].node, session.ring_path)
-            undo.pop_all()
+                run.register_ring(session.identity.node, session.ring_path)
+            cleanup.pop_all()
             self._session, self.run_dir, _running = session, run.path, self
-            self._ring = ring
-            if self._surfaces is not None:
-                self._surfaces.begin(session, has_sidecar=self._config.sidecar)
+            if self._live_views is not None:
+                self._live_views.begin(session, has_sidecar=self._config.sidecar)
 
-    def _begin(self, undo: ExitStack, who: list[Identity], first_step: int) -> tuple[RunDirectory, Session, RingFile]:
-        """What the machine may refuse. undo: gets what takes it back. who: gets this rank, once it is known."""
+    def _begin(self, cleanup: ExitStack, first_step: int) -> tuple[RunDirectory, Session]:
+        """Create ring, folders and sidecar; each may fail. Registers what removes them in `cleanup`."""
         global _watches_so_far
         from torchlens_perf.recorder.session import Session
 
@@ -365,23 +363,23 @@ class Watch(ShowsResults):
             leaving.push(functools.partial(_decline, config))
             if config.sidecar:
                 children.check()
-            who.append(identity.detect(os.environ, directory.claim_run_id, earlier))
-            run = RunDirectory(_absolute(config.dir) / who[0].run_id, shared=config.is_shared)
-            undo.callback(run.leave_local)
+            identity = self._identity = detect_identity(os.environ, directory.claim_run_id, earlier)
+            run = RunDirectory(_absolute(config.dir) / identity.run_id, shared=config.is_shared)
+            cleanup.callback(run.leave_local)
             folders = FolderRequest(run.folders, shared=run.shared) if config.sidecar else None
             if folders is None:
-                undo.callback(make_folders.remove, [*run.create(), str(run.rings)])
+                cleanup.callback(make_folders.remove, [*run.create(), str(run.rings)])
             else:
-                undo.callback(folders.close)
+                cleanup.callback(folders.close)
             ring = directory.create_ring(
-                run, who[0], config.ring_capacity, first_step=first_step, keep=not config.sidecar
+                run, identity, config.ring_capacity, first_step=first_step, keep=not config.sidecar
             )
-            undo.callback(run.remove_ring, ring.path)
-            undo.callback(ring.let_go)
+            cleanup.callback(run.remove_ring, ring.path)
+            cleanup.callback(ring.let_go)
             if not config.sidecar and not ring.path.is_relative_to(run.path):
                 children.interpreter()  # a child copies the ring into the run directory at the end
-            session = Session(config, who[0], ring)
-            undo.callback(session.close, {})
+            session = Session(config, identity, ring)
+            cleanup.callback(session.close, {})
             session.publish()
             if folders is not None:
                 answer = folders.answer(_FOLDERS_TIMEOUT_S)
@@ -389,16 +387,16 @@ class Watch(ShowsResults):
                 if answer not in (MADE, ""):  # where nothing is known, the sidecar goes on trying
                     raise RunStoreError(f"cannot write to {run.path}: {answer}. Choose another folder by dir=")
                 # Before the hooks are attached: that imports for seconds, and we may be killed meanwhile.
-                run.register_ring(who[0].node, ring.path)
-                sidecar.ensure(run, who[0], config._exchange_token)
+                run.register_ring(identity.node, ring.path)
+                sidecar.ensure(run, identity, config._exchange_token)
                 folders.keep()
-                if not who[0].local_rank:
+                if not identity.local_rank:
                     with guard("looking for rings of jobs that were killed"):
                         dead_runs.begin(but=run.run_id)
-                undo.pop_all()
-                undo.callback(_end_early, session, ring)
+                cleanup.pop_all()
+                cleanup.callback(_end_early, session)
             leaving.pop_all()
-        return run, session, ring
+        return run, session
 
     def _end(self, ended_by: type[BaseException] | None) -> None:
         """ended_by: the exception that leaves the context.
@@ -420,9 +418,9 @@ class Watch(ShowsResults):
     ) -> None:
         """changing: closed when everything is detached, so that other watches may start while this one waits."""
         global _session
-        who, mailbox, began_s = session.identity, None, time.monotonic()
+        identity, mailbox, began_s = session.identity, None, time.monotonic()
         cell, is_live = self._end_live()
-        reports = (self._config.prints_report and who.rank == 0) or is_live
+        reports = (self._config.prints_report and identity.rank == 0) or is_live
         with guard("asking for the report"):
             if reports and self._config.sidecar:
                 mailbox = Mailbox(session.ring_path, REPORT)
@@ -437,14 +435,14 @@ class Watch(ShowsResults):
             changing.close()
             if self._config.sidecar:
                 with guard("starting the sidecar again"):  # if it was killed, another one finishes its work
-                    sidecar.ensure(run, who, self._config._exchange_token)
+                    sidecar.ensure(run, identity, self._config._exchange_token)
             if reports:
                 with guard("the report at the end"):
                     shown = last_report.show(
-                        run, who, self._config, mailbox, cell, ended_by, disk_answers=self._disk_answers
+                        run, identity, self._config, mailbox, cell, ended_by, disk_answers=self._disk_answers
                     )
-                    if self._surfaces is not None:
-                        self._surfaces.ended(shown)
+                    if self._live_views is not None:
+                        self._live_views.ended(shown)
         finally:
             if mailbox is not None:
                 with guard("asking for the report"):
@@ -453,27 +451,25 @@ class Watch(ShowsResults):
                 timeout_s = self._config._exit_timeout_s
                 timeout_s = last_report.SHORT_TIMEOUT_S if timeout_s is None else timeout_s
                 left_s = max(_MIN_WAIT_S, timeout_s - (time.monotonic() - began_s))
-                self._leave_ring(run, who, left_s)
+                self._leave_ring(run, session, left_s)
 
-    def _leave_ring(self, run: RunDirectory, who: Identity, timeout_s: float) -> None:
-        """Where the ring is in this process's memory, waits until another has it, at most so long."""
-        ring, self._ring, problem = self._ring, None, ""
-        if ring is None:
-            return
+    def _leave_ring(self, run: RunDirectory, session: Session, timeout_s: float) -> None:
+        """Where the ring is in this process's memory, wait until another process has it, at most so long."""
+        ring, identity, problem = session.ring, session.identity, ""
         if not self._config.sidecar:
-            problem = keep_ring.keep(run, who.host, ring, timeout_s)
+            problem = keep_ring.keep(run, identity.host, ring, timeout_s)
             ring.let_go()
         elif not ring.let_go(timeout_s):
             problem = "the sidecar did not take it over"
         if problem:
-            logger.warning("torchlens_perf: rank %d's ring: %s", who.rank, problem)
+            logger.warning("torchlens_perf: rank %d's ring: %s", identity.rank, problem)
 
     def _abandon(self) -> None:
         """In a forked child: forgets the session, which is the parent's. The child may start one of its own."""
         global _running
         session, self._session = self._session, None
-        if self._surfaces is not None:
-            self._surfaces.end()
+        if self._live_views is not None:
+            self._live_views.end()
         if session is not None:
             session.abandon()
         if _running is self:
@@ -485,12 +481,12 @@ def running() -> Watch | None:
     return _running
 
 
-def _end_early(session: Session, ring: RingFile) -> None:
+def _end_early(session: Session) -> None:
     """The hooks could not be attached, or Ctrl-C came. The sidecar, which lives already, removes the ring."""
     with guard("noting that recording is off"):
         session.note("recording was switched off when it began: see the job's log")
     session.close({})
-    ring.let_go()
+    session.ring.let_go()
 
 
 def _absolute(folder: str | os.PathLike[str]) -> Path:
@@ -509,16 +505,16 @@ def _decline(
             on_device.decline(config)
 
 
-def _say_off(reason: str, who: list[Identity]) -> None:
-    """One line a node, not one a rank: the first that fails says it. who: this rank, if it is known.
+def _say_off(reason: str, identity: Identity | None) -> None:
+    """Log one line a node, not one a rank: the first that fails logs it. identity: of this rank, if it is known.
 
-    Where ranks have no place to agree on the first one, each says it.
+    Where ranks have no place to agree on the first one, each logs it.
     """
     first = True
-    with contextlib.suppress(OSError, RunStoreError):
-        for each in who:
-            origin = each.launcher_pid if each.world_size > 1 else each.pid
-            first = directory.is_first(f"{each.run_id}.{each.attempt}", origin)
+    if identity is not None:
+        origin = identity.launcher_pid if identity.world_size > 1 else identity.pid
+        with contextlib.suppress(OSError, RunStoreError):
+            first = directory.is_first(f"{identity.run_id}.{identity.attempt}", origin)
     logger.log(logging.WARNING if first else logging.INFO, "torchlens_perf is off: %s", printable(reason))
 
 

@@ -42,7 +42,7 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
     ranks = [Gpu(run, rank, identity={"attributes": {"slurm.job.id": "7"}}) for rank in range(2)]
     for rank in ranks:
         session, recorder = rank.session, rank.session.recorder
-        session.add_group("0", range(2), "default_pg")
+        session.metadata.add_group("0", range(2), "default_pg")
         device = {"clock": "CUDA events", "error_ns": 4000, "captured": 1, "skipped": 0, "unread": 0}
         session.publish(gpus=[{"uuid": FIRST, "name": "H200", "index": 0}], device=device)
         for number in range(40):

@@ -278,17 +278,16 @@ def test_replay_gives_a_dead_endpoint_up(sidecar: Run) -> None:
     assert f"OTLP: {count} of {count} spans were not delivered" in ended.stdout
 
 
-def test_replay_stops_at_a_dead_endpoint(sidecar: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_stops_at_a_dead_endpoint(sidecar: Run) -> None:
     """A replay does not wait for a dead endpoint for hours: after some time it stops, and says how much is left."""
     run = sidecar().run
-    monkeypatch.setattr(replay, "_PATIENCE_S", 0.0)
 
     class Dead(InMemoryExporter):
         def wait_for_room(self, timeout_s: float) -> bool:
             return False
 
     exporter = Dead()
-    done = replay.replay(run, exporter, trace_every=1)
+    done = replay.replay(run, exporter, trace_every=1, patience_s=0.0)
     left = done.steps - sum(len(batch.steps) for batch in exporter.batches)
     assert left > 0
     assert [f"{left} more steps were not sent, because the endpoint did not take those before"] == done.notes

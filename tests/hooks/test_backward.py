@@ -284,7 +284,7 @@ def test_module_hooks_that_failed_are_off(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(swallowed, "by_place", Counter())
     with recorded(tmp_path, model := Model(), **EVERYTHING) as recording:
         session = recording.watch._session
-        monkeypatch.setattr(session.clock, "span", lambda begin, end: 1 / 0)
+        monkeypatch.setattr(session.clocks.current, "span", lambda begin, end: 1 / 0)
         for _ in range(5):
             model(torch.randn(2, 4)).sum().backward()
             recording.watch.step()

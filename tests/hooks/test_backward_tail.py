@@ -27,8 +27,8 @@ class Stalls:
 
     def __init__(self, session: Session) -> None:
         self.known: list[bool] = []
-        self._mark = session.clock.mark
-        session.stalls = self  # type: ignore[assignment]
+        self._mark = session.clocks.current.mark
+        session.clocks.stalls = self  # type: ignore[assignment]
 
     def begin_tail(self, _: int) -> int | None:
         return self._mark()
@@ -175,7 +175,7 @@ def test_modules_end_with_the_outermost_pass(tmp_path: Path, session_of: Callabl
         Stalls(session)
         model(torch.randn(2, 4)).sum().backward()
         recording.watch.step()
-        session.stalls = None
+        session.clocks.stalls = None
     (nested,) = [each for each in recording.of(Kind.BACKWARD) if each.depth > 1]
     (around,) = [each for each in recording.of(Kind.MODULE_BACKWARD) if each.name == "0"]
     assert inside(nested, around)
@@ -260,5 +260,5 @@ def test_a_pass_without_a_tail_is_not_known(
             patched.setattr(torch_private, "compiled_autograd", lambda: True)
             model(torch.randn(2, 4)).sum().backward()
             torch.autograd.grad(model(torch.randn(2, 4)).sum(), model.first.weight)
-        session.stalls = None
+        session.clocks.stalls = None
     assert stalls.known == [True, True, False, True]

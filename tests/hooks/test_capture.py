@@ -68,7 +68,7 @@ class Asked:
         """Once more."""
         captures.answer_path(self.ring).unlink(missing_ok=True)
         captures.write(captures.ask_path(self.ring), self.request)
-        self.recording.watch._session._throttled_ns = 0
+        self.recording.watch._session.step_callbacks._throttled_ns = 0
 
     def step(self, times: int = 1) -> None:
         """Trains."""

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.recording import recorded
 from torchlens_perf.errors import RAISE, swallowed
-from torchlens_perf.recorder import session
+from torchlens_perf.recorder import step_callbacks
 
 
 def resident_bytes() -> int:
@@ -21,7 +21,7 @@ def resident_bytes() -> int:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the device's memory")
 def test_resident_memory_is_on_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU: what the process has at the end of the step; a tensor that was made in a step is seen in its number."""
-    monkeypatch.setattr(session, "_THROTTLE_NS", 0)
+    monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     kept = []
     with recorded(tmp_path) as recording:
         for _ in range(3):

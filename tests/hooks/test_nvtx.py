@@ -62,7 +62,7 @@ def test_without_a_tool_no_call_is_made(tmp_path: Path) -> None:
         "from torchlens_perf.watch import running\n"
         f"with perf.watch(dir={str(tmp_path)!r}, sidecar=False, report='off'):\n"
         "    session = running()._session\n"
-        "    print('nvtx' in session._at_step.values())\n"
+        "    print('nvtx' in session.step_callbacks._each_step.values())\n"
     )
     done = run_warm([sys.executable, "-c", program], tmp_path)
 

@@ -69,7 +69,7 @@ def test_time_of_all_collections(tmp_path: Path) -> None:
             began_ns = time.perf_counter_ns()
             gc.collect(generation)
             took_ns = time.perf_counter_ns() - began_ns
-            told.append(session._ring._words[ring.GC_NS])
+            told.append(session.ring._words[ring.GC_NS])
             assert 0 < told[-1] - (told[-2] if generation else 0) <= took_ns
     callbacks = len(gc.callbacks)
     gc.collect()

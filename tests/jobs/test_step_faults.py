@@ -23,7 +23,7 @@ from tests.support.long import long
 from tests.support.recorders import IDS
 from tests.support.recording import EVERYTHING
 from torchlens_perf.errors import RAISE, swallowed
-from torchlens_perf.recorder import session
+from torchlens_perf.recorder import step_callbacks
 
 PACKAGE = str(Path(perf.__file__).parent)
 # These call what they stand for: an error before their first line is the same as one in the call itself.
@@ -38,7 +38,7 @@ def _lenient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a user's process: our own mistakes are not raised."""
     monkeypatch.setenv(RAISE, "0")
     monkeypatch.setattr(swallowed, "by_place", type(swallowed.by_place)())
-    monkeypatch.setattr(session, "_THROTTLE_NS", 0)  # at each step, on a fast machine too
+    monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)  # at each step, on a fast machine too
     gc.disable()  # what it calls of ours would be among the functions, and not be called again
     yield
     gc.enable()

@@ -96,7 +96,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
     library.impl("allreduce_", all_reduce, "PrivateUse1", allow_override=True)
     with recorded(folder / "plugin") as by_plugin:
         session = by_plugin.watch._session
-        session._attached.enter_context(NcclHook("auto", nccl=(2, 29, 7)).attach(session))
+        session.hooks._contexts.enter_context(NcclHook("auto", nccl=(2, 29, 7)).attach(session))
         assert nccl.load() == 6
         context = nccl.communicator(RANKS, rank)
         for _ in range(ROUNDS):
@@ -113,12 +113,12 @@ def one_rank(folder: Path) -> dict[str, Any]:
 
     with recorded(folder / "events") as by_events:
         session = by_events.watch._session
-        session._attached.enter_context(NcclHook("auto", nccl=(2, 26, 2)).attach(session))
+        session.hooks._contexts.enter_context(NcclHook("auto", nccl=(2, 26, 2)).attach(session))
         clock: Any = PlantedClock()
         stalls = Stalls(session, clock, lambda *span: None)
-        session.use_clock(clock, stalls)
+        session.clocks.use(clock, stalls)
         sections.time_collectives(stalls.begin_collective)
-        session._attached.callback(sections.time_collectives, None)
+        session.hooks._contexts.callback(sections.time_collectives, None)
         dist.all_reduce(OnDevice(), group=group)
         dist.all_reduce(OnDevice(), group=group, async_op=True)
         dist.all_reduce(torch.ones(2), group=group)
@@ -127,8 +127,8 @@ def one_rank(folder: Path) -> dict[str, Any]:
     nccl.finalize(context)
     told = {
         "mask": mask_afterwards,
-        "marks": session.clock.marks,
-        "placed": {device for _, device in session.device_groups},
+        "marks": session.clocks.current.marks,
+        "placed": {device for _, device in session.metadata.device_groups},
     }
     return {"plugin": by_plugin, "events": by_events, **told}
 

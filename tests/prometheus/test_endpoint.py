@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.otlp_receiver import wait_for
-from torchlens_perf.exporters.prometheus import endpoint as endpoint_module
 from torchlens_perf.exporters.prometheus.endpoint import Address, Answer, Endpoint
 
 BODY = b"x" * 1000
@@ -90,22 +89,24 @@ def test_what_is_no_request(endpoint: Endpoint) -> None:
     assert status(ask(endpoint, get())) == 200
 
 
-def test_slow_clients_have_seconds(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that sends a byte now and then has as long as all others; then comes who waits."""
-    monkeypatch.setattr(endpoint_module, "REQUEST_S", 0.5)
-    with socket.create_connection(endpoint.address) as slow:
-        slow.sendall(b"G")
-        began_s = time.monotonic()
-        assert status(ask(endpoint, get())) == 200
-        assert time.monotonic() - began_s > 0.3
-        slow.settimeout(5)
-        assert slow.recv(10) == b""
+def test_slow_clients_have_seconds() -> None:
+    """A client that sends a byte now and then has as long as all others; then the next one is served."""
+    endpoint = Endpoint(Address.of("0"), lambda accept: Answer("text/plain", BODY), request_timeout_s=0.5)
+    try:
+        with socket.create_connection(endpoint.address) as slow:
+            slow.sendall(b"G")
+            began_s = time.monotonic()
+            assert status(ask(endpoint, get())) == 200
+            assert time.monotonic() - began_s > 0.3
+            slow.settimeout(5)
+            assert slow.recv(10) == b""
+    finally:
+        endpoint.close()
 
 
-def test_clients_that_do_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_do_not_read() -> None:
     """One that takes no answer has seconds, too, and the answer is bounded by the kernel's buffers."""
-    monkeypatch.setattr(endpoint_module, "ANSWER_S", 0.5)
-    large = Endpoint(Address.of("0"), lambda accept: Answer("text/plain", b"x" * (64 << 20)))
+    large = Endpoint(Address.of("0"), lambda accept: Answer("text/plain", b"x" * (64 << 20)), answer_timeout_s=0.5)
     try:
         with socket.create_connection(large.address) as deaf:
             deaf.sendall(get())

@@ -133,15 +133,9 @@ def test_a_hanging_client_holds_up_no_round(tmp_path: Path) -> None:
             began_s = time.monotonic()
             for _ in range(50):
                 simulation.port.update(simulation.simulation.sidecar)
-            assert time.monotonic() - began_s < endpoint_s()
+            assert time.monotonic() - began_s < 3.0
             simulation.port.finish(lingers=True)
-            assert time.monotonic() - began_s < endpoint_s()
-
-
-def endpoint_s() -> float:
-    from torchlens_perf.exporters.prometheus import endpoint
-
-    return endpoint.REQUEST_S
+            assert time.monotonic() - began_s < 3.0
 
 
 def test_exemplars_where_a_trace_was_sent(tmp_path: Path) -> None:
@@ -165,11 +159,10 @@ def _nothing() -> dict[str, Any]:
     return {**dict.fromkeys(("export", "on_assessment", "measured"), lambda *args: None), "take_part": lambda part: b""}
 
 
-def test_the_last_values_are_fetched(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_values_are_fetched(run: RunDirectory) -> None:
     """What a run ends with, as a process that died, is served until it was asked for; then the port is free."""
-    monkeypatch.setattr(metrics_port, "_LINGERS_S", 60)
     sidecar, ranks = of_ranks(run, prometheus="0")
-    port, lock = MetricsPort(), SidecarLock(run.path / "lock")
+    port, lock = MetricsPort(last_scrape_timeout_s=60), SidecarLock(run.path / "lock")
     round_of(sidecar, port)
     address = port.address
     before = scrape(address)
@@ -198,7 +191,7 @@ def test_nobody_who_asks_nobody_who_waits(run: RunDirectory) -> None:
     round_of(sidecar, port)
     began_s = time.monotonic()
     port.finish(lingers=True)
-    assert time.monotonic() - began_s < metrics_port._LINGERS_S / 4
+    assert time.monotonic() - began_s < 15
     close(sidecar, ranks)
 
 

@@ -370,21 +370,20 @@ class TestThreads:
         """Neither the owner's calls nor what autograd's thread computes again belong to it."""
         recorder, backward, model = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("model")
         begun, end = threading.Event(), threading.Event()
+        call = rig.implementation.ModuleCall(recorder, model, lambda: None)
 
         def other() -> None:
             recorder.begin(Kind.BACKWARD, backward)
             begun.set()
             end.wait(30)
-            recorder.begin_module(model)
-            recorder.end_module(model)
+            call()
             recorder.end(Kind.BACKWARD, backward)
 
         thread = threading.Thread(target=other)
         thread.start()
         begun.wait(30)
         assert recorder.backwards == 0
-        recorder.begin_module(model)
-        recorder.end_module(model)
+        call()
         recorder.begin(Kind.BACKWARD, backward)
         on_autograds_thread(rig.span, Kind.RECOMPUTE, "again", 30)
         recorder.end(Kind.BACKWARD, backward)
@@ -632,19 +631,6 @@ class TestModuleCall:
 
         assert seen == ["outer", "inner"]
 
-    def test_forward_pass_by_public_hooks(self, rig: Rig) -> None:
-        """end_module() says whether the call was one."""
-        recorder = rig.recorder
-        ended = []
-        for name_id in (0, 1):
-            recorder.begin_module(name_id)
-        ended += [recorder.end_module(1), recorder.end_module(0), recorder.end_module(0)]
-        recorder.begin(Kind.BACKWARD, 0)
-        recorder.begin_module(0)
-        ended.append(recorder.end_module(0))
-
-        assert ended == [False, True, False, False]
-
     def test_after_close_only_passes_on(self, rig: Rig) -> None:
         """A call that outlives its recorder still calls the function, also when the recorder closes inside it."""
 
@@ -657,20 +643,6 @@ class TestModuleCall:
 
         assert call() == "result"
         assert call() == "result"
-
-    def test_fallback_marks_choose_the_same_kinds(self, rig: Rig) -> None:
-        """begin_module and end_module, for hooks, record what ModuleCall would."""
-        recorder, outer, inner = rig.recorder, rig.ring.intern("outer"), rig.ring.intern("inner")
-        recorder.begin_module(outer)
-        recorder.begin_module(inner)
-        recorder.end_module(inner, int(Flag.EXCEPTION))
-        recorder.end_module(outer)
-        recorder.end_module(outer)
-
-        assert [(r["kind"], r["name"], r["flags"]) for r in rig.records()] == [
-            (Kind.MODULE, "inner", Flag.EXCEPTION),
-            (Kind.FORWARD, "outer", 0),
-        ]
 
 
 class Called(Module):

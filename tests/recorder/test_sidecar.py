@@ -21,9 +21,8 @@ from tests.support.busy_machine import PROCESSORS, busy_machine
 from tests.support.processes import report, wait_for_sidecar
 from tests.support.ranks import HOST, Rank
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.recorder import sidecar
 from torchlens_perf.recorder.sidecar import ensure
-from torchlens_perf.run import sidecar_status
+from torchlens_perf.run import children, sidecar_status
 from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock, sidecar_log
 from torchlens_perf.run.processes import cpu_time_ns, process_cpu_time_s, process_stat, threads
 from torchlens_perf.sidecar import priority
@@ -248,7 +247,7 @@ def test_is_nobodys_child(run: RunDirectory) -> None:
 
 def test_no_shell(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is none, it starts as a child."""
-    monkeypatch.setattr(sidecar, "_SHELL", "/nowhere/sh")
+    monkeypatch.setattr(children, "_SHELL", "/nowhere/sh")
     rank = Rank(run, 0, 1)
     started(run, rank)
     rank.steps(30, **WORK)
@@ -268,7 +267,7 @@ def test_cannot_start(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_pa
         shell = tmp_path / "sh"
         shell.write_text("#!/bin/sh\nexit 2\n")
         shell.chmod(0o755)
-        monkeypatch.setattr(sidecar, "_SHELL", str(shell))
+        monkeypatch.setattr(children, "_SHELL", str(shell))
     said = "gone .sys.executable. cannot be run" if wrong == "python" else "the sidecar cannot start"
     with pytest.raises(RunStoreError, match=said):
         ensure(run, rank.identity)

@@ -150,7 +150,7 @@ def test_a_loss_that_is_printed_now_and_then(told: bool, run: RunDirectory) -> N
     is what the times and classes of steps are of. Without its times, nothing is said of long steps."""
     rank = Gpu(run, 0, 1)
     rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000} if told else {})
-    rank.session.modules_timed({"0": False}, device="cuda", all_levels=True, unopened=[])
+    rank.session.metadata.add_modules({"0": False}, device="cuda", all_levels=True, unopened=[])
     for step in range(200):
         waits = step % 10 == 9
         rank.steps(1, **HOST, host=300.0 if waits else 0.0)
@@ -169,7 +169,7 @@ def test_two_kinds_of_steps_on_a_device(run: RunDirectory) -> None:
     """The parts are of the typical step by the device's clock, and the other kind of steps is named."""
     rank = Gpu(run, 0, 1)
     rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
-    rank.session.modules_timed({"0": False}, device="cuda", all_levels=True, unopened=[])
+    rank.session.metadata.add_modules({"0": False}, device="cuda", all_levels=True, unopened=[])
     for step in range(200):
         rank.steps(1, **HOST)
         rank.device_step(step, 30 * MS, 1.0 if step % 5 else 3.0)
@@ -348,7 +348,7 @@ def test_ranks_on_devices_that_tell_no_times(run: RunDirectory, timed: tuple[int
     """Host times equalise, and are not compared with a device's: nobody is said to stand out, and nobody not to."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for number, rank in enumerate(ranks):
-        rank.session.modules_timed({"layer": False}, device="cuda", all_levels=True, unopened=[])
+        rank.session.metadata.add_modules({"layer": False}, device="cuda", all_levels=True, unopened=[])
         if number in timed:
             rank.timed_steps(80, 30 * MS)
         else:

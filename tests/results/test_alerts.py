@@ -68,7 +68,7 @@ def named(session: Session, *raised: Alert) -> None:
 
 def look(session: Session) -> None:
     """What is done at a step's end, once in 50 ms at most."""
-    (work,) = (work for work, name in session._throttled.items() if "on_verdict" in name)
+    (work,) = (work for work, name in session.step_callbacks._throttled.items() if "on_verdict" in name)
     work()
 
 
@@ -99,7 +99,7 @@ def test_an_exception_ends_nothing(session: Session, caplog: pytest.LogCaptureFi
     (record,) = caplog.records
     assert "a callback of on_verdict(), raised, and training goes on: ValueError: no ?[2J network" in record.message
     assert "Heard" in record.message
-    assert session._notes == []
+    assert session.metadata.notes == []
 
 
 def test_a_callback_may_end_the_job(session: Session) -> None:
@@ -162,7 +162,7 @@ def test_a_forked_child_hears_nothing_and_takes_nothing_away(loop: Loop) -> None
     child = os.fork()
     if child == 0:
         with training(loop.watch.run_dir.parent):
-            ours = not heard.alerts and running()._surfaces is None
+            ours = not heard.alerts and running()._live_views is None
         os._exit(0 if ours else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     named(loop.watch._session, STARTED)

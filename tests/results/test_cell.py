@@ -62,7 +62,7 @@ class Shown:
         """What is shown then."""
         self.clock.now_s = max(self.clock.now_s, 1000.0 + at_s)
         before = len(self.handle.texts)
-        (work,) = self.session._throttled
+        (work,) = self.session.step_callbacks._throttled
         work()
         return self.handle.texts[before:]
 
@@ -73,7 +73,7 @@ def shown(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shown]
     made = Shown(rank, run, monkeypatch)
     with made.live:
         yield made
-    assert made.session._throttled == {}
+    assert made.session.step_callbacks._throttled == {}
     assert not made.session.ring_path.with_suffix(VIEW).exists()
     rank.close()
 
@@ -103,7 +103,7 @@ def test_an_update_is_this_tools_time(shown: Shown) -> None:
     shown.write("first")
     shown.step_ends(0.0)
 
-    assert shown.session._overhead_ns == shown.session.recorder.tool_ns - before_ns == 3_000_000
+    assert shown.session.step._overhead_ns == shown.session.recorder.tool_ns - before_ns == 3_000_000
 
 
 def test_a_large_job_is_not_shown_live(shown: Shown) -> None:

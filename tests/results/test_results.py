@@ -217,7 +217,9 @@ def test_nothing_is_made_for_nobody(tmp_path: Path) -> None:
     """A watch of which nobody asks anything has no mailbox and no work at steps' ends for it."""
     with training(tmp_path) as loop:
         loop.train(3)
-        works = set(loop.watch._session._throttled.values()) | set(loop.watch._session._at_step.values())
+        works = set(loop.watch._session.step_callbacks._throttled.values()) | set(
+            loop.watch._session.step_callbacks._each_step.values()
+        )
         files = [path for path in loop.watch._session.ring_path.parent.iterdir() if path.suffix in KINDS]
 
     assert files == []

@@ -347,7 +347,7 @@ def test_pause_is_no_lag_in_collectives(node: Node) -> None:
     """The others wait for the writing in the first collective of the step after it. That is no rank's fault."""
     ranks = [Rank(node.run, rank) for rank in (0, 1)]
     for rank in ranks:
-        rank.session.add_group("0", [0, 1], "default_pg")
+        rank.session.metadata.add_group("0", [0, 1], "default_pg")
         recorder = rank.session.recorder
         name_id = rank.session.intern("allreduce group=0 dtype=float32")
         for step in range(40):

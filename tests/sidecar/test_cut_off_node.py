@@ -14,7 +14,7 @@ from tests.support.ranks import HOST, Rank, run_without_traces
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import Alert
-from torchlens_perf.sidecar import job
+from torchlens_perf.sidecar import cluster
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.nodes import meeting
 from torchlens_perf.sidecar.nodes.exchange import Exchange
@@ -51,7 +51,7 @@ class Node:
     def until(self, condition: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + WITHIN_S
         while not condition():
-            assert time.monotonic() < deadline_s, (self.alerts, self.sidecar.conclusions.job.notes())
+            assert time.monotonic() < deadline_s, (self.alerts, self.sidecar.monitor.cluster.notes())
             self.sidecar.poll()
             self.sidecar.account()
             self.sidecar.judge(time.monotonic())
@@ -65,7 +65,7 @@ class Node:
 
 def test_it_raises_alerts_until_others_judge(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_CUT_OFF_S", 1.0)
-    monkeypatch.setattr(job, "_WORD_S", 0.5)
+    monkeypatch.setattr(cluster, "_NODE_0_TIMEOUT_S", 0.5)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     places = Places(("127.0.0.1", 1), run.nodes, f"127.0.0.1:{free_port()}")
@@ -78,7 +78,7 @@ def test_it_raises_alerts_until_others_judge(run: RunDirectory, monkeypatch: pyt
     assert node.exporter.assessment is not None
     assert not node.exporter.assessment.whole_job
     (of_job,) = FindingLog(run.run_id).changes(
-        0, node.sidecar.state.findings, None, node.sidecar.conclusions.job.places, started.unix_ns
+        0, node.sidecar.state.findings, None, node.sidecar.monitor.epoch.places, started.unix_ns
     )
     assert of_job.about != started.about  # node 0's alert is another one: neither ends the other
 

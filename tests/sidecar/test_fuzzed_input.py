@@ -22,6 +22,7 @@ from tests.sidecar.test_node import WORK, dead_process, finish, report
 from tests.support import progress
 from tests.support.figures import note, share
 from tests.support.long import long
+from tests.support.node_view import NodeView
 from tests.support.planted import places
 from tests.support.ranks import Rank, run_without_traces
 from tests.support.simulations import table_of
@@ -29,7 +30,6 @@ from torchlens_perf.errors import RingError
 from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Reader
-from torchlens_perf.sidecar.job import JobView
 from torchlens_perf.sidecar.nodes import messages
 from torchlens_perf.sidecar.nodes.membership import Began, Word
 from torchlens_perf.simulate.simulation import Simulation, Topology
@@ -173,16 +173,16 @@ class Collecting(End):
         return self.inbox.collect(2.0)
 
 
-def node_zero(tmp_path: Path, wire: Wire) -> JobView:
+def node_zero(tmp_path: Path, wire: Wire) -> NodeView:
     """A sidecar that judges two ranks of its own, and whatever arrives in Collecting.inbox."""
     run, at, steps = RunDirectory(tmp_path), places(4, node_size=2), next(Simulation(Topology(4)).steps(20))
-    view = JobView("node-0", lambda where, key, node, merges: Collecting(wire, node))
+    view = NodeView("node-0", lambda where, key, node, merges: Collecting(wire, node))
     for rank in range(2):
         identity = _identity(run, rank)
         if rank == 0:
             view.begin(0, identity)
-        view.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
-        view.progress(identity, at[rank], progress.rank(rank, state="running"), {})
+        view.epoch.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
+        view.epoch.set_progress(identity, at[rank], progress.rank(rank, state="running"), {})
     return view
 
 
@@ -197,7 +197,7 @@ def test_messages_of_any_bytes(number: int, tmp_path: Path) -> None:
     view, taken, other_ranks = node_zero(tmp_path, Wire()), 0, 0
     for sequence in range(count):
         if sequence % 250 == 249:
-            other_ranks += len(view.places) - 2
+            other_ranks += len(view.epoch.places) - 2
             view = node_zero(tmp_path, Wire())
         Collecting.inbox = messages.Inbox("node-0", 0.0)
         Collecting.inbox.enter("a", "node-1", 0.0)

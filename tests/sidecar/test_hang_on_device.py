@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 def stand(rank: Rank, place: int, kind: Kind, stood_ms: int) -> None:
     """What the rank's training thread saw of its device at the end of its last step; it is blocked since."""
     mark = DeviceMark(STEPS - 1, place, int(kind), rank.session.intern("GPT"), False, 0, stood_ms * MS)
-    rank.session.set_device_mark(mark)
+    rank.ring.set_device_mark(mark.words())
 
 
 def said(run: RunDirectory, ranks: list[Rank]) -> str:
@@ -66,8 +66,8 @@ def test_a_kernel_that_has_not_begun_is_named(run: RunDirectory) -> None:
     """By the rows of groups in the rings' headers, where NCCL's thread has it written."""
     ranks = stopped(run)
     for rank, begun in zip(ranks, (8, 8, 7), strict=True):
-        slot = rank.session.group_slot("0")
-        rank.session.add_group("0", [0, 1, 2], "")
+        slot = rank.ring.add_group("0")
+        rank.session.metadata.add_group("0", [0, 1, 2], "")
         words = rank.ring._words
         row = 282 + 3 * slot
         words[row] = words[row] & 0xFFFFFFFF | begun << 32

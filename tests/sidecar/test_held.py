@@ -139,8 +139,8 @@ def test_a_hang_is_noted_without_an_exporter(run: RunDirectory, monkeypatch: pyt
         return Sidecar(run, HOST, None, lambda run, asked: None)
 
     def round_of(reader: Sidecar, hung: bool) -> Held:
-        monkeypatch.setattr(reader.conclusions.job._hangs, "hang", hang(20, since_s=12.0) if hung else None)
-        monkeypatch.setattr(reader.conclusions.job._hangs, "look", lambda *_: None)
+        monkeypatch.setattr(reader.monitor.epoch._hangs, "hang", hang(20, since_s=12.0) if hung else None)
+        monkeypatch.setattr(reader.monitor.epoch._hangs, "look", lambda *_: None)
         reader.poll()
         reader.account()
         reader.judge(time.monotonic())

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support import progress
 from tests.support.findings import episode
+from tests.support.node_view import NodeView
 from tests.support.planted import places
 from tests.support.ranks import identity_of, make_run
 from tests.support.simulations import table_of
@@ -22,7 +23,6 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.sidecar import hang_watch
 from torchlens_perf.sidecar.host.stacks import Stack
-from torchlens_perf.sidecar.job import JobView
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.messages import Collected, Received
 from torchlens_perf.sidecar.nodes.places import Places
@@ -73,26 +73,26 @@ class End:
 def test_modules_of_a_rank_of_another_node(tmp_path: Path) -> None:
     """Node 0 learns which module is slow on a rank of another node, with its name; not of a rank that has others."""
     wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
-    nodes = [JobView(f"node-{number}", wire.open) for number in range(2)]
+    nodes = [NodeView(f"node-{number}", wire.open) for number in range(2)]
     for number, view in enumerate(nodes):
         view.begin(0, _identity(run, 2 * number))
     times_ns = [{"a": 1e6, "b": 4e6}, {"a": 1e6, "b": 4e6}, {"a": 1e6, "b": 7e6}, {"a": 1e6}]
     steps = next(Simulation(Topology(4)).steps(20))
     for rank in (2, 3, 0, 1):
         view, identity = nodes[rank // 2], _identity(run, rank)
-        view.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
-        view.progress(identity, at[rank], progress.rank(rank, state="running"), {}, modules_ns=times_ns[rank])
+        view.epoch.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
+        view.epoch.set_progress(identity, at[rank], progress.rank(rank, state="running"), {}, modules_ns=times_ns[rank])
     nodes[1].update(1.0)
     nodes[0].update(1.0)
 
-    assert nodes[0].module_times.excess_ns(2) == pytest.approx({"a": 0.0, "b": 3e6}, abs=4e4)
-    assert nodes[0].module_times.excess_ns(3) == {}
+    assert nodes[0].epoch.module_times.excess_ns(2) == pytest.approx({"a": 0.0, "b": 3e6}, abs=4e4)
+    assert nodes[0].epoch.module_times.excess_ns(3) == {}
 
 
 def test_why_a_rank_of_another_node_is_slow(tmp_path: Path) -> None:
     """Its signals arrive with its windows, and are held against those of all ranks."""
     wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
-    nodes = [JobView(f"node-{number}", wire.open) for number in range(2)]
+    nodes = [NodeView(f"node-{number}", wire.open) for number in range(2)]
     for number, view in enumerate(nodes):
         view.begin(0, _identity(run, 2 * number))
     steps = next(Simulation(Topology(4)).steps(20))
@@ -100,14 +100,14 @@ def test_why_a_rank_of_another_node_is_slow(tmp_path: Path) -> None:
         for rank in (2, 3, 0, 1):
             view, identity = nodes[rank // 2], _identity(run, rank)
             if second == 0:
-                view.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
+                view.epoch.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
             now = progress.rank(rank, step=100 + 10 * second, state="running")
-            view.progress(identity, at[rank], now, {})
-            view.add_signals({rank: {"gc_share": 0.25 * (rank == 2), "cpu_wait_share": 0.0}}, float(second))
+            view.epoch.set_progress(identity, at[rank], now, {})
+            view.epoch.add_metrics({rank: {"gc_share": 0.25 * (rank == 2), "cpu_wait_share": 0.0}}, float(second))
         nodes[1].update(float(second))
         nodes[0].update(float(second))
-    found = nodes[0].diagnose(StragglerGroup("rank", "", (2,), episode(2, since=100)), {})
-    nobody = nodes[0].diagnose(StragglerGroup("rank", "", (1,), episode(1, since=100)), {})
+    found = nodes[0].epoch.diagnose(StragglerGroup("rank", "", (2,), episode(2, since=100)), {})
+    nobody = nodes[0].epoch.diagnose(StragglerGroup("rank", "", (1,), episode(1, since=100)), {})
 
     assert [cause.kind for cause in found.causes] == ["gc"]
     assert found.causes[0].evidence == {"gc_share": 0.25, "others_gc_share": 0.0}
@@ -115,17 +115,17 @@ def test_why_a_rank_of_another_node_is_slow(tmp_path: Path) -> None:
     assert nobody.looked_at == ("garbage collection", "waits for a CPU")
 
 
-def two_nodes(tmp_path: Path) -> tuple[Wire, list[JobView]]:
+def two_nodes(tmp_path: Path) -> tuple[Wire, list[NodeView]]:
     """Of two ranks each, which have made steps; the second one has posted."""
     wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
-    nodes = [JobView(f"node-{number}", wire.open) for number in range(2)]
+    nodes = [NodeView(f"node-{number}", wire.open) for number in range(2)]
     for number, view in enumerate(nodes):
         view.begin(0, _identity(run, 2 * number))
     steps = next(Simulation(Topology(4)).steps(20))
     for rank in (2, 3, 0, 1):
         view, identity = nodes[rank // 2], _identity(run, rank)
-        view.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
-        view.progress(identity, at[rank], progress.rank(rank, state="running"), {})
+        view.epoch.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
+        view.epoch.set_progress(identity, at[rank], progress.rank(rank, state="running"), {})
     nodes[1].update(1.0)
     return wire, nodes
 
@@ -136,10 +136,10 @@ def test_a_node_of_another_version(tmp_path: Path) -> None:
     wire.sent += [Received("node-2/4", 1, 0.0, {4: b"of another version"})]
     nodes[0].update(1.0)
 
-    assert set(nodes[0].places) == {0, 1, 2, 3}
-    assert nodes[0].notes() == ["node node-2/4 runs another version of torchlens_perf: not compared"]
+    assert set(nodes[0].epoch.places) == {0, 1, 2, 3}
+    assert nodes[0].cluster.notes() == ["node node-2/4 runs another version of torchlens_perf: not compared"]
     nodes[0].begin(1)
-    assert nodes[0].notes() == []
+    assert nodes[0].cluster.notes() == []
 
 
 @given(data=st.data())
@@ -147,15 +147,15 @@ def test_a_node_of_another_version(tmp_path: Path) -> None:
 def test_a_corrupt_window_costs_its_own_node_only(tmp_path: Path, data: st.DataObject) -> None:
     """Whatever bytes come of one node, nothing is raised, and what another node sent with them is taken over."""
     wire, run, at = Wire(), RunDirectory(tmp_path), places(6, node_size=2)
-    nodes = [JobView(f"node-{number}", wire.open) for number in range(3)]
+    nodes = [NodeView(f"node-{number}", wire.open) for number in range(3)]
     for number, view in enumerate(nodes):
         view.begin(0, _identity(run, 2 * number, 6))
     steps = next(Simulation(Topology(6)).steps(20))
     for rank in (2, 3, 4, 5, 0, 1):
         view, identity = nodes[rank // 2], _identity(run, rank, 6)
-        view.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
+        view.epoch.add_steps(identity, at[rank], table_of(steps, rank), MEETING)
         now = progress.rank(rank, state="running", since_step_s=0.1, since_mark_s=0.1)
-        view.progress(identity, at[rank], now, {}, modules_ns={"a": 1e6 + 1e6 * rank})
+        view.epoch.set_progress(identity, at[rank], now, {}, modules_ns={"a": 1e6 + 1e6 * rank})
     nodes[1].update(1.0)
     nodes[2].update(1.0)
     at_first = wire.sent[0]
@@ -165,11 +165,10 @@ def test_a_corrupt_window_costs_its_own_node_only(tmp_path: Path, data: st.DataO
     noise = data.draw(st.binary(min_size=1, max_size=len(payload) - first))
     payload[first : first + len(noise)] = noise
     wire.sent[0] = replace(at_first, payloads={sender: bytes(payload)})
-    nodes[0]._join()
-    nodes[0]._receive(1.0)
+    nodes[0].cluster.update(nodes[0].epoch, 1.0)
 
-    assert {4, 5} <= set(nodes[0].places)
-    assert nodes[0].module_times.excess_ns(5).keys() == {"a"}
+    assert {4, 5} <= set(nodes[0].epoch.places)
+    assert nodes[0].epoch.module_times.excess_ns(5).keys() == {"a"}
 
 
 def test_corrupt_windows_are_counted(tmp_path: Path) -> None:
@@ -191,8 +190,8 @@ def test_corrupt_windows_are_counted(tmp_path: Path) -> None:
         wire.sent.append(replace(good, payloads={sender: values.tobytes()}))
     nodes[0].update(1.0)
 
-    assert nodes[0].notes() == ["7 windows of node node-1 were corrupt: left out"]
-    assert set(nodes[0].places) == {0, 1, 2, 3}
+    assert nodes[0].cluster.notes() == ["7 windows of node node-1 were corrupt: left out"]
+    assert set(nodes[0].epoch.places) == {0, 1, 2, 3}
 
 
 def _identity(run: Any, rank: int, world_size: int = 4) -> Identity:
@@ -208,16 +207,16 @@ def test_a_hang_grows_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return Stack((f"frame {len(asked)}",), "")
 
     monkeypatch.setattr(hang_watch, "python_stack", stack)
-    view, run, at = JobView("node-0"), make_run(tmp_path), places(3)
+    view, run, at = NodeView("node-0"), make_run(tmp_path), places(3)
 
     def look(since_s: float, **changed: Any) -> OpenHang:
         told = [progress.rank(0), progress.rank(1), progress.behind(2, **changed)]
         for each in told:
             now = replace(each, since_step_s=since_s, since_mark_s=since_s - 0.1)
-            view.progress(identity_of(run, each.rank, 3), at[each.rank], now, {})
+            view.epoch.set_progress(identity_of(run, each.rank, 3), at[each.rank], now, {})
         view.update(100 + since_s)
-        assert view.hang is not None
-        return view.hang
+        assert view.epoch.hang is not None
+        return view.epoch.hang
 
     first, later = look(12.0), look(312.0)
     assert (first.since_s, later.since_s) == (12.0, 312.0)

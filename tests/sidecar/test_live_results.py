@@ -70,7 +70,7 @@ def test_nobody_asks(live: Live) -> None:
     for now_s in (0.0, 5.0, 10.0):
         assert live.round(now_s) == frozenset()
 
-    assert live.made == live.sidecar.conclusions.alerts_raised == 0
+    assert live.made == live.sidecar.monitor.alerts.raised == 0
     assert not live.run.node_state("node-a").exists()
 
 

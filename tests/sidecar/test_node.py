@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -387,7 +388,7 @@ def test_a_hang_of_another_attempt_is_over(run: RunDirectory) -> None:
     for rank in before:
         rank.steps(10, **WORK)
     looked(made)
-    made.conclusions.job._hangs.hang = hang()
+    made.monitor.epoch._hangs.hang = hang()
     made.judge(0.1)
     made.export()
     after = two_ranks(run, 1)
@@ -435,7 +436,7 @@ def test_a_hang_outlives_the_sidecar(run: RunDirectory) -> None:
         exporter = InMemoryExporter()
         made, _ = sidecar(run, exporter)
         looked(made)
-        made.conclusions.job._hangs.hang = found
+        made.monitor.epoch._hangs.hang = found
         made.judge(0.1)
         made.export()
         made.keep()
@@ -462,7 +463,7 @@ def test_a_hang_is_saved_at_once(run: RunDirectory) -> None:
     news = []
     began, lasts = hang(step=10), hang(step=10, since_s=20.0)
     for found in (None, began, lasts, hang(step=10, ranks=(1, 2)), hang(step=10, kind="silent"), None):
-        made.conclusions.job._hangs.hang = found
+        made.monitor.epoch._hangs.hang = found
         made.judge(0.1)
         news.append(made.has_unsaved_hang())
         made.save()
@@ -501,7 +502,7 @@ def test_new_processes_of_an_attempt_have_alerts_of_their_own(run: RunDirectory)
 
 @pytest.mark.parametrize(
     "broken",
-    ["job.add_steps", "job.update", "job.end", "_assessor.assess", "signals.sample"],
+    ["epoch.add_steps", "cluster.update", "epoch.end", "alerts.assess", "metrics.sample"],
 )
 def test_an_error_of_the_judgement_ends_nothing(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, broken: str, caplog: pytest.LogCaptureFixture
@@ -517,9 +518,8 @@ def test_an_error_of_the_judgement_ends_nothing(
     def fails(*args: Any, **kwargs: Any) -> None:
         raise ValueError("not enough values to unpack")
 
-    made.conclusions._earlier = 0  # as if started again
-    owner, _, name = broken.partition(".")
-    monkeypatch.setattr(getattr(made.conclusions, owner), name, fails)
+    owner, _, name = broken.rpartition(".")
+    monkeypatch.setattr(type(attrgetter(owner)(made.monitor)), name, fails)
     lock = SidecarLock(sidecar_lock(run.run_id))
     assert lock.acquire()
     assert not run_sidecar(made, lock, exporter)
@@ -527,7 +527,7 @@ def test_an_error_of_the_judgement_ends_nothing(
 
     assert [rank["steps"] for rank in value["ranks"]] == [50, 50]
     assert len(pd.read_parquet(run.steps)) == sum(len(batch.steps) for batch in exporter.batches) == 100
-    places = {"_assessor": "raising alerts", "signals": "looking for causes"}
+    places = {"alerts": "raising alerts", "metrics": "looking for causes"}
     place = places.get(owner, "judging the ranks")
     assert [note for note in value["quality"]["notes"] if note.startswith(f"{place} failed")] == [
         f"{place} failed in the sidecar, and its results are missing: see nodes/{HOST}.log"

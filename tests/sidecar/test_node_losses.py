@@ -19,7 +19,7 @@ from torchlens_perf.run.directory import RunDirectory, create_ring, local_folder
 from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.run.sidecar_lock import SidecarLock
-from torchlens_perf.sidecar import node as module
+from torchlens_perf.sidecar import record_account
 from torchlens_perf.sidecar import schedule as schedule_module
 from torchlens_perf.sidecar.loop import run_sidecar
 from torchlens_perf.sidecar.node import Sidecar
@@ -231,10 +231,10 @@ def test_notes_of_the_exchange_are_told(run: RunDirectory) -> None:
     """While the run goes on, as they hold then; and those that held at its end."""
     rank = Rank(run, 1, 4, identity={"local_rank": 0, "local_world_size": 1})
     made, _ = sidecar(run)
-    made.conclusions.job._meeting._open = TroubledExchange  # type: ignore[assignment]
+    made.monitor.cluster._meeting._open = TroubledExchange  # type: ignore[assignment]
     rank.steps(20, **WORK)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("torchlens_perf.recorder.session.job_store", lambda environ: ("127.0.0.1", 1))
+        patched.setattr("torchlens_perf.recorder.rank_metadata.job_store", lambda environ: ("127.0.0.1", 1))
         rank.session.publish()
     round_of(made)
     made.save()
@@ -272,7 +272,7 @@ def trained(run: RunDirectory, names: list[str], used: str, world_size: int = 2,
     for number in range(world_size):
         own = {"local_world_size": world_size, "elastic": True, **dead_process(), **identity}
         rank = Rank(run, number, world_size, identity=own)
-        rank.session.add_group("0", list(range(world_size)), "default_pg")
+        rank.session.metadata.add_group("0", list(range(world_size)), "default_pg")
         for name in names:
             rank.session.intern(f"{name} group=0 dtype=float32" + (" root=0" if name == "broadcast" else ""))
         for step in range(20):
@@ -348,7 +348,7 @@ def test_ranks_that_are_gone_are_not_waited_for(run: RunDirectory) -> None:
         round_of(made, now_s)
     round_of(made, 400.0)
 
-    assert set(made.conclusions.job._local) == {0}
+    assert set(made.monitor.epoch.ranks) == {0}
     assert made.state.hang is None or made.state.hang.ranks == (0,)
     left.close()
     for rank in before:
@@ -361,7 +361,7 @@ def test_ranks_that_are_gone_are_not_waited_for(run: RunDirectory) -> None:
 
 def test_step_that_does_not_end(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for its step's end is bounded; what is let go is counted as lost, once."""
-    monkeypatch.setattr(module, "MAX_UNKEPT_RECORDS", 2000)
+    monkeypatch.setattr(record_account, "MAX_UNKEPT_RECORDS", 2000)
     rank = Rank(run, 0, 1)
     made, _ = sidecar(run)
     name_id = rank.session.intern("forward")
@@ -392,7 +392,7 @@ def test_step_that_does_not_end(run: RunDirectory, monkeypatch: pytest.MonkeyPat
 
 def test_full_disk_for_long(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest records wait for space, the others are counted, and writing is tried again from time to time only."""
-    for each in (module, schedule_module):
+    for each in (record_account, schedule_module):
         monkeypatch.setattr(each, "MAX_UNKEPT_RECORDS", 500)
     write, tries = segments.pq.write_table, []
 
@@ -408,17 +408,17 @@ def test_full_disk_for_long(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) 
         rank.steps(20, **WORK)
         made.poll()
         made.account()
-        unkept = made.unkept_records(), made.sources.max_unkept_share()
-        if schedule.keep_due(0.05 * number, *unkept, failing=made.disk_failed):
+        unkept = made.records.unkept_records, made.sources.max_unkept_share()
+        if schedule.keep_due(0.05 * number, *unkept, failing=made.records.disk_failed):
             with pytest.raises(OSError, match="No space"):
                 made.keep()
     assert len(tries) <= 4  # in 5 s
-    assert made.unkept_records() <= 600
+    assert made.records.unkept_records <= 600
     monkeypatch.setattr(segments.pq, "write_table", write)
     rank.close()
     made.poll()
     made.account()
-    waiting = made.unkept_records()
+    waiting = made.records.unkept_records
     made.keep()
     made.close()
     value = report(run)

@@ -249,16 +249,15 @@ def test_it_ends_with_the_sidecar(sent: signal.Signals, node: Node, tap: Path) -
     assert [path.name for path in node.cache.iterdir()] == ["tap.lock"]
 
 
-def test_it_does_not_last_for_ever(node: Node, tap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_does_not_last_for_ever(node: Node, tap: Path) -> None:
     """A compiler that does not end keeps the sidecar for ten minutes at most."""
-    monkeypatch.setattr(tap_for_next_run, "_END_TIMEOUT_S", 1.0)
     copying(node.cxx, tap, "sleep 1000")
     begun = TapForNextRun(builds=True)
     begun.outlook(node.name, wanted=True)
     begun._begin()
     child = begun._child
     assert child is not None
-    begun.finish()
+    begun.finish(timeout_s=1.0)
 
     assert has_ended(child.pid)
     assert child.wait(1) == 128 + signal.SIGTERM
@@ -274,7 +273,7 @@ def reported(run: RunDirectory, *outlooks: TapForNextRun, groups: bool = True, *
         rank = Rank(run, number, len(outlooks), identity={"host": host}, **settings)
         rank.session.publish(missing_tap="a-tap.so")
         if groups:
-            rank.session.add_group("0", list(range(len(outlooks))), "default")
+            rank.session.metadata.add_group("0", list(range(len(outlooks))), "default")
         rank.steps(12, forward=4, host=1)
         rank.close()
         sidecar = Sidecar(run, host, None, lambda run, asked: None, tap=outlook)
@@ -318,7 +317,7 @@ def test_report_after_a_restart_with_the_tap(node: Node, tmp_path: Path) -> None
         for attempt, missed in enumerate(("a-tap.so", "")):
             rank = Rank(run, 0, 1, identity={"attempt": attempt})
             rank.session.publish(missing_tap=missed)
-            rank.session.add_group("0", [0], "default")
+            rank.session.metadata.add_group("0", [0], "default")
             rank.steps(12, forward=4, host=1)
             rank.close()
         sidecar = Sidecar(run, HOST, None, lambda run, asked: None, tap=TapForNextRun(builds=True))

@@ -156,4 +156,4 @@ def marks(recording: Recording) -> int:
     """How many events the clock of the watch has recorded, without its anchors."""
     if recording.watch is None:
         return 0
-    return int(getattr(recording.watch._session.clock, "marked", 0))  # type: ignore[union-attr]
+    return int(getattr(recording.watch._session.clocks.current, "marked", 0))  # type: ignore[union-attr]

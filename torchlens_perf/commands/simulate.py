@@ -215,7 +215,7 @@ def _read_as_it_is_written(
         sidecar.export()
         if exporter is not None:
             exporter.wait_for_room(_FLUSH_TIMEOUT_S)  # steps come faster than in life: its queues would run over
-        if sidecar.unkept_records() >= _MAX_UNKEPT_RECORDS:
+        if sidecar.records.unkept_records >= _MAX_UNKEPT_RECORDS:
             sidecar.keep()
         advanced(part.first_step + len(part), steps)
     for rank in ranks:

@@ -106,7 +106,6 @@ class Driver:
         self._call("cuMemFreeHost", address)
 
     def copy_to_host(self, to: int, address: int, size: int, stream: int) -> None:
-        """Enqueues a copy into page-locked memory."""
         self._call("cuMemcpyDtoHAsync_v2", to, address, size, stream)
 
     def copy_to_device(self, address: int, values: np.ndarray[Any, Any], stream: int) -> None:

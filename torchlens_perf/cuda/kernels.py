@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,23 @@ def load(device: int) -> dict[str, int]:
     """
     if device not in _loaded:
         cupy = _import_cupy()
-        try:
-            with cupy.cuda.Device(device):
-                module = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
-                functions = {name: module.get_function(name) for name in NAMES}
-                kernels = {name: function.kernel for name, function in functions.items()}
-        except Exception as error:  # CuPy's errors of compilation and of the device have no root in common
-            raise DeviceError(f"CuPy cannot load the kernels: {type(error).__name__}: {error}") from None
-        _loaded[device] = {name: int(kernel.ptr) for name, kernel in kernels.items()}, (module, functions)
+        with _device_errors("CuPy cannot load the kernels"), cupy.cuda.Device(device):
+            module = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
+            functions = {name: module.get_function(name) for name in NAMES}
+            handles = {name: int(function.kernel.ptr) for name, function in functions.items()}
+        _loaded[device] = handles, (module, functions)
     return _loaded[device][0]
+
+
+@contextmanager
+def _device_errors(what: str) -> Iterator[None]:
+    """Raise as a DeviceError whatever CuPy raises: its errors have no root in common, and a broken one raises any."""
+    try:
+        yield
+    except DeviceError:
+        raise
+    except Exception as error:
+        raise DeviceError(f"{what}: {type(error).__name__}: {error}") from None
 
 
 def _import_cupy() -> Any:
@@ -45,15 +55,14 @@ def _import_cupy() -> Any:
     global _broken
     if _broken:
         raise DeviceError(_broken)
+    if not has_cupy():
+        raise DeviceError("CuPy is missing: pip install 'torchlens-perf[cuda13]', or [cuda12]")
     try:
-        if not has_cupy():
-            raise DeviceError("CuPy is missing: pip install 'torchlens-perf[cuda13]', or [cuda12]")
-        import cupy
-    except DeviceError:
+        with _device_errors("CuPy cannot be imported"):
+            import cupy
+    except DeviceError as error:
+        _broken = str(error)
         raise
-    except Exception as error:  # of another CUDA, of NumPy's ABI, of a half-removed package: anything may come out
-        _broken = f"CuPy cannot be imported: {type(error).__name__}: {error}"
-        raise DeviceError(_broken) from None
     return cupy
 
 
@@ -65,8 +74,5 @@ def allow_ranks(device: int, ranks: int) -> None:
     load(device)
     cupy = _import_cupy()
     _, functions = _loaded[device][1]
-    try:
-        with cupy.cuda.Device(device):
-            functions["rank_scores"].max_dynamic_shared_size_bytes = 4 * ranks
-    except Exception as error:
-        raise DeviceError(f"{ranks} ranks cannot be compared on this device: {error}") from None
+    with _device_errors(f"{ranks} ranks cannot be compared on this device"), cupy.cuda.Device(device):
+        functions["rank_scores"].max_dynamic_shared_size_bytes = 4 * ranks

@@ -63,7 +63,7 @@ def start(
     elif after_step_of is not None:
         loop.begins_after_step_of(after_step_of)
         session.note("recording began after the first optimizer step, which is therefore not measured")
-    session.begin(loop)
+    session.step.begin(loop)
     return loop
 
 
@@ -110,7 +110,7 @@ class _WatchedModels:
             device = device_of(model.module)
             if device == "cpu" and accelerator():
                 device = ""  # it may be moved yet, or FSDP keeps its parameters there: the device's clock will tell
-            self._session.modules_timed(
+            self._session.metadata.add_modules(
                 {each.name: each.is_root for each in modules},
                 device=device,
                 all_levels=selection.all_levels,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
 from torchlens_perf.recorder import torch_private
+from torchlens_perf.recorder.clocks import MAX_UNREAD_STEPS
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.training_thread import Work
 from torchlens_perf.run.ring import Flag, Kind
@@ -27,13 +28,12 @@ if TYPE_CHECKING:
     from torchlens_perf.hooks.loop.selection import WatchedModule
     from torchlens_perf.hooks.loop.training_loop import TrainingLoop
     from torchlens_perf.hooks.recompute import RecomputeHook
+    from torchlens_perf.recorder.clocks import Clock
     from torchlens_perf.recorder.session import Session
-    from torchlens_perf.run.clock import Clock
 
 _BACKWARD, _WAIT, _MODULE_BACKWARD = int(Kind.BACKWARD), int(Kind.WAIT), int(Kind.MODULE_BACKWARD)
 _EXCEPTION, _TAIL, _DEVICE = int(Flag.EXCEPTION), int(Flag.TAIL), int(Flag.DEVICE)
 _TAIL_NAME = "backward tail"
-_UNREAD_STEPS = 256  # a time that the device has not reported after so many steps is given up
 
 
 class _Tail:
@@ -86,10 +86,10 @@ class _Tail:
         recorder.own_work_paused()
         torch_private.queue_callback(self._finished)
         self.start_ns, self.waited_before_ns = recorder.now_ns(), recorder.waited_ns
-        if session.stalls is not None and session.communicates():
-            self.mark = session.stalls.begin_tail(self._name_id)
+        if session.clocks.stalls is not None and session.identity.has_other_ranks:
+            self.mark = session.clocks.stalls.begin_tail(self._name_id)
         if self.mark is None and self._ends_modules:
-            self.mark = session.clock.mark()
+            self.mark = session.clocks.current.mark()
 
     @guard("backward callback")
     def _finished(self) -> None:
@@ -102,7 +102,7 @@ class _Tail:
         # What Work.wait has counted inside the tail (FSDP waits in Python) is in spans of its own.
         already_ns = self.waited_after_ns - self.waited_before_ns
         waited_ns = self.end_ns - self.start_ns - already_ns
-        if self._session.communicates() and waited_ns > 0:
+        if self._session.identity.has_other_ranks and waited_ns > 0:
             self._session.recorder.record_span(_WAIT, self._name_id, self.start_ns, waited_ns, _TAIL)
 
 
@@ -193,7 +193,7 @@ class BackwardHook:
         run_backward = torch.autograd._engine_run_backward
         tracing, out_of_sight = torch_private.tracing_context(), torch_private.out_of_sight()
         can_queue = torch_private.works("torch.autograd.Variable._execution_engine.queue_callback")
-        communicates = session.communicates()
+        communicates = session.identity.has_other_ranks
 
         @guard("tail of a backward pass")
         def begin_tail(roots: Sequence[Any], handles: list[RemovableHandle], ends_modules: bool) -> _Tail:
@@ -249,10 +249,10 @@ class BackwardHook:
                 if tail is not None and tail.end_ns:
                     end_tail(tail, outermost)
                 recorder.end(_BACKWARD, name_id, flags)
-                if session.stalls is not None and communicates:
+                if session.clocks.stalls is not None and communicates:
                     is_known = tail is not None and (tail.start_ns > 0 or (tail.is_hung and not handles))
                     sends = kwargs.get("accumulate_grad", True)  # autograd.grad's gradients nobody hears of
-                    session.stalls.end_tail(raised=flags != 0, is_known=is_known or not sends)
+                    session.clocks.stalls.end_tail(raised=flags != 0, is_known=is_known or not sends)
                 if not recorder.backwards:  # else it was inside another one: reentrant checkpointing
                     self._loop.backward_ended()
 
@@ -286,16 +286,16 @@ class BackwardHook:
                 continue  # else not reached by the backward passes of its step and the next
             times = each.span()
             if times is None:
-                if recorder.step - each.step < _UNREAD_STEPS:
+                if recorder.step - each.step < MAX_UNREAD_STEPS:
                     later.append(each)
                 else:
                     self._unreported += 1
                 continue
-            flags = 0 if each.clock is session.host_clock else _DEVICE
+            flags = 0 if each.clock is session.clocks.host else _DEVICE
             recorder.record_completed(_MODULE_BACKWARD, each.name_id, each.step, *times, flags)
         self._record = record
         if record is not None and not later:
-            session.stop_work(record)
+            session.step_callbacks.remove(record)
 
     def _record_last(self, session: Session) -> None:
         """At the end of the watch: a device's clock has by now reported all that it will."""
@@ -314,7 +314,7 @@ class BackwardHook:
 
         identity, is_root, out_of_sight = id(watched.module), watched.is_root, torch_private.out_of_sight()
         thread = session.thread
-        communicates, module, holds_fsdp2 = session.communicates(), weakref.ref(watched.module), None
+        communicates, module, holds_fsdp2 = session.identity.has_other_ranks, weakref.ref(watched.module), None
 
         @_gradient_hook("gradient hook of the model")
         def first_gradient(_: Tensor) -> None:
@@ -367,7 +367,7 @@ class BackwardHook:
         def before(*args: Any, **kwargs: Any) -> None:
             if unobserved():
                 return
-            entered = _ModulePass(name_id, recorder.step, session.clock)
+            entered = _ModulePass(name_id, recorder.step, session.clocks.current)
             waiting.append(entered)
             inputs = list(tensors((args, kwargs)))
             with out_of_sight():
@@ -393,7 +393,7 @@ class BackwardHook:
                         hooked = True
             if hooked:
                 if not self._passes and self._record is not None:
-                    session.add_step_callback(self.name, self._record)
+                    session.step_callbacks.add(self.name, self._record)
                 self._passes.append(returned)
 
         return before, after

@@ -83,13 +83,13 @@ class _Captures:
             capture_files.write(capture_files.answer_path(self._session.ring_path), outcome)
             return
         self._capture = _Capture(self._session, request)
-        self._session.add_step_callback(CaptureHook.name, self._step_ends)
+        self._session.step_callbacks.add(CaptureHook.name, self._step_ends)
         self._step_ends()
 
     def _step_ends(self) -> None:
         if self._capture is not None and self._works(self._capture.step_ends) is not False:
             self._capture = None
-            self._session.stop_work(self._step_ends)
+            self._session.step_callbacks.remove(self._step_ends)
 
     def close(self) -> None:
         """The watch ends. What is captured of whole steps is kept."""
@@ -135,7 +135,7 @@ class _Capture:
         if self._trace is None:
             early = step + 1 < self._request.from_step and waited_s < LONGEST_S
             return not early and not _graph_is_captured() and not self._begins(step + 1)
-        self._session.tag(Flag.CAPTURED)
+        self._session.step.tag(Flag.CAPTURED)
         self._steps += not self._trace.cut_short
         ended = None
         if self._trace.cut_short:
@@ -192,7 +192,6 @@ class _Capture:
             self._answer(f"it failed: {type(error).__name__}: {error}")
 
     def finish(self, ended: str) -> None:
-        """Ends the trace and writes everything."""
         trace, self._trace = self._trace, None
         if trace is None:
             self._answer(ended)
@@ -204,7 +203,7 @@ class _Capture:
             else:
                 self._left_out[TRACE] = "no step was whole"
             self._keep_dump(FLIGHT_RECORDER, torch_instruments.flight_recorder())
-            self._keep_dump(SNAPSHOT, torch_instruments.pickled_memory(with_history=self._session.own_memory_history))
+            self._keep_dump(SNAPSHOT, torch_instruments.pickled_memory())
         self._answer(ended)
 
     def forget(self) -> None:
@@ -216,7 +215,7 @@ class _Capture:
     def _pause(self) -> Iterator[None]:
         """Around what training waits for."""
         recorder, name_id = self._session.recorder, self._session.intern(CAPTURING)
-        self._session.tag(Flag.CAPTURED)
+        self._session.step.tag(Flag.CAPTURED)
         recorder.begin(_SECTION, name_id)
         start_ns = recorder.now_ns()
         try:

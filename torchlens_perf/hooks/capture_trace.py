@@ -85,7 +85,6 @@ class Trace:
         self._begin_step(step)
 
     def next_step(self, step: int) -> None:
-        """A captured step has ended, and that one begins."""
         self._end_step()
         if not self.cut_short:
             self._begin_step(step)

@@ -18,7 +18,7 @@ from torchlens_perf.hooks import python_tap
 from torchlens_perf.hooks.collective_groups import Groups
 from torchlens_perf.recorder import native_tap, torch_dispatcher, torch_private
 from torchlens_perf.recorder.patch import patched
-from torchlens_perf.recorder.recorder import timed_wait
+from torchlens_perf.recorder.recorder import collective_marks, timed_wait
 from torchlens_perf.recorder.torch_private import WAIT_TENSOR
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ class CollectiveHook:
         if native is not None:
             waits = [name for name in taps if name == WAIT_TENSOR]
             native.attach(
-                native_tap.marks(), [name for name in taps if name != WAIT_TENSOR], waits, groups.describe_native
+                collective_marks(), [name for name in taps if name != WAIT_TENSOR], waits, groups.describe_native
             )
             try:
                 yield
             finally:
                 native.detach()
             return
-        if session.communicates():
+        if session.identity.has_other_ranks:
             with guard("naming the native tap that is missing"):
                 session.publish(missing_tap=native_tap.file_name())  # the sidecar has it built, and the report says so
         with python_tap.attached(taps, groups, session):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
 from torchlens_perf.recorder import torch_groups
+from torchlens_perf.run.ring import MAX_GROUPS
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
@@ -39,7 +40,7 @@ class Groups:
         with guard("naming a collective"):
             on_cpu = device == "cpu"
             if not on_cpu:
-                self._session.add_device_group(group, device)
+                self._session.metadata.add_device_group(group, device)
             calls_back = on_cpu and torch_groups.backend_of_group(group, device) in _FUTURE_IS_COMPLETION
             name_id, slot = self.describe(operator, group, _DTYPES.get(dtype, dtype.lower()), peer)
             return name_id, slot, max(0, backend_sequence), calls_back, on_cpu
@@ -52,9 +53,10 @@ class Groups:
         point_to_point = operation in ("send", "recv", "recv_any_source")
         if peer >= 0:
             text += f" {'peer' if point_to_point else 'root'}={peer}"
-        slot = self._session.group_slot(f"{operation} group={group} peer={peer}" if point_to_point else group)
-        if group not in self._session.groups:
-            self._session.add_group(group, *torch_groups.members_of_group(group))
+        row = f"{operation} group={group} peer={peer}" if point_to_point else group
+        slot = MAX_GROUPS if self._session.recorder.closed else self._session.ring.add_group(row)
+        if group not in self._session.metadata.groups:
+            self._session.metadata.add_group(group, *torch_groups.members_of_group(group))
         return self._session.intern(text), slot
 
     def next_sequence(self, key: str, backend_sequence: int) -> int:

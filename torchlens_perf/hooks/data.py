@@ -70,7 +70,7 @@ class DataHook:
                 return
             elements = batch_elements(batch)
             if elements is not None:
-                session.add_workload(elements)
+                session.step.add_workload(elements)
 
         def timed_iter(self: Any) -> Any:
             recorder.begin(_DATA, workers)

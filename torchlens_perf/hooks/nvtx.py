@@ -42,7 +42,7 @@ class NvtxHook:
         if attributes[0] is None:  # the package's sign that no tool listens
             yield
             return
-        session.on_new_name(prepare)
+        session.ring.set_name_listener(prepare)
         session.recorder.set_nvtx(domain.push_range, domain.pop_range, attributes)
         step = [domain.start_range(attributes[0])]
 

@@ -118,9 +118,9 @@ def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., 
         )
         if on_cpu or issued is None:
             return issued, int(end), None
-        if (name, device) not in session.device_groups:
-            session.add_device_group(name, device)
-        stalls = None if is_async else session.stalls
+        if (name, device) not in session.metadata.device_groups:
+            session.metadata.add_device_group(name, device)
+        stalls = None if is_async else session.clocks.stalls
         return issued, int(end), None if stalls is None else stalls.begin_collective()
 
     @guard("collective tap")

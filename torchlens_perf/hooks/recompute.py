@@ -37,7 +37,7 @@ class RecomputeHook:
         try:
             torch_private.require(torch_private.RECOMPUTATION)
         except HookUnavailable:
-            session.not_measured(RECOMPUTE)
+            session.metadata.not_measured(RECOMPUTE)
             raise
         from torch.utils import checkpoint
 

@@ -52,11 +52,11 @@ class TagHook:
                 began_ns = now_ns()
                 return
             if began_ns:  # else the watch began in the middle of it
-                session.add_gc_ns(now_ns() - began_ns)
+                session.ring.add_gc_ns(now_ns() - began_ns)
                 began_ns = 0
             if oldest:
                 recorder.end(_SECTION, name_id)
-                session.tag(Flag.COLLECTED)
+                session.step.tag(Flag.COLLECTED)
 
         gc.callbacks.append(collecting)
         try:
@@ -79,7 +79,7 @@ class TagHook:
                 return result
             finally:
                 recorder.end(_SECTION, name_id, flags)
-                session.tag(Flag.CHECKPOINT)
+                session.step.tag(Flag.CHECKPOINT)
 
         timed_save.__wrapped__ = save  # type: ignore[attr-defined]
         with patched(torch, "save", timed_save):
@@ -97,7 +97,7 @@ def _compilations(session: Session) -> Callable[[], None]:
         compiled = 0 if utils is None else utils.counters["frames"]["total"]
         if compiled != compiled_before:
             if compiled_before >= 0:
-                session.tag(Flag.COMPILED)
+                session.step.tag(Flag.COMPILED)
             compiled_before = compiled
 
     tag_if_compiled()

@@ -33,7 +33,6 @@ class FrameworkRun:
 
     @property
     def begun(self) -> bool:
-        """Whether it is between begin() and end()."""
         return self._watch is not None
 
     def begin(
@@ -56,7 +55,6 @@ class FrameworkRun:
                     watched.log_to(each, every_s=self._log_every_s, step=step)
 
     def step(self) -> None:
-        """The framework has counted a step."""
         if self._watch is not None:
             self._watch.step()
 

@@ -315,43 +315,6 @@ static PyObject *recorder_drop(Recorder *self, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
-static PyObject *recorder_begin_module(Recorder *self, PyObject *const *args, Py_ssize_t count)
-{
-    int64_t name_id;
-    if (read_integers("begin_module", args, count, 1, 1, &name_id) < 0) {
-        return NULL;
-    }
-    if (self->header != NULL) {
-        Stack *stack = open_spans(self);
-        span_open(self, stack, kind_of_call(self, stack), (uint32_t)name_id);
-    }
-    Py_RETURN_NONE;
-}
-
-/* Returns whether the call was a forward pass: no other watched module had called the module. */
-static PyObject *recorder_end_module(Recorder *self, PyObject *const *args, Py_ssize_t count)
-{
-    int64_t values[2] = {0}; /* name_id, flags */
-    if (read_integers("end_module", args, count, 1, 2, values) < 0) {
-        return NULL;
-    }
-    int64_t end_ns = recorder_now(self);
-    if (self->header == NULL) {
-        Py_RETURN_FALSE;
-    }
-    Stack *stack = open_spans(self);
-    uint64_t depth = stack->depth < MAX_FRAMES ? stack->depth : MAX_FRAMES;
-    while (depth-- > 0) {
-        Frame *frame = &stack->frames[depth];
-        if (frame->name_id == (uint32_t)values[0] && (frame->kind == KIND_MODULE || is_forward(frame->kind))) {
-            uint32_t kind = frame->kind;
-            span_close(self, stack, depth, end_ns, (uint32_t)values[1], 0, 0);
-            return PyBool_FromLong(kind == KIND_FORWARD);
-        }
-    }
-    Py_RETURN_FALSE;
-}
-
 static PyObject *recorder_record_span(Recorder *self, PyObject *const *args, Py_ssize_t count)
 {
     int64_t values[7] = {0}; /* kind, name_id, start_ns, duration_ns, flags, value0, value1 */
@@ -616,8 +579,6 @@ static PyMethodDef recorder_methods[] = {
     {"begin", FASTCALL(recorder_begin), METH_FASTCALL, NULL},
     {"end", FASTCALL(recorder_end), METH_FASTCALL, NULL},
     {"drop", FASTCALL(recorder_drop), METH_FASTCALL, NULL},
-    {"begin_module", FASTCALL(recorder_begin_module), METH_FASTCALL, NULL},
-    {"end_module", FASTCALL(recorder_end_module), METH_FASTCALL, NULL},
     {"record_span", FASTCALL(recorder_record_span), METH_FASTCALL, NULL},
     {"next_step", FASTCALL(recorder_next_step), METH_FASTCALL, NULL},
     {"add_overhead", FASTCALL(recorder_add_overhead), METH_FASTCALL, NULL},

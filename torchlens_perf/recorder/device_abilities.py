@@ -25,7 +25,7 @@ def problem(ability: Ability, device: Any) -> str:
     """Why the device cannot do it; "" if it can. Makes a context, and waits for the device for a second at most."""
     try:
         return "" if ability.works(device) else "it gives a wrong answer"
-    except Exception as error:
+    except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError) as error:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
 
 

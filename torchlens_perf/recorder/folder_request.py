@@ -34,9 +34,13 @@ class FolderRequest:
         """
         self._text = b""
         _unended[:] = [process for process in _unended if process.poll() is None]
-        self._process: subprocess.Popen[bytes] | None = _child(
-            [make_folders.SHARED if shared else make_folders.PRIVATE, *(str(folder) for folder in folders)]
-        )
+        access = make_folders.SHARED if shared else make_folders.PRIVATE
+        command = children.script(make_folders.__file__, access, *map(str, folders))
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._process = children.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        except OSError as error:
+            raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
 
     def answer(self, timeout_s: float) -> str:
         """MADE, or why not, in the system's words; "" if nothing is known after this time."""
@@ -74,22 +78,6 @@ class FolderRequest:
             process.wait(_END_TIMEOUT_S if self._text else 0)
         except subprocess.TimeoutExpired:
             _unended.append(process)
-
-
-def _child(arguments: list[str]) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
-            children.script(make_folders.__file__, *arguments),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env=children.environment(),
-            start_new_session=True,
-            cwd="/",
-        )
-    except OSError as error:
-        raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
 
 
 def problem_with(folder: Path, timeout_s: float = 1.0, *, shared: bool = False) -> str:

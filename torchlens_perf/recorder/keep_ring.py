@@ -30,20 +30,11 @@ def keep(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
     deadline_s = time.monotonic() + timeout_s
     descriptor = memory.open_to_read(str(ring.path))
     try:
-        process = subprocess.Popen(
-            children.script(
-                copy_out.__file__, str(descriptor), str(run.rings / ring.path.name), str(run.node_rings(host)),
-                *map(str, run.ring_files(ring.path)),
-            ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env=children.environment(),
-            pass_fds=[descriptor],
-            start_new_session=True,
-            cwd="/",
+        command = children.script(
+            copy_out.__file__, str(descriptor), str(run.rings / ring.path.name), str(run.node_rings(host)),
+            *map(str, run.ring_files(ring.path)),
         )  # fmt: skip
+        process = children.start(command, stdout=subprocess.PIPE, bufsize=0, pass_fds=[descriptor])
     finally:
         os.close(descriptor)
     assert process.stdout is not None

@@ -107,8 +107,3 @@ def load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
-
-
-def marks() -> Any:
-    """What the tap is to record with."""
-    return recorder.collective_marks()

@@ -84,7 +84,6 @@ class NcclPlugin:
         return bool(self._attach(pointer_of(recorder.collective_marks(), _CAPSULE)))
 
     def detach(self) -> None:
-        """It records nothing."""
         self._attach(None)
 
     def switch(self, *, on: bool) -> None:

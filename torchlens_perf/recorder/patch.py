@@ -22,7 +22,7 @@ class _Patch:
     def is_in_place(self) -> bool:
         return vars(self.owner).get(self.name) is self.replacement
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         if self.inherited:
             delattr(self.owner, self.name)
         else:
@@ -53,7 +53,7 @@ def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     finally:
         patch.ended = True
         while stack and stack[-1].ended and stack[-1].is_in_place():
-            stack.pop().undo()
+            stack.pop().restore()
         if stack and stack[-1] is patch:
             logger.debug("torchlens_perf: %s.%s was wrapped by another tool and is left as it is", owner, name)
             stack.pop()

@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Any
 
 from torchlens_perf.errors import guard
-from torchlens_perf.recorder.autograd_threads import AutogradThreads
-from torchlens_perf.run.clock import LONGEST_MARK_NS
+from torchlens_perf.recorder.autograd_threads import is_autograds
+from torchlens_perf.recorder.clocks import LONGEST_MARK_NS
 from torchlens_perf.run.ring import (
     DEPTH,
     FRAMES,
@@ -48,7 +48,6 @@ _MAX_READS, _MIN_STEP_NS = 64, 10_000_000
 _COLLECTIVE, _COMPLETED = int(Kind.COLLECTIVE), int(Flag.COMPLETED)
 _END_BY_WAIT, _END_BY_RETURN = 1, 3  # recorder.End
 _FIRST_PHASE, _LAST_PHASE = int(Kind.DATA), int(Kind.CLOSURE)
-_CALLS = (_MODULE, _FORWARD, _RECOMPUTE)
 _ALWAYS_ON_DEVICE = (_FORWARD, _BACKWARD, int(Kind.OPTIMIZER), _RECOMPUTE)
 _EXCEPTION, _OTHER_THREAD = int(Flag.EXCEPTION), int(Flag.OTHER_THREAD)
 _MAX_SECTIONS = 4096
@@ -95,7 +94,6 @@ class Recorder:
         self._owner = _get_ident()
         self._frames: list[Frame] = []
         self._threads = threading.local()
-        self._autograd_threads = AutogradThreads()
         self._waited_for: dict[int, list[int]] = {}  # what issuers wait for next, by the id of the operation
         self.waited_ns = 0
         self._thread_time: ThreadTime | None = None
@@ -133,23 +131,6 @@ class Recorder:
                 self._words[UNBALANCED] += len(frames) - depth
                 self._drop(frames, depth)
                 return
-
-    def begin_module(self, name_id: int) -> None:
-        if not self.closed:
-            frames = self._open_spans()
-            self._open(frames, _kind_of_call(self, frames), name_id)
-
-    def end_module(self, name_id: int, flags: int = 0) -> bool:
-        end_ns = self.now_ns()
-        if self.closed:
-            return False
-        frames = self._open_spans()
-        for depth in range(len(frames) - 1, -1, -1):
-            kind = frames[depth][_KIND]
-            if frames[depth][_NAME] == name_id and kind in _CALLS:
-                self._close(frames, depth, end_ns, flags)
-                return kind == _FORWARD
-        return False
 
     def record_span(
         self, kind: int, name_id: int, start_ns: int, duration_ns: int, flags: int = 0, value0: int = 0, value1: int = 0
@@ -492,11 +473,11 @@ class Recorder:
     def _count_backward(self, frames: list[Frame], change: int) -> None:
         if frames is self._frames:
             self.backwards += change
-        elif not self._autograd_threads.runs_this():
+        elif not is_autograds():
             self._backwards_elsewhere += change
 
     def _attribute_elsewhere(self, frame: Frame, end_ns: int) -> int:
-        if self.backwards == 0 or frame[_KIND] not in (_RECOMPUTE, _WAIT) or not self._autograd_threads.runs_this():
+        if self.backwards == 0 or frame[_KIND] not in (_RECOMPUTE, _WAIT) or not is_autograds():
             return _OTHER_THREAD
         if self._backwards_elsewhere > 0:
             return _OTHER_THREAD  # autograd's thread may be computing for another thread's pass
@@ -746,7 +727,7 @@ def _kind_of_call(recorder: Recorder, frames: list[Frame]) -> int:
             return _MODULE
         if frame[_KIND] == _BACKWARD:
             return _RECOMPUTE
-    inside_backward = recorder.backwards > 0 and (frames is recorder._frames or recorder._autograd_threads.runs_this())
+    inside_backward = recorder.backwards > 0 and (frames is recorder._frames or is_autograds())
     return _RECOMPUTE if inside_backward else _FORWARD
 
 
@@ -777,11 +758,7 @@ _sections: dict[str, Section] = {}
 _overflow = Section("(other sections)")
 
 
-def _no_decorator(section: Section, function: Callable[..., Any]) -> Callable[..., Any]:
-    raise RuntimeError("recorder.py sets the decorator of sections when it is imported")
-
-
-_decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]] = _no_decorator
+_decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]]  # set by recorder.py when it is imported
 
 
 def section(name: str) -> Section:

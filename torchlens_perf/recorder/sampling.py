@@ -40,7 +40,6 @@ class SamplingSchedule:
         self._ended = self._begun = now
 
     def step_begins(self, now: Boundary) -> None:
-        """A sampled step begins."""
         self._begun = now
 
     def add_cost(self, duration_ns: int) -> None:

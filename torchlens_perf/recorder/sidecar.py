@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
-import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,58 +19,40 @@ from torchlens_perf.run.sidecar_status import SEVERAL_NODES, SHARED
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
 
-# The shell ends at once, so that the sidecar is nobody's child: Ray's workers kill their children as they end,
-# DeepSpeed's launcher what a failed rank has started, and a sidecar that ends before its rank would stay as a zombie.
-_SHELL, _DETACHED = "/bin/sh", '"$@" &'
-_SHELL_S = 1.0  # it takes one millisecond
 _STARVES = 0.5  # share of the wait in which it ran
 _MIN_S = 0.1  # of a wait, to say that
 
 
 @above_standard_streams()
-def ensure(run: RunDirectory, who: Identity, token: str = "") -> bool:
+def ensure(run: RunDirectory, identity: Identity, token: str = "") -> bool:
     """Start the node's sidecar unless one lives. Return whether it started one.
 
-    who: the rank that starts it. token: Config._exchange_token.
+    identity: of the rank that starts it. token: Config._exchange_token.
 
     It inherits the locked descriptor, so there is no instant at which two could start. It is detached: a new session,
     no terminal, no GPU, nobody's child. It is not waited for, and the run directory is not touched: its disk may not
     answer. Raises RunStoreError where no process can be started.
     """
     try:
-        return _start(run, who, token)
+        return _start(run, identity, token)
     except OSError as error:
         raise RunStoreError(f"the sidecar cannot start: {error.strerror or error}") from error
 
 
-def _start(run: RunDirectory, who: Identity, token: str) -> bool:
+def _start(run: RunDirectory, identity: Identity, token: str) -> bool:
     lock = SidecarLock(sidecar_lock(run.run_id))
     if not lock.acquire():
         return False
     try:
-        command = children.command("sidecar", str(run.path), "--host", who.node)
+        command = children.command("sidecar", str(run.path), "--host", identity.node)
         command += ["--lock-descriptor", str(lock.descriptor)]
-        if not who.on_one_node:
+        if not identity.on_one_node:
             command.append(SEVERAL_NODES)
         if run.shared:
             command.append(SHARED)
-        if os.access(_SHELL, os.X_OK):
-            command = [_SHELL, "-c", _DETACHED, _SHELL, *command]
+        environment = {**children.environment(), EXCHANGE_TOKEN: token} if token else children.environment()
         with open(sidecar_log(lock.path), "ab", opener=ownership.open_to_append) as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**children.environment(), EXCHANGE_TOKEN: token} if token else children.environment(),
-                pass_fds=[lock.descriptor],
-                start_new_session=True,
-                cwd="/",
-            )
-        if command[0] == _SHELL:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                if process.wait(_SHELL_S):
-                    raise OSError(errno.EAGAIN, f"{_SHELL} cannot start another process")
+            children.start_detached(command, stdout=log, stderr=log, env=environment, pass_fds=[lock.descriptor])
     except BaseException:
         run.clear_local()
         lock.remove()

@@ -90,7 +90,6 @@ class StepRule:
         """No optimizer is there: each backward pass ends a step."""
 
     def manual_step(self) -> bool:
-        """Whether the user's call ends a step."""
         # In its first turn, a loop of several optimizers has had a boundary in the middle.
         ended_already = not self.manual and (self._ended == 1 or (self._ended > 1 and not self._learned))
         self.manual = self.trains = True
@@ -175,7 +174,6 @@ class StepRule:
         self.counts_backwards = not alive or self._backwards >= _MAX_ACCUMULATION
 
     def backward_is_step(self) -> bool:
-        """Whether the backward pass that has just ended was a step."""
         return self.counts_backwards and self._ends()
 
     def forward_ended(self, *, with_gradient: bool, module: int = 0, is_root: bool = True) -> bool:

@@ -24,14 +24,40 @@ def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]
     torch._C._cuda_attach_out_of_memory_observer(observer)
 
 
-def memory_snapshot(*, with_history: bool) -> dict[str, Any]:
-    """The segments and blocks of torch's allocator, and the history where it is asked for and recorded.
+class MemoryHistory:
+    """The history of device memory that we have torch record. One a process, as torch's."""
 
-    As torch.cuda.memory._snapshot() documents it; allocates nothing on the device and does not wait for it.
+    def __init__(self) -> None:
+        self.is_ours = False
+        """Whether one is recorded, and is ours and so bounded."""
+
+    def start(self, entries: int) -> None:
+        """Keep the Python stack of each live block, and the last so many allocations and frees."""
+        _record_memory_history("all", "alloc", entries)
+        self.is_ours = True
+
+    def end(self) -> None:
+        if self.is_ours:
+            self.is_ours = False
+            _record_memory_history(None, None, 0)
+
+    def release(self) -> None:
+        """Leave torch's history to the job, or to the parent of this process."""
+        self.is_ours = False
+
+
+memory_history = MemoryHistory()
+
+
+def memory_snapshot() -> dict[str, Any]:
+    """Return the segments and blocks of torch's allocator, with the history if it is ours.
+
+    The form is that of torch.cuda.memory._snapshot(). The job's own history may be of any length, and is not copied;
+    the stacks of blocks are there all the same. Allocates nothing on the device and does not wait for it.
     """
     import torch
 
-    snapshot: dict[str, Any] = torch._C._cuda_memorySnapshot((0, 0, with_history))
+    snapshot: dict[str, Any] = torch._C._cuda_memorySnapshot((0, 0, memory_history.is_ours))
     return snapshot
 
 
@@ -42,17 +68,13 @@ def records_memory_history() -> bool:
     return bool(torch._C._cuda_isHistoryEnabled())
 
 
-def record_memory_history(entries: int) -> None:
-    """Keeps the Python stack of each live block, and the last so many allocations and frees; 0 ends it."""
+def _record_memory_history(enabled: str | None, context: str | None, entries: int) -> None:
     import torch
 
-    torch.cuda.memory._record_memory_history(
-        "all" if entries else None, context="alloc" if entries else None, stacks="python", max_entries=entries
-    )
+    torch.cuda.memory._record_memory_history(enabled, context=context, stacks="python", max_entries=entries)
 
 
 def profiler_is_on() -> bool:
-    """Whether one of torch's profilers is on in this process."""
     import torch
     from torch.autograd import profiler
 
@@ -96,18 +118,15 @@ def flight_recorder() -> bytes | str:
     return dump if b'"entries"' in dump else "it is off: TORCH_FR_BUFFER_SIZE says how many entries it keeps"
 
 
-def pickled_memory(*, with_history: bool) -> bytes | str:
-    """The CUDA allocator's segments and blocks, pickled for torch's memory viewer; or why there is nothing.
-
-    with_history: the history too, which must be a bounded one.
-    """
+def pickled_memory() -> bytes | str:
+    """The CUDA allocator's segments and blocks, pickled for torch's memory viewer; or why there is nothing."""
     import torch
 
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return "no GPU is in use"
     if not works(SNAPSHOT):
         return "this torch has none"
-    snapshot = memory_snapshot(with_history=with_history)
+    snapshot = memory_snapshot()
     entries = sum(len(each["blocks"]) for each in snapshot["segments"]) + sum(map(len, snapshot["device_traces"]))
     if entries > MAX_SNAPSHOT_ENTRIES:
         return f"{entries} blocks and entries of the history are more than {MAX_SNAPSHOT_ENTRIES}"

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pkgutil
 import sys
+import traceback
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -48,10 +50,13 @@ def torch_version(text: str) -> tuple[int, int]:
 
 @functools.cache
 def works(name: str) -> bool:
-    """Whether this private name does what we need. Probed once a process; an error in the probe is a no."""
+    """Whether this private name does what we need. Probed once a process; an error in the probe is a no.
+
+    The errors are those of names that are missing, or are something else. Any other is for the caller's guard.
+    """
     try:
         return _by_name[name].works()
-    except Exception:
+    except (ImportError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, AssertionError, OSError):
         return False
 
 
@@ -61,24 +66,16 @@ def require(name: str) -> None:
         raise HookUnavailable(f"torch lacks {name}: {_by_name[name].without}")
 
 
+def _callable(name: str, without: str) -> PrivateName:
+    """A name that is only looked at. A backward pass, for example, would start the engine's threads too early."""
+    return PrivateName(name, lambda: callable(pkgutil.resolve_name(name)), without)
+
+
 def _module_call() -> bool:
     from torch.nn import Module
 
     function = Module._wrapped_call_impl
     return isinstance(function, types.FunctionType) and "_call_impl" in function.__code__.co_names
-
-
-def _engine() -> bool:
-    import torch.autograd
-
-    return callable(torch.autograd._engine_run_backward)
-
-
-def _queue_callback() -> bool:
-    # Not tried out: a backward pass here would start the engine's threads before the user's own first one does.
-    from torch.autograd import Variable
-
-    return callable(Variable._execution_engine.queue_callback)
 
 
 def _step_wrapper() -> bool:
@@ -112,12 +109,6 @@ def _compile_times() -> bool:
     from torch._dynamo import utils
 
     return isinstance(utils.calculate_time_spent()["total_wall_time"], (int, float))
-
-
-def _data_iterator() -> bool:
-    from torch.utils.data import dataloader
-
-    return callable(dataloader._BaseDataLoaderIter.__next__)
 
 
 def _dispatcher_tap() -> bool:
@@ -196,22 +187,10 @@ def _fsdp2() -> bool:
     )
 
 
-def _ddp_buffers() -> bool:
-    from torch.nn.parallel import DistributedDataParallel
-
-    return callable(DistributedDataParallel._sync_buffers)
-
-
 def _local_tensor() -> bool:
     from torch.distributed.tensor import DTensor
 
     return "_local_tensor" in DTensor.__slots__
-
-
-def _flight_recorder() -> bool:
-    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
-
-    return callable(_dump_fr_trace_json)
 
 
 PRIVATE_NAMES = (
@@ -220,10 +199,9 @@ PRIVATE_NAMES = (
         _module_call,
         "modules have no times once another tool has replaced torch.nn.Module.__call__ and put it back",
     ),
-    PrivateName("torch.autograd._engine_run_backward", _engine, "the backward pass is not timed"),
-    PrivateName(
+    _callable("torch.autograd._engine_run_backward", "the backward pass is not timed"),
+    _callable(
         "torch.autograd.Variable._execution_engine.queue_callback",
-        _queue_callback,
         "waiting at the end of the backward pass counts as backward, and slow ranks cannot be distinguished from "
         "waiting ones",
     ),
@@ -242,7 +220,7 @@ PRIVATE_NAMES = (
         _no_torch_function,
         "the user's own torch function modes and tensor classes see us hang hooks on tensors",
     ),
-    PrivateName("torch.utils.data.dataloader._BaseDataLoaderIter", _data_iterator, "waiting for data is not timed"),
+    _callable("torch.utils.data.dataloader._BaseDataLoaderIter", "waiting for data is not timed"),
     PrivateName("torch.ops.c10d at BackendSelect", _dispatcher_tap, "collectives are not recorded"),
     PrivateName("torch._C._distributed_c10d.Work.wait", _work_wait, "time blocked in collectives is not measured"),
     PrivateName("torch._guards.TracingContext", _tracing_context, "backward passes of the compiler count as the job's"),
@@ -252,7 +230,7 @@ PRIVATE_NAMES = (
         "torch.compile compiles our hooks where it meets them",
     ),
     PrivateName(FSDP2, _fsdp2, "what a device waits for in FSDP2 counts as its own work"),
-    PrivateName(DDP_BUFFERS, _ddp_buffers, "a device's waiting for DDP's buffers counts as its own work"),
+    _callable(DDP_BUFFERS, "a device's waiting for DDP's buffers counts as its own work"),
     PrivateName(LOCAL_TENSOR, _local_tensor, "gradients that FSDP2 accumulates count as one micro-step"),
     PrivateName(
         STREAM_HANDLE,
@@ -276,7 +254,7 @@ PRIVATE_NAMES = (
     ),
     PrivateName(COMPILE_TIMES, _compile_times, "the report does not tell how long torch.compile took"),
     PrivateName(PROFILER, _profiler, "nothing is captured"),
-    PrivateName(FLIGHT_RECORDER, _flight_recorder, "captures have no flight recorder's entries"),
+    _callable(FLIGHT_RECORDER, "captures have no flight recorder's entries"),
 )
 _by_name = {entry.name: entry for entry in PRIVATE_NAMES}
 
@@ -330,12 +308,11 @@ def steps_in_progress() -> list[int] | None:
     """The ids of the optimizers whose step() the caller is inside of, innermost first; None if that is not known."""
     if not works("torch.optim.Optimizer.profile_hook_step"):
         return None
-    found, frame = [], sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer":
-            found.append(id(frame.f_locals.get("self")))
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return [
+        id(frame.f_locals.get("self"))
+        for frame, _ in traceback.walk_stack(sys._getframe(1))
+        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == "torch.optim.optimizer"
+    ]
 
 
 def current_stream_handle() -> Callable[[int], int] | None:

@@ -10,12 +10,13 @@ import enum
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import CodeType
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
-from torchlens_perf.recorder.autograd_threads import AutogradThreads
+from torchlens_perf.recorder.autograd_threads import is_autograds
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.recorder import Recorder
@@ -54,7 +55,6 @@ class TrainingThread:
         self._recorder = recorder
         self._note = note
         self._ident = threading.get_ident()
-        self._autograd_threads = AutogradThreads()
         self._most = 0  # the most that the recorded thread has done
         self._elsewhere = threading.local()
         self._busy_s = 0.0  # when the recorded thread was last seen at work
@@ -67,7 +67,7 @@ class TrainingThread:
         """Whether the calling thread is the recorded one, or computes a device's part of its backward pass."""
         if threading.get_ident() == self._ident:
             return True
-        return self._recorder.backwards > 0 and self._autograd_threads.runs_this()
+        return self._recorder.backwards > 0 and is_autograds()
 
     def does(self, work: Work) -> bool:
         """Note what the calling thread does. Returns whether it is recorded, which this may have changed."""
@@ -75,7 +75,7 @@ class TrainingThread:
             if work > self._most:
                 self._most = work
             return True
-        if self._autograd_threads.runs_this():
+        if is_autograds():
             return self._recorder.backwards > 0
         return bool(self._take_over(work))
 
@@ -99,7 +99,11 @@ class TrainingThread:
         """
         own = threading.get_ident()
         for ident, frame in sys._current_frames().items():
-            if ident != own and engine is not None and _is_inside(frame, engine):
+            if (
+                ident != own
+                and engine is not None
+                and any(each.f_code is engine for each, _ in traceback.walk_stack(frame))
+            ):
                 self.backward_elsewhere()
 
     @guard("finding the thread that trains")
@@ -122,17 +126,8 @@ class TrainingThread:
         if now_s - self._busy_s < _BUSY_INTERVAL_S:
             return False
         frame = sys._current_frames().get(self._ident)
-        while frame is not None:
-            if str(frame.f_globals.get("__name__")).partition(".")[0] not in _POOLS:
+        for each, _ in traceback.walk_stack(frame) if frame is not None else ():
+            if str(each.f_globals.get("__name__")).partition(".")[0] not in _POOLS:
                 self._busy_s = now_s
                 return False
-            frame = frame.f_back
         return True
-
-
-def _is_inside(frame: FrameType | None, code: CodeType) -> bool:
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchlens_perf.errors import ConfigError, Printable
-from torchlens_perf.output import logger
+from torchlens_perf.errors import ConfigError, users_code
 from torchlens_perf.results.loggers import Logger, logger_for
 from torchlens_perf.run.mailbox import FIGURES, Mailbox
 
@@ -55,7 +54,7 @@ class _Log:
         self.asked = asked
         self.due_s = float("-inf")
         self.sums: dict[str, int] = {}
-        self.failed = False
+        self.guard = users_code(asked.name, "passed to log_to()")
 
 
 class Figures:
@@ -74,7 +73,6 @@ class Figures:
 
     @property
     def is_asked(self) -> bool:
-        """Whether there is a logger."""
         return bool(self._logs)
 
     def add(self, asked: Asked) -> None:
@@ -84,7 +82,7 @@ class Figures:
     def listening(self, session: Session) -> Iterator[None]:
         """While this is entered, figures are written at steps' ends. Raises OSError."""
         self._session, self._mailbox = session, Mailbox(session.ring_path, FIGURES)
-        self._several = session.communicates()
+        self._several = session.identity.has_other_ranks
         try:
             with session.throttled("writing figures into the user's logger", self.look):
                 yield
@@ -113,7 +111,6 @@ class Figures:
         self._write_text(VERDICT, f"{alert.change}: {alert.sentence}")
 
     def ended(self, report: str) -> None:
-        """The run is over. report: as it is shown, of rank 0."""
         self._write_text(REPORT, _COLORS.sub("", report).strip())
 
     def _values(self, before: dict[str, int]) -> dict[str, float]:
@@ -134,19 +131,13 @@ class Figures:
             self._write(log, lambda to, step: to.text(name, text, step))
 
     def _write(self, log: _Log, write: Callable[[Logger, int], None]) -> None:
-        """An exception ends no job and is logged, once for each logger; it is written to again all the same."""
+        """A logger that raises is written to again all the same."""
         session, began_ns = self._session, time.monotonic_ns()
         try:
             if session is not None:
-                self._last_step = session.training_steps
-            write(log.asked.logger, self._last_step if log.asked.step is None else log.asked.step())
-        except Exception as error:
-            if not log.failed:
-                log.failed = True
-                logger.warning(
-                    "torchlens_perf: %s, passed to log_to(), raised, and training goes on: %s: %s",
-                    Printable(log.asked.name), type(error).__name__, Printable(error), exc_info=True,
-                )  # fmt: skip
+                self._last_step = session.step.training_steps
+            with log.guard:
+                write(log.asked.logger, self._last_step if log.asked.step is None else log.asked.step())
         finally:
             if session is not None and not session.recorder.closed:
                 session.add_overhead(time.monotonic_ns() - began_ns, ours=False)

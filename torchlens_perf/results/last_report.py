@@ -56,7 +56,7 @@ def wanted(mailbox: Mailbox | None, *, in_cell: bool) -> dict[str, Any]:
 
 def show(
     run: RunDirectory,
-    who: Identity,
+    identity: Identity,
     config: Config,
     mailbox: Mailbox | None,
     cell: Cell | None,
@@ -73,8 +73,8 @@ def show(
     if not config.sidecar:
         text = f"torchlens_perf: recorded. Next: torchlens-perf sidecar {printable(str(run.path))}\n"
     else:
-        late = sidecar.LateReport(run, who.node)
-        patient = bool(who.on_one_node) and ended_by is None and disk_answers
+        late = sidecar.LateReport(run, identity.node)
+        patient = bool(identity.on_one_node) and ended_by is None and disk_answers
         timeout_s, quiet = config._exit_timeout_s, cell is not None
         found = None if mailbox is None else _wait(mailbox, late, timeout_s, patient, quiet=quiet)
         after = "" if ended_by is None else f"training ended with {ended_by.__name__}; "

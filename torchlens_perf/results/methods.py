@@ -14,9 +14,9 @@ from torchlens_perf.results import last_report
 if TYPE_CHECKING:
     from torchlens_perf.results.alerts import Callback as OnVerdict
     from torchlens_perf.results.ask import Recorded
+    from torchlens_perf.results.live_views import LiveViews
     from torchlens_perf.results.notebook import Cell
     from torchlens_perf.results.summary import Summary
-    from torchlens_perf.results.surfaces import Surfaces
 
 Backend = Literal["pandas", "polars", "pyarrow"]
 _PAGE_TIMEOUT_S = 120.0
@@ -82,7 +82,7 @@ class HasResults(abc.ABC):
 class ShowsResults(HasResults):
     """What Watch has of this package. On the training thread, between two steps, or after the end."""
 
-    _surfaces: Surfaces | None = None
+    _live_views: LiveViews | None = None
 
     @abc.abstractmethod
     def _recording(self) -> ShowsResults:
@@ -96,7 +96,7 @@ class ShowsResults(HasResults):
         """
         if not callable(callback):
             raise ConfigError(f"callback={callback!r}: must be a function of one argument, the alert")
-        self._surface().on_verdict(self._recorded(), callback)
+        self._views().on_verdict(self._recorded(), callback)
         return callback
 
     def log_to(self, logger: object, *, every_s: float = 10.0, step: Callable[[], int] | None = None) -> None:
@@ -111,25 +111,25 @@ class ShowsResults(HasResults):
         """
         from torchlens_perf.results.figures import checked
 
-        self._surface().log_to(self._recorded(), checked(logger, every_s, step))
+        self._views().log_to(self._recorded(), checked(logger, every_s, step))
 
     def _ipython_display_(self) -> None:
         """Shows the run in a notebook's cell; live while it records, at an update a second at most, at a step's end."""
-        self._surface().display(self._recorded())
+        self._views().display(self._recorded())
 
-    def _surface(self) -> Surfaces:
-        from torchlens_perf.results.surfaces import Surfaces
+    def _views(self) -> LiveViews:
+        from torchlens_perf.results.live_views import LiveViews
 
         watch = self._recording()
-        watch._surfaces = watch._surfaces or Surfaces()
-        return watch._surfaces
+        watch._live_views = watch._live_views or LiveViews()
+        return watch._live_views
 
     def _end_live(self) -> tuple[Cell | None, bool]:
         """The run ends. Returns the cell for its report, in a notebook, and whether it has been shown live there."""
-        was_live = self._surfaces is not None and self._surfaces.cell.is_live
-        if self._surfaces is not None:
-            self._surfaces.end()
+        was_live = self._live_views is not None and self._live_views.cell.is_live
+        if self._live_views is not None:
+            self._live_views.end()
         with guard("looking for a notebook"):
             if last_report.in_notebook():
-                return self._surface().cell, was_live
+                return self._views().cell, was_live
         return None, False

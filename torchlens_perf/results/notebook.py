@@ -57,7 +57,6 @@ class Cell:
 
     @property
     def is_live(self) -> bool:
-        """Whether it is shown while it records."""
         return self._mailbox is not None
 
     def show(self, recorded: Recorded, attach: Callable[[Any], None]) -> None:
@@ -77,7 +76,7 @@ class Cell:
                 with guard("showing the run while it goes on"):
                     attach(self._live(recorded))
             if self._newest is None:
-                self._take(_FIRST_S if session.training_steps else 0.0)
+                self._take(_FIRST_S if session.step.training_steps else 0.0)
         if self._newest is not None and self._newest.missing == TOO_MANY:
             self._publish(results(recorded))
             return

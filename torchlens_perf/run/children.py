@@ -13,14 +13,20 @@ Any thread. Imports next to nothing until it is called.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
 from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.config import CHILD
 from torchlens_perf.errors import RunStoreError
+
+if TYPE_CHECKING:
+    import subprocess
 
 SEARCH_PATH = "_TORCHLENS_PERF_SEARCH_PATH"
 """Folders for the child's sys.path, one a line, see __main__.py."""
@@ -37,6 +43,8 @@ _OPTIONS_OF_THE_PROGRAM = ("dev", "importtime", "perf", "perf_jit", "showrefcoun
 # The folder by which opentelemetry-instrument instruments every Python. Spans of our own requests are of no use.
 _INSTRUMENTS = os.sep + os.path.join("opentelemetry", "instrumentation", "auto_instrumentation")
 # NumPy's libraries start a thread for each processor when they are imported. That takes half of the import's time.
+_SHELL, _IN_BACKGROUND = "/bin/sh", '"$@" &'
+_SHELL_TIMEOUT_S = 1.0  # it takes one millisecond
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -79,6 +87,36 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
         found["PYTHONPATH"] = _python_path(found["PYTHONPATH"])
     found.update(dict.fromkeys(_THREADS, "1"))
     return {**found, CHILD: "1", "CUDA_VISIBLE_DEVICES": "", SEARCH_PATH: "\n".join(search_path())}
+
+
+def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a child in a session of its own, in /, without stdin, stdout and stderr, but for Popen's `options`.
+
+    Raise OSError where no process can be started.
+    """
+    import subprocess
+
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, **{**streams, "env": environment(), "start_new_session": True, "cwd": "/", **options}
+    )
+
+
+def start_detached(command: list[str], **options: Any) -> None:
+    """Start a child of no process, by a shell that ends at once. Raise OSError where that is not possible.
+
+    Ray's workers kill their children as they end, DeepSpeed's launcher what a failed rank has started, and a child that
+    ends before its parent would stay as a zombie.
+    """
+    import subprocess
+
+    if not os.access(_SHELL, os.X_OK):
+        start(command, **options)
+        return
+    shell = start([_SHELL, "-c", _IN_BACKGROUND, _SHELL, *command], **options)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        if shell.wait(_SHELL_TIMEOUT_S):
+            raise OSError(errno.EAGAIN, f"{_SHELL} cannot start another process")
 
 
 def search_path() -> list[str]:

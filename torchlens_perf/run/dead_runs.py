@@ -7,7 +7,6 @@ starts a program for them (sidecar/start/drain.py), which waits for the disks of
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +22,6 @@ from torchlens_perf.run.sidecar_lock import is_held
 
 OLD_S = 600.0
 """Rings of another PID namespace, whose processes are not seen here, are left alone for so long after a change."""
-_SHELL = "/bin/sh"  # ends at once, so that the program is a child of no rank
-_SHELL_TIMEOUT_S = 1.0
 
 
 class DeadRun(NamedTuple):
@@ -90,14 +87,5 @@ def begin(but: str = "") -> bool:
     if all(run.run_id == but for run in find()):
         return False
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
-    process = subprocess.Popen(
-        [_SHELL, "-c", '"$@" &', _SHELL, *children.command("drain", but)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=children.environment(environment),
-        start_new_session=True,
-        cwd="/",
-    )
-    process.wait(_SHELL_TIMEOUT_S)
+    children.start_detached(children.command("drain", but), env=children.environment(environment))
     return True

@@ -11,12 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-_KEPT = (
-    "identity",
-    "anchor",
-    "settings",
-    "run_dir",
-)  # without them nobody can read the ring: of these only long texts go
+# Without them nobody can read the ring: of these only long texts go.
+_KEPT = ("identity", "anchor", "settings", "run_dir")
 _BY_MEMBER = ("notes", "groups", "gpus")
 _LONG_TEXT = 256
 _NOTE_BYTES = 400  # at most, of the note that says what was left out

@@ -8,9 +8,9 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 from torchlens_perf.run import location
 from torchlens_perf.run.place import launcher
@@ -85,6 +85,11 @@ class Identity:
         return self.attempt if self.launcher_restarts is None else self.launcher_restarts
 
     @property
+    def has_other_ranks(self) -> bool:
+        """Whether there are ranks to wait for."""
+        return self.world_size > 1
+
+    @property
     def on_one_node(self) -> bool | None:
         """Whether all ranks are on its node; None where the launcher does not say it."""
         if self.world_size == 1:
@@ -128,16 +133,10 @@ class DeviceClock(TypedDict, total=False):
     unread: int
 
 
-class Claim(Protocol):
-    """run/directory.py, claim_run_id()."""
-
-    def __call__(self, digest: str, origin: int, *, proposal: str = "", member: int | None = None) -> str: ...
-
-
-def detect(environ: Mapping[str, str], claim: Claim, nth_watch: int = 0) -> Identity:
+def detect(environ: Mapping[str, str], claim: Callable[..., str], nth_watch: int = 0) -> Identity:
     """The identity of this process now. torch.distributed, once initialised, overrules the environment.
 
-    nth_watch: how many watches this process ran before; each run needs a folder of its own.
+    claim: directory.claim_run_id(). nth_watch: how many watches this process ran before: each run needs a folder.
     """
     place = launcher.place(environ, _distributed(), command_line(os.getppid()))
     pid, host = os.getpid(), socket.gethostname()
@@ -202,7 +201,7 @@ def known_run_id(environ: Mapping[str, str], place: Place) -> str:
     return _cleaned(environ.get("TORCHLENS_PERF_RUN_ID", "")) or _cleaned(job)
 
 
-def _run_id(environ: Mapping[str, str], place: Place, claim: Claim, again: str) -> str:
+def _run_id(environ: Mapping[str, str], place: Place, claim: Callable[..., str], again: str) -> str:
     """The run's id: the user's; or the job's on all nodes; or one that the ranks of a node agree on.
 
     Where the environment has nothing that is this job's alone, each node claims an id of its own, and node 0's sidecar

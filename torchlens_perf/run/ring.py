@@ -23,7 +23,7 @@ import signal
 import struct
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,6 +96,8 @@ class RingFile:
             self._lock = threading.RLock()
             self._names: dict[str, tuple[int, int]] = {}  # id, and where its text ends in the table
             self._groups: dict[str, int] = {}
+            self._name_listener: Callable[[str], None] | None = None
+            self._names_told = 1
             self._metadata = b""
             self._words = memoryview(self.buffer).cast("Q")
             _FIXED.pack_into(
@@ -130,7 +132,23 @@ class RingFile:
                 self._names[name] = name_id, end  # at once: an exception by a signal leaves it known or unknown
             finally:
                 self._words[NAMES_USED] = end if name in self._names else used
+            self._tell_listener()
             return name_id
+
+    def set_name_listener(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with every name but the first, in the order of their ids; existing names at once."""
+        with self._lock:
+            self._name_listener = listener
+            self._tell_listener()
+
+    def _tell_listener(self) -> None:
+        listener = self._name_listener
+        if listener is None:
+            return
+        names = self.names()
+        while self._names_told < len(names):
+            self._names_told += 1  # first: a signal's handler may intern meanwhile
+            listener(names[self._names_told - 1])
 
     def names(self) -> list[str]:
         """All names interned so far, by id."""

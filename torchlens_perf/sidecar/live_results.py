@@ -114,10 +114,10 @@ class LiveResults:
             self._view_due_s = now_s + max(_VIEW_EVERY_S, _MIN_REST * (self._clock() - began_s))
 
     def _show_alerts(self) -> None:
-        conclusions = self._sidecar.conclusions
-        now = conclusions.alerts_raised, self._alerts
-        if conclusions.alerts_raised and now != self._delivered:
-            rows = [dataclasses.asdict(alert) for alert in conclusions.newest_alerts]
+        alerts = self._sidecar.monitor.alerts
+        now = alerts.raised, self._alerts
+        if alerts.raised and now != self._delivered:
+            rows = [dataclasses.asdict(alert) for alert in alerts.newest]
             _deliver(self._alerts, json.dumps(rows))
             self._delivered = now
 

@@ -67,23 +67,23 @@ def _at_once(work: Callable[[], bool | None]) -> bool | None:
 
 def _finish(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None, port: MetricsPort) -> None:
     """Send, save and write what there is after the last round."""
-    going_on = sidecar.conclusions.going_on
-    with going_on("exchanging windows with other nodes"):
+    contain_errors = sidecar.contain_errors
+    with contain_errors("exchanging windows with other nodes"):
         sidecar.end_exchange()
     if exporter is not None:
-        with going_on("exporting"):
+        with contain_errors("exporting"):
             sidecar.export(final=True)
-        with going_on("exporting"):
+        with contain_errors("exporting"):
             sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
     port.show_last(sidecar)
-    with going_on("joining node 0's run"):
+    with contain_errors("joining node 0's run"):
         sidecar.join_run()
-    with going_on("writing the run directory"), _logged("the run directory cannot be written"):
+    with contain_errors("writing the run directory"), _logged("the run directory cannot be written"):
         sidecar.save(durably=True)
-    with going_on("writing the report"), _logged("the last report could not be written"):
+    with contain_errors("writing the report"), _logged("the last report could not be written"):
         sidecar.write_report()
     lock.write_status("is writing the page")
-    with going_on("writing the page"), _logged("the page could not be written"):
+    with contain_errors("writing the page"), _logged("the page could not be written"):
         write_page(sidecar)
 
 
@@ -119,7 +119,7 @@ class _Rounds:
     def one(self) -> bool:
         """Make one round. Return whether there is another one."""
         sidecar, schedule, live = self._sidecar, self._schedule, self._live
-        going_on = sidecar.conclusions.going_on
+        contain_errors = sidecar.contain_errors
         if not self._lock.restore():
             logger.error("another sidecar has begun after somebody removed the lock of this one, which ends")
             self.replaced = True
@@ -127,38 +127,38 @@ class _Rounds:
         ends, asked = termination.is_asked(), live.asked()
         if ends:
             schedule.hurry()
-        with going_on("reading the rings"):
+        with contain_errors("reading the rings"):
             schedule.polled(sidecar.poll())
-        with going_on("opening the port for /metrics"):
+        with contain_errors("opening the port for /metrics"):
             self.port.update(sidecar)
         now_s = time.monotonic()
         more = sidecar.sources.has_more_to_come(now_s - self._started_s, ends=ends)
         if not more or asked or schedule.account_due(now_s, self._account_took_s, watched=live.is_watched):
-            with going_on("counting the records"):
+            with contain_errors("counting the records"):
                 sidecar.account()
             self._account_took_s = time.monotonic() - now_s
-        if not more or schedule.judge_due(now_s, sidecar.conclusions.job.update_every_s):
+        if not more or schedule.judge_due(now_s, sidecar.monitor.cluster.update_every_s):
             sidecar.judge(now_s, final=not more)
         with _logged("this run could not join that of node 0"):
             sidecar.join_run()
         sidecar.measure()
         sidecar.build_tap(now_s - self._started_s)
-        sidecar.conclusions.relay_captures(sidecar.sources, now_s, final=not more)
-        with going_on("writing the report"), _logged("the report could not be written"):
+        sidecar.relay_captures(now_s, final=not more)
+        with contain_errors("writing the report"), _logged("the report could not be written"):
             sidecar.report_if_asked(
                 self._lock.write_status
             )  # before the export, which may take longer: rank 0 waits for it
-        with going_on("exporting"):
+        with contain_errors("exporting"):
             sidecar.export()
-        with going_on("writing the run directory"), _logged("the run directory cannot be written"):
-            unkept = sidecar.unkept_records(), sidecar.sources.max_unkept_share()
-            if not more or STEPS in asked or schedule.keep_due(now_s, *unkept, failing=sidecar.disk_failed):
+        with contain_errors("writing the run directory"), _logged("the run directory cannot be written"):
+            unkept = sidecar.records.unkept_records, sidecar.sources.max_unkept_share()
+            if not more or STEPS in asked or schedule.keep_due(now_s, *unkept, failing=sidecar.records.disk_failed):
                 sidecar.keep()
             elif schedule.save_due(now_s, self._save_took_s, news=sidecar.has_unsaved_hang()):
                 began_s = time.monotonic()
                 sidecar.save()
                 self._save_took_s = time.monotonic() - began_s
-        with going_on("showing the live run"), _logged("the live run could not be shown"):
+        with contain_errors("showing the live run"), _logged("the live run could not be shown"):
             live.update(now_s)
         return more
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 _AGAIN_S = 5.0  # between two tries to get the port
-_LINGERS_S = 70.0  # after the run's end, for one more scrape, where only one was seen: once a minute is rare
 _LOOK_S = 0.1
 _EXTRA = "it needs prometheus_client: pip install 'torchlens-perf[prometheus]'"
 
@@ -35,8 +34,18 @@ Spans = Mapping[int, tuple[int, int]]
 class MetricsPort:
     """Belongs to the sidecar's thread."""
 
-    def __init__(self, sent: Callable[[], Spans] = dict, clock: Callable[[], float] = time.monotonic) -> None:
-        """sent: of the batch that was exported last, what went to a tracing backend. clock: seconds."""
+    def __init__(
+        self,
+        sent: Callable[[], Spans] = dict,
+        clock: Callable[[], float] = time.monotonic,
+        last_scrape_timeout_s: float = 70.0,
+    ) -> None:
+        """sent: of the batch that was exported last, what went to a tracing backend. clock: seconds.
+
+        last_scrape_timeout_s: after the run's end, for one more scrape, where only one was seen. Scrapers that ask
+        less than once a minute are rare.
+        """
+        self._last_scrape_timeout_s = last_scrape_timeout_s
         self._sent = sent
         self._clock = clock
         self._exporter: PrometheusExporter | None = None
@@ -69,10 +78,10 @@ class MetricsPort:
         most twice as long as it took until now. Nobody waits for this."""
         if self._exporter is None:
             return
-        scrapes, began_s = self._exporter.scrapes, self._clock()
+        scrapes, began_s, longest_s = self._exporter.scrapes, self._clock(), self._last_scrape_timeout_s
         if scrapes and lingers:
             interval_s = scrapes[-1] - scrapes[0]
-            until_s = began_s + min(_LINGERS_S, 2 * interval_s + 1 if interval_s else _LINGERS_S)
+            until_s = began_s + min(longest_s, 2 * interval_s + 1 if interval_s else longest_s)
             while self._exporter.scrapes[-1] < began_s and self._clock() < until_s and not termination.is_asked():
                 time.sleep(_LOOK_S)
         self._exporter.shutdown(0)

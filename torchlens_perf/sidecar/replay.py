@@ -17,15 +17,13 @@ from torchlens_perf.config import Config
 from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, export_batch, traced_steps
 from torchlens_perf.report.build import slow_link_verdict
 from torchlens_perf.run.identity import Identity, model_digest
-from torchlens_perf.sidecar.assessment import Assessor
+from torchlens_perf.sidecar.alerts import AlertManager
+from torchlens_perf.sidecar.epoch import Epoch
 from torchlens_perf.sidecar.rings import segments
 from torchlens_perf.sidecar.rings.bounded_files import files_of
-from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.finding_log import FindingLog
-from torchlens_perf.verdicts.stragglers.detector import JobDetector
-from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
-from torchlens_perf.verdicts.stragglers.merged_windows import MergedWindows, held_against
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 
 _FLUSH_TIMEOUT_S = 60.0
 _OUTBOX_TIMEOUT_S = 3600.0  # as long as the endpoint takes it
-_PATIENCE_S = 30.0
 _SPANS_A_FLUSH = 512
 
 
@@ -53,19 +50,20 @@ def replay(
     exporter: Exporter | None,
     trace_every: int | None = None,
     advanced: Callable[[int, int], object] = lambda done, total: None,
+    patience_s: float = 30.0,
 ) -> Replayed:
     """Sends a run's kept records through the exporter, and writes the state of nodes that have none.
 
     trace_every: one step of so many is sent as spans, with all ranks; None, or as it was when the run was live: those
     that were sent then, and of them what was. Where nothing was sent then, by their numbers. advanced: called with the
-    number of segments that are done, and of all.
+    number of segments that are done, and of all. patience_s: for an endpoint that takes nothing.
 
     A node's saved statistics are left alone: they also count records that were removed since to save space. Its notes
     on what was not delivered go once this has delivered it.
     """
     steps = records = 0
-    sending = _Sending(exporter) if exporter is not None else None
-    judge, windows, rebuilt_states, saved_states = JobDetector(), MergedWindows(), [], []
+    sending = _Sending(exporter, patience_s) if exporter is not None else None
+    epoch, rebuilt_states, saved_states = Epoch(), list[NodeState](), list[NodeState]()
     judged_steps: dict[str, JudgedSteps] = {}
     damaged: list[str] = []
     hosts = segments.hosts(run)
@@ -86,10 +84,13 @@ def replay(
             process.model = process.model or model_digest(process.statistics.modules)
             judged = judged_steps.setdefault(origin.key, JudgedSteps(process.judged_by))
             newly = process.judge_by(judged, kept, table)
-            if newly is not None and origin.key not in replaced:
-                judge.add_steps(origin.attempt, origin.rank, process.place, newly)
-            if origin.rank == 0 and origin.key not in replaced:
-                windows.add(kept, process.identity.world_size)
+            if origin.attempt > epoch.generation and origin.key not in replaced:
+                epoch = Epoch(origin.attempt)
+            if origin.attempt == epoch.generation and origin.key not in replaced:
+                if newly is not None:
+                    epoch.add_steps(process.identity, process.place, newly)
+                if origin.rank == 0:
+                    epoch.add_windows(kept, process.identity.world_size)
             steps, records = steps + len(table), records + len(kept)
             if sending is not None:
                 chosen = {each.step: each for each in traced if each.attempt == process.identity.attempt}
@@ -100,18 +101,18 @@ def replay(
                 sending.send(export_batch(process, kept, names, table, sent, chosen))
         for key, process in rebuilt.processes.items():
             rest = process.judge_by(judged_steps[key])
-            if rest is not None and key not in replaced:
-                judge.add_steps(process.identity.attempt, process.identity.rank, process.place, rest)
+            if rest is not None and key not in replaced and process.identity.attempt == epoch.generation:
+                epoch.add_steps(process.identity, process.place, rest)
         if not saved.processes:
             rebuilt.notes += ["rebuilt from the records that are kept", *damaged]
             rebuilt_states.append(rebuilt)
-    findings = with_groups(held_against(judge.judge(final=True), windows, judge.places), judge.places)
+    findings = epoch.with_groups(epoch.judge(final=True) or NOTHING)
     for state in rebuilt_states:
         state.findings = findings
         state.save(run)
     if sending is None:
         return Replayed(steps, records, damaged)
-    sending.assess(run, judge, findings, saved_states)
+    sending.assess(run, epoch, findings, saved_states)
     notes = sending.end()
     _note_delivery(run, notes)
     return Replayed(steps, records, [*damaged, *notes])
@@ -160,8 +161,9 @@ def _diagnosed(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | Non
 class _Sending:
     """Feeds an exporter no faster than it delivers, and stops when the endpoint is dead."""
 
-    def __init__(self, exporter: Exporter) -> None:
+    def __init__(self, exporter: Exporter, patience_s: float) -> None:
         self._exporter = exporter
+        self._patience_s = patience_s
         self._waited_s = 0.0  # for flushes that failed
         self._not_sent = 0
         self._last: ExportBatch | None = None
@@ -169,7 +171,7 @@ class _Sending:
     def send(self, batch: ExportBatch) -> None:
         self._last = batch if len(batch.steps) else self._last
         for part in _parts(batch):
-            if self._waited_s > _PATIENCE_S:
+            if self._waited_s > self._patience_s:
                 self._not_sent += len(part.steps)
                 continue
             self._exporter.export(part)
@@ -180,7 +182,7 @@ class _Sending:
     def assess(
         self,
         run: RunDirectory,
-        judge: JobDetector,
+        epoch: Epoch,
         findings: Findings,
         saved: list[NodeState],
     ) -> None:
@@ -190,8 +192,8 @@ class _Sending:
             return
         ended_ns = last.anchor.unix_ns - last.anchor.monotonic_ns
         ended_ns += int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
-        assessment = Assessor(FindingLog(run.run_id)).assess(
-            last.identity, judge.attempt, findings, judge.places, saved, ended_ns,
+        assessment = AlertManager(FindingLog(run.run_id)).assess(
+            last.identity, epoch.generation, findings, epoch.places, saved, ended_ns,
             links=slow_link_verdict(saved),
             diagnosed=lambda group: _diagnosed(saved, group),
         )  # fmt: skip

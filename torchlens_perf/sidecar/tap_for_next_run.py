@@ -26,7 +26,6 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 _AFTER_S = 120.0  # of the run: by then it has built what it compiles itself, and what is short is not disturbed at all
 _LOOK_AGAIN_S = 30.0
 _NEEDED_BYTES = 4 << 30  # free memory while ranks run: the compiler takes 0.9 GB at its peak
-_END_TIMEOUT_S = 600.0
 _CPU_TIMEOUT_S = 600
 _PR_SET_PDEATHSIG = 1
 
@@ -65,10 +64,10 @@ class TapForNextRun:
         elif self._child is not None and self._child.poll() is not None:
             self._see_result(self._child)
 
-    def finish(self) -> None:
-        """Builds what is to be built still, once the last report is written and the lock is given back.
+    def finish(self, timeout_s: float = 600.0) -> None:
+        """Build what is to be built still, once the last report is written and the lock is given back.
 
-        Nobody waits for that. Blocks until the child has ended, for 10 min at most.
+        Nobody waits for that. Blocks until the child has ended, for `timeout_s` at most.
         """
         if self._to_be_built:
             self._begin()
@@ -76,7 +75,7 @@ class TapForNextRun:
         if child is None:
             return
         try:
-            child.wait(_END_TIMEOUT_S)
+            child.wait(timeout_s)
             self._see_result(child)
         except subprocess.TimeoutExpired:
             child.terminate()

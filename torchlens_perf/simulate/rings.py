@@ -150,8 +150,8 @@ class SimulatedRank:
         groups = groups_of(topology, rank)
         self._group_of = {group.dimension: name for name, group in groups.items()}
         for name, group in groups.items():
-            self._session.add_group(name, group.members, group.description)
-        self._session.modules_timed(
+            self._session.metadata.add_group(name, group.members, group.description)
+        self._session.metadata.add_modules(
             dict.fromkeys(modules, False), device="cpu" if device is None else "cuda", all_levels=True, unopened=[]
         )
         if device is not None:

@@ -65,11 +65,12 @@ def _arm() -> None:
     try:
         from torchlens_perf.autoload import autoload
     except Exception as error:  # a broken installation of ours is no reason to stop the script
-        if os.environ.get("LOCAL_RANK", "0") == "0" and sys.stderr is not None:
+        # Not sys.stderr, which the script may have replaced: torchlens_perf.output, which takes any, may be broken.
+        if os.environ.get("LOCAL_RANK", "0") == "0" and sys.__stderr__ is not None:
             line = ascii(f"torchlens_perf is off: {type(error).__name__}: {error}")[1:-1]
             try:
-                sys.stderr.write(line + "\n")
-            except Exception:  # torchlens_perf.output, which takes any stderr, may be what is broken
+                sys.__stderr__.write(line + "\n")
+            except (OSError, ValueError):
                 return
     else:
         autoload()

@@ -54,7 +54,7 @@ def test_list_is_named_by_its_variables(tmp_path: Path) -> None:
 
     agent, critic = Agent(), network()
     with watch([agent.actor, critic, nn.Linear(4, 4)], sidecar=False, report="off", dir=str(tmp_path)) as w:
-        names = [*w._session._module_names]  # type: ignore[union-attr]
+        names = [*w._session.metadata._module_names]  # type: ignore[union-attr]
 
     assert sorted(names) == ["Linear", "actor", "actor.0", "actor.1", "critic", "critic.0", "critic.1"]
 

@@ -17,6 +17,7 @@ from torchlens_perf.hooks.on_device import clock
 from torchlens_perf.hooks.on_device.clock import EventClock
 from torchlens_perf.hooks.on_device.nccl import CollectiveEvents
 from torchlens_perf.hooks.on_device.stalls import Stalls
+from torchlens_perf.recorder.clocks import Clocks
 from torchlens_perf.recorder.recorder import End
 from torchlens_perf.recorder.training_thread import TrainingThread
 from torchlens_perf.run.ring import Flag, Kind
@@ -36,11 +37,12 @@ class Loop(CollectiveRig):
         self.device, self.fake = device, FakeEvents(device)
         super().__init__(IMPLEMENTATIONS[0], folder, clock=self.fake.now_ns)
         self.clock_of_device = EventClock(self.fake, self.fake.now_ns)
-        self.session: Any = type("Session", (), {"clock": self.clock_of_device, "intern": self.ring.intern})()
+        self.session: Any = type("Session", (), {"clocks": Clocks(), "intern": self.ring.intern})()
+        self.session.clocks.use(self.clock_of_device)
         self.session.recorder = self.recorder
         self.session.thread = TrainingThread(self.recorder, lambda note: None)
         self.events = CollectiveEvents(self.session)
-        self.session.collective_listener = self.events.marked
+        self.session.clocks.collective_listener = self.events.marked
         self.spans: list[tuple[int, ...]] = []
         self.stalls = Stalls(self.session, self.clock_of_device, lambda *span: self.spans.append(span))
         self.stalls.stream = self.fake.stream

@@ -97,7 +97,7 @@ class Rig:
         assert recording.watch is not None
         session = recording.watch._session
         assert session is not None
-        session._attached.enter_context(self.hook.attach(session))
+        session.hooks._contexts.enter_context(self.hook.attach(session))
         self.hook.start(session, self.events, self.events.now_ns)
 
     def step(self) -> None:
@@ -141,7 +141,7 @@ def test_a_step_that_has_lost_a_stall_is_not_whole(device: FakeDevice, tmp_path:
         rig.attach(recording)
         for number in range(12):
             if number == 5:
-                recording.watch._session.stalls.begin_wait()
+                recording.watch._session.clocks.stalls.begin_wait()
             rig.step()
             device.advance(2 * STEP_NS)
     steps = {span.step for span in device_spans(recording, Kind.STEP)}
@@ -260,7 +260,7 @@ def test_a_step_that_lacks_a_mark_is_not_complete(device: FakeDevice, tmp_path: 
             if number == 3:
                 rig.events.stream = device.new_stream()
                 device.begin_capture(rig.events.stream)
-                recording.watch._session.stalls.begin_wait()
+                recording.watch._session.clocks.stalls.begin_wait()
                 device.end_capture(rig.events.stream)
                 rig.events.stream = 0
             rig.step()
@@ -282,9 +282,9 @@ def test_stalls_come_before_their_step(device: FakeDevice, tmp_path: Path) -> No
         session = recording.watch._session
         for _ in range(5):
             rig.step()
-            session.stalls.begin_wait()
+            session.clocks.stalls.begin_wait()
             device.spin(4 * MILLISECOND)
-            session.stalls.end()
+            session.clocks.stalls.end()
             device.advance(2 * STEP_NS)
         recording.watch.step()  # ends no step, as the optimizer has ended it
         recording.watch.step()
@@ -304,7 +304,7 @@ def test_reading_a_probe_is_charged_to_it(device: FakeDevice, tmp_path: Path, mo
         rig.attach(recording)
         session = recording.watch._session
         charged: list[int] = []
-        monkeypatch.setattr(session._sampling, "add_cost", charged.append)
+        monkeypatch.setattr(session.step._sampling, "add_cost", charged.append)
         for sampled in (0, 0, 1, 0, 0, 0):
             session.recorder.sampled = sampled
             rig.step()
@@ -331,8 +331,8 @@ def test_a_full_queue_is_not_our_time(device: FakeDevice, tmp_path: Path, monkey
         monkeypatch.setattr(rig.events, "record", late)
         before_ns, begun = session.recorder.tool_ns, time.monotonic()
         rig.step()
-        session.stalls.begin_wait()
-        session.stalls.end()
+        session.clocks.stalls.begin_wait()
+        session.clocks.stalls.end()
         assert time.monotonic() - begun > 9 * 0.02
         assert session.recorder.tool_ns - before_ns < 20 * MILLISECOND
         monkeypatch.undo()
@@ -423,7 +423,7 @@ def test_a_hook_that_fails_marks_no_more(device: FakeDevice, tmp_path: Path, mon
         for _ in range(5):
             rig.step()
         assert device.calls("cuEventRecord") == records
-        assert recording.watch._session.clock is recording.watch._session.host_clock
+        assert recording.watch._session.clocks.current is recording.watch._session.clocks.host
         monkeypatch.undo()
     swallowed.by_place.clear()
     assert any("device times failed and was switched off" in note for note in recording.notes)

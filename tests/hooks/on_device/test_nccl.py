@@ -22,7 +22,7 @@ from torchlens_perf.hooks import attach
 from torchlens_perf.hooks.on_device.choice import device_hooks
 from torchlens_perf.hooks.on_device.nccl import NcclHook
 from torchlens_perf.recorder import devices as device
-from torchlens_perf.recorder import nccl_plugin, session, torch_groups
+from torchlens_perf.recorder import nccl_plugin, step_callbacks, torch_groups
 from torchlens_perf.recorder.nccl_plugin import SAMPLED_EVERY, VARIABLE
 
 pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the plugin is not built: there is no C compiler")
@@ -103,7 +103,7 @@ def test_another_plugin_stays(where: str, nccl: FakeNccl, tmp_path: Path, monkey
     before = dict(os.environ)
     with watched(tmp_path, monkeypatch) as recording:
         assert os.environ == before
-        assert recording.watch._session.collective_listener is not None
+        assert recording.watch._session.clocks.collective_listener is not None
     assert os.environ == before
     (note,) = recording.notes
     assert "asynchronous collectives have no end" in note
@@ -162,7 +162,7 @@ def test_off_by_default(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.Monk
     assert Config().nccl == "off"
     with watched(tmp_path, monkeypatch, wish="off") as recording:
         assert VARIABLE not in os.environ
-        assert recording.watch._session.collective_listener is not None
+        assert recording.watch._session.clocks.collective_listener is not None
     (note,) = recording.notes
     assert note.endswith('as NCCL\'s plugin is not used: nccl="auto" asks for it')
 
@@ -193,7 +193,7 @@ def test_no_room_for_a_later_communicator(nccl: FakeNccl, tmp_path: Path, monkey
         assert nccl.mask == ON
         second = nccl.communicator(ranks=10_000_000)
         assert nccl.mask == 0
-        recording.watch._session._run(recording.watch._session._throttled)
+        recording.watch._session.step_callbacks._run(recording.watch._session.step_callbacks._throttled)
     for context in (first, second):
         nccl.finalize(context)
     assert any(
@@ -216,7 +216,7 @@ def test_nccl_that_may_be_harmed(
     """Unless it is asked for, the plugin is not offered to one of which it is not known that timing harms nothing."""
     with watched(tmp_path, monkeypatch, version=version) as recording:
         assert VARIABLE not in os.environ
-        assert recording.watch._session.collective_listener is not None
+        assert recording.watch._session.clocks.collective_listener is not None
     (note,) = recording.notes
     assert "it is for NCCL 2.28 to 2.30, and this is" in note
     monkeypatch.setattr(nccl_plugin, "version", lambda: version)
@@ -245,7 +245,7 @@ def test_captures(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", capture("end"))
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", capture("replay"))
     before = dict(vars(torch.cuda.CUDAGraph))
-    monkeypatch.setattr(session, "_THROTTLE_NS", 0)
+    monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     with watched(tmp_path, monkeypatch) as recording:
         nccl.load()
         context = nccl.communicator()
@@ -272,7 +272,7 @@ def test_captured_collective(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest
     """After it and its replays no collective has an end; this and the next watch say why, and take events."""
     for name in ("capture_begin", "capture_end", "replay"):
         monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
-    monkeypatch.setattr(session, "_THROTTLE_NS", 0)
+    monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     text = "an operation of NCCL was captured in a CUDA graph"
     with watched(tmp_path, monkeypatch) as recording:
         nccl.load()
@@ -287,14 +287,14 @@ def test_captured_collective(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest
             nccl.replay(context, 0, task)
             assert nccl.mask == 0
         recording.watch.step()
-        assert recording.watch._session.collective_listener is not None
-        assert sum(text in note for note in recording.watch._session._notes) == 1
+        assert recording.watch._session.clocks.collective_listener is not None
+        assert sum(text in note for note in recording.watch._session.metadata.notes) == 1
     (note,) = recording.notes
     assert "from here on asynchronous collectives have no end" in note
     assert nccl.mask == 0
 
     with watched(tmp_path / "again", monkeypatch) as recording:
-        assert recording.watch._session.collective_listener is not None
+        assert recording.watch._session.clocks.collective_listener is not None
         assert VARIABLE not in os.environ
         assert nccl.mask == 0
     (note,) = recording.notes
@@ -397,14 +397,14 @@ def test_plugin_of_another_version(nccl: FakeNccl, tmp_path: Path, monkeypatch: 
 
 def test_what_is_not_recorded_is_said(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once that there is some, at the end how much; what an earlier watch has said is not said again."""
-    monkeypatch.setattr(session, "_THROTTLE_NS", 0)
+    monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     with watched(tmp_path, monkeypatch) as recording:
         nccl.load()
         context = nccl.communicator()
         for _ in range(3):
             nccl.collective(context, 0, 1)
         recording.watch.step()
-        at_once = list(recording.watch._session._notes)
+        at_once = list(recording.watch._session.metadata.notes)
         nccl.collective(context, 0, 1)
     text = "NCCL operations were not issued through torch.distributed and are not recorded"
     assert f"some {text}" in at_once
@@ -418,36 +418,36 @@ def test_what_is_not_recorded_is_said(nccl: FakeNccl, tmp_path: Path, monkeypatc
 
 def test_communicators_that_were_there_before(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL has not loaded the plugin: what to do is said, once, and events are taken instead."""
-    monkeypatch.setattr(session, "_THROTTLE_NS", 0)
+    monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     backends = {("0", "cuda"): "gloo", ("1", "cuda"): "nccl"}
     monkeypatch.setattr(torch_groups, "backend_of_group", lambda *group: backends[group])
     with watched(tmp_path, monkeypatch) as recording:
         inside = recording.watch._session
-        inside.device_groups.add(("0", "cuda"))
+        inside.metadata.device_groups.add(("0", "cuda"))
         recording.watch.step()
-        assert inside.collective_listener is None
-        inside.device_groups.add(("1", "cuda"))
+        assert inside.clocks.collective_listener is None
+        inside.metadata.device_groups.add(("1", "cuda"))
         recording.watch.step()
-        works = list(inside._at_step)
+        works = list(inside.step_callbacks._each_step)
         recording.watch.step()
-        assert inside.collective_listener is not None
-        assert list(inside._at_step) == works
+        assert inside.clocks.collective_listener is not None
+        assert list(inside.step_callbacks._each_step) == works
     (note,) = recording.notes
     assert "enter watch() before init_process_group()" in note
-    assert inside.collective_listener is None
+    assert inside.clocks.collective_listener is None
 
 
 def test_communicators_that_have_loaded_it(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before the watch, as with the flag: there is nothing to say, and no event is taken."""
-    monkeypatch.setattr(session, "_THROTTLE_NS", 0)
+    monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     monkeypatch.setenv(VARIABLE, str(nccl.file))
     monkeypatch.setattr(torch_groups, "backend_of_group", lambda *group: "nccl")
     nccl.load()
     context = nccl.communicator()
     with watched(tmp_path, monkeypatch) as recording:
-        recording.watch._session.add_device_group("0", "cuda")
+        recording.watch._session.metadata.add_device_group("0", "cuda")
         recording.watch.step()
-        assert recording.watch._session.collective_listener is None
+        assert recording.watch._session.clocks.collective_listener is None
         assert nccl.mask == ON
     assert recording.notes == []
     nccl.finalize(context)

@@ -169,10 +169,11 @@ def test_snapshots_of_captures_are_bounded(
 ) -> None:
     """A history of the job's own is not asked for; and nothing is pickled that is too large."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert isinstance(torch_instruments.pickled_memory(with_history=ours), bytes)
+    monkeypatch.setattr(torch_instruments.memory_history, "is_ours", ours)
+    assert isinstance(torch_instruments.pickled_memory(), bytes)
     assert allocator.snapshots == [ours]
     monkeypatch.setattr(torch_instruments, "MAX_SNAPSHOT_ENTRIES", 2)
-    observed = torch_instruments.pickled_memory(with_history=ours)
+    observed = torch_instruments.pickled_memory()
     assert observed == "3 blocks and entries of the history are more than 2"
 
 

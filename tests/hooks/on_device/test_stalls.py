@@ -17,6 +17,7 @@ from tests.support.recorders import IDS, IMPLEMENTATIONS
 from torchlens_perf.hooks.on_device import clock
 from torchlens_perf.hooks.on_device.clock import EventClock
 from torchlens_perf.hooks.on_device.stalls import Stalls
+from torchlens_perf.recorder.clocks import Clocks
 from torchlens_perf.recorder.training_thread import TrainingThread
 from torchlens_perf.run.ring import Kind
 
@@ -33,7 +34,7 @@ class Loop(CollectiveRig):
         self.device, self.fake = device, FakeEvents(device)
         super().__init__(implementation, folder, clock=self.fake.now_ns)
         self.device_clock = EventClock(self.fake, self.fake.now_ns)
-        self.session: Any = type("Session", (), {"intern": self.ring.intern, "collective_listener": None})()
+        self.session: Any = type("Session", (), {"intern": self.ring.intern, "clocks": Clocks()})()
         self.session.recorder = self.recorder
         self.session.thread = TrainingThread(self.recorder, lambda note: None)
         self.spans: list[tuple[int, ...]] = []

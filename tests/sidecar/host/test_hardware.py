@@ -94,7 +94,7 @@ def test_a_throttled_gpu_is_the_cause(run: RunDirectory, rig: Rig) -> None:
     """Two ranks, a GPU each; one is throttled from step 300 on: the verdict names the rank, the GPU and the reason."""
     sidecar = Sidecar(run, HOST, None, lambda run, settings: None)
     sidecar.telemetry = rig.log
-    sidecar.conclusions.signals = RankMetrics(rig.log)
+    sidecar.monitor.metrics = RankMetrics(rig.log)
     ranks = [Rank(run, rank) for rank in range(2)]
     for index, (rank, uuid) in enumerate(zip(ranks, (FIRST, SECOND_GPU), strict=True)):
         rank.session.publish(gpus=[{"uuid": uuid, "name": "NVIDIA H200", "index": index}])

@@ -211,14 +211,15 @@ class TestAlone:
             from torchlens_perf.verdicts.stragglers.placement import Placement
             from torchlens_perf.run.identity import Identity
             from torchlens_perf.run.ring import record_dtype
-            from torchlens_perf.sidecar.job import JobView
+            from torchlens_perf.sidecar.cluster import Cluster
+            from torchlens_perf.sidecar.epoch import Epoch
             from torchlens_perf.sidecar.nodes.places import Places
             who = Identity("run", 0, 0, 1, 1, 0, "n0", 1, 1, 1, False, "", "", {})
-            job = JobView("n0")
-            job.add_steps(who, Placement(), assemble_steps(np.zeros(0, record_dtype())), Places(("127.0.0.1", 1)))
-            job.update(1.0)
-            job.close()
-            assert job.judges_alone and job.notes() == []
+            cluster, epoch = Cluster("n0"), Epoch(0)
+            epoch.add_steps(who, Placement(), assemble_steps(np.zeros(0, record_dtype())), Places(("127.0.0.1", 1)))
+            cluster.update(epoch, 1.0)
+            cluster.close(epoch)
+            assert cluster.judges_alone and cluster.notes() == []
             assert not {"grpc", "torch"} & set(sys.modules) and threading.active_count() == 1
         """
         subprocess.run([sys.executable, "-c", code], check=True)

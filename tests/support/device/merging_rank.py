@@ -65,7 +65,7 @@ def main() -> None:
             session.attach([StampHook(torch_device, torch_device.now_ns, aggregate=True, known=known)])
         if "--evaluates" in options and rank == 0:
             for _ in range(5):
-                session.end_step(int(Flag.INFERENCE))  # as a model's forward passes do before it has trained
+                session.step.end(int(Flag.INFERENCE))  # as a model's forward passes do before it has trained
         synchronizations = device.synchronizations
         for step in range(WINDOWS * MERGE_STEPS):
             if step % MERGE_STEPS == 0:

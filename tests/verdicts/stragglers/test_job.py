@@ -80,7 +80,7 @@ class TestNodeJudge:
         for first in range(0, 200, 25):
             for rank in range(4):
                 steps = table(range(first, first + 25), rank, backward=3.0 * (rank == 2 and first >= 100))
-                sent.append(judge.add_steps(0, rank, HERE, steps))
+                sent.append(judge.add_steps(rank, HERE, steps))
             judge.judge()
         (found,) = judge.judge(final=True).episodes
 
@@ -92,23 +92,23 @@ class TestNodeJudge:
     def test_short_steps_make_wide_rows(self) -> None:
         """Rows take at least the time that they are asked to; the rest of them comes with the rank's end."""
         judge = JobDetector()
-        rows = [judge.add_steps(0, rank, HERE, table(range(62), rank), min_row_ns=100e6) for rank in range(2)]
+        rows = [judge.add_steps(rank, HERE, table(range(62), rank), min_row_ns=100e6) for rank in range(2)]
         assert rows[0] is not None
         assert (rows[0].width, len(rows[0])) == (8, 7)
-        last = judge.end(0, 0)
+        last = judge.end(0)
 
         assert last is not None
         assert last.step.tolist() == [56]
-        assert judge.end(0, 0) is None
-        assert judge.end(0, 7) is None
+        assert judge.end(0) is None
+        assert judge.end(7) is None
 
     def test_waits_for_no_rank_that_has_ended(self) -> None:
         """A rank's end lets the others be judged on."""
         judge = JobDetector()
         for rank in range(3):
-            judge.add_steps(0, rank, HERE, table(range(80 if rank else 40), rank, forward=2.0 * (rank == 1)))
+            judge.add_steps(rank, HERE, table(range(80 if rank else 40), rank, forward=2.0 * (rank == 1)))
         assert judge.judge().last_step == 39
-        judge.end(0, 0)
+        judge.end(0)
 
         assert judge.judge().last_step == 79
         assert [each.rank for each in judge.findings.episodes] == [1]
@@ -118,7 +118,7 @@ class TestNodeJudge:
         judge = JobDetector()
         for rank in range(4):
             stage = f"pp{rank // 2}"
-            judge.add_steps(0, rank, Placement("", stage), table(range(100), rank, forward=9.0 * (rank >= 2)))
+            judge.add_steps(rank, Placement("", stage), table(range(100), rank, forward=9.0 * (rank >= 2)))
         found = judge.judge(final=True)
 
         assert found.episodes == ()
@@ -129,11 +129,11 @@ class TestNodeJudge:
         """In the first steps, models and groups are not known of all ranks yet; later, a place does not change."""
         judge = JobDetector()
         for rank in range(3):
-            judge.set_place(0, rank, Placement("", "not known yet"))
+            judge.set_place(rank, Placement("", "not known yet"))
             if early:
-                judge.add_steps(0, rank, Placement("", f"nor now {rank}"), table(range(early), rank))
-            judge.add_steps(0, rank, HERE, table(range(early, 60), rank, forward=3.0 * (rank == 1)))
-            judge.set_place(0, rank, Placement("", "later"))
+                judge.add_steps(rank, Placement("", f"nor now {rank}"), table(range(early), rank))
+            judge.add_steps(rank, HERE, table(range(early, 60), rank, forward=3.0 * (rank == 1)))
+            judge.set_place(rank, Placement("", "later"))
 
         assert judge.places == dict.fromkeys(range(3), HERE)
         assert [each.rank for each in judge.judge(final=True).episodes] == [1]
@@ -144,49 +144,27 @@ class TestNodeJudge:
         job = Job.of(4, 80).slow(3, 20)
         judge = JobDetector()
         for rank in range(4):
-            assert judge.set_place(0, rank, dataclasses.replace(HERE, host=f"node-{rank // 2}"))
+            judge.set_place(rank, dataclasses.replace(HERE, host=f"node-{rank // 2}"))
             judge.add_block("same", BinBatch.of(rank, job.rows_of(rank)))
         (found,) = judge.judge().episodes
 
         assert found.rank == 3
         assert {place.host for place in judge.places.values()} == {"node-0", "node-1"}
 
-    def test_a_restart_begins_anew(self) -> None:
-        """A later attempt has other ranks and no findings yet; what comes late of the earlier one is left out."""
-        judge = JobDetector()
-        for rank in range(3):
-            judge.add_steps(0, rank, HERE, table(range(60), rank, forward=3.0 * (rank == 1)))
-        assert len(judge.judge(final=True).episodes) == 1
-        assert judge.set_place(1, 0, Placement("node-9", "same"))
-
-        assert (judge.attempt, judge.findings, set(judge.places)) == (1, NOTHING, {0})
-        assert not judge.set_place(0, 1, HERE)
-        assert judge.add_steps(0, 1, HERE, table(range(60, 120))) is None
-        assert judge.end(0, 1) is None
-        judge.add_steps(1, 0, HERE, table(range(60)))
-        judge.add_steps(1, 1, HERE, table(range(60), 1))
-        assert judge.judge().last_step == 59
-        judge.end(0, 1)
-        judge.add_steps(1, 0, HERE, table(range(60, 80)))
-        assert judge.judge().last_step == 59
-        found = judge.judge(final=True)
-        assert (found.episodes, found.compared) == ((), 2)
-
-    def test_findings_of_an_earlier_sidecar_go_on_in_its_attempt(self) -> None:
-        """What ended before is kept, until another attempt begins."""
+    def test_findings_of_an_earlier_sidecar_go_on(self) -> None:
+        """What ended before is kept."""
         over = episode(2, since=10, until=40)
         judge = JobDetector(findings(over))
-        for attempt, kept in ((3, (over,)), (4, ())):
-            for rank in range(3):
-                judge.add_steps(attempt, rank, HERE, table(range(60, 100), rank))
-            assert judge.judge().episodes == kept
+        for rank in range(3):
+            judge.add_steps(rank, HERE, table(range(60, 100), rank))
+        assert judge.judge().episodes == (over,)
 
     def test_nothing_new_is_not_judged(self) -> None:
         """Without new rows the findings are those that were there."""
         judge = JobDetector()
         assert judge.judge() is NOTHING
         for rank in range(2):
-            judge.add_steps(0, rank, HERE, table(range(41), rank))
+            judge.add_steps(rank, HERE, table(range(41), rank))
         found = judge.judge()
 
         assert judge.judge() is found

@@ -20,8 +20,6 @@ from torchlens_perf.errors import guard
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 PATH = "/metrics"
-REQUEST_S = 3.0  # for all of a request's head
-ANSWER_S = 10.0  # for all of the answer: as long as Prometheus waits by default
 _MAX_HEAD = 8192  # bytes
 _WAITING = 8  # connections
 _LOOPBACK = "127.0.0.1"
@@ -59,9 +57,18 @@ class Address(NamedTuple):
 class Endpoint:
     """Listens from the start until close()."""
 
-    def __init__(self, address: Address, answer: Callable[[str], Answer]) -> None:
-        """answer: makes /metrics, from the request's Accept header; called on the endpoint's thread, never twice at a
-        time. Raises OSError where the port is taken, or may not be had."""
+    def __init__(
+        self,
+        address: Address,
+        answer: Callable[[str], Answer],
+        request_timeout_s: float = 3.0,
+        answer_timeout_s: float = 10.0,
+    ) -> None:
+        """answer: makes /metrics from the request's Accept header; called on the endpoint's thread, one at a time.
+
+        request_timeout_s: for all of a request's head. answer_timeout_s: for all of the answer; Prometheus waits for
+        as long by default. Raises OSError where the port is taken, or may not be had.
+        """
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -73,6 +80,7 @@ class Endpoint:
             raise
         self.address = Address(address.host, self._socket.getsockname()[1])
         self._answer = answer
+        self._request_timeout_s, self._answer_timeout_s = request_timeout_s, answer_timeout_s
         self._closing = False
         self.scrapes: list[float] = []
         """When the last two answers to /metrics were begun that somebody took whole; time.monotonic()."""
@@ -102,10 +110,10 @@ class Endpoint:
 
     def _attend(self, connection: socket.socket) -> None:
         began_s = time.monotonic()
-        head = _head(connection, began_s + REQUEST_S)
+        head = _head(connection, began_s + self._request_timeout_s)
         if not head:
             return
-        connection.settimeout(ANSWER_S)  # of sendall(), the time for everything
+        connection.settimeout(self._answer_timeout_s)  # of sendall(), the time for everything
         method, path, headers = _parsed(head)
         status, answer = self._found(method, path, headers)
         lines = [

@@ -42,7 +42,6 @@ class Relay:
 
     @property
     def installed(self) -> bool:
-        """Whether torch calls it."""
         return bool(self._handles)
 
     def install(self) -> None:

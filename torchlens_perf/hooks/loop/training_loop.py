@@ -14,7 +14,7 @@ from torchlens_perf.hooks.loop.passed_optimizers import PassedOptimizers, parame
 from torchlens_perf.hooks.loop.selection import NamedModel
 from torchlens_perf.hooks.loop.trained_models import TrainedModels, living_optimizers, models_with_gradients
 from torchlens_perf.recorder import torch_private
-from torchlens_perf.recorder.session import StepContent
+from torchlens_perf.recorder.current_step import StepContent
 from torchlens_perf.recorder.steps import NEVER, EvaluationRule, StepRule
 from torchlens_perf.recorder.training_thread import Work
 from torchlens_perf.run.ring import Flag
@@ -78,7 +78,6 @@ class Accumulation:
         self._most = 0  # in the step in progress
 
     def add(self, optimizer: Any) -> None:
-        """From here on its gradients are looked at."""
         if len(self._samples) < _MAX_OPTIMIZERS:
             with self._out_of_sight():
                 trained = (each for each in parameters_of(optimizer) if getattr(each, "requires_grad", False))
@@ -87,7 +86,6 @@ class Accumulation:
                 self._samples[id(optimizer)] = _Sample(parameter)
 
     def look(self, *, ended: bool) -> None:
-        """When the outermost backward pass begins, and when it has ended."""
         if not self._samples:
             return
         with self._thread.gradients:
@@ -159,7 +157,6 @@ class TrainingLoop:
     # -- at the begin
 
     def models_given(self, models: Sequence[NamedModel]) -> None:
-        """The user has said which models to time."""
         self._models_given = True
         self._watch(models)
 
@@ -179,7 +176,6 @@ class TrainingLoop:
     # -- what hooks see
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
-        """The constructor of an optimizer has returned."""
         if not self._session.recorder.closed:
             address = id(optimizer)
             self._made[address] = weakref.ref(optimizer, lambda _: self._made.pop(address, None)), self._count
@@ -213,13 +209,12 @@ class TrainingLoop:
 
     @guard("begin of a backward pass")
     def backward_begins(self) -> None:
-        """The outermost backward pass begins."""
         self._accumulation.look(ended=False)
 
     @guard("backward pass inside of another one")
     def backward_inside_backward(self) -> None:
         """Not torch's checkpointing; mostly another implementation, whose recomputation cannot be distinguished."""
-        self._session.not_measured(RECOMPUTE)
+        self._session.metadata.not_measured(RECOMPUTE)
 
     @guard("end of a backward pass")
     def backward_ended(self) -> None:
@@ -235,17 +230,16 @@ class TrainingLoop:
             if rule.counts_backwards:
                 self._backwards_are_steps()
         if rule.backward_is_step():
-            self._session.end_step()
+            self._session.step.end()
 
     def forward_ended(self, with_gradient: bool, module: int, is_root: bool) -> None:
         """A watched module that no other one called has returned. module: its id."""
         self._forwards += with_gradient
         self._without_gradient |= not with_gradient
         if self._rule.forward_ended(with_gradient=with_gradient, module=module, is_root=is_root):
-            self._session.end_step(_INFERENCE)
+            self._session.step.end(_INFERENCE)
 
     def manual_step(self) -> bool:
-        """Whether the user's call ends a step."""
         return self._rule.manual_step()
 
     # -- for the session
@@ -283,7 +277,7 @@ class TrainingLoop:
             elif ending is not None and len(self.passed) and patience is not None:
                 self._say_once(f"{name} has taken the place of {ending.class_name}: steps end with it from then on")
         if ends:
-            self._session.end_step()
+            self._session.step.end()
         if self._rule.ignores_passed and not ignored:
             self._session.note(
                 f"{self.passed.class_names()}, passed to watch(), has not stepped: steps end with another optimizer, "
@@ -385,7 +379,6 @@ class TrainingLoop:
         return any(id(parameter) in watched for parameter in model.parameters())
 
     def _watched_parameters(self) -> set[int]:
-        """Their ids."""
         roots = [root for reference in self._roots if (root := reference()) is not None]
         return {id(parameter) for root in roots for parameter in root.parameters()}
 

@@ -101,7 +101,7 @@ class GpuHook:
             if step & (step + 1):  # asking costs more than all else at a step's end: at the first, second, fourth ...
                 return
             if self._publish(session):
-                session.stop_work(publish_once)
+                session.step_callbacks.remove(publish_once)
 
         with session.each_step(self.name, publish_once):
             yield

@@ -20,8 +20,12 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Event
+
+    from torchlens_perf.hooks.on_device.events import AcceleratorEvents
 
 MAX_EVENTS = 32768  # that wait to be read, or in the pool; an event is a few hundred bytes of the host
 MAX_TIMES = 2 * MAX_EVENTS  # that are kept for span(), the newest
@@ -31,41 +35,6 @@ ANCHOR_PATIENCE_NS = 50_000  # an idle stream's event takes some microseconds
 OLDEST_ANCHOR_NS = 30_000_000_000  # beyond it, one that is known less well is better: float32 milliseconds grow coarse
 _FIRST_ANCHORS = 5
 _FIRST_PATIENCE_NS = 1_000_000
-
-
-class Event(Protocol):
-    """What a clock needs of torch.Event(enable_timing=True)."""
-
-    def query(self) -> bool:
-        """Whether the device has reached it."""
-
-    def elapsed_time(self, end_event: Event, /) -> float:
-        """Milliseconds until another event; both have been reached. CUDA's resolution is about half a microsecond."""
-
-
-class Events(Protocol):
-    """The device's events, on the thread that works."""
-
-    name: str
-    """What the clock is called."""
-
-    def new(self) -> Event:
-        """One that has not been recorded."""
-
-    def current(self) -> Hashable | None:
-        """The calling thread's current stream; None while it is being captured into a graph."""
-
-    def record(self, event: Any, stream: Any) -> None:
-        """Records it on a stream that current() gave."""
-
-    def record_aside(self, event: Any) -> None:
-        """Records it on a stream of our own, which has nothing else to do."""
-
-    def capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
-
-    def beside_captures(self) -> AbstractContextManager[None]:
-        """Inside, questions to the device do not end what another thread captures."""
 
 
 class DeviceAnchor(NamedTuple):
@@ -90,7 +59,7 @@ class _Stream:
 class EventClock:
     """A Clock whose marks are events on the current stream. One device; under the GIL, as autograd marks too."""
 
-    def __init__(self, events: Events, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, events: AcceleratorEvents, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         """Looks for a first anchor, for some microseconds; now_ns: the host's clock."""
         self._events = events
         self.name = events.name

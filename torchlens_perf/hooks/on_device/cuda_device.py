@@ -26,13 +26,11 @@ class Device:
     """The current device of torch's, as stamps need it. CUDA, not HIP: the kernels read NVIDIA's clock."""
 
     def stream(self) -> int:
-        """The current stream's handle."""
         import torch
 
         return int(torch.cuda.current_stream().cuda_stream)
 
     def capturing(self) -> bool:
-        """Whether the current stream is being captured."""
         import torch
 
         return torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())

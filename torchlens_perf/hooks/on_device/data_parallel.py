@@ -39,7 +39,7 @@ class DataParallelHook:
             def look_for_fsdp2() -> None:
                 if _FSDP2_GROUPS not in sys.modules:  # it takes a second to import
                     return
-                session.stop_work(look_for_fsdp2)
+                session.step_callbacks.remove(look_for_fsdp2)
                 if torch_private.works(FSDP2):
                     attached.enter_context(_Fsdp2(session, sys.modules[_FSDP2_GROUPS]).attached())
                 else:
@@ -58,7 +58,7 @@ def _ddp_buffers(session: Session) -> Iterator[None]:
 
     @functools.wraps(sync)
     def marked(self: Any) -> Any:
-        stalls = session.stalls
+        stalls = session.clocks.stalls
         if stalls is None:
             return sync(self)
         stalls.begin(name_id)
@@ -112,7 +112,7 @@ class _Fsdp2:
 
     @guard("an unshard of FSDP2")
     def _wait_for_unshard(self, result: Any) -> None:
-        stalls, event = self._session.stalls, result.all_gather_event
+        stalls, event = self._session.clocks.stalls, result.all_gather_event
         if stalls is None or event is None:
             return  # without an event it waits for a Work, which is tapped
         begun = stalls.begin(self._unshard)
@@ -143,7 +143,7 @@ class _Fsdp2:
             pending = getattr(context, "reduce_scatter_state", None) is not None
         else:
             pending = len(states) >= getattr(context, "reduce_scatter_max_input_buffers", 1)
-        self._expects_wait = self._session.stalls is not None and group.reduce_grads and pending
+        self._expects_wait = self._session.clocks.stalls is not None and group.reduce_grads and pending
 
     def _ranges(self, record_function: Callable[..., Any]) -> Callable[..., Any]:
         """The profiler's ranges say how far post_backward() is: it waits between the end of one and the reduction."""
@@ -158,15 +158,15 @@ class _Fsdp2:
         return marked
 
     def _begin_wait(self) -> None:
-        stalls = self._session.stalls
+        stalls = self._session.clocks.stalls
         if stalls is not None:
             self._waits = True
             stalls.begin(self._reduce)
 
     def _end_wait(self) -> None:
         waits, self._waits = self._waits, False
-        if waits and self._session.stalls is not None:
-            self._session.stalls.end()
+        if waits and self._session.clocks.stalls is not None:
+            self._session.clocks.stalls.end()
 
     def _reducing(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
         def marked(*args: Any, **kwargs: Any) -> Any:
@@ -180,7 +180,7 @@ class _Fsdp2:
         """The first group's waits for the newest reduction; later groups' have nothing left to wait for."""
 
         def marked(group: Any) -> Any:
-            stalls, reduced, self._reduced = self._session.stalls, self._reduced, False
+            stalls, reduced, self._reduced = self._session.clocks.stalls, self._reduced, False
             if stalls is None or not reduced:
                 return finalize(group)
             stalls.begin(self._last)

@@ -48,8 +48,8 @@ class MemoryHook:
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
         def read_resident() -> None:
-            session.set_memory(0)  # if reading fails, there is no number
-            session.set_memory(int(os.pread(descriptor, 64, 0).split()[1]) * page_bytes)
+            session.step.set_memory(0)  # if reading fails, there is no number
+            session.step.set_memory(int(os.pread(descriptor, 64, 0).split()[1]) * page_bytes)
 
         try:
             with session.throttled(self.name, read_resident):  # reading /proc takes 11 us
@@ -88,7 +88,7 @@ class _DeviceMemory:
         import torch
 
         self._has_read = False
-        session.set_memory(0)  # if reading fails, there is no number
+        session.step.set_memory(0)  # if reading fails, there is no number
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         limit = torch.cuda.get_device_properties(self._device).total_memory
         limit = int(limit * torch.cuda.get_per_process_memory_fraction(self._device))
@@ -97,7 +97,7 @@ class _DeviceMemory:
         for name, value0, value1 in found:
             recorder.record_span(_MEMORY, session.intern(name), begin_ns, took_ns, 0, value0, value1)
             if name == "allocated":
-                session.set_memory(value1)
+                session.step.set_memory(value1)
                 self._has_read = value1 > 0
         self._not_before_ns = begin_ns + _MAX_SHARE * took_ns
 

@@ -17,12 +17,13 @@ from weakref import WeakSet
 
 from torchlens_perf.errors import guard
 from torchlens_perf.recorder import nccl_plugin, recorder, torch_groups
+from torchlens_perf.recorder.clocks import MAX_UNREAD_STEPS
 from torchlens_perf.recorder.nccl_plugin import Cause, Counters, NcclPlugin
 from torchlens_perf.recorder.patch import patched
 
 if TYPE_CHECKING:
+    from torchlens_perf.recorder.clocks import Clock
     from torchlens_perf.recorder.session import Session
-    from torchlens_perf.run.clock import Clock
 
 _TOO_LATE = (
     "asynchronous collectives have no end, as NCCL's communicators were made before its plugin was there: enter "
@@ -44,7 +45,6 @@ _GIVEN_UP = {
     Cause.MANY_COMMUNICATORS: "there were more than 1024 communicators at once",
     Cause.NO_ROOM: "there is no room in shared memory for what NCCL needs to time another communicator",
 }
-_UNREAD_STEPS = 256  # a time that the device has not reported after so many steps is given up
 _captured: WeakSet[Any] = WeakSet()
 """CUDA graphs whose capture a watch of this process has seen."""
 
@@ -79,7 +79,7 @@ class NcclHook:
 
     def _note(self, session: Session, text: str) -> None:
         """For jobs of several ranks: NCCL runs nothing on a lone one."""
-        if session.communicates():
+        if session.identity.has_other_ranks:
             session.note(text)
 
     def _offer(self, plugin: NcclPlugin | None, file: Path | None, local_ranks: int) -> str:
@@ -116,7 +116,7 @@ class NcclHook:
         by_events = False
 
         def switch() -> None:
-            plugin.switch(on=not captures.under_way and session.training_steps % self._every == 0)
+            plugin.switch(on=not captures.under_way and session.step.training_steps % self._every == 0)
 
         def take_events(why: str) -> None:
             nonlocal by_events
@@ -168,7 +168,7 @@ class NcclHook:
 
 def _runs(session: Session) -> bool:
     """Whether NCCL has run a collective."""
-    return any(torch_groups.backend_of_group(*group) == "nccl" for group in session.device_groups)
+    return any(torch_groups.backend_of_group(*group) == "nccl" for group in session.metadata.device_groups)
 
 
 def _why(counters: Counters) -> str:
@@ -254,11 +254,11 @@ def _by_events(session: Session) -> Iterator[None]:
         return
     events = CollectiveEvents(session)
     with session.each_step("device times of collectives", events.read):
-        session.hear_collectives(events.marked)
+        session.clocks.listen_to_collectives(events.marked)
         try:
             yield
         finally:
-            session.hear_collectives(None)
+            session.clocks.listen_to_collectives(None)
 
 
 class _Pending(NamedTuple):
@@ -284,10 +284,12 @@ class CollectiveEvents:
 
     @guard("timing a collective")
     def marked(self, begin: int, end: int) -> None:
-        """A session's CollectiveListener."""
+        """See Clocks.collective_listener."""
         ticket = self._session.recorder.claim()
         if ticket:
-            self._pending.append(_Pending(ticket, self._session.clock, begin, end, self._session.recorder.step))
+            self._pending.append(
+                _Pending(ticket, self._session.clocks.current, begin, end, self._session.recorder.step)
+            )
 
     def read(self) -> None:
         """At a step's end: reports to the recorder the times that the device's clock has by now."""
@@ -298,7 +300,7 @@ class CollectiveEvents:
             if times is not None:
                 start_ns, duration_ns = times
                 recorder.part_over(first.ticket, start_ns, start_ns + duration_ns)
-            elif recorder.step - first.step < _UNREAD_STEPS:
+            elif recorder.step - first.step < MAX_UNREAD_STEPS:
                 return
             else:
                 recorder.part_over(first.ticket)

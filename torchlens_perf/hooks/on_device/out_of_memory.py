@@ -8,10 +8,12 @@ us: it may end the process, be caught by the user, or by cuDNN, which tries some
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import os
 import sys
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +24,7 @@ from torchlens_perf.errors import HookUnavailable, guard
 from torchlens_perf.recorder import torch_instruments, torch_private
 from torchlens_perf.recorder.folder_request import problem_with
 from torchlens_perf.recorder.patch import patched
+from torchlens_perf.recorder.torch_instruments import memory_history
 from torchlens_perf.run import ownership
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.oom_table import OutOfMemory, Places, live_table
@@ -73,7 +76,7 @@ class OutOfMemoryHook:
             import torch
 
             if torch.cuda.is_initialized():  # neither of the two may initialize it: that would poison a later fork
-                session.stop_work(start)
+                session.step_callbacks.remove(start)
                 backend = torch.cuda.get_allocator_backend()
                 if backend != "native":
                     session.note(f"{self.name}: the allocator {backend} does not report it")
@@ -90,10 +93,10 @@ class OutOfMemoryHook:
             finally:
                 relay.observed = None
                 self._watched.close()
-                if not session.recorder.closed:  # in a forked child it is the parent's
-                    if session.own_memory_history:
-                        session.set_own_memory_history(False)
-                        torch_instruments.record_memory_history(0)
+                if session.recorder.closed:  # in a forked child it is the parent's
+                    memory_history.release()
+                else:
+                    memory_history.end()
                     observer.close()
 
     def _start_history(self, session: Session) -> None:
@@ -107,15 +110,14 @@ class OutOfMemoryHook:
         if torch_instruments.records_memory_history():
             session.note("memory history is off: the job records a history of its own, which is left as it is")
             return
-        torch_instruments.record_memory_history(_HISTORY_ENTRIES)
-        session.set_own_memory_history(True)
+        memory_history.start(_HISTORY_ENTRIES)
         import torch
 
         record = torch.cuda.memory._record_memory_history
 
         def records(*args: Any, **kwargs: Any) -> None:
             """The job begins one of its own, or ends it: from then on it is not ours to end."""
-            session.set_own_memory_history(False)
+            memory_history.release()
             self._watched.close()
             record(*args, **kwargs)
 
@@ -158,7 +160,7 @@ class _Observer:
             "free_bytes": free_bytes,
             "module": "",
             "stack": [],
-            "inside": self._session.inside(),
+            "inside": [] if self._session.recorder.closed else self._session.ring.inside(),
             "untold": self._unreported,
             "caught": False,
             "table": None,
@@ -173,9 +175,7 @@ class _Observer:
             return
         places = Places(forward_methods(), _hidden())
         module, stack = places.of(_own_frames())
-        # A history of the job's own may be of any length: not asked for. The stacks of blocks are there all the same.
-        snapshot = torch_instruments.memory_snapshot(with_history=self._session.own_memory_history)
-        table = live_table(snapshot, device, places)
+        table = live_table(torch_instruments.memory_snapshot(), device, places)
         took_s = (self._now_ns() - begin_ns) / 1e9
         value |= {"module": module, "stack": list(stack), "table": table, "earlier": None, "took_s": took_s}
         self._write(path, value)
@@ -232,13 +232,11 @@ def forward_methods() -> dict[str, list[tuple[int, str]]]:
 
 def _own_frames() -> list[dict[str, Any]]:
     """The Python stack that asked for memory, innermost first, as a snapshot has it; empty on autograd's threads."""
-    frames: list[dict[str, Any]] = []
-    frame = sys._getframe(2)  # without this function and its caller
-    while frame is not None and len(frames) < _MAX_OWN_FRAMES:
-        code = frame.f_code
-        frames.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
-        frame = frame.f_back  # type: ignore[assignment]
-    return [frame for frame in frames if not frame["filename"].startswith(_ours())]
+    frames = itertools.islice(traceback.walk_stack(sys._getframe(2)), _MAX_OWN_FRAMES)  # without our caller
+    found: list[dict[str, Any]] = [
+        {"filename": each.f_code.co_filename, "line": line, "name": each.f_code.co_name} for each, line in frames
+    ]
+    return [frame for frame in found if not frame["filename"].startswith(_ours())]
 
 
 def _hidden() -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchlens_perf.run.clock import DeviceMark
 
@@ -20,17 +20,16 @@ if TYPE_CHECKING:
 _MAX_STEPS = 256  # whose ends are remembered
 
 
-class Marked(Protocol):
-    """A span whose marks are on their way."""
+class MarkedSpan(NamedTuple):
+    """A span that the device may not have come to yet."""
 
-    @property
-    def kind(self) -> int: ...
-    @property
-    def name_id(self) -> int: ...
-    @property
-    def begin(self) -> int: ...
-    @property
-    def end(self) -> int: ...
+    kind: int
+    name_id: int
+    step: int
+    begin: int
+    end: int
+    issued_ns: int
+    """When the host marked the end."""
 
 
 class DeviceProgress:
@@ -41,7 +40,9 @@ class DeviceProgress:
         self._reached = -1
         self._known: DeviceMark | None = None
 
-    def step_ended(self, session: Session, clock: EventClock, boundary: int | None, spans: Iterable[Marked]) -> None:
+    def step_ended(
+        self, session: Session, clock: EventClock, boundary: int | None, spans: Iterable[MarkedSpan]
+    ) -> None:
         """Looks, after the clock has been drained. boundary: the mark of this step's end. spans: the oldest first, of
         which some are not reached."""
         step = session.recorder.step
@@ -54,10 +55,10 @@ class DeviceProgress:
             self._known = self._known._replace(looked_ns=now_ns)
         else:
             self._reached, self._known = reached, self._find(reached, spans, now_ns)
-        if self._known is not None:
-            session.set_device_mark(self._known)
+        if self._known is not None and not session.recorder.closed:
+            session.ring.set_device_mark(self._known.words())
 
-    def _find(self, reached: int, spans: Iterable[Marked], now_ns: int) -> DeviceMark | None:
+    def _find(self, reached: int, spans: Iterable[MarkedSpan], now_ns: int) -> DeviceMark | None:
         before = None
         for last, step in self._ends:
             if last > reached:
@@ -71,7 +72,7 @@ class DeviceProgress:
         return DeviceMark(self._ends[-1][1] + 1, 0, 0, 0, False, now_ns, now_ns)
 
 
-def _closest(reached: int, before: int, spans: Iterable[Marked]) -> tuple[int, int, bool]:
+def _closest(reached: int, before: int, spans: Iterable[MarkedSpan]) -> tuple[int, int, bool]:
     """The newest mark of a span until then, after the mark `before`: kind, name and whether it is an end."""
     best, found = before, (0, 0, False)
     for span in spans:

@@ -11,17 +11,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import DeviceError, HookUnavailable, guard
-from torchlens_perf.hooks.on_device.clock import BEHIND_STEPS, EventClock, Events
-from torchlens_perf.hooks.on_device.events import events_of
-from torchlens_perf.hooks.on_device.progress import DeviceProgress
+from torchlens_perf.hooks.on_device.clock import BEHIND_STEPS, EventClock
+from torchlens_perf.hooks.on_device.events import AcceleratorEvents, events_of
+from torchlens_perf.hooks.on_device.progress import DeviceProgress, MarkedSpan
 from torchlens_perf.hooks.on_device.stalls import Stalls
 from torchlens_perf.hooks.on_device.step_parts import StepParts
 from torchlens_perf.recorder import native_tap
+from torchlens_perf.recorder.clocks import LONGEST_MARK_NS, MAX_UNREAD_STEPS
 from torchlens_perf.recorder.devices import CONNECTIONS, accelerator_in_use
-from torchlens_perf.run.clock import LONGEST_MARK_NS
 from torchlens_perf.run.device.step_parts import PART_OF_SPAN
 from torchlens_perf.run.ring import UNKNOWN_NS, Kind
 
@@ -31,21 +31,8 @@ if TYPE_CHECKING:
 
 _DEVICE, _STEP, _BACKWARD = int(Kind.DEVICE), int(Kind.STEP), int(Kind.BACKWARD)
 _PROBED = (int(Kind.MODULE), int(Kind.SECTION))  # in sampled steps only
-_UNREAD_STEPS = 256  # a time that the device has not reported after so many steps is given up
 WORST_ERROR_NS = 50_000  # of the device's times on the host's line; above it, how far the device is behind is not known
 _never_freed: list[EventClock] = []  # in forked children
-
-
-class _Pending(NamedTuple):
-    """A span that the device may not have come to yet."""
-
-    kind: int
-    name_id: int
-    step: int
-    begin: int
-    end: int
-    issued_ns: int
-    """When the host marked the end."""
 
 
 class DeviceHook:
@@ -59,7 +46,7 @@ class DeviceHook:
         self._asked_for = asked_for
         self._kind = kind
         self._parts = None if known is None else StepParts(known)
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[MarkedSpan] = deque()
         self._clock: EventClock | None = None
         self._stalls: Stalls | None = None
         self._boundary: int | None = None  # where the step in progress began on the device
@@ -85,13 +72,13 @@ class DeviceHook:
             with guard("the device's last times"):
                 self._end(session)
 
-    def start(self, session: Session, events: Events, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def start(self, session: Session, events: AcceleratorEvents, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         """Begins to mark. The device has a context: we make none. now_ns: the host's clock."""
         clock = self._clock = EventClock(events, now_ns)
         recorder, pending = session.recorder, self._pending
 
         def span_marked(kind: int, name_id: int, begin: int, end: int) -> None:
-            pending.append(_Pending(kind, name_id, recorder.step, begin, end, now_ns()))
+            pending.append(MarkedSpan(kind, name_id, recorder.step, begin, end, now_ns()))
 
         stalls = self._stalls = Stalls(session, clock, span_marked)
 
@@ -106,14 +93,13 @@ class DeviceHook:
 
         mark, span = guard("marking the device")(clock.mark), guard("marking the device")(span_ended)
         recorder.set_device_clock(mark, span, stalls.begin_wait, stalls.end)
-        session.use_clock(clock, stalls)
+        session.clocks.use(clock, stalls)
         time_collectives(stalls.begin_collective)
 
     def _stop(self, session: Session) -> None:
-        """Marks nothing more."""
         if not session.recorder.closed:
             session.recorder.set_device_clock(None, None)
-        session.use_clock(None)
+        session.clocks.use(None)
         time_collectives(None)
 
     def _step_ended(self, session: Session) -> None:
@@ -138,7 +124,7 @@ class DeviceHook:
             self._stalls.step_ended()  # what it has lost is missing in this step
         # The step's record completes it: there is none where a stall may be missing.
         if boundary is not None and self._boundary is not None and clock.missing == self._missing_before:
-            self._pending.append(_Pending(_STEP, 0, step, self._boundary, boundary, clock.now_ns()))
+            self._pending.append(MarkedSpan(_STEP, 0, step, self._boundary, boundary, clock.now_ns()))
         self._boundary, self._missing_before = boundary, clock.missing
         if self._stalls is not None:
             self._stalls.stream = clock.current() or self._stalls.stream
@@ -147,7 +133,7 @@ class DeviceHook:
         self._progress.step_ended(session, clock, boundary, self._pending)
         recorded, probed = self._record(session, clock, step)
         if probed:  # what an earlier step was probed for is read in this one
-            session.add_probe_cost((session.recorder.now_ns() - start_ns) * probed // recorded)
+            session.step.add_probe_cost((session.recorder.now_ns() - start_ns) * probed // recorded)
         self._tell(session, clock)
 
     def _look_for_a_device(self, session: Session) -> None:
@@ -156,7 +142,7 @@ class DeviceHook:
         if self._gone or step & (step + 1):
             return
         try:
-            device = accelerator_in_use(self._kind, computes_there=session.computes_on(self._kind))
+            device = accelerator_in_use(self._kind, computes_there=session.metadata.computes_on(self._kind))
             if device is None or _is_capturing(self._kind):
                 return  # looking for an anchor would end a capture
             self.start(session, events_of(device))
@@ -184,7 +170,7 @@ class DeviceHook:
                 )
                 if parts is not None:
                     parts.add(span.kind, span.step, start_ns, duration_ns)
-            elif step - span.step < _UNREAD_STEPS:
+            elif step - span.step < MAX_UNREAD_STEPS:
                 break
             else:
                 self._given_up += 1

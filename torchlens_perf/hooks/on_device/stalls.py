@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
-from torchlens_perf.run.clock import LONGEST_MARK_NS
+from torchlens_perf.recorder.clocks import LONGEST_MARK_NS
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
@@ -94,16 +94,16 @@ class Stalls:
         self.begin(self._wait)
 
     def begin_collective(self) -> Callable[[], None] | None:
-        """A session's CollectiveTimer: before an operation that runs in the current stream's order, which thus waits
+        """Before an operation that runs in the current stream's order, which thus waits
         for the other ranks, and is busy with the transfer."""
         stall = self.begin(self._collective)
-        heard = self._session.collective_listener is not None  # also on another stream
+        heard = self._session.clocks.collective_listener is not None  # also on another stream
         mark = self._clock.mark() if stall is None and heard else stall
         return None if mark is None else partial(self._end_collective, mark, stall is not None)
 
     @guard("marking a collective")
     def _end_collective(self, begin: int, is_stall: bool) -> None:
-        end, listener = self.end() if is_stall else self._clock.mark(), self._session.collective_listener
+        end, listener = self.end() if is_stall else self._clock.mark(), self._session.clocks.collective_listener
         if listener is not None and end is not None:
             listener(begin, end)
 
@@ -135,7 +135,6 @@ class Stalls:
             self._close(end)
 
     def phase_marked(self) -> None:
-        """A phase's end has just been marked."""
         if self.stream is not None and self._clock.marked_on != self.stream:
             self._phases_on.add(self._clock.marked_on)
 

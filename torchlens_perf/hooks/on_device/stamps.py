@@ -154,7 +154,7 @@ class SessionStamper:
         watchdog would ask the device about it."""
         if self._device.capturing():
             return
-        due, window = self._session.training_steps // MERGE_STEPS - self._merges, False
+        due, window = self._session.step.training_steps // MERGE_STEPS - self._merges, False
         with guard("the device sections of all ranks"):
             self._collect(ring)
             self._record_merged(merge)
@@ -165,7 +165,6 @@ class SessionStamper:
             window = False
 
     def _record_merged(self, merge: DeviceAggregate) -> None:
-        """On rank 0."""
         merged = merge.collect()
         if merge.disagreed:
             self._session.note("device sections: not all ranks entered them in the same order; those are not merged")
@@ -184,7 +183,7 @@ class SessionStamper:
             self._tell_untimed()
         if ring is not None and not self._device.capturing():
             self._end(ring, merge)
-        elif merge is not None and self._session.training_steps // MERGE_STEPS > self._merges:
+        elif merge is not None and self._session.step.training_steps // MERGE_STEPS > self._merges:
             self._session.note(
                 "device sections: the watch ended in a capture, where this rank could not merge: others wait"
             )

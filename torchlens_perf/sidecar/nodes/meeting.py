@@ -1,4 +1,4 @@
-"""This node among those of its job: which of them collects, and whose processes run together. Used by sidecar/job.py.
+"""This node among those of its job: which of them collects, and whose processes run together.
 
 The exchange stays open while processes are replaced: other nodes may have begun anew already, or may be about to.
 """

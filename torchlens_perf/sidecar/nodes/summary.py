@@ -189,6 +189,15 @@ def windows(rows: StepBins) -> Iterator[StepBins]:
         yield StepBins(**{name: value if name == "width" else value[chosen] for name, value in fields.items()})
 
 
+def take_rows(unsent: list[StepBins]) -> StepBins | None:
+    """Take out the next rows, as many as fit into a summary; None if there are none."""
+    if not unsent:
+        return None
+    first, *later = list(windows(unsent.pop(0)))
+    unsent[:0] = later
+    return first
+
+
 def is_readable(payload: bytes) -> bool:
     """Whether it is of this version."""
     return len(payload) == LAYOUT.itemsize and payload[0] == VERSION

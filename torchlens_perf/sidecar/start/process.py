@@ -201,7 +201,7 @@ def _read(
                     exporter.shutdown(0)
             if sidecar is not None:
                 with guard("leaving the other nodes"):  # else they would go on to send to the exchange of this one
-                    sidecar.conclusions.job.close()
+                    sidecar.leave_cluster()
             time.sleep(rest_s)
         finally:
             with guard("ending /metrics"):

@@ -124,15 +124,10 @@ def place_of(identity: Identity, model: str, groups: Mapping[str, ProcessGroup],
 
 
 class JobDetector:
-    """Judges one attempt of a job after the other: a restart may have other ranks."""
+    """Judge the ranks of one generation of processes. Their places are settled when their first rows come."""
 
     def __init__(self, earlier: Findings = NOTHING) -> None:
-        """earlier: what an earlier sidecar has found of the first attempt that is judged here."""
-        self._begin(-1, earlier)
-
-    def _begin(self, attempt: int, earlier: Findings = NOTHING) -> None:
-        """Discard what is known of the attempt before, whose ranks were other processes."""
-        self.attempt = attempt
+        """earlier: what an earlier sidecar has found about the same processes."""
         self._earlier = EarlierEpisodes(earlier)
         self.places: dict[int, Placement] = {}
         self.findings: Findings = NOTHING
@@ -142,24 +137,21 @@ class JobDetector:
         self._changed = False
 
     def add_steps(
-        self, attempt: int, rank: int, place: Placement, table: StepTable, min_row_ns: float = MIN_ROW_NS
+        self, rank: int, place: Placement, table: StepTable, min_row_ns: float = MIN_ROW_NS
     ) -> StepBins | None:
         """Add finished steps of a rank of this node. Return the rows that they complete, to be sent to other nodes."""
-        if not self.set_place(attempt, rank, place):
-            return None
+        self.set_place(rank, place)
         rows = self._makers.setdefault(rank, StepBinMaker(min_row_ns=min_row_ns)).add(table)
         return self._add(rank, rows)
 
     def add_block(self, population: str, block: BinBatch) -> None:
-        """Rows of ranks of other nodes, which set_place() has registered."""
+        """Add rows of ranks of other nodes, which set_place() has registered."""
         self._judge.add_block(population, block)
         self._has_rows.update(block.ranks.tolist())
         self._changed = True
 
-    def end(self, attempt: int, rank: int) -> StepBins | None:
-        """The rank's process has ended. Returns its last rows."""
-        if attempt != self.attempt:
-            return None
+    def end(self, rank: int) -> StepBins | None:
+        """End a rank, whose process has ended. Return its last rows."""
         rows = self._makers[rank].rest() if rank in self._makers else None
         self._add(rank, rows)
         self._judge.end(rank)
@@ -167,6 +159,7 @@ class JobDetector:
         return rows
 
     def judge(self, *, final: bool = False) -> Findings:
+        """Return the findings about the rows that have come. final: the run has ended."""
         if final:
             for rank, maker in self._makers.items():
                 self._add(rank, maker.rest())
@@ -179,21 +172,14 @@ class JobDetector:
         """Whether rows of a rank have come: its place is settled."""
         return rank in self._has_rows
 
-    def set_place(self, attempt: int, rank: int, place: Placement) -> bool:
-        """A rank's place: what is known of it when its first rows come, for then it is compared with others.
+    def set_place(self, rank: int, place: Placement) -> None:
+        """Set a rank's place until its first rows come: then it is compared with others.
 
-        Models and groups are known within the first steps. Returns whether it belongs to the attempt that is judged.
+        Models and groups are known within the first steps.
         """
-        if attempt < self.attempt:
-            return False
-        if self.attempt < 0:
-            self.attempt = attempt
-        elif attempt > self.attempt:
-            self._begin(attempt)
         if rank not in self._has_rows and self.places.get(rank) != place:
             self.places[rank] = place
             self._judge.set_place(rank, place)
-        return True
 
     def _add(self, rank: int, rows: StepBins | None) -> StepBins | None:
         if rows is not None and len(rows):

@@ -1,7 +1,4 @@
-"""By what one watch is shown while it records: a notebook's cell, callbacks, the user's logger.
-
-Made when the user first asks for one.
-"""
+"""What shows a watch while it records: a notebook's cell, callbacks, the user's logger. Made when first asked for."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     from torchlens_perf.results.figures import Asked
 
 
-class Surfaces:
+class LiveViews:
     """Training thread."""
 
     def __init__(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.verdicts import Alert
     from torchlens_perf.verdicts.finding_log import FindingLog
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
     from torchlens_perf.verdicts.stragglers.placement import Placement
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 _PERIOD_S = 10.0  # between two looks for slow links, which are judged by the whole run
 _MIN_REST = 100.0  # times what a look has taken
+_NEWEST_ALERTS = 32
 
 
 class LinkWatch:
@@ -63,11 +67,15 @@ class LinkWatch:
         return slow_link_verdict(nodes)
 
 
-class Assessor:
-    """Raises alerts, and says with whom a slow rank is slow: in a live run, and in a replay. One thread."""
+class AlertManager:
+    """Raise alerts, and say with whom a slow rank is slow: in a live run, and in a replay. One thread."""
 
     def __init__(self, log: FindingLog) -> None:
         self.log = log
+        self.newest: deque[Alert] = deque(maxlen=_NEWEST_ALERTS)
+        """For those who begin to listen later."""
+        self.raised = 0
+        self._untaken: Assessment | None = None  # the newest, with all alerts that no exporter has taken
 
     def assess(
         self,
@@ -85,7 +93,7 @@ class Assessor:
         last_step: int | None = None,
         judge: str | None = "",
     ) -> Assessment:
-        """What holds at unix_ns, and what has changed since the last call.
+        """Return what holds at unix_ns, and what has changed since the last call.
 
         identity: see Assessment. nodes: whose states sentences take details from. links: the verdict on slow links.
         For the others see FindingLog.changes().
@@ -100,4 +108,18 @@ class Assessor:
             attempt, findings, hang, places, unix_ns, at_step=at_step, last_step=last_step, judge=judge,
             verdicts=[*imbalance_verdicts(findings), *filter(None, [links])], context=context, diagnosed=diagnosed,
         )  # fmt: skip
+        self.newest.extend(alerts)
+        self.raised += len(alerts)
         return Assessment(identity, findings, hang, alerts, judge == "")
+
+    def keep(self, assessment: Assessment) -> None:
+        """Keep the newest assessment until an exporter takes it, with the alerts that none has taken yet."""
+        not_taken = self._untaken.alerts if self._untaken is not None else ()
+        self._untaken = dataclasses.replace(assessment, alerts=(*not_taken, *assessment.alerts))
+
+    def take(self) -> Assessment | None:
+        """Return what holds now and the alerts since the last call; None while no process is known."""
+        found, self._untaken = self._untaken, None
+        if found is not None:
+            self._untaken = dataclasses.replace(found, alerts=())
+        return found

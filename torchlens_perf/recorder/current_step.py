@@ -1,0 +1,134 @@
+"""The step in progress: what it holds, what is charged to it, and its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from torchlens_perf.errors import guard
+from torchlens_perf.recorder.sampling import Boundary, SamplingSchedule
+from torchlens_perf.run.ring import MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag
+
+if TYPE_CHECKING:
+    from torchlens_perf.recorder.attached_hooks import AttachedHooks
+    from torchlens_perf.recorder.rank_metadata import RankMetadata
+    from torchlens_perf.recorder.recorder import Recorder
+    from torchlens_perf.recorder.step_callbacks import StepCallbacks
+    from torchlens_perf.recorder.training_thread import TrainingThread
+
+_COMPILED = int(Flag.COMPILED)
+_SAMPLED, _MANUAL, _INFERENCE = (int(flag) for flag in (Flag.SAMPLED, Flag.MANUAL, Flag.INFERENCE))
+
+
+class StepContent(NamedTuple):
+    """What the user's loop did in a step."""
+
+    flags: int
+    micro_steps: int
+
+
+class Loop(Protocol):
+    """What the user's loop does, as hooks see it."""
+
+    def manual_step(self) -> bool:
+        """The user has called w.step()."""
+
+    def step_ended(self, *, inference: bool) -> StepContent:
+        """What the step that ends here held."""
+
+
+class CurrentStep:
+    """Training thread, where nothing else is said."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        thread: TrainingThread,
+        hooks: AttachedHooks,
+        callbacks: StepCallbacks,
+        metadata: RankMetadata,
+        backward_every: int,
+    ) -> None:
+        self.training_steps = 0
+        """Those that have ended. The same on all ranks, also where one of them has evaluated before."""
+        self._recorder = recorder
+        self._thread = thread
+        self._hooks = hooks
+        self._callbacks = callbacks
+        self._metadata = metadata
+        self._sampling = SamplingSchedule(backward_every)
+        self._loop: Loop | None = None
+        self._flags = 0
+        self._overhead_ns = 0  # since the watch began
+        self._memory_bytes = 0
+        self._workload = -1  # no batch with a tensor yet
+
+    def begin(self, loop: Loop) -> None:
+        """Record marks from here on. loop: says what a step has held."""
+        self._loop = loop
+        recorder = self._recorder
+        recorder.start_thread_time()
+        recorder.sampled = int(self._sampling.wants(recorder.step))
+        self._sampling.recording_begins(self._boundary())
+        recorder.activate()
+
+    def tag(self, flag: Flag) -> None:
+        self._flags |= int(flag)
+
+    def add_workload(self, elements: int) -> None:
+        self._workload = max(0, self._workload) + elements
+
+    def set_memory(self, memory_bytes: int) -> None:
+        """Set the memory in this step's record and in later ones; 0: not known."""
+        self._memory_bytes = memory_bytes
+
+    def add_overhead(self, duration_ns: int, *, ours: bool = True) -> None:
+        """Charge overhead that only some steps have to this step, as the tool's if `ours`."""
+        self._overhead_ns += duration_ns
+        if ours:
+            self._recorder.add_overhead(duration_ns)
+
+    def add_probe_cost(self, duration_ns: int) -> None:
+        """Charge work of ours for an earlier step that was sampled."""
+        self.add_overhead(duration_ns)
+        self._sampling.add_cost(duration_ns)
+
+    @guard("step boundary")
+    def end_by_user(self, tokens: int | None = None) -> None:
+        if not self._thread.may_end_step() or (self._loop is not None and not self._loop.manual_step()):
+            return
+        if tokens is not None:
+            self._workload = tokens
+        self.end(_MANUAL)
+
+    def end(self, flags: int = 0) -> None:
+        """End the step, and decide whether the next one is sampled. Callers are guarded."""
+        if self._loop is not None and not self._recorder.closed:
+            with self._hooks.lock:
+                if not self._hooks.detached:
+                    self._end(self._loop, flags)
+
+    def _end(self, loop: Loop, flags: int) -> None:
+        recorder = self._recorder
+        start_ns, charged_ns = recorder.now_ns(), self._overhead_ns
+        self.training_steps += not flags & _INFERENCE
+        self._callbacks.run(start_ns)
+        sampled = recorder.sampled
+        if sampled:
+            flags |= _SAMPLED
+        content = loop.step_ended(inference=bool(flags & _INFERENCE))
+        packed = min(content.micro_steps, MICRO_STEPS_MASK) | (self._workload + 1) << WORKLOAD_SHIFT
+        step = recorder.next_step(flags | self._flags | content.flags, self._memory_bytes, packed)
+        if (self._flags | content.flags) & _COMPILED:
+            self._metadata.publish()  # how long it took: the process may be killed before the watch ends
+        self._workload = -1
+        self._flags = 0
+        recorder.sampled = int(self._sampling.wants(step))
+        recorder.add_overhead(recorder.now_ns() - start_ns - self._overhead_ns + charged_ns)
+        if sampled:
+            self._sampling.step_ended(self._boundary())
+        if recorder.sampled:
+            self._sampling.step_begins(self._boundary())
+
+    def _boundary(self) -> Boundary:
+        """Return where the recorder is. What add_overhead() got is no part of what every step costs."""
+        return Boundary(self._recorder.step, self._recorder.now_ns(), self._recorder.tool_ns - self._overhead_ns)

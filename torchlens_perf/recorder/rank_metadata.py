@@ -1,0 +1,193 @@
+"""What the sidecar must know of a rank besides its records: written into the ring file as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from torchlens_perf.config import SIDECAR_SETTINGS
+from torchlens_perf.errors import guard
+from torchlens_perf.output import logger
+from torchlens_perf.recorder import torch_private
+from torchlens_perf.recorder.recorder import NATIVE
+from torchlens_perf.run.identity import job_store, model_digest
+from torchlens_perf.run.processes import age_s, cpu_wait_ns
+from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.ring import MAX_GROUPS
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from torchlens_perf.config import Config
+    from torchlens_perf.recorder.recorder import Recorder
+    from torchlens_perf.run.clock import Anchor, HostClock
+    from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
+    from torchlens_perf.run.ring import RingFile
+
+_MAX_NOTES = 24  # they share 8 KB with all else that the sidecar must know
+
+_start_reported_by = 0
+"""The process whose first watch has reported when the process began."""
+
+
+class Facts(TypedDict, total=False):
+    """What a hook has found out, by its key in the metadata."""
+
+    memory_source: str
+    """Whose memory the readings are of."""
+    device: DeviceClock
+    gpus: list[Gpu]
+    """Those that this process computes on."""
+    stack_file: str
+    """The file into which the process writes its stack upon a signal."""
+    missing_tap: str
+    """The file name of the native tap, where it is missing."""
+    settings: dict[str, Any]
+
+
+class RankMetadata:
+    """Collects facts about the rank and publishes them. Any thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        identity: Identity,
+        ring: RingFile,
+        recorder: Recorder,
+        host_clock: HostClock,
+        simulated_from: Anchor | None,
+        *,
+        reports_start: bool,
+    ) -> None:
+        """simulated_from: the anchor of a simulated rank's clock. reports_start: whether this is a real process."""
+        self._ring = ring
+        self._recorder = recorder
+        self._host_clock = host_clock
+        self._simulated_from = simulated_from
+        self._may_have_store = config.exchange != "off"
+        self._module_names: set[str] = set()
+        self.notes: list[str] = []
+        self.groups: dict[str, ProcessGroup] = {}
+        """The process groups that were used."""
+        self.device_groups: set[tuple[str, str]] = set()
+        """Names of process groups with tensors on a device, and the kind of device."""
+        self._facts: dict[str, Any] = {
+            "identity": dataclasses.asdict(identity),
+            "simulated": simulated_from is not None,
+            "native": NATIVE,
+            "notes": self.notes,
+            "not_measured": [],
+            "compute_device": "",
+            "deeper_modules": False,
+            "root_modules": [],
+            "unopened_modules": [],
+            "process_began_ns": _process_began_ns(identity) if reports_start else 0,
+            "start_cpu_wait_ns": None,
+            "memory_source": "",
+            "device": {},
+            "gpus": [],
+            "stack_file": "",
+            "missing_tap": "",
+            "settings": {name: getattr(config, name) for name in SIDECAR_SETTINGS},
+        }
+
+    def note(self, text: str) -> None:
+        """Say in the report's data quality what is not measured, or measured otherwise, and why."""
+        if text not in self.notes and len(self.notes) < _MAX_NOTES:
+            full = len(self.notes) == _MAX_NOTES - 1
+            self.notes.append("further notes are left out: see the job's log" if full else text)
+            if full:
+                logger.warning("torchlens_perf: %s", text)
+            self.publish()
+
+    def not_measured(self, part: str) -> None:
+        """A part of the step cannot be measured separately."""
+        if part not in self._facts["not_measured"]:
+            self._facts["not_measured"].append(part)
+            self.publish()
+
+    def add_group(self, name: str, members: Sequence[int], description: str) -> None:
+        self.groups[name] = {"ranks": ranges(members), "description": description}
+        self.publish()
+
+    def add_device_group(self, name: str, device: str) -> None:
+        self.device_groups.add((name, device))
+
+    def computes_on(self, device: str) -> bool:
+        """Whether the watched models, or a process group's tensors, are on a device of that kind."""
+        return self._facts["compute_device"] == device or any(kind == device for _, kind in self.device_groups)
+
+    def add_modules(
+        self, are_roots: Mapping[str, bool], *, device: str, all_levels: bool, unopened: Iterable[str]
+    ) -> None:
+        """Modules of these names are timed, and whether each is a whole model.
+
+        device: the device of their model; "": not known yet. all_levels: whether no modules below them are left
+        untimed. unopened: those with untimed ones inside.
+        """
+        facts = self._facts
+        self._module_names.update(are_roots)
+        facts["root_modules"] += [name for name, is_root in are_roots.items() if is_root]
+        facts["unopened_modules"] += unopened
+        facts["deeper_modules"] |= not all_levels
+        facts["compute_device"] = facts["compute_device"] or device
+
+    def publish(self, **news: Unpack[Facts]) -> None:
+        """Write everything into the ring file, and what a hook has found out from here on."""
+        self._facts.update(news)
+        recorder = self._recorder
+        if recorder.closed:
+            return
+        if recorder.step <= 1 and self._facts["process_began_ns"]:  # the first step compiles
+            self._facts["start_cpu_wait_ns"] = cpu_wait_ns(os.getpid())
+        self._ring.set_metadata(
+            {
+                **self._facts,
+                "anchor": (self._simulated_from or self._host_clock.anchor())._asdict(),
+                "run_dir": self._ring.run_dir,
+                "model": model_digest(self._module_names),
+                "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
+                "threads": _threads(has_computed=recorder.step > 0),
+                "job_store": job_store(os.environ) if self._may_have_store else None,
+                "compile_s": _compile_s(),
+                "interactive": hasattr(sys, "ps1") or bool(sys.flags.interactive),
+            }
+        )
+
+    def publish_end(self, report: Mapping[str, Any]) -> None:
+        """Publish for the last time. report: how rank 0 wants the report."""
+        self.publish(settings=self._facts["settings"] | report)
+
+
+def _process_began_ns(identity: Identity) -> int:
+    """Return when this process began, by CLOCK_MONOTONIC.
+
+    0 for a later watch of the process: the earlier one's training is no part of the start.
+    """
+    global _start_reported_by
+    if not identity.process_started or _start_reported_by == os.getpid():
+        return 0
+    _start_reported_by = os.getpid()
+    return max(1, time.monotonic_ns() - int(age_s(identity.process_started) * 1e9))
+
+
+def _threads(*, has_computed: bool) -> int:
+    """Return how many threads an operation of torch uses; 0 where that is not known.
+
+    Before the first operation, asking torch would fix the number that the program may still choose.
+    """
+    torch = sys.modules.get("torch")
+    if has_computed and torch is not None:
+        return int(torch.get_num_threads())
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    return int(chosen) if chosen.isdecimal() else 0
+
+
+def _compile_s() -> float | None:
+    with guard("asking torch how long it compiled"):
+        return torch_private.compile_s()
+    return None

@@ -1,0 +1,60 @@
+"""Work that hooks do at steps' ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torchlens_perf.errors import guard
+
+_GUARD = guard("work at a step's end")
+_THROTTLE_NS = 50_000_000
+
+
+class StepCallbacks:
+    """Runs callbacks on the training thread, before the step's record is written. One that fails is switched off."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._each_step: dict[Callable[[], object], str] = {}
+        self._throttled: dict[Callable[[], object], str] = {}
+        self._throttled_ns = 0
+        """When the throttled ones ran last."""
+
+    def add(self, name: str, work: Callable[[], object]) -> None:
+        """Run `work` at each step's end, until it fails or is removed."""
+        self._each_step[work] = name
+
+    def remove(self, work: Callable[[], object]) -> None:
+        self._each_step.pop(work, None)
+        self._throttled.pop(work, None)
+
+    @contextmanager
+    def each_step(self, name: str, work: Callable[[], object]) -> Iterator[None]:
+        """Run `work` at each step's end for as long as the context is entered."""
+        self.add(name, work)
+        try:
+            yield
+        finally:
+            self.remove(work)
+
+    @contextmanager
+    def throttled(self, name: str, work: Callable[[], object]) -> Iterator[None]:
+        """Like each_step(), but at most once in 50 ms: for what takes as long as all else at a step's end."""
+        self._throttled[work] = name
+        try:
+            yield
+        finally:
+            self.remove(work)
+
+    def run(self, now_ns: int) -> None:
+        if self._each_step:
+            self._run(self._each_step)
+        if now_ns - self._throttled_ns >= _THROTTLE_NS:
+            self._throttled_ns = now_ns
+            self._run(self._throttled)
+
+    def _run(self, works: dict[Callable[[], object], str]) -> None:
+        for failed in _GUARD.run(tuple(works)):
+            name = works.pop(failed, "work at a step's end")
+            self._note(f"{name} failed and was switched off: see the job's log")

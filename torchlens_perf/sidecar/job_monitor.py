@@ -1,0 +1,215 @@
+"""What a node's sidecar concludes from what it reads: who is slow and why, whether the job hangs, and its alerts.
+
+In a job of several nodes every sidecar sends its ranks' windows to that of node 0, which judges all ranks together.
+Whatever fails in here, the records are read and kept, and the report says that something is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.restarts import UNRELATED
+from torchlens_perf.config import EXCHANGE_TOKEN
+from torchlens_perf.exporters import Assessment, JobPart, Part
+from torchlens_perf.run import ring
+from torchlens_perf.sidecar.alerts import AlertManager, LinkWatch
+from torchlens_perf.sidecar.cluster import Cluster
+from torchlens_perf.sidecar.epoch import Epoch
+from torchlens_perf.sidecar.export_role import ExportRole
+from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.sidecar.progress import read_progress
+from torchlens_perf.sidecar.rank_metrics import RankMetrics
+from torchlens_perf.sidecar.rings.source import USUAL_STEPS, RingSource
+from torchlens_perf.verdicts.finding_log import FindingLog
+from torchlens_perf.verdicts.stragglers.findings import NOTHING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from torchlens_perf.analysis.node_state import NodeState
+    from torchlens_perf.analysis.statistics.restarts import Generations
+    from torchlens_perf.exporters import ExportBatch
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.records import StepTable
+    from torchlens_perf.sidecar.contained_errors import ContainedErrors
+    from torchlens_perf.sidecar.rings.sources import RingSources
+    from torchlens_perf.sidecar.telemetry.log import TelemetryLog
+    from torchlens_perf.verdicts.words.evidence import JudgedVerdict
+
+_JUDGING = "judging the ranks"
+_SIGNALS = "looking for causes"
+
+
+class JobMonitor:
+    """Belongs to the sidecar's thread. Writes what it finds into the node's state."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        state: NodeState,
+        generations: Generations,
+        telemetry: TelemetryLog,
+        errors: ContainedErrors,
+    ) -> None:
+        """state: as an earlier sidecar has left it. generations: knows its processes."""
+        self.cluster = Cluster(state.host, run.run_id)
+        self.metrics = RankMetrics(telemetry)
+        self.alerts = AlertManager(FindingLog(run.run_id, state.records, state.findings))
+        self.role = ExportRole()
+        self.epoch = Epoch(generations.newest, state.findings)
+        self._last_traces: list[ExportBatch] = []  # of epochs that were replaced
+        self._state = state
+        self._folder = run.nodes
+        self._links = LinkWatch(run, state.host)
+        self._errors = errors
+        for process in state.processes.values():
+            generation = generations.of(process.identity)
+            if generation != UNRELATED:
+                self.cluster.begin(process.identity, generation, process.identity.attempt)
+
+    def begin(self, identity: Identity, generation: int) -> None:
+        """Begin an epoch: new processes have started, of which this is one. Findings about the old ones end."""
+        before, self.epoch = self.epoch, Epoch(generation)
+        self.cluster.begin(identity, generation)
+        with self._errors.contain("exporting"):
+            self._last_traces += self._choose_traces(before, frozenset(), time.monotonic(), final=True)
+        self.cluster.leave(before)
+        self._state.findings, self._state.hang = NOTHING, None
+
+    def assign_attempts(self, sources: RingSources) -> None:
+        """Give processes their places in the job: the run's id, and which of its generations they belong to."""
+        membership = self.cluster.membership
+        for source in sources:
+            if source.generation != UNRELATED:
+                identity = source.state.identity
+                attempt = membership.number(source.generation)
+                if (identity.attempt, identity.run_id) != (attempt, membership.run_id):
+                    source.state.identity = dataclasses.replace(
+                        identity, attempt=attempt, run_id=membership.run_id, launcher_restarts=identity.restarts
+                    )
+
+    def sample(self, sources: RingSources, now_s: float) -> None:
+        """Sample what ranks wait for at this instant; in every round."""
+        with self._errors.contain(_SIGNALS):
+            self.metrics.update(sources, now_s)
+
+    def add_steps(self, source: RingSource, records: npt.NDArray[np.void], steps: StepTable, *, newest: bool) -> None:
+        """Add finished steps of a process, which these records make. newest: no other process has replaced it."""
+        with self._errors.contain(_JUDGING):
+            judged = source.state.judge_by(source.judged, records, steps)
+            if newest:
+                self._judge(source, judged)
+                if source.state.identity.rank == 0:
+                    self.epoch.add_windows(records, source.state.identity.world_size)
+        if newest:
+            source.durations_ns.extend(steps.duration_ns[-USUAL_STEPS:].tolist())
+            with self._errors.contain(_SIGNALS):
+                self.metrics.add_steps(source, steps)
+
+    def end(self, source: RingSource) -> None:
+        """End one of the newest processes, all of which is counted."""
+        with self._errors.contain(_JUDGING):
+            self._judge(source, source.state.judge_by(source.judged))
+            self.epoch.end(source.state.identity)
+
+    def _judge(self, source: RingSource, judged: StepTable | None) -> None:
+        if judged is not None:
+            exchange, token = source.settings.get("exchange", "auto"), os.environ.get(EXCHANGE_TOKEN, "")
+            places = Places.of(source.job_store, exchange, self._folder, token)
+            self.epoch.add_steps(source.state.identity, source.state.place, judged, places)
+
+    def update(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
+        """Judge the ranks, exchange windows with other nodes, and look for hangs. now_s: CLOCK_MONOTONIC."""
+        newest = list(sources.newest())
+        with self._errors.contain(_JUDGING):
+            uncomparable = self._state.join.uncomparable()
+            for source in newest:
+                state, progress = source.state, read_progress(source, uncomparable, now_s)
+                modules_ns = state.statistics.modules_ns()
+                self.epoch.set_progress(
+                    state.identity, state.place, progress, state.groups, source.stack_file, modules_ns
+                )
+        with self._errors.contain(_SIGNALS):
+            self._measure(newest, now_s)
+        with self._errors.contain(_JUDGING):
+            self.cluster.update(self.epoch, now_s, final=final)
+            findings = self.epoch.judge(final=final)
+            if findings is not None and (findings.rows or not self._state.findings.rows):
+                details = self._details_by_rank(newest)
+                self._state.findings = self.epoch.with_groups(findings, self._state.findings, details)
+        self._state.hang = self.epoch.hang
+        if not self.cluster.awaits_node_0(self.epoch) or not sources.live():  # alerts are of the job's attempt
+            self._assess(newest, sources.live())
+
+    def job_part(self, sources: RingSources, now_s: float) -> JobPart | None:
+        """Return what this node's metrics stand for; None while that is not known."""
+        part, tallies = self.cluster.part(self.epoch), self.cluster.take_tallies()
+        return self.role.update(part, self.epoch.rank_rows, tallies, sources, now_s)
+
+    def take_traces(self, sources: RingSources, now_s: float, *, final: bool = False) -> list[ExportBatch]:
+        """Return the traces that are to be sent now. final: nothing more comes, from here or from node 0."""
+        found, self._last_traces = self._last_traces, []
+        running = frozenset(each.state.identity.rank for each in sources.newest() if not each.read_to_end)
+        return found + self._choose_traces(self.epoch, running, now_s, final=final)
+
+    def _choose_traces(self, epoch: Epoch, running: frozenset[int], now_s: float, *, final: bool) -> list[ExportBatch]:
+        cluster, role = self.cluster, self.role
+        attempt = cluster.membership.number(epoch.generation)
+        found = epoch.traces.choose(
+            role, self._state, attempt, len(epoch.ranks), running, cluster.received, now_s, final=final
+        )
+        if role.part is Part.WHOLE:
+            slow = tuple(role.slow_ranks)
+            cluster.publish(epoch.traces.choice(attempt, slow, cluster.max_published_bytes, final=final))
+        return found
+
+    @property
+    def awaits_choice(self) -> bool:
+        """Whether node 0 is still to choose which of some steps are sent as traces."""
+        return self.role.part is Part.HANDS_ON and self.epoch.traces.has_candidates
+
+    def _measure(self, newest: Iterable[RingSource], now_s: float) -> None:
+        sampled = self.metrics.sample(newest, now_s)
+        self.epoch.add_metrics(sampled, now_s)
+        for source in newest:
+            metrics = sampled.get(source.state.identity.rank, {})
+            if metrics:
+                self.metrics.add_cpu_users(source, metrics)
+            share = metrics.get("cpu_wait_share")
+            if share is not None:
+                waited, samples = source.state.cpu_wait
+                source.state.cpu_wait = [waited + share, samples + 1]
+
+    def _assess(self, newest: list[RingSource], live: list[RingSource]) -> None:
+        if not newest:
+            return
+        identity, alone = newest[0].state.identity, self.cluster.judges_alone
+        found = Assessment(identity, self._state.findings, self._state.hang, (), alone)
+        judge = "" if alone else self._state.host if self.cluster.is_cut_off else None
+        if judge is not None or self.alerts.log.are_open:
+            links: JudgedVerdict | None = None
+            with self._errors.contain("looking for slow links"):
+                links = self._links.update(self._state, time.monotonic(), final=not live)
+            with self._errors.contain("raising alerts"):
+                last_steps = [source.state.statistics.last_step for source in newest]
+                details = self._details_by_rank(newest)
+                found = self.alerts.assess(
+                    identity, identity.attempt, found.findings, self.epoch.places, [self._state], time.time_ns(),
+                    links=links,
+                    diagnosed=lambda group: self.epoch.diagnose(group, details(group.lead.rank)),
+                    hang=found.hang,
+                    at_step=max((source.reader.counter(ring.STEP) for source in live), default=None),
+                    last_step=max((each for each in last_steps if each is not None), default=None),
+                    judge=judge,
+                )  # fmt: skip
+        self.alerts.keep(found)
+
+    def _details_by_rank(self, newest: Iterable[RingSource]) -> Callable[[int], Mapping[str, str]]:
+        of = {source.state.identity.rank: source for source in newest}
+        return lambda rank: self.metrics.details(of[rank]) if rank in of else {}

@@ -1,0 +1,53 @@
+"""How far a rank of this node is, read from its ring."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.analysis.collectives.hang import Progress
+from torchlens_perf.analysis.collectives.semantics import sole_operations
+from torchlens_perf.run import ring
+from torchlens_perf.run.clock import device_mark
+from torchlens_perf.sidecar.host.stacks import process_state
+from torchlens_perf.verdicts.words.hang import device_place
+
+if TYPE_CHECKING:
+    from torchlens_perf.sidecar.rings.source import RingSource
+
+
+def read_progress(source: RingSource, uncomparable: Collection[str], now_s: float) -> Progress:
+    """Read how far a rank is. uncomparable: process groups whose sequence numbers differ between ranks.
+
+    now_s: CLOCK_MONOTONIC.
+    """
+    reader, state = source.reader, source.state
+    source.seen(reader.counter(ring.STEP), reader.counter(ring.HEAD), now_s)
+    groups = [group for group in reader.groups() if " peer=" not in group.name]
+    numbers = {group.name: group.issued - 1 for group in groups}
+    issued = {group: number for group, number in numbers.items() if group not in uncomparable}
+    mark = device_mark(reader)
+    ended = {"died": "dead", "closed": "closed"}.get(state.ended)
+    return Progress(
+        rank=state.identity.rank,
+        host=state.identity.host,
+        step=reader.counter(ring.STEP),
+        since_step_s=now_s - source.step_s,
+        report_age_s=0.0,
+        usual_step_s=usual_step_s(source.durations_ns),
+        issued=issued,
+        inside=tuple(span.name for span in reader.open_spans()[1:]),
+        state=ended or process_state(state.identity.pid, state.identity.process_started),
+        operations=sole_operations(issued, reader.names()),
+        since_mark_s=now_s - source.mark_s,
+        all_groups=reader.counter(ring.GROUPS_USED) < ring.MAX_GROUPS and len(issued) == len(numbers),
+        began={group.name: group.began - 1 for group in groups if group.began and group.name in issued},
+        device=device_place(*mark) if mark is not None else None,
+    )
+
+
+def usual_step_s(durations_ns: Sequence[float]) -> float:
+    """The median of the last steps; 0 until there are ten."""
+    return float(np.median(durations_ns)) / 1e9 if len(durations_ns) >= 10 else 0.0

@@ -1,0 +1,192 @@
+"""What becomes of the records that were read: they are counted, handed to the judge, exported, and kept in segments."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
+from torchlens_perf.analysis.statistics.restarts import UNRELATED
+from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.exporters import ExportBatch, export_batch
+from torchlens_perf.run import ring
+from torchlens_perf.sidecar.rings.oom_files import OomFiles
+from torchlens_perf.sidecar.rings.segments import Chunk, SegmentWriter
+from torchlens_perf.sidecar.schedule import MAX_UNKEPT_RECORDS
+from torchlens_perf.sidecar.telemetry.log import telemetry_bytes
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.analysis.node_state import NodeState, ProcessState
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.run.ring import Reader
+    from torchlens_perf.sidecar.contained_errors import ContainedErrors
+    from torchlens_perf.sidecar.job_monitor import JobMonitor
+    from torchlens_perf.sidecar.rings.source import RingSource
+    from torchlens_perf.sidecar.rings.sources import RingSources
+
+
+class RecordAccount:
+    """Belongs to the sidecar's thread."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        state: NodeState,
+        sources: RingSources,
+        monitor: JobMonitor,
+        errors: ContainedErrors,
+        exports: Callable[[], bool],
+    ) -> None:
+        """exports: whether there is an exporter now."""
+        self.unexported: list[ExportBatch] = []
+        """Taken out by the exporter."""
+        self.disk_failed = False
+        """The last segment could not be written."""
+        self._run = run
+        self._state = state
+        self._sources = sources
+        self._monitor = monitor
+        self._errors = errors
+        self._exports = exports
+        self._unkept: list[Chunk] = []
+        self._writer: SegmentWriter | None = None
+        self._ooms = OomFiles(run)
+
+    @property
+    def unkept_records(self) -> int:
+        """How many are counted and in no segment yet."""
+        return sum(len(chunk.records) for chunk in self._unkept)
+
+    def count(self) -> None:
+        """Count the whole steps of what was read, and all that is left of processes that have ended."""
+        ended = False
+        for source in self._sources:
+            if source.settled:
+                continue
+            ended |= source.read_to_end
+            with self._errors.contain(f"counting the records of rank {source.state.identity.rank}"):
+                _read_counters(source.reader, source)
+                self._count_steps(source)
+            if source.read_to_end:
+                source.settled = True
+                if self._sources.is_newest(source):
+                    self._monitor.end(source)
+                self._state.join.end(source.state.identity.rank, source.generation)
+        self._state.join.join()
+        with self._errors.contain("reading what held a device's memory"):
+            self._ooms.update(self._state.processes, at_once=ended)
+        if self.disk_failed:  # the newest records are kept for later, the others are counted
+            while len(self._unkept) > 1 and self.unkept_records > MAX_UNKEPT_RECORDS:
+                self._state.unwritten_records += len(self._unkept.pop(0).records)
+
+    def write_segment(self) -> None:
+        """Write what is counted and in no segment yet. Raises OSError; the records then stay for the next call."""
+        if not self._unkept:
+            return
+        self.disk_failed = True  # until it is known better
+        if self._writer is None:
+            disk_bytes = self._sources.setting("disk_bytes")
+            self._writer = SegmentWriter(self._run, self._state.host, disk_bytes - telemetry_bytes(disk_bytes))
+        dropped = self._writer.dropped_segments
+        try:
+            self._writer.write(self._unkept)
+        finally:
+            self._state.dropped_segments += self._writer.dropped_segments - dropped
+        self.disk_failed = False
+        for chunk in self._unkept:
+            self._sources.of(chunk.origin.key).kept = int(chunk.sequences[-1])
+        self._unkept.clear()
+
+    def _count_steps(self, source: RingSource) -> None:
+        state, statistics = source.state, source.state.statistics
+        records, sequences = source.whole_steps(time.monotonic())
+        if not len(records):
+            statistics.lost += source.forget_oldest(MAX_UNKEPT_RECORDS)
+            if source.read_to_end:
+                statistics.lost += source.count_up_to(source.reader.cursor - 1, 0)
+            return
+        names = list(source.reader.names())
+        # After a restart the two may differ: the state and the segments were not saved at the same instant.
+        uncounted, unkept = sequences > state.counted, sequences > source.kept
+        counted = records if uncounted.all() else records[uncounted]
+        steps = assemble_steps(counted)
+        last = source.reader.cursor - 1 if source.read_to_end else int(sequences[-1])
+        lost = source.count_up_to(last, len(counted))
+        statistics.add(counted, steps, names, lost)
+        self._monitor.add_steps(source, counted, steps, newest=self._sources.is_newest(source))
+        self._join_collectives(source, counted, names)
+        if self._exports():
+            traces = self._monitor.epoch.traces
+            at_once = traces.add(source, self._sources, counted, names, steps, time.monotonic())
+            self.unexported.append(export_batch(state, counted, names, steps, at_once))
+        if unkept.any():
+            same = np.array_equal(unkept, uncounted)
+            kept = counted if same else records[unkept]
+            kept_steps = steps if same else assemble_steps(kept)
+            self._unkept.append(Chunk(source.origin, kept, sequences[unkept], names, kept_steps))
+        statistics.lost += source.forget_oldest(MAX_UNKEPT_RECORDS)
+
+    def _join_collectives(self, source: RingSource, records: npt.NDArray[np.void], names: list[str]) -> None:
+        identity, state = source.state.identity, source.state
+        if source.generation == UNRELATED:
+            return
+        if not source.joins:
+            source.joins = True
+            self._state.join.set_ranks(self._ranks_of_node(source), source.generation)
+        warm = records["step"] >= (state.statistics.first_step or 0) + WARM_UP_STEPS
+        delayed_by_capture = source.delayed_by_capture(records)
+        self._state.join.add(
+            identity.rank, records[warm], names, state.groups, source.generation, identity.key,
+            delayed_by_capture[warm],
+        )  # fmt: skip
+
+    def _ranks_of_node(self, source: RingSource) -> set[int]:
+        """The ranks that are here; and, where launchers number a node's ranks one after the other, those to come."""
+        here = [other.state.identity for other in self._sources if other.generation == source.generation]
+        ranks = {identity.rank for identity in here}
+        for identity in here:
+            if identity.local_rank is None or identity.local_world_size is None:
+                return ranks
+            first = identity.rank - identity.local_rank
+            block = set(range(first, first + identity.local_world_size))
+            if not ranks <= block:
+                return ranks
+        return ranks | block
+
+
+def _read_counters(reader: Reader, source: RingSource) -> None:
+    """Copy the ring's counters and its process's metadata into the state."""
+    state: ProcessState = source.state
+    state.unbalanced = reader.counter(ring.UNBALANCED)
+    state.too_deep = reader.counter(ring.TOO_DEEP)
+    state.names_lost = reader.counter(ring.NAMES_LOST)
+    state.internal_errors = reader.counter(ring.INTERNAL_ERRORS)
+    state.tool_ns = reader.counter(ring.TOOL_NS)
+    state.made_steps = reader.counter(ring.STEP)
+    metadata = reader.metadata()
+    if metadata:
+        state.native, state.notes = metadata["native"], metadata["notes"]
+        state.not_measured, state.compute_device = metadata["not_measured"], metadata["compute_device"]
+        state.deeper_modules = metadata["deeper_modules"]
+        state.root_modules = metadata.get("root_modules", [])
+        state.unopened_modules = metadata.get("unopened_modules", [])
+        state.model, state.memory_source = metadata["model"], metadata["memory_source"]
+        state.device, state.gpus = metadata["device"], metadata["gpus"]
+        state.missing_tap, state.threads = metadata.get("missing_tap", ""), metadata.get("threads", 0)
+        state.groups = metadata["groups"]
+        state.process_began_ns = metadata.get("process_began_ns", 0)
+        state.compile_s, state.interactive = metadata.get("compile_s"), metadata.get("interactive", False)
+        state.start_cpu_wait_ns = metadata.get("start_cpu_wait_ns")
+        source.stack_file = metadata["stack_file"]
+        source.simulated = metadata.get("simulated", False)
+        source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None
+        source.settings = dict(metadata["settings"])
+        state.trace_every = int(source.settings["trace_every"])
+        state.total_steps = int(source.settings.get("_total_steps", 0))
+    if state.ended == "died":
+        state.open_spans = [span.name for span in reader.open_spans()[1:]]

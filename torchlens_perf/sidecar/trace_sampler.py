@@ -1,0 +1,177 @@
+"""Which steps of a generation of processes a node's sidecar sends as traces.
+
+A job's steps are chosen in one place, where all ranks are known: on a job's only node, or by node 0's sidecar, which
+sends its choice to the others in the exchange. A node that hears from nobody chooses by itself, within its share of
+the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import deque
+from typing import TYPE_CHECKING
+
+from torchlens_perf.exporters import ExportBatch, Part, traced_steps
+from torchlens_perf.exporters.choice.budget import SpanBudget
+from torchlens_perf.exporters.choice.chooser import Chooser, Known
+from torchlens_perf.exporters.choice.said import EVERYTHING, Said
+from torchlens_perf.exporters.choice.shelf import Shelf, Shelved
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from torchlens_perf.analysis.node_state import NodeState
+    from torchlens_perf.exporters.choice.rank_rows import RankRows
+    from torchlens_perf.run.records import StepTable, TracedStep
+    from torchlens_perf.sidecar.export_role import ExportRole
+    from torchlens_perf.sidecar.rings.source import RingSource
+    from torchlens_perf.sidecar.rings.sources import RingSources
+    from torchlens_perf.verdicts.stragglers.placement import Placement
+
+logger = logging.getLogger("torchlens_perf.sidecar")
+
+_NODE_0_TIMEOUT_S = 30.0  # after which a node no longer waits for node 0's choice about a step
+_KEPT_CHOICES = 512  # in the node's state, for a replay
+_SENT_CHOICES = 32
+_SERIES_PER_SPAN = 10  # of `export_limit`: as many metric series as spans in 10 s
+
+
+class TraceSampler:
+    """Belongs to the sidecar's thread."""
+
+    def __init__(self, generation: int, rows: RankRows, places: Mapping[int, Placement]) -> None:
+        """rows, places: of the ranks that are judged here; they are filled while the processes run."""
+        self._generation = generation
+        self._rows, self._places = rows, places
+        self._buffer = Shelf()
+        self._chooser: Chooser | None = None
+        self._budget_of: tuple[Part | None, float] | None = None
+        self._sent: dict[int, None] = {}
+        self._chosen: deque[TracedStep] = deque(maxlen=_SENT_CHOICES)
+        self._received = b""
+        self._episodes: set[tuple[int, int]] | None = None
+        self._world_size = 1
+        self._export_limit, self._samples_slow = 0, True
+
+    def add(
+        self, source: RingSource, sources: RingSources, records: npt.NDArray[np.void], names: list[str],
+        steps: StepTable, now_s: float,
+    ) -> set[int]:  # fmt: skip
+        """Add whole steps of a process. now_s: CLOCK_MONOTONIC.
+
+        Return those that are to be sent at once: by their numbers alone, of a process that is not of this generation.
+        """
+        every = source.state.trace_every
+        if not every or not len(steps):
+            return set()
+        if source.generation != self._generation or not sources.is_newest(source):
+            return traced_steps(steps.step.tolist(), every)
+        who = source.state.identity
+        self._world_size = who.world_size
+        self._buffer.add(Shelved(who.key, who.rank, source.state.anchor, records, source.later_records(), names, steps))
+        self._export_limit, self._samples_slow = sources.setting("export_limit"), bool(sources.setting("_trace_slow"))
+        if who.rank == min(each.state.identity.rank for each in sources.newest()):
+            if self._chooser is None:
+                self._chooser, self._budget_of = Chooser(0), None
+            self._chooser.add_steps(steps, every, now_s)
+        return set()
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether there are steps to decide about."""
+        return self._chooser is not None and self._chooser.has_candidates
+
+    def choose(
+        self, role: ExportRole, state: NodeState, attempt: int, here: int, running: frozenset[int], received: bytes,
+        now_s: float, *, final: bool = False,
+    ) -> list[ExportBatch]:  # fmt: skip
+        """Return the traces that are to be sent now.
+
+        here: how many ranks of these processes are on this node. running: those of them that make steps.
+        received: what node 0 has sent last, see choice(). final: nothing more comes, from here or from node 0.
+        """
+        chooser = self._chooser
+        if chooser is None or (role.part is None and not final):
+            return []
+        of_job = here if role.part in (Part.ALONE, Part.HANDS_ON) else self._world_size
+        self._set_budget(chooser, role.part, min(1.0, of_job / self._world_size))
+        chosen: list[TracedStep] = []
+        after_s = 0.0
+        if role.part is Part.HANDS_ON:
+            chosen += self._receive(chooser, received, role, attempt)
+            after_s = 0.0 if final else _NODE_0_TIMEOUT_S
+        else:
+            self._look_for_verdicts(chooser, role, state, now_s)
+        slow = [group.lead.rank for group in state.findings.groups]
+        slow += [each.rank for each in state.findings.slow_now if each.rank not in slow]
+        known = Known(self._buffer.spans, running, of_job, self._rows, slow, self._places)
+        before = chooser.left_out
+        chosen += chooser.choose(attempt, known, now_s, final=final, after_s=after_s)
+        role.left_out += chooser.left_out - before
+        self._chosen.extend(chosen)
+        return [batch for each in chosen for batch in self._batches(each, state)]
+
+    def choice(self, attempt: int, slow_ranks: tuple[int, ...], max_bytes: int, *, final: bool) -> bytes:
+        """Return the newest choice for other nodes, as many steps of it as fit; b"" before the first step."""
+        if self._chooser is None:
+            return b""
+        decided_to = EVERYTHING if final else self._chooser.decided_to
+        return Said(attempt, decided_to, slow_ranks, tuple(self._chosen)).encode(max_bytes)
+
+    # -- parts
+
+    def _set_budget(self, chooser: Chooser, part: Part | None, share: float) -> None:
+        """Set the budget of the job, or of this node: its share of the job's."""
+        budget = part, self._export_limit / _SERIES_PER_SPAN * share
+        if self._budget_of != budget:
+            self._budget_of = budget
+            chooser.budget = SpanBudget(budget[1])
+            chooser.samples_slow = self._samples_slow and part is not Part.HANDS_ON
+
+    def _look_for_verdicts(self, chooser: Chooser, role: ExportRole, state: NodeState, now_s: float) -> None:
+        """Send steps in which a rank is named; from then on it has series of its own."""
+        open_now = state.findings.slow_now
+        keys = {each.key for each in open_now}
+        if self._episodes is not None and keys - self._episodes:
+            chooser.verdict_began(now_s)
+        self._episodes = keys if self._episodes is None else self._episodes | keys
+        role.add_slow(open_now)
+
+    def _receive(self, chooser: Chooser, received: bytes, role: ExportRole, attempt: int) -> list[TracedStep]:
+        """Return what node 0 has chosen since the last call."""
+        if not received or received == self._received:
+            return []
+        self._received = received
+        try:
+            said = Said.decode(self._received)
+        except ValueError as error:
+            logger.warning("%s", error)
+            return []
+        role.slow_elsewhere = frozenset(said.standing)
+        if said.attempt != attempt:
+            return []
+        chooser.forget(said.decided_to)
+        return [each for each in said.steps if each.step not in self._sent]
+
+    def _batches(self, chosen: TracedStep, state: NodeState) -> list[ExportBatch]:
+        if chosen.step in self._sent:
+            return []
+        self._sent[chosen.step] = None
+        while len(self._sent) > 4 * _KEPT_CHOICES:
+            del self._sent[next(iter(self._sent))]
+        state.traced = [*state.traced[1 - _KEPT_CHOICES :], chosen]
+        found = []
+        for shelved in self._buffer.of(chosen.step):
+            if chosen.role(shelved.rank) is None and shelved.rank != 0:
+                continue
+            trace = shelved.trace(chosen.step)
+            if trace is not None:
+                identity = state.processes[shelved.key].identity
+                table = shelved.steps.where(shelved.steps.step == chosen.step)
+                batch = ExportBatch(identity, shelved.anchor, table, (trace,), again=True)
+                found.append(dataclasses.replace(batch, chosen={chosen.step: chosen}))
+        return found
