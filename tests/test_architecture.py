@@ -89,7 +89,7 @@ PURE = {
     "run.device.merged_rows", "run.device.step_parts", "run.fitting", "run.memory_readings", "run.oom_table",
     "run.rank_ranges", "run.records", "run.sketch", "run.verdicts", "sidecar.nodes.messages", "sidecar.nodes.summary",
     "sidecar.schedule", "top.cells", "top.frame", "top.grid", "top.help_text", "top.pace", "top.rank_lines",
-    "top.verdict_entries",
+    "top.verdict_lines",
 }  # fmt: skip
 THIRD_PARTY = {
     "anyio": {"serve.readers"},

@@ -42,7 +42,8 @@ from torchlens_perf.serve.runs import find_runs, lines_of
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
-from torchlens_perf.top.verdict_entries import verdict_entries
+from torchlens_perf.top.lettering import Lettering
+from torchlens_perf.top.verdict_lines import verdict_lines
 
 STEPS = 160
 FAULTS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {
@@ -136,8 +137,8 @@ def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
     assert [each["text"] for each in in_cell["summary"]["verdicts"]] == heads(report)
     of_summary = [(each["cost_s_per_step"], each["cost_share"]) for each in in_cell["summary"]["verdicts"]]
     assert of_summary == [(row["cost_s_per_step"], row["cost_share"]) for row in report["verdicts"]]
-    assert [entry.text for entry in verdict_entries(report)] == heads(report)
-    assert [entry.since_step for entry in verdict_entries(report)] == [row["since_step"] for row in report["verdicts"]]
+    in_top = " ".join(line.plain for line in verdict_lines(report["verdicts"], 4000, Lettering()))
+    assert shown_in_order(in_top, heads(report))
     page = html(cards({"report": report, "held": [None] * len(first_words)}))  # type: ignore[typeddict-item]
     assert shown_in_order(page, [re.sub(r"[<>&\"].*", "", words) for words in first_words])
     assert first_words[0] in " ".join(brief(report, "x", columns=400, color=False).split())

@@ -21,6 +21,7 @@ from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.verdicts.judged_windows import JudgedWindows, longest
 from torchlens_perf.verdicts.stragglers.episodes import Episode
@@ -261,7 +262,8 @@ def test_another_stage_was_out_of_balance_before() -> None:
     )  # fmt: skip
     places = {rank: Placement("h", f"pp{rank}", {"pp": rank}) for rank in range(3)}
     usual = tuple(Usual(f"pp{rank}", str(rank), work, 0.0) for rank, work in enumerate((10e6, 40e6, 10e6)))
-    found = JudgedWindows(windows, findings(usual=usual, step_ns=50e6), places, False).out_of_balance()
+    judged = with_groups(findings(usual=usual, step_ns=50e6), places)
+    found = JudgedWindows(windows, judged, places, False).out_of_balance()
 
     assert found is not None
     assert (found.since_step, found.until_step, found.held.sum(), found.judged.sum()) == (80, None, 10, 20)

@@ -21,7 +21,8 @@ from torchlens_perf.report.brief import brief
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.top.verdict_entries import verdict_entries
+from torchlens_perf.top.lettering import Lettering
+from torchlens_perf.top.verdict_lines import verdict_lines
 from torchlens_perf.verdicts.stragglers.findings import Usual
 
 
@@ -67,7 +68,8 @@ def test_every_surface_has_the_same_order() -> None:
     assert shown_in_order(in_cell["html"], first_words)
     held = [None] * len(kinds)
     assert shown_in_order(html(cards({"report": report, "held": held})), first_words)  # type: ignore[typeddict-item]
-    assert [entry.text for entry in verdict_entries(report)] == heads(report)
+    in_top = " ".join(line.plain for line in verdict_lines(report["verdicts"], 4000, Lettering()))
+    assert shown_in_order(in_top, heads(report))
 
 
 @pytest.mark.parametrize("seed", range(30))

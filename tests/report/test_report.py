@@ -20,7 +20,7 @@ from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
-from torchlens_perf.verdicts.words.evidence import Verdict
+from torchlens_perf.verdicts.words.report import VerdictRow
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
 
@@ -67,7 +67,7 @@ def test_schema(run: RunDirectory) -> None:
     assert set(value["ranks"][0]["phases"]["forward"]) == {"typical_s", "p50_s", "mean_s", "share"}
     assert set(value["ranks"][0]["typical"]) == {"s", "own_s", "work_s", "parts", "lack_of_cpu"}
     assert {"arrived_last", "wait_s_per_step"} <= set(value["ranks"][0])
-    assert set(value["verdicts"][0]) == {*Verdict.__dataclass_fields__, "lost_s", "where", "held", "is_over"}
+    assert set(value["verdicts"][0]) == {*VerdictRow.__annotations__}
     assert {"records", "lost", "coverage", "overhead_share", "notes"} <= set(value["quality"])
     assert {"name", "calls", "own_s", "by_rank"} <= set(value["modules"][0])
     assert {"operation", "group", "count", "bytes"} <= set(value["collectives"][0])

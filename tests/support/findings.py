@@ -11,7 +11,7 @@ from torchlens_perf.verdicts.finding_log import FindingLog, FindingRecords
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.words.evidence import SlowLinkEvidence, Verdict
+from torchlens_perf.verdicts.words.evidence import JudgedVerdict, SlowLinkEvidence, judged
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
 
 MS = 1e6
@@ -36,14 +36,14 @@ def findings(*episodes: Episode, **changed: Any) -> Findings:
     return dataclasses.replace(NOTHING, episodes=episodes, **values)
 
 
-def slow_links(*groups: tuple[int, ...]) -> Verdict:
+def slow_links(*groups: tuple[int, ...]) -> JudgedVerdict:
     """On slow links between the ranks of these groups, the costliest first."""
     links = tuple(
         SlowLink(str(group), "", group, False, "allreduce", "float32", 1e6, 50, 2e6, 1e6, 1e9, 2e9, 3, 1e6, 5e7, False)
         for group in groups
     )
     evidence = SlowLinkEvidence(links, (), (), len(links), "")
-    return Verdict("slow_link", None, "communication", 0.01, 0.1, None, 0.8, "It is slow. Next: see.", evidence)
+    return judged("slow_link", None, "communication", 0.01, 0.1, None, 0.8, "It is slow. Next: see.", evidence)
 
 
 def hang(step: int = 57, kind: str = "missing", ranks: tuple[int, ...] = (2,), since_s: float = 12.0) -> OpenHang:

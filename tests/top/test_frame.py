@@ -17,7 +17,6 @@ from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.pace import Pace
 from torchlens_perf.top.rank_lines import rank_lines
 from torchlens_perf.top.reading import View
-from torchlens_perf.top.verdict_entries import verdict_entries
 from torchlens_perf.verdicts.words.hang import HangEvidence
 
 UNICODE, ASCII = Lettering(), Lettering(ascii_only=True)
@@ -31,11 +30,11 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> View:
 
 
 def shown(view: View, width: int = 100, lettering: Lettering = UNICODE) -> list[str]:
-    return plain(frame(view, verdict_entries(view.report), width, lettering))
+    return plain(frame(view, width, lettering))
 
 
 def of_rank(view: View, rank: int, width: int = 100) -> list[str]:
-    return plain(rank_lines(view, rank, verdict_entries(view.report), width, UNICODE))
+    return plain(rank_lines(view, rank, width, UNICODE))
 
 
 def plain(lines: list[Text]) -> list[str]:

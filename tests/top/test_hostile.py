@@ -24,7 +24,6 @@ from torchlens_perf.top.lettering import Lettering, clipped
 from torchlens_perf.top.live_runs import RunRow, run_lines, runs_in
 from torchlens_perf.top.rank_lines import rank_lines
 from torchlens_perf.top.reading import RunReader, View
-from torchlens_perf.top.verdict_entries import verdict_entries
 
 HOST = "node-0000"
 
@@ -47,8 +46,8 @@ def all_lines(view: View, width: int, lettering: Lettering) -> list[Text]:
             for by_node in (False, True):
                 lines += clipped(laid_out(cells, width, 5, lettering, by_node).lines(None), width)
         for rank in view.report["ranks"]:
-            lines += clipped(rank_lines(view, rank["rank"], verdict_entries(view.report), width, lettering), width)
-    return [*lines, *frame(view, verdict_entries(view.report), width, lettering)]
+            lines += clipped(rank_lines(view, rank["rank"], width, lettering), width)
+    return [*lines, *frame(view, width, lettering)]
 
 
 @given(data=st.data(), text=hostile, note=hostile, width=st.sampled_from([20, 80]), ascii_only=st.booleans())

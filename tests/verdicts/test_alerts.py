@@ -15,7 +15,7 @@ from torchlens_perf.verdicts.finding_log import FindingLog, stragglers_by_class
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Cause, Diagnosis, Findings, Usual
 from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
-from torchlens_perf.verdicts.words.evidence import ImbalanceEvidence, Verdict
+from torchlens_perf.verdicts.words.evidence import ImbalanceEvidence, judged
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext
 
 NOW_NS = 1_700_000_000_000_000_000
@@ -376,7 +376,7 @@ def test_other_verdicts_come_and_go() -> None:
     """A verdict that stands is told of once, however its numbers change, and once more when it is gone."""
     log = FindingLog("run")
     evidence = ImbalanceEvidence("imbalance", "stage", (6, 7))
-    verdict = Verdict("imbalance", None, None, 0.01, 0.1, None, 0.9, "The stage is slow. Next: see.", evidence)
+    verdict = judged("imbalance", None, None, 0.01, 0.1, None, 0.9, "The stage is slow. Next: see.", evidence)
     changed = dataclasses.replace(verdict, cost_s_per_step=0.02, text="The stage is slower. Next: see.")
     raised = [
         [(alert.kind, alert.change, alert.ranks, alert.sentence) for alert in alerts]
@@ -387,7 +387,7 @@ def test_other_verdicts_come_and_go() -> None:
     ]
 
     assert raised == [
-        [("imbalance", "started", (6, 7), verdict.text)],
+        [("imbalance", "started", (6, 7), verdict.sentence)],
         [],
         [("imbalance", "ended", (6, 7), "No longer: The stage is slower.")],
         [],

@@ -8,7 +8,7 @@ from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from torchlens_perf.analysis.node_state import decode, encode
 from torchlens_perf.verdicts.finding_log import MAX_KEPT, Finding, FindingLog, FindingRecords
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
-from torchlens_perf.verdicts.words.evidence import Verdict
+from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 from torchlens_perf.verdicts.words.hang import OpenHang
 
 S = 1_000_000_000
@@ -21,7 +21,7 @@ class Rig:
         self.log, self.raised = FindingLog("run"), 0
 
     def look(
-        self, at_s: float, step: int, hung: OpenHang | None = None, *verdicts: Verdict, attempt: int = 0
+        self, at_s: float, step: int, hung: OpenHang | None = None, *verdicts: JudgedVerdict, attempt: int = 0
     ) -> list[Finding]:
         alerts = self.log.changes(
             attempt, NOTHING, hung, PLACES, round(at_s * S), at_step=step + 1, last_step=step, verdicts=list(verdicts)

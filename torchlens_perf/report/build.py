@@ -36,15 +36,15 @@ from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.ring import MAX_FRAMES, Flag
 from torchlens_perf.run.sketch import merged
 from torchlens_perf.verdicts.finding_log import FindingRecords
-from torchlens_perf.verdicts.held import RunSoFar
+from torchlens_perf.verdicts.held import VerdictTimes
 from torchlens_perf.verdicts.judged_windows import JudgedWindows
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words import order, run_state, verdict
-from torchlens_perf.verdicts.words.bottleneck import computing_action, other_threads_note
+from torchlens_perf.verdicts.words.bottleneck import other_threads_note
 from torchlens_perf.verdicts.words.cpu import with_cpu_action
-from torchlens_perf.verdicts.words.evidence import Verdict
+from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 from torchlens_perf.verdicts.words.oom import out_of_memory_note
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, came_last
 
@@ -104,28 +104,25 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     facts["quality"]["notes"] += filter(None, [other_threads_note(facts)])
     hang = next((node.hang for node in nodes if node.hang is not None and facts["run"]["live"]), None)
     by_device = facts["steps"]["by"] == DEVICE
-    so_far = RunSoFar(
+    times = VerdictTimes(
+        facts,
         windows=None if grid is None else JudgedWindows(grid, judging.findings, _places(processes), by_device),
-        findings=judging.findings,
         records=_records(nodes, facts["run"]),
         step_time=functools.partial(_step_time, processes, judged_windows),
         time=_time,
         first_step=min((s.first_step for s in statistics if s.first_step is not None), default=0),
         last_step=max((s.last_step for s in statistics if s.last_step is not None), default=None),
-        steps=facts["steps"],
-        live=facts["run"]["live"],
-        computing_action=computing_action(facts),
     )
     found = verdict.verdicts(facts, judging.findings, hang, links)
     rows = [
         {
-            **vars(with_cpu_action(each, facts)),
+            **with_cpu_action(each, facts).facts(),
             "lost_s": lost_s,
             "where": _where(each, processes),
             "held": held,
             "is_over": order.is_over(each, held),
         }
-        for each, held, lost_s in so_far.rows(found)
+        for each, held, lost_s in times.rows(found)
     ]
     return {**facts, "verdicts": cast("list[VerdictRow]", rows)}
 
@@ -154,7 +151,7 @@ def _step_time(
     return _time(_unix_ns(process, int(min(max(at_ns, first_ns), last_ns))))
 
 
-def _where(each: Verdict, processes: dict[int, ProcessState]) -> dict[str, str] | None:
+def _where(each: JudgedVerdict, processes: dict[int, ProcessState]) -> dict[str, str] | None:
     """Who knows the rank of a verdict by which name: host, scheduler, container, cloud; None without a rank, or for
     one of a node that shares no disk with this one."""
     if each.rank is None or each.rank not in processes:

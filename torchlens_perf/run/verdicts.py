@@ -14,8 +14,18 @@ def sentence_and_action(text: str) -> tuple[str, str]:
     return sentence, action
 
 
+class _Sentence:
+    text: str
+    next: str
+
+    @property
+    def sentence(self) -> str:
+        """The text and what to do, as one."""
+        return f"{self.text}{_ACTION}{self.next}" if self.next else self.text
+
+
 @dataclasses.dataclass(frozen=True)
-class Alert:
+class Alert(_Sentence):
     """Something began, is known better by now, or ended. None, () and "" stand for what does not apply."""
 
     id: str
@@ -62,11 +72,6 @@ class Alert:
         return self.unix_ns / 1e9
 
     @property
-    def sentence(self) -> str:
-        """The text and what to do, as one."""
-        return f"{self.text}{_ACTION}{self.next}" if self.next else self.text
-
-    @property
     def urgent(self) -> bool:
         """Whether somebody should look: not for an end."""
         return self.change != ENDED
@@ -79,7 +84,7 @@ class Alert:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(_Sentence):
     """One conclusion of the report. None is what does not apply, or is not known."""
 
     kind: str
@@ -126,7 +131,7 @@ class Summary:
         """The verdicts, then the numbers in a line."""
         if self.missing:
             return f"torchlens_perf: {self.missing}"
-        lines = [f"{each.text}{_ACTION}{each.next}" if each.next else each.text for each in self.verdicts]
+        lines = [each.sentence for each in self.verdicts]
         times = [
             f"{name} {1e3 * value:.4g} ms"
             for name, value in (("p50", self.step_p50_s), ("p95", self.step_p95_s), ("max", self.step_max_s))

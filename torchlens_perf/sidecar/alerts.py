@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.finding_log import FindingLog
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
     from torchlens_perf.verdicts.stragglers.placement import Placement
-    from torchlens_perf.verdicts.words.evidence import Verdict
+    from torchlens_perf.verdicts.words.evidence import JudgedVerdict
     from torchlens_perf.verdicts.words.hang import OpenHang
 
 logger = logging.getLogger("torchlens_perf.sidecar")
@@ -40,11 +40,13 @@ class LinkWatch:
     """Judges the links now and then: on node 0, those of all nodes. Belongs to the sidecar's thread."""
 
     def __init__(self) -> None:
-        self._verdict: Verdict | None = None
+        self._verdict: JudgedVerdict | None = None
         self._due_s = float("-inf")
         self._was_final = False
 
-    def update(self, state: NodeState, cluster: Cluster, epoch: Epoch, now_s: float, *, final: bool) -> Verdict | None:
+    def update(
+        self, state: NodeState, cluster: Cluster, epoch: Epoch, now_s: float, *, final: bool
+    ) -> JudgedVerdict | None:
         """Report this node's links to node 0. Return the verdict on slow links, by all that is known here.
 
         now_s: a monotonic clock. final: no process of the node runs, so one more judgement is enough.
@@ -56,7 +58,7 @@ class LinkWatch:
         self._was_final = final
         return self._verdict
 
-    def _judge(self, state: NodeState, cluster: Cluster, epoch: Epoch) -> Verdict | None:
+    def _judge(self, state: NodeState, cluster: Cluster, epoch: Epoch) -> JudgedVerdict | None:
         attempt, rows = cluster.membership.number(epoch.generation), link_statistics(state.join.operations())
         reported = [rows]
         if not cluster.judges_alone:
@@ -93,7 +95,7 @@ class AlertManager:
         nodes: list[NodeState],
         unix_ns: int,
         *,
-        links: Verdict | None,
+        links: JudgedVerdict | None,
         diagnosed: Callable[[StragglerGroup], Diagnosis | None],
         hang: OpenHang | None = None,
         at_step: int | None = None,

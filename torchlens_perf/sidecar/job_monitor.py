@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.contained_errors import ContainedErrors
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.sidecar.telemetry.log import TelemetryLog
-    from torchlens_perf.verdicts.words.evidence import Verdict
+    from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 
 _JUDGING = "judging the ranks"
 _SIGNALS = "looking for causes"
@@ -192,7 +192,7 @@ class JobMonitor:
         identity, alone = newest[0].state.identity, self.cluster.judges_alone
         found = Assessment(identity, self._state.findings, self._state.hang, (), alone)
         judge = "" if alone else self._state.host if self.cluster.is_cut_off else None
-        links: Verdict | None = None
+        links: JudgedVerdict | None = None
         with self._errors.contain("looking for slow links"):
             links = self._links.update(self._state, self.cluster, self.epoch, time.monotonic(), final=not live)
         if judge is not None or self.alerts.log.are_open:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -11,24 +10,24 @@ from torchlens_perf.top import overview
 from torchlens_perf.top.cells import EXCESS, legend, rank_cells, window_steps
 from torchlens_perf.top.grid import laid_out
 from torchlens_perf.top.lettering import Lettering, clipped
+from torchlens_perf.top.verdict_lines import verdict_lines
 
 if TYPE_CHECKING:
     from torchlens_perf.top.reading import View
-    from torchlens_perf.top.verdict_entries import Entry
     from torchlens_perf.verdicts.words.report import Report
 
 _MOST_LINES = 32  # of the grid; more ranks become one cell a node
 
 
-def frame(view: View, entries: Sequence[Entry], width: int, lettering: Lettering) -> list[Text]:
-    """The run as one frame. entries: the report's verdicts."""
+def frame(view: View, width: int, lettering: Lettering) -> list[Text]:
+    """The run as one frame."""
     lines = [overview.title_line(view, width, lettering), *overview.trouble_lines(view, width, lettering)]
     report = view.report
     if report is None:
         return clipped(lines, width)
     lines += overview.pace_lines(view, width, lettering)
     lines += [overview.rule("verdicts", width, lettering)]
-    lines += overview.verdict_lines(entries, width, lettering, details=True)
+    lines += verdict_lines(report["verdicts"], width, lettering, details=True)
     cells = rank_cells(report, EXCESS)
     grid = laid_out(cells, width, _MOST_LINES, lettering)
     lines += [

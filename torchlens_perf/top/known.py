@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.live_runs import RunRow
 from torchlens_perf.top.reading import View
-from torchlens_perf.top.verdict_entries import Entry, verdict_entries
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import VerdictRow
 
 
 @dataclasses.dataclass
@@ -25,9 +28,9 @@ class Known:
     runs: list[RunRow] = dataclasses.field(default_factory=list)
 
     @property
-    def verdicts(self) -> list[Entry]:
+    def verdicts(self) -> list[VerdictRow]:
         """The verdicts of the run that is shown."""
-        return verdict_entries(self.view.report)
+        return self.view.verdicts
 
     def start_with(self, run: RunDirectory) -> None:
         """Another run, of which nothing is known yet."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torchlens_perf.top.lettering import Lettering
     from torchlens_perf.top.pace import Pace
     from torchlens_perf.top.reading import View
-    from torchlens_perf.top.verdict_entries import Entry
     from torchlens_perf.verdicts.words.report import Rank, Report
 
 _DAY_S = 86_400
@@ -30,7 +29,6 @@ _PART_STYLES = {
     "data": "yellow", "forward": "green", "recompute": "magenta", "backward": "blue", "optimizer": "cyan",
     "communication": "dim", "host": "red", "tool": "dim",
 }  # fmt: skip
-_URGENT = ("hang", "out_of_memory", "died", "straggler")
 
 
 # -- the run and its pace
@@ -124,43 +122,6 @@ def trouble_lines(view: View, width: int, lettering: Lettering, most: int = 3) -
         return []
     text = f"{view.trouble}." + ("" if view.has_ended else " Looking again each second.")
     return [Text(line, style="bold yellow") for line in lettering.wrapped(text, width)[:most]]
-
-
-# -- verdicts
-
-
-def verdict_lines(entries: Sequence[Entry], width: int, lettering: Lettering, *, details: bool = False) -> list[Text]:
-    """What holds and what is over, a time before each. details: with the lines of evidence."""
-    lines: list[Text] = []
-    for entry in entries:
-        style = "dim" if not entry.holds else "bold red" if entry.kind in _URGENT else "bold"
-        if entry.kind == "none":
-            style = "bold green"
-        when = _when(entry)
-        indent = 2
-        for number, line in enumerate(
-            lettering.wrapped(f"{when}  {entry.text}" if when else entry.text, width, indent)
-        ):
-            head = min(len(when), len(line)) if number == 0 else 0
-            lines.append(Text.assemble((line[:head], "dim" if not entry.holds else "cyan"), (line[head:], style)))
-        if entry.action:
-            for number, line in enumerate(lettering.wrapped(f"  Next: {entry.action}", width, indent)):
-                head = len("  Next:") if number == 0 else 0
-                lines.append(Text.assemble((line[:head], "bold"), line[head:]))
-        if details:
-            for text in entry.details:
-                lines += [Text(line) for line in lettering.wrapped(f"  {text}", width, 4)]
-    return lines
-
-
-def _when(entry: Entry) -> str:
-    """Return when it began; of what is over, when that was and for how long it held. "" where that is not known."""
-    if entry.holds:
-        return "" if entry.began_s is None else f"since {clock_time(entry.began_s)}"
-    if entry.ended_s is None:
-        return "over:"
-    lasted = "" if entry.began_s is None else f" after {time_left(max(0.0, entry.ended_s - entry.began_s))}"
-    return f"{clock_time(entry.ended_s)} over{lasted}:"
 
 
 # -- the typical step

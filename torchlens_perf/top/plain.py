@@ -12,14 +12,14 @@ from rich.text import Text
 
 from torchlens_perf.top import overview
 from torchlens_perf.top.frame import frame
-from torchlens_perf.top.verdict_entries import verdict_entries
+from torchlens_perf.top.verdict_lines import ranks_of, verdict_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchlens_perf.top.lettering import Lettering
     from torchlens_perf.top.reading import View
-    from torchlens_perf.top.verdict_entries import Entry
+    from torchlens_perf.verdicts.words.report import VerdictRow
 
 _PACE_EVERY_S = 10.0
 
@@ -32,7 +32,7 @@ class PlainTop:
 
     def once(self, view: View) -> None:
         """One frame."""
-        self._print(frame(view, verdict_entries(view.report), self._width, self._lettering))
+        self._print(frame(view, self._width, self._lettering))
 
     def follow(self, look: Callable[[], View], rest: Callable[[], object] = lambda: time.sleep(1.0)) -> None:
         """A frame at the beginning and at the end, and in between what is new, until the run has ended.
@@ -62,9 +62,9 @@ class PlainTop:
         lines = []
         if view.trouble != before.trouble:
             lines += overview.trouble_lines(view, self._width, self._lettering)
-        shown = {_subject(entry) for entry in verdict_entries(before.report)}
-        new = [entry for entry in verdict_entries(view.report) if _subject(entry) not in shown]
-        return lines + overview.verdict_lines(new[::-1], self._width, self._lettering)
+        shown = set(map(_subject, before.verdicts))
+        new = [row for row in view.verdicts if _subject(row) not in shown]
+        return lines + verdict_lines(new[::-1], self._width, self._lettering)
 
     def _pace(self, view: View) -> Text:
         state, _ = overview.run_state(view)
@@ -85,6 +85,6 @@ class PlainTop:
         self._file.flush()
 
 
-def _subject(entry: Entry) -> tuple[object, ...]:
+def _subject(row: VerdictRow) -> tuple[object, ...]:
     """What makes a verdict another one: not its numbers, which change from look to look."""
-    return entry.kind, entry.ranks, entry.holds, None if entry.holds else entry.since_step
+    return row["kind"], ranks_of(row), row["is_over"], row["since_step"] if row["is_over"] else None

@@ -12,22 +12,22 @@ from torchlens_perf.analysis.statistics.quantities import amount, duration, dura
 from torchlens_perf.report.heat_map import ASCII_SHADES, BOUNDS, SHADE_STYLES
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.records import PARTS
-from torchlens_perf.top.overview import clock_time, rule, seconds_of, step_parts, verdict_lines
+from torchlens_perf.top.overview import clock_time, rule, seconds_of, step_parts
+from torchlens_perf.top.verdict_lines import ranks_of, verdict_lines
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.hang import place
 
 if TYPE_CHECKING:
     from torchlens_perf.top.lettering import Lettering
     from torchlens_perf.top.reading import View
-    from torchlens_perf.top.verdict_entries import Entry
     from torchlens_perf.verdicts.words.report import Collective, Rank, Report
 
 _MAX_MODULES, _MAX_COLLECTIVES = 12, 12
 _NAMES = {"communication": "wait"}
 
 
-def rank_lines(view: View, rank: int, entries: Sequence[Entry], width: int, lettering: Lettering) -> list[Text]:
-    """All that is known of a rank. entries: the report's verdicts."""
+def rank_lines(view: View, rank: int, width: int, lettering: Lettering) -> list[Text]:
+    """All that is known of a rank."""
     report = view.report
     if report is None:
         return []
@@ -37,7 +37,7 @@ def rank_lines(view: View, rank: int, entries: Sequence[Entry], width: int, lett
             Text(f"Nothing has been heard of rank {rank}: its node's sidecar has not written, or the rank not begun.")
         ]
     lines = _who(found, report, width, lettering)
-    about = [entry for entry in entries if rank in entry.ranks]
+    about = [row for row in report["verdicts"] if rank in ranks_of(row)]
     if about:
         lines += [rule("verdicts on it", width, lettering), *verdict_lines(about, width, lettering, details=True)]
     lines += _over_the_run(report, rank, width, lettering)

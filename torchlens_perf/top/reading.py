@@ -17,7 +17,7 @@ from torchlens_perf.top.pace import Pace, SeenSteps, pace
 if TYPE_CHECKING:
     from torchlens_perf.analysis.node_state import NodeState, ProcessState
     from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.verdicts.words.report import Report
+    from torchlens_perf.verdicts.words.report import Report, VerdictRow
 
 SILENT_S = 60.0  # a live sidecar writes every few seconds; of many ranks, more rarely
 _RESTS = 4.0  # times what the last look has taken: of large jobs, a fifth of a processor at most
@@ -41,6 +41,11 @@ class View:
     @property
     def has_ended(self) -> bool:
         return self.report is not None and not self.report["run"]["live"]
+
+    @property
+    def verdicts(self) -> list[VerdictRow]:
+        """Those of the report; none without one."""
+        return [] if self.report is None else self.report["verdicts"]
 
 
 @dataclasses.dataclass

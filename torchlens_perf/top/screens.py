@@ -20,6 +20,7 @@ from torchlens_perf.top.help_text import help_lines
 from torchlens_perf.top.known import Known
 from torchlens_perf.top.live_runs import run_lines
 from torchlens_perf.top.rank_lines import rank_lines
+from torchlens_perf.top.verdict_lines import verdict_lines
 from torchlens_perf.top.widgets import Lines, RankGrid, ScrolledLines
 
 _MIN_PHASES, _WIDE_PHASES = 70, 110  # columns of the terminal, for the typical step to be there, and to have room
@@ -136,20 +137,19 @@ class OverviewScreen(Shown):
     # -- parts
 
     def _verdict_rule(self, width: int) -> list[Text]:
-        entries = self.known.verdicts
-        holding = sum(entry.holds for entry in entries)
-        over = len(entries) - holding
+        rows = self.known.verdicts
+        over = sum(row["is_over"] for row in rows)
         now = "at the end" if self.known.view.has_ended else "now"
-        title = f"verdicts: {holding} {now}" + (f", {over} over" if over else "") if entries else "verdicts"
+        title = f"verdicts: {len(rows) - over} {now}" + (f", {over} over" if over else "") if rows else "verdicts"
         scrolled = self.query_one(ScrolledLines)
         title = f"{title}; {scrolled.part()}" if scrolled.part() else title
         return [overview.rule(title, width, self.known.lettering, chosen=scrolled.has_focus)]
 
     def _verdicts(self, width: int) -> list[Text]:
         """With the evidence, where there is room for all of it: who sees a hang sees where its rank is."""
-        entries, room = self.known.verdicts, self.query_one(ScrolledLines).content_size.height
-        whole = overview.verdict_lines(entries, width, self.known.lettering, details=True)
-        return whole if len(whole) <= room else overview.verdict_lines(entries, width, self.known.lettering)
+        rows, room = self.known.verdicts, self.query_one(ScrolledLines).content_size.height
+        whole = verdict_lines(rows, width, self.known.lettering, details=True)
+        return whole if len(whole) <= room else verdict_lines(rows, width, self.known.lettering)
 
     def _grid_rule(self, width: int) -> list[Text]:
         report = self.known.view.report
@@ -236,7 +236,7 @@ class OverviewScreen(Shown):
 
 
 def _all_verdicts(known: Known, width: int) -> list[Text]:
-    return overview.verdict_lines(known.verdicts, width, known.lettering, details=True)
+    return verdict_lines(known.verdicts, width, known.lettering, details=True)
 
 
 def _notes(known: Known, width: int) -> list[Text]:
@@ -288,7 +288,7 @@ class TextScreen(Shown):
 
 def rank_screen(known: Known, rank: int) -> TextScreen:
     def lines(known: Known, width: int) -> list[Text]:
-        return rank_lines(known.view, rank, known.verdicts, width, known.lettering)
+        return rank_lines(known.view, rank, width, known.lettering)
 
     return TextScreen(known, f"rank {rank}", lines)
 

@@ -13,7 +13,12 @@ from torchlens_perf.run.verdicts import ENDED, STARTED, UPDATED, Alert, sentence
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Findings, StragglerGroup
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.words.evidence import SLOW_COMMUNICATION, ImbalanceEvidence, SlowLinkEvidence, Verdict
+from torchlens_perf.verdicts.words.evidence import (
+    SLOW_COMMUNICATION,
+    ImbalanceEvidence,
+    JudgedVerdict,
+    SlowLinkEvidence,
+)
 from torchlens_perf.verdicts.words.stragglers import (
     SlowRankContext,
     cause_class,
@@ -47,11 +52,6 @@ class Straggler:
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({episode.rank for episode in self.episodes}))
 
-    @property
-    def keys(self) -> set[tuple[int, int]]:
-        """The keys of its episodes."""
-        return {episode.key for episode in self.episodes}
-
 
 @dataclasses.dataclass(frozen=True)
 class AlertContext:
@@ -76,7 +76,7 @@ class AlertContext:
         if self.diagnosed is not None:
             group = dataclasses.replace(group, diagnosis=self.diagnosed(group))
         verdict = slow_verdict(self.context(), group, self.findings)
-        alert = self._straggler(slow, group.lead, change, verdict, verdict.text, *parts, ranks=group.ranks)
+        alert = self._straggler(slow, group.lead, change, verdict, verdict.sentence, *parts, ranks=group.ranks)
         causes = group.diagnosis.causes if group.diagnosis is not None else ()
         return dataclasses.replace(alert, because=tuple(cause.kind for cause in causes))
 
@@ -86,8 +86,7 @@ class AlertContext:
         verdict = past_verdict(slow.lead)
         text = verdict.text
         if len(slow.episodes) > 1:
-            was = "were" if slow.kind == "position" else "was"
-            text = f"{_who(slow)} {was} slow up to step {until_step - 1}. {text}"
+            text = f"{_who_was(slow)} slow up to step {until_step - 1}. {text}"
         return dataclasses.replace(
             self._straggler(slow, slow.lead, ENDED, verdict, text, ranks=slow.ranks), until_step=until_step
         )
@@ -95,13 +94,12 @@ class AlertContext:
     def resolved(self, slow: Straggler, why: str) -> Alert:
         """Return the alert on an end whose step is not known. why: a sentence."""
         lead = slow.lead
-        was = "were" if slow.kind == "position" else "was"
-        text = f"{_who(slow)} {was} slow in {phase_name(lead.phase)} from step {lead.since_step} on. {why}"
+        text = f"{_who_was(slow)} slow in {phase_name(lead.phase)} from step {lead.since_step} on. {why}"
         verdict = past_verdict(dataclasses.replace(lead, until_step=lead.last_step + 1))
         return self._straggler(slow, lead, ENDED, verdict, text, ranks=slow.ranks)
 
     def _straggler(
-        self, slow: Straggler, episode: Episode, change: str, verdict: Verdict, text: str, *parts: object,
+        self, slow: Straggler, episode: Episode, change: str, verdict: JudgedVerdict, text: str, *parts: object,
         ranks: tuple[int, ...],
     ) -> Alert:  # fmt: skip
         """verdict: for the cost, which of several ranks is not that of one of them, and may not be known."""
@@ -142,7 +140,7 @@ class AlertContext:
         """hang: as it was seen last; its since_s is of then. why: a sentence."""
         return self.hang(hang, ENDED, f"The job hung in step {hang.step}. {why}")
 
-    def verdict(self, verdict: Verdict, change: str = STARTED, *parts: object) -> Alert:
+    def verdict(self, verdict: JudgedVerdict, change: str = STARTED, *parts: object) -> Alert:
         """verdict: one that is not about a slow rank, nor a hang.
 
         Slow links are one thing, for which of them costs most changes: one that was not reported before updates the
@@ -158,7 +156,7 @@ class AlertContext:
             ranks, cause = evidence.shared_ranks or evidence.links[0].ranks, SLOW_COMMUNICATION
         key = verdict.kind, verdict.rank, verdict.phase, verdict.since_step, about
         return dataclasses.replace(
-            self._alert(verdict.kind, key, change, verdict.text, parts, ranks, verdict.rank, verdict.since_step),
+            self._alert(verdict.kind, key, change, verdict.sentence, parts, ranks, verdict.rank, verdict.since_step),
             phase=verdict.phase,
             cause=cause,
             scope=scope,
@@ -172,16 +170,12 @@ class AlertContext:
         return dataclasses.replace(last, id=uid, change=ENDED, text=text, next="", unix_ns=self.unix_ns)
 
 
-def _who(slow: Straggler) -> str:
+def _who_was(slow: Straggler) -> str:
     if slow.kind == "node":
-        return f"Node {slow.name} (ranks {ranges(slow.ranks)})"
+        return f"Node {slow.name} (ranks {ranges(slow.ranks)}) was"
     if slow.kind == "position":
-        return f"The ranks at {slow.name} ({ranges(slow.ranks)})"
-    return f"Rank {slow.lead.rank}"
-
-
-def no_modules() -> SlowRankContext:
-    return SlowRankContext(())
+        return f"The ranks at {slow.name} ({ranges(slow.ranks)}) were"
+    return f"Rank {slow.lead.rank} was"
 
 
 def _hash(*parts: object) -> str:

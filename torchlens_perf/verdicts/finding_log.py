@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.verdicts import STARTED, UPDATED, Alert
-from torchlens_perf.verdicts.alert import AlertContext, Straggler, no_modules
+from torchlens_perf.verdicts.alert import AlertContext, Straggler
 from torchlens_perf.verdicts.causes.straggler_groups import straggler_groups
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.words.evidence import SlowLinkEvidence, Verdict
+from torchlens_perf.verdicts.words.evidence import JudgedVerdict, SlowLinkEvidence
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, cause_class
 
@@ -127,7 +127,7 @@ class FindingLog:
         at_step: int | None = None,
         last_step: int | None = None,
         judge: str | None = "",
-        verdicts: Sequence[Verdict] = (),
+        verdicts: Sequence[JudgedVerdict] = (),
         context: Callable[[], SlowRankContext] | None = None,
         diagnosed: Callable[[StragglerGroup], Diagnosis | None] | None = None,
     ) -> tuple[Alert, ...]:
@@ -142,7 +142,7 @@ class FindingLog:
         context: what sentences take from the report. diagnosed: why a straggler is slow. Both are called only when a
         straggler is reported.
         """
-        cached = functools.cache(context if context is not None else no_modules)
+        cached = functools.cache(SlowRankContext if context is None else context)
         now = AlertContext(
             self._run_id, attempt, findings, places, unix_ns, cached, diagnosed, judge or "", at_step, last_step
         )
@@ -232,7 +232,8 @@ class FindingLog:
                     yield self._slow(now, group, episode.key, (episode,))
             elif new:
                 together = {episode.key for episode in then if episode.rank in group.ranks}
-                joined = [each for each in self._open_stragglers if each[1].keys & together]
+                open_now = self._open_stragglers
+                joined = [each for each in open_now if together & {episode.key for episode in each[1].episodes}]
                 if joined:
                     finding, straggler = min(joined, key=lambda each: each[1].key[::-1])
                     finding.straggler = Straggler(straggler.key, group.kind, group.name, (*straggler.episodes, *new))
@@ -276,7 +277,7 @@ class FindingLog:
         if (hang.kind, hang.ranks) != (was.kind, was.ranks):
             yield before.alert
 
-    def _others(self, now: AlertContext, verdicts: Sequence[Verdict]) -> Iterator[Alert]:
+    def _others(self, now: AlertContext, verdicts: Sequence[JudgedVerdict]) -> Iterator[Alert]:
         stand = {each.alert.about: each for each in self.records.open if not (each.straggler or each.hang)}
         for verdict in verdicts:
             alert, evidence = now.verdict(verdict), verdict.evidence

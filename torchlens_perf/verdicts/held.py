@@ -17,27 +17,26 @@ from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.judged_windows import JudgedWindows, Stretch
 from torchlens_perf.verdicts.words import order, over
-from torchlens_perf.verdicts.words.bottleneck import named_uses, without_use
+from torchlens_perf.verdicts.words.bottleneck import computing_action, named_uses, without_use
 from torchlens_perf.verdicts.words.evidence import (
     OVER,
     WASTE,
     DeviceStepEvidence,
     Evidence,
+    JudgedVerdict,
     LongSteps,
     NobodySlowEvidence,
     PastEvidence,
-    PastStragglerEvidence,
     StragglerEvidence,
     TypicalStepEvidence,
-    Verdict,
 )
 from torchlens_perf.verdicts.words.hang import HangEvidence
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
     from torchlens_perf.verdicts.judged_windows import Columns
-    from torchlens_perf.verdicts.stragglers.findings import Findings
-    from torchlens_perf.verdicts.words.report import Held, Steps
+    from torchlens_perf.verdicts.stragglers.episodes import Episode
+    from torchlens_perf.verdicts.words.report import Facts, Held
 
 _MIN_WINDOWS = 4  # that something must last for to be named beside the run as a whole
 _CLEARLY = 1.5  # times what it takes in the rest of the run
@@ -45,15 +44,16 @@ _TAGS = {
     "capture": Flag.CAPTURED, "compilation": Flag.COMPILED, "evaluation": Flag.EVALUATION,
     WITHOUT_GRADIENTS: Flag.EVALUATION, "saving": Flag.CHECKPOINT,
 }  # fmt: skip
-_Found = tuple[Verdict, "Held | None"]
+_Found = tuple[JudgedVerdict, "Held | None"]
 
 
 @dataclasses.dataclass(frozen=True)
-class RunSoFar:
-    """What is known of the course of a run."""
+class VerdictTimes:
+    """Since when verdicts have held, from the windows of a run and the findings of its sidecar."""
 
+    facts: Facts
     windows: JudgedWindows | None
-    findings: Findings
+    """None where none is known."""
     records: FindingRecords
     step_time: Callable[[int, int | None], str | None]
     """When a step began, in UTC; of which rank, if that is here."""
@@ -61,12 +61,8 @@ class RunSoFar:
     """Nanoseconds of UTC as text."""
     first_step: int
     last_step: int | None
-    steps: Steps
-    live: bool
-    computing_action: str
-    """What to do where computing limits the step."""
 
-    def rows(self, verdicts: Sequence[Verdict]) -> list[order.Row]:
+    def rows(self, verdicts: Sequence[JudgedVerdict]) -> list[order.Row]:
         """The report's verdicts in their order, each with since when it has held and the time that it has cost.
 
         verdicts: those on the run as a whole.
@@ -78,22 +74,17 @@ class RunSoFar:
         for kind in {each.kind for each, _ in stretches}:  # one figure for one wait
             found = [(without_use(each, kind) if _of_run(each) else each, held) for each, held in found]
         found += [*stretches, *noted]
-        rows = [(each, held, self._lost_s(each, held)) for each, held in found]
-        return order.in_order(rows)
-
-    def _lost_s(self, verdict: Verdict, held: Held | None) -> float | None:
-        steps, alike = self.steps["count"], self.steps["alike"]
-        return order.lost_s(verdict, held, steps=steps, alike=alike, last_step=self.last_step)
+        steps, alike, end = self.facts["steps"]["count"], self.facts["steps"]["alike"], self.last_step
+        rows = ((each, held, order.lost_s(each, held, steps=steps, alike=alike, last_step=end)) for each, held in found)
+        return sorted(rows, key=order.key)
 
     # -- verdicts on the run as a whole
 
-    def _of_whole(self, verdict: Verdict) -> Held | None:
+    def _of_whole(self, verdict: JudgedVerdict) -> Held | None:
         """None where it cannot be known."""
         evidence = verdict.evidence
-        if isinstance(evidence, StragglerEvidence):
-            return self._episode(verdict.rank, None)
-        if isinstance(evidence, PastStragglerEvidence):
-            return self._episode(verdict.rank, evidence.until_step)
+        if verdict.episode is not None:
+            return self._episode(verdict.episode)
         if isinstance(evidence, HangEvidence):
             noted = self.records.holds("hang", evidence.step)
             return self._from_to(evidence.step, None) if noted is None else self._noted(noted)
@@ -113,23 +104,18 @@ class RunSoFar:
         noted = self.records.holds(verdict.kind)
         return None if noted is None else self._noted(noted)
 
-    def _episode(self, rank: int | None, until: int | None) -> Held | None:
-        """until: its until_step."""
-        of_rank = (each for each in self.findings.episodes if each.rank == rank)
-        episode = next((each for each in of_rank if each.until_step == until), None)
-        if episode is None:
-            return None
-        since = episode.since_step
+    def _episode(self, episode: Episode) -> Held:
+        of = episode.since_step, episode.until_step, episode.rank
         if self.windows is None:
-            return self._from_to(since, until, rank)
+            return self._from_to(*of)
         judged = self.windows.compared_with_others(episode.rank)
-        return self._from_to(since, until, rank, self.windows.covered(episode) & judged, judged)
+        return self._from_to(*of, self.windows.covered(episode) & judged, judged)
 
     def _nobody_slow(self) -> Held | None:
         """Since the last episode, or from the start."""
         if self.windows is None:
             return None
-        ends = [each.until_step or 0 for each in self.findings.slow_before]
+        ends = [each.until_step or 0 for each in self.windows.findings.slow_before]
         since, judged = max(ends, default=self.first_step), self.windows.anybody_compared
         later = self.windows.windows.covered(since, None)
         return self._from_to(since, None, None, judged & later & ~self.windows.anybody_slow, judged)
@@ -181,7 +167,7 @@ class RunSoFar:
         rest = [each for each, in_it in columns if each is not None and not in_it]
         held, step_s = self._stretch(found), _mean([each.step_s for each in inside])
         computing_s = _mean([each.computing.seconds for each in inside])
-        computing = dataclasses.replace(inside[0].computing, seconds=computing_s, action=self.computing_action)
+        computing = dataclasses.replace(inside[0].computing, seconds=computing_s, action=computing_action(self.facts))
         assert held["since_step"] is not None
         before_s = _mean([each.step_s for each in rest])
         return [(over.computing_now(computing, step_s, before_s, held["since_step"]), held)]
@@ -211,19 +197,19 @@ class RunSoFar:
         """What the sidecar has noted and is over, the newest first; also what stood when the run ended and is not
         found any more. shown: kinds of verdicts."""
         found = [each for each in self.records.findings[::-1] if each.kind != "straggler"]
-        past = [each for each in found if each.is_over or (not self.live and each.kind not in shown)]
+        past = [each for each in found if each.is_over or (not self.facts["run"]["live"] and each.kind not in shown)]
         return [(self._over(each), self._noted(each)) for each in past]
 
-    def _over(self, noted: Finding) -> Verdict:
+    def _over(self, noted: Finding) -> JudgedVerdict:
         if noted.kind != "hang" or noted.since_step is None:
-            return over.no_longer(noted.kind, noted.alert.sentence, noted.alert.ranks, noted.since_step)
+            return over.no_longer(noted.kind, noted.alert.text, noted.alert.ranks, noted.since_step)
         went_on = None if self.last_step is None else self.last_step >= noted.since_step
         # The time of all steps has no warm-up, in which a run may hang as well.
-        total_s = self.steps["total_s"]
+        total_s = self.facts["steps"]["total_s"]
         if noted.since_step < self.first_step + WARM_UP_STEPS:
             total_s += noted.duration_s or 0.0
         found = PastEvidence(noted.alert.ranks, noted.duration_s, went_on, noted.stacks)
-        return over.hang_over(noted.since_step, noted.alert.sentence, found, steps=self.steps["count"], total_s=total_s)
+        return over.hang_over(noted.since_step, noted.alert, found, steps=self.facts["steps"]["count"], total_s=total_s)
 
     # -- as the report has it
 
@@ -251,7 +237,7 @@ class RunSoFar:
         return value
 
 
-def _of_run(verdict: Verdict) -> bool:
+def _of_run(verdict: JudgedVerdict) -> bool:
     """Whether this is the verdict on the typical step of the whole run."""
     return isinstance(verdict.evidence, TypicalStepEvidence | DeviceStepEvidence)
 

@@ -112,7 +112,7 @@ class JudgedWindows:
 
     def out_of_balance(self) -> Stretch | None:
         """When the pipeline stage that has the most work now had so."""
-        now = stage_imbalance(self.findings, self.places)
+        now = self.findings.imbalance
         if now is None:
             return None
         windows, rows = self.windows, dict[str, list[int]]()

@@ -10,10 +10,10 @@ from torchlens_perf.run.sketch import merged
 if TYPE_CHECKING:
     from torchlens_perf.analysis.collectives.slow_link import LinkFindings
     from torchlens_perf.analysis.statistics.rank import RankStatistics
-    from torchlens_perf.verdicts.words.evidence import Verdict
+    from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 
 
-def slow_link_verdict(found: LinkFindings, ranks: Collection[RankStatistics]) -> Verdict | None:
+def slow_link_verdict(found: LinkFindings, ranks: Collection[RankStatistics]) -> JudgedVerdict | None:
     """The verdict; None if no link is slow. ranks: their steps are those that the cost is a share of."""
     if not found.links:
         return None

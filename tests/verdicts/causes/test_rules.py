@@ -234,9 +234,9 @@ def test_in_words() -> None:
     """The verdict says why, with how much of it that explains, and what to do about that."""
     told = verdict(diagnosis({"gc_share": 0.2, "nvlink_errors_per_s": 1.0}))
 
-    assert "since step 100. Because Python's garbage collector runs in it for 20% of the time" in told.text
-    assert "(which explains 100% of it). Seen on it alone: its GPU has NVLink errors: 1 a second" in told.text
-    assert "Next: call gc.freeze()" in told.text
+    assert "since step 100. Because Python's garbage collector runs in it for 20% of the time" in told.sentence
+    assert "(which explains 100% of it). Seen on it alone: its GPU has NVLink errors: 1 a second" in told.sentence
+    assert "Next: call gc.freeze()" in told.sentence
     assert [cause.kind for cause in told.evidence.diagnosis.causes] == ["gc", "nvlink"]
     assert told.evidence.diagnosis.signals["gc_share"] == pytest.approx(0.2, rel=0.01)
 
@@ -245,11 +245,11 @@ def test_what_is_only_seen_is_no_because() -> None:
     """An error that takes no time by itself is told as what it is, and the next action stays that of the phase."""
     told = verdict(diagnosis({"xids_per_s": 0.001}))
 
-    assert "Because" not in told.text
+    assert "Because" not in told.sentence
     assert (
         "Seen on it alone: its GPU has errors of the driver (XID): 4 an hour, against none on the others; look them up "
         "in the kernel's log; drain the node. Next: look for what only rank 3 does"
-    ) in told.text
+    ) in told.sentence
 
 
 @pytest.mark.parametrize("phase", ["data", "cpu"])
@@ -274,9 +274,9 @@ def test_steps_too_short_to_tell_waiting_from_work() -> None:
 
 def test_no_cause_in_words() -> None:
     """That none was found is said, with what was looked at; where nothing was measured, nothing is said."""
-    assert "No cause found among garbage collection, waits for a CPU, " in verdict(diagnosis({})).text
-    assert "Next: look for what only rank 3 does" in verdict(diagnosis({})).text
-    assert "ause" not in verdict(diagnose(episode(SLOW), {}, None)).text
+    assert "No cause found among garbage collection, waits for a CPU, " in verdict(diagnosis({})).sentence
+    assert "Next: look for what only rank 3 does" in verdict(diagnosis({})).sentence
+    assert "ause" not in verdict(diagnose(episode(SLOW), {}, None)).sentence
 
 
 def test_kept() -> None:

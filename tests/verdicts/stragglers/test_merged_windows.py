@@ -102,9 +102,9 @@ def test_in_which_part(more: dict[Row, float], phase: str) -> None:
     assert (found.phase, found.from_start) == (phase, True)
     named = with_groups(dataclasses.replace(NOTHING, episodes=(found,), step_ns=70 * MS, compared=8), {})
     ((verdict,), _) = straggler_verdicts(SlowRankContext([], "cuda", None), named)
-    assert "Rank 2 is slow" in verdict.text
-    assert "Known from the windows" in verdict.text
-    assert "By host time" not in verdict.text
+    assert "Rank 2 is slow" in verdict.sentence
+    assert "Known from the windows" in verdict.sentence
+    assert "By host time" not in verdict.sentence
 
 
 def test_of_two_slow_ranks_the_job_gains_by_the_slower_one() -> None:
@@ -164,7 +164,7 @@ def test_where_both_know_all_ranks() -> None:
     facts: Any = {"steps": {"count": 200}, "run": run}
     verdict, quiet = no_straggler(facts, nobody), no_straggler(facts, judged(ranks=8))
     assert verdict.confidence == quiet.confidence / 2
-    assert "otherwise, but rank 3 (+9.00 ms a step, in the forward pass)" in verdict.text
+    assert "otherwise, but rank 3 (+9.00 ms a step, in the forward pass)" in verdict.sentence
     too_little = judged(ranks=8, detectable_ns=20 * MS)
     assert held_against(too_little, seen(*[FORWARD] * 3), ALL) == too_little, "the judge could not have seen it yet"
 
@@ -179,7 +179,7 @@ def test_what_the_windows_would_show_and_do_not() -> None:
     undisputed = without_windows(found)
     (before,), _ = straggler_verdicts(context, with_groups(undisputed, ALL))
     assert verdict.confidence == before.confidence / 2
-    assert "do not show it, but rank 3 (+9.00 ms a step, in the forward pass). Next: " in verdict.text
+    assert "do not show it, but rank 3 (+9.00 ms a step, in the forward pass). Next: " in verdict.sentence
     for other in (
         episode(rank=6, since=150),  # fewer than three windows since
         episode(rank=6, since=0, slow_share=0.4),

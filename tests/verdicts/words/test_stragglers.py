@@ -15,7 +15,7 @@ from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, StageImbalance, StragglerGroup, Usual
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
-from torchlens_perf.verdicts.words.evidence import NobodySlowEvidence, Verdict
+from torchlens_perf.verdicts.words.evidence import JudgedVerdict, NobodySlowEvidence
 from torchlens_perf.verdicts.words.stragglers import (
     MAX_PAST,
     SlowRankContext,
@@ -37,7 +37,7 @@ AT = places(8, node_size=4)
 OTHERWISE = "The kernels of the collectives say otherwise"
 
 
-def verdict_on(slow: Episode, context: SlowRankContext = CONTEXT, **changed: Any) -> Verdict:
+def verdict_on(slow: Episode, context: SlowRankContext = CONTEXT, **changed: Any) -> JudgedVerdict:
     """What is said of one slow rank."""
     found = findings(slow, **changed)
     (now,), before = straggler_verdicts(context, with_groups(found, AT))
@@ -54,7 +54,7 @@ def test_a_slow_rank() -> None:
     """Who, where, in what, against what, what it costs, since when, and what to do: in this order, with numbers."""
     verdict = verdict_on(episode())
 
-    assert verdict.text == (
+    assert verdict.sentence == (
         "Rank 3 (node-0) is slow in the backward pass: 80.0 ms of work a step against 60.0 ms on the other ranks. "
         "It costs the job 15.0 ms a step (15%), since step 100. "
         "Next: compare the model on rank 3: its input sizes, then clocks and neighbours on that machine."
@@ -78,7 +78,7 @@ def test_held_against_the_collectives_kernels(last: dict[int, float], said: str)
     usual = verdict_on(episode())
     held = verdict_on(episode(), SlowRankContext((), "GPU", "device", last))
 
-    assert held.text == (usual.text.replace(" Next:", f" {said} Next:") if said else usual.text)
+    assert held.sentence == (usual.sentence.replace(" Next:", f" {said} Next:") if said else usual.sentence)
     assert held.confidence == pytest.approx(usual.confidence / (2 if said else 1))
     assert verdict_on(episode(), SlowRankContext((), None, "host", last)).text == usual.text
 
@@ -103,8 +103,8 @@ def test_where_its_machine_is() -> None:
     (one,), _ = straggler_verdicts(CONTEXT, with_groups(findings(episode()), at))
     (node,), _ = straggler_verdicts(CONTEXT, with_groups(findings(*slow), at))
 
-    assert one.text.startswith("Rank 3 (node-0, switch leaf3) is slow")
-    assert node.text.startswith("Node node-0 (switch leaf3) is slow (ranks 0-3)")
+    assert one.sentence.startswith("Rank 3 (node-0, switch leaf3) is slow")
+    assert node.sentence.startswith("Node node-0 (switch leaf3) is slow (ranks 0-3)")
 
 
 def test_two_ranks_and_the_start() -> None:
@@ -112,9 +112,9 @@ def test_two_ranks_and_the_start() -> None:
     found = findings(episode(1, from_start=True), compared=2)
     (verdict,), _ = straggler_verdicts(CONTEXT, with_groups(found, {}))
 
-    assert verdict.text.startswith("Rank 1 is slow in")
-    assert "on the other rank. " in verdict.text
-    assert "(15%), since the start. Next:" in verdict.text
+    assert verdict.sentence.startswith("Rank 1 is slow in")
+    assert "on the other rank. " in verdict.sentence
+    assert "(15%), since the start. Next:" in verdict.sentence
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_every_phase(phase: str, words: str, next_words: str, cause: str) -> Non
     """Each phase has its words, its class, and its own next action."""
     verdict = verdict_on(episode(phase=phase))
 
-    assert words in verdict.text
-    assert next_words in verdict.text.partition(" Next: ")[2]
+    assert words in verdict.sentence
+    assert next_words in verdict.sentence.partition(" Next: ")[2]
     assert verdict.evidence.cause == cause_class(episode(phase=phase)) == cause
 
 
@@ -146,7 +146,7 @@ def test_no_phase_without_words() -> None:
 
 def test_lack_of_a_cpu() -> None:
     """It is told as time without a CPU, not as work."""
-    text = verdict_on(episode(phase="cpu")).text
+    text = verdict_on(episode(phase="cpu")).sentence
 
     assert "its thread was ready but had no CPU for 20.0 ms a step more than on the other ranks" in text
     assert "of work a step" not in text
@@ -154,20 +154,20 @@ def test_lack_of_a_cpu() -> None:
 
 def test_now_and_then() -> None:
     """What comes and goes says how much it is in which share of steps; what is nearly always there does not."""
-    seldom = verdict_on(episode(slow_share=0.286, slow_excess_ns=70 * MS)).text
+    seldom = verdict_on(episode(slow_share=0.286, slow_excess_ns=70 * MS)).sentence
 
     assert "; it comes and goes: +70.0 ms in 29% of steps." in seldom
-    assert "comes and goes" not in verdict_on(episode(slow_share=0.7)).text
+    assert "comes and goes" not in verdict_on(episode(slow_share=0.7)).sentence
 
 
 def test_more_to_do() -> None:
     """A rank with more workload hears so, in the class and the next action, too."""
     verdict = verdict_on(episode(more_workload=0.42))
 
-    assert "; it has 42% more to do than they." in verdict.text
-    assert "Next: balance the batches: rank 3 gets longer sequences" in verdict.text
+    assert "; it has 42% more to do than they." in verdict.sentence
+    assert "Next: balance the batches: rank 3 gets longer sequences" in verdict.sentence
     assert verdict.evidence.cause == "more_work"
-    assert "more to do" not in verdict_on(episode(more_workload=0.04)).text
+    assert "more to do" not in verdict_on(episode(more_workload=0.04)).sentence
 
 
 class TestModules:
@@ -184,8 +184,8 @@ class TestModules:
         )
         verdict = verdict_on(episode(phase="forward"), context)
 
-        assert ", most of it in block (+15.0 ms a step). " in verdict.text
-        assert "Next: compare block on rank 3" in verdict.text
+        assert ", most of it in block (+15.0 ms a step). " in verdict.sentence
+        assert "Next: compare block on rank 3" in verdict.sentence
         assert verdict.evidence.modules == ("block",)
         assert verdict.evidence.module_excess_s == pytest.approx(0.015)
 
@@ -194,8 +194,8 @@ class TestModules:
         others = {str(rank): 0.010 for rank in range(8)}
         verdict = verdict_on(episode(phase="forward"), self.context(module("block", {**others, "3": 0.059})))
 
-        assert ", most of it in block. It costs the job" in verdict.text
-        assert "49" not in verdict.text
+        assert ", most of it in block. It costs the job" in verdict.sentence
+        assert "49" not in verdict.sentence
 
     def test_several_together(self) -> None:
         """As many as explain most of it, the largest first; in computing, forward and backward count together."""
@@ -256,10 +256,12 @@ def test_a_slow_host() -> None:
     slow = verdict_on(episode(phase="forward", by_host=True))
 
     assert (
-        "its host needs 80.0 ms a step against 60.0 ms on the other ranks, and the device waits for it. " in slow.text
+        "its host needs 80.0 ms a step against 60.0 ms on the other ranks, and the device waits for it. "
+        in slow.sentence
     )
     assert (
-        "Next: compare the host of rank 3: its CPU's clock, what else runs there, and what its Python code" in slow.text
+        "Next: compare the host of rank 3: its CPU's clock, what else runs there, and what its Python code"
+        in slow.sentence
     )
     assert slow.evidence.cause == "slow_host"
     assert verdict_on(episode(phase="forward")).evidence.cause == "slow_compute"
@@ -274,11 +276,11 @@ def test_a_node_and_a_position() -> None:
     together = findings(*slow, groups=tuple(straggler_groups(slow, experts)))
     (position,), _ = straggler_verdicts(CONTEXT, together)
 
-    assert node.text.startswith("Node node-1 is slow (ranks 4-7), most of all rank 7, in the backward pass: ")
-    assert "Next: look at node-1: clocks, temperature, power cap, other jobs; then run without it." in node.text
+    assert node.sentence.startswith("Node node-1 is slow (ranks 4-7), most of all rank 7, in the backward pass: ")
+    assert "Next: look at node-1: clocks, temperature, power cap, other jobs; then run without it." in node.sentence
     assert (node.evidence.scope, node.evidence.ranks) == ("node", (4, 5, 6, 7))
-    assert position.text.startswith("The ranks at ep 2 are slow (2,6), most of all rank 2,")
-    assert "Next: compare what the ranks at ep 2 are given: tokens per expert" in position.text
+    assert position.sentence.startswith("The ranks at ep 2 are slow (2,6), most of all rank 2,")
+    assert "Next: compare what the ranks at ep 2 are given: tokens per expert" in position.sentence
     assert position.evidence.cause == "imbalance"
 
 
@@ -291,12 +293,13 @@ def test_what_a_node_costs() -> None:
     over = findings(episode(4, until=200, cost_ns=0.4 * MS, shared_cost_ns=19 * MS))
     _, (was,) = straggler_verdicts(CONTEXT, with_groups(over, AT))
 
-    assert "It costs the job 19.0 ms a step (19%), since step 100." in told.text
+    assert "It costs the job 19.0 ms a step (19%), since step 100." in told.sentence
     assert (told.cost_s_per_step, told.cost_share) == pytest.approx((0.019, 0.19))
-    assert "What it costs the job is not known, since step 100." in not_told.text
+    assert "What it costs the job is not known, since step 100." in not_told.sentence
     assert (not_told.cost_s_per_step, not_told.cost_share) == (None, None)
     assert (
-        "which cost the job 19.0 ms a step (19%), together with those that were slow with it. It is over." in was.text
+        "which cost the job 19.0 ms a step (19%), together with those that were slow with it. It is over."
+        in was.sentence
     )
     assert (was.cost_s_per_step, was.cost_share) == pytest.approx((0.019, 0.19))
 
@@ -309,8 +312,8 @@ def test_what_several_slow_ranks_cost() -> None:
     pair, _ = straggler_verdicts(CONTEXT, with_groups(findings(*slow[:2]), AT))
 
     assert [verdict.rank for verdict in now] == [6, 4, 1]
-    assert "Together with ranks 1,4 it costs the job 12.0 ms a step (12%), since step 100." in now[0].text
-    assert "Together with rank 4 it costs the job 12.0 ms a step (12%)" in pair[1].text
+    assert "Together with ranks 1,4 it costs the job 12.0 ms a step (12%), since step 100." in now[0].sentence
+    assert "Together with rank 4 it costs the job 12.0 ms a step (12%)" in pair[1].sentence
     assert [verdict.evidence.slow_too for verdict in now] == [(1, 4), (1, 6), (4, 6)]
     assert [(each.cost_s_per_step, each.cost_share) for each in now] == [pytest.approx((0.012, 0.12))] * 3
 
@@ -321,7 +324,7 @@ def test_a_slow_rank_that_does_other_work_has_its_own_cost() -> None:
     found = findings(episode(1), episode(4, cost_ns=5 * MS))
     now, _ = straggler_verdicts(CONTEXT, with_groups(found, at))
 
-    assert ["It costs the job" in verdict.text for verdict in now] == [True, True]
+    assert ["It costs the job" in verdict.sentence for verdict in now] == [True, True]
     assert [verdict.cost_s_per_step for verdict in now] == pytest.approx([0.015, 0.005])
 
 
@@ -337,8 +340,8 @@ def test_modules_of_a_rank_of_another_node() -> None:
         (elsewhere, told), (here, told), (elsewhere, little),
     )]  # fmt: skip
 
-    assert "most of it in layers.7 (+15.0 ms a step)" in verdicts[0].text
-    assert "Next: compare layers.7 on rank 3" in verdicts[0].text
+    assert "most of it in layers.7 (+15.0 ms a step)" in verdicts[0].sentence
+    assert "Next: compare layers.7 on rank 3" in verdicts[0].sentence
     assert [verdict.evidence.modules for verdict in verdicts] == [("layers.7",), ("layers.2",), ()]
 
 
@@ -347,7 +350,7 @@ def test_an_imbalance() -> None:
     imbalance = StageImbalance("pp 2", (8, 9, 10, 11), 140 * MS, 100 * MS, stages=4)
     (verdict,), _ = straggler_verdicts(CONTEXT, findings(step_ns=160 * MS, imbalance=imbalance))
 
-    assert verdict.text == (
+    assert verdict.sentence == (
         "The pipeline is out of balance: stage pp 2 (ranks 8-11) has 140 ms of work a step, the other stages 100 ms. "
         "Next: move layers out of pp 2."
     )
@@ -363,11 +366,11 @@ def test_who_was_slow() -> None:
     assert [verdict.rank for verdict in now] == [5]
     assert [verdict.rank for verdict in before] == [2, 1, 3]
     assert [verdict.kind for verdict in before] == ["straggler_ended", "straggler_transient", "straggler_ended"]
-    assert before[0].text == (
+    assert before[0].sentence == (
         "Rank 2 was slow in the backward pass from step 60 to step 109: +20.0 ms a step, which cost the job 15.0 ms "
         "a step (15%). It is over."
     )
-    assert "from the start to step 69" in before[2].text
+    assert "from the start to step 69" in before[2].sentence
     assert before[0].evidence.until_step == 110
 
 
@@ -394,7 +397,7 @@ def test_confidence() -> None:
 def test_a_step_of_no_length() -> None:
     """Nothing is divided by a step that is not known."""
     assert verdict_on(episode(step_ns=0.0)).cost_share == 0.0
-    assert no_straggler(REPORT, findings(step_ns=0.0)).text.startswith(
+    assert no_straggler(REPORT, findings(step_ns=0.0)).sentence.startswith(
         "No rank stands out over 200 steps. One with 3.00 ms more work (0.0% of the step)"
     )
 
@@ -404,7 +407,7 @@ class TestNobody:
         """Nobody is slow: over how many steps, and what would have been named."""
         verdict = no_straggler(REPORT, findings())
 
-        assert verdict.text == (
+        assert verdict.sentence == (
             "No rank stands out over 200 steps. One with 3.00 ms more work (3.0% of the step) in every step from the "
             "start of the run would have been named."
         )
@@ -415,22 +418,22 @@ class TestNobody:
         """Before anything could be seen, it says so, and what to do."""
         for found in (NOTHING, findings(detectable_ns=None)):
             verdict = no_straggler({**REPORT, "steps": {"count": 12}}, found)
-            assert verdict.text.startswith("Too few steps to compare the ranks (12): ")
-            assert "Next: run at least 40 steps." in verdict.text
+            assert verdict.sentence.startswith("Too few steps to compare the ranks (12): ")
+            assert "Next: run at least 40 steps." in verdict.sentence
             assert verdict.confidence == 0.0
 
     def test_too_few_short_steps(self) -> None:
         """Of short steps, several make a row: sixty may be too few, and it says how many it takes."""
-        text = no_straggler({**REPORT, "steps": {"count": 60}}, dataclasses.replace(NOTHING, steps_needed=160)).text
+        text = no_straggler({**REPORT, "steps": {"count": 60}}, dataclasses.replace(NOTHING, steps_needed=160)).sentence
 
         assert text.startswith("Too few steps to compare the ranks (60): ")
         assert "Next: run at least 160 steps." in text
-        enough = no_straggler(REPORT, dataclasses.replace(NOTHING, steps_needed=160)).text
+        enough = no_straggler(REPORT, dataclasses.replace(NOTHING, steps_needed=160)).sentence
         assert enough.startswith("The ranks were not compared")
 
     def test_never_compared(self) -> None:
         """Many steps and no comparison: that is said, not that more steps are needed."""
-        text = no_straggler(REPORT, NOTHING).text
+        text = no_straggler(REPORT, NOTHING).sentence
 
         assert text.startswith("The ranks were not compared")
         assert "40 steps" not in text
@@ -456,7 +459,7 @@ class TestNobody:
         """Who works while the others wait, without calling that slow; nothing where they are alike or do not wait."""
         usual = tuple(Usual(f"m{ranks}", ranks, work * MS, wait * MS) for ranks, work, wait in parts)
         found = dataclasses.replace(NOTHING, usual=usual, step_ns=50 * MS)
-        text = no_straggler(REPORT, found).text
+        text = no_straggler(REPORT, found).sentence
         if expected:
             assert expected in text
             assert text.startswith("The ranks were not compared, as they run other models. ")
@@ -467,4 +470,4 @@ class TestNobody:
             )
         mixed = (*usual[:-1], dataclasses.replace(usual[-1], population=f"m{BY_DEVICE}"))
         if len(usual) > 1:
-            assert "of work a step" not in no_straggler(REPORT, dataclasses.replace(found, usual=mixed)).text
+            assert "of work a step" not in no_straggler(REPORT, dataclasses.replace(found, usual=mixed)).sentence

@@ -72,9 +72,8 @@ class StragglerDetector:
         self._share_costs(populations)
         episodes = [episode for population in populations for episode in population.episodes]
         compared = [population for population in populations if population.compared]
-        found = dataclasses.replace(
-            NOTHING,
-            episodes=tuple(sorted(episodes, key=lambda episode: (episode.is_over, -episode.cost_ns))),
+        found = NOTHING.with_episodes(
+            episodes,
             step_ns=max((population.step_ns for population in populations), default=0.0),
             last_step=max((population.last_step for population in populations), default=-1),
             steps_needed=min((each.steps_needed for each in populations if each.steps_needed), default=0),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.own_time import OwnTime
@@ -142,6 +143,11 @@ class Findings:
     def slow_before(self) -> tuple[Episode, ...]:
         """The episodes of ranks that are no longer slow in that phase, the costliest first."""
         return tuple(each for each in self.episodes if each.is_over)
+
+    def with_episodes(self, episodes: Iterable[Episode], **changed: Any) -> Findings:
+        """Return findings with these episodes: those that hold first, the costliest of each first."""
+        in_order = tuple(sorted(episodes, key=lambda episode: (episode.is_over, -episode.cost_ns)))
+        return dataclasses.replace(self, episodes=in_order, **changed)
 
     def diagnosis(self, key: tuple[int, int]) -> Diagnosis | None:
         """Why a rank is, or was, slow in this episode; None if that is not known."""

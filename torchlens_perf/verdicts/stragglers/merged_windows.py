@@ -220,11 +220,9 @@ def held_against(findings: Findings, windows: MergedWindows, places: Mapping[int
         return dataclasses.replace(findings, episodes=tuple(episodes), unconfirmed=tuple(unconfirmed))
     known = {each.rank for each in findings.episodes}
     episodes += [each for each in only_here if not each.is_over or each.rank not in known]
-    episodes.sort(key=lambda each: (each.is_over, -each.cost_ns))
     newest = windows.windows[-1]
-    return dataclasses.replace(
-        findings,
-        episodes=tuple(episodes),
+    return findings.with_episodes(
+        episodes,
         rows=max(findings.rows, windows.seen),
         step_ns=findings.step_ns or newest.step_ns,
         detectable_ns=max(findings.detectable_ns or 0.0, windows.detectable_ns()),

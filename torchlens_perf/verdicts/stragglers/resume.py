@@ -47,9 +47,7 @@ class EarlierEpisodes:
             for episode in left:
                 if _is_over(episode, now, max(episode.last_step, self._few_rows_step or -1)):
                     self._end(self._open.pop(episode.rank))
-        episodes = [*map(self._as_before, now.episodes), *self._open.values(), *self._over]
-        episodes.sort(key=lambda episode: (episode.is_over, -episode.cost_ns))
-        return dataclasses.replace(now, episodes=tuple(episodes))
+        return now.with_episodes([*map(self._as_before, now.episodes), *self._open.values(), *self._over])
 
     def _begins(self, episode: Episode, compared: int) -> None:
         before = self._open.pop(episode.rank, None)

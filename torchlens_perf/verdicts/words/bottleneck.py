@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
 from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, WITHOUT_GRADIENTS
 from torchlens_perf.run.records import OWN_PARTS, PARTS
-from torchlens_perf.run.verdicts import sentence_and_action
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.cpu import CPU_ACTION
 from torchlens_perf.verdicts.words.evidence import (
     CaughtUpEvidence,
     DeviceStepEvidence,
+    JudgedVerdict,
     LongSteps,
     NotKnownEvidence,
     OtherThreadsEvidence,
     SampledEvidence,
     TypicalStepEvidence,
-    Verdict,
     joined,
+    judged,
 )
 from torchlens_perf.verdicts.words.stragglers import module_label, phase_name
 
@@ -133,7 +133,7 @@ def spent(
     return Spent(step_s, use, waits, measured_lack_s)
 
 
-def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict]:
+def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[JudgedVerdict]:
     """The verdict on the typical step, and those on the classes of long steps that cost much.
 
     waits_explained: ranks wait in communication for one that another verdict is about. Such waits are left out.
@@ -145,8 +145,7 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[Verdict
     if typical.kind == "lack_of_cpu":  # it explains steps that only lack a CPU for longer than the others
         lacking = [each for each in classes if not each["kinds"] and each["part"] == LACK_OF_CPU]
         classes = [each for each in classes if each not in lacking]
-        found, action = sentence_and_action(typical.text)
-        typical = dataclasses.replace(typical, text=f"{found}{_lack_longer(lacking)} Next: {action}")
+        typical = dataclasses.replace(typical, text=f"{typical.text}{_lack_longer(lacking)}")
     if waits_explained:
         classes = [each for each in classes if set(each["kinds"]).difference(_NOT_A_CAUSE)]
     if report["run"]["device"] is not None and report["steps"]["by"] != DEVICE:
@@ -186,7 +185,7 @@ def _lack_longer(lacking: list[LongSteps]) -> str:
     return f" {counted(count, 'other step')} {'waits' if count == 1 else 'wait'} {more}"
 
 
-def named_uses(verdict: Verdict) -> set[str]:
+def named_uses(verdict: JudgedVerdict) -> set[str]:
     """The kinds of uses that the sentence on the typical step names."""
     evidence, uses_s = verdict.evidence, dict[str, float]()
     if isinstance(evidence, TypicalStepEvidence):
@@ -197,13 +196,13 @@ def named_uses(verdict: Verdict) -> set[str]:
     return {verdict.kind, *(kind for kind, seconds in uses_s.items() if seconds >= _WORTH_NAMING * step_s)}
 
 
-def without_use(verdict: Verdict, kind: str) -> Verdict:
+def without_use(verdict: JudgedVerdict, kind: str) -> JudgedVerdict:
     """The verdict on the typical step, where another verdict is about one of the waits that its sentence adds."""
     what = next((_lower(each.what) for each in (*_WAITS, _LACK) if each.kind == kind), kind)
     return dataclasses.replace(verdict, text=re.sub(rf"; {re.escape(what)} [^()]*\([^()]*\)", "", verdict.text))
 
 
-def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
+def _typical(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
     device = report["run"]["device"]
     if device is not None:
         return _on_a_device(report, device, waits_explained=waits_explained)
@@ -216,7 +215,7 @@ def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
             f"Waiting for a CPU takes {percent(sampled)} of the time, by samples of one second. Where in the step was "
             f"not measured. Next: {CPU_ACTION}"
         )
-        return Verdict("lack_of_cpu", None, "cpu", sampled * step_s, sampled, None, 0.8, text, SampledEvidence(sampled))
+        return judged("lack_of_cpu", None, "cpu", sampled * step_s, sampled, None, 0.8, text, SampledEvidence(sampled))
     unrecorded = _on_other_threads(report, found)
     if unrecorded is not None:
         return unrecorded
@@ -232,23 +231,23 @@ def _typical(report: Facts, *, waits_explained: bool) -> Verdict:
     cost_s = 0.0 if following is computing else following.seconds
     text = f"{first.what} takes {_of(first.seconds, step_s)} of a typical step of {duration(step_s)}{also}."
     waits_s = [each["parts"].get("communication", 0.0) for each in _typical_steps(report)]
-    text += f"{_wait_alike(first, waits_s)}{_kinds_of_steps(report)} Next: {following.action}"
+    text += f"{_wait_alike(first, waits_s)}{_kinds_of_steps(report)}"
     if sampled is not None and sampled >= _SOME_LACK and not _lack_is_measured(report):
-        found_text, action = sentence_and_action(text)
-        text = (
-            f"{found_text} These figures contain waits for a CPU, which were not measured in the steps: samples of one "
-            f"second show {percent(sampled)} of the time. Next: {action}"
+        text += (
+            " These figures contain waits for a CPU, which were not measured in the steps: samples of one second show "
+            f"{percent(sampled)} of the time."
         )
+    text += f" Next: {following.action}"
     known = [use for use in everything.waits if use.kind != _LACK.kind or _lack_is_measured(report)]
     evidence = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *known)})
-    return Verdict(first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.9, text, evidence)
+    return judged(first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.9, text, evidence)
 
 
 _ACTION_ON_THREADS = "enter watch() on the thread that trains."
 _ACTION_ON_DATA_THREAD = "see whether the loop waits for the batches that another thread loads."
 
 
-def _on_other_threads(report: Facts, found: Spent) -> Verdict | None:
+def _on_other_threads(report: Facts, found: Spent) -> JudgedVerdict | None:
     """The verdict where the recorded thread's host code is the limit, and other threads do a step's work meanwhile."""
     outside, others = found.limit, _other_threads_s(report)
     if outside.kind != "host_bound" or sum(others.values()) < _WASTE_FIRST * outside.seconds:
@@ -261,7 +260,7 @@ def _on_other_threads(report: Facts, found: Spent) -> Verdict | None:
         f"be waiting for them there. Next: {action}"
     )
     evidence = OtherThreadsEvidence(found.step_s, outside.seconds, others)
-    return Verdict("not_known", None, None, None, None, None, 0.0, text, evidence)
+    return judged("not_known", None, None, None, None, None, 0.0, text, evidence)
 
 
 def other_threads_note(report: Facts) -> str:
@@ -421,7 +420,7 @@ _LAUNCH_ACTION = (
 )
 
 
-def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdict:
+def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> JudgedVerdict:
     """What limits the step is said by the device's clock, or not at all."""
     timed = [rank["device"] for rank in report["ranks"] if rank["device"] is not None and rank["device"]["parts"]]
     if not timed:
@@ -449,7 +448,7 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdic
             f"The {device} waits for its host in {percent(launch_share)} of a step's work ({duration(step_s)}): the "
             f"host takes longer to issue kernels than the {device} to execute them. Next: {_LAUNCH_ACTION}"
         )
-        return Verdict("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share, launch_share))
+        return judged("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share, launch_share))
     if first is not found.computing:
         also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in worth if each is not first)
         computes = f"; computing {_of(computing_s, step_s)}" if computing_s else ""
@@ -457,14 +456,14 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdic
             f"{first.what} takes {_of(first.seconds, step_s)} of a step on the {device} ({duration(step_s)}){also}"
             f"{computes}.{_wait_alike(first, waits_s)}{kinds} Next: {first.action}"
         )
-        return Verdict(first.kind, None, first.phase, first.seconds, first.seconds / step_s, None, 0.8, text, evidence)
+        return judged(first.kind, None, first.phase, first.seconds, first.seconds / step_s, None, 0.8, text, evidence)
     if share >= _LAUNCH_BOUND:
         text = (
             f"The {device} waits for the host: it had no work left at the end of {percent(share)} of the forward and "
             f"backward passes. Next: {_LAUNCH_ACTION}"
         )
         # What the job would gain is not known: how long a device idled between two kernels is not measured.
-        return Verdict("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share, launch_share))
+        return judged("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share, launch_share))
     phases = sorted(((parts[part], part) for part in _COMPUTE if parts[part]), reverse=True)
     shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for seconds, part in phases)
     also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in worth)
@@ -475,10 +474,10 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Verdic
         f"Computing takes {percent(computing_s / step_s)} of a step on the {device} ({duration(step_s)}: {shown})"
         f"{also}.{ahead}{kinds} Next: {following.action}"
     )
-    return Verdict("compute_bound", None, phases[0][1], cost_s, cost_s / step_s, None, 0.8, text, evidence)
+    return judged("compute_bound", None, phases[0][1], cost_s, cost_s / step_s, None, 0.8, text, evidence)
 
 
-def _not_known(report: Facts, device: str) -> Verdict:
+def _not_known(report: Facts, device: str) -> JudgedVerdict:
     found = _on_the_host(report)
     step_s, largest = found.step_s, max((found.computing, *found.waits), key=lambda use: use.seconds)
     text = (
@@ -487,7 +486,7 @@ def _not_known(report: Facts, device: str) -> Verdict:
         'the device. Next: record device times (device_times="on"), or look at a trace of some steps: '
         "torchlens-perf capture."
     )
-    return Verdict("not_known", None, None, None, None, None, 0.0, text, NotKnownEvidence(device))
+    return judged("not_known", None, None, None, None, None, 0.0, text, NotKnownEvidence(device))
 
 
 def _lower(text: str) -> str:
@@ -497,7 +496,7 @@ def _lower(text: str) -> str:
 # -- long steps
 
 
-def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
+def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> JudgedVerdict:
     """A class of long steps: how often, how much longer, why, and what they cost in all.
 
     short_of_cpus: the verdict on the typical step says that it waits for a CPU.
@@ -535,7 +534,7 @@ def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
         f"{percent(long['share'])} of the time of all steps. Next: {action}"
     )
     cost_s = long["total_s"] / max(1, steps["count"])
-    return Verdict("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long)
+    return judged("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long)
 
 
 def _stalling_rank(long: LongSteps) -> int | None:
@@ -559,7 +558,7 @@ def _is_unexplained(report: Facts, long: LongSteps) -> bool:
     return not long["kinds"] and not long["period"] and long["part"] in parts
 
 
-def _waited(report: Facts, long: LongSteps, rank: int, often: str) -> Verdict:
+def _waited(report: Facts, long: LongSteps, rank: int, often: str) -> JudgedVerdict:
     """Long steps in which all other ranks waited for one. often: how many steps, where there are many."""
     steps, several = long["steps"], len(long["steps"]) > 1
     numbers = f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}" if several else str(steps[0])
@@ -572,7 +571,7 @@ def _waited(report: Facts, long: LongSteps, rank: int, often: str) -> Verdict:
         "parts in perf.section(), and look at its storage and its other programs."
     )
     cost_s = long["total_s"] / max(1, report["steps"]["count"])
-    return Verdict("long_steps", rank, "communication", cost_s, long["share"], None, 0.9, text, long)
+    return judged("long_steps", rank, "communication", cost_s, long["share"], None, 0.9, text, long)
 
 
 def _numbers(long: LongSteps) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import percent
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.evidence import Verdict
+    from torchlens_perf.verdicts.words.evidence import JudgedVerdict
     from torchlens_perf.verdicts.words.report import Facts
 
 CPU_ACTION = "see what else keeps the CPUs busy; then fewer threads, workers or ranks, or more CPUs."
@@ -18,11 +18,11 @@ CPU_ACTION = "see what else keeps the CPUs busy; then fewer threads, workers or 
 _OTHERS = 0.1  # share of the job's CPUs that other programs keep busy, from which on they are named
 
 
-def with_cpu_action(verdict: Verdict, report: Facts) -> Verdict:
+def with_cpu_action(verdict: JudgedVerdict, report: Facts) -> JudgedVerdict:
     """The verdict with advice that the run can follow: it has no fewer threads, workers or ranks than one of each."""
-    if CPU_ACTION not in verdict.text:
+    if CPU_ACTION not in verdict.next:
         return verdict
-    return dataclasses.replace(verdict, text=verdict.text.replace(CPU_ACTION, _action(report)))
+    return dataclasses.replace(verdict, next=verdict.next.replace(CPU_ACTION, _action(report)))
 
 
 def _action(report: Facts) -> str:

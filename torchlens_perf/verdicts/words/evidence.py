@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TypedDict, final
+from typing import Any, TypedDict, final
 
 from msgspec import Struct, field
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
 from torchlens_perf.run.oom_table import OutOfMemory
+from torchlens_perf.run.verdicts import Verdict, sentence_and_action
+from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Diagnosis
 from torchlens_perf.verdicts.words.hang import HangEvidence, RankStack
 
@@ -310,18 +312,32 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What is wrong, or that nothing is; one row of the report's `verdicts`."""
+class JudgedVerdict(Verdict):
+    """A verdict with the numbers behind its sentence; one row of the report's `verdicts`.
 
-    kind: str
-    """One of EVIDENCE."""
-    rank: int | None
-    phase: str | None
-    cost_s_per_step: float | None
-    """Seconds that each step of the job would be shorter without it, or for a slow rank without it and all of
-    `evidence.slow_too`; None where that is not known."""
-    cost_share: float | None
-    since_step: int | None
+    The cost of a slow rank is that of all of `evidence.slow_too` as well.
+    """
+
     confidence: float
-    text: str
     evidence: Evidence
+    episode: Episode | None = dataclasses.field(default=None, compare=False)
+    """The time in which its rank is, or was, slow; None for other kinds. It is in no report."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields that a report has."""
+        return {
+            "kind": self.kind, "rank": self.rank, "phase": self.phase, "cost_s_per_step": self.cost_s_per_step,
+            "cost_share": self.cost_share, "since_step": self.since_step, "confidence": self.confidence,
+            "text": self.sentence, "evidence": self.evidence,
+        }  # fmt: skip
+
+
+def judged(
+    kind: str, rank: int | None, phase: str | None, cost_s_per_step: float | None, cost_share: float | None,
+    since_step: int | None, confidence: float, sentence: str, evidence: Evidence, episode: Episode | None = None,
+) -> JudgedVerdict:  # fmt: skip
+    """Return a verdict. kind: one of EVIDENCE. sentence: with what to do after "Next: "."""
+    said = sentence_and_action(sentence)
+    return JudgedVerdict(
+        kind, *said, rank, phase, cost_s_per_step, cost_share, since_step, confidence, evidence, episode
+    )

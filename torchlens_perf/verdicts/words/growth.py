@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.verdicts.words.evidence import GrowthEvidence, Verdict
+from torchlens_perf.verdicts.words.evidence import GrowthEvidence, JudgedVerdict, judged
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts
@@ -23,7 +23,7 @@ _MIN_CHANGE_WITHOUT_CPUS = 1.0
 """The same where the ranks lack CPUs: a smaller growth may be that of the machine's load."""
 
 
-def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[Verdict]:
+def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedVerdict]:
     """Return a verdict if the steps of the whole job took longer and longer."""
     trend, history = report["steps"]["trend"], report["history"]
     min_change = _MIN_CHANGE_WITHOUT_CPUS if short_of_cpus else _MIN_CHANGE
@@ -42,7 +42,7 @@ def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[Verdict]:
         "list that is never emptied)."
     )
     share, evidence = cost_s * len(means_s) / sum(means_s), GrowthEvidence(first_s, last_s, steadiness)
-    return [Verdict("growing_steps", None, None, cost_s, share, None, 0.8, text, evidence)]
+    return [judged("growing_steps", None, None, cost_s, share, None, 0.8, text, evidence)]
 
 
 def _changes_once(means_s: Sequence[float]) -> bool:
@@ -57,7 +57,7 @@ def _changes_once(means_s: Sequence[float]) -> bool:
     return of_step <= of_line
 
 
-def is_growth(report: Facts, verdict: Verdict) -> bool:
+def is_growth(report: Facts, verdict: JudgedVerdict) -> bool:
     """Return whether a verdict is on long steps of an unknown kind, the last of a run whose steps grow."""
     history, long = report["history"], verdict.evidence
     if history is None or not isinstance(long, dict) or "kinds" not in long or long["kinds"] or long["period"]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, percent
 from torchlens_perf.run.oom_table import LiveRow, OutOfMemory
-from torchlens_perf.verdicts.words.evidence import OutOfMemoryEvidence, Verdict
+from torchlens_perf.verdicts.words.evidence import JudgedVerdict, OutOfMemoryEvidence, judged
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.memory import Growth
@@ -22,7 +22,7 @@ _MANY_BLOCKS = 2
 _ALL_SHARE = 0.98  # the driver may report two sizes of one device, which differ by what it keeps for itself
 
 
-def out_of_memory_verdicts(report: Facts) -> list[Verdict]:
+def out_of_memory_verdicts(report: Facts) -> list[JudgedVerdict]:
     """The rank that was first to run out of its device's memory, of those that have not finished a step since."""
     ended = [(rank["out_of_memory"], rank) for rank in report["ranks"] if ended_by_it(rank)]
     found = [(oom, rank) for oom, rank in ended if oom is not None]
@@ -55,7 +55,7 @@ def out_of_memory_note(rank: Rank) -> str | None:
     )
 
 
-def _verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> Verdict:
+def _verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> JudgedVerdict:
     table = oom["table"]
     inside = f", in {' > '.join(oom['inside'])}" if oom["inside"] else ""
     others = f" So did {len(also)} other rank{'s' if len(also) > 1 else ''}." if also else ""
@@ -71,7 +71,7 @@ def _verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> Verdict:
         f"{held}{others} Next: {next_action(oom, rank['memory']['growth'])}"
     )
     evidence: OutOfMemoryEvidence = {**oom, "ranks": [rank["rank"], *also]}
-    return Verdict("out_of_memory", rank["rank"], None, None, None, oom["step"], 1.0, text, evidence)
+    return judged("out_of_memory", rank["rank"], None, None, None, oom["step"], 1.0, text, evidence)
 
 
 def _asked(oom: OutOfMemory) -> str:

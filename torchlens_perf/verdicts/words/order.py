@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from torchlens_perf.verdicts.words.evidence import (
     OVER,
     DeviceStepEvidence,
+    JudgedVerdict,
     PastEvidence,
     StretchEvidence,
     TypicalStepEvidence,
-    Verdict,
 )
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ WORTH_A_LINE = 0.05
 """Share of all steps' time from which on a loss that is over stays among the verdicts that hold."""
 _URGENT = ("out_of_memory", "hang", "died")
 _OF_THE_RUN = (TypicalStepEvidence, DeviceStepEvidence, StretchEvidence)
-Key = tuple[int, float]
-Row = tuple[Verdict, "Held | None", "float | None"]
+Row = tuple[JudgedVerdict, "Held | None", "float | None"]
 """A verdict, since when it has held, and the seconds of job time that it has cost."""
 
 
@@ -42,7 +40,7 @@ def has_ended(of: Lasting | None) -> bool:
     return of is not None and of["until_step"] is not None
 
 
-def is_over(verdict: Verdict, held: Held | None) -> bool:
+def is_over(verdict: JudgedVerdict, held: Held | None) -> bool:
     """Return whether a verdict is about an earlier part of the run only.
 
     A hang that ended has cost its time for good, as a long step has: it is not over while that time is worth a line.
@@ -57,7 +55,7 @@ def is_over(verdict: Verdict, held: Held | None) -> bool:
     return kind.endswith(OVER) or kind == "straggler_transient"
 
 
-def key(row: Row) -> Key:
+def key(row: Row) -> tuple[int, float]:
     """Return the sort key of a verdict: what stops the job, then what holds, then what is over; the costliest first."""
     verdict, held, lost_s = row
     if verdict.kind in _URGENT or ended_in_it(verdict.evidence):
@@ -66,7 +64,7 @@ def key(row: Row) -> Key:
     return 2 if is_over(verdict, held) else 1, -(lost_s or 0.0)
 
 
-def lost_s(verdict: Verdict, held: Held | None, *, steps: int, alike: int, last_step: int | None) -> float | None:
+def lost_s(verdict: JudgedVerdict, held: Held | None, *, steps: int, alike: int, last_step: int | None) -> float | None:
     """Return the seconds of job time that a verdict's finding has cost so far; None where its cost is not known.
 
     steps: how many the run made, of which `alike` are typical. last_step: the newest.
@@ -84,8 +82,3 @@ def lost_s(verdict: Verdict, held: Held | None, *, steps: int, alike: int, last_
     if until is None:
         until = verdict.since_step + 1 if last_step is None else last_step + 1
     return cost_s * max(0, min(until - (held["since_step"] or 0), steps))
-
-
-def in_order(rows: Sequence[Row]) -> list[Row]:
-    """Return the verdicts in the order in which all surfaces show them."""
-    return sorted(rows, key=key)

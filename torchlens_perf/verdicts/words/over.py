@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import counted, duration, percent, steps_words
-from torchlens_perf.run.verdicts import sentence_and_action
-from torchlens_perf.verdicts.words.evidence import OVER, PastEvidence, StretchEvidence, Verdict
+from torchlens_perf.run.verdicts import Alert
+from torchlens_perf.verdicts.words.evidence import OVER, JudgedVerdict, PastEvidence, StretchEvidence, judged
 from torchlens_perf.verdicts.words.order import WORTH_A_LINE, has_ended
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def stretch(
     use: Use, step_s: float, rest_s: float, since_step: int, until_step: int | None, *, everywhere: bool = True
-) -> Verdict:
+) -> JudgedVerdict:
     """Return a verdict on what took the time of the steps from one to before another; None: to the end.
 
     rest_s: what it takes a step in the rest of the run. everywhere: whether it was measured in all of the rest.
@@ -32,10 +32,10 @@ def stretch(
         text = f"{use.what} took {takes} {steps_words(since_step, until_step)}; in the rest of the run, {rest}."
     kind = use.kind if until_step is None else f"{use.kind}{OVER}"
     evidence = StretchEvidence(step_s, use.seconds, rest_s)
-    return Verdict(kind, None, use.phase, use.seconds, share, since_step, 0.8, text, evidence)
+    return judged(kind, None, use.phase, use.seconds, share, since_step, 0.8, text, evidence)
 
 
-def computing_now(computing: Use, step_s: float, before_s: float, since_step: int) -> Verdict:
+def computing_now(computing: Use, step_s: float, before_s: float, since_step: int) -> JudgedVerdict:
     """Computing limits the newest steps, and something else the steps before them.
 
     before_s: what a step took then.
@@ -46,32 +46,31 @@ def computing_now(computing: Use, step_s: float, before_s: float, since_step: in
         f"{duration(step_s)}; before, a step took {duration(before_s)}. Next: {computing.action}"
     )
     evidence = StretchEvidence(step_s, computing.seconds, 0.0)
-    return Verdict(computing.kind, None, computing.phase, 0.0, 0.0, since_step, 0.8, text, evidence)
+    return judged(computing.kind, None, computing.phase, 0.0, 0.0, since_step, 0.8, text, evidence)
 
 
-def hang_over(step: int, last_text: str, found: PastEvidence, *, steps: int, total_s: float) -> Verdict:
-    """A hang that is over, by its sentence as it stood last.
+def hang_over(step: int, last: Alert, found: PastEvidence, *, steps: int, total_s: float) -> JudgedVerdict:
+    """A hang that is over, by its alert as it stood last.
 
     steps, total_s: of the whole run.
     """
     lost_s, went_on = found.duration_s or 0.0, found.went_on
     lasted = f" for {duration(lost_s)}" if lost_s else ""
     then = {True: ", and went on", False: ", and ended in it", None: ""}[went_on]
-    finding, action = sentence_and_action(last_text.partition(". ")[2])
+    finding = last.text.partition(". ")[2]
     share = lost_s / max(total_s, lost_s) if lost_s else 0.0
     cost = f": {percent(share)} of the time of all steps" if went_on and share >= WORTH_A_LINE else ""
-    text = f"The job hung in step {step}{lasted}{then}{cost}. {finding}"
-    if action and (went_on is False or cost):
-        text += f" Next: {action}"
+    text = f"The job hung in step {step}{lasted}{then}{cost}. {finding}".rstrip()
+    if last.next and (went_on is False or cost):
+        text += f" Next: {last.next}"
     rank = found.ranks[0] if found.ranks else None
-    return Verdict(f"hang{OVER}", rank, None, lost_s / max(1, steps), share, step, 0.9, text, found)
+    return judged(f"hang{OVER}", rank, None, lost_s / max(1, steps), share, step, 0.9, text, found)
 
 
-def no_longer(kind: str, text: str, ranks: Sequence[int], since_step: int | None) -> Verdict:
+def no_longer(kind: str, text: str, ranks: Sequence[int], since_step: int | None) -> JudgedVerdict:
     """What was found while the run went on, and is not found by its end. text: the verdict's as it stood last."""
-    before, _ = sentence_and_action(text)
     evidence = PastEvidence(tuple(ranks), None, None, {})
-    return Verdict(f"{kind}{OVER}", None, None, None, None, since_step, 0.5, f"No longer: {before}", evidence)
+    return judged(f"{kind}{OVER}", None, None, None, None, since_step, 0.5, f"No longer: {text}", evidence)
 
 
 def held_words(held: Held | None, started: str | None) -> str:

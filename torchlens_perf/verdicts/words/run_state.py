@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from torchlens_perf.run.rank_ranges import ranges, rank_list
-from torchlens_perf.verdicts.words.evidence import DiedEvidence, Verdict
+from torchlens_perf.verdicts.words.evidence import DiedEvidence, JudgedVerdict, judged
 from torchlens_perf.verdicts.words.oom import ended_by_it
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def ago(seconds: float) -> str:
     return f"{int(seconds)} seconds"
 
 
-def died_verdicts(report: Facts) -> list[Verdict]:
+def died_verdicts(report: Facts) -> list[JudgedVerdict]:
     """Return a verdict on the ranks that died, but for those that ran out of memory: they have one."""
     died = [rank for rank in report["ranks"] if rank["state"] == DIED and not ended_by_it(rank)]
     if not died:
@@ -85,7 +85,7 @@ def died_verdicts(report: Facts) -> list[Verdict]:
         f"job's log, `dmesg` on {first['host']} (the kernel's OOM killer) and the scheduler's time limit."
     )
     evidence = DiedEvidence(ranks, first["last_step"], tuple(first["inside"]))
-    return [Verdict("died", first["rank"], None, None, None, first["last_step"], 1.0, text, evidence)]
+    return [judged("died", first["rank"], None, None, None, first["last_step"], 1.0, text, evidence)]
 
 
 def _where(rank: Rank) -> str:

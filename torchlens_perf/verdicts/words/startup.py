@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.verdicts.words.cpu import CPU_ACTION
-from torchlens_perf.verdicts.words.evidence import StartupEvidence, Verdict
+from torchlens_perf.verdicts.words.evidence import JudgedVerdict, StartupEvidence, judged
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts, Run
@@ -34,7 +34,7 @@ def startup_words(run: Run) -> str:
     return f"before the first recorded step: {duration(start['before_first_step_s'])} {since}{rank}{warm_up}{compiling}"
 
 
-def startup_verdicts(report: Facts) -> list[Verdict]:
+def startup_verdicts(report: Facts) -> list[JudgedVerdict]:
     """Return a verdict on the start of a run that has ended, where the start took long and much of the run.
 
     Nothing is said before a step has followed the warm-up: until then, no step is known to be an ordinary one.
@@ -69,4 +69,4 @@ def startup_verdicts(report: Facts) -> list[Verdict]:
     )
     before_s, measured_wait_s = start["before_first_step_s"], start["cpu_wait_s"]
     evidence = StartupEvidence(before_s, warm_up_s, start["compile_s"], measured_wait_s, whole_s)
-    return [Verdict("startup", None, None, lost_s / steps["count"], lost_s / whole_s, None, 0.9, text, evidence)]
+    return [judged("startup", None, None, lost_s / steps["count"], lost_s / whole_s, None, 0.9, text, evidence)]

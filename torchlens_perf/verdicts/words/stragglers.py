@@ -16,11 +16,12 @@ from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
 from torchlens_perf.verdicts.words.evidence import (
     ImbalanceEvidence,
+    JudgedVerdict,
     NobodySlowEvidence,
     NotComparedEvidence,
     PastStragglerEvidence,
     StragglerEvidence,
-    Verdict,
+    judged,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ _ON_DEVICE: dict[str, tuple[_ModuleTimes, ...]] = {"forward": ("device_own_by_ra
 class SlowRankContext(NamedTuple):
     """What sentences on slow ranks take from the report, besides what was found of the ranks."""
 
-    modules: Sequence[Module]
+    modules: Sequence[Module] = ()
     device: str | None = None
     """As the report's `run` has it."""
     judged_by: str | None = None
@@ -66,7 +67,7 @@ class SlowRankContext(NamedTuple):
     """Another verdict says that the ranks wait for CPUs: that is no subject of which nothing was found."""
 
 
-def straggler_verdicts(context: SlowRankContext, findings: Findings) -> tuple[list[Verdict], list[Verdict]]:
+def straggler_verdicts(context: SlowRankContext, findings: Findings) -> tuple[list[JudgedVerdict], list[JudgedVerdict]]:
     """Who is slow now, the costliest first, and who was before."""
     now = [slow_verdict(context, each, findings) for each in findings.groups[:_MAX_NAMED]]
     before = sorted(findings.slow_before, key=lambda episode: -episode.since_step)
@@ -74,7 +75,7 @@ def straggler_verdicts(context: SlowRankContext, findings: Findings) -> tuple[li
     return [*now, *imbalance_verdicts(findings)], past
 
 
-def slow_verdict(context: SlowRankContext, straggler: StragglerGroup, findings: Findings) -> Verdict:
+def slow_verdict(context: SlowRankContext, straggler: StragglerGroup, findings: Findings) -> JudgedVerdict:
     """Return the verdict on ranks that are slow now, with what another way to know it says."""
     verdict, lead = _slow(context, straggler, findings), straggler.lead
     if context.device is not None and context.judged_by != DEVICE and not lead.by_windows:
@@ -116,12 +117,12 @@ def _others_came_last(context: SlowRankContext, straggler: StragglerGroup) -> st
     )
 
 
-def _with(verdict: Verdict, said: str) -> Verdict:
+def _with(verdict: JudgedVerdict, said: str) -> JudgedVerdict:
     """The verdict, with a sentence more."""
-    return dataclasses.replace(verdict, text=verdict.text.replace(" Next: ", f" {said} Next: "))
+    return dataclasses.replace(verdict, text=f"{verdict.text} {said}")
 
 
-def _doubted(verdict: Verdict, why: str) -> Verdict:
+def _doubted(verdict: JudgedVerdict, why: str) -> JudgedVerdict:
     """Where the ranks compute on devices whose time was not compared; or where two ways to know it disagree."""
     return dataclasses.replace(_with(verdict, why), confidence=verdict.confidence / 2)
 
@@ -166,7 +167,7 @@ def module_label(name: str) -> str:
     return f"module {name}" if name.replace(".", "").isdigit() else name
 
 
-def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Findings) -> Verdict:
+def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Findings) -> JudgedVerdict:
     episode = straggler.lead
     host = ", ".join(filter(None, (straggler.host, straggler.location)))
     at = f" ({straggler.location})" if straggler.location else ""
@@ -212,7 +213,9 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
         diagnosis=straggler.diagnosis,
     )
     confidence, since_step = _confidence(episode), episode.since_step
-    return Verdict("straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence)
+    return judged(
+        "straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence, episode
+    )
 
 
 def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> str:
@@ -327,7 +330,7 @@ def _modules_of(context: SlowRankContext, straggler: StragglerGroup) -> tuple[li
     return [], 0.0
 
 
-def past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Verdict:
+def past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> JudgedVerdict:
     """Return the verdict on a rank that is no longer slow."""
     assert episode.until_step is not None
     kind = "transient" if episode.until_step - episode.since_step <= _SHORT_STEPS else "ended"
@@ -344,13 +347,13 @@ def past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Verdic
     if diagnosis is not None and diagnosis.causes:
         text += f" Seen meanwhile: {diagnosis.causes[0].text}."
     evidence = PastStragglerEvidence(cause_class(episode), episode.until_step, episode.excess_ns / 1e9, diagnosis)
-    return Verdict(
+    return judged(
         f"straggler_{kind}", episode.rank, episode.phase, cost_s, share, episode.since_step, _confidence(episode), text,
-        evidence,
+        evidence, episode,
     )  # fmt: skip
 
 
-def imbalance_verdicts(findings: Findings) -> list[Verdict]:
+def imbalance_verdicts(findings: Findings) -> list[JudgedVerdict]:
     """Return the verdict on a pipeline stage that has more work than the others, if there is one."""
     found = findings.imbalance
     if found is None:
@@ -362,7 +365,7 @@ def imbalance_verdicts(findings: Findings) -> list[Verdict]:
         f"Next: move layers out of {found.stage}."
     )
     evidence = ImbalanceEvidence("imbalance", "stage", found.ranks)
-    return [Verdict("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)]
+    return [judged("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)]
 
 
 def unequal_parts(findings: Findings) -> str:
@@ -390,42 +393,20 @@ def unequal_parts(findings: Findings) -> str:
     )
 
 
-def no_straggler(report: Facts, findings: Findings) -> Verdict:
+def no_straggler(report: Facts, findings: Findings) -> JudgedVerdict:
     """Nobody is slow, and what would have been seen; or that it is not known."""
-    count, not_compared = report["steps"]["count"], NotComparedEvidence(findings.rows)
-    by_device = report["run"]["judged_by"] == DEVICE
-    run = report["run"]
-    if run["ranks_seen"] == 1 and not run["live"] and findings.compared < 2:
-        text = (
-            f"Only 1 of {run['world_size']} ranks was seen, so none could be compared. Next: unset RANK and "
-            "WORLD_SIZE if the job has one process; else look for the logs of the other ranks."
-        )
-        return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
-    if report["run"]["device"] is not None and not by_device:
-        untimed = [rank["rank"] for rank in report["ranks"] if not (rank["device"] and rank["device"]["parts"])]
-        some = len(untimed) < len(report["ranks"])
-        missing = f"device times are missing of {rank_list(untimed)}"
-        recorded = missing if some else "only host time is known"
-        text = (
-            f"The ranks were not compared: their work is on a device ({report['run']['device']}), and {recorded}. "
-            "Next: see `torchlens-perf doctor` for why, or compare traces of some ranks (torchlens-perf capture)."
-        )
-        return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
-    if not findings.compared or findings.detectable_ns is None:
-        needed = max(_MIN_STEPS, findings.steps_needed)
+    count, why = report["steps"]["count"], _why_not_compared(report, findings)
+    if why or not findings.compared or findings.detectable_ns is None:
         text = (
             f"Too few steps to compare the ranks ({count}): a slow rank cannot be distinguished from noise yet. "
-            f"Next: run at least {needed} steps."
+            f"Next: run at least {_steps_needed(findings)} steps."
         )
-        if not findings.compared and count >= needed:
-            text = "The ranks were not compared: each does other work than the others, or they were not seen together."
-            text = unequal_parts(findings) or text
-            return Verdict("not_compared", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
-        return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, not_compared)
+        kind, not_compared = "not_compared" if why else "none", NotComparedEvidence(findings.rows)
+        return judged(kind, None, None, 0.0, 0.0, None, 0.0, why or text, not_compared)
     seen_s = findings.detectable_ns / 1e9
     share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0
     by_both = any(each.own and each.own.is_hidden for each in findings.usual)
-    clocks = (_BY_BOTH if by_both else _BY_DEVICES) if by_device else ""
+    clocks = (_BY_BOTH if by_both else _BY_DEVICES) if report["run"]["judged_by"] == DEVICE else ""
     text = (
         f"No rank stands out over {count} steps{clocks}. One with {duration(seen_s)} more work ({percent(share)} of "
         "the step) in every step from the start of the run would have been named."
@@ -434,4 +415,30 @@ def no_straggler(report: Facts, findings: Findings) -> Verdict:
     if rather:
         confidence, text = confidence / 2, f"{text} The windows that the devices merged say otherwise{rather}."
     evidence = NobodySlowEvidence(findings.rows, seen_s, findings.compared)
-    return Verdict("none", None, None, 0.0, 0.0, None, confidence, text, evidence)
+    return judged("none", None, None, 0.0, 0.0, None, confidence, text, evidence)
+
+
+def _steps_needed(findings: Findings) -> int:
+    return max(_MIN_STEPS, findings.steps_needed)
+
+
+def _why_not_compared(report: Facts, findings: Findings) -> str:
+    """Return why the ranks were not compared, and what to do; "" where they were, or will be after more steps."""
+    run = report["run"]
+    if run["ranks_seen"] == 1 and not run["live"] and findings.compared < 2:
+        return (
+            f"Only 1 of {run['world_size']} ranks was seen, so none could be compared. Next: unset RANK and "
+            "WORLD_SIZE if the job has one process; else look for the logs of the other ranks."
+        )
+    if run["device"] is not None and run["judged_by"] != DEVICE:
+        untimed = [rank["rank"] for rank in report["ranks"] if not (rank["device"] and rank["device"]["parts"])]
+        some = len(untimed) < len(report["ranks"])
+        recorded = f"device times are missing of {rank_list(untimed)}" if some else "only host time is known"
+        return (
+            f"The ranks were not compared: their work is on a device ({run['device']}), and {recorded}. "
+            "Next: see `torchlens-perf doctor` for why, or compare traces of some ranks (torchlens-perf capture)."
+        )
+    if findings.compared or report["steps"]["count"] < _steps_needed(findings):
+        return ""
+    text = "The ranks were not compared: each does other work than the others, or they were not seen together."
+    return unequal_parts(findings) or text

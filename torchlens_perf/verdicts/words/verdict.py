@@ -10,16 +10,16 @@ from torchlens_perf.analysis.statistics.quantities import amount, counted, durat
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.ring import MAX_FRAMES
-from torchlens_perf.run.verdicts import sentence_and_action
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.words.bottleneck import bottlenecks, named_uses
 from torchlens_perf.verdicts.words.evidence import (
     WASTE,
+    JudgedVerdict,
     NoStepsEvidence,
     SlowLinkEvidence,
     TooDeepEvidence,
-    Verdict,
     WarmUpEvidence,
+    judged,
 )
 from torchlens_perf.verdicts.words.growth import growth_verdicts, is_growth
 from torchlens_perf.verdicts.words.hang import HangEvidence, OpenHang
@@ -48,7 +48,7 @@ def verdicts(
     findings: Findings,
     hang: OpenHang | None,
     links: LinkFindings,
-) -> list[Verdict]:
+) -> list[JudgedVerdict]:
     """The report's verdicts, of which no two are about one cause; order.py puts them in order. Never empty."""
     out_of_memory = out_of_memory_verdicts(report)
     if hang is not None:
@@ -68,7 +68,7 @@ def verdicts(
     slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST
     explained = bool(now) or slow_before or bool(not findings.compared and unequal_parts(findings))
     typical, *long = bottlenecks(report, waits_explained=explained)
-    grows: list[Verdict] = []
+    grows: list[JudgedVerdict] = []
     if not now and not slow_before:  # a slow rank makes the later steps longer
         grows = growth_verdicts(report, short_of_cpus="lack_of_cpu" in named_uses(typical))
     if grows:
@@ -89,7 +89,7 @@ def _share_slow_before(findings: Findings, steps: int) -> float:
     return max((each.until_step - each.since_step for each in over if each.until_step), default=0) / max(1, steps)
 
 
-def _one_of_each_cause(slow: list[Verdict], typical: Verdict) -> list[Verdict]:
+def _one_of_each_cause(slow: list[JudgedVerdict], typical: JudgedVerdict) -> list[JudgedVerdict]:
     """Slow ranks, and what all ranks lose in a typical step; one verdict where both are about one cause, the costlier.
 
     A mean over all ranks contains the excess of a slow one. Only a larger mean is a finding of its own.
@@ -103,14 +103,13 @@ def _one_of_each_cause(slow: list[Verdict], typical: Verdict) -> list[Verdict]:
     if typical.kind != "lack_of_cpu" or not same:
         return [*slow, typical]
     # All ranks lack CPUs, and these lack them for longer.
-    found, action = sentence_and_action(typical.text)
     ranks = ", ".join(str(each.rank) for each in same)
     most = f"Rank{'s' * (len(same) > 1)} {ranks} wait{'s' * (len(same) == 1)} for the longest time."
-    merged = dataclasses.replace(typical, rank=same[0].rank, text=f"{found} {most} Next: {action}")
+    merged = dataclasses.replace(typical, rank=same[0].rank, text=f"{typical.text} {most}")
     return [*(each for each in slow if each not in same), merged]
 
 
-def _unless_too_deep(report: Facts, verdict: Verdict) -> Verdict:
+def _unless_too_deep(report: Facts, verdict: JudgedVerdict) -> JudgedVerdict:
     """Return the verdict; of host code, that nothing is known, where phases may be among the spans not recorded."""
     too_deep = report["quality"]["too_deep"]
     if verdict.kind != "host_bound" or not too_deep:
@@ -120,10 +119,10 @@ def _unless_too_deep(report: Facts, verdict: Verdict) -> Verdict:
         "levels were not recorded, phases of the step may be among them, and all of that counts as host code. "
         "Next: end sections before others begin, and the loop's steps inside of fewer sections."
     )
-    return Verdict("not_known", None, None, None, None, None, 0.5, text, TooDeepEvidence(too_deep))
+    return judged("not_known", None, None, None, None, None, 0.5, text, TooDeepEvidence(too_deep))
 
 
-def slow_link(steps: int, mean_s: float | None, links: LinkFindings) -> Verdict:
+def slow_link(steps: int, mean_s: float | None, links: LinkFindings) -> JudgedVerdict:
     """The slow links, of which there are some. steps: how many there were; mean_s: what one took."""
     worst = links.links[0]
     where = f"rank {links.shared_ranks[0]}" if links.shared_ranks else f"ranks {ranges(worst.ranks)}"
@@ -132,18 +131,18 @@ def slow_link(steps: int, mean_s: float | None, links: LinkFindings) -> Verdict:
     cost_s = worst.cost_ns / 1e9 / max(1, steps)
     share = cost_s / mean_s if mean_s else 0.0
     evidence = SlowLinkEvidence(links.links, links.shared_ranks, links.shared_nodes, links.compared, links.undecided)
-    return Verdict("slow_link", None, "communication", cost_s, share, None, 0.8, text, evidence)
+    return judged("slow_link", None, "communication", cost_s, share, None, 0.8, text, evidence)
 
 
-def _hang(hang: OpenHang) -> Verdict:
+def _hang(hang: OpenHang) -> JudgedVerdict:
     rank = hang.ranks[0] if hang.ranks else None
     evidence = HangEvidence(hang.kind, hang.since_s, hang.step, hang.ranks, hang.waiting, hang.stacks)
-    return Verdict("hang", rank, None, 0.0, 0.0, hang.step, 0.9, hang.text, evidence)
+    return judged("hang", rank, None, 0.0, 0.0, hang.step, 0.9, hang.text, evidence)
 
 
-def _no_steps(report: Facts) -> Verdict:
+def _no_steps(report: Facts) -> JudgedVerdict:
     evidence = NoStepsEvidence(report["quality"]["records"])
-    return Verdict("no_steps", None, None, 0.0, 0.0, None, 1.0, _why_no_steps(report), evidence)
+    return judged("no_steps", None, None, 0.0, 0.0, None, 1.0, _why_no_steps(report), evidence)
 
 
 def _why_no_steps(report: Facts) -> str:
@@ -174,7 +173,7 @@ def _why_no_steps(report: Facts) -> str:
     )
 
 
-def _only_warm_up(report: Facts) -> Verdict:
+def _only_warm_up(report: Facts) -> JudgedVerdict:
     steps = report["steps"]
     far = " so far" if report["run"]["live"] else ""
     which = "which is" if steps["count"] == 1 else "all of them"
@@ -182,7 +181,7 @@ def _only_warm_up(report: Facts) -> Verdict:
         f"Only {counted(steps['count'], 'step')}{far}, {which} warm-up (the first {WARM_UP_STEPS} of each rank)"
         f"{warm_up_words(steps)}. Next: run at least 40 steps."
     )
-    return Verdict("none", None, None, 0.0, 0.0, None, 0.0, text, WarmUpEvidence())
+    return judged("none", None, None, 0.0, 0.0, None, 0.0, text, WarmUpEvidence())
 
 
 def warm_up_words(steps: Steps) -> str:
