@@ -21,9 +21,9 @@ from typing import Any
 
 from benchmarks.measure import Table
 from torchlens_perf.sidecar.nodes.client import Sender
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange
 from torchlens_perf.sidecar.nodes.messages import MAX_PAYLOAD_BYTES, Outbox
-from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.nodes.rendezvous import Rendezvous, exchange_key
 from torchlens_perf.sidecar.nodes.timing import Timing
 
@@ -59,7 +59,7 @@ class Child:
         self._process.communicate()
 
 
-def merge(places: Places) -> None:
+def merge(places: Endpoints) -> None:
     """Node 0: a collect() for each line."""
     exchange = Exchange(places, KEY, "node-0", True, timing=TIMING)
     rendezvous = Rendezvous(places, KEY)
@@ -91,7 +91,7 @@ def merge(places: Places) -> None:
 class Node:
     """Another node, without its thread."""
 
-    def __init__(self, places: Places, number: int) -> None:
+    def __init__(self, places: Endpoints, number: int) -> None:
         self._number = number
         self.outbox, self._lock = Outbox(), threading.Lock()
         name = f"{number:016x}", f"node-{number + 1}"
@@ -117,7 +117,7 @@ class Node:
                 retry_s = min(2 * retry_s, TIMING.last_retry_s)
 
 
-async def post(places: Places, number: int) -> None:
+async def post(places: Endpoints, number: int) -> None:
     """A share of the other nodes: one post of each, or so many, for each line."""
     nodes = [Node(places, node) for node in range(number * NODES // CLIENTS, (number + 1) * NODES // CLIENTS)]
     lines = asyncio.get_running_loop()
@@ -241,7 +241,7 @@ def _measure(folder: str) -> int:
 
 
 if __name__ == "__main__":
-    where = Places(("127.0.0.1", 1), Path(sys.argv[2]))
+    where = Endpoints(("127.0.0.1", 1), Path(sys.argv[2]))
     if sys.argv[1] == "merge":
         merge(where)
     else:

@@ -29,7 +29,7 @@ from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind, record_dtype
-from torchlens_perf.sidecar.rings.segments import Chunk, Origin, SegmentWriter
+from torchlens_perf.store.segments import Chunk, Origin, SegmentWriter
 
 RANKS, STEPS, LAYERS = 8, 250, 24
 BAR_SPANS_A_SECOND = 5_000  # 25 times what a whole job may send
@@ -137,7 +137,8 @@ def send_sdk(path: str) -> None:
 
     from torchlens_perf.analysis.statistics.steps import step_traces
     from torchlens_perf.exporters.otlp_spans import nest
-    from torchlens_perf.sidecar.rings import segments
+    from torchlens_perf.store import segments
+    from torchlens_perf.store.file_names import nodes_of
 
     provider = TracerProvider(shutdown_on_exit=False)
     processor = BatchSpanProcessor(OTLPSpanExporter(), max_queue_size=1 << 20, max_export_batch_size=4096)
@@ -145,7 +146,7 @@ def send_sdk(path: str) -> None:
     tracer = provider.get_tracer("sdk")
     directory = RunDirectory(Path(path))
     with _timed():
-        for host in segments.hosts(directory):
+        for host in nodes_of(directory.spans):
             for origin, records, names, _ in segments.read_chunks(directory, host):
                 for trace in step_traces(records, names, set(range(STEPS))):
                     common = {

@@ -40,8 +40,8 @@ from torchlens_perf.run.ring import Kind, record_dtype
 from torchlens_perf.sidecar.cluster import Cluster
 from torchlens_perf.sidecar.epoch import Epoch
 from torchlens_perf.sidecar.export_role import ExportRole
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.messages import Collected, Received
-from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Steps, Topology
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
@@ -50,7 +50,7 @@ NODE_SIZE, SPANS_A_STEP = 8, 200
 BAR_SPANS_A_SECOND, BAR_SERIES = 200, 2000
 FAULTS = ("constant:rank=5,share=0.3,since=200", "stalls:rank=6,share=2,every=70", "pauses:share=0.5,every=130")
 _BEGIN_UNIX_NS = 1_700_000_000 * 10**9
-_PLACES = Places(("127.0.0.1", 1))
+_PLACES = Endpoints(("127.0.0.1", 1))
 
 
 class Wire:
@@ -61,7 +61,7 @@ class Wire:
         self.reply = b""
         self.bytes = 0
 
-    def open(self, places: Places, key: str, node: str, merges: bool) -> Any:
+    def open(self, places: Endpoints, key: str, node: str, merges: bool) -> Any:
         return _End(self, node)
 
 
@@ -71,7 +71,7 @@ class _End:
 
     def post(self, payloads: Mapping[int, bytes]) -> None:
         self._wire.bytes += sum(map(len, payloads.values()))
-        self._wire.posted += [Received(self._node, 1, 0.0, payloads)]
+        self._wire.posted += [Received(self._node, 0.0, payloads)]
 
     def collect(self) -> Collected:
         posted, self._wire.posted = self._wire.posted, []

@@ -25,8 +25,8 @@ from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.sidecar.cluster import Cluster
 from torchlens_perf.sidecar.epoch import Epoch
 from torchlens_perf.sidecar.nodes import summary
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.messages import Collected, NodeContact, Received
-from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.verdicts.causes.metrics import METRICS
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.placement import Placement
@@ -81,10 +81,10 @@ def window(number: int, draw: np.random.Generator) -> Collected:
     nodes = [f"node-{rank // NODE_SIZE}/{rank // NODE_SIZE * NODE_SIZE}" for rank in range(RANKS)]
     payloads = {rank: values[rank].tobytes() for rank in range(RANKS)}
     posts = [
-        Received(nodes[first], number + 1, 0.3, {rank: payloads[rank] for rank in range(first, first + NODE_SIZE)})
+        Received(nodes[first], 0.3, {rank: payloads[rank] for rank in range(first, first + NODE_SIZE)})
         for first in range(0, RANKS, NODE_SIZE)
     ]
-    return Collected(posts, {node: NodeContact(node, 0.3, number, 0, 0, False) for node in set(nodes)})
+    return Collected(posts, {node: NodeContact(0.3, 0, False) for node in set(nodes)})
 
 
 def memory_mb(field: str) -> float:
@@ -109,7 +109,7 @@ def measured() -> dict[str, Any]:
     )  # fmt: skip
     place = Placement("node-0", "abcdef012345", {})
     cluster.begin(first, 0)
-    epoch.meeting_points[0] = Places(("127.0.0.1", 1))
+    epoch.meeting_points[0] = Endpoints(("127.0.0.1", 1))
     epoch.set_progress(first, place, Progress(0, "node-0", 0, 0.0, 0.0, 0.07, {}, (), "running"), {})
     draw, spent_s = np.random.default_rng(1), []
     for number in range(WINDOWS):

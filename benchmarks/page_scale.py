@@ -24,10 +24,10 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import WORKLOAD_SHIFT, Flag, Kind, record_dtype
-from torchlens_perf.sidecar.rings.segments import Chunk, Origin, SegmentWriter
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import Timeline, groups_of, identity_of
 from torchlens_perf.simulate.simulation import Simulation, Topology
+from torchlens_perf.store.segments import Chunk, Origin, SegmentWriter
 from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.stragglers.detector import JobDetector
 from torchlens_perf.verdicts.stragglers.judged_steps import HOST

@@ -26,7 +26,7 @@ from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GPU_GAUGES
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry
 from torchlens_perf.sidecar.telemetry.infiniband import LinkTelemetry
-from torchlens_perf.sidecar.telemetry.log import TelemetryWriter
+from torchlens_perf.store import samples as store
 
 ROUNDS, SAMPLES, FILE_SAMPLES = 15, 100, 960
 GPUS = 4
@@ -74,7 +74,7 @@ def _write(folder: Path, sample: GpuSample, table: Table) -> None:
     """A file as a run of some hours writes it: two minutes of eight GPUs, whose values all differ."""
     run = RunDirectory(folder / "run")
     run.create()
-    writer, draw = TelemetryWriter(run, HOST), random.Random(1)
+    writer, draw = store.SampleWriter(run, HOST), random.Random(1)
     tracemalloc.start()
     samples = [_varied(sample, draw) for _ in range(FILE_SAMPLES)]
     held, _ = tracemalloc.get_traced_memory()
@@ -82,7 +82,7 @@ def _write(folder: Path, sample: GpuSample, table: Table) -> None:
     took_us = []
     for _ in range(ROUNDS):
         started_ns = time.process_time_ns()
-        writer.write(samples, [], 1 << 30)
+        writer.write({store.GPUS: samples}, 1 << 30)
         took_us.append((time.process_time_ns() - started_ns) / 1e3)
     written = min(path.stat().st_size for path in (run.path / "gpus").iterdir())
     table.row(f"writing {FILE_SAMPLES} samples of GPUs", f"{statistics.median(took_us):.0f}", "", "")

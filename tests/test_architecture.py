@@ -38,6 +38,7 @@ RANKS = {
     "instrumentation": "is loaded by OpenTelemetry's own tools, in whatever they start",
     "": "the public names",
     # the sidecar
+    "store": "Parquet files: writes and reads them all",
     "analysis.statistics": "what one rank's records add up to",
     "analysis.collectives": "ranks' records of one collective, joined",
     "verdicts.stragglers": "who is slow",
@@ -55,7 +56,7 @@ RANKS = {
     "page.pictures": "draws it",
     "page.sections": "puts pictures, words and tables together",
     "page.document": "puts sections together, and writes the file",
-    "sidecar.rings": "reads rings, keeps records",
+    "sidecar.rings": "reads rings",
     "sidecar.telemetry": "reads the node's hardware",
     "sidecar.host": "reads the kernel",
     "sidecar.nodes": "talks to other nodes' sidecars",
@@ -69,7 +70,7 @@ RANKS = {
     "__main__": "calls a command",
 }
 _ORDER = list(RANKS)
-_FIRST_OF_TRAINING, _FIRST_OF_SIDECAR, _FIRST_OF_BOTH = map(_ORDER.index, ("cuda", "analysis.statistics", "simulate"))
+_FIRST_OF_TRAINING, _FIRST_OF_SIDECAR, _FIRST_OF_BOTH = map(_ORDER.index, ("cuda", "store", "simulate"))
 TRAINING = set(_ORDER[:_FIRST_OF_SIDECAR])
 
 # Files of these compute on values: they know no file, no process and no clock.
@@ -100,6 +101,7 @@ THIRD_PARTY = {
         "analysis.collectives.slow_link", "analysis.node_state", "verdicts.words.evidence",
         "exporters.choice.said", "exporters.tally",
         "page.gather.run_contents", "report.report_json",
+        "sidecar.nodes.link_report",
         "sidecar.nodes.membership",
         "sidecar.nodes.messages",
     },
@@ -114,7 +116,7 @@ THIRD_PARTY = {
     "prometheus_client": {"exporters.prometheus"},
     "pandas": {"results.tables"},
     "polars": {"results.tables"},
-    "pyarrow": {"page.gather", "results.tables", "sidecar.rings.segments", "sidecar.telemetry.log"},
+    "pyarrow": {"results.tables", "store"},
     "pynvml": {"sidecar.telemetry.gpu"},
     "starlette": {"serve"},
     "textual": {"top"},
@@ -273,7 +275,7 @@ def test_no_collective_of_ours() -> None:
         ("run.captures", "loads"),
         ("run.fitting", "loads"),
         ("run.ring", "loads"),
-        ("sidecar.rings.segments", "loads"),
+        ("store.reader", "loads"),
         ("sidecar.host.stacks", "loads"),
         ("run.tap_requirements", "loads"),
         ("sidecar.nodes.job_store", "TCPStore"),  # a client that is no worker, in a process of its own
@@ -298,7 +300,7 @@ def test_broad_excepts_are_few() -> None:
         "commands.doctor": 1,  # a check that fails is a line
         "analysis.node_state": 1,  # whatever is in a file that somebody has damaged
         "report.run_report": 2,  # as is what such a file makes of a report
-        "sidecar.rings.segments": 1,
+        "store.reader": 1,
         "sidecar.start.process": 1,  # begins anew
         "serve.readers": 1,  # what such files make of a page: that viewer hears of it
         "serve.runs": 1,  # and of a line in the list of runs

@@ -20,7 +20,7 @@ from tests.distributed.test_hang_live import STARTED_S, hang
 from tests.support.live_ranks import LiveRanks
 from tests.support.otlp_receiver import free_port
 from tests.support.processes import SCRIPTS
-from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.rendezvous import Address, exchange_key, new_token
 
 NODES = ("node-a", "node-b")
@@ -80,7 +80,7 @@ def test_address_and_token_of_the_settings(tmp_path: Path) -> None:
         found = Address.decode(published.read_bytes())
         (log,) = job.run_directory(NODES[1]).nodes.glob("*.log")
         assert "node 0's sidecar was found by the setting `exchange`" in log.read_text()
-        expected = new_token(Places(job.job_store, None, address, token="S3CRET"), exchange_key(0))
+        expected = new_token(Endpoints(job.job_store, None, address, token="S3CRET"), exchange_key(0))
         files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
 
     assert (found.port, found.token) == (int(address.rpartition(":")[2]), expected)

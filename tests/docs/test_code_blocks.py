@@ -165,11 +165,12 @@ def test_sql(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each query is one that DuckDB takes, over a run's own files; of hardware, over a file without rows."""
     import duckdb
 
-    from torchlens_perf.sidecar.telemetry.log import _SCHEMAS, GPUS
+    from torchlens_perf.analysis.statistics.hardware import GpuSample
+    from torchlens_perf.store.samples import schema_of
 
     gpus = recorded / "torchlens-perf" / run_id(recorded) / "gpus"
     gpus.mkdir(exist_ok=True)
-    pq.write_table(_SCHEMAS[GPUS].empty_table(), gpus / "node-000001.parquet")
+    pq.write_table(schema_of(GpuSample).empty_table(), gpus / "node-000001.parquet")
     monkeypatch.chdir(recorded)
     queries = [
         q for b in BLOCKS if b.language == "sql" and b.page not in SQL_ELSEWHERE for q in b.text.split(";") if q.strip()

@@ -15,7 +15,7 @@ from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.page.gather.hardware_series import MAX_POINTS, hardware_series, within
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.sidecar.telemetry.log import TelemetryWriter
+from torchlens_perf.store.samples import GPUS, LINKS, SampleWriter
 
 SECOND = 10**9
 BEGIN_NS = 1_790_000_000 * SECOND
@@ -32,7 +32,7 @@ def processes(run: RunDirectory) -> dict[int, ProcessState]:
 
 
 def written(run: RunDirectory, gpus: list[GpuSample], links: list[LinkSample]) -> None:
-    TelemetryWriter(run, NODE).write(gpus, links, 1 << 20)
+    SampleWriter(run, NODE).write({GPUS: gpus, LINKS: links}, 1 << 20)
 
 
 def series_of(run: RunDirectory, ranks: list[int]) -> dict[tuple[str, str], Any]:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
-from torchlens_perf.page.gather.span_files import Records
 from torchlens_perf.page.gather.step_collectives import joined_by_step
 from torchlens_perf.run.ring import Flag, Kind, record_dtype
+from torchlens_perf.store.segments import Records
 
 MS = 1_000_000
 NAMES = ["(other)", "allreduce group=0 dtype=float32"]

@@ -12,6 +12,7 @@ from tests.support.collectives import US, Issued, add, joined, world
 from tests.support.ranks import identity_of
 from tests.support.saved import saved
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
+from torchlens_perf.analysis.latest_attempt import newest_joins
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.report.collective_table import (
@@ -19,7 +20,6 @@ from torchlens_perf.report.collective_table import (
     collective_rows,
     collective_table,
     is_chance,
-    newest_joins,
     slowest_of,
 )
 from torchlens_perf.run.clock import Anchor

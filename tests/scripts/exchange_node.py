@@ -8,8 +8,10 @@ import threading
 import time
 from typing import Any
 
+from msgspec import structs
+
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange
-from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.nodes.timing import Timing
 
 
@@ -17,7 +19,7 @@ def main(settings: dict[str, Any]) -> None:
     stop = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
     host, port = settings["job_store"]
-    places = Places((host, port))
+    places = Endpoints((host, port))
     exchange = Exchange(
         places, settings["key"], settings["node"], settings["merges"], timing=Timing(**settings["timing"])
     )
@@ -35,7 +37,7 @@ def main(settings: dict[str, Any]) -> None:
         say(
             payloads=payloads,
             ages=[post.age_s for post in collected.posts for _ in post.payloads],
-            nodes={name: vars(contact) for name, contact in collected.nodes.items()},
+            nodes={name: structs.asdict(contact) for name, contact in collected.nodes.items()},
             notes=notes,
         )
     started_s = time.monotonic()

@@ -23,8 +23,8 @@ from torchlens_perf.exporters.delivery.outbox import Outbox
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.tap_requirements import Failure
 from torchlens_perf.serve.readers import _called
-from torchlens_perf.sidecar.rings import segments
 from torchlens_perf.sidecar.rings.oom_files import OomFiles
+from torchlens_perf.store import segments
 
 pytestmark = pytest.mark.distributed
 

@@ -23,7 +23,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import detect
 from torchlens_perf.run.ring import Reader
 from torchlens_perf.sidecar.captures import LOOK_S, CaptureRelay, LiveRank
-from torchlens_perf.sidecar.rings import segments
+from torchlens_perf.store import segments
 
 SOMEBODY = 54321
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")

@@ -16,9 +16,9 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import Alert
 from torchlens_perf.sidecar import cluster
 from torchlens_perf.sidecar.node import Sidecar
-from torchlens_perf.sidecar.nodes import meeting
+from torchlens_perf.sidecar.nodes import cluster_link
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange
-from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.nodes.rendezvous import exchange_key
 from torchlens_perf.verdicts.finding_log import FindingLog
 
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 class Node:
     """The second of two nodes, with ranks 2 and 3, of which 3 is slow."""
 
-    def __init__(self, made: RunDirectory, places: Places) -> None:
+    def __init__(self, made: RunDirectory, places: Endpoints) -> None:
         of_node = {"local_world_size": 2}
         self.ranks = [
             Rank(made, rank, 4, exchange=f"grpc://{places.coordinator}", identity={"local_rank": rank - 2, **of_node})
@@ -64,11 +64,11 @@ class Node:
 
 
 def test_it_raises_alerts_until_others_judge(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_CUT_OFF_S", 1.0)
+    monkeypatch.setattr(cluster_link, "_CUT_OFF_S", 1.0)
     monkeypatch.setattr(cluster, "_NODE_0_TIMEOUT_S", 0.5)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    places = Places(("127.0.0.1", 1), run.nodes, f"127.0.0.1:{free_port()}")
+    places = Endpoints(("127.0.0.1", 1), run.nodes, f"127.0.0.1:{free_port()}")
     node = Node(run, places)
     node.steps()
     node.until(lambda: bool(node.alerts))

@@ -31,7 +31,7 @@ from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Reader
 from torchlens_perf.sidecar.nodes import messages
-from torchlens_perf.sidecar.nodes.membership import Began, Word
+from torchlens_perf.sidecar.nodes.membership import ControlMessage, ProcessGeneration
 from torchlens_perf.simulate.simulation import Simulation, Topology
 
 RINGS, MESSAGES, RUNS = 400_000, 500_000, 2_000
@@ -193,7 +193,8 @@ def test_messages_of_any_bytes(number: int, tmp_path: Path) -> None:
     began_s, count, draw = time.monotonic(), number if number < MESSAGES else share(MESSAGES), random.Random(number)
     sent, _ = two_nodes(tmp_path)
     payloads = {rank: payload for each in sent.sent for rank, payload in each.payloads.items()}
-    answer = messages.encode(messages.Answer(3, 0.5, Word("a-run", (Began(0, -5.0, 4),)).encode()))
+    control = ControlMessage("a-run", (ProcessGeneration(0, -5.0, 4),))
+    reply = messages.encode(messages.Reply(0.5, control.encode()))
     view, taken, other_ranks = node_zero(tmp_path, Wire()), 0, 0
     for sequence in range(count):
         if sequence % 250 == 249:
@@ -201,13 +202,13 @@ def test_messages_of_any_bytes(number: int, tmp_path: Path) -> None:
             view = node_zero(tmp_path, Wire())
         Collecting.inbox = messages.Inbox("node-0", 0.0)
         Collecting.inbox.enter("a", "node-1", 0.0)
-        whole = messages.Message(1.5, 1, True, False, [messages.Post(1, 0.5, payloads)])
+        whole = messages.Report(1.5, 0, False, [messages.Post(0.5, payloads)])
         with contextlib.suppress(ValueError):
             Collecting.inbox.receive("a", changed(messages.encode(whole), draw), 1.0)
             taken += 1
         view.update(2.0 + sequence)
         with contextlib.suppress(ValueError):
-            Word.decode(messages.decode_answer(changed(answer, draw)).reply)
+            ControlMessage.decode(messages.decode_reply(changed(reply, draw)).instructions)
 
     assert taken > count / 10
     assert other_ranks > 0

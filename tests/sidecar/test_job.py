@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tests.support import progress
 from tests.support.findings import episode
@@ -24,13 +25,13 @@ from torchlens_perf.run.identity import Identity
 from torchlens_perf.sidecar import hang_watch
 from torchlens_perf.sidecar.host.stacks import Stack
 from torchlens_perf.sidecar.nodes import summary
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.messages import Collected, Received
-from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
 
-MEETING = Places(("127.0.0.1", 1))
+MEETING = Endpoints(("127.0.0.1", 1))
 
 
 class Wire:
@@ -39,8 +40,9 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[Received] = []
         self.word = b""
+        self.links: dict[str, bytes] = {}
 
-    def open(self, places: Places, key: str, node: str, merges: bool) -> Any:
+    def open(self, places: Endpoints, key: str, node: str, merges: bool) -> Any:
         return End(self, node)
 
 
@@ -51,7 +53,7 @@ class End:
         self._wire, self._node = wire, node
 
     def post(self, payloads: Mapping[int, bytes]) -> None:
-        self._wire.sent += [Received(self._node, 1, 0.0, {rank: payload}) for rank, payload in payloads.items()]
+        self._wire.sent += [Received(self._node, 0.0, {rank: payload}) for rank, payload in payloads.items()]
 
     def collect(self) -> Collected:
         received, self._wire.sent = self._wire.sent, []
@@ -62,6 +64,12 @@ class End:
 
     def reply(self) -> bytes:
         return self._wire.word
+
+    def set_links(self, links: bytes) -> None:
+        self._wire.links[self._node] = links
+
+    def links(self) -> list[bytes]:
+        return list(self._wire.links.values())
 
     def notes(self) -> list[str]:
         return []
@@ -133,7 +141,7 @@ def two_nodes(tmp_path: Path) -> tuple[Wire, list[NodeView]]:
 def test_a_node_of_another_version(tmp_path: Path) -> None:
     """What it sends cannot be read: it is told and left out, and the other nodes are judged as ever."""
     wire, nodes = two_nodes(tmp_path)
-    wire.sent += [Received("node-2/4", 1, 0.0, {4: b"of another version"})]
+    wire.sent += [Received("node-2/4", 0.0, {4: b"of another version"})]
     nodes[0].update(1.0)
 
     assert set(nodes[0].epoch.places) == {0, 1, 2, 3}
@@ -164,7 +172,7 @@ def test_a_corrupt_window_costs_its_own_node_only(tmp_path: Path, data: st.DataO
     first = data.draw(st.integers(1, len(payload) - 1))
     noise = data.draw(st.binary(min_size=1, max_size=len(payload) - first))
     payload[first : first + len(noise)] = noise
-    wire.sent[0] = replace(at_first, payloads={sender: bytes(payload)})
+    wire.sent[0] = structs.replace(at_first, payloads={sender: bytes(payload)})
     nodes[0].cluster.update(nodes[0].epoch, 1.0)
 
     assert {4, 5} <= set(nodes[0].epoch.places)
@@ -187,7 +195,7 @@ def test_corrupt_windows_are_counted(tmp_path: Path) -> None:
     ):
         values = np.frombuffer(whole, summary.LAYOUT).copy()
         values[field] = value
-        wire.sent.append(replace(good, payloads={sender: values.tobytes()}))
+        wire.sent.append(structs.replace(good, payloads={sender: values.tobytes()}))
     nodes[0].update(1.0)
 
     assert nodes[0].cluster.notes() == ["7 windows of node node-1 were corrupt: left out"]

@@ -27,7 +27,7 @@ from torchlens_perf.run.processes import process_cpu_time_s
 from torchlens_perf.run.sidecar_status import read_status
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.replay import replay
-from torchlens_perf.sidecar.rings import segments
+from torchlens_perf.store import segments
 
 __all__ = ["failing"]
 KILLS, KILLS_A_RUN = 1000, 50

@@ -548,22 +548,22 @@ def test_missing_rank_is_told(run: RunDirectory) -> None:
 
 def test_full_disk_loses_no_records(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the run directory cannot be written, records wait; when it can, they are all there."""
-    from torchlens_perf.sidecar.rings import segments
+    from torchlens_perf.store import writer
 
     rank = Rank(run, 0, 1)
     rank.steps(10, **WORK)
     made, _ = sidecar(run)
-    write = segments.pq.write_table
+    write = writer.pq.write_table
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
     made.poll()
     made.account()
-    monkeypatch.setattr(segments.pq, "write_table", full)
+    monkeypatch.setattr(writer.pq, "write_table", full)
     with pytest.raises(OSError, match="No space left"):
         made.keep()
-    monkeypatch.setattr(segments.pq, "write_table", write)
+    monkeypatch.setattr(writer.pq, "write_table", write)
     rank.steps(5, **WORK)
     rank.close()
     made.poll()

@@ -24,8 +24,8 @@ from torchlens_perf.sidecar import schedule as schedule_module
 from torchlens_perf.sidecar.loop import run_sidecar
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.nodes.messages import Collected
-from torchlens_perf.sidecar.rings import segments
 from torchlens_perf.sidecar.schedule import Schedule
+from torchlens_perf.store import writer
 
 
 @pytest.fixture
@@ -220,6 +220,9 @@ class TroubledExchange:
     def reply(self) -> bytes:
         return b""
 
+    def set_links(self, links: bytes) -> None:
+        pass
+
     def notes(self) -> list[str]:
         return ["closed already"] if self.closed else ["3 windows could not be sent to node 0's sidecar"]
 
@@ -394,13 +397,13 @@ def test_full_disk_for_long(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) 
     """The newest records wait for space, the others are counted, and writing is tried again from time to time only."""
     for each in (record_account, schedule_module):
         monkeypatch.setattr(each, "MAX_UNKEPT_RECORDS", 500)
-    write, tries = segments.pq.write_table, []
+    write, tries = writer.pq.write_table, []
 
     def full(*args: Any, **kwargs: Any) -> None:
         tries.append(time.monotonic())
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(segments.pq, "write_table", full)
+    monkeypatch.setattr(writer.pq, "write_table", full)
     rank = Rank(run, 0, 1)
     made, _ = sidecar(run)
     schedule = Schedule(0.0)
@@ -414,7 +417,7 @@ def test_full_disk_for_long(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) 
                 made.keep()
     assert len(tries) <= 4  # in 5 s
     assert made.records.unkept_records <= 600
-    monkeypatch.setattr(segments.pq, "write_table", write)
+    monkeypatch.setattr(writer.pq, "write_table", write)
     rank.close()
     made.poll()
     made.account()

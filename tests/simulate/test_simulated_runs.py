@@ -23,9 +23,9 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind, Reader
 from torchlens_perf.sidecar.host import process as host_signals
 from torchlens_perf.sidecar.replay import replay
-from torchlens_perf.sidecar.rings import segments
 from torchlens_perf.simulate.rings import SimulatedRank, Timeline
 from torchlens_perf.simulate.simulation import Topology
+from torchlens_perf.store import segments
 from torchlens_perf.verdicts.stragglers.findings import Findings
 
 

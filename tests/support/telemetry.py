@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 
 from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, LINK_COUNTERS, GpuSample, LinkSample, growth
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.sidecar.rings.bounded_files import files_of
-from torchlens_perf.sidecar.telemetry.log import GPUS, LINKS
+from torchlens_perf.store.file_names import files_of
+from torchlens_perf.store.samples import GPUS, LINKS
 
 
 def read_gpus(run: RunDirectory, host: str) -> dict[str, list[GpuSample]]:

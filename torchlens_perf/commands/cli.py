@@ -15,6 +15,7 @@ from torchlens_perf.commands import run as run_command
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import TorchlensPerfError, printable
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.store.without_pandas import hide_pandas
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -30,9 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["run"] and arguments[1:2] not in (["-h"], ["--help"]):
             run_command.run(arguments[1:])  # what follows is Python's command line, no part of it is ours
         options = _parser().parse_args(arguments)
-        if is_program and options.command is _sidecar:
-            from torchlens_perf.sidecar.start.process import hide_pandas
-
+        if is_program:
             hide_pandas()
         result: int = options.command(options)
         return result

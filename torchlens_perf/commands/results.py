@@ -24,7 +24,7 @@ def _write(options: argparse.Namespace) -> int:
 
         sys.stdout.write(results_of(run))
         return 0
-    from torchlens_perf.sidecar.rings.segments import write_table
+    from torchlens_perf.store.frames import write_table
 
     write_table(run, options.what, sys.stdout.buffer)
     return 0

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from torchlens_perf.analysis.collectives.slow_link import LinkFindings, slow_links
-from torchlens_perf.analysis.collectives.statistics import merged_operations
+from torchlens_perf.analysis.latest_attempt import latest_attempt, links_of, newest_joins
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import run_windows
-from torchlens_perf.report.collective_table import arrived_last, collective_rows, newest_joins, python_tap_notes
+from torchlens_perf.report.collective_table import arrived_last, collective_rows, python_tap_notes
 from torchlens_perf.report.device_table import device_notes, device_sections, device_times, memory_notes, memory_of
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.gpu_table import gpu_rows, link_rows, telemetry_notes
@@ -81,7 +80,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
     statistics = [each.statistics for each in processes.values()]
     grid = run_windows(judged_windows, max((each.last_step or 0 for each in statistics), default=0))
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
-    links, collectives = _links(nodes, processes), collective_rows(newest_joins(nodes))
+    links, collectives = links_of(nodes), collective_rows(newest_joins(nodes))
     last = arrived_last(collectives)
     facts: Facts = {
         "schema": SCHEMA,
@@ -161,26 +160,11 @@ def _where(each: JudgedVerdict, processes: dict[int, ProcessState]) -> dict[str,
     return {"host.name": identity.host, **identity.attributes}
 
 
-def slow_link_verdict(nodes: list[NodeState]) -> JudgedVerdict | None:
-    """The report's verdict on slow links; None if none is slow. For alerts, which need no other part of the report."""
-    processes = latest_attempt(nodes)
-    links = _links(nodes, processes)
-    if not links.links:
-        return None
-    steps = merged(process.statistics.step for process in processes.values())
-    return verdict.slow_link(_counted_steps(processes), distribution(steps)["mean_s"], links)
-
-
 def for_alerts(nodes: list[NodeState]) -> SlowRankContext:
     """What sentences on slow ranks take from the report, which alerts need no other part of."""
     processes = latest_attempt(nodes)
     last = came_last(collective_rows(newest_joins(nodes)))
     return SlowRankContext(module_rows(processes), _device(processes), _judged_by(processes), last)
-
-
-def _links(nodes: list[NodeState], processes: dict[int, ProcessState]) -> LinkFindings:
-    hosts = {rank: process.identity.host for rank, process in processes.items()}
-    return slow_links(merged_operations([join.operations() for join in newest_joins(nodes)]), hosts)
 
 
 def _counted_steps(processes: dict[int, ProcessState]) -> int:
@@ -189,19 +173,6 @@ def _counted_steps(processes: dict[int, ProcessState]) -> int:
 
 def _places(processes: dict[int, ProcessState]) -> dict[int, Placement]:
     return {rank: each.place for rank, each in processes.items()}
-
-
-def latest_attempt(nodes: list[NodeState]) -> dict[int, ProcessState]:
-    """By rank, the last process of the newest world. An earlier one may have had other ranks, and other steps.
-
-    Agents that join or leave an elastic job make another world, and torchrun does not count that as an attempt.
-    """
-    processes = sorted(
-        (process for node in nodes for process in node.processes.values()),
-        key=lambda each: (each.identity.attempt, each.anchor.unix_ns),
-    )
-    worlds = [(each.identity.attempt, each.identity.world_size) for each in processes]
-    return {each.identity.rank: each for each, world in zip(processes, worlds, strict=True) if world == worlds[-1]}
 
 
 def _run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]) -> Run:

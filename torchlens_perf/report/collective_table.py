@@ -28,13 +28,6 @@ _TIMES = tuple(name for name in TOTALS if name.endswith("_ns"))
 _Place = tuple[GroupKey, tuple[int, int] | None]
 
 
-def newest_joins(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
-    """Of the nodes' joins, those of the job's newest attempt: a node that has left it has one of an earlier."""
-    attempts = [(max((each.identity.attempt for each in node.processes.values()), default=0), node) for node in nodes]
-    newest = max((attempt for attempt, _ in attempts), default=0)
-    return [node.join for attempt, node in attempts if attempt == newest]
-
-
 def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
     """One row for each operation, dtype and group, or pair of ranks; most bytes first.
 

@@ -33,6 +33,7 @@ from torchlens_perf.run.rings import memory
 from torchlens_perf.run.rings.kinds import Flag as Flag
 from torchlens_perf.run.rings.kinds import Kind as Kind
 from torchlens_perf.run.rings.kinds import State as State
+from torchlens_perf.run.rings.kinds import kind_name as kind_name
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,6 +20,7 @@ from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
 
 from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable
 from torchlens_perf.report.memory_limit import limit_memory
+from torchlens_perf.store.without_pandas import hide_pandas
 
 _LOWEST_PRIORITY = 19
 _START_S = 60.0
@@ -130,6 +131,7 @@ def _start(module: str) -> None:
     """In the reader: what the call needs is imported, and other processes of the machine come first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's
     limit_memory()
+    hide_pandas()
     importlib.import_module(module)
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)

@@ -3,68 +3,77 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis import node_state
-from torchlens_perf.errors import RunStoreError
+from torchlens_perf.analysis.collectives.slow_link import link_statistics, merged_links, slow_links
 from torchlens_perf.exporters import Assessment
+from torchlens_perf.sidecar.nodes import link_report
+from torchlens_perf.verdicts.slow_links import slow_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, imbalance_verdicts
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.node_state import NodeState
-    from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.verdicts import Alert
+    from torchlens_perf.sidecar.cluster import Cluster
+    from torchlens_perf.sidecar.epoch import Epoch
     from torchlens_perf.verdicts.finding_log import FindingLog
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
     from torchlens_perf.verdicts.stragglers.placement import Placement
     from torchlens_perf.verdicts.words.evidence import JudgedVerdict
     from torchlens_perf.verdicts.words.hang import OpenHang
 
-_PERIOD_S = 10.0  # between two looks for slow links, which are judged by the whole run
-_MIN_REST = 100.0  # times what a look has taken
+logger = logging.getLogger("torchlens_perf.sidecar")
+
+_LEFT_OUT = "this node has too many process groups: slow links among the least used ones raise no alerts"
+_PERIOD_S = 10.0  # between two judgements of the links, which are judged by the whole run
+_MIN_IDLE_RATIO = 100.0  # to the duration of a judgement
 _NEWEST_ALERTS = 32
 
 
 class LinkWatch:
-    """Looks for slow links now and then. Belongs to the sidecar's thread."""
+    """Judges the links now and then: on node 0, those of all nodes. Belongs to the sidecar's thread."""
 
-    def __init__(self, run: RunDirectory, host: str) -> None:
-        self._run = run
-        self._host = host
+    def __init__(self) -> None:
         self._verdict: JudgedVerdict | None = None
         self._due_s = float("-inf")
         self._was_final = False
 
-    def update(self, state: NodeState, now_s: float, *, final: bool) -> JudgedVerdict | None:
-        """The verdict on slow links, by the node's state and by what other nodes have saved, where they share a disk.
+    def update(
+        self, state: NodeState, cluster: Cluster, epoch: Epoch, now_s: float, *, final: bool
+    ) -> JudgedVerdict | None:
+        """Report this node's links to node 0. Return the verdict on slow links, by all that is known here.
 
-        now_s: a monotonic clock. final: no process of the node runs, so that one more look will do.
+        now_s: a monotonic clock. final: no process of the node runs, so one more judgement is enough.
         """
         if now_s >= self._due_s or (final and not self._was_final):
             started_s = time.monotonic()
-            self._verdict = self._find(state)
-            self._due_s = now_s + max(_PERIOD_S, _MIN_REST * (time.monotonic() - started_s))
+            self._verdict = self._judge(state, cluster, epoch)
+            self._due_s = now_s + max(_PERIOD_S, _MIN_IDLE_RATIO * (time.monotonic() - started_s))
         self._was_final = final
         return self._verdict
 
-    def _find(self, state: NodeState) -> JudgedVerdict | None:
-        if not state.join.operations():
-            return None
-        from torchlens_perf.report.build import slow_link_verdict  # it needs what shows tables: not without need
-
-        nodes = [state]
-        for path in sorted(self._run.nodes.glob("*.json")):
-            if path != self._run.node_state(self._host):
-                try:
-                    nodes.append(node_state.load(path))
-                except RunStoreError:
-                    continue  # of another version, or just being replaced
-        return slow_link_verdict(nodes)
+    def _judge(self, state: NodeState, cluster: Cluster, epoch: Epoch) -> JudgedVerdict | None:
+        attempt, rows = cluster.membership.number(epoch.generation), link_statistics(state.join.operations())
+        reported = [rows]
+        if not cluster.judges_alone:
+            own, left_out = link_report.encode(attempt, rows)
+            cluster.set_links(own)
+            if left_out and _LEFT_OUT not in state.notes:
+                state.notes.append(_LEFT_OUT)
+        for each in cluster.links_of_others():
+            try:
+                reported.append(link_report.decode(each, attempt, epoch.world_size))
+            except ValueError as error:
+                logger.warning("%s", error)
+        hosts = {rank: place.host for rank, place in epoch.places.items()}
+        ranks = [each.statistics for each in state.processes.values() if each.identity.attempt == attempt]
+        return slow_link_verdict(slow_links(merged_links(reported), hosts), ranks)
 
 
 class AlertManager:

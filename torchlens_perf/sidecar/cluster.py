@@ -13,7 +13,7 @@ import numpy as np
 from torchlens_perf.exporters import TALLY_MARK, Part
 from torchlens_perf.sidecar.epoch import SILENT_S
 from torchlens_perf.sidecar.nodes import summary
-from torchlens_perf.sidecar.nodes.meeting import Meeting, OpenExchange
+from torchlens_perf.sidecar.nodes.cluster_link import ClusterLink, OpenExchange
 from torchlens_perf.sidecar.nodes.summary import Summary
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class Cluster:
 
     def __init__(self, node: str, run_id: str = "", open_exchange: OpenExchange | None = None) -> None:
         """node: its name, see run/place/node.py."""
-        self._meeting = Meeting(node, run_id, open_exchange)
-        self.membership = self._meeting.membership
+        self._link = ClusterLink(node, run_id, open_exchange)
+        self.membership = self._link.membership
         """Which processes of all nodes run together."""
         self._tallies: deque[tuple[str, bytes]] = deque(maxlen=_MAX_TALLIES)
         self._round_s = float("-inf")
@@ -47,43 +47,51 @@ class Cluster:
     @property
     def judges_alone(self) -> bool:
         """Whether this node judges; else node 0 does."""
-        return not self._meeting.sends
+        return not self._link.sends
 
     @property
     def is_cut_off(self) -> bool:
-        """See Meeting."""
-        return self._meeting.is_cut_off
+        """See ClusterLink."""
+        return self._link.is_cut_off
 
     @property
     def update_every_s(self) -> float:
         """How often to call update(). Where nodes exchange windows, it is as often as they expect a post."""
-        return ROUND_S if self._meeting.is_open else _ALONE_S
+        return ROUND_S if self._link.is_open else _ALONE_S
 
     @property
     def others_are_there(self) -> bool:
         """True on node 0 while other nodes are still sending."""
-        return self._meeting.merges and bool(self._others)
+        return self._link.merges and bool(self._others)
 
     @property
     def received(self) -> bytes:
         """What node 0 has sent last, beside which processes run together."""
-        return self._meeting.more if self._meeting.sends else b""
+        return self._link.more if self._link.sends else b""
 
     @property
     def max_published_bytes(self) -> int:
         """How many bytes publish() takes now."""
-        return self._meeting.room_for_more
+        return self._link.room_for_more
 
     def publish(self, more: bytes) -> None:
         """On node 0, send this to all other nodes."""
-        if self._meeting.merges and more != self._meeting.more:
-            self._meeting.more = more
-            self._meeting.say()
+        if self._link.merges and more != self._link.more:
+            self._link.more = more
+            self._link.send_control()
+
+    def set_links(self, links: bytes) -> None:
+        """Report what this node knows of its links to node 0, see nodes/link_report.py."""
+        self._link.set_links(links)
+
+    def links_of_others(self) -> list[bytes]:
+        """On node 0, what the other nodes have reported of theirs."""
+        return self._link.links()
 
     def forward(self, tally: bytes, epoch: Epoch) -> None:
         """Send what node 0's exporter adds up."""
-        if tally and self._meeting.sends and epoch.ranks:
-            self._meeting.post({min(epoch.ranks): tally})
+        if tally and self._link.sends and epoch.ranks:
+            self._link.post({min(epoch.ranks): tally})
 
     def take_tallies(self) -> list[tuple[str, bytes]]:
         """Take out what other nodes forward to this one's exporter, with their names."""
@@ -93,10 +101,10 @@ class Cluster:
 
     def part(self, epoch: Epoch) -> Part | None:
         """What this node is in the job; None while that is not known."""
-        if self._meeting.sends:
+        if self._link.sends:
             return Part.HANDS_ON
         on_one_node = any(local.identity.on_one_node for local in epoch.ranks.values())
-        if self._meeting.merges or on_one_node or epoch.has_all_ranks:
+        if self._link.merges or on_one_node or epoch.has_all_ranks:
             return Part.WHOLE
         return Part.ALONE if epoch.is_whole_job else None
 
@@ -110,11 +118,11 @@ class Cluster:
 
         number: of the job's generation, if an earlier sidecar knew it.
         """
-        self._meeting.began(identity, generation, number)
+        self._link.began(identity, generation, number)
 
     def leave(self, epoch: Epoch) -> None:
         """Send what is left of an epoch that another one replaces."""
-        if self._meeting.sends:
+        if self._link.sends:
             self._post(epoch)
         self._missing.clear()
         self._unreadable.clear()
@@ -125,17 +133,17 @@ class Cluster:
     def update(self, epoch: Epoch, now_s: float, *, final: bool = False) -> None:
         """Send and receive, and look for a hang once a second. now_s: a monotonic clock. final: the run has ended."""
         self._join(epoch)
-        if self._meeting.merges:
+        if self._link.merges:
             self._receive(epoch, now_s)
         else:
-            self._meeting.hear()
+            self._link.receive()
         due = now_s - self._round_s >= ROUND_S
         full = any(sum(map(len, each.unsent)) >= summary.ROWS for each in epoch.ranks.values())
-        if self._meeting.sends and (due or final or full):
+        if self._link.sends and (due or final or full):
             self._post(epoch)
         if due:
             self._round_s = now_s
-            self._meeting.say()
+            self._link.send_control()
             epoch.look_for_hang(now_s)
 
     def notes(self) -> list[str]:
@@ -143,13 +151,13 @@ class Cluster:
         notes = [*self._missing.values()]
         notes += [f"node {node} runs another version of torchlens_perf: not compared" for node in self._unreadable]
         notes += [f"{count} windows of node {node} were corrupt: left out" for node, count in self._corrupt.items()]
-        return notes + self._meeting.notes()
+        return notes + self._link.notes()
 
     def close(self, epoch: Epoch | None = None) -> None:
         """Send what is left and end the exchange."""
-        if self._meeting.sends and epoch is not None:
+        if self._link.sends and epoch is not None:
             self._post(epoch)
-        self._meeting.close()
+        self._link.close()
 
     # -- parts
 
@@ -162,10 +170,10 @@ class Cluster:
             return
         places = next(iter(epoch.meeting_points.values()))
         merges = 0 in epoch.ranks
-        if self._meeting.is_as(places, merges):
+        if self._link.is_as(places, merges):
             return
         self.close(epoch)
-        self._meeting.open(places, next(iter(epoch.ranks.values())).identity, merges)
+        self._link.open(places, next(iter(epoch.ranks.values())).identity, merges)
 
     def _post(self, epoch: Epoch) -> None:
         while True:
@@ -190,14 +198,14 @@ class Cluster:
                     )
                 )  # fmt: skip
             if payloads:
-                self._meeting.post(payloads)
+                self._link.post(payloads)
             if not more:
                 return
 
     def _receive(self, epoch: Epoch, now_s: float) -> None:
         for local in epoch.ranks.values():
             local.unsent.clear()  # node 0 has its own rows
-        collected = self._meeting.collect()
+        collected = self._link.collect()
         posts: list[Received] = []  # of each payload
         payloads: list[bytes] = []
         for post in collected.posts:
@@ -215,7 +223,7 @@ class Cluster:
         self._others = [
             node
             for node, contact in collected.nodes.items()
-            if not contact.left and contact.silent_s < SILENT_S and not f"{node}/".startswith(f"{self._meeting.name}/")
+            if not contact.left and contact.silent_s < SILENT_S and not f"{node}/".startswith(f"{self._link.name}/")
         ]
         self._missing = {
             node: f"node {node} has not been heard of for {contact.silent_s:.0f} s: its ranks are not compared"
@@ -228,6 +236,6 @@ class Cluster:
         sound = summary.sound(values)
         self._corrupt.update(received[index].node.rstrip("/") for index in np.flatnonzero(~sound).tolist())
         values, received = values[sound], list(compress(received, sound.tolist()))
-        chosen = self._meeting.of_generation(values, received, epoch.generation)
+        chosen = self._link.of_generation(values, received, epoch.generation)
         if chosen.any():
             epoch.add_remote(values[chosen], list(compress(received, chosen.tolist())), now_s)

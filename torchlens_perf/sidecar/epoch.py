@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.step_bins import StepBins
     from torchlens_perf.run.identity import Identity, ProcessGroup
     from torchlens_perf.run.records import StepTable
+    from torchlens_perf.sidecar.nodes.endpoints import Endpoints
     from torchlens_perf.sidecar.nodes.messages import Received
-    from torchlens_perf.sidecar.nodes.places import Places
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, StragglerGroup
     from torchlens_perf.verdicts.stragglers.placement import Placement
     from torchlens_perf.verdicts.words.hang import OpenHang
@@ -80,7 +80,7 @@ class Epoch:
         self.detector = JobDetector(earlier)
         self.ranks: dict[int, LocalRank] = {}
         """This node's ranks."""
-        self.meeting_points: dict[int, Places] = {}
+        self.meeting_points: dict[int, Endpoints] = {}
         """Where the nodes of a job of several can meet, by the rank that reported it."""
         self.is_whole_job = False
         """Whether this node's ranks are all ranks of the job."""
@@ -120,7 +120,7 @@ class Epoch:
     # -- from this node
 
     def add_steps(
-        self, identity: Identity, place: Placement, steps: StepTable, meeting_point: Places | None = None
+        self, identity: Identity, place: Placement, steps: StepTable, meeting_point: Endpoints | None = None
     ) -> None:
         """Add finished steps of a rank. meeting_point: where the nodes meet, of a job of several."""
         local = self._local(identity, place)

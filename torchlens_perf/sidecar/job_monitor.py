@@ -20,7 +20,7 @@ from torchlens_perf.sidecar.alerts import AlertManager, LinkWatch
 from torchlens_perf.sidecar.cluster import Cluster
 from torchlens_perf.sidecar.epoch import Epoch
 from torchlens_perf.sidecar.export_role import ExportRole
-from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.progress import read_progress
 from torchlens_perf.sidecar.rank_metrics import RankMetrics
 from torchlens_perf.sidecar.rings.source import USUAL_STEPS, RingSource
@@ -66,7 +66,7 @@ class JobMonitor:
         self._last_traces: list[ExportBatch] = []  # of epochs that were replaced
         self._state = state
         self._folder = run.nodes
-        self._links = LinkWatch(run, state.host)
+        self._links = LinkWatch()
         self._errors = errors
         for process in state.processes.values():
             generation = generations.of(process.identity)
@@ -121,7 +121,7 @@ class JobMonitor:
     def _judge(self, source: RingSource, judged: StepTable | None) -> None:
         if judged is not None:
             exchange, token = source.settings.get("exchange", "auto"), os.environ.get(EXCHANGE_TOKEN, "")
-            places = Places.of(source.job_store, exchange, self._folder, token)
+            places = Endpoints.of(source.job_store, exchange, self._folder, token)
             self.epoch.add_steps(source.state.identity, source.state.place, judged, places)
 
     def update(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
@@ -192,10 +192,10 @@ class JobMonitor:
         identity, alone = newest[0].state.identity, self.cluster.judges_alone
         found = Assessment(identity, self._state.findings, self._state.hang, (), alone)
         judge = "" if alone else self._state.host if self.cluster.is_cut_off else None
+        links: JudgedVerdict | None = None
+        with self._errors.contain("looking for slow links"):
+            links = self._links.update(self._state, self.cluster, self.epoch, time.monotonic(), final=not live)
         if judge is not None or self.alerts.log.are_open:
-            links: JudgedVerdict | None = None
-            with self._errors.contain("looking for slow links"):
-                links = self._links.update(self._state, time.monotonic(), final=not live)
             with self._errors.contain("raising alerts"):
                 last_steps = [source.state.statistics.last_step for source in newest]
                 details = self._details_by_rank(newest)

@@ -14,9 +14,9 @@ from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.exporters import ExportBatch, export_batch
 from torchlens_perf.run import ring
 from torchlens_perf.sidecar.rings.oom_files import OomFiles
-from torchlens_perf.sidecar.rings.segments import Chunk, SegmentWriter
 from torchlens_perf.sidecar.schedule import MAX_UNKEPT_RECORDS
 from torchlens_perf.sidecar.telemetry.log import telemetry_bytes
+from torchlens_perf.store.segments import Chunk, SegmentWriter
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -9,26 +9,27 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis import node_state
+from torchlens_perf.analysis.latest_attempt import latest_attempt, links_of
 from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.analysis.statistics.restarts import Generations
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.config import Config
 from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, export_batch, traced_steps
-from torchlens_perf.report.build import slow_link_verdict
 from torchlens_perf.run.identity import Identity, model_digest
 from torchlens_perf.sidecar.alerts import AlertManager
 from torchlens_perf.sidecar.epoch import Epoch
-from torchlens_perf.sidecar.rings import segments
-from torchlens_perf.sidecar.rings.bounded_files import files_of
+from torchlens_perf.store import segments
+from torchlens_perf.store.file_names import files_of, nodes_of
 from torchlens_perf.verdicts.finding_log import FindingLog
+from torchlens_perf.verdicts.slow_links import slow_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.records import StepTrace, TracedStep
-    from torchlens_perf.sidecar.rings.segments import Origin
+    from torchlens_perf.store.segments import Origin
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
 
 _FLUSH_TIMEOUT_S = 60.0
@@ -66,7 +67,7 @@ def replay(
     epoch, rebuilt_states, saved_states = Epoch(), list[NodeState](), list[NodeState]()
     judged_steps: dict[str, JudgedSteps] = {}
     damaged: list[str] = []
-    hosts = segments.hosts(run)
+    hosts = nodes_of(run.spans)
     done, total = itertools.count(1), sum(len(files_of(run.spans, host)) for host in hosts)
     for host in hosts:
         saved = node_state.load_or_new(run, host)
@@ -179,13 +180,7 @@ class _Sending:
             if not self._exporter.wait_for_room(_FLUSH_TIMEOUT_S):
                 self._waited_s += time.monotonic() - started_s
 
-    def assess(
-        self,
-        run: RunDirectory,
-        epoch: Epoch,
-        findings: Findings,
-        saved: list[NodeState],
-    ) -> None:
+    def assess(self, run: RunDirectory, epoch: Epoch, findings: Findings, saved: list[NodeState]) -> None:
         """The alerts of the whole run, with the ids that they had when it was live. saved: the nodes' states."""
         last = self._last
         if last is None:
@@ -194,7 +189,7 @@ class _Sending:
         ended_ns += int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
         assessment = AlertManager(FindingLog(run.run_id)).assess(
             last.identity, epoch.generation, findings, epoch.places, saved, ended_ns,
-            links=slow_link_verdict(saved),
+            links=slow_link_verdict(links_of(saved), [each.statistics for each in latest_attempt(saved).values()]),
             diagnosed=lambda group: _diagnosed(saved, group),
         )  # fmt: skip
         self._exporter.on_assessment(dataclasses.replace(assessment, ended=True))
@@ -230,7 +225,7 @@ def _replaced(saved: NodeState) -> set[str]:
 
 def _identity(run: RunDirectory, origin: Origin) -> Identity:
     """What the records alone tell of a rank."""
-    keys = [key for host in segments.hosts(run) for key in segments.last_sequences(run, host, [])]
+    keys = [key for host in nodes_of(run.spans) for key in segments.last_sequences(run, host, [])]
     ranks = {int(key.removeprefix("rank").partition("-")[0]) for key in keys}  # a key: rank00003-attempt0-...
     world_size = 1 + max(ranks)
     return Identity(

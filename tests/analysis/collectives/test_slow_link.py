@@ -9,8 +9,13 @@ import pytest
 
 from tests.support.collectives import US, Issued, joined
 from tests.support.saved import saved
-from torchlens_perf.analysis.collectives.slow_link import MIN_OPERATIONS, SlowLink, slow_links
-from torchlens_perf.analysis.collectives.statistics import OperationStatistics
+from torchlens_perf.analysis.collectives.slow_link import (
+    MIN_OPERATIONS,
+    LinkStatistics,
+    SlowLink,
+    link_statistics,
+    slow_links,
+)
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.words.verdict import slow_link_text
 
@@ -32,7 +37,7 @@ def job(
     late: int | None = None,
     sizes: Mapping[tuple[int, ...], int] | None = None,
     flags: int = int(Flag.COMPLETED),
-) -> list[OperationStatistics]:
+) -> list[LinkStatistics]:
     """All-reduces on each group, by description. slow: by group, the factor on its transfers. late: that rank comes
     last everywhere, so that its groups wait for it."""
     random = np.random.default_rng(seed)
@@ -52,7 +57,7 @@ def job(
                     duration_ns = round(US * (transfer + wait))
                     issued = Issued(f"allreduce group={name} dtype=float32", sequence, duration_ns, size, flags)
                     by_rank.setdefault(rank, []).append(issued)
-    return joined(by_rank, published).operations()
+    return link_statistics(joined(by_rank, published).operations())
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -118,7 +123,7 @@ def test_peers_that_differ_anyway() -> None:
     assert slow_links(job({"x": COLUMNS}, {COLUMNS[3]: 2.3}, noise=0.02), HOSTS).links
 
 
-def messages(slow: Mapping[tuple[int, int], float], ranks: int = 6) -> list[OperationStatistics]:
+def messages(slow: Mapping[tuple[int, int], float], ranks: int = 6) -> list[LinkStatistics]:
     """Each rank of a pipeline sends to the next one, by rendezvous."""
     random = np.random.default_rng(0)
     by_rank: dict[int, list[Issued]] = {rank: [] for rank in range(ranks)}
@@ -128,7 +133,7 @@ def messages(slow: Mapping[tuple[int, int], float], ranks: int = 6) -> list[Oper
             for rank, text in ((sender, f"send group=0 dtype=int8 peer={sender + 1}"),
                                (sender + 1, f"recv group=0 dtype=int8 peer={sender}")):  # fmt: skip
                 by_rank[rank].append(Issued(text, sequence, round(us * US * random.uniform(1, 1.1))))
-    return joined(by_rank).operations()
+    return link_statistics(joined(by_rank).operations())
 
 
 def test_slow_pair() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.collected import payloads, ranks
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange
 from torchlens_perf.sidecar.nodes.messages import NodeContact
-from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.nodes.rendezvous import Address, Rendezvous, exchange_key
 from torchlens_perf.sidecar.nodes.timing import Timing
 
@@ -26,13 +26,13 @@ class Nodes:
     """Starts ends of an exchange, and gathers what node 0 collects."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.places = Places(LOOPBACK, folder)
+        self.places = Endpoints(LOOPBACK, folder)
         self._stack = stack
         self.seen: dict[int, list[bytes]] = {}
         self.contacts: Mapping[str, NodeContact] = {}
 
     def start(
-        self, node: str, merges: bool = False, key: str = KEY, timing: Timing = FAST, places: Places | None = None
+        self, node: str, merges: bool = False, key: str = KEY, timing: Timing = FAST, places: Endpoints | None = None
     ) -> Exchange:
         exchange = Exchange(places or self.places, key, node, merges, timing=timing)
         self._stack.callback(exchange.close)

@@ -6,7 +6,14 @@ import json
 
 import pytest
 
-from torchlens_perf.sidecar.nodes.membership import MAX_SAID, MAX_WORD_BYTES, Began, Membership, Word, matched
+from torchlens_perf.sidecar.nodes.membership import (
+    MAX_CONTROL_BYTES,
+    MAX_SAID,
+    ControlMessage,
+    Membership,
+    matched,
+)
+from torchlens_perf.sidecar.nodes.membership import ProcessGeneration as Generation
 
 
 def node(run_id: str = "run", *sets: tuple[float, int], leads: bool = False, size: int = 4) -> Membership:
@@ -21,21 +28,25 @@ def node(run_id: str = "run", *sets: tuple[float, int], leads: bool = False, siz
 
 def test_nearest_in_time() -> None:
     """A set belongs to the generation that began nearest to it, of as many ranks."""
-    generations = [Began(0, 0.0, 4), Began(1, 100.0, 4), Began(2, 200.0, 2)]
-    assert matched([Began(0, 1.0, 4), Began(1, 98.0, 4), Began(2, 203.0, 2)], generations) == {0: 0, 1: 1, 2: 2}
-    assert matched([Began(0, 150.0, 2)], generations) == {0: 2}
-    assert matched([Began(0, 0.0, 8)], generations) == {}
+    generations = [Generation(0, 0.0, 4), Generation(1, 100.0, 4), Generation(2, 200.0, 2)]
+    assert matched([Generation(0, 1.0, 4), Generation(1, 98.0, 4), Generation(2, 203.0, 2)], generations) == {
+        0: 0,
+        1: 1,
+        2: 2,
+    }
+    assert matched([Generation(0, 150.0, 2)], generations) == {0: 2}
+    assert matched([Generation(0, 0.0, 8)], generations) == {}
 
 
 def test_the_next_set_is_of_no_generation_yet() -> None:
     """A node's new processes are there before node 0's: they are not taken for those that they replace."""
-    assert matched([Began(0, 1.0, 4), Began(1, 60.0, 4)], [Began(0, 0.0, 4)]) == {0: 0}
+    assert matched([Generation(0, 1.0, 4), Generation(1, 60.0, 4)], [Generation(0, 0.0, 4)]) == {0: 0}
 
 
 def test_counts_of_agents_differ() -> None:
     """The failed node says 1, the other 0, and they agree on generation 1."""
     zero, other = node("a", (0.0, 0), (50.0, 0), leads=True), node("b", (0.5, 0), (50.4, 1))
-    other.hear(zero.word(60.0), 60.0)
+    other.receive(zero.control(60.0), 60.0)
 
     assert [zero.number(local) for local in range(2)] == [other.number(local) for local in range(2)] == [0, 1]
     assert other.run_id == "a"
@@ -47,7 +58,7 @@ def test_a_node_that_joins_later() -> None:
     zero, late = node("a", (0.0, 0), (50.0, 0), (90.0, 1), leads=True), node("b", (90.2, 0))
     assert late.number(0) == 0
     assert not late.is_known(0)
-    late.hear(zero.word(95.0), 95.0)
+    late.receive(zero.control(95.0), 95.0)
     assert late.number(0) == 2
     assert late.is_known(0)
     late.began(1, 130.0, 4)
@@ -67,7 +78,7 @@ def test_a_set_that_node_0_has_not_heard_of() -> None:
 def test_another_node_gets_rank_0() -> None:
     """It numbers on from what its predecessor has said."""
     zero, heir = node("a", (0.0, 0), (50.0, 1), leads=True), node("b", (50.1, 0))
-    heir.hear(zero.word(60.0), 60.0)
+    heir.receive(zero.control(60.0), 60.0)
     heir.lead()
     heir.began(1, 90.0, 2)
     assert (heir.number(0), heir.number(1), heir.run_id) == (1, 2, "a")
@@ -89,23 +100,23 @@ def test_a_sidecar_that_was_started_again() -> None:
 def test_clocks_that_differ() -> None:
     """Ages travel: on the other node's clock it is another time."""
     zero, other = node("a", (0.0, 0), (50.0, 0), leads=True), node("b", (7000.0, 0), (7050.0, 1))
-    other.hear(Word.decode(zero.word(60.0).encode()), 7060.0)
+    other.receive(ControlMessage.decode(zero.control(60.0).encode()), 7060.0)
     assert [other.number(0), other.number(1)] == [0, 1]
 
 
-def test_word_is_small() -> None:
+def test_control_message_is_small() -> None:
     """However often the job was restarted, and whatever it is called."""
     zero = node("é" * 1000, *((float(local), local) for local in range(200)), leads=True, size=1 << 20)
-    data = zero.word(1e6).encode()
-    assert len(data) <= MAX_WORD_BYTES
-    assert [each.number for each in Word.decode(data).generations] == [*range(200 - MAX_SAID, 200)]
+    data = zero.control(1e6).encode()
+    assert len(data) <= MAX_CONTROL_BYTES
+    assert [each.number for each in ControlMessage.decode(data).generations] == [*range(200 - MAX_SAID, 200)]
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b"1", json.dumps([2, "run", []]).encode(), json.dumps([1, 3, []]).encode(), b"[" * 2000,
              json.dumps([1, "run", [[0, "x", 1]]]).encode(), json.dumps([1, "run", [[0, 0, 1]] * 9]).encode(), b"\xff"],
 )  # fmt: skip
-def test_what_is_no_word(data: bytes) -> None:
+def test_invalid_control_messages(data: bytes) -> None:
     """It comes over a network."""
-    with pytest.raises(ValueError, match="not a word of node 0"):
-        Word.decode(data)
+    with pytest.raises(ValueError, match="not a control message of node 0"):
+        ControlMessage.decode(data)

@@ -20,9 +20,9 @@ from grpc import aio
 
 from tests.sidecar.nodes.conftest import FAST, KEY, LONG_S, Nodes, wait_until
 from torchlens_perf.sidecar.nodes import transport
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange, _event_loop
-from torchlens_perf.sidecar.nodes.messages import Message, Post, encode
-from torchlens_perf.sidecar.nodes.places import Places
+from torchlens_perf.sidecar.nodes.messages import Post, Report, encode
 from torchlens_perf.sidecar.nodes.rendezvous import Address, Rendezvous
 
 
@@ -61,15 +61,13 @@ class Stranger:
         async def call() -> grpc.StatusCode:
             options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
             async with aio.insecure_channel(f"127.0.0.1:{self._address.port}", options=options) as channel:
-                nonce = b"n" * transport.NONCE_BYTES
-                hello = await channel.unary_unary(transport.HELLO)(
-                    b"", metadata=((transport.NONCE, nonce),), timeout=10
-                )
-                said = {
-                    transport.TOKEN: self._address.token, transport.SENDER: "feedbeef", transport.NODE: b"n9",
-                    transport.INSTANCE: hello[: transport.INSTANCE_BYTES], **metadata,
+                nonce = metadata.get(transport.NONCE, b"n" * transport.NONCE_BYTES)
+                proof = transport.proof(self._address.token, transport.SENDER, nonce)
+                about = {
+                    transport.NONCE: nonce, transport.PROOF: proof, transport.SENDER: "feedbeef",
+                    transport.NODE: b"n9", **metadata,
                 }  # fmt: skip
-                stream = channel.stream_stream(transport.POST)(metadata=tuple(said.items()), timeout=10)
+                stream = channel.stream_stream(transport.REPORT)(metadata=tuple(about.items()), timeout=10)
                 with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                     await stream.write(data)
                     await stream.read()
@@ -136,18 +134,17 @@ def is_open(connection: socket.socket) -> bool:
 
 
 class TestNode0:
-    @pytest.mark.parametrize("nonce", ["", "bm5ubm5ubm5ubm5ubm5ubg"])
-    def test_payload_of_hello_is_not_kept(
-        self, nodes: Nodes, pair: tuple[Exchange, Exchange], open_at_end: ExitStack, nonce: str
+    def test_payload_without_a_token_is_not_kept(
+        self, nodes: Nodes, pair: tuple[Exchange, Exchange], open_at_end: ExitStack
     ) -> None:
-        """Two hundred greetings without a token send a megabyte each, but for its end."""
+        """Two hundred calls with a wrong proof send a megabyte each, but for its end."""
         port, before_mb = nodes.address().port, resident_mb()
-        said = {"nonce_bin": nonce} if nonce else {}
+        about = {"nonce_bin": "bm5ubm5ubm5ubm5ubm5ubg", "proof_bin": "bm5ubm5ubm5ubm5ubm5ubg"}
         message = b"\0" + struct.pack(">I", 1 << 20) + b"x" * ((1 << 20) - 100)
         pieces = [message[at : at + 16_000] for at in range(0, len(message), 16_000)]
         connections = [
             open_at_end.enter_context(
-                connected(port, b"".join(call_headers(transport.HELLO, stream, **said) for stream in (1, 3, 5, 7)))
+                connected(port, b"".join(call_headers(transport.REPORT, stream, **about) for stream in (1, 3, 5, 7)))
             )
             for _ in range(50)
         ]
@@ -166,15 +163,15 @@ class TestNode0:
     ) -> None:
         """Whatever a caller begins and does not end; the node's own connection stays."""
         port = nodes.address().port
-        hello = call_headers(transport.HELLO)
+        headers = call_headers(transport.REPORT, nonce_bin="bm5ubm5ubm5ubm5ubm5ubg")
         calls = {
             "no call": b"",
-            "greeting without a body": call_headers(transport.HELLO, nonce_bin="bm5ubm5ubm5ubm5ubm5ubg"),
-            "greeting without a nonce": hello,
-            "post with a wrong token": call_headers(transport.POST, token="x" * 32),
+            "report without a nonce": call_headers(transport.REPORT),
+            "report without a proof": headers,
+            "report with a wrong proof": call_headers(transport.REPORT, proof_bin="bm5ubm5ubm5ubm5ubm5ubg"),
             "unknown method": call_headers("/nonsense"),
-            "unfinished headers": frame(1, 0, 1, hello[9:40]),
-            "half a frame": hello[:30],
+            "unfinished headers": frame(1, 0, 1, headers[9:40]),
+            "half a frame": headers[:30],
         }
         connections = {name: open_at_end.enter_context(connected(port, data)) for name, data in calls.items()}
         connections["no preface"] = open_at_end.enter_context(socket.create_connection(("127.0.0.1", port)))
@@ -183,7 +180,7 @@ class TestNode0:
 
     def test_a_wrong_token_is_refused(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
         """Nothing of it is read, it becomes no node, and it is counted."""
-        data = encode(Message(0.0, 1, True, False, [Post(1, 0.0, {9: b"theirs"})]))
+        data = encode(Report(1.0, 0, False, [Post(0.0, {9: b"theirs"})]))
         address = nodes.address()
         strangers = [
             Stranger(dataclasses.replace(address, token=token)) for token in ("0" * 32, address.token[:-1], "")
@@ -198,13 +195,13 @@ class TestNode0:
         ]
 
     def test_calls_that_make_no_sense(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
-        """With the token, but for an earlier node 0, without a name, or by another version's method."""
+        """With the token, but without a name, or with a short nonce."""
         stranger = Stranger(nodes.address())
 
-        assert stranger.send(b"", **{transport.INSTANCE: b"\0" * 8}) is grpc.StatusCode.FAILED_PRECONDITION
         assert stranger.send(b"", **{transport.SENDER: "not a sender"}) is grpc.StatusCode.INVALID_ARGUMENT
+        assert stranger.send(b"", **{transport.NONCE: b"short"}) is grpc.StatusCode.UNAUTHENTICATED
         still_works(nodes, pair)
-        assert pair[1].notes() == []
+        assert set(nodes.contacts) == {"n0", "n1"}
 
     def test_a_message_that_cannot_be_read(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
         """It costs its own node's stream, is counted as that node's, and no other one's payload is lost."""
@@ -214,7 +211,7 @@ class TestNode0:
         assert stranger.send(b"\xff" * 100) is grpc.StatusCode.INVALID_ARGUMENT
         still_works(nodes, pair)
         assert nodes.contacts["n1"].missed == 0
-        assert pair[1].notes() == [f"{stranger.calls} messages of node n9 could not be read"]
+        assert pair[1].notes() == [f"{stranger.calls} reports of node n9 could not be read"]
 
     def test_a_message_of_10_mb(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
         """It is refused by its length."""
@@ -317,6 +314,40 @@ class TestOthers:
         wait_until(lambda: any("something else, or another version" in note for note in other.notes()))
         _in_the_loop(lambda: server.stop(None))
 
+    @pytest.mark.parametrize("proof", [b"", b"x" * 32])
+    def test_an_impostor_at_the_port(self, nodes: Nodes, proof: bytes) -> None:
+        """A server that cannot prove that it has the token receives neither the token nor a payload."""
+        received: list[Any] = []
+
+        async def accept(requests: Any, context: Any) -> None:
+            received.extend(context.invocation_metadata())
+            shown = ((transport.INSTANCE, b"i" * 8), (transport.PROOF, proof)) if proof else ()
+            await context.send_initial_metadata(shown)
+            while (data := await context.read()) is not aio.EOF:
+                received.append(data)
+
+        class Impostor(grpc.GenericRpcHandler):  # type: ignore[misc]
+            def service(self, call: grpc.HandlerCallDetails) -> Any:
+                return grpc.stream_stream_rpc_method_handler(accept)
+
+        async def serve() -> tuple[aio.Server, int]:
+            server = aio.server(handlers=[Impostor()])
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            return server, port
+
+        server, port = _in_the_loop(serve)
+        publish(nodes, port)
+        other = nodes.start("n1", timing=dataclasses.replace(FAST, operation_s=0.2))
+        other.post({1: b"a payload"})
+        note = "does not know the token" if proof else "does not answer"
+        wait_until(lambda: any(note in each for each in other.notes()) and other._errors >= 3)
+        assert other.close(LONG_S)
+        _in_the_loop(lambda: server.stop(None))
+
+        assert received
+        assert all(isinstance(each, tuple) and "ab" * 16 not in map(str, each) for each in received)
+
     def test_a_link_that_is_cut_half(self, nodes: Nodes, open_at_end: ExitStack) -> None:
         """What is sent vanishes, and nothing says so: the node notices, and its last posts arrive once it is mended."""
         merger = nodes.start("n0", merges=True)
@@ -325,7 +356,7 @@ class TestOthers:
         open_at_end.callback(link.close)
         file = next(iter(nodes.places.folder.iterdir()))  # type: ignore[union-attr]
         file.write_bytes(dataclasses.replace(address, port=link.port).encode())
-        other = nodes.start("n1", places=Places(None, nodes.places.folder))
+        other = nodes.start("n1", places=Endpoints(None, nodes.places.folder))
         other.post({1: b"0"})
         nodes.wait(merger, lambda: 1 in nodes.seen)
         link.cut = True

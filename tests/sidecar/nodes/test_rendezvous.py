@@ -14,8 +14,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.sidecar.nodes.conftest import FAST, KEY, LONG_S, Nodes, wait_until
-from torchlens_perf.sidecar.nodes import places as places_module
-from torchlens_perf.sidecar.nodes.places import Places, known_as, listen_on, split_address
+from torchlens_perf.sidecar.nodes import endpoints as endpoints_module
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints, known_as, listen_on, split_address
 from torchlens_perf.sidecar.nodes.rendezvous import Address, NotYet, Rendezvous, new_token
 
 ADDRESS = Address(1234, "ab" * 16, ("host-1.example", "fd00::1", "10.0.0.1"))
@@ -56,7 +56,7 @@ def test_address_round_trip() -> None:
 class TestFolder:
     def test_node_0_is_found_there(self, tmp_path: Path) -> None:
         """The file is there at once and whole, for this user alone; it goes with node 0, but not its successor's."""
-        meeting, other = (Rendezvous(Places(None, tmp_path), KEY) for _ in range(2))
+        meeting, other = (Rendezvous(Endpoints(None, tmp_path), KEY) for _ in range(2))
         with pytest.raises(NotYet):
             other.known()
         assert meeting.publish(ADDRESS) == ""
@@ -75,7 +75,7 @@ class TestFolder:
     @pytest.mark.parametrize("wrong", ["mode", "link", "fifo", "content", "owner"])
     def test_what_somebody_else_could_have_put_there(self, tmp_path: Path, wrong: str) -> None:
         """A file that others can read or own, a link, a pipe or garbage is not believed, and nothing waits for it."""
-        meeting = Rendezvous(Places(None, tmp_path), KEY)
+        meeting = Rendezvous(Endpoints(None, tmp_path), KEY)
         file = meeting.file
         assert file is not None
         if wrong == "fifo":
@@ -99,7 +99,7 @@ class TestFolder:
 class TestJobStore:
     def test_published_and_found_by_processes_that_end(self, job_store: TCPStore) -> None:
         """Node 0's address is one key there; the others find it, and later the next one's."""
-        where = Places(("127.0.0.1", job_store.port))
+        where = Endpoints(("127.0.0.1", job_store.port))
         merger, other = (Rendezvous(where, KEY, AT_ONCE) for _ in range(2))
         merger.publish(ADDRESS)
         found = until_found(other)
@@ -119,7 +119,7 @@ class TestJobStore:
         """The process that asks a silent store is killed when its time is over, and calls have not waited for it."""
         silent = open_at_end.enter_context(socket.create_server(("127.0.0.1", 0), backlog=8))
         timing = dataclasses.replace(AT_ONCE, store_child_s=3.0)
-        meeting = Rendezvous(Places(("127.0.0.1", silent.getsockname()[1])), KEY, timing)
+        meeting = Rendezvous(Endpoints(("127.0.0.1", silent.getsockname()[1])), KEY, timing)
         open_at_end.callback(meeting.close)
         longest_s, pids, message = 0.0, set(), ""
         deadline = time.monotonic() + LONG_S
@@ -142,7 +142,7 @@ class TestJobStore:
     @pytest.mark.long
     def test_no_store(self, nodes: Nodes) -> None:
         """Where nobody listens, node 0 says that others may not reach it, unless they do."""
-        places = Places(("127.0.0.1", 1))
+        places = Endpoints(("127.0.0.1", 1))
         merger = nodes.start("n0", merges=True, places=places, timing=AT_ONCE)
         wait_until(lambda: any("other nodes may not reach" in note for note in merger.notes()))
 
@@ -152,7 +152,7 @@ class TestJobStore:
         stranger = nodes.start("other job's n0", merges=True, key="another key")
         wrong = dataclasses.replace(nodes.address("another key"), token="ab" * 16)
         job_store.set(KEY, wrong.encode().decode())
-        other = nodes.start("n1", places=Places(("127.0.0.1", job_store.port)), timing=AT_ONCE)
+        other = nodes.start("n1", places=Endpoints(("127.0.0.1", job_store.port)), timing=AT_ONCE)
         other.post({1: b"x"})
         wait_until(lambda: any("does not know the token" in note for note in other.notes()))
 
@@ -166,12 +166,12 @@ class TestPlaces:
         secret = tmp_path / "secret"
         secret.write_bytes(b"s")
         secret.chmod(0o600)
-        free, fixed = Places(("h", 1)), Places(None, None, "h:1", str(secret))
+        free, fixed = Endpoints(("h", 1)), Endpoints(None, None, "h:1", str(secret))
 
         assert new_token(free, KEY) != new_token(free, KEY)
         assert new_token(fixed, KEY) == new_token(fixed, KEY)
-        assert len({new_token(fixed, KEY), new_token(fixed, "k"), new_token(Places(None, None, "h:1"), KEY)}) == 3
-        assert new_token(Places(None, None, "h:1", token="s"), KEY) == new_token(fixed, KEY)
+        assert len({new_token(fixed, KEY), new_token(fixed, "k"), new_token(Endpoints(None, None, "h:1"), KEY)}) == 3
+        assert new_token(Endpoints(None, None, "h:1", token="s"), KEY) == new_token(fixed, KEY)
         secret.chmod(0o640)
         with pytest.raises(PermissionError, match="this user alone"):
             new_token(fixed, KEY)
@@ -188,12 +188,15 @@ class TestPlaces:
         """On the interface that leads to the job's store; on loopback alone only where its address is a loopback one;
         on all where a name stands for loopback on this node and for something else on others."""
         names = {"head": ["10.0.0.9"], "here": ["10.0.0.1"], "debian": ["127.0.1.1"]}
-        monkeypatch.setattr(places_module, "_addresses", lambda host: names.get(host, [host]))
+        monkeypatch.setattr(endpoints_module, "_addresses", lambda host: names.get(host, [host]))
         routes = {"10.0.0.9": "10.0.0.1", "10.0.0.1": "10.0.0.1", "127.0.1.1": "127.0.0.1", "192.0.2.1": "10.0.0.1"}
-        monkeypatch.setattr(places_module, "_own_address_towards", routes.get)
+        monkeypatch.setattr(endpoints_module, "_own_address_towards", routes.get)
         monkeypatch.setattr(socket, "gethostname", lambda: "here")
         found = {
-            host: (listen_on(Places((host, 1)))[0], known_as(Places((host, 1)), listen_on(Places((host, 1)))[0][0]))
+            host: (
+                listen_on(Endpoints((host, 1)))[0],
+                known_as(Endpoints((host, 1)), listen_on(Endpoints((host, 1)))[0][0]),
+            )
             for host in ("head", "here", "debian", "localhost", "127.0.0.3")
         }
 
@@ -204,16 +207,18 @@ class TestPlaces:
             "localhost": (["127.0.0.1"], ("127.0.0.1",)),
             "127.0.0.3": (["127.0.0.3"], ("127.0.0.3",)),
         }
-        assert listen_on(Places(None, None, "head:7")) == (["10.0.0.9", "::"], 7)
+        assert listen_on(Endpoints(None, None, "head:7")) == (["10.0.0.9", "::"], 7)
 
     def test_of_settings(self, tmp_path: Path) -> None:
         """Without a job's store or an address, and with `exchange` off, there is nowhere to meet."""
-        assert Places.of(None, "auto", tmp_path) is None
-        assert Places.of(None, "grpcs://?certs=/tls", tmp_path) is None
-        assert Places.of(("h", 1), "off", tmp_path) is None
-        assert Places.of(("h", 1), "auto", tmp_path) == Places(("h", 1), tmp_path)
-        assert Places.of(("h", 1), "grpcs://?certs=/tls", tmp_path) == Places(("h", 1), tmp_path, tls_folder="/tls")
-        assert Places.of(None, "grpc://h:1", tmp_path) == Places(None, tmp_path, "h:1")
-        whole = Places.of(None, "grpcs://h:1?token_file=/t&certs=/tls&name=n0", tmp_path, "secret")
-        assert whole == Places(None, tmp_path, "h:1", "/t", "/tls", "n0", "secret")
+        assert Endpoints.of(None, "auto", tmp_path) is None
+        assert Endpoints.of(None, "grpcs://?certs=/tls", tmp_path) is None
+        assert Endpoints.of(("h", 1), "off", tmp_path) is None
+        assert Endpoints.of(("h", 1), "auto", tmp_path) == Endpoints(("h", 1), tmp_path)
+        assert Endpoints.of(("h", 1), "grpcs://?certs=/tls", tmp_path) == Endpoints(
+            ("h", 1), tmp_path, tls_folder="/tls"
+        )
+        assert Endpoints.of(None, "grpc://h:1", tmp_path) == Endpoints(None, tmp_path, "h:1")
+        whole = Endpoints.of(None, "grpcs://h:1?token_file=/t&certs=/tls&name=n0", tmp_path, "secret")
+        assert whole == Endpoints(None, tmp_path, "h:1", "/t", "/tls", "n0", "secret")
         assert "secret" not in repr(whole)

@@ -28,6 +28,7 @@ from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.telemetry import log
 from torchlens_perf.sidecar.telemetry.infiniband import LinkTelemetry
 from torchlens_perf.sidecar.telemetry.log import TelemetryLog
+from torchlens_perf.store import writer
 
 SECOND = 1_000_000_000
 STARTED_NS = 1_800_000_000 * SECOND
@@ -174,7 +175,7 @@ def test_files_are_bounded(rig: Rig, run: RunDirectory) -> None:
 
 def test_full_disk_keeps_samples_for_later(rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be written is written with the next file; no torn file is left."""
-    write = log.pq.write_table
+    write = writer.pq.write_table
 
     def full(table: Any, file: IO[bytes], **kwargs: Any) -> None:
         file.write(b"PAR1")
@@ -182,11 +183,11 @@ def test_full_disk_keeps_samples_for_later(rig: Rig, run: RunDirectory, monkeypa
 
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
     rig.seconds(12, FIRST)
-    monkeypatch.setattr(log.pq, "write_table", full)
+    monkeypatch.setattr(writer.pq, "write_table", full)
     with pytest.raises(OSError, match="No space left"):
         rig.log.write(1 << 24)
     assert list((run.path / "gpus").iterdir()) == []
-    monkeypatch.setattr(log.pq, "write_table", write)
+    monkeypatch.setattr(writer.pq, "write_table", write)
     rig.seconds(12, FIRST)
     rig.log.write(1 << 24)
 
@@ -222,7 +223,7 @@ def test_a_file_that_cannot_be_written_leaves_no_ring(
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(log.TelemetryWriter, "write", full)
+    monkeypatch.setattr(log.SampleWriter, "write", full)
     with pytest.raises(OSError, match="No space left"):
         sidecar.keep()
 

@@ -230,6 +230,22 @@ class TestNarrowRows:
         assert window.comparable(0, 4)[0].tolist() == [0, 1, 2, 3]
         assert grown.newest.tolist() == [3, 3, -1]
 
+    @pytest.mark.parametrize("width", [1, 4])
+    def test_rows_that_come_twice_change_nothing(self, width: int) -> None:
+        """Once more at once, before they fill a row of the window, and long after."""
+        job = Job.of(2, 64)
+        once, twice = SlidingWindow(np.arange(2), width), SlidingWindow(np.arange(2), width)
+        for first in range(0, 64, 6):
+            for window in (once, twice):
+                window.put(job.block(rows=slice(first, first + 6)))
+            for before in (first, max(0, first - 6), 0):
+                twice.put(job.block(rows=slice(before, before + 6)))
+
+        for name in ("key", "flags", "duration_ns", "own_ns", "newest"):
+            np.testing.assert_array_equal(getattr(twice, name), getattr(once, name), name)
+        assert twice.comparable(0, 64 // width)[0].tolist() == once.comparable(0, 64 // width)[0].tolist()
+        np.testing.assert_array_equal(twice.excess_ns, once.excess_ns)
+
     def test_they_wait_while_ranks_come(self) -> None:
         """A window that gets more ranks keeps what does not fill a row yet."""
         job = Job.of(2, 8)

@@ -9,15 +9,18 @@ group of all ranks has no peers: there a slow link cannot be distinguished from 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from msgspec import Struct
 
-from torchlens_perf.analysis.collectives.semantics import OperationKey, Waits, semantics_of
-from torchlens_perf.analysis.collectives.statistics import OperationStatistics, SizeStatistics
+from torchlens_perf.analysis.collectives.semantics import Waits, bus_factor, semantics_of
+from torchlens_perf.analysis.collectives.statistics import OperationStatistics
 from torchlens_perf.analysis.statistics.robust import spread
+from torchlens_perf.run.rank_ranges import parse_ranges
+from torchlens_perf.run.sketch import Sketch
 
 _T = TypeVar("_T")
 
@@ -26,6 +29,7 @@ MIN_PEERS = 2
 MIN_RATIO = 1.5
 SPREAD_FACTOR = 4.0  # times the spread of the peers' medians
 
+_members = functools.lru_cache(4096)(parse_ranges)  # a large job has many rows of few groups
 _ONE_GROUP = (
     "all communication goes through one group: a slow link cannot be distinguished from a slow network; "
     "sub-groups, as in a 2D mesh, or messages between pairs of ranks would show the difference"
@@ -78,110 +82,195 @@ class LinkFindings(Struct, frozen=True):
     """Why nothing could be compared; "" if something was."""
 
 
-class _Kind(NamedTuple):
-    """What peers have in common."""
+class LinkKey(Struct, array_like=True, frozen=True):
+    """One operation on one group, or between a pair of ranks, with sizes in one octave."""
 
     operation: str
     dtype: str
+    group: str
+    ranges: str
+    """The group's members, as "0-7"."""
     description: str
-    ranks: int
-    nodes: int
+    pair: tuple[int, int] | None
     octave: int
 
+    @property
+    def place(self) -> tuple[str, str, tuple[int, int] | None]:
+        """The group or the pair."""
+        return self.group, self.ranges, self.pair
 
-@dataclasses.dataclass(frozen=True)
-class _Candidate:
-    row: OperationStatistics
-    size: SizeStatistics
-    transfer_ns: float
-    slow: bool = False
+
+class LinkStatistics(Struct, array_like=True, frozen=True):
+    """What the judgement needs of a row of the join: small, so that nodes can report it. Times in ns."""
+
+    key: LinkKey
+    joined: int
+    """Operations."""
+    bytes: int
+    waits: int
+    """Number of waits, of which `wait_ns` is the median."""
+    wait_ns: float
+    transfers: int
+    """Number of transfers, of which these are the quartiles."""
+    transfer_ns: tuple[float, float, float]
+    asynchronous: bool
 
     @property
-    def key(self) -> OperationKey:
-        return self.row.key
+    def members(self) -> tuple[int, ...]:
+        return self.key.pair or _members(self.key.ranges)
+
+    @property
+    def mean_bytes(self) -> float:
+        return self.bytes / self.joined if self.joined else 0.0
+
+    @property
+    def busbw(self) -> float | None:
+        """In bytes per second, from the median transfer; None if nothing moves."""
+        factor, median_ns = bus_factor(self.key.operation, len(self.members)), self.transfer_ns[1]
+        if factor is None or not self.bytes or not median_ns > 0:
+            return None
+        return self.mean_bytes / median_ns * 1e9 * factor
+
+    def merged(self, other: LinkStatistics) -> LinkStatistics:
+        """With what another node saw of the same operations, through its own ranks."""
+        more, waits = max(self, other, key=lambda each: each.joined), self.waits + other.waits
+        # Each node's shortest is at least the transfer: the smaller one is nearer to it.
+        transfer = other if other.transfers and not other.transfer_ns[1] >= self.transfer_ns[1] else self
+        return LinkStatistics(
+            self.key,
+            more.joined,
+            more.bytes,
+            waits,
+            (self.wait_ns * self.waits + other.wait_ns * other.waits) / max(1, waits),
+            transfer.transfers,
+            transfer.transfer_ns,
+            self.asynchronous or other.asynchronous,
+        )
 
 
-def slow_links(operations: Iterable[OperationStatistics], hosts: Mapping[int, str] | None = None) -> LinkFindings:
+def link_statistics(operations: Iterable[OperationStatistics]) -> list[LinkStatistics]:
+    """Those of the operations whose transfers can be compared."""
+    found = []
+    for row in operations:
+        key = row.key
+        if not key.members or semantics_of(key.operation).waits not in (Waits.ALL, Waits.PAIR):
+            continue
+        group = key.group
+        for octave, size in row.sizes.items():
+            link = LinkKey(key.operation, key.dtype, group.name, group.ranges, group.description, key.pair, octave)
+            low_ns, median_ns, high_ns = (_quantile_ns(size.transfer, q) for q in (0.25, 0.5, 0.75))
+            wait_ns = _quantile_ns(size.wait, 0.5)
+            found.append(
+                LinkStatistics(
+                    link, size.joined, size.bytes, size.wait.count, wait_ns,
+                    size.transfer.count, (low_ns, median_ns, high_ns), row.asynchronous > 0,
+                )
+            )  # fmt: skip
+    return found
+
+
+def _quantile_ns(sketch: Sketch, q: float) -> float:
+    return sketch.quantile_ns(q) if sketch.count else 0.0
+
+
+def merged_links(nodes: Iterable[Iterable[LinkStatistics]]) -> list[LinkStatistics]:
+    """The rows of several nodes as one list; those of one group that spans nodes become one."""
+    found: dict[LinkKey, LinkStatistics] = {}
+    for node in nodes:
+        for each in node:
+            known = found.get(each.key)
+            found[each.key] = each if known is None else known.merged(each)
+    return list(found.values())
+
+
+@dataclasses.dataclass
+class _Candidate:
+    row: LinkStatistics
+    members: tuple[int, ...]
+    slow: bool = False
+
+
+def slow_links(rows: Iterable[LinkStatistics], hosts: Mapping[int, str] | None = None) -> LinkFindings:
     """The links that are slow.
 
-    operations: those of all nodes, merged_operations(). hosts: by rank, the node that it is on; for those that are not
-    there, all groups are taken to span as many nodes.
+    rows: those of all nodes, merged_links(). hosts: by rank, the node that it is on; for those that are not there, all
+    groups are taken to span as many nodes.
     """
     hosts = hosts or {}
-    kinds: dict[_Kind, list[_Candidate]] = {}
+    kinds: dict[tuple[object, ...], list[_Candidate]] = {}  # by what peers have in common
     groups, few = set(), False
-    for row in operations:
-        if not row.key.members or semantics_of(row.key.operation).waits not in (Waits.ALL, Waits.PAIR):
+    for row in rows:
+        if row.transfers < MIN_OPERATIONS:
+            few = True
             continue
-        for octave, size in row.sizes.items():
-            if size.transfer.count < MIN_OPERATIONS:
-                few = True
-                continue
-            key, nodes = row.key, len({hosts.get(rank, "") for rank in row.key.members})
-            kind = _Kind(key.operation, key.dtype, key.group.description, len(key.members), nodes, octave)
-            groups.add((key.group, key.pair))
-            kinds.setdefault(kind, []).append(_Candidate(row, size, size.transfer.quantile_ns(0.5)))
+        key, members = row.key, row.members
+        nodes = len({hosts.get(rank, "") for rank in members})
+        groups.add(key.place)
+        kind = key.operation, key.dtype, key.description, len(members), nodes, key.octave
+        kinds.setdefault(kind, []).append(_Candidate(row, members))
     compared = [alike for alike in kinds.values() if len(alike) > MIN_PEERS]
     if not compared:
         undecided = _FEW_OPERATIONS if few and not groups else _ONE_GROUP if len(groups) == 1 else _FEW_PEERS
         return LinkFindings((), (), (), 0, undecided if groups or few else "")
     found: dict[tuple[str, tuple[int, ...]], SlowLink] = {}
     for alike in compared:
+        # The median of any candidate's peers is at least this: of thousands of groups, most are ruled out by it.
+        usual_ns = sorted(each.row.transfer_ns[1] for each in alike)[len(alike) // 2 - 1]
         for index, each in enumerate(alike):
-            link = _judge(each, [*alike[:index], *alike[index + 1 :]])
+            if each.row.transfer_ns[1] < MIN_RATIO * usual_ns:
+                continue
+            link = _judge(each, [peer.row for peer in (*alike[:index], *alike[index + 1 :])])
             if link is not None:
-                alike[index] = dataclasses.replace(each, slow=True)
+                each.slow = True
                 known = found.get((link.group, link.ranks))
                 if known is not None:
                     cost_ns = known.cost_ns + link.cost_ns
                     link = dataclasses.replace(max(known, link, key=lambda each: each.cost_ns), cost_ns=cost_ns)
                 found[link.group, link.ranks] = link
     links = tuple(sorted(found.values(), key=lambda link: -link.cost_ns))
-    judged = {(each.key.group, each.key.pair) for alike in compared for each in alike}
+    judged = {each.row.key.place for alike in compared for each in alike}
     return LinkFindings(links, *_shared(links, compared, hosts), len(judged), "")
 
 
-def _judge(each: _Candidate, peers: Sequence[_Candidate]) -> SlowLink | None:
+def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink | None:
     """The candidate as a slow link, if it is slower than its peers by more than they and it vary."""
-    medians = np.array([peer.transfer_ns for peer in peers])
+    each = candidate.row
+    low_ns, transfer_ns, _ = each.transfer_ns
+    medians = np.array([peer.transfer_ns[1] for peer in peers])
     usual_ns = float(np.median(medians))
-    excess_ns = each.transfer_ns - usual_ns
+    excess_ns = transfer_ns - usual_ns
     # Sizes of one octave differ by up to a factor of two: it must be slow by the byte as well.
-    bytes_of_peers = np.array([peer.size.mean_bytes for peer in peers])
+    bytes_of_peers = np.array([peer.mean_bytes for peer in peers])
     by_bytes = 1.0
-    if each.size.mean_bytes > 0 and (bytes_of_peers > 0).all():
-        by_bytes = float(np.median(medians / bytes_of_peers)) * each.size.mean_bytes / usual_ns if usual_ns else 1.0
-    if each.transfer_ns < MIN_RATIO * usual_ns * max(1.0, by_bytes):
+    if each.mean_bytes > 0 and (bytes_of_peers > 0).all():
+        by_bytes = float(np.median(medians / bytes_of_peers)) * each.mean_bytes / usual_ns if usual_ns else 1.0
+    if transfer_ns < MIN_RATIO * usual_ns * max(1.0, by_bytes):
         return None
     if excess_ns <= SPREAD_FACTOR * spread(medians):
         return None
-    if each.size.transfer.quantile_ns(0.25) <= np.median([peer.size.transfer.quantile_ns(0.75) for peer in peers]):
+    if low_ns <= np.median([peer.transfer_ns[2] for peer in peers]):
         return None
     # Ranks that do not come together are another finding, and may be too busy to carry the transfer on.
-    waits = [peer.size.wait.quantile_ns(0.5) for peer in peers]
-    if each.size.wait.quantile_ns(0.5) > max(excess_ns, MIN_RATIO * float(np.median(waits))):
+    if each.wait_ns > max(excess_ns, MIN_RATIO * float(np.median([peer.wait_ns for peer in peers]))):
         return None
-    bandwidths = [peer.row.bandwidth(peer.size) for peer in peers]
-    known = [bandwidth[1] for bandwidth in bandwidths if bandwidth is not None]
-    mine = each.row.bandwidth(each.size)
-    key = each.key
+    known = [busbw for peer in peers if (busbw := peer.busbw) is not None]
     return SlowLink(
-        group=key.group.name,
-        description=key.group.description,
-        ranks=key.members,
-        pair=key.pair is not None,
-        operation=key.operation,
-        dtype=key.dtype,
-        bytes=each.size.mean_bytes,
-        operations=each.size.joined,
-        transfer_ns=each.transfer_ns,
+        group=each.key.group,
+        description=each.key.description,
+        ranks=candidate.members,
+        pair=each.key.pair is not None,
+        operation=each.key.operation,
+        dtype=each.key.dtype,
+        bytes=each.mean_bytes,
+        operations=each.joined,
+        transfer_ns=transfer_ns,
         peers_transfer_ns=usual_ns,
-        busbw=None if mine is None else mine[1],
+        busbw=each.busbw,
         peers_busbw=float(np.median(known)) if known else None,
         peers=len(peers),
         excess_ns=excess_ns,
-        cost_ns=excess_ns * each.size.joined,
-        overlapped=each.row.asynchronous > 0,
+        cost_ns=excess_ns * each.joined,
+        overlapped=each.asynchronous,
     )
 
 
@@ -192,7 +281,7 @@ def _shared(
     if len(links) < 2:
         return (), ()
     with_slow = [alike for alike in compared if any(each.slow for each in alike)]
-    peers = [each.key.members for alike in with_slow for each in alike if not each.slow]
+    peers = [each.members for alike in with_slow for each in alike if not each.slow]
     slow = [link.ranks for link in links]
     ranks = _common([set(each) for each in slow], [set(each) for each in peers])
     if ranks:

@@ -9,6 +9,7 @@ import numpy as np
 
 from torchlens_perf.run.records import PARTS, Span, StepTable, StepTrace
 from torchlens_perf.run.ring import MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, Kind
+from torchlens_perf.run.ring import kind_name as kind_name
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -153,9 +154,3 @@ def to_spans(records: npt.NDArray[np.void], names: list[str]) -> tuple[Span, ...
     kinds, name_ids, *others = (records[name].tolist() for name in _SPAN_COLUMNS)
     named = [names[name_id] if name_id < known else "" for name_id in name_ids]
     return tuple(map(Span, map(kind_name, kinds), named, *others))
-
-
-@functools.cache
-def kind_name(kind: int) -> str:
-    """The lower-case name of a record kind; "kind 77" for one of a newer version."""
-    return Kind(kind).name.lower() if kind in Kind._value2member_map_ else f"kind {kind}"

@@ -10,10 +10,11 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
 from torchlens_perf.analysis.statistics.step_bins import concatenate
-from torchlens_perf.analysis.statistics.steps import assemble_steps, kind_name
-from torchlens_perf.page.gather.span_files import all_records
+from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.page.gather.step_grid import Batch, StepGrid
 from torchlens_perf.run.ring import Kind
+from torchlens_perf.store.reader import noted_in
+from torchlens_perf.store.segments import all_records
 from torchlens_perf.verdicts.stragglers.own_time import own_work_ns
 
 if TYPE_CHECKING:
@@ -24,13 +25,10 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
 
 MAX_STEPS = 100_000  # of all ranks together: each takes tens of microseconds
-_KINDS = {
-    kind_name(kind): int(kind)
-    for kind in (
-        Kind.STEP, Kind.DATA, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT, Kind.RECOMPUTE, Kind.CLOSURE,
-        Kind.THREAD_TIME, Kind.DEVICE,
-    )
-}  # fmt: skip
+_KINDS = (
+    Kind.STEP, Kind.DATA, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT, Kind.RECOMPUTE, Kind.CLOSURE,
+    Kind.THREAD_TIME, Kind.DEVICE,
+)  # fmt: skip
 
 
 class Grids(NamedTuple):
@@ -62,7 +60,7 @@ def device_grid(
     nodes = {each.identity.key: node_of[rank] for rank, each in processes.items()}
     joins = {key: DeviceSteps() for key in rank_of}
     found: dict[int, list[StepTable]] = defaultdict(list)
-    for key, (records, _) in all_records(run, nodes, notes, _KINDS):
+    for key, (records, _) in all_records(run, nodes, noted_in(notes), _KINDS):
         table = joins[key].add(records, assemble_steps(records))
         if len(table):
             found[rank_of[key]].append(table)

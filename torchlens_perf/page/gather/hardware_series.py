@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from torchlens_perf.analysis.statistics.hardware import LINK_ERRORS
 from torchlens_perf.page.contents import Columns, Series
-from torchlens_perf.page.gather.parquet_file import UNREADABLE, open_parquet
+from torchlens_perf.store.reader import Files, concatenated, noted_in, numbers
+from torchlens_perf.store.samples import GPUS, LINKS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -71,14 +70,17 @@ def hardware_series(
     begin_unix_ns: int,
     notes: list[str],
 ) -> list[Series]:
-    """Of the GPUs that these ranks compute on, and the ports of their nodes. notes: as step_batches()."""
+    """Return series of the GPUs that these ranks compute on, and of the ports of their nodes.
+
+    notes: gets a line for each file that cannot be read.
+    """
     nodes = {node_of[rank] for rank in ranks}
     rank_of = {gpu["uuid"]: rank for rank in ranks for gpu in processes[rank].gpus}
     found = []
-    for (_, uuid), table in _tables(run.path / "gpus", nodes, "uuid", notes):
+    for (_, uuid), table in _tables(Files(run.path / GPUS, nodes, noted_in(notes)), "uuid", _GPU):
         if uuid in rank_of:
             found += _series(table, _GPU, f"rank {rank_of[uuid]}", rank_of[uuid], begin_unix_ns)
-    for (host, port), table in _tables(run.path / "links", nodes, "device", notes):
+    for (host, port), table in _tables(Files(run.path / LINKS, nodes, noted_in(notes)), "device", _LINK):
         found += _series(table, _LINK, f"{host} {port}", None, begin_unix_ns)
     return found
 
@@ -128,39 +130,23 @@ def within(series: Sequence[Series], budget_bytes: int, notes: list[str]) -> lis
 
 
 def _tables(
-    folder: Path, nodes: set[str], named_by: str, notes: list[str]
+    files: Files, named_by: str, quantities: Collection[str]
 ) -> Iterator[tuple[tuple[str, str], dict[str, Floats]]]:
     """By host and name, columns of numbers in the order of time."""
-    parts: dict[tuple[str, str], list[pa.Table]] = defaultdict(list)
-    for path in sorted(folder.glob("*.parquet")):
-        if path.stem.rpartition("-")[0] not in nodes:
-            continue
-        try:
-            with open_parquet(path) as file:
-                table = file.read()
-            names = [str(name) for name in table.column(named_by).to_pylist()]
-            if "port" in table.column_names:
-                names = [
-                    f"{name} port {port}" for name, port in zip(names, table.column("port").to_pylist(), strict=True)
-                ]
-            hosts = table.column("host").to_pylist()
-            keys = np.array([f"{host}\0{name}" for host, name in zip(hosts, names, strict=True)])
-            table = table.set_column(table.column_names.index("time"), "time", table.column("time").cast(pa.int64()))
-            for key in np.unique(keys).tolist():
-                host, _, name = key.partition("\0")
-                parts[host, name].append(table.filter(pa.array(keys == key)))
-        except UNREADABLE as error:
-            notes.append(f"{folder.name}/{path.name} cannot be read: {str(error).partition(chr(10))[0]}")
-    for key, tables in sorted(parts.items()):
-        whole = pa.concat_tables(tables)
-        yield (
-            key,
-            {
-                field.name: np.asarray(whole.column(field.name).to_numpy(), np.float64)
-                for field in whole.schema
-                if pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
-            },
-        )
+    needed = ["host", named_by, "time"]
+    tables = list(files.read(lambda file: file.table([*needed, *(set(file.names) & {"port", *quantities})])))
+    if not tables:
+        return
+    table = concatenated(tables)
+    columns = {name: found for name in table.column_names if (found := numbers(table.column(name))) is not None}
+    names = [str(name) for name in table.column(named_by).to_pylist()]
+    if "port" in columns:
+        names = [f"{name} port {port:.0f}" for name, port in zip(names, columns["port"].tolist(), strict=True)]
+    rows: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for at, key in enumerate(zip(table.column("host").to_pylist(), names, strict=True)):
+        rows[key].append(at)
+    for key, of_key in sorted(rows.items()):
+        yield key, {name: values[of_key] for name, values in columns.items()}
 
 
 def _series(

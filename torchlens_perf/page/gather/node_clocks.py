@@ -18,8 +18,8 @@ from torchlens_perf.run.ring import Flag, Kind
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.page.gather.span_files import Records
     from torchlens_perf.run.identity import ProcessGroup
+    from torchlens_perf.store.segments import Records
 
 MIN_ENDS = 3  # of collectives that two nodes share, from which on their clocks are known
 _NEAREST = 9  # of them in time, as clocks drift

@@ -1,29 +1,31 @@
-"""contents(): start here. All that a page shows, from a run directory, within a budget of bytes."""
+"""contents(): start here. All that a page shows, from a run directory, within a budget of bytes; one_step()."""
 
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from torchlens_perf.analysis.latest_attempt import latest_attempt
 from torchlens_perf.page.contents import SCHEMA, Contents, Series, SlowTime, StepMatrices, StepTraces
 from torchlens_perf.page.gather.device_grid import Grids, device_grid
 from torchlens_perf.page.gather.hardware_series import hardware_series, rank_series, within
 from torchlens_perf.page.gather.held import held
-from torchlens_perf.page.gather.step_choice import chosen_ranks
+from torchlens_perf.page.gather.step_choice import chosen_ranks, chosen_steps
 from torchlens_perf.page.gather.step_matrices import begin_unix_ns, slow_times, step_grid, step_matrices
 from torchlens_perf.page.gather.thinning import size_bytes, thinned_grids, thinned_report
 from torchlens_perf.page.gather.whole_steps import whole_steps
-from torchlens_perf.report.build import latest_attempt
 from torchlens_perf.report.run_report import report_and_states
+from torchlens_perf.store.segments import kept_steps
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.version import VERSION
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.node_state import ProcessState
+    from torchlens_perf.analysis.node_state import NodeState, ProcessState
     from torchlens_perf.page.gather.step_grid import StepGrid
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.verdicts.words.report import Report
@@ -39,13 +41,9 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
     Raises RunStoreError as run_report(). Any process but a training process; one thread.
     """
     report, states = report_and_states(run)
-    processes = latest_attempt(states)
-    node_by_key = {key: state.host for state in states for key in state.processes}
-    node_of = {rank: node_by_key[each.identity.key] for rank, each in processes.items()}
-    findings = max((state.findings for state in states), key=lambda each: each.compared, default=NOTHING)
-    slow = slow_times(findings)
+    processes, node_of, slow, uncomparable = _ranks_of(states)
     notes: list[str] = []
-    plain = as_plain(report)
+    plain = _as_plain(report)
     ranks = chosen_ranks(plain, slow, node_of)
     named = _named(plain, slow)
     shown = thinned_report({**plain, "heat": None}, {*named, *ranks}, int(_REPORT * budget_bytes), notes)
@@ -69,8 +67,9 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
     series = within(series, int(_SERIES * budget_bytes), notes)
     if grid is not None:
         left = budget_bytes - sum(map(size_bytes, (shown, matrices, series)))
-        uncomparable = {name for state in states for name in state.join.uncomparable()}
-        traces = whole_steps(run, processes, node_of, ranks, grid, slow, uncomparable, left, notes)
+        kept = kept_steps(run, {node_of[rank] for rank in ranks})
+        steps = chosen_steps(grid, slow, int(grid.warm_from.max(initial=0)), kept)
+        traces = whole_steps(run, processes, node_of, ranks, steps, uncomparable, left, notes, with_others=True)
     return {
         "schema": SCHEMA,
         "report": shown,
@@ -84,7 +83,31 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
     }
 
 
-def as_plain(report: Report) -> Report:
+def one_step(run: RunDirectory, step: int) -> StepTraces:
+    """Return any one step with the ranks that the page shows, for a live page; no steps where its records are missing.
+
+    Raise RunStoreError as run_report().
+    """
+    report, states = report_and_states(run)
+    processes, node_of, slow, uncomparable = _ranks_of(states)
+    ranks = chosen_ranks(_as_plain(report), slow, node_of)
+    asked = [(step, "asked for")]
+    return whole_steps(run, processes, node_of, ranks, asked, uncomparable, math.inf, notes=[], with_others=False)
+
+
+def _ranks_of(
+    states: list[NodeState],
+) -> tuple[dict[int, ProcessState], dict[int, str], list[SlowTime], set[str]]:
+    """Return by rank its process and its node, when ranks were slow, and groups whose numbers do not compare."""
+    processes = latest_attempt(states)
+    node_by_key = {key: state.host for state in states for key in state.processes}
+    node_of = {rank: node_by_key[each.identity.key] for rank, each in processes.items()}
+    findings = max((state.findings for state in states), key=lambda each: each.compared, default=NOTHING)
+    uncomparable = {name for state in states for name in state.join.uncomparable()}
+    return processes, node_of, slow_times(findings), uncomparable
+
+
+def _as_plain(report: Report) -> Report:
     """The same with numbers of Python's, as JSON wants them."""
     return cast("Report", msgspec.to_builtins(report, enc_hook=lambda number: number.item(), str_keys=True))
 

@@ -1,4 +1,4 @@
-"""Each rank's steps as matrices, for the page."""
+"""Each rank's steps, read from their files a batch at a time, as matrices for the page."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.page.contents import Columns, Place, SlowTime, StepMatrices
 from torchlens_perf.page.gather.device_grid import Grids
-from torchlens_perf.page.gather.step_files import step_batches
-from torchlens_perf.page.gather.step_grid import QUANTILES, StepGrid
+from torchlens_perf.page.gather.step_grid import QUANTILES, Batch, StepGrid
 from torchlens_perf.page.matrix import encoded
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.store.reader import Files, ParquetFile, coded, noted_in
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 MAX_MEMORY_COLUMNS = 256
+_PARTS = tuple(f"{part}_ns" for part in PARTS)
+_COLUMNS = ("process", "step", "start_ns", "duration_ns", "own_ns", "ready_ns", "memory_bytes", "flags", *_PARTS)
+_WORK = "work_ns"  # missing in run directories of earlier versions
+_NO_WORK = "Recorded by an earlier version: what is shown as work may hold lack of a CPU."
 _FLAGS = {
     "checkpoint": Flag.CHECKPOINT, "evaluation": Flag.EVALUATION, "compile": Flag.COMPILED, "capture": Flag.CAPTURED,
     "garbage collection": Flag.COLLECTED,
@@ -58,9 +62,40 @@ def step_grid(run: RunDirectory, processes: Mapping[int, ProcessState], notes: l
     row_of = {processes[rank].identity.key: row for rank, row in grid.row_of.items()}
     begin_ns = begin_unix_ns(processes)
     begins = {each.identity.key: begin_ns - unix_offset_ns(each) for each in processes.values()}
-    for batch in step_batches(run, row_of, begins, notes):
-        grid.add(batch)
+
+    def add(file: ParquetFile) -> None:
+        work = _WORK if _WORK in file.names else "own_ns"
+        if work != _WORK and _NO_WORK not in notes:
+            notes.append(_NO_WORK)
+        for batch in file.batches(dict.fromkeys([*_COLUMNS, work])):
+            grid.add(_batch(batch, work, row_of, begins))
+
+    for _ in Files(run.steps, unreadable=noted_in(notes)).read(add):
+        pass
     return grid if grid.steps.any() else None
+
+
+def _batch(rows: Any, work: str, row_of: Mapping[str, int], begin_ns: Mapping[str, int]) -> Batch:
+    """The steps of these processes. row_of, begin_ns: by key, the grid's row, and when the run began by its clock."""
+    row = coded(rows.column("process"), row_of, -1)
+    ours = row >= 0
+
+    def numbers(name: str) -> npt.NDArray[np.int64]:
+        known = rows.column(name).fill_null(-1)
+        found: npt.NDArray[np.int64] = known.to_numpy(zero_copy_only=False)[ours].astype(np.int64)
+        return found
+
+    return Batch(
+        row=row[ours],
+        step=numbers("step"),
+        start_ns=numbers("start_ns") - coded(rows.column("process"), begin_ns, 0)[ours],
+        duration_ns=numbers("duration_ns"),
+        work_ns=numbers(work),
+        parts_ns=np.stack([numbers(name) for name in _PARTS], axis=1),
+        ready_ns=numbers("ready_ns"),
+        memory_bytes=numbers("memory_bytes"),
+        flags=numbers("flags"),
+    )
 
 
 def step_matrices(

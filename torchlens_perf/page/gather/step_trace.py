@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.steps import kind_name
 from torchlens_perf.page.contents import RankTrace, SpanRow
-from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.run.ring import Flag, Kind, kind_name
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.page.gather.span_files import Records
+    from torchlens_perf.store.segments import Records
 
 HOST, DEVICE = "host", "device"
 _LANES = (HOST, "collectives", "other threads", DEVICE, "collectives on the device")

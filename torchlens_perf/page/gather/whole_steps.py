@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.page.contents import SlowTime, StepTraceRow, StepTraces
+from torchlens_perf.page.contents import StepTraceRow, StepTraces
 from torchlens_perf.page.gather.node_clocks import CommonClock, NodeClocks, RankRecords
-from torchlens_perf.page.gather.span_files import COLLECTIVES, Records, kept_steps, records_of, size_bytes
-from torchlens_perf.page.gather.step_choice import chosen_steps
 from torchlens_perf.page.gather.step_collectives import joined_by_step
+from torchlens_perf.page.gather.step_matrices import unix_offset_ns
 from torchlens_perf.page.gather.step_trace import Names, rank_trace
 from torchlens_perf.page.gather.thinning import size_bytes as size_of
 from torchlens_perf.run.ring import Kind
+from torchlens_perf.store.reader import Files, noted_in
+from torchlens_perf.store.segments import SPANS, Records, records_of
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.node_state import ProcessState
-    from torchlens_perf.page.gather.step_grid import StepGrid
     from torchlens_perf.run.directory import RunDirectory
 
 MAX_SPAN_BYTES = 1 << 30  # of span files, up to which those of ranks that are not shown are read too, for collectives
@@ -29,42 +29,36 @@ def whole_steps(
     processes: Mapping[int, ProcessState],
     node_of: Mapping[int, str],
     ranks: Sequence[int],
-    grid: StepGrid,
-    slow: Sequence[SlowTime],
+    steps: Sequence[tuple[int, str]],
     uncomparable: Collection[str],
-    budget_bytes: int,
+    budget_bytes: float,
     notes: list[str],
+    *,
+    with_others: bool,
 ) -> StepTraces:
-    """As many as fit into the budget, the most telling first. notes: gets what was left out, in sentences.
+    """Return as many of these steps as fit into the budget, from the first on. notes: gets what is left out.
 
-    node_of: each rank's node, as in names of files. ranks: those that are shown. uncomparable: groups whose sequence
-    numbers do not compare.
+    node_of: each rank's node, as in names of files. ranks: those that are shown. steps: and why each is shown.
+    uncomparable: groups whose sequence numbers do not compare. with_others: read the other ranks' collectives too, so
+    that the last to arrive is known.
     """
-    warm_from = int(grid.warm_from.max(initial=0))
-    kept = kept_steps(run, {node_of[rank] for rank in ranks})
-    steps = chosen_steps(grid, slow, warm_from, kept)
     wanted = [step for step, _ in steps]
-    keys = {rank: each.identity.key for rank, each in processes.items()}
-    read = records_of(run, {keys[rank]: node_of[rank] for rank in ranks}, wanted, notes)
-    if len(ranks) < len(processes) and size_bytes(run) <= MAX_SPAN_BYTES:
-        others = {keys[rank]: node_of[rank] for rank in processes if rank not in ranks}
-        read.update(records_of(run, others, wanted, notes, COLLECTIVES))
-    of_ranks = [
-        RankRecords(rank, node_of[rank], offset_ns(process), process.groups, read[keys[rank]])
-        for rank, process in sorted(processes.items())
-        if keys[rank] in read
-    ]
+    of_ranks = _rank_records(run, processes, node_of, ranks, wanted, notes)
+    if with_others and len(ranks) < len(processes) and Files(run.spans).size_bytes() <= MAX_SPAN_BYTES:
+        others = [rank for rank in processes if rank not in ranks]
+        of_ranks += _rank_records(run, processes, node_of, others, wanted, notes, [Kind.COLLECTIVE])
+        of_ranks.sort(key=lambda each: each.rank)
     of_steps: dict[int, list[RankRecords]] = {step: [] for step in wanted}
     for each in of_ranks:
         if each.rank in ranks:
-            for step, records in by_step(each.records).items():
+            for step, records in _by_step(each.records).items():
                 of_steps[step].append(each._replace(records=records))
     collectives = joined_by_step(of_ranks, ranks, uncomparable)
     clocks = NodeClocks(of_steps.values(), uncomparable)
     names, rows, used_bytes, left_out = Names(), list[StepTraceRow](), 0, 0
     for step, why in steps:
         known = len(names)
-        row = step_row(step, why, of_steps[step], len(processes), names, clocks)
+        row = _step_row(step, why, of_steps[step], len(processes), names, clocks)
         if row is None:
             continue
         row["collectives"] = collectives.get(step, [])
@@ -85,17 +79,32 @@ def whole_steps(
     return {"names": names.all(), "steps": rows}
 
 
-def offset_ns(process: ProcessState) -> int:
-    return process.anchor.unix_ns - process.anchor.monotonic_ns
+def _rank_records(
+    run: RunDirectory,
+    processes: Mapping[int, ProcessState],
+    node_of: Mapping[int, str],
+    ranks: Sequence[int],
+    steps: Collection[int],
+    notes: list[str],
+    kinds: Collection[Kind] = SPANS,
+) -> list[RankRecords]:
+    """Return the records of these ranks in these steps, without ranks that have none. notes: as in whole_steps()."""
+    keys = {rank: processes[rank].identity.key for rank in ranks}
+    read = records_of(run, {keys[rank]: node_of[rank] for rank in ranks}, steps, noted_in(notes), kinds)
+    return [
+        RankRecords(rank, node_of[rank], unix_offset_ns(processes[rank]), processes[rank].groups, read[keys[rank]])
+        for rank in ranks
+        if keys[rank] in read
+    ]
 
 
-def by_step(read: Records) -> dict[int, Records]:
+def _by_step(read: Records) -> dict[int, Records]:
     """Of steps whose end is among the records."""
     steps, ends = read.records["step"], read.records["kind"] == int(Kind.STEP)
     return {step: Records(read.records[steps == step], read.names) for step in np.unique(steps[ends]).tolist()}
 
 
-def step_row(
+def _step_row(
     step: int, why: str, ranks: Sequence[RankRecords], world_size: int, names: Names, clocks: NodeClocks
 ) -> StepTraceRow | None:
     """Without its collectives."""

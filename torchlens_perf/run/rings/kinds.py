@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from enum import IntEnum, IntFlag
 
 
@@ -29,6 +30,12 @@ class Kind(IntEnum):
     # that record, some may be missing.
     DEVICE = 21
     MEMORY = 28  # one number of the device's allocator, see memory_readings.py
+
+
+@functools.cache
+def kind_name(kind: int) -> str:
+    """Return the lower-case name of a record kind; "kind 77" for a kind of a newer version."""
+    return Kind(kind).name.lower() if kind in Kind._value2member_map_ else f"kind {kind}"
 
 
 class Flag(IntFlag):

@@ -1,4 +1,4 @@
-"""The part of all nodes but node 0: one stream of messages to node 0's sidecar, found again whenever it is lost."""
+"""Nodes other than node 0: connect to node 0's sidecar, report to it, and reconnect whenever the connection is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from grpc import aio
 
 from torchlens_perf.sidecar.nodes import transport
-from torchlens_perf.sidecar.nodes.messages import Outbox, decode_answer, encode
+from torchlens_perf.sidecar.nodes.messages import Outbox, decode_reply, encode
 from torchlens_perf.sidecar.nodes.rendezvous import Address, NotYet, Rendezvous
 from torchlens_perf.sidecar.nodes.timing import Timing
 
@@ -24,18 +24,18 @@ class Sender:
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         timing: Timing,
         lock: threading.Lock,
         outbox: Outbox,
         name: tuple[str, str],
         tls: tuple[str, str] = ("", ""),
     ) -> None:
-        """lock: of what this and the sidecar's thread exchange values in. name: of this process, and of its node.
+        """lock: guards what this shares with the sidecar's thread. name: of this process, and of its node.
 
         tls: the folder of certificates, and the name in node 0's.
         """
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._timing = timing
         self._lock = lock
         self._outbox = outbox
@@ -43,108 +43,103 @@ class Sender:
         self._tls = tls
         self._channel: aio.Channel | None = None
         self._call: Any = None
-        self._instance = b""  # of the node 0 that has acknowledged posts
+        self._instance = b""  # of the node 0 that has received the Outbox's posts
         self._last: tuple[str, Address] | None = None
-        self._answered_s = 0.0
-        self._not_before_s = self._pace_s = 0.0
+        self._not_before_s = 0.0
         self.reply = b""
-        """What node 0 says to everybody."""
+        """Node 0's newest instructions."""
 
     async def turn(self) -> float:
-        """Sends what is due. Returns after how many seconds to come again, unless there is a post before. Raises
-        OSError."""
+        """Report what node 0 lacks. Return after how many seconds to report again if nothing is posted before.
+
+        Raises OSError.
+        """
         try:
             if self._call is None:
                 await self._join()
             wait_s = self._not_before_s - time.monotonic()
             if wait_s > 0:
                 return wait_s
-            while await self._send(leaving=False):
-                pass
+            await self._report()
+            while self._outbox.waiting:
+                await self._report()
             return self._timing.beat_s
         except BaseException:
             await self._drop()
             raise
 
     async def leave(self) -> None:
-        """Sends what is waiting, says good-bye and closes everything. Raises OSError."""
+        """Report what is waiting and the end of this sidecar, and close everything. Raises OSError."""
         try:
-            with self._lock:
-                waiting = self._outbox.waiting
-            if self._call is None and waiting:
-                # No more looking for where it may have gone: the job's store has often ended by now.
+            if self._call is None and self._outbox.waiting:
+                # No new search: by now, the job's store has often ended.
                 await (self._connect(*self._last) if self._last else self._join())
             if self._call is not None:
-                while await self._send(leaving=True):
+                while not await self._report(leaving=True):
                     pass
         finally:
             await self._drop()
-            self._meeting.close()
+            self._rendezvous.close()
 
-    async def _send(self, leaving: bool) -> bool:
-        """Returns whether there is more."""
+    async def _report(self, leaving: bool = False) -> bool:
+        """Return whether node 0 knows that this sidecar is leaving."""
         now_s = time.monotonic()
         with self._lock:
-            beat = now_s - self._answered_s >= self._timing.beat_s
-            message = self._outbox.due(now_s, beat=beat, leaving=leaving)
-            more = self._outbox.waiting
-        if not (message.posts or beat or leaving):
-            return False
+            report = self._outbox.report(now_s, leaving=leaving)
         try:
             if self._call.done():
                 raise asyncio.InvalidStateError
-            await asyncio.wait_for(self._exchange(encode(message), message.wants_answer), self._timing.operation_s)
+            found = await asyncio.wait_for(self._exchange(encode(report)), self._timing.operation_s)
         except transport.ERRORS as error:
             raise ConnectionError(await self._why(error)) from None
-        self._not_before_s = now_s + self._pace_s
-        return more
+        try:
+            reply = decode_reply(found)
+        except ValueError as error:
+            raise ConnectionError(f"node 0's reply cannot be read: {error}") from None
+        with self._lock:
+            self._outbox.received(report)
+            self.reply = reply.instructions
+        self._not_before_s = now_s + reply.pace_s
+        return report.leaving
 
-    async def _exchange(self, data: bytes, wants_answer: bool) -> None:
+    async def _exchange(self, data: bytes) -> bytes:
         await self._call.write(data)
-        if wants_answer:
-            found = await self._call.read()
-            if found is aio.EOF:
-                raise asyncio.InvalidStateError
-            try:
-                answer = decode_answer(found)
-            except ValueError as error:
-                raise ConnectionError(f"node 0's answer cannot be read: {error}") from None
-            self._answered_s = time.monotonic()
-            self._pace_s = answer.pace_s
-            with self._lock:
-                self._outbox.acknowledge(answer.newest)
-                self.reply = answer.reply
+        found = await self._call.read()
+        if found is aio.EOF:
+            raise asyncio.InvalidStateError
+        return bytes(found)
 
     async def _why(self, error: BaseException) -> str:
-        """Why the stream has ended, if node 0 has said so."""
+        """Why the call has ended."""
         if isinstance(error, asyncio.InvalidStateError) and self._call is not None and self._call.done():
-            code, details = await self._call.code(), await self._call.details()
-            return f"{code.name}: {' '.join((details or '').split())}"[:300]
-        return transport.said(error)
+            return transport.status(await self._call.code(), await self._call.details())
+        if isinstance(error, asyncio.TimeoutError):
+            return "it does not answer"
+        return f"the connection has ended ({type(error).__name__})"
 
     # -- finding node 0
 
-    # Errors are kept as text: one that is kept in a frame keeps that frame, and so a call and its connection, alive.
+    # Errors are kept as text: an error in a frame's variable keeps that frame, and so a call and its connection, alive.
 
     async def _join(self) -> None:
-        """Connects to where node 0 was, else to where somebody says that it is."""
-        places = [self._last] if self._last else []
+        """Connect to node 0's last address, else to any that is published."""
+        candidates = [self._last] if self._last else []
         why = ""
         try:
-            places += [place for place in self._meeting.known() if place != self._last]
+            candidates += [each for each in self._rendezvous.known() if each != self._last]
         except NotYet:
-            if not places:
+            if not candidates:
                 raise
         except OSError as error:
             why = str(error)
-        for source, address in places:
+        for source, address in candidates:
             try:
                 await self._connect(source, address)
             except OSError as error:
                 why = str(error)
                 continue
             logger.info("node 0's sidecar was found by %s", source)
-            self._meeting.found()
+            self._rendezvous.found()
             return
         raise ConnectionError(why)
 
@@ -162,30 +157,32 @@ class Sender:
         raise ConnectionError(why)
 
     async def _enter(self, host: str, address: Address) -> None:
-        where = transport.target(host, address.port)
-        self._channel = self._open(where)
-        nonce = os.urandom(transport.NONCE_BYTES)
-        try:
-            hello = self._channel.unary_unary(transport.HELLO)
-            found = bytes(await hello(b"", metadata=((transport.NONCE, nonce),), timeout=self._timing.connect_s))
-        except transport.ERRORS as error:
-            raise ConnectionError(f"{where}: {transport.said(error)}") from None
-        instance, shown = found[: transport.INSTANCE_BYTES], found[transport.INSTANCE_BYTES :]
-        if not transport.same(shown, transport.proof(address.token, nonce, instance)):
-            raise ConnectionError(f"{where} is another one: it does not know the token of this job")
+        """Open a channel and its call. Each end proves that it has the token before the other one sends anything."""
+        where, nonce = transport.target(host, address.port), os.urandom(transport.NONCE_BYTES)
         sender, node = self._name
-        self._call = self._channel.stream_stream(transport.POST)(
+        self._channel = self._open(where)
+        self._call = self._channel.stream_stream(transport.REPORT)(
             metadata=(
-                (transport.TOKEN, address.token),
+                (transport.NONCE, nonce),
+                (transport.PROOF, transport.proof(address.token, transport.SENDER, nonce)),
                 (transport.SENDER, sender),
                 (transport.NODE, node.encode()),
-                (transport.INSTANCE, instance),
             )
         )
-        with self._lock:
-            self._outbox.enter(known=instance == self._instance)
-        self._instance = instance
-        self._answered_s = self._not_before_s = self._pace_s = 0.0
+        try:
+            found = dict(await asyncio.wait_for(self._call.initial_metadata(), self._timing.connect_s))
+            if transport.PROOF not in found:  # the call was refused
+                await asyncio.wait_for(self._call.code(), self._timing.operation_s)
+                raise asyncio.InvalidStateError
+        except transport.ERRORS as error:
+            raise ConnectionError(f"{where}: {await self._why(error)}") from None
+        instance, shown = found.get(transport.INSTANCE, b""), found[transport.PROOF]
+        if not transport.same(shown, transport.proof(address.token, transport.INSTANCE, nonce + instance)):
+            raise ConnectionError(f"{where} is another one: it does not know the token of this job")
+        if instance != self._instance:
+            with self._lock:
+                self._outbox.restart()
+        self._instance, self._not_before_s = instance, 0.0
 
     def _open(self, where: str) -> aio.Channel:
         folder, name = self._tls

@@ -1,11 +1,11 @@
-"""Between nodes: each node's sidecar sends small payloads to node 0's, which merges them. The job takes no part in it.
+"""Between nodes: each node's sidecar reports to node 0's, which merges the reports. The training processes do nothing.
 
 ::
 
     setting, run directory, job's store   where node 0's sidecar listens, and the token (rendezvous.py)
-    one gRPC stream per node                  messages with the node's posts; answers (client.py, server.py)
+    one gRPC call per node                each report and its reply (client.py, server.py, messages.py)
 
-All of this happens on one daemon thread with an event loop; post(), collect() and notes() only exchange values with it.
+All of this runs on one daemon thread with an event loop; post(), collect() and notes() only exchange values with it.
 grpc is imported there, so only by the sidecars of jobs of several nodes.
 """
 
@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from concurrent.futures import wait
 from typing import Protocol
 
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.messages import MAX_REPLY_BYTES, Collected, Inbox, Outbox, check_payloads
-from torchlens_perf.sidecar.nodes.places import Places
 from torchlens_perf.sidecar.nodes.rendezvous import NotYet, Rendezvous
 from torchlens_perf.sidecar.nodes.timing import Timing
 
@@ -40,19 +40,21 @@ class _Part(Protocol):
 class Exchange:
     """One node's end of the exchange of one attempt of a run. Its methods return at once and belong to one thread."""
 
-    def __init__(self, places: Places, key: str, node: str, merges: bool, *, timing: Timing | None = None) -> None:
-        """Starts the thread.
+    def __init__(
+        self, endpoints: Endpoints, key: str, node: str, merges: bool, *, timing: Timing | None = None
+    ) -> None:
+        """Start the thread.
 
-        places: where the job's nodes can meet.
+        endpoints: where the job's nodes can meet.
         key: of this exchange: the same on all nodes that belong together, and on no others.
         node: what to call this node; no two nodes of the job share it.
         merges: whether this is node 0, which collects.
 
-        Raises ValueError for a port that is none.
+        Raises ValueError for an invalid port.
         """
-        if places.job_store is not None and not 0 <= places.job_store[1] < 1 << 16:
-            raise ValueError(f"port {places.job_store[1]} is none")
-        self._places, self._key, self._node, self._merges = places, key, node, merges
+        if endpoints.job_store is not None and not 0 <= endpoints.job_store[1] < 1 << 16:
+            raise ValueError(f"invalid port {endpoints.job_store[1]}")
+        self._endpoints, self._key, self._node, self._merges = endpoints, key, node, merges
         self._timing = timing or Timing()
         self._lock = threading.Lock()
         self._inbox = Inbox(node, time.monotonic())
@@ -69,9 +71,9 @@ class Exchange:
         self._life = asyncio.run_coroutine_threadsafe(self._live(), self._loop)
 
     def post(self, payloads: Mapping[int, bytes]) -> None:
-        """Sends payloads, by rank. Only the last 8 posts are kept for a node 0 that cannot be reached.
+        """Report payloads, by rank. Only the last 8 posts are kept for a node 0 that cannot be reached.
 
-        Raises ValueError for a payload over 1024 bytes, a rank that is none, or more than 512 ranks.
+        Raises ValueError for a payload over 1024 bytes, an invalid rank, or more than 512 ranks.
         """
         check_payloads(payloads)
         with self._lock:
@@ -82,19 +84,29 @@ class Exchange:
         self._loop.call_soon_threadsafe(self._wake.set)
 
     def collect(self) -> Collected:
-        """What has come to node 0 since the last call, its own posts included. On other nodes nothing comes.
+        """What has arrived at node 0 since the last call, its own posts included. On other nodes nothing arrives.
 
-        After a restart of node 0's sidecar, the last 8 posts of each node come again: this process has not seen them.
+        After a restart of node 0's sidecar, each node reports its last 8 posts again.
         """
         if not self._merges:
             return Collected((), {})
         with self._lock:
             return self._inbox.collect(time.monotonic())
 
-    def set_reply(self, reply: bytes) -> None:
-        """On node 0: what its answers carry to all other nodes from now on, at most 1024 bytes.
+    def set_links(self, links: bytes) -> None:
+        """On other nodes: report these with the next post, and again to a restarted node 0."""
+        with self._lock:
+            self._outbox.set_links(links)
 
-        A node gets an answer at least every few seconds. Raises ValueError for more bytes.
+    def links(self) -> list[bytes]:
+        """On node 0: the newest that each other node has reported."""
+        with self._lock:
+            return self._inbox.links()
+
+    def set_reply(self, reply: bytes) -> None:
+        """On node 0: set the instructions that its replies carry to all other nodes, at most 1024 bytes.
+
+        A node gets a reply at least every few seconds. Raises ValueError for more bytes.
         """
         if len(reply) > MAX_REPLY_BYTES:
             raise ValueError(f"a reply of {len(reply)} bytes, more than {MAX_REPLY_BYTES}")
@@ -104,7 +116,7 @@ class Exchange:
                 self._part.reply = reply
 
     def reply(self) -> bytes:
-        """On other nodes: what node 0 said last by set_reply(); b"" before."""
+        """On other nodes: node 0's newest instructions; b"" before the first."""
         with self._lock:
             return b"" if self._merges or self._part is None else self._part.reply
 
@@ -127,7 +139,7 @@ class Exchange:
             if self._outbox.dropped:
                 notes.append(f"{self._outbox.dropped} windows could not be sent to node 0's sidecar")
             for node, count in self._inbox.unreadable().items():
-                notes.append(f"{count} messages of node {node} could not be read")
+                notes.append(f"{count} reports of node {node} could not be read")
             if self._inbox.refused:
                 notes.append(f"{self._inbox.refused} calls without this job's token were refused")
             notes += [f"several sidecars call their node {node!r}" for node in self._inbox.namesakes()]
@@ -175,15 +187,15 @@ class Exchange:
             self._count(error)
 
     def _make_part(self) -> _Part:
-        meeting = Rendezvous(self._places, self._key, self._timing)
+        rendezvous = Rendezvous(self._endpoints, self._key, self._timing)
         if self._merges:
             from torchlens_perf.sidecar.nodes.server import Collector
 
-            return Collector(meeting, self._places, self._key, self._timing, self._lock, self._inbox)
+            return Collector(rendezvous, self._endpoints, self._key, self._timing, self._lock, self._inbox)
         from torchlens_perf.sidecar.nodes.client import Sender
 
-        tls, name = (self._places.tls_folder, self._places.tls_name), (secrets.token_hex(8), self._node)
-        return Sender(meeting, self._timing, self._lock, self._outbox, name, tls)
+        name, tls = (secrets.token_hex(8), self._node), (self._endpoints.tls_folder, self._endpoints.tls_name)
+        return Sender(rendezvous, self._timing, self._lock, self._outbox, name, tls)
 
     def _count(self, error: OSError) -> None:
         with self._lock:

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import msgspec
 
 MAX_SAID = 8  # generations, the newest
-MAX_WORD_BYTES = 1024
+MAX_CONTROL_BYTES = 1024
 _MAX_RUN_ID = 240  # bytes
 _VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Began:
+class ProcessGeneration:
     """A set of processes, of one node or of all."""
 
     number: int
@@ -32,33 +32,33 @@ class Began:
 
 
 @dataclasses.dataclass(frozen=True)
-class Word:
+class ControlMessage:
     """What node 0 says to the others."""
 
     run_id: str
-    generations: tuple[Began, ...]
+    generations: tuple[ProcessGeneration, ...]
     """`started_s` is how long ago, as a negative number: when it was said is 0."""
 
     def encode(self) -> bytes:
-        """At most MAX_WORD_BYTES."""
+        """At most MAX_CONTROL_BYTES."""
         said = [(each.number, round(-each.started_s, 3), each.world_size) for each in self.generations[-MAX_SAID:]]
         return msgspec.json.encode((_VERSION, self.run_id.encode()[:_MAX_RUN_ID].decode(errors="ignore"), said))
 
     @classmethod
-    def decode(cls, data: bytes) -> Word:
+    def decode(cls, data: bytes) -> ControlMessage:
         """Raises ValueError for anything that is not a word."""
         try:
             version, run_id, said = msgspec.json.decode(
-                data[: MAX_WORD_BYTES + 1], type=tuple[int, str, list[tuple[int, float, int]]]
+                data[: MAX_CONTROL_BYTES + 1], type=tuple[int, str, list[tuple[int, float, int]]]
             )
         except (msgspec.MsgspecError, UnicodeError) as error:
-            raise ValueError(f"not a word of node 0: {error}") from error
+            raise ValueError(f"not a control message of node 0: {error}") from error
         if version != _VERSION or len(said) > MAX_SAID:
-            raise ValueError("not a word of node 0")
-        return cls(run_id, tuple(Began(number, -age_s, world_size) for number, age_s, world_size in said))
+            raise ValueError("not a control message of node 0")
+        return cls(run_id, tuple(ProcessGeneration(number, -age_s, world_size) for number, age_s, world_size in said))
 
 
-def matched(sets: Sequence[Began], generations: Sequence[Began]) -> dict[int, int]:
+def matched(sets: Sequence[ProcessGeneration], generations: Sequence[ProcessGeneration]) -> dict[int, int]:
     """The generation of each of a node's sets, by their numbers; without those that none is known for yet.
 
     The nearest one of as many ranks. Two sets of a node are never of one generation: then it is that of the nearer.
@@ -83,11 +83,11 @@ class Membership:
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         """What node 0 calls the run; until it is heard of, what this node does."""
-        self._own: dict[int, Began] = {}
+        self._own: dict[int, ProcessGeneration] = {}
         self._restarts: dict[int, int] = {}  # no generation has a smaller number than its launchers' restarts
         self._numbers: dict[int, int] = {}  # of own sets, as far as they are known
-        self._others: dict[str, dict[int, Began]] = {}
-        self._said: tuple[Began, ...] = ()
+        self._others: dict[str, dict[int, ProcessGeneration]] = {}
+        self._said: tuple[ProcessGeneration, ...] = ()
         self._leads = False
 
     def began(
@@ -96,7 +96,7 @@ class Membership:
         """A set of this node. restarts: as its launcher counts. number: its generation, where that is known already."""
         if local in self._own:
             return
-        self._own[local] = Began(local, started_s, world_size)
+        self._own[local] = ProcessGeneration(local, started_s, world_size)
         self._restarts[local] = restarts
         if number is not None:
             self._numbers[local] = number
@@ -125,18 +125,18 @@ class Membership:
         """Whether number() is no guess."""
         return self._leads or local in self._numbers
 
-    def word(self, now_s: float) -> Word:
+    def control(self, now_s: float) -> ControlMessage:
         """What to say to the others."""
         own = sorted(self._own.values(), key=lambda each: each.number)[-MAX_SAID:]
-        said = [Began(self.number(each.number), each.started_s - now_s, each.world_size) for each in own]
-        return Word(self.run_id, tuple(said))
+        said = [ProcessGeneration(self.number(each.number), each.started_s - now_s, each.world_size) for each in own]
+        return ControlMessage(self.run_id, tuple(said))
 
-    def hear(self, word: Word, now_s: float) -> None:
+    def receive(self, control: ControlMessage, now_s: float) -> None:
         """Takes over what node 0 has said at `now_s`."""
         if self._leads:
             return
-        self.run_id = word.run_id or self.run_id
-        self._said = tuple(dataclasses.replace(each, started_s=now_s + each.started_s) for each in word.generations)
+        self.run_id = control.run_id or self.run_id
+        self._said = tuple(dataclasses.replace(each, started_s=now_s + each.started_s) for each in control.generations)
         self._match()
 
     def of_other(self, node: str, local: int, started_s: float, world_size: int) -> int | None:
@@ -145,10 +145,10 @@ class Membership:
         local: as that node counts its sets, modulo 256.
         """
         sets = self._others.setdefault(node, {})
-        sets.setdefault(local, Began(local, started_s, world_size))
+        sets.setdefault(local, ProcessGeneration(local, started_s, world_size))
         while len(sets) > MAX_SAID:
             del sets[min(sets, key=lambda each: sets[each].started_s)]
-        own = [Began(self.number(each.number), each.started_s, each.world_size) for each in self._own.values()]
+        own = [dataclasses.replace(each, number=self.number(each.number)) for each in self._own.values()]
         return matched(list(sets.values()), own).get(local)
 
     def _match(self) -> None:

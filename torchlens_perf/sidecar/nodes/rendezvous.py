@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchlens_perf.run import children
-from torchlens_perf.sidecar.nodes.places import Places, split_address
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints, split_address
 from torchlens_perf.sidecar.nodes.timing import Timing
 
 _RECORD = re.compile(r"2 (\d{1,5}) ([0-9a-f]{32}) ([^\s]+(?: [^\s]+)*)")
@@ -65,7 +65,7 @@ class Address:
         return cls(int(found[1]), found[2], tuple(found[3].split(" ")))
 
 
-def new_token(places: Places, key: str) -> str:
+def new_token(places: Endpoints, key: str) -> str:
     """Return the token of a job: random, if it is published.
 
     If node 0's address is configured, all nodes derive the token from the configured one, or its file, and from what
@@ -83,7 +83,7 @@ class Rendezvous:
 
     def __init__(
         self,
-        places: Places,
+        places: Endpoints,
         key: str,
         timing: Timing | None = None,
         clock: Callable[[], float] = time.monotonic,

@@ -7,18 +7,18 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Each of them in seconds."""
+    """All in seconds."""
 
     operation_s: float = 2.0
-    """For node 0's answer to a message."""
+    """Deadline of a report's reply."""
     connect_s: float = 4.0
-    """For a connection to node 0, until it has shown that it has the token."""
+    """Deadline of a connection to node 0, including its proof that it has the token."""
     beat_s: float = 5.0
-    """Between signs of life of a node that has nothing to send, and between two answers of node 0 at most."""
+    """Between two reports of a node that has nothing new to send."""
     silent_s: float = 30.0
-    """After which node 0 ends the stream of a node that is silent."""
+    """Silence of a node after which node 0 ends its call."""
     look_s: float = 0.5
-    """Between node 0's looks whether it is published, and at silent streams."""
+    """Between node 0's checks that its address is published, and of silent nodes."""
     first_retry_s: float = 0.25
     """After an error; doubled after each further one."""
     last_retry_s: float = 10.0

@@ -1,4 +1,4 @@
-"""What both ends of the exchange agree on: gRPC's environment and options, the two methods, tokens, and TLS.
+"""What both ends of the exchange agree on: gRPC's environment and options, the method, proofs, and TLS.
 
 Importing this imports grpc: only sidecars of jobs of several nodes do.
 """
@@ -25,25 +25,21 @@ os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener,-event_engine_
 import grpc
 from grpc import aio
 
-from torchlens_perf.sidecar.nodes.messages import MAX_MESSAGE_BYTES
+from torchlens_perf.sidecar.nodes.messages import MAX_LINKS_BYTES, MAX_MESSAGE_BYTES
 
 logging.getLogger("grpc").setLevel(logging.CRITICAL)
 
 # The number is the protocol's version: node 0 answers UNIMPLEMENTED to a node of another version.
-HELLO = "/torchlens_perf.Exchange2/Hello"
-"""Its body is empty: the nonce is in the metadata, so node 0 answers without reading any payload."""
-POST = "/torchlens_perf.Exchange2/Post"
-NONCE_BYTES = 16
-PROOF_BYTES = 32
-INSTANCE_BYTES = 8
-TOKEN, INSTANCE, SENDER, NODE, NONCE = "token", "instance-bin", "sender", "node-bin", "nonce-bin"
+REPORT = "/torchlens_perf.Exchange3/Report"
+NONCE_BYTES, INSTANCE_BYTES = 16, 8
+NONCE, PROOF, SENDER, NODE, INSTANCE = "nonce-bin", "proof-bin", "sender", "node-bin", "instance-bin"
 MAX_CONNECTIONS = 8192
 IDLE_S = 10  # after which node 0 drops a connection without a call: sidecars have one all the time
 _KEEPALIVE_S = 60
 
 _MS = 1000
 _BOTH = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES + 4096),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES + MAX_LINKS_BYTES + 4096),
     ("grpc.http2.bdp_probe", 0),  # a ping for every message, to size a window that small messages never fill
     ("grpc.max_metadata_size", 8192),
 ]
@@ -74,25 +70,21 @@ SERVER_OPTIONS: Sequence[tuple[str, Any]] = [
 ERRORS = (grpc.RpcError, asyncio.TimeoutError, asyncio.InvalidStateError, aio.UsageError)
 
 
-def proof(token: str, nonce: bytes, instance: bytes) -> bytes:
-    """By which node 0 shows that it has the token: nobody is sent it, or a payload, before."""
-    return hmac.new(token.encode(), b"torchlens_perf node 0" + nonce + instance, hashlib.sha256).digest()
+def proof(token: str, role: str, nonce: bytes) -> bytes:
+    """Shows that its maker has the token, which itself is never sent. role: SENDER or INSTANCE, for node 0."""
+    return hmac.new(token.encode(), f"torchlens_perf {role} ".encode() + nonce, hashlib.sha256).digest()
 
 
 def same(shown: bytes, wanted: bytes) -> bool:
-    """Compares in a time that does not tell where they differ."""
+    """Compare in constant time."""
     return hmac.compare_digest(shown, wanted)
 
 
-def said(error: BaseException) -> str:
-    """One line about an error of gRPC."""
-    if isinstance(error, asyncio.TimeoutError):
-        return "it does not answer"
-    if isinstance(error, aio.AioRpcError):
-        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return "it is something else, or another version of torchlens_perf"
-        return f"{error.code().name}: {' '.join((error.details() or '').split())}"[:300]
-    return f"the connection has ended ({type(error).__name__})"
+def status(code: grpc.StatusCode, details: str | None) -> str:
+    """One line about how a call has ended."""
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return "it is something else, or another version of torchlens_perf"
+    return f"{code.name}: {' '.join((details or '').split())}"[:300]
 
 
 def client_credentials(folder: str) -> grpc.ChannelCredentials:

@@ -14,7 +14,7 @@ from torchlens_perf.analysis.node_state import Whereabouts
 from torchlens_perf.run import ring
 from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.ring import Flag, Kind, Reader, State
-from torchlens_perf.sidecar.rings.segments import Origin
+from torchlens_perf.store.segments import Origin
 
 if TYPE_CHECKING:
     import numpy.typing as npt

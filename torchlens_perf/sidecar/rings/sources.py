@@ -21,8 +21,8 @@ from torchlens_perf.run.directory import writer_lives
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.ring import Reader
-from torchlens_perf.sidecar.rings.segments import last_sequences
 from torchlens_perf.sidecar.rings.source import RingSource
+from torchlens_perf.store.segments import last_sequences
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from torchlens_perf.run.place.node import act_for
 from torchlens_perf.run.ring import HEAD, Reader
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.start import process
+from torchlens_perf.store.without_pandas import hide_pandas
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -51,7 +52,7 @@ def main(old_s: float = OLD_S, but: str = "") -> int:
     """Drain them one after the other, and wait for disks that do not answer. but: a run that is left alone."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     priority.lower()
-    process.hide_pandas()
+    hide_pandas()
     for dead in list(find(old_s)):
         if dead.rings[0].parent.name.rpartition(".")[0] != but and any(
             ring.exists() for ring in dead.rings

@@ -8,12 +8,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from importlib.abc import MetaPathFinder
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError, guard, printable
@@ -25,6 +23,8 @@ from torchlens_perf.run.ring import Reader, State
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import CANNOT_WRITE, LOADS
 from torchlens_perf.sidecar import priority, termination
+from torchlens_perf.store.file_names import nodes_of
+from torchlens_perf.store.without_pandas import hide_pandas
 
 if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
@@ -71,21 +71,6 @@ def attend(
     return 0
 
 
-def hide_pandas() -> None:
-    """Let no module of this process import pandas. Only for processes that are sidecars from start to end.
-
-    pyarrow imports pandas, if it is installed, to make its first array. That takes longer than all other work of a
-    sidecar in a short run. Ctrl-C inside that import becomes an AttributeError, so the process would go on.
-    """
-    sys.meta_path.insert(0, _WithoutPandas())
-
-
-class _WithoutPandas(MetaPathFinder):
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        if fullname == "pandas":
-            raise ModuleNotFoundError("a sidecar has no use for pandas", name=fullname)
-
-
 def by_hand(
     run_dir: Path, name: str | None, replaying: AbstractContextManager[Advanced] = _UNHEARD, *, quiet: bool = False
 ) -> int:
@@ -107,11 +92,8 @@ def by_hand(
         run.create()
         keep_log(run, host)
         with ownership.as_private_as(run.nodes):
-            if not any(path.exists() for path in run.registered_rings(host)):
-                from torchlens_perf.sidecar.rings import segments
-
-                if segments.hosts(run):
-                    return _replay(run, lock, replaying, quiet=quiet)
+            if not any(path.exists() for path in run.registered_rings(host)) and nodes_of(run.spans):
+                return _replay(run, lock, replaying, quiet=quiet)
             _read(run, host, lock, {})
     finally:
         lock.remove()

@@ -6,15 +6,9 @@ samples(), and telemetry.gpu_signals() for what they say.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from torchlens_perf.analysis.statistics.hardware import (
     GpuSample,
@@ -27,10 +21,9 @@ from torchlens_perf.analysis.statistics.hardware import (
 )
 from torchlens_perf.run.clock import Anchor, HostClock
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.place.node import host_of
-from torchlens_perf.sidecar.rings.bounded_files import BoundedFiles
 from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry
 from torchlens_perf.sidecar.telemetry.infiniband import LinkTelemetry
+from torchlens_perf.store.samples import GPUS, LINKS, SampleWriter
 
 _SECOND_NS = 1_000_000_000
 _GPU_PERIOD_NS = _SECOND_NS
@@ -40,10 +33,6 @@ _MAX_SAMPLES = 900  # of a GPU, or a port, in memory
 _MAX_UNWRITTEN = 20_000  # while the run directory cannot be written
 _FIRST_FILE_NS, _LAST_FILE_NS = 10 * _SECOND_NS, 120 * _SECOND_NS  # between files, in a young and in an old run
 _SHARE_OF_DISK = 16  # of disk_bytes, telemetry takes at most one part in so many
-GPUS, LINKS = "gpus", "links"
-_TIMES = ("monotonic_ns", "unix_ns")
-_LEFT_OUT = ("grown", *_TIMES)
-_TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 
 _T = TypeVar("_T", GpuSample, LinkSample)
 
@@ -64,7 +53,7 @@ class TelemetryLog:
         self._gpus = gpus if gpus is not None else GpuTelemetry()
         self._links = links if links is not None else LinkTelemetry()
         self._now = now if now is not None else HostClock().anchor
-        self._writer = TelemetryWriter(run, host)
+        self._writer = SampleWriter(run, host)
         self._gpu_due_ns = self._link_due_ns = 0
         self._begun_ns: int | None = None
         self._written_ns = 0
@@ -143,7 +132,7 @@ class TelemetryLog:
         self._written_ns = now_ns
         gpus = [sample for sample in self._unwritten if isinstance(sample, GpuSample)]
         links = [sample for sample in self._unwritten if isinstance(sample, LinkSample)]
-        self._writer.write(gpus, links, telemetry_bytes(disk_bytes))
+        self._writer.write({GPUS: gpus, LINKS: links}, telemetry_bytes(disk_bytes))
         self._unwritten.clear()
 
     def totals(self) -> Telemetry:
@@ -166,61 +155,6 @@ def _within(samples: Collection[_T], since_ns: int, until_ns: int) -> list[_T]:
     return [sample for sample in samples if since_ns <= sample.monotonic_ns <= until_ns]
 
 
-# -- on disk: Parquet files beside those of steps and spans, bounded like them
-
-
 def telemetry_bytes(disk_bytes: int) -> int:
     """How much of a node's disk_bytes telemetry may take."""
     return disk_bytes // _SHARE_OF_DISK
-
-
-def _schema(kind: type[Sample]) -> pa.Schema:
-    """The columns of all files of a kind: whether or not this node's hardware tells them."""
-    fields = [field for field in dataclasses.fields(kind) if field.name not in _LEFT_OUT]
-    columns = [(field.name, _TYPES[str(field.type).removesuffix(" | None")]) for field in fields]
-    times = [("time", pa.timestamp("ns", tz="UTC")), ("monotonic_ns", pa.int64())]
-    return pa.schema([("host", pa.string()), *columns[:1], *times, *columns[1:]])
-
-
-_SCHEMAS = {GPUS: _schema(GpuSample), LINKS: _schema(LinkSample)}
-
-
-class TelemetryWriter:
-    """Writes one node's samples and keeps their total below a cap, the newest kept."""
-
-    def __init__(self, run: RunDirectory, host: str) -> None:
-        self._run = run
-        self._host = host
-        self._files = BoundedFiles([run.path / GPUS, run.path / LINKS], host)
-
-    @property
-    def dropped_files(self) -> int:
-        """How many had to go for newer ones."""
-        return self._files.removed_files
-
-    def write(self, gpus: Sequence[GpuSample], links: Sequence[LinkSample], cap_bytes: int) -> None:
-        """A file for each kind that there are samples of. Raises OSError on a full disk."""
-        tables = {
-            self._run.path / kind: _table(kind, host_of(self._host), samples)
-            for kind, samples in ((GPUS, gpus), (LINKS, links))
-            if samples
-        }
-        if tables:
-            self._files.write({folder: functools.partial(_write, table) for folder, table in tables.items()}, cap_bytes)
-
-
-def _write(table: pa.Table, path: Path) -> None:
-    with open(path, "wb") as file:  # pyarrow opens no path whose bytes are not UTF-8
-        pq.write_table(table, file, compression="zstd", compression_level=1)
-
-
-def _table(kind: str, host: str, samples: Sequence[Sample]) -> pa.Table:
-    schema = _SCHEMAS[kind]
-    columns = {
-        "host": pa.array([host] * len(samples), pa.string()),
-        "time": pa.array([sample.unix_ns for sample in samples], pa.int64()).cast(schema.field("time").type),
-    }
-    for field in schema:
-        if field.name not in columns:
-            columns[field.name] = pa.array([getattr(sample, field.name) for sample in samples], field.type)
-    return pa.table(columns).select(schema.names).cast(schema)

@@ -25,6 +25,7 @@ LATE_ROWS = 64  # a rank that is so far behind the others is missing, and is not
 _MANY_RANKS = 4096
 _ROWS_AT_ONCE = 1 << 16  # of ranks that are judged by their devices: of many ranks, more would fill the memory
 _LONGEST_S = 6e4  # in 16 bits
+_KEY_BITS = 32  # of a row's number
 _OF_HOST = ("issue_ns", "issue_ready_ns", "lag_ns")
 _OF_ALL = ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns")
 _VALUES = (*_OF_ALL, *_OF_HOST)
@@ -86,6 +87,9 @@ class _NarrowBins:
         return cls(block.width, block.ranks[rank], block.key[rank, row], block.flags[rank, row], values)
 
     def and_then(self, later: _NarrowBins) -> _NarrowBins:
+        """Both; of a row that is in both, the later one."""
+        known = np.isin(self.rank << _KEY_BITS | self.key, later.rank << _KEY_BITS | later.key)
+        self = self.chosen(~known) if known.any() else self
         values = {name: np.concatenate([self.values[name], later.values[name]]) for name in _VALUES}
         rank, key, flags = (
             np.concatenate([getattr(self, name), getattr(later, name)]) for name in ("rank", "key", "flags")

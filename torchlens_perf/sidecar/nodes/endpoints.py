@@ -14,7 +14,7 @@ _FAR_AWAY = "192.0.2.1"  # reserved for documentation: what leads there is the d
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class Endpoints:
     """What the job says about where its nodes can meet."""
 
     job_store: tuple[str, int] | None = None
@@ -29,7 +29,7 @@ class Places:
     token: str = dataclasses.field(default="", repr=False)
 
     @classmethod
-    def of(cls, job_store: tuple[str, int] | None, exchange: str, folder: Path, token: str = "") -> Places | None:
+    def of(cls, job_store: tuple[str, int] | None, exchange: str, folder: Path, token: str = "") -> Endpoints | None:
         """Return those of Config.exchange; None if it is off, or if the nodes share neither a store nor an address.
 
         token: the one that is not in the URL. Raise ValueError for text that is no URL of an exchange.
@@ -55,7 +55,7 @@ def split_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def listen_on(places: Places) -> tuple[list[str], int]:
+def listen_on(places: Endpoints) -> tuple[list[str], int]:
     """Addresses to try to listen on, in that order, and the port, 0 for any. "::" stands for all of this node's.
 
     With a coordinator, its own. Else the address of the interface that leads to the job's store: loopback only where
@@ -75,7 +75,7 @@ def listen_on(places: Places) -> tuple[list[str], int]:
     return ["::" if towards.startswith(_LOOPBACK) or not towards else towards], 0
 
 
-def known_as(places: Places, listens_on: str) -> tuple[str, ...]:
+def known_as(places: Endpoints, listens_on: str) -> tuple[str, ...]:
     """By what others may reach this node, the likeliest first."""
     host = split_address(places.coordinator)[0] if places.coordinator else (places.job_store or ("", 0))[0]
     if listens_on.startswith("127.") or listens_on == "::1":

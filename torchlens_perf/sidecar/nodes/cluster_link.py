@@ -1,6 +1,8 @@
-"""This node among those of its job: which of them collects, and whose processes run together.
+"""A node's connection to the other nodes of its job: the only interface between sidecar/cluster.py and this package.
 
-The exchange stays open while processes are replaced: other nodes may have begun anew already, or may be about to.
+On node 0, collect() returns what the other nodes have reported, and send_control() sends them the run's id, its process
+generations and instructions. On the other nodes, post() reports, and receive() takes those instructions over. The
+exchange stays open while processes are replaced: other nodes may have restarted already, or may be about to.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import numpy as np
 from torchlens_perf.run.location import location
 from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.processes import age_s
-from torchlens_perf.sidecar.nodes.membership import Membership, Word
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints
+from torchlens_perf.sidecar.nodes.membership import ControlMessage, Membership
 from torchlens_perf.sidecar.nodes.messages import MAX_REPLY_BYTES, Collected, Received
-from torchlens_perf.sidecar.nodes.places import Places
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -28,12 +30,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 _CUT_OFF_S = 30.0  # node 0's sidecar, started again, is found sooner
-_BETWEEN = b"\n"  # no word has one
-OpenExchange = Callable[[Places, str, str, bool], "Exchange"]
+_BETWEEN = b"\n"  # not part of any control message
+OpenExchange = Callable[[Endpoints, str, str, bool], "Exchange"]
 
 
-class Meeting:
-    """Belongs to the sidecar's thread; nothing in it waits for another node, but close()."""
+class ClusterLink:
+    """Belongs to the sidecar's thread. Only close() waits for another node."""
 
     def __init__(self, node: str, run_id: str, open_exchange: OpenExchange | None) -> None:
         """node: its name, see run/place/node.py. open_exchange: None for Exchange."""
@@ -44,11 +46,11 @@ class Meeting:
         """Which processes of all nodes run together."""
         self._open = open_exchange
         self._exchange: Exchange | None = None
-        self._role: tuple[Places, bool] | None = None  # where the nodes meet, and whether this is node 0
+        self._role: tuple[Endpoints, bool] | None = None  # where the nodes meet, and whether this is node 0
         self._notes: list[str] = []  # of exchanges that are closed
-        self._heard = b""  # of node 0, last
+        self._received = b""  # from node 0, newest
         self.more = b""
-        """What node 0 says besides, at most `room_for_more` bytes; on the others, what they have heard."""
+        """Further instructions of node 0, at most `room_for_more` bytes; on the others, those received."""
 
     @property
     def is_open(self) -> bool:
@@ -73,11 +75,11 @@ class Meeting:
         started_s = time.monotonic() - age_s(identity.process_started)
         self.membership.began(generation, started_s, identity.world_size, restarts=identity.restarts, number=number)
 
-    def is_as(self, places: Places, merges: bool) -> bool:
+    def is_as(self, places: Endpoints, merges: bool) -> bool:
         """Whether the exchange that is open is the right one."""
         return self._role == (places, merges)
 
-    def open(self, places: Places, some: Identity, merges: bool) -> None:
+    def open(self, places: Endpoints, some: Identity, merges: bool) -> None:
         """Meets the other nodes in one of these places. some: any rank of this node. merges: whether rank 0 is here."""
         # A job of one node needs neither asyncio nor what else they import.
         from torchlens_perf.sidecar.nodes.exchange import Exchange
@@ -100,7 +102,7 @@ class Meeting:
             # Taken before it is closed: that the other end has left already is worth no note.
             self._notes += [note for note in self._exchange.notes() if note not in self._notes]
             self._exchange.close()
-            self.hear()
+            self.receive()
             self._exchange = self._role = None
 
     def notes(self) -> list[str]:
@@ -114,31 +116,40 @@ class Meeting:
         """What has come to node 0."""
         return self._exchange.collect() if self._exchange is not None else Collected((), {})
 
-    def say(self) -> None:
-        """On node 0, tells the others how the run is called and which generations it has had."""
+    def set_links(self, links: bytes) -> None:
+        """On the others, report what this node knows of its links, see link_report.py."""
+        if self._exchange is not None and not self.merges:
+            self._exchange.set_links(links)
+
+    def links(self) -> list[bytes]:
+        """On node 0, what the other nodes know of theirs."""
+        return self._exchange.links() if self._exchange is not None and self.merges else []
+
+    def send_control(self) -> None:
+        """On node 0, send the others the run's id and its process generations."""
         if self._exchange is not None and self.merges:
-            word = self._word()
-            more = self.more if len(word) + 1 + len(self.more) <= MAX_REPLY_BYTES else b""
-            self._exchange.set_reply(word + _BETWEEN + more if more else word)
+            control = self._control()
+            more = self.more if len(control) + 1 + len(self.more) <= MAX_REPLY_BYTES else b""
+            self._exchange.set_reply(control + _BETWEEN + more if more else control)
 
     @property
     def room_for_more(self) -> int:
         """Bytes."""
-        return MAX_REPLY_BYTES - 1 - len(self._word())
+        return MAX_REPLY_BYTES - 1 - len(self._control())
 
-    def _word(self) -> bytes:
-        return self.membership.word(time.monotonic()).encode()
+    def _control(self) -> bytes:
+        return self.membership.control(time.monotonic()).encode()
 
-    def hear(self) -> None:
-        """On the others, takes over what node 0 has said."""
-        heard = self._exchange.reply() if self._exchange is not None else b""
-        if heard and heard != self._heard:
-            self._heard = heard
-            word, _, self.more = heard.partition(_BETWEEN)
+    def receive(self) -> None:
+        """On the others, take over what node 0 has sent."""
+        received = self._exchange.reply() if self._exchange is not None else b""
+        if received and received != self._received:
+            self._received = received
+            control, _, self.more = received.partition(_BETWEEN)
             try:
-                self.membership.hear(Word.decode(word), time.monotonic())
+                self.membership.receive(ControlMessage.decode(control), time.monotonic())
             except ValueError as error:
-                logger.warning("node 0's word cannot be read: %s", error)
+                logger.warning("node 0's control message cannot be read: %s", error)
 
     def of_generation(
         self, values: npt.NDArray[np.void], received: Sequence[Received], generation: int

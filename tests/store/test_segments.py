@@ -27,8 +27,9 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.sidecar.rings import segments
-from torchlens_perf.sidecar.rings.segments import Chunk, Origin, SegmentWriter, hosts, last_sequences, read_chunks
+from torchlens_perf.store import frames
+from torchlens_perf.store.file_names import nodes_of
+from torchlens_perf.store.segments import Chunk, Origin, SegmentWriter, last_sequences, read_chunks
 
 ANCHOR = Anchor(monotonic_ns=1_000, unix_ns=1_700_000_000_000_001_000, error_ns=50)
 
@@ -73,7 +74,7 @@ def test_records_come_back(rig: Rig, tmp_path: Path) -> None:
             assert (records[field] == written.records[field]).all()
         assert [names[i] for i in records["name_id"]] == [written.names[i] for i in written.records["name_id"]]
     assert last_sequences(run, HOST) == {"rank0": int(second.sequences[-1])}
-    assert hosts(run) == [HOST]
+    assert nodes_of(run.spans) == [HOST]
 
 
 def test_columns_that_a_reader_seeks_by_have_extremes(rig: Rig, tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_all_steps_as_one_stream(rig: Rig, tmp_path: Path, caplog: pytest.LogCap
     """Of all nodes' segments, by rank and step, with the columns that the files have. A damaged one costs its rows."""
     run = make_run(tmp_path)
     with pytest.raises(RunStoreError, match="has no steps yet"):
-        segments.write_table(run, "steps", io.BytesIO())
+        frames.write_table(run, "steps", io.BytesIO())
     writer = SegmentWriter(run, HOST, 1 << 30)
     early, late = chunk(rig, 3), chunk(rig, 2)
     writer.write([late])
@@ -147,7 +148,7 @@ def test_all_steps_as_one_stream(rig: Rig, tmp_path: Path, caplog: pytest.LogCap
     writer.write([early])
     files = sorted(run.steps.glob(f"{HOST}-*.parquet"))
     stream = io.BytesIO()
-    segments.write_table(run, "steps", stream)
+    frames.write_table(run, "steps", stream)
     with pyarrow.ipc.open_stream(stream.getvalue()) as reader:
         table = reader.read_all()
 
@@ -156,7 +157,7 @@ def test_all_steps_as_one_stream(rig: Rig, tmp_path: Path, caplog: pytest.LogCap
     assert rows == sorted([*[(0, step) for step in (0, 0, 1, 1, 2, 2, 3, 4)], *[(1, step) for step in range(3)]])
     files[0].write_bytes(files[0].read_bytes()[:-20])
     stream = io.BytesIO()
-    segments.write_table(run, "steps", stream)
+    frames.write_table(run, "steps", stream)
     with pyarrow.ipc.open_stream(stream.getvalue()) as reader:
         assert reader.read_all().num_rows == 9
     assert f"{files[0]} cannot be read" in caplog.text
@@ -186,19 +187,19 @@ def test_cap_keeps_the_newest(rig: Rig, tmp_path: Path) -> None:
 def test_a_failed_segment_leaves_nothing(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a file of spans without its steps, nor one that is not whole; the next one has another number."""
     run = make_run(tmp_path)
-    writer, write = SegmentWriter(run, HOST, 1 << 30), segments.pq.write_table
+    writer, write = SegmentWriter(run, HOST, 1 << 30), pq.write_table
 
     def full(table: Any, file: IO[bytes], **kwargs: Any) -> None:
         if Path(file.name).parent == run.steps:
             raise OSError(28, "No space left on device")
         write(table, file, **kwargs)
 
-    monkeypatch.setattr(segments.pq, "write_table", full)
+    monkeypatch.setattr(pq, "write_table", full)
     made = chunk(rig, 1)
     with pytest.raises(OSError, match="No space"):
         writer.write([made])
     assert [*run.spans.iterdir(), *run.steps.iterdir()] == []
-    monkeypatch.setattr(segments.pq, "write_table", write)
+    monkeypatch.setattr(pq, "write_table", write)
     writer.write([made])
 
     assert [path.name for path in (*run.spans.iterdir(), *run.steps.iterdir())] == [f"{HOST}-000002.parquet"] * 2
@@ -210,8 +211,8 @@ def test_host_names_may_look_alike(rig: Rig, tmp_path: Path) -> None:
     for host in ("gpu-1", "gpu-1-000001", "gpu"):
         SegmentWriter(run, host, 1 << 30).write([chunk(rig, 1)])
 
-    assert hosts(run) == ["gpu", "gpu-1", "gpu-1-000001"]
-    assert [len(list(read_chunks(run, host))) for host in hosts(run)] == [1, 1, 1]
+    assert nodes_of(run.spans) == ["gpu", "gpu-1", "gpu-1-000001"]
+    assert [len(list(read_chunks(run, host))) for host in nodes_of(run.spans)] == [1, 1, 1]
 
 
 def test_damaged_file_is_named(rig: Rig, tmp_path: Path) -> None:
@@ -231,8 +232,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from tests.support.recorders import IMPLEMENTATIONS, Rig
 from tests.support.ranks import HOST, make_run
-from tests.sidecar.rings.test_segments import chunk
-from torchlens_perf.sidecar.rings.segments import SegmentWriter
+from tests.store.test_segments import chunk
+from torchlens_perf.store.segments import SegmentWriter
 folder = Path(sys.argv[1])
 (folder / "rings").mkdir()
 rig = Rig(IMPLEMENTATIONS[0], folder / "rings", capacity=65536)

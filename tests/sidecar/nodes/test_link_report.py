@@ -1,0 +1,129 @@
+"""What nodes report of their collectives: node 0 finds a slow link that no node can find alone."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+from torchlens_perf.sidecar.assessment import LinkWatch
+
+from tests.analysis.collectives.test_slow_link import COLUMNS, ROWS, TRANSFER_US, job
+from tests.sidecar.test_job import two_nodes
+from tests.support.collectives import US
+from torchlens_perf.analysis.collectives.slow_link import (
+    MIN_OPERATIONS,
+    LinkStatistics,
+    merged_links,
+    slow_links,
+)
+from torchlens_perf.analysis.node_state import NodeState
+from torchlens_perf.sidecar import assessment
+from torchlens_perf.sidecar.nodes import link_report
+from torchlens_perf.sidecar.nodes.messages import MAX_LINKS_BYTES
+
+PAIRS = [(0, 2), (0, 3), (1, 2), (1, 3)]
+
+
+def rows_of(*groups: tuple[int, ...], slow: tuple[int, ...] = ()) -> list[LinkStatistics]:
+    return job({"x": groups}, {slow: 3.0} if slow else None)
+
+
+def test_round_trip() -> None:
+    """A node's rows arrive as they are, but for those with too few operations."""
+    rows = job({"mesh_tp": ROWS, "mesh_dp": COLUMNS})
+    packed, left_out = link_report.encode(3, [*rows, structs.replace(rows[0], transfers=MIN_OPERATIONS - 1)])
+
+    assert sorted(map(str, link_report.decode(packed, 3, 16))) == sorted(map(str, rows))
+    assert link_report.decode(packed, 4, 16) == []
+    assert left_out == 0
+    assert len(packed) < 100 * len(rows)
+
+
+def test_rows_that_do_not_fit_are_counted() -> None:
+    """The ones with most time are reported."""
+    (row,) = rows_of((0, 1))
+    many = [
+        structs.replace(row, key=structs.replace(row.key, group=f"{zlib.crc32(b'%d' % number):x}"), joined=100 + number)
+        for number in range(3000)
+    ]
+    packed, left_out = link_report.encode(0, many)
+    found = link_report.decode(packed, 0, 2)
+
+    assert len(packed) <= MAX_LINKS_BYTES
+    assert 0 < left_out == len(many) - len(found)
+    assert min(each.joined for each in found) == 100 + left_out
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"transfer_ns": (0.0, math.nan, 1.0)}, {"wait_ns": -1.0}, {"joined": -1}, {"pair": (0, 99)}, {"ranges": ""},
+        {"ranges": "0-x"}, {"ranges": "0-999999999999"}, {"octave": 70},
+    ],
+)  # fmt: skip
+def test_invalid_rows_are_refused(changed: dict[str, object]) -> None:
+    (row,) = rows_of((0, 1))
+    of_key = {name: value for name, value in changed.items() if name in row.key.__struct_fields__}
+    of_row = {name: value for name, value in changed.items() if name not in of_key}
+    wrong = structs.replace(row, key=structs.replace(row.key, **of_key), **of_row)
+    data = zlib.compress(msgspec.msgpack.encode((0, [wrong])))
+
+    with pytest.raises(ValueError, match=r"\S"):
+        link_report.decode(data, 0, 16)
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_refused(data: bytes) -> None:
+    """Also what unpacks to other data, or to too much."""
+    for each in (data, zlib.compress(data), zlib.compress(bytes(1 << 22))):
+        with pytest.raises(ValueError, match=r"\S"):
+            link_report.decode(each, 0, 16)
+
+
+def test_nodes_that_see_parts_of_one_group() -> None:
+    """Merged, a group that spans nodes has the shorter transfer, and counts once."""
+    (ours,), (theirs,) = rows_of((0, 1)), rows_of((0, 1), slow=(0, 1))
+    theirs = structs.replace(theirs, wait_ns=1000.0, joined=ours.joined - 1)
+    (both,) = merged_links([[theirs], [structs.replace(ours, wait_ns=0.0)]])
+
+    assert both.transfer_ns == ours.transfer_ns
+    assert both.joined == ours.joined
+    assert (both.waits, both.wait_ns) == (2 * ours.waits, 500.0)
+
+
+def test_large_jobs_are_judged_like_small_ones() -> None:
+    """Candidates are ruled out early without a change of the result."""
+    for count in (3, 4, 5, 8):
+        groups = [(2 * number, 2 * number + 1) for number in range(count)]
+        found = slow_links(rows_of(*groups, slow=groups[-1]))
+        assert [link.ranks for link in found.links] == [groups[-1]]
+        assert found.links[0].peers_transfer_ns == pytest.approx(TRANSFER_US * US, rel=0.1)
+
+
+def test_node_0_judges_the_links_of_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node sees two groups, which is too few to compare; node 0 gets all of them, and reports of other attempts,
+    and invalid ones, change nothing."""
+    wire, views = two_nodes(tmp_path)
+    views[0].update(1.0)
+    rows = {"node-0": rows_of(*PAIRS[:2]), "node-1": rows_of(*PAIRS[2:], slow=PAIRS[3])}
+    monkeypatch.setattr(assessment, "link_statistics", lambda host: rows[host])
+    verdicts = []
+    for view, host in zip(reversed(views), ("node-1", "node-0"), strict=True):
+        state = NodeState(host)
+        monkeypatch.setattr(state.join, "operations", lambda host=host: host)
+        verdicts.append(LinkWatch().update(state, view, 0.0, final=False))
+    alone, found = verdicts
+
+    assert alone is None
+    assert found is not None
+    assert found.evidence.links[0].ranks == PAIRS[3]
+    (whole,) = wire.links.values()
+    for other in (link_report.encode(1, rows["node-1"])[0], whole[:-9], b""):
+        wire.links = {"node-1": other}
+        assert LinkWatch().update(state, views[0], 0.0, final=False) is None

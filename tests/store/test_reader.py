@@ -1,0 +1,138 @@
+"""The reader of Parquet files: it skips, it filters, and it names what it cannot read."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.processes import ROOT
+from torchlens_perf.run import ownership
+from torchlens_perf.store.reader import (
+    Files,
+    ParquetFile,
+    UnreadableFileError,
+    coded,
+    concatenated,
+    damage_noted_in,
+    noted_in,
+)
+
+ROWS = 1000
+"""In each of the two row groups."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One file: steps 0 to 999 in one row group, 1000 to 1999 in the other."""
+    steps = np.arange(2 * ROWS)
+    kinds = pa.array([("step", "data")[step % 2] for step in steps.tolist()]).dictionary_encode()
+    made = tmp_path / "spans"
+    made.mkdir()
+    pq.write_table(
+        pa.table({"step": steps, "kind": kinds}), made / "node-000001.parquet",
+        row_group_size=ROWS, write_page_checksum=True, use_dictionary=["kind"],
+    )  # fmt: skip
+    return made
+
+
+def flip_a_bit(path: Path, row_group: int) -> None:
+    """In the values of the steps."""
+    chunk = pq.read_metadata(path).row_group(row_group).column(0)
+    content = bytearray(path.read_bytes())
+    content[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
+    path.write_bytes(content)
+
+
+def steps_of(folder: Path, notes: list[str], *steps: int) -> list[int]:
+    files = Files(folder, unreadable=noted_in(notes))
+    return [
+        step
+        for table in files.read(lambda file: file.table(["step"], {"step": steps}))
+        for step in table["step"].to_pylist()
+    ]
+
+
+def test_rows_are_filtered_in_their_order(folder: Path) -> None:
+    where = {"step": [1500, 3, 4], "kind": ["data"]}
+    (table,) = Files(folder).read(lambda file: file.table(where=where))
+    assert table.to_pylist() == [{"step": 3, "kind": "data"}]
+    assert coded(table["kind"], {"data": 7}, -1).tolist() == [7]
+
+
+def test_row_groups_without_wanted_rows_are_not_read(folder: Path) -> None:
+    """A changed bit in the second row group is noticed only by a reader of its rows."""
+    flip_a_bit(folder / "node-000001.parquet", 1)
+    notes: list[str] = []
+    assert steps_of(folder, notes, 3, 999) == [3, 999]
+    assert notes == []
+    assert steps_of(folder, notes, 3, 1000) == []
+    (note,) = notes
+    assert note.startswith("spans/node-000001.parquet cannot be read, its rows are missing: ")
+
+
+def test_extremes_need_no_row(folder: Path) -> None:
+    for row_group in (0, 1):
+        flip_a_bit(folder / "node-000001.parquet", row_group)
+    assert list(Files(folder).read(lambda file: file.extremes("step"))) == [(0, 2 * ROWS - 1)]
+
+
+def test_large_files_come_in_pieces(folder: Path) -> None:
+    steps = np.arange(300_000)
+    pq.write_table(pa.table({"step": steps}), folder / "node-000001.parquet")
+    (sizes,) = Files(folder).read(lambda file: [batch.num_rows for batch in file.batches(["step"])])
+    assert sum(sizes) == len(steps)
+    assert max(sizes) <= 1 << 16
+
+
+def test_files_of_nodes_only(folder: Path) -> None:
+    for name in ("node-000002", "node-1-000001", "other-000001", ".hidden-000001", "node-x"):
+        (folder / f"{name}.parquet").touch()
+    assert [path.stem for path in Files(folder, ["other", "node"]).paths] == [
+        "other-000001", "node-000001", "node-000002",
+    ]  # fmt: skip
+    assert len(Files(folder).paths) == 5
+
+
+def test_a_failing_disk_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sidecar tries again later; a page shows the rest."""
+
+    def failing(path: Path) -> int:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(ownership, "open_to_read", failing)
+    notes: list[str] = []
+    with pytest.raises(UnreadableFileError, match="Input/output error"):
+        list(Files(folder, unreadable=damage_noted_in(notes)).read(ParquetFile.table))
+    assert notes == []
+    assert list(Files(folder, unreadable=noted_in(notes)).read(ParquetFile.table)) == []
+    assert len(notes) == 1
+
+
+def test_a_missing_column_is_an_error_of_its_file(folder: Path) -> None:
+    pq.write_table(pa.table({"rank": [1]}), folder / "node-000002.parquet")
+    notes: list[str] = []
+    assert steps_of(folder, notes, 5) == [5]
+    assert ["node-000002.parquet" in note for note in notes] == [True]
+
+
+def test_tables_of_two_versions() -> None:
+    older, newer = pa.table({"step": [1]}), pa.table({"step": [2], "work_ns": [3]})
+    assert concatenated([older, newer])["work_ns"].to_pylist() == [None, 3]
+
+
+def test_a_command_that_reads_imports_no_pandas(folder: Path) -> None:
+    program = (
+        "import sys; sys.argv[1:] = ['report', 'nowhere']; from torchlens_perf.commands.cli import main; main(); "
+        "import pathlib; from torchlens_perf.store.reader import Files, ParquetFile; "
+        f"(table,) = Files(pathlib.Path({str(folder)!r})).read(ParquetFile.table); "
+        "print(len(table), 'pandas' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == f"{2 * ROWS} False\n"

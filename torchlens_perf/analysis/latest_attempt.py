@@ -1,0 +1,40 @@
+"""The processes and collectives of a job's newest attempt, from its nodes' states. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.collectives.slow_link import LinkFindings, link_statistics, slow_links
+from torchlens_perf.analysis.collectives.statistics import merged_operations
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.collectives.join import CollectiveJoin
+    from torchlens_perf.analysis.node_state import NodeState, ProcessState
+
+
+def latest_attempt(nodes: Iterable[NodeState]) -> dict[int, ProcessState]:
+    """By rank, the last process of the newest world. An earlier one may have had other ranks, and other steps.
+
+    Agents that join or leave an elastic job make another world, and torchrun does not count that as an attempt.
+    """
+    processes = sorted(
+        (process for node in nodes for process in node.processes.values()),
+        key=lambda each: (each.identity.attempt, each.anchor.unix_ns),
+    )
+    worlds = [(each.identity.attempt, each.identity.world_size) for each in processes]
+    return {each.identity.rank: each for each, world in zip(processes, worlds, strict=True) if world == worlds[-1]}
+
+
+def newest_joins(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
+    """The joins of the nodes that have processes of the newest attempt."""
+    attempts = [(max((each.identity.attempt for each in node.processes.values()), default=0), node) for node in nodes]
+    newest = max((attempt for attempt, _ in attempts), default=0)
+    return [node.join for attempt, node in attempts if attempt == newest]
+
+
+def links_of(nodes: Sequence[NodeState]) -> LinkFindings:
+    """The slow links."""
+    hosts = {rank: process.identity.host for rank, process in latest_attempt(nodes).items()}
+    operations = merged_operations([join.operations() for join in newest_joins(nodes)])
+    return slow_links(link_statistics(operations), hosts)

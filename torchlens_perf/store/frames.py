@@ -1,0 +1,35 @@
+"""Tables of a run as Arrow streams, for pandas, polars and pyarrow in another process."""
+
+from __future__ import annotations
+
+import logging
+from typing import IO, TYPE_CHECKING
+
+import pyarrow as pa
+
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.store.reader import Files, ParquetFile, concatenated, damage_noted_in
+
+if TYPE_CHECKING:
+    from torchlens_perf.run.directory import RunDirectory
+
+logger = logging.getLogger("torchlens_perf.sidecar")
+_SORTED_BY = ("rank", "attempt", "step", "sequence", "time")
+
+
+def write_table(run: RunDirectory, name: str, file: IO[bytes]) -> None:
+    """Write a table of the run to an Arrow stream, by rank, attempt, step and time.
+
+    name: a folder of the run directory, such as "steps". Damaged files are left out, with a line in the log. Raise
+    RunStoreError where there is no file, or the disk fails.
+    """
+    notes: list[str] = []
+    tables = list(Files(run.path / name, unreadable=damage_noted_in(notes)).read(ParquetFile.table))
+    for note in notes:
+        logger.warning("%s", note)
+    if not tables:
+        raise RunStoreError(f"{run.path} has no {name} yet")
+    table = concatenated(tables)
+    table = table.sort_by([(key, "ascending") for key in _SORTED_BY if key in table.schema.names])
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)

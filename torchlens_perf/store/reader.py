@@ -1,0 +1,214 @@
+"""The reader of all Parquet files of a run directory.
+
+Any file may lie in a run directory, so the reader checks what a file declares before it reads it, and contains all
+errors. Rows are read by `pyarrow.dataset`, which skips row groups by their statistics and decodes on one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import operator
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.run import ownership
+from torchlens_perf.store.file_names import files_of
+from torchlens_perf.store.writer import FOOTER, texts_of
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+MAX_ROWS = 1 << 23
+"""Of one file. The sidecar's files have fewer than a million rows."""
+MAX_DECODED_BYTES = 1 << 31
+"""Of one file's columns, as far as the file declares them."""
+_MAX_METADATA_BYTES = 1 << 26
+_BYTES_OF_A_VALUE = 8
+_ROWS_AT_ONCE = 1 << 16
+_T = TypeVar("_T")
+
+
+class UnreadableFileError(RunStoreError):
+    """A file that is damaged, of another version, or on a disk that fails."""
+
+    def __init__(self, path: Path, error: Exception) -> None:
+        why = f"cannot be read, its rows are missing: {str(error).partition(chr(10))[0]}"
+        super().__init__(f"{path} {why}")
+        self.in_run = f"{path.parent.name}/{path.name} {why}"
+        """The same without the run's folder."""
+        self.by_disk = isinstance(error, OSError) and error.errno is not None  # Arrow's own errors have no number
+        """Whether the disk failed and not the file: the file may be readable later."""
+
+
+class ParquetFile:
+    """One open file. Its methods raise whatever damage leads to; `Files.read` contains that."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._opened = pq.ParquetFile(file)
+        _check_declared(self._opened.metadata)
+        self.names: list[str] = self._opened.schema_arrow.names
+
+    @property
+    def footer(self) -> Any:
+        """The JSON that write() was given."""
+        return json.loads((self._opened.schema_arrow.metadata or {})[FOOTER])
+
+    def extremes(self, column: str) -> tuple[Any, Any] | None:
+        """Return the smallest and largest value of a column by its statistics; None if it has no statistics."""
+        at, metadata = self.names.index(column), self._opened.metadata
+        groups = [metadata.row_group(group).column(at).statistics for group in range(metadata.num_row_groups)]
+        if not groups or not all(found is not None and found.has_min_max for found in groups):
+            return None
+        return min(found.min for found in groups), max(found.max for found in groups)
+
+    def batches(self, columns: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """Yield the rows in pieces, in their order, texts as dictionaries. columns: None for all."""
+        yield from self._scanner(columns, {}).to_batches()
+
+    def table(
+        self, columns: Collection[str] | None = None, where: Mapping[str, Collection[Any]] | None = None
+    ) -> pa.Table:
+        """Return the rows, in their order, texts as dictionaries.
+
+        columns: None for all. where: by column, the values of the rows that are wanted; row groups without any are
+        skipped.
+        """
+        return concatenated([self._scanner(columns, where or {}).to_table().replace_schema_metadata()])
+
+    def _scanner(self, columns: Collection[str] | None, where: Mapping[str, Collection[Any]]) -> Any:
+        import pyarrow.dataset as ds  # 50 ms, which a sidecar that only writes does not spend
+
+        fragment = ds.ParquetFileFormat(
+            read_options=ds.ParquetReadOptions(dictionary_columns=texts_of(self._opened.schema_arrow)),
+            default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True),
+        ).make_fragment(self._file)
+        conditions = [ds.field(name).isin(list(values)) for name, values in where.items()]
+        return fragment.scanner(
+            columns=None if columns is None else list(columns),
+            filter=functools.reduce(operator.and_, conditions) if conditions else None,
+            batch_size=_ROWS_AT_ONCE,
+            batch_readahead=0,  # memory belongs to the job, as do the processors
+            use_threads=False,
+        )
+
+
+class Files:
+    """The Parquet files of one folder, such as `run.spans`, in the order in which each node wrote them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: Collection[str] | None = None,
+        unreadable: Callable[[UnreadableFileError], object] | None = None,
+    ) -> None:
+        """nodes: whose files; None for every file in the folder. unreadable: gets the error of each file that is left
+        out; None if read() is to raise it."""
+        self._unreadable = unreadable
+        if nodes is None:
+            self.paths = sorted(folder.glob("[!.]*.parquet"))
+        else:
+            self.paths = [path for node in dict.fromkeys(nodes) for path in files_of(folder, node)]
+
+    def size_bytes(self) -> int:
+        """Return the size of all files that are still there."""
+        size = 0
+        for path in self.paths:
+            with contextlib.suppress(FileNotFoundError):
+                size += path.stat().st_size
+        return size
+
+    def read(self, use: Callable[[ParquetFile], _T]) -> Iterator[_T]:
+        """Yield what `use` returns for each file. An error in it counts as damage of its file."""
+        for path in self.paths:
+            try:
+                with open(ownership.open_to_read(path), "rb") as file:
+                    _check_metadata_size(file.fileno())
+                    found = use(ParquetFile(file))
+            except Exception as error:  # whatever lies there
+                why = UnreadableFileError(path, error)
+                if self._unreadable is None:
+                    raise why from None
+                self._unreadable(why)
+            else:
+                yield found
+
+
+def noted_in(notes: list[str]) -> Callable[[UnreadableFileError], None]:
+    """Return an `unreadable` for Files that adds a line for each file."""
+    return lambda error: notes.append(error.in_run)
+
+
+def damage_noted_in(notes: list[str] | None) -> Callable[[UnreadableFileError], None]:
+    """Return an `unreadable` that adds a line for each damaged file, and raises the error of a failing disk.
+
+    notes: None raises every error.
+    """
+
+    def note(error: UnreadableFileError) -> None:
+        if notes is None or error.by_disk:
+            raise error
+        notes.append(str(error))
+
+    return note
+
+
+def concatenated(tables: Collection[pa.Table]) -> pa.Table:
+    """Return the rows of all tables. Each text column has one dictionary; a column that a table lacks is null there."""
+    return pa.concat_tables(tables, promote_options="default").unify_dictionaries().combine_chunks()
+
+
+def coded(column: pa.Array | pa.ChunkedArray, value_of: Mapping[str, int], missing: int) -> npt.NDArray[np.int64]:
+    """Return what `value_of` has for each row of a column of texts."""
+    codes, texts = dictionary(column)
+    values = np.array([value_of.get(text, missing) for text in texts], np.int64)
+    found: npt.NDArray[np.int64] = values[codes]
+    return found
+
+
+def dictionary(column: pa.Array | pa.ChunkedArray) -> tuple[npt.NDArray[np.int32], list[str]]:
+    """Return a column of texts as codes and the texts that they stand for."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if array.null_count:
+        raise ValueError("a text is missing")
+    return array.indices.to_numpy(), array.dictionary.to_pylist()
+
+
+def numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64] | None:
+    """Return a column of numbers or times with NaN for what is missing; None for a column of another kind."""
+    kind = column.type
+    if pa.types.is_timestamp(kind):
+        column = column.cast(pa.int64())
+    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        return None
+    return np.asarray(column.to_numpy(), np.float64)
+
+
+def _check_metadata_size(descriptor: int) -> None:
+    """The last 8 bytes are the metadata's length and a mark. Arrow itself checks them once they are of a usual size."""
+    size = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, 4, max(0, size - 8)), "little")
+    if length > _MAX_METADATA_BYTES and os.pread(descriptor, 4, max(0, size - 4)) == b"PAR1":
+        raise ValueError(f"its metadata have {length} bytes, more than {_MAX_METADATA_BYTES}")
+
+
+def _check_declared(metadata: pq.FileMetaData) -> None:
+    rows = metadata.num_rows
+    if not 0 <= rows <= MAX_ROWS:
+        raise ValueError(f"it declares {rows} rows, more than {MAX_ROWS}")
+    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    # Encoded bytes may be far fewer than the values, and far more where there are few rows.
+    columns = [group.column(at) for group in groups for at in range(group.num_columns)]
+    encoded = sum(max(0, column.total_uncompressed_size) for column in columns)
+    decoded = max(encoded, sum(group.num_rows * group.num_columns * _BYTES_OF_A_VALUE for group in groups))
+    if decoded > MAX_DECODED_BYTES:
+        raise ValueError(f"it declares {decoded} bytes, more than {MAX_DECODED_BYTES}")

@@ -1,0 +1,56 @@
+"""Samples of a node's hardware in Parquet files: one folder for each kind, one column for each field."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from torchlens_perf.run.place.node import host_of
+from torchlens_perf.store.writer import Writer
+
+if TYPE_CHECKING:
+    from torchlens_perf.run.directory import RunDirectory
+
+GPUS, LINKS = "gpus", "links"
+_LEFT_OUT = ("grown", "monotonic_ns", "unix_ns")
+_TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
+
+
+class SampleWriter:
+    """Write one node's samples and keep their total below a cap, the newest kept."""
+
+    def __init__(self, run: RunDirectory, node: str) -> None:
+        self._run = run
+        self._node = node
+        self._writer = Writer([run.path / GPUS, run.path / LINKS], node)
+
+    @property
+    def dropped_files(self) -> int:
+        """How many were removed for newer ones."""
+        return self._writer.removed_files
+
+    def write(self, samples: Mapping[str, Sequence[Any]], cap_bytes: int) -> None:
+        """Write a file into each of these folders, GPUS and LINKS, that has samples. Raise OSError on a full disk.
+
+        samples: dataclasses of one class for each folder, with `monotonic_ns` and `unix_ns`.
+        """
+        host = host_of(self._node)
+        tables = {self._run.path / folder: _table(host, each) for folder, each in samples.items() if each}
+        if tables:
+            self._writer.write(tables, cap_bytes)
+
+
+def schema_of(kind: type[Any]) -> pa.Schema:
+    """Return the columns of all files of a kind of samples, also of those that this node's hardware does not report."""
+    fields = [field for field in dataclasses.fields(kind) if field.name not in _LEFT_OUT]
+    columns = [(field.name, _TYPES[str(field.type).removesuffix(" | None")]) for field in fields]
+    times = [("time", pa.timestamp("ns", tz="UTC")), ("monotonic_ns", pa.int64())]
+    return pa.schema([("host", pa.string()), *columns[:1], *times, *columns[1:]])
+
+
+def _table(host: str, samples: Sequence[Any]) -> pa.Table:
+    rows = [{**vars(sample), "host": host, "time": sample.unix_ns} for sample in samples]
+    return pa.Table.from_pylist(rows, schema_of(type(samples[0])))

@@ -1,0 +1,270 @@
+"""Segments: a node's records and steps in Parquet files, which DuckDB, pandas or polars read without us.
+
+Each file is written whole under another name and then renamed, so a killed sidecar leaves no torn file. Records that
+are in no file yet are still in the rings. The footer says which processes' records a file holds, up to which sequence
+number, and how to convert their monotonic times to the wall clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from torchlens_perf.run.clock import Anchor
+from torchlens_perf.run.records import PARTS, StepTable
+from torchlens_perf.run.ring import Kind, kind_name, record_dtype
+from torchlens_perf.store.reader import Files, ParquetFile, UnreadableFileError, coded, damage_noted_in, dictionary
+from torchlens_perf.store.writer import Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    import numpy.typing as npt
+
+    from torchlens_perf.run.directory import RunDirectory
+
+_COPIED = ("step", "depth", "flags", "start_ns", "duration_ns", "nested_ns", "phase_ns", "value0", "value1")
+_RECORD = ("process", "kind", "name", *_COPIED)
+_ORIGIN = ("rank", "attempt", "host")
+_KINDS = {kind_name(kind): int(kind) for kind in Kind}
+SPANS = tuple(kind for kind in Kind if kind not in (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED, Kind.MEMORY))
+"""The kinds of records that are spans."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The process that made records: constant columns of their rows."""
+
+    key: str
+    rank: int
+    attempt: int
+    host: str
+    anchor: Anchor
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Records of one process, ending with a whole step, and the steps they finish."""
+
+    origin: Origin
+    records: npt.NDArray[np.void]
+    sequences: npt.NDArray[np.int64]
+    names: list[str]
+    steps: StepTable
+
+
+class Records(NamedTuple):
+    """Records of one process, in their order; a name_id is a position in `names`."""
+
+    records: npt.NDArray[np.void]
+    names: list[str]
+
+
+class SegmentWriter:
+    """Write one node's segments and keep their total below a cap, the newest kept."""
+
+    def __init__(self, run: RunDirectory, node: str, cap_bytes: int) -> None:
+        self._run = run
+        self._cap_bytes = cap_bytes
+        self._writer = Writer([run.spans, run.steps], node)
+
+    @property
+    def dropped_segments(self) -> int:
+        """How many were removed for newer ones."""
+        return self._writer.removed_numbers
+
+    def write(self, chunks: list[Chunk]) -> None:
+        """Write the chunks as one segment: a file of spans and a file of steps. Raise OSError on a full disk."""
+        if not chunks:
+            return
+        footer = {
+            chunk.origin.key: {"last_sequence": int(chunk.sequences[-1]), "anchor": list(chunk.origin.anchor)}
+            for chunk in chunks
+        }
+        tables = {
+            self._run.spans: pa.concat_tables([_span_table(chunk) for chunk in chunks]),
+            self._run.steps: pa.concat_tables([_step_table(chunk) for chunk in chunks]),
+        }
+        self._writer.write(tables, self._cap_bytes, footer)
+
+
+def last_sequences(run: RunDirectory, node: str, notes: list[str] | None = None) -> dict[str, int]:
+    """Return the last sequence number of each process in the node's segments: a restarted sidecar goes on there.
+
+    notes: gets a line for each damaged segment, which is left alone; its records are read again if the rings still have
+    them. None: damage is an error. Raise UnreadableFileError, also where the disk fails.
+    """
+    last: dict[str, int] = {}
+    for footer in Files(run.spans, [node], damage_noted_in(notes)).read(_footer):
+        for key, kept in footer.items():
+            last[key] = max(last.get(key, -1), int(kept["last_sequence"]))
+    return last
+
+
+def read_chunks(
+    run: RunDirectory, node: str, notes: list[str] | None = None, segment_done: Callable[[], object] = lambda: None
+) -> Iterator[tuple[Origin, npt.NDArray[np.void], list[str], int]]:
+    """Yield a node's records as they were read from the rings: origin, records, names, and records lost before them.
+
+    notes: gets a line for each damaged segment, which is left out; its records are counted as lost where later ones
+    follow. None: damage is an error. segment_done: called after each segment. Raise UnreadableFileError, also where the
+    disk fails.
+    """
+    expected: dict[str, int] = {}
+    segments = Files(run.spans, [node], lambda error: (damage_noted_in(notes)(error), segment_done()))
+    for chunks in segments.read(_chunks):
+        for origin, (records, names), sequences in chunks:
+            lost = int(sequences[-1]) + 1 - expected.get(origin.key, int(sequences[0])) - len(sequences)
+            expected[origin.key] = int(sequences[-1]) + 1
+            yield origin, records, names, max(0, lost)
+        segment_done()
+
+
+def kept_steps(run: RunDirectory, nodes: Collection[str]) -> tuple[int, int] | None:
+    """Return the first and last step that these nodes have span files of; None without files. The oldest may be gone.
+
+    Unreadable files are left out: the reader of their rows reports them.
+    """
+    found = Files(run.spans, nodes, lambda error: None).read(lambda file: file.extremes("step"))
+    extremes = [each for each in found if each is not None]
+    return (min(low for low, _ in extremes), max(high for _, high in extremes)) if extremes else None
+
+
+def all_records(
+    run: RunDirectory,
+    node_of: Mapping[str, str],
+    unreadable: Callable[[UnreadableFileError], object],
+    kinds: Collection[Kind] = SPANS,
+    steps: Collection[int] | None = None,
+) -> Iterator[tuple[str, Records]]:
+    """Yield the records of these processes, kinds and steps: by key, one piece after the other in the order of time.
+
+    node_of: each process's node, as in names of files. steps: None for all.
+    """
+    where: dict[str, Collection[Any]] = {} if steps is None else {"step": steps}
+    where = {**where, "process": list(node_of), "kind": [kind_name(kind) for kind in kinds]}
+    files = Files(run.spans, node_of.values(), unreadable)
+    for pieces in files.read(lambda file: _by_process(file.table(_RECORD, where))):
+        yield from pieces.items()
+
+
+def records_of(
+    run: RunDirectory,
+    node_of: Mapping[str, str],
+    steps: Collection[int],
+    unreadable: Callable[[UnreadableFileError], object],
+    kinds: Collection[Kind] = SPANS,
+) -> dict[str, Records]:
+    """Return the records of these processes, kinds and steps by key. Arguments as for all_records().
+
+    Memory is bounded by the longest row group with one of the steps, and by what is returned.
+    """
+    pieces: dict[str, list[Records]] = defaultdict(list)
+    for key, piece in all_records(run, node_of, unreadable, kinds, steps):
+        pieces[key].append(piece)
+    return {key: _joined(of_process) for key, of_process in pieces.items()}
+
+
+def _footer(file: ParquetFile) -> dict[str, Any]:
+    kept: dict[str, Any] = file.footer
+    if not all(isinstance(each["last_sequence"], int) and len(each["anchor"]) == 3 for each in kept.values()):
+        raise ValueError("its footer is another one's")
+    return kept
+
+
+def _chunks(file: ParquetFile) -> list[tuple[Origin, Records, npt.NDArray[np.int64]]]:
+    """Return a segment's records and their sequence numbers, by process."""
+    anchors = {key: Anchor(*kept["anchor"]) for key, kept in _footer(file).items()}
+    table = file.table([*_RECORD, *_ORIGIN, "sequence"])
+    codes, keys = dictionary(table.column("process"))
+    sequences = table.column("sequence").to_numpy()
+    found = []
+    for key, records in _by_process(table).items():
+        rows = codes == keys.index(key)
+        rank, attempt, host = (table.column(name)[int(rows.argmax())].as_py() for name in _ORIGIN)
+        origin = Origin(key, rank, attempt, host, anchors.get(key, Anchor(0, 0, 0)))
+        found.append((origin, records, sequences[rows]))
+    return found
+
+
+def _by_process(table: pa.Table) -> dict[str, Records]:
+    """Return the records in a table of spans by process, in the order in which the processes come."""
+    records = np.zeros(table.num_rows, record_dtype())
+    for column in _COPIED:
+        records[column] = table.column(column).to_numpy()
+    records["kind"] = coded(table.column("kind"), _KINDS, 0)
+    records["name_id"], names = dictionary(table.column("name"))
+    codes, keys = dictionary(table.column("process"))
+    _, firsts = np.unique(codes, return_index=True)
+    return {keys[code]: Records(records[codes == code], names) for code in codes[np.sort(firsts)].tolist()}
+
+
+def _joined(pieces: list[Records]) -> Records:
+    records, names = [], list[str]()
+    for piece in pieces:
+        piece.records["name_id"] += len(names)
+        names += piece.names
+        records.append(piece.records)
+    return Records(np.concatenate(records), names)
+
+
+def _span_table(chunk: Chunk) -> pa.Table:
+    records = chunk.records
+    kinds, kind_codes = np.unique(records["kind"], return_inverse=True)
+    columns: dict[str, Any] = {
+        **_origin_columns(chunk.origin, len(records)),
+        "kind": _texts(kind_codes, [kind_name(int(kind)) for kind in kinds]),
+        "name": _texts(np.minimum(records["name_id"], len(chunk.names)), [*chunk.names, "(unknown)"]),
+        "time": _times(records["start_ns"], chunk.origin.anchor),
+        "sequence": chunk.sequences,
+    }
+    columns.update({name: np.ascontiguousarray(records[name]) for name in _COPIED})
+    return pa.table(columns)
+
+
+def _step_table(chunk: Chunk) -> pa.Table:
+    steps = chunk.steps
+    columns: dict[str, Any] = {
+        **_origin_columns(chunk.origin, len(steps)),
+        "step": steps.step,
+        "time": _times(steps.start_ns, chunk.origin.anchor),
+        "start_ns": steps.start_ns,
+        "duration_ns": steps.duration_ns,
+        "own_ns": steps.own_ns,
+        "work_ns": steps.work_ns,
+    }
+    columns.update({f"{part}_ns": np.ascontiguousarray(steps.parts_ns[:, i]) for i, part in enumerate(PARTS)})
+    columns.update(memory_bytes=steps.memory_bytes, micro_steps=steps.micro_steps, flags=steps.flags)
+    columns["workload"] = _known(steps.workload)
+    for name in ("cpu_ns", "ready_ns"):
+        times = getattr(steps, name)
+        columns[name] = _known(np.where(times[:, 0] < 0, -1, times.sum(axis=1)))
+    return pa.table(columns)
+
+
+def _known(values: npt.NDArray[np.int64]) -> pa.Array:
+    """Null where nothing was measured."""
+    return pa.array(values, mask=values < 0)
+
+
+def _origin_columns(origin: Origin, rows: int) -> dict[str, Any]:
+    return {
+        "rank": np.full(rows, origin.rank, np.int32),
+        "attempt": np.full(rows, origin.attempt, np.int32),
+        "host": _texts(np.zeros(rows), [origin.host]),
+        "process": _texts(np.zeros(rows), [origin.key]),
+    }
+
+
+def _texts(codes: npt.NDArray[Any], texts: list[str]) -> pa.DictionaryArray:
+    return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int32)), pa.array(texts, pa.string()))
+
+
+def _times(monotonic_ns: npt.NDArray[np.int64], anchor: Anchor) -> pa.Array:
+    unix_ns = np.asarray(monotonic_ns, np.int64) + (anchor.unix_ns - anchor.monotonic_ns)
+    return pa.array(unix_ns, pa.timestamp("ns", tz="UTC"))

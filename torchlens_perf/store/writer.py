@@ -1,0 +1,101 @@
+"""The writer of all Parquet files of a run directory: whole files, their total below a cap, the newest kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchlens_perf.run import ownership
+from torchlens_perf.store.file_names import files_of, number, path_of
+
+FOOTER = b"torchlens_perf"
+"""The key of a file's footer in its metadata."""
+_SOUGHT_BY = ("rank", "step", "time")
+
+
+class Writer:
+    """Write one node's tables as files, with the same number into several folders. One thread."""
+
+    def __init__(self, folders: Sequence[Path], node: str) -> None:
+        """folders: all that count against the cap; they may not exist yet."""
+        self._node = node
+        # No other process writes or removes these files. To ask for their sizes at each write would be most of the
+        # work of a shared disk.
+        self._sizes: dict[Path, int] = {}
+        for path in (path for folder in folders for path in files_of(folder, node)):
+            with contextlib.suppress(FileNotFoundError):
+                self._sizes[path] = path.stat().st_size
+        self._number = max(map(number, self._sizes), default=0)
+        self.removed_numbers = 0
+        """How many numbers lost their files to the cap."""
+        self.removed_files = 0
+
+    def write(self, tables: Mapping[Path, pa.Table], cap_bytes: int, footer: Mapping[str, Any] | None = None) -> None:
+        """Write one table into each of these folders: all, or none on an error. Raise OSError on a full disk.
+
+        Files get their names once all are written, so a killed process leaves no torn file. footer: JSON to find again
+        in `ParquetFile.footer`.
+        """
+        self._number += 1
+        partials: dict[Path, Path] = {}
+        try:
+            for folder, table in tables.items():
+                folder.mkdir(exist_ok=True)
+                path = path_of(folder, self._node, self._number)
+                partials[path] = path.with_suffix(".partial")
+                os.close(ownership.create(partials[path]))
+                _write(table, partials[path], footer)
+            sizes = {path: partial.stat().st_size for path, partial in partials.items()}
+            self._make_room(sum(sizes.values()), cap_bytes)
+            for path, partial in partials.items():
+                os.replace(partial, path)
+                self._sizes[path] = sizes[path]
+        except BaseException:
+            for partial in partials.values():
+                partial.unlink(missing_ok=True)
+            raise
+
+    def _make_room(self, needed_bytes: int, cap_bytes: int) -> None:
+        """Remove the oldest files, one number at a time, until the new ones fit below the cap."""
+        numbered: dict[int, list[Path]] = {}
+        for path in self._sizes:
+            numbered.setdefault(number(path), []).append(path)
+        total = sum(self._sizes.values()) + needed_bytes
+        for each in sorted(numbered):
+            if total <= cap_bytes:
+                break
+            for path in numbered[each]:
+                path.unlink(missing_ok=True)
+                total -= self._sizes.pop(path)
+            self.removed_numbers += 1
+            self.removed_files += len(numbered[each])
+
+
+def texts_of(schema: pa.Schema) -> list[str]:
+    """Return the columns of texts. Their values repeat, so they are kept as dictionaries, in files and in memory."""
+    kinds = (pa.types.is_dictionary, pa.types.is_string, pa.types.is_binary)
+    return [field.name for field in schema if any(is_kind(field.type) for is_kind in kinds)]
+
+
+def _write(table: pa.Table, path: Path, footer: Mapping[str, Any] | None) -> None:
+    table = table.unify_dictionaries()
+    if footer is not None:
+        table = table.replace_schema_metadata({FOOTER: json.dumps(footer).encode()})
+    with open(path, "wb") as file:  # pyarrow opens no path whose bytes are not UTF-8
+        pq.write_table(
+            table,
+            file,
+            compression="zstd",
+            compression_level=1,
+            # No two times are equal: dictionaries of them would make a file two thirds larger, in half as long again.
+            use_dictionary=texts_of(table.schema),
+            write_statistics=[name for name in _SOUGHT_BY if name in table.schema.names],
+            write_page_checksum=True,  # a changed bit would be another time
+        )

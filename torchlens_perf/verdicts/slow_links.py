@@ -1,0 +1,24 @@
+"""The verdict on slow links, from what a job's nodes know of their collectives. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from torchlens_perf.run.sketch import merged
+
+if TYPE_CHECKING:
+    from torchlens_perf.analysis.collectives.slow_link import LinkFindings
+    from torchlens_perf.analysis.statistics.rank import RankStatistics
+    from torchlens_perf.verdicts.words.evidence import JudgedVerdict
+
+
+def slow_link_verdict(found: LinkFindings, ranks: Collection[RankStatistics]) -> JudgedVerdict | None:
+    """The verdict; None if no link is slow. ranks: their steps are those that the cost is a share of."""
+    if not found.links:
+        return None
+    from torchlens_perf.verdicts.words import verdict  # all sentences, which a sidecar rarely needs
+
+    steps = merged(each.step for each in ranks)
+    counted = max((each.counted_steps for each in ranks), default=0)
+    return verdict.slow_link(counted, steps.mean_ns() / 1e9 if steps.count else None, found)
