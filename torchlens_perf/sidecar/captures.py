@@ -94,10 +94,7 @@ class CaptureRelay:
             self._follow(asked, ranks.get(asked.rank), now_s)
 
     def ask_after_verdict(
-        self,
-        findings: Findings,
-        places: Mapping[int, Placement],
-        ranks: Mapping[int, LiveRank],
+        self, findings: Findings, places: Mapping[int, Placement], ranks: Mapping[int, LiveRank]
     ) -> None:
         """Asks for a capture of the rank that is named and of a healthy one: once in an attempt of the job.
 

@@ -180,13 +180,7 @@ class _Sending:
             if not self._exporter.wait_for_room(_FLUSH_TIMEOUT_S):
                 self._waited_s += time.monotonic() - started_s
 
-    def assess(
-        self,
-        run: RunDirectory,
-        epoch: Epoch,
-        findings: Findings,
-        saved: list[NodeState],
-    ) -> None:
+    def assess(self, run: RunDirectory, epoch: Epoch, findings: Findings, saved: list[NodeState]) -> None:
         """The alerts of the whole run, with the ids that they had when it was live. saved: the nodes' states."""
         last = self._last
         if last is None:

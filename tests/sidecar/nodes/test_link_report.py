@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from torchlens_perf.sidecar.assessment import LinkWatch
 
 from tests.analysis.collectives.test_slow_link import COLUMNS, ROWS, TRANSFER_US, job
 from tests.sidecar.test_job import two_nodes
@@ -23,7 +22,8 @@ from torchlens_perf.analysis.collectives.slow_link import (
     slow_links,
 )
 from torchlens_perf.analysis.node_state import NodeState
-from torchlens_perf.sidecar import assessment
+from torchlens_perf.sidecar import alerts
+from torchlens_perf.sidecar.alerts import LinkWatch
 from torchlens_perf.sidecar.nodes import link_report
 from torchlens_perf.sidecar.nodes.messages import MAX_LINKS_BYTES
 
@@ -112,12 +112,12 @@ def test_node_0_judges_the_links_of_all_nodes(tmp_path: Path, monkeypatch: pytes
     wire, views = two_nodes(tmp_path)
     views[0].update(1.0)
     rows = {"node-0": rows_of(*PAIRS[:2]), "node-1": rows_of(*PAIRS[2:], slow=PAIRS[3])}
-    monkeypatch.setattr(assessment, "link_statistics", lambda host: rows[host])
+    monkeypatch.setattr(alerts, "link_statistics", lambda host: rows[host])
     verdicts = []
     for view, host in zip(reversed(views), ("node-1", "node-0"), strict=True):
         state = NodeState(host)
         monkeypatch.setattr(state.join, "operations", lambda host=host: host)
-        verdicts.append(LinkWatch().update(state, view, 0.0, final=False))
+        verdicts.append(LinkWatch().update(state, view.cluster, view.epoch, 0.0, final=False))
     alone, found = verdicts
 
     assert alone is None
@@ -126,4 +126,4 @@ def test_node_0_judges_the_links_of_all_nodes(tmp_path: Path, monkeypatch: pytes
     (whole,) = wire.links.values()
     for other in (link_report.encode(1, rows["node-1"])[0], whole[:-9], b""):
         wire.links = {"node-1": other}
-        assert LinkWatch().update(state, views[0], 0.0, final=False) is None
+        assert LinkWatch().update(state, views[0].cluster, views[0].epoch, 0.0, final=False) is None
