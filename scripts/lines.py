@@ -13,15 +13,15 @@ PACKAGE = Path(__file__).parent.parent / "torchlens_perf"
 SUFFIXES = {".py", ".pyi", ".js", ".css", ".c", ".h", ".cpp", ".cu", ".cuh"}
 # Package, its folders and files, budget, limit. The first entry that holds a file counts it.
 PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
-    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 4720),
+    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 4681),
     (
         "training side",
         ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),
         8900,
-        11920,
+        11918,
     ),
     ("store", ("page/gather", "sidecar/rings", "analysis/node_state.py"), 1600, 3081),
-    ("run", ("run",), 3000, 4371),
+    ("run", ("run",), 3000, 4368),
     (
         "verdicts",
         (
@@ -37,7 +37,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("serve", ("serve",), 1300, 2043),
     ("sidecar", ("sidecar",), 5400, 7538),
     ("simulate, commands", ("simulate", "commands"), 2200, 2742),
-    ("entry points", (".",), 1000, 1695),
+    ("entry points", (".",), 1000, 1690),
 )  # fmt: skip
 
 
