@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-_PATIENCE_S = 1.0
+_WRITE_TIMEOUT_S = 1.0
 """Longest wait for a reader of stderr that does not read, for one text."""
 _CHUNK_BYTES = 512  # a pipe or terminal that is ready takes this much at once (POSIX's smallest PIPE_BUF)
 
@@ -64,10 +64,10 @@ def _descriptor(stream: Any) -> int | None:
 
 
 def _write(descriptor: int, content: bytes) -> None:
-    """Writes what is taken within _PATIENCE_S, and no more where the reader is gone, as that may be a deadly signal."""
+    """Write what is taken in time. No more is written where the reader is gone, as that may be a deadly signal."""
     ready = select.poll()
     ready.register(descriptor, select.POLLOUT)
-    deadline_s = time.monotonic() + _PATIENCE_S
+    deadline_s = time.monotonic() + _WRITE_TIMEOUT_S
     while content:
         events = ready.poll(1000 * max(0.0, deadline_s - time.monotonic()))
         if not events or events[0][1] & (select.POLLERR | select.POLLHUP | select.POLLNVAL):

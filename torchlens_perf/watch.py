@@ -375,7 +375,7 @@ class Watch(ShowsResults):
                 run, identity, config.ring_capacity, first_step=first_step, keep=not config.sidecar
             )
             cleanup.callback(run.remove_ring, ring.path)
-            cleanup.callback(ring.let_go)
+            cleanup.callback(ring.release)
             if not config.sidecar and not ring.path.is_relative_to(run.path):
                 children.interpreter()  # a child copies the ring into the run directory at the end
             session = Session(config, identity, ring)
@@ -458,8 +458,8 @@ class Watch(ShowsResults):
         ring, identity, problem = session.ring, session.identity, ""
         if not self._config.sidecar:
             problem = keep_ring.keep(run, identity.host, ring, timeout_s)
-            ring.let_go()
-        elif not ring.let_go(timeout_s):
+            ring.release()
+        elif not ring.release(timeout_s):
             problem = "the sidecar did not take it over"
         if problem:
             logger.warning("torchlens_perf: rank %d's ring: %s", identity.rank, problem)
@@ -486,7 +486,7 @@ def _end_early(session: Session) -> None:
     with guard("noting that recording is off"):
         session.note("recording was switched off when it began: see the job's log")
     session.close({})
-    session.ring.let_go()
+    session.ring.release()
 
 
 def _absolute(folder: str | os.PathLike[str]) -> Path:

@@ -44,7 +44,7 @@ def abilities() -> dict[str, Any]:
 
 def trained(folder: Path, steps: int, *, watched: bool) -> dict[str, Any]:
     """A loop of one process: its losses and parameters, how often it waited, and what was recorded."""
-    clock._FIRST_PATIENCE_NS = 5_000_000_000  # the stream's thread may be late on a busy machine
+    clock._FIRST_TIMEOUT_NS = 5_000_000_000  # the stream's thread may be late on a busy machine
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -79,7 +79,7 @@ def test_run_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         loop.train(30)
         assert loop.watch.summary().steps == 30  # and it is saved
         with monkeypatch.context() as impatient:
-            impatient.setattr(ask, "settle", lambda run: pytest.fail("it waits for the end of a live run"))
+            impatient.setattr(ask, "wait_until_written", lambda run: pytest.fail("it waits for the end of a live run"))
             live = perf.load(loop.watch.run_dir).summary()
         loop.train(12)
     ended = perf.load(loop.watch.run_dir).summary()

@@ -86,7 +86,7 @@ def begin(folder: Path) -> None:
 
     The clock's first anchor is waited for: on a busy machine the stream's thread may be late by some milliseconds.
     """
-    clock._FIRST_PATIENCE_NS = 5_000_000_000
+    clock._FIRST_TIMEOUT_NS = 5_000_000_000
     device.load()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-_PATIENCE_S = 1.0
+_TIMEOUT_S = 1.0
 
 
 class Ability(NamedTuple):
@@ -38,7 +38,7 @@ def _recorded(device: Any) -> Any:
 
 
 def _happened(event: Any) -> bool:
-    until = time.monotonic() + _PATIENCE_S
+    until = time.monotonic() + _TIMEOUT_S
     while not event.query():
         if time.monotonic() > until:
             return False

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 COMMAND = "results"
 """Of our command line, see commands/results.py."""
 ANSWER_TIMEOUT_S = 5.0  # of the sidecar: a young one imports what it needs first
-_SETTLE_S = 5.0  # for the sidecar to write what is left, once the run has ended
-_LOOK_EVERY_S = 0.02
-_WAKE_EVERY_S = 0.5
+_WRITE_TIMEOUT_S = 5.0  # for the sidecar to write what is left, once the run has ended
+_POLL_INTERVAL_S = 0.02
+_WAKE_INTERVAL_S = 0.5
 
 
 class Recorded(NamedTuple):
@@ -81,7 +81,7 @@ def results(recorded: Recorded) -> Results:
         if text:
             return parsed(text)
         if session is None and recorded.may_settle:
-            settle(run)
+            wait_until_written(run)
         try:
             return parsed(child.output(COMMAND, str(run.path), "cell").decode())
         except RunStoreError as error:
@@ -102,7 +102,7 @@ def ask(recorded: Recorded, question: str) -> str | None:
             text = None
             while text is None and (left_s := deadline_s - time.monotonic()) > 0:
                 wake(recorded)  # one that is being killed may hold its lock a little longer
-                text = box.wait(min(left_s, _WAKE_EVERY_S))
+                text = box.wait(min(left_s, _WAKE_INTERVAL_S))
             return text
         finally:
             box.close()
@@ -116,11 +116,11 @@ def wake(recorded: Recorded) -> None:
         sidecar.ensure(recorded.run, session.identity, session.config._exchange_token)
 
 
-def settle(run: RunDirectory) -> None:
-    """Waits until the node's sidecar has written all of a run that has ended, at most _SETTLE_S."""
-    deadline_s = time.monotonic() + _SETTLE_S
+def wait_until_written(run: RunDirectory) -> None:
+    """Wait until the node's sidecar has written all of a run that has ended, at most _WRITE_TIMEOUT_S."""
+    deadline_s = time.monotonic() + _WRITE_TIMEOUT_S
     while find_sidecar_lock(run.run_id) is not None and time.monotonic() < deadline_s:
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 @contextmanager

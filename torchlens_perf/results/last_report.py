@@ -27,7 +27,7 @@ SHORT_TIMEOUT_S = 1.0
 """Longest wait for the report of a sidecar that stands still, where the disk hangs, and in jobs of several nodes."""
 _LONGEST_S = 10.0  # while it makes progress
 _STANDING_S = 0.5  # without progress, when the short timeout has passed
-_LOOK_S = 0.1
+_POLL_INTERVAL_S = 0.1
 
 CELL = "cell"
 """The form of a report for a notebook, see page/notebook.py; else it is text."""
@@ -100,7 +100,7 @@ def _wait(mailbox: Mailbox, late: LateReport, timeout_s: float | None, patient: 
     least_s = longest_s if timeout_s is not None else SHORT_TIMEOUT_S
     progress, said = late.progress(), quiet
     try:
-        while (text := mailbox.wait(min(_LOOK_S, max(0.0, began_s + longest_s - time.monotonic())))) is None:
+        while (text := mailbox.wait(min(_POLL_INTERVAL_S, max(0.0, began_s + longest_s - time.monotonic())))) is None:
             now_s = time.monotonic()
             before, progress = progress, late.progress()
             if progress != before:

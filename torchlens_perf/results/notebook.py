@@ -21,8 +21,8 @@ from torchlens_perf.run.mailbox import VIEW, Mailbox
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
-_EVERY_S = 1.0
-_MIN_REST = 100.0  # times what an update has taken: a front end that is slow to take it must not slow the job
+_MIN_INTERVAL_S = 1.0
+_MIN_IDLE_RATIO = 100.0  # times what an update has taken: a front end that is slow to take it must not slow the job
 _FIRST_S = 2.0  # that a display waits for the first results, once there are steps
 TOO_MANY = "a job with so many ranks is shown when it is asked for, not live"
 
@@ -110,7 +110,7 @@ class Cell:
         with own_work(session):
             if self._take(0.0) and self._newest is not None and self._newest.missing != TOO_MANY:
                 self._handle.update(bundle(self._newest), raw=True)
-        self._due_s = now_s + max(_EVERY_S, _MIN_REST * (self._clock() - now_s))
+        self._due_s = now_s + max(_MIN_INTERVAL_S, _MIN_IDLE_RATIO * (self._clock() - now_s))
 
     def end(self, found: Results) -> None:
         """The run has ended: where it is shown, it is shown as it ended; else in the cell that runs."""

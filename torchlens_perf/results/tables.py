@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.errors import ConfigError, RunStoreError, printable
 from torchlens_perf.output import logger
 from torchlens_perf.results import child
-from torchlens_perf.results.ask import COMMAND, ask, own_work, settle
+from torchlens_perf.results.ask import COMMAND, ask, own_work, wait_until_written
 from torchlens_perf.run.directory import TABLES
 from torchlens_perf.run.mailbox import STEPS
 
@@ -34,7 +34,7 @@ def _read(recorded: Recorded, name: str) -> bytes:
     why = recorded.missing
     if recorded.run is not None:
         if ask(recorded, STEPS) is None and recorded.session is None and recorded.may_settle:
-            settle(recorded.run)
+            wait_until_written(recorded.run)
         try:
             return child.output(COMMAND, str(recorded.run.path), name)
         except RunStoreError as error:

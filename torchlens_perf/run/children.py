@@ -89,17 +89,16 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**found, CHILD: "1", "CUDA_VISIBLE_DEVICES": "", SEARCH_PATH: "\n".join(search_path())}
 
 
-def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+def start(command: list[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
     """Start a child in a session of its own, in /, without stdin, stdout and stderr, but for Popen's `options`.
 
-    Raise OSError where no process can be started.
+    env: environment() by default. Raise OSError where no process can be started.
     """
     import subprocess
 
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    return subprocess.Popen(
-        command, **{**streams, "env": environment(), "start_new_session": True, "cwd": "/", **options}
-    )
+    env = environment() if env is None else env
+    return subprocess.Popen(command, env=env, start_new_session=True, cwd="/", **{**streams, **options})
 
 
 def start_detached(command: list[str], **options: Any) -> None:

@@ -27,7 +27,7 @@ FIGURES = ".figures"
 KINDS = (REPORT, ANSWER, VIEW, ALERTS, FIGURES)
 RESULTS, STEPS = "results", "steps"
 _END = b"\0"
-_LOOK_EVERY_S = 0.01
+_POLL_INTERVAL_S = 0.01
 
 
 class Mailbox:
@@ -68,7 +68,7 @@ class Mailbox:
             text = self.news()
             if text is not None or time.monotonic() >= deadline_s:
                 return text
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
 
     def close(self) -> None:
         """Takes it away: nothing can come any more. In a forked child it stays, as it is the parent's."""

@@ -18,7 +18,7 @@ from pathlib import Path
 _ROOT_UID = 0
 _PRIVATE_UMASK, _GROUP_UMASK = 0o077, 0o027
 _MAX_LINKS = 40  # as the kernel has it
-_LOOK_S, _MAX_MODES = 30.0, 64
+_MODE_LIFETIME_S, _MAX_MODES = 30.0, 64
 _modes: dict[str, tuple[float, int]] = {}
 """By folder: when it was looked at, and the mode of what is made in it. Any thread."""
 
@@ -183,10 +183,10 @@ def _ours(folder: str | os.PathLike[str]) -> set[int]:
 
 
 def _file_mode(folder: str | os.PathLike[str]) -> int:
-    """Looked up at most every _LOOK_S: the state is written every few seconds, and each look asks a shared disk."""
+    """Return the mode of new files. Kept for _MODE_LIFETIME_S: each look asks a shared disk, every few seconds."""
     name, now_s = os.path.abspath(folder), time.monotonic()
     looked_s, mode = _modes.get(name, (float("-inf"), 0))
-    if now_s - looked_s >= _LOOK_S:
+    if now_s - looked_s >= _MODE_LIFETIME_S:
         if len(_modes) >= _MAX_MODES:
             _modes.clear()
         mode = 0o640 if is_shared(name) else 0o600

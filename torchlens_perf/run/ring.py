@@ -109,7 +109,7 @@ class RingFile:
             self.intern(OTHER_NAMES)
         except BaseException:
             os.unlink(path)
-            self.let_go()
+            self.release()
             raise
 
     def intern(self, name: str) -> int:
@@ -217,7 +217,7 @@ class RingFile:
         self._words.release()
         self.buffer.close()
 
-    def let_go(self, timeout_s: float = 0.0) -> bool:
+    def release(self, timeout_s: float = 0.0) -> bool:
         """The process needs the ring no more, nor its files. Again is harmless.
 
         Anonymous memory is lost where nobody else has it open: waits for that, at most so long. Returns whether it is

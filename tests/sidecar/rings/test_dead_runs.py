@@ -191,7 +191,7 @@ for i in range(300):
     assert lock.acquire()
     run.remove_ring(ring.path)
     ring.close()
-    ring.let_go()
+    ring.release()
     lock.remove()
     leave_node()
 """
@@ -271,7 +271,7 @@ ring.set_metadata({"whose": "ours"})
 ring.close()
 %s
 print(keep_ring.keep(run, HOST, ring, 60))
-ring.let_go()
+ring.release()
 print(os.path.isdir('runs') and [path.name for path in run.kept_rings(HOST)], [path.name for path in run.local_rings()])
 """
 

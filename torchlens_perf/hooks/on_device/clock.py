@@ -31,10 +31,10 @@ MAX_EVENTS = 32768  # that wait to be read, or in the pool; an event is a few hu
 MAX_TIMES = 2 * MAX_EVENTS  # that are kept for span(), the newest
 BEHIND_STEPS = 64  # that the device may be behind before no more is marked
 ANCHOR_EVERY_NS = 1_000_000_000
-ANCHOR_PATIENCE_NS = 50_000  # an idle stream's event takes some microseconds
+ANCHOR_TIMEOUT_NS = 50_000  # an idle stream's event takes some microseconds
 OLDEST_ANCHOR_NS = 30_000_000_000  # beyond it, one that is known less well is better: float32 milliseconds grow coarse
 _FIRST_ANCHORS = 5
-_FIRST_PATIENCE_NS = 1_000_000
+_FIRST_TIMEOUT_NS = 1_000_000
 
 
 class DeviceAnchor(NamedTuple):
@@ -90,7 +90,7 @@ class EventClock:
         """The most that an anchor was off when the next one was taken."""
         self._late: tuple[Event, int] | None = None  # an anchor that did not happen in time, and when it was recorded
         with events.beside_captures():
-            anchors = [self._take_anchor(_FIRST_PATIENCE_NS) for _ in range(_FIRST_ANCHORS)]
+            anchors = [self._take_anchor(_FIRST_TIMEOUT_NS) for _ in range(_FIRST_ANCHORS)]
         self._anchor = min((each for each in anchors if each is not None), key=lambda each: each.error_ns, default=None)
         self._anchored_ns = now_ns()  # when one was last tried
 
@@ -231,7 +231,7 @@ class EventClock:
             event, before_ns = self._late
             if event.query():
                 anchor = _anchor_between(event, before_ns, now_ns)
-        anchor = self._take_anchor(ANCHOR_PATIENCE_NS) or anchor
+        anchor = self._take_anchor(ANCHOR_TIMEOUT_NS) or anchor
         if anchor is None:
             return  # the old one stays, and its drift is seen when the next one is taken
         if old is not None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 REDUCE_EVERY_NS = 1_000_000_000
 MERGE_STEPS = 64  # from one merge of all ranks' windows to the next, where they are merged on the device
-_LAST_PATIENCE_NS = 5_000_000  # that the end of a watch asks for the last result
+_LAST_TIMEOUT_NS = 5_000_000  # that the end of a watch asks for the last result
 
 
 class StampHook:
@@ -193,7 +193,7 @@ class SessionStamper:
     def _end(self, ring: DeviceRing, merge: DeviceAggregate | None) -> None:
         if merge is not None:
             self._merge_windows(ring, merge)  # what fell due in a capture
-        until_ns = self._now_ns() + _LAST_PATIENCE_NS
+        until_ns = self._now_ns() + _LAST_TIMEOUT_NS
         asked = False
         while self._now_ns() < until_ns:
             if merge is not None:

@@ -28,7 +28,7 @@ WITHOUT_SIGBUS = frozenset({TMPFS, EXT})
 """Where a store into reserved blocks went well also when the disk was full, or was given up."""
 _HELD = ".held"
 _NO_EXECUTION = 8  # MFD_NOEXEC_SEAL, which a machine may demand; kernels before 6.3 do not know it
-_LOOK_EVERY_S = 0.005
+_POLL_INTERVAL_S = 0.005
 
 
 def lies_on(folder: str | os.PathLike[str], kinds: Collection[int]) -> bool:
@@ -121,7 +121,7 @@ def wait_until_held(path: str, descriptor: int, timeout_s: float) -> bool:
             return True  # it has been read to its end
         if time.monotonic() >= deadline_s:
             return False
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def forget(path: str) -> None:
