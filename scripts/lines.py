@@ -21,7 +21,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
         11803,
     ),
     ("store", ("store",), 1600, 735),
-    ("run", ("run",), 3000, 4521),
+    ("run", ("run",), 3000, 4520),
     (
         "verdicts",
         (

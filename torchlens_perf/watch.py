@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from torchlens_perf.hooks.loop.selection import NamedModel
     from torchlens_perf.hooks.loop.training_loop import TrainingLoop
     from torchlens_perf.recorder.session import Session
-    from torchlens_perf.results.ask import Recorded
+    from torchlens_perf.results.ask import RunHandle
     from torchlens_perf.run.identity import Identity
 
     P = ParamSpec("P")
@@ -298,14 +298,14 @@ class Watch(ShowsResults):
     def _recording(self) -> Watch:
         return _running if _running is not None and _running.run_dir == self.run_dir else self
 
-    def _recorded(self) -> Recorded:
-        from torchlens_perf.results.ask import Recorded
+    def _recorded(self) -> RunHandle:
+        from torchlens_perf.results.ask import RunHandle
 
         watch, why = self._recording(), "nothing is recorded: it has not begun, or the log says why not"
         if not self._enabled:
             why = "nothing is recorded: it is switched off"
         run = None if self.run_dir is None else RunDirectory(self.run_dir, shared=watch._config.is_shared)
-        return Recorded(run, watch._session, watch._config.sidecar, why)
+        return RunHandle(run, watch._session, watch._config.sidecar, why)
 
     @above_standard_streams()
     def _record(self, *, in_the_middle: bool = False, after_step_of: Optimizer | None = None) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from tests.support.ranks import Rank
 from tests.support.recorders import FakeClock
 from torchlens_perf.results import notebook
-from torchlens_perf.results.ask import Recorded
+from torchlens_perf.results.ask import RunHandle
 from torchlens_perf.results.notebook import Cell
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import VIEW, deliver
@@ -52,7 +52,7 @@ class Shown:
         self.session = rank.session
         self.cell = Cell(self.clock)
         self.cell._handle = self.handle
-        self.live = self.cell._live(Recorded(run, self.session, True, ""))
+        self.live = self.cell._live(RunHandle(run, self.session, True, ""))
 
     def write(self, text: str) -> None:
         value = json.dumps({"text": text, "html": "", "summary": {}}) if text else ""

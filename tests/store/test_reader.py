@@ -136,3 +136,22 @@ def test_a_command_that_reads_imports_no_pandas(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == f"{2 * ROWS} False\n"
+
+
+def test_rows_are_decoded_on_one_thread(tmp_path: Path) -> None:
+    """The processors belong to the job. Arrow's pool would get one thread for each."""
+    columns = {f"column {at}": np.arange(200_000) for at in range(30)}
+    pq.write_table(pa.table(columns), tmp_path / "node-000001.parquet", row_group_size=20_000)
+    program = f"""
+import os, pathlib, pyarrow as pa
+from torchlens_perf.store.reader import Files, ParquetFile
+pa.set_io_thread_count(1)
+pa.set_cpu_count(8)
+before = len(os.listdir("/proc/self/task"))
+(table,) = Files(pathlib.Path({str(tmp_path)!r})).read(ParquetFile.table)
+print(len(table), len(os.listdir("/proc/self/task")) - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    rows, threads = map(int, done.stdout.split())
+    assert rows == 200_000
+    assert threads < 8  # those that wait for the disk

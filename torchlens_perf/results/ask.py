@@ -27,7 +27,7 @@ _POLL_INTERVAL_S = 0.02
 _WAKE_INTERVAL_S = 0.5
 
 
-class Recorded(NamedTuple):
+class RunHandle(NamedTuple):
     """What a watch has recorded, as far as results are asked for."""
 
     run: RunDirectory | None
@@ -71,7 +71,7 @@ def parsed(text: str) -> Results:
         return nothing(text.removeprefix("torchlens_perf: ").strip())
 
 
-def results(recorded: Recorded) -> Results:
+def results(recorded: RunHandle) -> Results:
     """The results as they are now. Waits at most ANSWER_TIMEOUT_S and child.TIMEOUT_S. Raises nothing of ours."""
     run, session = recorded.run, recorded.session
     if run is None:
@@ -91,7 +91,7 @@ def results(recorded: Recorded) -> Results:
             return nothing(why)
 
 
-def ask(recorded: Recorded, question: str) -> str | None:
+def ask(recorded: RunHandle, question: str) -> str | None:
     """The sidecar's answer; None where there is none, or not in time. Starts a sidecar again that was killed."""
     run, session = recorded.run, recorded.session
     if run is None or session is None or not recorded.has_sidecar:
@@ -109,7 +109,7 @@ def ask(recorded: Recorded, question: str) -> str | None:
     return None
 
 
-def wake(recorded: Recorded) -> None:
+def wake(recorded: RunHandle) -> None:
     """Starts the node's sidecar again, if it was killed. Raises RunStoreError where that cannot be done."""
     if recorded.run is not None and recorded.session is not None:
         session = recorded.session

@@ -14,7 +14,7 @@ from torchlens_perf.results.notebook import Cell
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
     from torchlens_perf.results.alerts import Callback
-    from torchlens_perf.results.ask import Recorded
+    from torchlens_perf.results.ask import RunHandle
     from torchlens_perf.results.figures import Asked
 
 
@@ -33,13 +33,13 @@ class LiveViews:
         """Those of on_verdict()."""
         return self._alerts.callbacks
 
-    def on_verdict(self, recorded: Recorded, callback: Callback) -> None:
+    def on_verdict(self, recorded: RunHandle, callback: Callback) -> None:
         """See Watch.on_verdict(). Before the watch begins, the callback waits for that."""
         self.callbacks.append(callback)
         if recorded.session is not None:
             self.begin(recorded.session, has_sidecar=recorded.has_sidecar)
 
-    def log_to(self, recorded: Recorded, asked: Asked) -> None:
+    def log_to(self, recorded: RunHandle, asked: Asked) -> None:
         """See Watch.log_to(). Before the watch begins, the logger waits for that."""
         self._figures.add(asked)
         if recorded.session is not None:
@@ -63,7 +63,7 @@ class LiveViews:
             with guard("listening for verdicts"):
                 self._attached.enter_context(self._alerts.listening(session))
 
-    def display(self, recorded: Recorded) -> None:
+    def display(self, recorded: RunHandle) -> None:
         """See Watch._ipython_display_()."""
         self.cell.show(recorded, self._attached.enter_context)
 

@@ -13,7 +13,7 @@ from torchlens_perf.results import last_report
 
 if TYPE_CHECKING:
     from torchlens_perf.results.alerts import Callback as OnVerdict
-    from torchlens_perf.results.ask import Recorded
+    from torchlens_perf.results.ask import RunHandle
     from torchlens_perf.results.live_views import LiveViews
     from torchlens_perf.results.notebook import Cell
     from torchlens_perf.results.summary import Summary
@@ -28,7 +28,7 @@ class HasResults(abc.ABC):
     run_dir: Path | None = None
 
     @abc.abstractmethod
-    def _recorded(self) -> Recorded:
+    def _recorded(self) -> RunHandle:
         """What there is to show."""
 
     def summary(self) -> Summary:

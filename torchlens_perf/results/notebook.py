@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
-from torchlens_perf.results.ask import Recorded, Results, nothing, own_work, parsed, results, wake
+from torchlens_perf.results.ask import Results, RunHandle, nothing, own_work, parsed, results, wake
 from torchlens_perf.run.mailbox import VIEW, Mailbox
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Cell:
     def is_live(self) -> bool:
         return self._mailbox is not None
 
-    def show(self, recorded: Recorded, attach: Callable[[Any], None]) -> None:
+    def show(self, recorded: RunHandle, attach: Callable[[Any], None]) -> None:
         """Displays the results in the cell that runs; live from now on, if they may change.
 
         attach: enters a context for as long as the watch records. Raises NotImplementedError outside of a notebook,
@@ -84,7 +84,7 @@ class Cell:
             self._publish(self._newest or nothing("recording; the first results come with the next steps"))
 
     @contextmanager
-    def _live(self, recorded: Recorded) -> Iterator[None]:
+    def _live(self, recorded: RunHandle) -> Iterator[None]:
         session = recorded.session
         assert session is not None
         self._mailbox = Mailbox(session.ring_path, VIEW)

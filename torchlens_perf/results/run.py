@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchlens_perf.errors import RingError, RunStoreError
-from torchlens_perf.results.ask import Recorded
+from torchlens_perf.results.ask import RunHandle
 from torchlens_perf.results.methods import Backend, HasResults
 from torchlens_perf.run.directory import RunDirectory, writer_lives
 from torchlens_perf.run.ring import STATE, Reader, State
@@ -30,9 +30,9 @@ class Run(HasResults):
     def __repr__(self) -> str:
         return f"<Run {str(self.run_dir)!r}>"
 
-    def _recorded(self) -> Recorded:
+    def _recorded(self) -> RunHandle:
         run = RunDirectory(self.run_dir)
-        return Recorded(run, None, True, "", may_settle=not any(map(_is_live, run.local_rings())))
+        return RunHandle(run, None, True, "", may_settle=not any(map(_is_live, run.local_rings())))
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:

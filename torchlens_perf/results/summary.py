@@ -9,10 +9,10 @@ from torchlens_perf.run.verdicts import Summary as Summary
 from torchlens_perf.run.verdicts import Verdict as Verdict
 
 if TYPE_CHECKING:
-    from torchlens_perf.results.ask import Recorded
+    from torchlens_perf.results.ask import RunHandle
 
 
-def summary(recorded: Recorded) -> Summary:
+def summary(recorded: RunHandle) -> Summary:
     """See Watch.summary()."""
     found = results(recorded)
     if not found.summary:

@@ -15,12 +15,12 @@ from torchlens_perf.run.directory import TABLES
 from torchlens_perf.run.mailbox import STEPS
 
 if TYPE_CHECKING:
-    from torchlens_perf.results.ask import Recorded
+    from torchlens_perf.results.ask import RunHandle
 
 BACKENDS = ("pandas", "polars", "pyarrow")
 
 
-def table(recorded: Recorded, name: str, backend: str | None) -> Any:
+def table(recorded: RunHandle, name: str, backend: str | None) -> Any:
     """See Run.table()."""
     if name not in TABLES:
         raise ConfigError(f"name={name!r}: must be {', '.join(map(repr, TABLES[:-1]))} or {TABLES[-1]!r}")
@@ -29,7 +29,7 @@ def table(recorded: Recorded, name: str, backend: str | None) -> Any:
         return _frame(chosen, _read(recorded, name))
 
 
-def _read(recorded: Recorded, name: str) -> bytes:
+def _read(recorded: RunHandle, name: str) -> bytes:
     """The table as an Arrow stream; b"" where there is none, which is said in the log."""
     why = recorded.missing
     if recorded.run is not None:

@@ -83,7 +83,7 @@ class ParquetFile:
         columns: None for all. where: by column, the values of the rows that are wanted; row groups without any are
         skipped.
         """
-        return concatenated([self._scanner(columns, where or {}).to_table().replace_schema_metadata()])
+        return self._scanner(columns, where or {}).to_table().replace_schema_metadata().unify_dictionaries()
 
     def _scanner(self, columns: Collection[str] | None, where: Mapping[str, Collection[Any]]) -> Any:
         import pyarrow.dataset as ds  # 50 ms, which a sidecar that only writes does not spend
@@ -164,7 +164,7 @@ def damage_noted_in(notes: list[str] | None) -> Callable[[UnreadableFileError], 
 
 def concatenated(tables: Collection[pa.Table]) -> pa.Table:
     """Return the rows of all tables. Each text column has one dictionary; a column that a table lacks is null there."""
-    return pa.concat_tables(tables, promote_options="default").unify_dictionaries().combine_chunks()
+    return pa.concat_tables(tables, promote_options="default").unify_dictionaries()
 
 
 def coded(column: pa.Array | pa.ChunkedArray, value_of: Mapping[str, int], missing: int) -> npt.NDArray[np.int64]:
