@@ -56,6 +56,7 @@ check: $(TEST)/ready
 	$(TEST)/bin/ruff check .
 	$(TEST)/bin/ruff format --check .
 	$(TEST)/bin/mypy
+	$(TEST)/bin/lint-imports --no-logo --no-cache
 	$(TEST)/bin/python scripts/lines.py
 
 lines: $(TEST)/ready

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from benchmarks.accuracy_simulated import FIRST_FAULTY, KINDS, Job
 from benchmarks.measure import Table
-from torchlens_perf.analysis import node_state
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation
+from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.stragglers.findings import Findings
 
 STEPS = FIRST_FAULTY + 256

@@ -24,7 +24,6 @@ from opentelemetry.sdk.resources import Resource
 from benchmarks.measure import Table
 from tests.support import simulations
 from torchlens_perf.analysis.collectives.hang import Progress
-from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, LINK_COUNTERS, GpuSample, Hardware, LinkSample
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.config import Config
@@ -44,6 +43,7 @@ from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.messages import Collected, Received
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Steps, Topology
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 
 NODE_SIZE, SPANS_A_STEP = 8, 200

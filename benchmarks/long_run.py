@@ -11,10 +11,10 @@ import torch
 
 import torchlens_perf as perf
 from benchmarks.measure import Table
-from torchlens_perf.analysis import node_state
 from torchlens_perf.run.directory import RunDirectory, sidecar_lock
 from torchlens_perf.run.ring import RECORD_BYTES, RECORDS_OFFSET
 from torchlens_perf.run.sidecar_lock import SidecarLock
+from torchlens_perf.verdicts import node_state
 
 STEPS, RING_RECORDS, CAP_BYTES = 1_000_000, 65536, 64 << 20
 

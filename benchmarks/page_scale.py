@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.measure import Table
-from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.run.clock import Anchor
@@ -29,6 +28,7 @@ from torchlens_perf.simulate.rings import Timeline, groups_of, identity_of
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.store.segments import Chunk, Origin, SegmentWriter
 from torchlens_perf.verdicts.causes.straggler_groups import with_groups
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.detector import JobDetector
 from torchlens_perf.verdicts.stragglers.judged_steps import HOST
 

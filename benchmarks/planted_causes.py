@@ -19,9 +19,9 @@ from pathlib import Path
 from benchmarks.measure import Table
 from benchmarks.planted_cause_rank import STEPS
 from benchmarks.planted_faults import seeds, started
-from torchlens_perf.analysis.node_state import load_all
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts.node_state import load_all
 from torchlens_perf.verdicts.words.evidence import PastStragglerEvidence, StragglerEvidence
 
 RANKS = 2

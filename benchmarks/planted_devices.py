@@ -34,7 +34,7 @@ from benchmarks.planted_faults import RUN_TIMEOUT_S, seeds, started, wait
 from benchmarks.planted_nodes import started_on_nodes
 from benchmarks.planted_truth import Truth
 from benchmarks.planted_verdicts import Score, Suspect, judged_again, run_directory, score, slowest_step
-from torchlens_perf.analysis import node_state
+from torchlens_perf.verdicts import node_state
 
 RUNS_PER_GROUP = 15  # then fresh processes
 JUDGES = {

@@ -21,6 +21,10 @@ RAISE = "TORCHLENS_PERF_RAISE"
 """Set to 1, this variable has our own errors raised: for tests, not for jobs."""
 
 
+DAMAGED_DATA = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What our own code raises for data that was damaged. It belongs to the file it was read from, and to no other one."""
+
+
 class TorchlensPerfError(Exception):
     """Root of the errors that this package raises."""
 

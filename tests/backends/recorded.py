@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 
 from tests.support.otlp_receiver import ReceivedSpan
 from tests.support.recorded_run import Sidecar
-from torchlens_perf.analysis import node_state
 from torchlens_perf.exporters import semantics, traced_steps
 from torchlens_perf.exporters.otlp_spans import span_id, trace_id
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts import node_state
 
 RANKS, SLOW_RANK, STEPS, TRACE_EVERY = (0, 1), 1, 160, 40
 TRACES = 6

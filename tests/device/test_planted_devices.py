@@ -22,8 +22,8 @@ from benchmarks.planted_truth import Truth
 from benchmarks.planted_verdicts import judged_again, run_directory, score
 from tests.device import device
 from tests.support.gloo import run_ranks
-from torchlens_perf.analysis import node_state
 from torchlens_perf.report.build import build
+from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 
 pytestmark = [

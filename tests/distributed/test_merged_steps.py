@@ -25,7 +25,6 @@ from tests.support.long import long
 from tests.support.ranks import run_without_traces
 from tests.support.recording import recorded, records_of, ring_of_this_process
 from tests.support.reports import as_json, checked
-from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.hooks.on_device import choice, stamps
@@ -36,6 +35,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.verdicts import node_state
 
 pytestmark = [
     pytest.mark.distributed,

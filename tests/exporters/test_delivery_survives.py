@@ -20,7 +20,6 @@ from tests.exporters.test_delivery import delivered, eventually, names_in, names
 from tests.exporters.test_exporters import batch_of, identity
 from tests.support.endpoints import refusing, serving
 from tests.support.otlp_collector import Collector, exporter_to
-from torchlens_perf.analysis.node_state import NodeState, load
 from torchlens_perf.exporters.delivery import sdk_exporters
 from torchlens_perf.exporters.delivery.answer import Answer, Outcome
 from torchlens_perf.exporters.delivery.local import FileTransport
@@ -29,6 +28,7 @@ from torchlens_perf.exporters.delivery.outbox import Outbox, found
 from torchlens_perf.exporters.delivery.sender import Sender
 from torchlens_perf.exporters.otlp import notes
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts.node_state import NodeState, load
 
 SPAN = "x" * 400
 

@@ -20,7 +20,6 @@ from tests.support.long import long, long_but
 from tests.support.otlp_receiver import Receiver, free_port, wait_for
 from tests.support.recorded_run import TRACEPARENT, Sidecar, train, wait_for_sidecar
 from tests.support.tables import step_table
-from torchlens_perf.analysis import node_state
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.otlp_environment import exporter_from_environment, wanted_signals
 from torchlens_perf.exporters.otlp_spans import trace_id
@@ -29,6 +28,7 @@ from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import StepTrace
+from torchlens_perf.verdicts import node_state
 
 pytestmark = pytest.mark.distributed
 

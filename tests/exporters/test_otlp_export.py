@@ -16,11 +16,11 @@ import pytest
 from tests.support.long import long
 from tests.support.otlp_receiver import ReceivedPoint, ReceivedSpan, Receiver
 from tests.support.recorded_run import Sidecar, train, wait_for_sidecar
-from torchlens_perf.analysis import node_state
 from torchlens_perf.exporters import semantics, traced_steps
 from torchlens_perf.exporters.otlp_spans import trace_id
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place.node import node_name
+from torchlens_perf.verdicts import node_state
 
 pytestmark = pytest.mark.distributed
 

@@ -26,12 +26,12 @@ from tests.support.otlp_receiver import Receiver
 from tests.support.processes import ROOT, slowdown
 from tests.support.recorded_run import SCRIPTS, Sidecar, environment, spans_of, wait_for_sidecar
 from tests.support.warm_python import WarmPython
-from torchlens_perf.analysis import node_state
 from torchlens_perf.config import Config
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar import replay
+from torchlens_perf.verdicts import node_state
 
 pytestmark = pytest.mark.distributed
 

@@ -16,12 +16,12 @@ from tests.support.otlp_receiver import ReceivedPoint, Receiver, wait_for
 from tests.support.ranks import HOST, Rank
 from tests.support.recorded_run import environment
 from tests.support.telemetry import read_gpus
-from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.hardware import GpuSample, Hardware, LinkSample
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts import node_state
 
 FIRST, SECOND = UUIDS[:2]
 

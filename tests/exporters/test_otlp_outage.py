@@ -16,9 +16,9 @@ from tests.support.otlp_receiver import MISSING, PROGRAM, Receiver, free_port, w
 from tests.support.processes import SCRIPTS
 from tests.support.recorded_run import Sidecar, environment, spans_of, wait_for_sidecar
 from tests.support.warm_python import WarmPython
-from torchlens_perf.analysis import node_state
 from torchlens_perf.exporters import semantics
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts import node_state
 
 OUTAGE_S = 600
 TRACE_EVERY = 50

@@ -14,11 +14,11 @@ import pytest
 
 from tests.golden.told import kept, told
 from tests.support.reports import checked
-from torchlens_perf.analysis import node_state
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.replay import replay
+from torchlens_perf.verdicts import node_state
 
 RECORDED = Path(__file__).parent / "recorded"
 RUNS = sorted(each.name for each in RECORDED.iterdir() if each.is_dir())

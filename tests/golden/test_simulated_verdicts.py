@@ -12,7 +12,6 @@ import pytest
 
 from tests.golden.told import kept, told
 from tests.support.reports import checked
-from torchlens_perf.analysis import node_state
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.exporters import otlp_environment
 from torchlens_perf.exporters.in_memory import InMemoryExporter
@@ -22,6 +21,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
+from torchlens_perf.verdicts import node_state
 
 KEPT = Path(__file__).parent / "simulated"
 STEPS = 224

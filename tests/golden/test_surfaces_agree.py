@@ -21,7 +21,6 @@ from tests.golden.test_simulated_verdicts import LAUNCH_BOUND, MESH
 from tests.report.test_order import heads, shown_in_order
 from tests.results.test_figures import Board
 from tests.support.reports import checked
-from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.exporters import otlp_environment, semantics
@@ -44,6 +43,7 @@ from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.verdict_lines import verdict_lines
+from torchlens_perf.verdicts import node_state
 
 STEPS = 160
 FAULTS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {

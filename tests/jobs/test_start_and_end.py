@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.support import warm_python
-from torchlens_perf.analysis import node_state
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts import node_state
 
 _SCRIPT = """
 import os, signal, sys, time, torch, torchlens_perf as perf

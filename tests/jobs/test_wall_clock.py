@@ -15,9 +15,9 @@ from tests.support.long import long
 from tests.support.processes import SCRIPTS, report, slowdown
 from tests.support.recorded_run import environment, wait_for_sidecar
 from tests.support.warm_python import WarmPython
-from torchlens_perf.analysis import node_state
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place.node import node_name
+from torchlens_perf.verdicts import node_state
 
 SOURCE = Path(__file__).parents[1] / "support" / "stepping_clock.c"
 AN_HOUR_S = 3600

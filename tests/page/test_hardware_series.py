@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import identity_of, make_run
-from torchlens_perf.analysis.node_state import ProcessState
 from torchlens_perf.analysis.statistics.hardware import GpuSample, LinkSample
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.page.gather.hardware_series import MAX_POINTS, hardware_series, within
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.samples import GPUS, LINKS, SampleWriter
+from torchlens_perf.verdicts.node_state import ProcessState
 
 SECOND = 10**9
 BEGIN_NS = 1_790_000_000 * SECOND

@@ -14,12 +14,12 @@ import pytest
 
 from tests.support.processes import clean_environ, run_warm, runs
 from tests.support.ranks import HOST, Rank
-from torchlens_perf.analysis import node_state
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar import page_file
 from torchlens_perf.sidecar.loop import run_sidecar
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.start.process import locked
+from torchlens_perf.verdicts import node_state
 
 pytestmark = pytest.mark.distributed
 

@@ -16,7 +16,6 @@ from tests.support.ranks import HOST, Rank
 from tests.support.reports import checked
 from tests.support.tables import records
 from tests.verdicts.words.test_bottleneck import BASE, random_steps
-from torchlens_perf.analysis.node_state import NodeState
 from torchlens_perf.report.brief import MAX_LINES, brief
 from torchlens_perf.report.build import build
 from torchlens_perf.report.verdict_text import earlier_line
@@ -25,6 +24,7 @@ from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.start.process import write_report
+from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.words.hang import RankStack
 from torchlens_perf.verdicts.words.report import VerdictRow
 

@@ -12,8 +12,6 @@ from tests.support.collectives import US, Issued, add, joined, world
 from tests.support.ranks import identity_of
 from tests.support.saved import saved
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
-from torchlens_perf.analysis.latest_attempt import newest_joins
-from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.report.collective_table import (
     arrived_last,
@@ -25,6 +23,8 @@ from torchlens_perf.report.collective_table import (
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.latest_attempt import newest_joins
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 
 NAME = "allreduce group=0 dtype=float32"
 

@@ -18,11 +18,11 @@ from tests.support.findings import MS, episode, findings
 from tests.support.ranks import HOST, Rank
 from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE
-from torchlens_perf.analysis.node_state import CpuUsers
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.verdicts.node_state import CpuUsers
 from torchlens_perf.verdicts.stragglers.findings import Diagnosis, StragglerGroup
 
 STARVED = {**BASE, "forward": 24.0, "cpu": 20.0}

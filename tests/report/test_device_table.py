@@ -16,7 +16,6 @@ from tests.support.ranks import Rank, identity_of, make_run
 from tests.support.reports import checked
 from tests.support.saved import saved
 from tests.support.tables import MS, step_table
-from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.device import CAUGHT_UP_NS, DeviceStatistics, phase_durations_ns
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.in_memory import InMemoryExporter
@@ -31,6 +30,7 @@ from torchlens_perf.run.ring import Flag, Kind, record_dtype
 from torchlens_perf.run.sketch import Sketch, WindowSketch, to_records
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.rings.source import HOLD_S
+from torchlens_perf.verdicts import node_state
 
 HOST = {"forward": 1.0, "backward": 1.0, "optimizer": 0.5}
 DEVICE = {Kind.FORWARD: 10 * MS, Kind.BACKWARD: 20 * MS, Kind.OPTIMIZER: 2 * MS, Kind.STEP: 33 * MS}

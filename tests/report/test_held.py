@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.support.findings import PLACES, episode, findings, hang, hung, slow_links
 from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE, state_of
-from torchlens_perf.analysis.node_state import NodeState
 from torchlens_perf.analysis.statistics.run_windows import RunWindows
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
@@ -24,6 +23,7 @@ from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.verdicts.judged_windows import JudgedWindows, longest
+from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, StragglerGroup, Usual
 from torchlens_perf.verdicts.stragglers.placement import Placement

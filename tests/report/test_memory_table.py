@@ -12,7 +12,6 @@ import pytest
 from tests.report.test_report import WORK, report_on
 from tests.support.device.fake_allocator import GB
 from tests.support.ranks import HOST, Rank, make_run
-from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.memory import MemoryReading
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
@@ -22,6 +21,7 @@ from torchlens_perf.run.oom_table import LiveRow, LiveTable, OutOfMemory
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.replay import replay
+from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.words.oom import next_action
 
 

@@ -12,7 +12,6 @@ from tests.report.test_held import node, slow_data, usual
 from tests.support.findings import MS, episode, findings
 from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE
-from torchlens_perf.analysis.node_state import NodeState
 from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
 from torchlens_perf.page.notebook import results
 from torchlens_perf.page.pictures.markup import html
@@ -23,6 +22,7 @@ from torchlens_perf.report.terminal import render
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.verdict_lines import verdict_lines
+from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.findings import Usual
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.ranks import HOST, Rank, identity_of, make_run
 from tests.support.reports import as_json, checked
-from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.exporters import Exporter
@@ -20,6 +19,7 @@ from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.words.report import VerdictRow
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
@@ -421,7 +421,7 @@ def test_quality_notes_name_every_loss(run: RunDirectory) -> None:
 
 def test_state_survives_its_file(run: RunDirectory) -> None:
     """A report made from the saved state is the one made before saving."""
-    from torchlens_perf.analysis import node_state
+    from torchlens_perf.verdicts import node_state
 
     rank = Rank(run, 0, 1)
     rank.steps(64, **WORK)

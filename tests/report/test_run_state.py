@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.ranks import HOST, Rank, make_run
 from tests.support.reports import checked
-from torchlens_perf.analysis.node_state import NodeState
 from torchlens_perf.page import notebook
 from torchlens_perf.page.document.html import document
 from torchlens_perf.page.gather.run_contents import contents
@@ -23,6 +22,7 @@ from torchlens_perf.run.ring import Kind
 from torchlens_perf.serve.runs import find_runs, lines_of
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.top.live_runs import runs_in
+from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
 

@@ -23,8 +23,6 @@ from tests.support.reports import as_json, checked, problem
 from tests.support.simulations import simulation
 from tests.support.tables import MS, mixed_table
 from tests.verdicts.words.test_bottleneck import BASE, state_of
-from torchlens_perf.analysis import node_state
-from torchlens_perf.analysis.node_state import NodeState
 from torchlens_perf.commands.cli import main
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.report import report_json
@@ -37,7 +35,9 @@ from torchlens_perf.run.sketch import Sketch
 from torchlens_perf.run.verdicts import Alert
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.simulate.simulation import Topology
+from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
+from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis, StageImbalance, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE

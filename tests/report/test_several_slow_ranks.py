@@ -9,7 +9,6 @@ import pytest
 from tests.exporters.test_exporters import Metrics
 from tests.support.reports import as_json
 from tests.support.simulations import simulation
-from torchlens_perf.analysis.node_state import NodeState, load_all
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.exporters import Assessment, semantics
 from torchlens_perf.page.document.html import document
@@ -19,6 +18,7 @@ from torchlens_perf.report.terminal import render
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Topology
+from torchlens_perf.verdicts.node_state import NodeState, load_all
 
 SLOW = (0, 3)
 NO_COST = re.compile(r"costs the job 0 |costs the job \d+(\.\d+)? [nu]s a step")

@@ -18,13 +18,13 @@ import pytest
 
 from tests.support.page_server import PageServer
 from tests.support.processes import ROOT
-from torchlens_perf.analysis import node_state
 from torchlens_perf.exporters.delivery.outbox import Outbox
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.tap_requirements import Failure
 from torchlens_perf.serve.readers import _called
 from torchlens_perf.sidecar.rings.oom_files import OomFiles
 from torchlens_perf.store import segments
+from torchlens_perf.verdicts import node_state
 
 pytestmark = pytest.mark.distributed
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import HOST, make_run
-from torchlens_perf.analysis import node_state
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import captures, directory, make_folders, ownership
 from torchlens_perf.run.captures import MAX_RANKS, Request
@@ -24,6 +23,7 @@ from torchlens_perf.run.identity import detect
 from torchlens_perf.run.ring import Reader
 from torchlens_perf.sidecar.captures import LOOK_S, CaptureRelay, LiveRank
 from torchlens_perf.store import segments
+from torchlens_perf.verdicts import node_state
 
 SOMEBODY = 54321
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")

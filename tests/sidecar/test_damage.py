@@ -20,12 +20,12 @@ from tests.support.leftovers import eventually
 from tests.support.long import long
 from tests.support.processes import wait_for_sidecar
 from tests.support.ranks import HOST, Rank
-from torchlens_perf.analysis import node_state
 from torchlens_perf.commands.cli import main
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.recorder import sidecar
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts import node_state
 
 STATES = 100_000
 

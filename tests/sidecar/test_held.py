@@ -14,7 +14,6 @@ from tests.support.ranks import HOST, Rank, make_run
 from tests.support.reports import checked
 from tests.support.simulations import simulation
 from tests.support.tables import MS
-from torchlens_perf.analysis import node_state
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
 from torchlens_perf.run.clock import Anchor
@@ -23,6 +22,7 @@ from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.simulate.rings import SimulatedRank, Timeline
 from torchlens_perf.simulate.simulation import Simulation, Topology
+from torchlens_perf.verdicts import node_state
 
 Held = dict[str, Any]
 

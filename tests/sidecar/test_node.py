@@ -17,7 +17,6 @@ import pytest
 
 from tests.support.findings import hang
 from tests.support.ranks import HOST, Rank, make_run
-from torchlens_perf.analysis import node_state
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import FIRST_TRACED_STEPS, traced_steps
 from torchlens_perf.exporters.in_memory import InMemoryExporter
@@ -29,6 +28,7 @@ from torchlens_perf.sidecar.loop import run_sidecar
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.sidecar.schedule import Schedule
+from torchlens_perf.verdicts import node_state
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
 

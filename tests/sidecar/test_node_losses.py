@@ -13,7 +13,6 @@ import pytest
 
 from tests.sidecar.test_node import WORK, dead_process, finish, report, sidecar
 from tests.support.ranks import HOST, Rank, identity_of, make_run
-from torchlens_perf.analysis import node_state
 from torchlens_perf.recorder.recorder import End
 from torchlens_perf.run.directory import RunDirectory, create_ring, local_folders, sidecar_lock
 from torchlens_perf.run.processes import process_started
@@ -26,6 +25,7 @@ from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.nodes.messages import Collected
 from torchlens_perf.sidecar.schedule import Schedule
 from torchlens_perf.store import writer
+from torchlens_perf.verdicts import node_state
 
 
 @pytest.fixture

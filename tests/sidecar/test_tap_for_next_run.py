@@ -27,7 +27,6 @@ from tests.support.taps import (
     tiny_torch,
     with_torch,
 )
-from torchlens_perf.analysis import node_state
 from torchlens_perf.recorder import recorder
 from torchlens_perf.report.build import build
 from torchlens_perf.run import tap_requirements
@@ -35,6 +34,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar import tap_for_next_run
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
+from torchlens_perf.verdicts import node_state
 
 LASTS_S = 1000.0  # longer than a run must last, for its sidecar to build meanwhile
 PLANNED = "the sidecar builds the native tap for the next run"

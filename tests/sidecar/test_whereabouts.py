@@ -7,11 +7,11 @@ import time
 import pytest
 
 from tests.support.ranks import HOST, Rank
-from torchlens_perf.analysis import node_state
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.verdicts import node_state
 
 WORK = {"forward": 4, "backward": 6}
 

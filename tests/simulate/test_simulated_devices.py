@@ -12,7 +12,6 @@ from tests.simulate.test_simulated_runs import verdicts
 from tests.support.ranks import make_run
 from tests.support.reports import checked
 from tests.support.simulations import judged, simulation
-from torchlens_perf.analysis import node_state
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.page.decoded import Steps
@@ -26,6 +25,7 @@ from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.launch_bound import Hosts
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
+from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
 

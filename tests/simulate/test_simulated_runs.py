@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.ranks import Rank, make_run
 from tests.support.simulations import judged, simulation, table_of
-from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.commands.cli import _parser
 from torchlens_perf.commands.simulate import record
@@ -26,6 +25,7 @@ from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.simulate.rings import SimulatedRank, Timeline
 from torchlens_perf.simulate.simulation import Topology
 from torchlens_perf.store import segments
+from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.stragglers.findings import Findings
 
 

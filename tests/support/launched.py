@@ -20,9 +20,9 @@ from typing import Any
 from tests.support.processes import ROOT, SCRIPTS, clean_environ
 from tests.support.reports import checked
 from tests.support.warm_python import WarmPython
-from torchlens_perf.analysis import node_state
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts import node_state
 
 SCRIPT = str(SCRIPTS / "launched.py")
 NODES = ("node-a", "node-b")

@@ -21,9 +21,9 @@ from typing import Any
 from tests.support.processes import SCRIPTS, clean_environ
 from tests.support.reports import as_json
 from tests.support.warm_python import WarmPython
-from torchlens_perf.analysis import node_state
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts import node_state
 
 SCRIPT = str(SCRIPTS / "train_ranks.py")
 # Its own name and shared memory: what tells one machine from another to a rank and its sidecar.

@@ -12,11 +12,11 @@ from typing import Any
 
 from tests.support import warm_python
 from tests.support.reports import checked
-from torchlens_perf.analysis import node_state
 from torchlens_perf.errors import RAISE
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory, sidecar_lock
 from torchlens_perf.run.sidecar_lock import SidecarLock
+from torchlens_perf.verdicts import node_state
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"

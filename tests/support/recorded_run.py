@@ -16,10 +16,10 @@ import pytest
 from tests.support import warm_python
 from tests.support.otlp_receiver import MISSING, PROGRAM, Receiver, wait_for
 from tests.support.processes import SCRIPTS
-from torchlens_perf.analysis import node_state
 from torchlens_perf.exporters import traced_steps
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place.node import node_name
+from torchlens_perf.verdicts import node_state
 
 STEPS = 12
 """Optimizer steps of a recorded run. The first is not measured, because recording begins with it."""

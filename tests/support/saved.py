@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from torchlens_perf.analysis.node_state import decode, encode
+from torchlens_perf.verdicts.node_state import decode, encode
 
 _T = TypeVar("_T")
 

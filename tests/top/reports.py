@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.live_simulation import LiveSimulation
-from torchlens_perf.analysis import node_state
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top.reading import RunReader, View
+from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.words.report import Report
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from tests.support.findings import PLACES, episode, findings, hang, slow_links
-from torchlens_perf.analysis.node_state import decode, encode
 from torchlens_perf.verdicts.finding_log import MAX_KEPT, Finding, FindingLog, FindingRecords
+from torchlens_perf.verdicts.node_state import decode, encode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 from torchlens_perf.verdicts.words.hang import OpenHang

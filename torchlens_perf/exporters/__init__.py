@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.node_state import ProcessState
     from torchlens_perf.analysis.statistics.hardware import Hardware
     from torchlens_perf.analysis.statistics.memory import MemoryReading
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import StepTable, StepTrace, TracedStep
     from torchlens_perf.run.verdicts import Alert
+    from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.words.hang import OpenHang
 

@@ -18,10 +18,10 @@ from torchlens_perf.exporters.series_room import most_ranks
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.collectives.join import CollectiveJoin
-    from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.exporters import ExportBatch
     from torchlens_perf.exporters.series import Meter
     from torchlens_perf.run.verdicts import Alert
+    from torchlens_perf.verdicts.node_state import NodeState
 
 MAX_ALERTS = 32
 MAX_RANKS = 8  # in jobs in which not each rank has series of its own: those that arrive last most often

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from torchlens_perf.analysis.latest_attempt import latest_attempt, links_of, newest_joins
-from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import run_windows
 from torchlens_perf.report.collective_table import arrived_last, collective_rows, python_tap_notes
@@ -38,6 +36,8 @@ from torchlens_perf.run.sketch import merged
 from torchlens_perf.verdicts.finding_log import FindingRecords
 from torchlens_perf.verdicts.held import VerdictTimes
 from torchlens_perf.verdicts.judged_windows import JudgedWindows
+from torchlens_perf.verdicts.latest_attempt import latest_attempt, links_of, newest_joins
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
 from torchlens_perf.verdicts.stragglers.placement import Placement

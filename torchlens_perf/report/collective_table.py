@@ -18,7 +18,7 @@ from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.verdicts.stragglers.detector import dimension
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.node_state import NodeState, ProcessState
+    from torchlens_perf.verdicts.node_state import NodeState, ProcessState
     from torchlens_perf.verdicts.words.report import ArrivedLast, Collective
 
 _MAX_ROWS = 6

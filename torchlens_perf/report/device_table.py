@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
-from torchlens_perf.analysis.node_state import ProcessState
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
 from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, percent, printable
 from torchlens_perf.analysis.statistics.step_mix import classify
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.tables import Column, FittingTable, in_bytes, note_on_rest, or_dash
 from torchlens_perf.run.sketch import merged
+from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.words.oom import place
 
 if TYPE_CHECKING:

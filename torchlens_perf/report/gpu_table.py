@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, cast
 
-from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.hardware import LINK_ERRORS
 from torchlens_perf.analysis.statistics.quantities import percent, printable
 from torchlens_perf.report.tables import Column, FittingTable, in_bytes, note_on_rest, or_dash
 from torchlens_perf.run.place.node import host_of
 from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report_hardware import Gpu, Link

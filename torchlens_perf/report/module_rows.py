@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.node_state import ProcessState
 from torchlens_perf.report.device_table import own_device_times
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.step_classes import typical_step
 from torchlens_perf.run.sketch import Sketch, merged
+from torchlens_perf.verdicts.node_state import ProcessState
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Module, Section

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis import node_state
-from torchlens_perf.errors import RunStoreError
+from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.report.build import build
 from torchlens_perf.report.captures import captures
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts import node_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchlens_perf.analysis.node_state import NodeState
+    from torchlens_perf.verdicts.node_state import NodeState
     from torchlens_perf.verdicts.words.report import Report
 
 
@@ -45,7 +45,7 @@ def _of_states(run: RunDirectory, states: list[NodeState], unusable: Sequence[st
     captured = captures(run, requests)
     try:
         report = build(run.run_id, states, captured)
-    except Exception:
+    except DAMAGED_DATA:
         broken = {state.host: problem for state in states if (problem := _problem(run, state))}
         if not broken:
             raise
@@ -64,6 +64,6 @@ def _problem(run: RunDirectory, state: NodeState) -> str:
     """Why no report can be made of this node; "" if one can."""
     try:
         build(run.run_id, [state])
-    except Exception as error:
+    except DAMAGED_DATA as error:
         return f"{run.node_state(state.host)} cannot be used: {type(error).__name__}: {error}"
     return ""

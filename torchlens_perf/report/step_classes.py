@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.node_state import ProcessState
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.analysis.statistics.step_mix import StepClass, classify
 from torchlens_perf.report.waited_for import MAX_STEPS, Waits
 from torchlens_perf.run.records import OWN_PARTS, PARTS
+from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.words.evidence import joined
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torchlens_perf.errors import Printable
-from torchlens_perf.output import logger
+from torchlens_perf.errors import users_code
 from torchlens_perf.run.mailbox import ALERTS, Mailbox
 from torchlens_perf.run.verdicts import Alert as Alert
 
@@ -32,7 +31,7 @@ class Alerts:
         self._session: Session | None = None
         self._mailbox: Mailbox | None = None
         self._known: set[str] = set()
-        self._failed: list[Callback] = []
+        self._guards: dict[int, users_code] = {}  # by callback
 
     @contextmanager
     def listening(self, session: Session) -> Iterator[None]:
@@ -63,13 +62,6 @@ class Alerts:
     def _call(self, alert: Alert) -> None:
         """An exception ends no job and is logged, once for each callback; it is called again all the same."""
         for callback in tuple(self.callbacks):
-            try:
+            name = getattr(callback, "__qualname__", type(callback).__name__)
+            with self._guards.setdefault(id(callback), users_code(name, "a callback of on_verdict()")):
                 callback(alert)
-            except Exception as error:
-                if not any(callback is each for each in self._failed):
-                    self._failed.append(callback)
-                    name = getattr(callback, "__qualname__", type(callback).__name__)
-                    logger.warning(
-                        "torchlens_perf: %s, a callback of on_verdict(), raised, and training goes on: %s: %s",
-                        Printable(name), type(error).__name__, Printable(error), exc_info=True,
-                    )  # fmt: skip

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from torchlens_perf.errors import RunStoreError, TorchlensPerfError, printable
+from torchlens_perf.errors import DAMAGED_DATA, RunStoreError, TorchlensPerfError, printable
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.run.verdicts import sentence_and_action
 from torchlens_perf.serve.readers import NoSuchError
@@ -112,7 +112,7 @@ def _line(path: str, found: Found) -> RunLine:
         report = run_report(run)
     except (TorchlensPerfError, OSError) as error:
         return RunLine(found.name, found.changed_ns, UNREADABLE, problem=printable(str(error))[:_MAX_PROBLEM])
-    except Exception as error:  # whatever somebody has put there: the other lines are shown
+    except DAMAGED_DATA as error:  # the other lines are shown
         problem = printable(f"{type(error).__name__}: {error}")[:_MAX_PROBLEM]
         return RunLine(found.name, found.changed_ns, UNREADABLE, problem=problem)
     about = report["run"]

@@ -17,12 +17,12 @@ from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, imbalance_verdicts
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.verdicts import Alert
     from torchlens_perf.sidecar.cluster import Cluster
     from torchlens_perf.sidecar.epoch import Epoch
     from torchlens_perf.verdicts.finding_log import FindingLog
+    from torchlens_perf.verdicts.node_state import NodeState
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
     from torchlens_perf.verdicts.stragglers.placement import Placement
     from torchlens_perf.verdicts.words.evidence import JudgedVerdict

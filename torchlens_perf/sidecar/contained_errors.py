@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.errors import RunStoreError, guard, swallowed
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.node_state import NodeState
+    from torchlens_perf.verdicts.node_state import NodeState
 
 
 class ContainedErrors:

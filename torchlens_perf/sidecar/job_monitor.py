@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.analysis.statistics.restarts import Generations
     from torchlens_perf.exporters import ExportBatch
     from torchlens_perf.run.directory import RunDirectory
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.contained_errors import ContainedErrors
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.sidecar.telemetry.log import TelemetryLog
+    from torchlens_perf.verdicts.node_state import NodeState
     from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 
 _JUDGING = "judging the ranks"

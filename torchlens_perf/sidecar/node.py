@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.restarts import Generations
 from torchlens_perf.errors import RunStoreError, guard, printable
 from torchlens_perf.exporters import Exporter
@@ -30,6 +29,7 @@ from torchlens_perf.sidecar.record_account import RecordAccount
 from torchlens_perf.sidecar.rings.sources import RingSources
 from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
 from torchlens_perf.sidecar.telemetry.log import TelemetryLog
+from torchlens_perf.verdicts import node_state
 
 if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.waiting import WaitingRing

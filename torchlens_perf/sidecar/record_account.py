@@ -21,13 +21,13 @@ from torchlens_perf.store.segments import Chunk, SegmentWriter
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.node_state import NodeState, ProcessState
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.ring import Reader
     from torchlens_perf.sidecar.contained_errors import ContainedErrors
     from torchlens_perf.sidecar.job_monitor import JobMonitor
     from torchlens_perf.sidecar.rings.source import RingSource
     from torchlens_perf.sidecar.rings.sources import RingSources
+    from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 
 
 class RecordAccount:

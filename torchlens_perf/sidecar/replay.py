@@ -8,9 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis import node_state
-from torchlens_perf.analysis.latest_attempt import latest_attempt, links_of
-from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.analysis.statistics.restarts import Generations
 from torchlens_perf.analysis.statistics.steps import assemble_steps
@@ -21,7 +18,10 @@ from torchlens_perf.sidecar.alerts import AlertManager
 from torchlens_perf.sidecar.epoch import Epoch
 from torchlens_perf.store import segments
 from torchlens_perf.store.file_names import files_of, nodes_of
+from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.finding_log import FindingLog
+from torchlens_perf.verdicts.latest_attempt import latest_attempt, links_of
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.slow_links import slow_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.exporters.choice.rank_rows import RankRows
     from torchlens_perf.run.records import StepTable, TracedStep
     from torchlens_perf.sidecar.export_role import ExportRole
     from torchlens_perf.sidecar.rings.source import RingSource
     from torchlens_perf.sidecar.rings.sources import RingSources
+    from torchlens_perf.verdicts.node_state import NodeState
     from torchlens_perf.verdicts.stragglers.placement import Placement
 
 logger = logging.getLogger("torchlens_perf.sidecar")

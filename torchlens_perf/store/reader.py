@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchlens_perf.errors import RunStoreError
+from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.run import ownership
 from torchlens_perf.store.file_names import files_of
 from torchlens_perf.store.writer import FOOTER, texts_of
@@ -134,7 +134,7 @@ class Files:
                 with open(ownership.open_to_read(path), "rb") as file:
                     _check_metadata_size(file.fileno())
                     found = use(ParquetFile(file))
-            except Exception as error:  # whatever lies there
+            except (OSError, RunStoreError, pa.ArrowException, *DAMAGED_DATA) as error:
                 why = UnreadableFileError(path, error)
                 if self._unreadable is None:
                     raise why from None

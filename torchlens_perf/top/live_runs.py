@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from torchlens_perf.analysis import node_state
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.words.run_state import DIED
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis import node_state
-from torchlens_perf.errors import RunStoreError
+from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.report.run_report import report_of
 from torchlens_perf.top.pace import Pace, SeenSteps, pace
+from torchlens_perf.verdicts import node_state
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.node_state import NodeState, ProcessState
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.verdicts.node_state import NodeState, ProcessState
     from torchlens_perf.verdicts.words.report import Report, VerdictRow
 
 SILENT_S = 60.0  # a live sidecar writes every few seconds; of many ranks, more rarely
@@ -96,7 +96,7 @@ class RunReader:
                 trouble = str(error)
             except OSError as error:
                 trouble = f"{self._run.path} cannot be read: {error.strerror or error}"
-            except Exception as error:  # whatever files of several nodes make of a report together
+            except DAMAGED_DATA as error:  # of several nodes, whose files do not fit together
                 trouble = f"no report can be made of {self._run.path}: {type(error).__name__}: {error}"
             if report is not before.report or trouble != before.trouble:
                 self._view = View(self._run.run_id, str(self._run.path), report, found, trouble, populations)

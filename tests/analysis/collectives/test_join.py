@@ -11,8 +11,8 @@ from torchlens_perf.analysis.collectives.channel import MAX_PENDING, Counts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.collectives.semantics import SEND_RECV, GroupKey
 from torchlens_perf.analysis.collectives.statistics import OperationStatistics, merged_operations
-from torchlens_perf.analysis.node_state import encode
 from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.verdicts.node_state import encode
 
 NAME = "allreduce group=0 dtype=float32"
 WORLD_OF_3 = GroupKey("0", "0-2", "default_pg")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.support.collectives import Issued, joined, records, world
 from torchlens_perf.analysis.collectives.channel import Counts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
-from torchlens_perf.analysis.node_state import encode
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.node_state import encode
 
 NAME = "allreduce group=0 dtype=float32"
 COMPLETED = int(Flag.COMPLETED)

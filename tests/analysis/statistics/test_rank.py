@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tests.support.saved import saved
 from tests.support.tables import MS, mixed_table, records, step_table
-from torchlens_perf.analysis.node_state import encode
 from torchlens_perf.analysis.statistics.rank import (
     FIRST_WINDOW_STEPS,
     MAX_WINDOWS,
@@ -22,6 +21,7 @@ from torchlens_perf.analysis.statistics.rank import (
 )
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.verdicts.node_state import encode
 
 NO_RECORDS = records([])
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from tests.support.saved import saved
 from tests.support.tables import mixed_table
-from torchlens_perf.analysis.node_state import encode
 from torchlens_perf.analysis.statistics.step_mix import (
     LACK_OF_CPU,
     MEASURED,
@@ -24,6 +23,7 @@ from torchlens_perf.analysis.statistics.step_mix import (
 )
 from torchlens_perf.run.records import StepTable
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.node_state import encode
 
 MS = 1e6
 NORMAL = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0, "host": 1.0}  # 16 ms

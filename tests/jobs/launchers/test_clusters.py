@@ -15,7 +15,7 @@ from tests.jobs.launchers.test_torchrun import run_both
 from tests.support.launched import NODES, SCRIPT, SHELL_NODE, STEPS, Done, by_shell, free_port, why_no_nodes
 from tests.support.processes import SCRIPTS
 from tests.support.slurm import cluster
-from torchlens_perf.analysis import node_state
+from torchlens_perf.verdicts import node_state
 
 REASON = why_no_nodes()
 pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.skipif(bool(REASON), reason=REASON)]

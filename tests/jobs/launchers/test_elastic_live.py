@@ -23,12 +23,12 @@ from tests.support.launched import NODES, free_port, on_node, sidecars_ended, wh
 from tests.support.processes import ROOT, SCRIPTS, clean_environ
 from tests.support.reports import as_json
 from tests.support.warm_python import WarmPython
-from torchlens_perf.analysis import node_state
 from torchlens_perf.commands.cli import main
 from torchlens_perf.exporters import semantics
 from torchlens_perf.report.build import build
 from torchlens_perf.report.captures import captures
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts import node_state
 
 REASON = why_no_nodes()
 pytestmark = [

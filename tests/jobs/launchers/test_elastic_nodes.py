@@ -8,7 +8,7 @@ import pytest
 
 from tests.jobs.launchers.test_torchrun import C10D, c10d
 from tests.support.launched import SLOW_RANK, free_port, run, why_no_nodes
-from torchlens_perf.analysis import node_state
+from torchlens_perf.verdicts import node_state
 
 REASON = why_no_nodes()
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]

@@ -10,7 +10,7 @@ import pytest
 from tests.jobs.launchers.test_torchrun import run_both
 from tests.support.launched import SCRIPT, by_shell, free_port, on_nodes, why_no_nodes
 from tests.support.processes import SCRIPTS
-from torchlens_perf.analysis import node_state
+from torchlens_perf.verdicts import node_state
 
 REASON = why_no_nodes()
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]

@@ -17,7 +17,7 @@ from tests.support.launched import (
     torchrun,
     why_no_nodes,
 )
-from torchlens_perf.analysis import node_state
+from torchlens_perf.verdicts import node_state
 
 REASON = why_no_nodes()
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]

@@ -21,11 +21,11 @@ from torchlens_perf.analysis.collectives.slow_link import (
     merged_links,
     slow_links,
 )
-from torchlens_perf.analysis.node_state import NodeState
 from torchlens_perf.sidecar import alerts
 from torchlens_perf.sidecar.alerts import LinkWatch
 from torchlens_perf.sidecar.nodes import link_report
 from torchlens_perf.sidecar.nodes.messages import MAX_LINKS_BYTES
+from torchlens_perf.verdicts.node_state import NodeState
 
 PAIRS = [(0, 2), (0, 3), (1, 2), (1, 3)]
 

@@ -16,11 +16,11 @@ from tests.support.long import long_but
 from tests.support.processes import ROOT, clean_environ, wait_for_sidecar
 from tests.support.ranks import HOST, Rank
 from tests.support.warm_python import WarmPython
-from torchlens_perf.analysis import node_state
 from torchlens_perf.recorder import sidecar
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts import node_state
 
 # A rank of its own: stores into the pages that are gone end the process that makes them.
 OTHER_RANK = """

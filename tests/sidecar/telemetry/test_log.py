@@ -16,7 +16,6 @@ from tests.sidecar.telemetry.test_infiniband import port
 from tests.support.ranks import HOST, Rank
 from tests.support.saved import saved
 from tests.support.telemetry import read_gpus, read_links
-from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GpuFacts, GpuSample, Telemetry, growth
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters.in_memory import InMemoryExporter
@@ -29,6 +28,7 @@ from torchlens_perf.sidecar.telemetry import log
 from torchlens_perf.sidecar.telemetry.infiniband import LinkTelemetry
 from torchlens_perf.sidecar.telemetry.log import TelemetryLog
 from torchlens_perf.store import writer
+from torchlens_perf.verdicts import node_state
 
 SECOND = 1_000_000_000
 STARTED_NS = 1_800_000_000 * SECOND

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.reports import checked
 from tests.support.tables import mixed_table
-from torchlens_perf.analysis.node_state import NodeState, ProcessState
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.report.build import build
 from torchlens_perf.report.terminal import render
@@ -18,6 +17,7 @@ from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.run.ring import Flag, record_dtype
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.words.bottleneck import computing_action
 
 NUMBER = r"(\d+(?:\.\d+)?)"

@@ -31,11 +31,11 @@ from torchlens_perf.exporters.prometheus.families import families
 from torchlens_perf.exporters.series import Meter
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.analysis.statistics.hardware import Hardware
     from torchlens_perf.exporters import Assessment, ExportBatch
     from torchlens_perf.exporters.otlp_metrics import Sampled
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.verdicts.node_state import NodeState
 
 SAME_S = 1.0  # for which an answer is given again: however many ask, it is made once in so long
 _LOOK_EVERY_S = 2.0

@@ -20,9 +20,9 @@ from torchlens_perf.verdicts.stragglers.own_time import own_work_ns
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.node_state import ProcessState
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.records import StepTable
+    from torchlens_perf.verdicts.node_state import ProcessState
 
 MAX_STEPS = 100_000  # of all ranks together: each takes tens of microseconds
 _KINDS = (

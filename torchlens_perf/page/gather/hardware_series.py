@@ -17,9 +17,9 @@ from torchlens_perf.store.samples import GPUS, LINKS
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.node_state import ProcessState
     from torchlens_perf.page.gather.step_grid import StepGrid
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.verdicts.node_state import ProcessState
 
     Floats = npt.NDArray[np.float64]
 

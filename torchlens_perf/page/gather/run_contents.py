@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from torchlens_perf.analysis.latest_attempt import latest_attempt
 from torchlens_perf.page.contents import SCHEMA, Contents, Series, SlowTime, StepMatrices, StepTraces
 from torchlens_perf.page.gather.device_grid import Grids, device_grid
 from torchlens_perf.page.gather.hardware_series import hardware_series, rank_series, within
@@ -20,14 +19,15 @@ from torchlens_perf.page.gather.thinning import size_bytes, thinned_grids, thinn
 from torchlens_perf.page.gather.whole_steps import whole_steps
 from torchlens_perf.report.run_report import report_and_states
 from torchlens_perf.store.segments import kept_steps
+from torchlens_perf.verdicts.latest_attempt import latest_attempt
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.version import VERSION
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.node_state import NodeState, ProcessState
     from torchlens_perf.page.gather.step_grid import StepGrid
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.verdicts.node_state import NodeState, ProcessState
     from torchlens_perf.verdicts.words.report import Report
 
 DEFAULT_BUDGET_BYTES = 1_200_000  # with pictures and the charts' library, a page is then below 3 MB

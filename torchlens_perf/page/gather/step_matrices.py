@@ -20,9 +20,9 @@ from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.node_state import ProcessState
     from torchlens_perf.analysis.statistics.rank import Windows
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.stragglers.findings import Findings
 
     Floats = npt.NDArray[np.float64]

@@ -18,8 +18,8 @@ from torchlens_perf.store.reader import Files, noted_in
 from torchlens_perf.store.segments import SPANS, Records, records_of
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.node_state import ProcessState
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.verdicts.node_state import ProcessState
 
 MAX_SPAN_BYTES = 1 << 30  # of span files, up to which those of ranks that are not shown are read too, for collectives
 

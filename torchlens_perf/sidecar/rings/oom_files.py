@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.node_state import ProcessState, decode
 from torchlens_perf.run import ownership
 from torchlens_perf.run.oom_table import OutOfMemory
+from torchlens_perf.verdicts.node_state import ProcessState, decode
 from torchlens_perf.verdicts.words.oom import oom_text
 
 if TYPE_CHECKING:

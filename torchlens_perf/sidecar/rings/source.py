@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.analysis.node_state import Whereabouts
 from torchlens_perf.run import ring
 from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.ring import Flag, Kind, Reader, State
 from torchlens_perf.store.segments import Origin
+from torchlens_perf.verdicts.node_state import Whereabouts
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.node_state import ProcessState
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
+    from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
 HOLD_S = 2.0  # for so long a step of a timed device waits for the device's times

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.analysis.node_state import ProcessState
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.config import Config
@@ -23,13 +22,14 @@ from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.ring import Reader
 from torchlens_perf.sidecar.rings.source import RingSource
 from torchlens_perf.store.segments import last_sequences
+from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.node_state import NodeState
     from torchlens_perf.analysis.statistics.restarts import Generations
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
+    from torchlens_perf.verdicts.node_state import NodeState
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 

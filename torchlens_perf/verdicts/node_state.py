@@ -15,7 +15,7 @@ import numpy as np
 from torchlens_perf.analysis.collectives.join import CollectiveJoin, JoinState
 from torchlens_perf.analysis.statistics.hardware import Telemetry
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics, WindowHistory, Windows
-from torchlens_perf.errors import RunStoreError
+from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
@@ -234,7 +234,7 @@ def load(path: Path) -> NodeState:
         schema = decode(text, _Schema).schema
         if schema == SCHEMA:
             return decode(text, NodeState)
-    except Exception as error:  # whatever somebody has put there
+    except (msgspec.MsgspecError, *DAMAGED_DATA) as error:
         raise DamagedStateError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     raise DamagedStateError(f"{path} has schema {schema}, this version reads {SCHEMA}")
 

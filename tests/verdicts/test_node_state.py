@@ -18,16 +18,16 @@ from tests.sidecar.telemetry.test_log import FIRST, Rig
 from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from tests.support.ranks import HOST
 from tests.support.tables import MS
-from torchlens_perf.analysis import node_state
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
-from torchlens_perf.analysis.node_state import NodeState, encode
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.finding_log import FindingLog
+from torchlens_perf.verdicts.node_state import NodeState, encode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Cause, Diagnosis, StageImbalance, Usual
 from torchlens_perf.verdicts.words.hang import RankStack
 

@@ -10,7 +10,7 @@ from torchlens_perf.analysis.collectives.statistics import merged_operations
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.collectives.join import CollectiveJoin
-    from torchlens_perf.analysis.node_state import NodeState, ProcessState
+    from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 
 
 def latest_attempt(nodes: Iterable[NodeState]) -> dict[int, ProcessState]:
