@@ -14,9 +14,8 @@ from tests.support.ranks import HOST, Rank, run_without_traces
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import Alert
-from torchlens_perf.sidecar import cluster
+from torchlens_perf.sidecar.cluster import Cluster
 from torchlens_perf.sidecar.node import Sidecar
-from torchlens_perf.sidecar.nodes import cluster_link
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange
 from torchlens_perf.sidecar.nodes.rendezvous import exchange_key
@@ -64,12 +63,11 @@ class Node:
 
 
 def test_it_raises_alerts_until_others_judge(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_link, "_CUT_OFF_S", 1.0)
-    monkeypatch.setattr(cluster, "_NODE_0_TIMEOUT_S", 0.5)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     places = Endpoints(("127.0.0.1", 1), run.nodes, f"127.0.0.1:{free_port()}")
     node = Node(run, places)
+    node.sidecar.monitor.cluster = Cluster(HOST, run.run_id, cut_off_after_s=1.0, node_0_timeout_s=0.5)
     node.steps()
     node.until(lambda: bool(node.alerts))
     (started,) = node.alerts

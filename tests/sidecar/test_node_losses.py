@@ -234,7 +234,7 @@ def test_notes_of_the_exchange_are_told(run: RunDirectory) -> None:
     """While the run goes on, as they hold then; and those that held at its end."""
     rank = Rank(run, 1, 4, identity={"local_rank": 0, "local_world_size": 1})
     made, _ = sidecar(run)
-    made.monitor.cluster._link._open = TroubledExchange  # type: ignore[assignment]
+    made.monitor.cluster._open_exchange = TroubledExchange  # type: ignore[assignment]
     rank.steps(20, **WORK)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("torchlens_perf.recorder.rank_metadata.job_store", lambda environ: ("127.0.0.1", 1))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.run.identity import Identity
-from torchlens_perf.sidecar.cluster import Cluster
+from torchlens_perf.sidecar.cluster import Cluster, OpenExchange
 from torchlens_perf.sidecar.epoch import Epoch
-from torchlens_perf.sidecar.nodes.cluster_link import OpenExchange
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 
 
