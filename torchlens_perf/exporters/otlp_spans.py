@@ -16,12 +16,11 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
-from torchlens_perf.analysis.statistics.steps import kind_name
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.otlp_caller import link
 from torchlens_perf.exporters.otlp_resource import SCOPE, rank_resource
 from torchlens_perf.run.rank_ranges import ranges
-from torchlens_perf.run.ring import Flag
+from torchlens_perf.run.ring import Flag, kind_name
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.sampling import Sampler

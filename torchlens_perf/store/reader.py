@@ -83,14 +83,16 @@ class ParquetFile:
         columns: None for all. where: by column, the values of the rows that are wanted; row groups without any are
         skipped.
         """
-        return self._scanner(columns, where or {}).to_table().replace_schema_metadata().unify_dictionaries()
+        return self._scanner(columns, where or {}).to_table().replace_schema_metadata()
 
     def _scanner(self, columns: Collection[str] | None, where: Mapping[str, Collection[Any]]) -> Any:
         import pyarrow.dataset as ds  # 50 ms, which a sidecar that only writes does not spend
 
         fragment = ds.ParquetFileFormat(
             read_options=ds.ParquetReadOptions(dictionary_columns=texts_of(self._opened.schema_arrow)),
-            default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True),
+            default_fragment_scan_options=ds.ParquetFragmentScanOptions(
+                pre_buffer=False, page_checksum_verification=True
+            ),
         ).make_fragment(self._file)
         conditions = [ds.field(name).isin(list(values)) for name, values in where.items()]
         return fragment.scanner(
@@ -185,10 +187,9 @@ def dictionary(column: pa.Array | pa.ChunkedArray) -> tuple[npt.NDArray[np.int32
 
 def numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64] | None:
     """Return a column of numbers or times with NaN for what is missing; None for a column of another kind."""
-    kind = column.type
-    if pa.types.is_timestamp(kind):
+    if pa.types.is_timestamp(column.type):
         column = column.cast(pa.int64())
-    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+    elif not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         return None
     return np.asarray(column.to_numpy(), np.float64)
 

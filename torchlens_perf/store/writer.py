@@ -26,8 +26,7 @@ class Writer:
     def __init__(self, folders: Sequence[Path], node: str) -> None:
         """folders: all that count against the cap; they may not exist yet."""
         self._node = node
-        # No other process writes or removes these files. To ask for their sizes at each write would be most of the
-        # work of a shared disk.
+        # No other process writes or removes these files, so a shared disk is asked for their sizes only once.
         self._sizes: dict[Path, int] = {}
         for path in (path for folder in folders for path in files_of(folder, node)):
             with contextlib.suppress(FileNotFoundError):

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 
 from torchlens_perf.run.records import PARTS, Span, StepTable, StepTrace
-from torchlens_perf.run.ring import MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, Kind
-from torchlens_perf.run.ring import kind_name as kind_name
+from torchlens_perf.run.ring import MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, Kind, kind_name
 
 if TYPE_CHECKING:
     import numpy.typing as npt
