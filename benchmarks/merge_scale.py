@@ -65,7 +65,7 @@ def window(number: int, draw: np.random.Generator) -> Collected:
     place = Placement("node-0", "abcdef012345", {"dp": 0, "tp": 3, "cp": 1})
     groups = {"0": 40 * number, "dp": 20 * number, "tp": 400 * number}
     progress = Progress(0, "node-0", summary.ROWS * number, 0.1, 0.0, 0.07, groups, ("backward", "wait"), "running")
-    packed = summary.pack(summary.Summary(0, 0.0, RANKS, place, progress, None, MODULES, signals=SIGNALS_OF_A_RANK))
+    packed = summary.pack(summary.RankSummary(0, 0.0, RANKS, place, progress, None, MODULES, signals=SIGNALS_OF_A_RANK))
     values = np.repeat(np.frombuffer(packed, summary.LAYOUT), RANKS)
     values["rank"], values["width"] = np.arange(RANKS), 1
     values["row"] = number * summary.ROWS + np.arange(summary.ROWS)

@@ -25,7 +25,7 @@ from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.membership import ControlMessage, Membership
 from torchlens_perf.sidecar.nodes.messages import MAX_REPLY_BYTES
-from torchlens_perf.sidecar.nodes.summary import Summary
+from torchlens_perf.sidecar.nodes.summary import RankSummary
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -267,7 +267,7 @@ class Cluster:
                 more |= bool(local.unsent)
                 local.end_sent = local.ended and not local.unsent
                 payloads[rank] = summary.pack(
-                    Summary(
+                    RankSummary(
                         set=epoch.generation,
                         age_s=self.membership.age_s(epoch.generation, time.monotonic()),
                         world_size=local.identity.world_size,

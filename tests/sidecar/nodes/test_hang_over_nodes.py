@@ -11,7 +11,7 @@ from torchlens_perf.analysis.collectives.hang import Hang, Progress
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.nodes import summary
-from torchlens_perf.sidecar.nodes.summary import Summary
+from torchlens_perf.sidecar.nodes.summary import RankSummary
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.hang import device_place, text
 
@@ -26,7 +26,7 @@ def at(number: int, place: int, kind: Kind, stood_ms: int, **changed: object) ->
 
 def found_over_nodes(*ranks: Progress) -> Hang:
     """Ranks 2 and 3 are on another node."""
-    payloads = [summary.pack(Summary(0, 0.0, 4, Placement(), each)) for each in ranks[2:]]
+    payloads = [summary.pack(RankSummary(0, 0.0, 4, Placement(), each)) for each in ranks[2:]]
     others = summary.progress(summary.unpack(payloads), [each.host for each in ranks[2:]], [0.5, 0.5])
     return found(*ranks[:2], *others)
 

@@ -20,7 +20,7 @@ from torchlens_perf.analysis.statistics.step_bins import StepBins
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.nodes import summary
-from torchlens_perf.sidecar.nodes.summary import GROUPS, INSIDE, MAX_BYTES, ROWS, Summary
+from torchlens_perf.sidecar.nodes.summary import GROUPS, INSIDE, MAX_BYTES, ROWS, RankSummary
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.hang import device_place
@@ -31,14 +31,14 @@ PLACE = Placement(
 JOB = Job.of(3, 60).slow(1, 20, "data")
 
 
-def told(number: int = 5, rows: StepBins | None = None, place: Placement = PLACE, **changed: Any) -> Summary:
+def told(number: int = 5, rows: StepBins | None = None, place: Placement = PLACE, **changed: Any) -> RankSummary:
     values: dict[str, Any] = {"set": 2, "age_s": 1.5, "world_size": 8, "place": place, "rows": rows}
     if "progress" not in changed:
         changed["progress"] = dataclasses.replace(ranks.rank(number), operations={})
-    return Summary(**{**values, **changed})
+    return RankSummary(**{**values, **changed})
 
 
-def received(*summaries: Summary) -> np.ndarray:
+def received(*summaries: RankSummary) -> np.ndarray:
     return summary.unpack([summary.pack(each) for each in summaries])
 
 
@@ -58,7 +58,7 @@ def assert_close(found: Progress, expected: Progress) -> None:
 class TestSize:
     def test_it_is_the_same_for_all(self) -> None:
         """A rank without rows and one with everything send as many bytes, and no more than fit into a post."""
-        empty = Summary(0, 0.0, 1, Placement(), ranks.rank(0, issued={}, inside=()))
+        empty = RankSummary(0, 0.0, 1, Placement(), ranks.rank(0, issued={}, inside=()))
         full = told(rows=JOB.rows_of(0), modules_ns={f"layers.{i}": 1e6 for i in range(100)})
         sizes = {len(summary.pack(each)) for each in (empty, full)}
 

@@ -81,7 +81,7 @@ assert LAYOUT.itemsize <= MAX_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary:
+class RankSummary:
     """One rank's window."""
 
     set: int
@@ -99,7 +99,7 @@ class Summary:
     """Of its last second, by name; without those that are not measured."""
 
 
-def pack(summary: Summary) -> bytes:
+def pack(summary: RankSummary) -> bytes:
     """Return the summary as bytes. Long texts are cut; groups and rows that do not fit are left out."""
     value = np.zeros((), LAYOUT)
     progress, place = summary.progress, summary.place
