@@ -35,7 +35,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("exporters", ("exporters",), 2600, 5186),
     ("view", ("report", "page", "top"), 6000, 12061),
     ("serve", ("serve",), 1300, 2043),
-    ("sidecar", ("sidecar",), 5400, 7611),
+    ("sidecar", ("sidecar",), 5400, 7614),
     ("simulate, commands", ("simulate", "commands"), 2200, 2742),
     ("entry points", (".",), 1000, 1695),
 )  # fmt: skip
