@@ -35,7 +35,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("exporters", ("exporters",), 2600, 5170),
     ("view", ("report", "page", "top"), 6000, 13558),
     ("serve", ("serve",), 1300, 2045),
-    ("sidecar", ("sidecar",), 5400, 8174),
+    ("sidecar", ("sidecar",), 5400, 8175),
     ("simulate, commands", ("simulate", "commands"), 2200, 2741),
     ("entry points", (".",), 1000, 1694),
 )  # fmt: skip

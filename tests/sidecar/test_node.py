@@ -19,6 +19,7 @@ from tests.support.findings import hang
 from tests.support.ranks import HOST, Rank, make_run
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import FIRST_TRACED_STEPS, traced_steps
+from torchlens_perf.exporters.choice.said import EVERYTHING
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory, local_folders, sidecar_lock
@@ -473,6 +474,20 @@ def test_a_hang_is_saved_at_once(run: RunDirectory) -> None:
         rank.close()
 
     assert news == [False, True, False, True, True, True]
+
+
+def test_the_last_choice_of_traces_outlasts_a_restart(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other nodes receive it once a second: nothing replaces it before the new processes have made steps."""
+    made, published = sidecar(run, InMemoryExporter())[0], list[bytes]()
+    monkeypatch.setattr(made.monitor.cluster, "publish", published.append)
+    for process, steps in ((dead_process(), 60), ({}, 0)):
+        rank = Rank(run, 0, 1, trace_every=10, identity={"elastic": True, "launcher_pid": 1, **process})
+        rank.steps(steps, **WORK)
+        looked(made)
+    made.close()
+    rank.close()
+
+    assert json.loads(published[-1])[2] == EVERYTHING
 
 
 def test_new_processes_of_an_attempt_have_alerts_of_their_own(run: RunDirectory) -> None:

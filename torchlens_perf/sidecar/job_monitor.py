@@ -165,8 +165,9 @@ class JobMonitor:
             role, self._state, attempt, len(epoch.ranks), running, cluster.received, now_s, final=final
         )
         if role.part is Part.WHOLE:
-            slow = tuple(role.slow_ranks)
-            cluster.publish(epoch.traces.choice(attempt, slow, cluster.max_published_bytes, final=final))
+            choice = epoch.traces.choice(attempt, tuple(role.slow_ranks), cluster.max_published_bytes, final=final)
+            if choice:  # else the last one of the processes before is still to be received
+                cluster.publish(choice)
         return found
 
     @property
