@@ -73,6 +73,7 @@ def test_broad_excepts_are_few() -> None:
         "exporters.delivery.sender": 1,  # whatever a transport or a user's credential provider raises
         "exporters.delivery.http_session": 1,  # the same, judged beside the endpoint's answers
         "commands.doctor": 1,  # a check that fails is a line
+        "serve.readers": 1,  # in a reader: an error that cannot be unpickled would end all of them
         "sidecar.start.process": 1,  # begins anew
         "top.app": 1,  # on the thread that reads: it is raised on the application's
         "startup.sitecustomize": 2,  # before the script, where guard() is not imported yet

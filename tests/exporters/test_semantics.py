@@ -85,7 +85,7 @@ def of_two_ranks() -> Sent:
 
 
 def of_many_ranks() -> Sent:
-    """With so little room that the GPUs of a node have one point together."""
+    """With so little room that the GPUs of a node have one point together, and a rank that is slow at the end."""
     collectors = {name: Collector(name) for name in ("traces", "metrics", "logs")}
     exporter = exporter_to(collectors)
     plain, one = batch_of(identity(3, world_size=1000), [100, 110]), hardware()
@@ -94,6 +94,7 @@ def of_many_ranks() -> Sent:
     exporter.take_part(JobPart(Part.WHOLE, 0.01, 2000, frozenset(), spread_s, left_out=2))
     gpus = tuple(dataclasses.replace(one.gpus[0], uuid=f"GPU-{number}") for number in range(8))
     exporter.measured(identity(), dataclasses.replace(one, gpus=gpus))
+    exporter.on_assessment(assessment_of(findings(episode()), FindingLog("run"), None))
     assert exporter.shutdown(20) == []
     return Sent(collectors["traces"].spans(), collectors["metrics"].points(), collectors["logs"].events())
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
 
-from torchlens_perf.errors import DAMAGED_DATA, ConfigError, TorchlensPerfError, printable
+from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable
 from torchlens_perf.report.memory_limit import limit_memory
 from torchlens_perf.store.without_pandas import hide_pandas
 
@@ -150,5 +150,5 @@ def _called(function: Callable[..., _T], arguments: tuple[object, ...]) -> _Answ
     except MemoryError:
         gib = limit_memory() / (1 << 30)
         return _Problem(503, f"it takes more than {gib:.1f} GiB of memory to read, the limit of a reader")
-    except DAMAGED_DATA as error:  # this run cannot be shown, others can
+    except Exception as error:  # some cannot be unpickled: this run cannot be shown, others can
         return _Problem(500, printable(f"this cannot be read: {type(error).__name__}: {error}"))
