@@ -15,6 +15,7 @@ from tests.support.live_simulation import LiveSimulation
 from tests.support.processes import ROOT, clean_environ
 from tests.support.terminal import OnTerminal
 from torchlens_perf.commands.cli import main
+from torchlens_perf.run.installation import install_command
 from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.plain import PlainTop
 from torchlens_perf.top.reading import RunReader
@@ -174,7 +175,7 @@ def test_without_textual(live: LiveSimulation) -> None:
 
     assert code == 2
     assert said.startswith("torchlens-perf: top ")
-    assert "pip install 'torchlens-perf[top]'" in said
+    assert install_command("top") in said
     assert said.count("\n") == 1
     assert once == 0
     assert re.search(r"\x1b\[1;31m[^\x1b]*Rank 3", frame)

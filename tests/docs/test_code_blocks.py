@@ -253,8 +253,8 @@ def script(name: str) -> None:
 def pip(arguments: list[str]) -> None:
     (wanted,) = arguments[1:]
     extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    name, extra = re.fullmatch(r"([\w-]+)(?:\[(\w+)\])?", wanted).groups()  # type: ignore[union-attr]
-    assert name == "torchlens-perf"
+    name, extra = re.fullmatch(r"([\w.-]+)(?:\[(\w+)\])?", wanted).groups()  # type: ignore[union-attr]
+    assert name == "."  # in a clone
     assert extra is None or extra in extras
 
 

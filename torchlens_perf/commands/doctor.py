@@ -16,6 +16,7 @@ from pathlib import Path
 from torchlens_perf import config
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.run import directory
+from torchlens_perf.run.installation import install_command
 from torchlens_perf.run.rings import memory
 
 OK, WORSE, BROKEN = 0, 1, 2
@@ -71,7 +72,7 @@ def _native() -> Iterator[Check]:
         yield Check(WORSE, "recorder", finding, "the usual build of Python has it")
         return
     compiler = shutil.which("cc") or shutil.which("gcc")
-    remedy = "reinstall: pip install --force-reinstall --no-deps torchlens-perf"
+    remedy = f"reinstall: {install_command(options='--force-reinstall --no-deps')}"
     if compiler is None:
         remedy = "install a C compiler and Python's headers, then " + remedy
     finding = LOADING_PROBLEM or "the Python implementation: marks cost about ten times more"
@@ -184,7 +185,7 @@ def _cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
     if not nvidia:
         yield Check(WORSE, "device sections", "not in a ROCm build: they read NVIDIA's clock", "use perf.section()")
     elif not kernels.has_cupy():
-        remedy = "pip install 'torchlens-perf[cuda13]', or [cuda12]"
+        remedy = f"{install_command('cuda13')} (CUDA 12: [cuda12])"
         yield Check(WORSE, "device sections", "not timed: CuPy is missing", remedy)
     else:
         driver.Driver()  # raises where it cannot be loaded, which examine() shows
@@ -225,7 +226,7 @@ def _autoload() -> Iterator[Check]:
     for group in ("torch.backends", "torchrun.logs_specs"):
         found = any(entry.name == "torchlens_perf" for entry in importlib.metadata.entry_points(group=group))
         finding = "installed" if found else "missing: scripts cannot be recorded without watch()"
-        yield Check(OK if found else WORSE, f"entry point {group}", finding, "pip install torchlens-perf")
+        yield Check(OK if found else WORSE, f"entry point {group}", finding, install_command())
 
 
 def _settings() -> Iterator[Check]:

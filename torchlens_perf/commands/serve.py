@@ -11,6 +11,7 @@ from typing import Any
 
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import ConfigError, printable
+from torchlens_perf.run.installation import install_command
 
 _NEEDS = ("starlette", "uvicorn", "anyio")
 
@@ -37,9 +38,7 @@ def serve(options: argparse.Namespace) -> int:
     """Runs the command until it is ended: 0. Raises ConfigError, RunStoreError."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            f'serve needs {" and ".join(missing)}, not installed here: pip install "torchlens-perf[serve]"'
-        )
+        raise ConfigError(f"serve needs {' and '.join(missing)}, not installed here: {install_command('serve')}")
     from torchlens_perf.serve import server as servers
     from torchlens_perf.serve.app import Server
     from torchlens_perf.serve.run_names import is_run

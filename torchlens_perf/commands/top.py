@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import RunStoreError, TorchlensPerfError
+from torchlens_perf.run.installation import install_command
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 
 _PLAIN_WIDTH = 100
 _NICE = 10  # it may run on a node of the job
-_MISSING = (
-    "top draws with Textual, which is not installed: pip install 'torchlens-perf[top]'. `top --once` does without"
-)
 
 
 def add_command(commands: Any) -> None:
@@ -51,7 +49,9 @@ def top(options: argparse.Namespace) -> int:
         can_be_encoded = (sys.stdout.encoding or "").lower().startswith("utf")
         return _plain(options.run, Lettering(lettering.ascii_only or not can_be_encoded), once=options.once)
     if importlib.util.find_spec("textual") is None:
-        raise TorchlensPerfError(_MISSING)
+        raise TorchlensPerfError(
+            f"top needs Textual, which is not installed: {install_command('top')}. `top --once` works without it"
+        )
     _give_way()
     from torchlens_perf.top.app import Top
     from torchlens_perf.top.live_runs import live, runs_in
