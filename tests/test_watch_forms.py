@@ -12,7 +12,7 @@ import torchlens_perf as perf
 from tests.support.processes import report, run, runs
 from tests.test_watch import make_model, train
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.watch import running
+from torchlens_perf.watch import _warn_not_started, running
 
 QUIET = {"sidecar": False, "report": "off"}
 
@@ -101,6 +101,23 @@ def test_decorated_function_inside_of_a_watch_joins_it(tmp_path: Path) -> None:
     with perf.watch(dir=tmp_path, **QUIET) as outer:
         assert fit() == outer.run_dir
         assert running() is outer
+
+
+def test_step_before_the_start_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """step() on a watch that was not started records nothing, and says so; one that has ended is silent."""
+    _warn_not_started.cache_clear()
+    watch = perf.watch(dir=tmp_path, **QUIET)
+    watch.step()
+    perf.watch(dir=tmp_path, **QUIET).step()
+    assert [each.message for each in caplog.records if "before the watch is started" in each.message] == [
+        "torchlens_perf: step() records nothing before the watch is started: use `with watch(...) as w:`, or w.start()"
+    ]
+    caplog.clear()
+    _warn_not_started.cache_clear()
+    with watch:
+        watch.step()
+    watch.step()
+    assert caplog.records == []
 
 
 def test_what_cannot_be_decorated() -> None:
