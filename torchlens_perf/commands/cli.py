@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["run"] and arguments[1:2] not in (["-h"], ["--help"]):
             run_command.run(arguments[1:])  # what follows is Python's command line, no part of it is ours
         options = _parser().parse_args(arguments)
-        if is_program:
+        if is_program and options.command is not _doctor:  # torch imports no Dynamo where pandas is hidden
             hide_pandas()
         result: int = options.command(options)
         return result
@@ -165,11 +165,14 @@ def _build_tap(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from torchlens_perf.commands.doctor import examine
+    from torchlens_perf.commands.doctor import BROKEN, WORSE, examine
 
-    worst = 0
+    severities = []
     for check in examine():
         if check.severity or not options.quiet:
             print(printable(str(check)))
-        worst = max(worst, check.severity)
-    return 1 if worst > 1 else 0
+        severities.append(check.severity)
+    broken, limited = severities.count(BROKEN), severities.count(WORSE)
+    if not options.quiet:
+        print(f"{len(severities)} checks: {broken} broken, {limited} with a limitation")
+    return 1 if broken else 0

@@ -86,13 +86,14 @@ def _tap() -> Iterator[Check]:
 
     cache = os.environ.get("XDG_CACHE_HOME")
     if cache is not None and not os.path.isabs(cache):
-        finding = f"XDG_CACHE_HOME={cache} is no absolute path, and not used"
+        finding = f"XDG_CACHE_HOME={cache} is not an absolute path and is ignored"
         yield Check(WORSE, "cache of native code", finding, "unset it, or set an absolute one")
     if native_tap.load() is not None:
         yield Check(OK, "tap on collectives", "native")
         return
     problems = "; ".join(native_tap.problems())
-    finding = "Python: 50 us a collective, and no end of asynchronous ones" + (f" ({problems})" if problems else "")
+    finding = "from Python: costs 50 us a collective, and asynchronous ones have no end time"
+    finding += f" ({problems})" if problems else ""
     remedy = tap_requirements.obstacle(native_tap.file_name()) if NATIVE else tap_requirements.NO_RECORDER
     if remedy is None:
         now, later = "torchlens-perf build-tap", "the next run of several ranks has the native one built"
@@ -146,10 +147,11 @@ def _torch() -> Iterator[Check]:
     supported = version >= torch_private.OLDEST_TORCH
     oldest = ".".join(map(str, torch_private.OLDEST_TORCH))
     yield Check(OK if supported else WORSE, "torch", torch.__version__, f"tested from {oldest} on")
-    for entry in torch_private.PRIVATE_NAMES:
-        works = torch_private.works(entry.name)
-        finding = "works" if works else f"missing: {entry.without}"
-        yield Check(OK if works else WORSE, entry.name, finding, "look for a newer torchlens-perf")
+    missing = [entry for entry in torch_private.PRIVATE_NAMES if not torch_private.works(entry.name)]
+    found = len(torch_private.PRIVATE_NAMES) - len(missing)
+    yield Check(OK, "torch's internals", f"{found} of {found + len(missing)} that hooks use work")
+    for entry in missing:
+        yield Check(WORSE, entry.name, f"missing: {entry.without}", "look for a newer torchlens-perf")
     kind = devices.accelerator()
     if not kind:
         yield Check(OK, "device", "CPU: host times are the device's times")
