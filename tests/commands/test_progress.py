@@ -229,7 +229,7 @@ def test_quiet_replay(run_dir: str) -> None:
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (failed.returncode, failed.stdout) == (2, "")
-    assert failed.stderr == "torchlens-perf: /nowhere is not a run directory\n"
+    assert failed.stderr == "torchlens-perf: there is no directory /nowhere\n"
 
 
 _LOGS = """

@@ -62,13 +62,13 @@ def test_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["top", str(tmp_path / "run"), "--once"]) == 2
     out, err = capsys.readouterr()
 
-    assert (out, err) == ("", f"torchlens-perf: {tmp_path}/run is not there yet\n")
+    assert (out, err) == ("", f"torchlens-perf: there is no directory {tmp_path}/run\n")
 
 
 def test_no_run_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["top", "--once"]) == 2
-    assert "no run directory in torchlens-perf: name one, torchlens-perf top RUN_DIR" in capsys.readouterr().err
+    assert "no run in torchlens-perf: name one, torchlens-perf top RUN_DIR" in capsys.readouterr().err
 
 
 def test_finds_the_live_run(

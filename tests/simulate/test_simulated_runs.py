@@ -304,7 +304,7 @@ def test_short_steps_are_judged_in_wider_rows(capsys: pytest.CaptureFixture[str]
         (["--rows", "--step-ms", "0"], "a step's work must be"),
         (["--rows", "--steps", "0"], "--steps must be"),
         (["--rows", "--seed", "-1"], "seed must be 0 or more, got -1"),
-        (["--ranks", "100"], "64 ranks at most"),
+        (["--ranks", "100"], "--out is for 64 ranks at most, not 100"),
         ([], "--out DIR is missing"),
     ],
 )

@@ -28,9 +28,9 @@ _ASK_AGAIN_S = 0.5
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "capture",
-        help="a deep look at a few steps of a live run",
-        description="Asks ranks of a live run for a trace of a few steps by torch.profiler, the flight recorder, "
-        "Python stacks, and on a GPU a memory snapshot. The ranks pause while they write.",
+        description="Profile a few steps of some ranks with torch.profiler. The flight recorder, Python stacks and, on "
+        "a GPU, a memory snapshot are written too. Training pauses while the files are written. Exit code 1: a rank "
+        "has no trace.",
     )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument(

@@ -44,7 +44,6 @@ and what is no fault of any rank:
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "simulate",
-        help="a run with planted faults, and what is said of it",
         description="Simulates training with planted faults. What varies by chance is taken from recorded runs.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -110,6 +109,10 @@ def simulate(options: argparse.Namespace) -> int:
 def _topology(options: argparse.Namespace) -> Topology:
     from torchlens_perf.simulate.simulation import Topology
 
+    for name in ("ranks", "node_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
     sizes = {"dp": options.ranks if options.ranks is not None else 8, "tp": 1, "pp": 1}
     if options.topology:
         sizes = {"dp": 1, "tp": 1, "pp": 1}
@@ -132,12 +135,12 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
     from torchlens_perf.simulate.rings import MAX_RANKS, SimulatedDevice
 
     if simulation.topology.ranks > MAX_RANKS:
-        raise ConfigError(f"ring files are for {MAX_RANKS} ranks at most, not {simulation.topology.ranks}: use --rows")
+        raise ConfigError(f"--out is for {MAX_RANKS} ranks at most, not {simulation.topology.ranks}: use --rows")
     if options.out is None:
         raise ConfigError("--out DIR is missing: the run directory to make")
     run = RunDirectory(options.out.absolute())
     if run.nodes.exists():
-        raise RunStoreError(f"{run.path} is a run directory already")
+        raise RunStoreError(f"{run.path} is a run directory already: choose another --out")
     run.create()
     note = f"simulated: {' and '.join(options.fault) or 'no fault'}; noise {options.noise:g}, seed {options.seed}"
     device = None
