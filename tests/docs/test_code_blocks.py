@@ -59,6 +59,7 @@ NOT_EXECUTED = {
     "make": "installs an environment, or runs for minutes to hours; `make --dry-run` takes it",
     "pip install": "downloads; its extras are in pyproject.toml",
     "python -m benchmarks": "runs for minutes to hours; its options are in its source",
+    "torchlens-perf report --fail-on": "its exit code is the run's: tests/commands/test_fail_on.py",
     "torchlens-perf serve": "serves until it is interrupted: tests/serve",
     "torchlens-perf capture": "needs a run that is alive: tests/distributed/test_capture_live.py",
     "torchlens-perf sidecar": "needs an endpoint: tests/exporters/test_otlp_export.py",

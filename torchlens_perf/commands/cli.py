@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchlens_perf.commands import capture, deploy_files, results, serve, simulate, top
+from torchlens_perf.commands import capture, deploy_files, fail_on, results, serve, simulate, top
 from torchlens_perf.commands import run as run_command
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.commands.suggestions import unknown
@@ -50,6 +50,11 @@ _HELP = """Start here:
 
 `torchlens-perf COMMAND --help` describes a command, `torchlens-perf --version` prints the version.
 """
+_EXIT_CODES = """exit codes:
+  0  the report was printed, and no verdict of --fail-on holds
+  1  a verdict of --fail-on holds
+  2  a mistake on the command line, or no run that can be read
+  3  the run has too little data to judge what --fail-on names"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,12 +150,22 @@ def _parser() -> argparse.ArgumentParser:
         "report",
         description="Print the report of a run, live or finished: which rank is slow, why, since when and at what "
         "cost, and what limits the step.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     report.add_argument("run_dir", type=Path, nargs="?", help="a run directory; default: the newest one here")
     form = report.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--html", type=Path, metavar="FILE", help="write a web page: one file that needs no network")
     form.add_argument("--schema", action="store_true", help="print the JSON schema of --json; needs no run")
+    report.add_argument(
+        "--fail-on",
+        type=fail_on.names,
+        action="extend",
+        default=[],
+        metavar="VERDICT,...",
+        help=f"exit with 1 if one of these verdicts holds: {', '.join(fail_on.KINDS)}",
+    )
     report.set_defaults(command=_report)
 
     sidecar = commands.add_parser(
@@ -197,9 +212,11 @@ def _report(options: argparse.Namespace) -> int:
     from torchlens_perf.report import report_json
 
     if options.schema:
+        if options.fail_on:
+            raise ConfigError("--fail-on judges a run, and --schema needs none: leave out one of them")
         report_json.write(report_json.schema(), sys.stdout)
         return 0
-    from torchlens_perf.report.run_report import run_report
+    from torchlens_perf.report.run_report import report_and_states
     from torchlens_perf.report.terminal import show
 
     run = RunDirectory(options.run_dir or _newest_run())
@@ -210,14 +227,18 @@ def _report(options: argparse.Namespace) -> int:
             size = write_page(run, options.html)
         if not options.quiet:
             print(f"torchlens-perf: wrote {printable(str(options.html))}, {size / 1e6:.2f} MB", file=sys.stderr)
-        return 0
+        if not options.fail_on:
+            return 0
     with Progress("reading the run", quiet=options.quiet) as progress:
-        value = run_report(run, progress)
+        value, states = report_and_states(run, progress)
     if options.json:
         report_json.write(value, sys.stdout)
-    else:
+    elif options.html is None:
         show(value, sys.stdout, str(run.path))
-    return 0
+    code, why = fail_on.exit_code(options.fail_on, value, states)
+    if why and not options.quiet:
+        print(f"torchlens-perf: {why}", file=sys.stderr)
+    return code
 
 
 def _newest_run() -> Path:
