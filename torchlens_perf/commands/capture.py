@@ -91,13 +91,16 @@ def _wait(run: RunDirectory, request: Request, timeout_s: float, *, quiet: bool)
             new = _next(run, request, received, deadline_s)
         if not new:
             path = printable(str(run.path))
-            print(f"not yet: ranks {ranges(_left(request, received))}. Next: torchlens-perf report {path}, or "
-                  "nodes/*.log there")  # fmt: skip
+            print(f"no answer from ranks {ranges(_left(request, received))} within {timeout_s:g} s. Next: "
+                  f"torchlens-perf report {path}, or nodes/*.log there")  # fmt: skip
             return 1
         for row in new:
             received[row["rank"]] = row
             _tell(row, capture_line(row, str(run.path)), str(run.path))
-    return 0 if all(TRACE in row["files"] for row in received.values()) else 1
+    traced = [TRACE in row["files"] for row in received.values()]
+    if any(traced) and not quiet:
+        print("open traces in ui.perfetto.dev")
+    return 0 if all(traced) else 1
 
 
 def _left(request: Request, received: Mapping[int, Capture]) -> list[int]:
