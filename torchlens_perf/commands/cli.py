@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 from torchlens_perf.commands import capture, deploy_files, fail_on, results, serve, simulate, top
 from torchlens_perf.commands import run as run_command
 from torchlens_perf.commands.progress import Progress
-from torchlens_perf.commands.suggestions import unknown
-from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable
+from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable, unknown
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.without_pandas import hide_pandas
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.commands.suggestions import unknown
+from torchlens_perf.errors import unknown
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState
