@@ -180,13 +180,14 @@ def test_public_names_of_a_watch() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["code", "environment"])
+@pytest.mark.parametrize("where", ["code", "environment", "environment of a recorded script"])
 def test_pattern_that_matches_nothing(where: str, tmp_path: Path) -> None:
     """In code it is a ValueError; in the environment, as any variable that is wrong, a line, and training goes on."""
     settings = "modules=['block.*']" if where == "code" else ""
     code = f"{TRAIN}\nwith perf.watch(model, optimizer, {settings}) as w:\n    train()\nprint('trained', w.run_dir)"
     told = {} if where == "code" else {"TORCHLENS_PERF_MODULES": "block.*"}
-    done = run([sys.executable, "-c", code], tmp_path, **told)
+    switch = {"TORCHLENS_PERF": "1"} if "recorded" in where else {}
+    done = run([sys.executable, "-c", code], tmp_path, **told, **switch)
 
     message = 'modules="block.*" matches no module. Names are matched against model.named_modules(), for example "0"'
     if where == "code":

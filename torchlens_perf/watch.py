@@ -121,6 +121,9 @@ def watch(
                 raise
             logger.warning("torchlens_perf is off: %sMODULES: %s", ENVIRONMENT_PREFIX, error)
             enabled = False
+            from torchlens_perf.hooks.loop import first_step
+
+            first_step.stop_waiting()
     return Watch(config, models, optimizers, enabled=enabled)
 
 
