@@ -50,6 +50,7 @@ def test_no_collective_of_ours() -> None:
         ("results.run", "loads"),
         ("run.captures", "loads"),
         ("run.fitting", "loads"),
+        ("run.installation", "loads"),
         ("run.ring", "loads"),
         ("store.reader", "loads"),
         ("sidecar.host.stacks", "loads"),

@@ -12,7 +12,7 @@ import torchlens_perf as perf
 from tests.support.processes import report, run, runs
 from tests.test_watch import make_model, train
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.watch import running
+from torchlens_perf.watch import _warn_not_started, running
 
 QUIET = {"sidecar": False, "report": "off"}
 
@@ -103,6 +103,23 @@ def test_decorated_function_inside_of_a_watch_joins_it(tmp_path: Path) -> None:
         assert running() is outer
 
 
+def test_step_before_the_start_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """step() on a watch that was not started records nothing, and says so; one that has ended is silent."""
+    _warn_not_started.cache_clear()
+    watch = perf.watch(dir=tmp_path, **QUIET)
+    watch.step()
+    perf.watch(dir=tmp_path, **QUIET).step()
+    assert [each.message for each in caplog.records if "before the watch is started" in each.message] == [
+        "torchlens_perf: step() records nothing before the watch is started: use `with watch(...) as w:`, or w.start()"
+    ]
+    caplog.clear()
+    _warn_not_started.cache_clear()
+    with watch:
+        watch.step()
+    watch.step()
+    assert caplog.records == []
+
+
 def test_what_cannot_be_decorated() -> None:
     """The body of a coroutine or a generator does not run within the call."""
 
@@ -163,13 +180,14 @@ def test_public_names_of_a_watch() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["code", "environment"])
+@pytest.mark.parametrize("where", ["code", "environment", "environment of a recorded script"])
 def test_pattern_that_matches_nothing(where: str, tmp_path: Path) -> None:
     """In code it is a ValueError; in the environment, as any variable that is wrong, a line, and training goes on."""
     settings = "modules=['block.*']" if where == "code" else ""
     code = f"{TRAIN}\nwith perf.watch(model, optimizer, {settings}) as w:\n    train()\nprint('trained', w.run_dir)"
     told = {} if where == "code" else {"TORCHLENS_PERF_MODULES": "block.*"}
-    done = run([sys.executable, "-c", code], tmp_path, **told)
+    switch = {"TORCHLENS_PERF": "1"} if "recorded" in where else {}
+    done = run([sys.executable, "-c", code], tmp_path, **told, **switch)
 
     message = 'modules="block.*" matches no module. Names are matched against model.named_modules(), for example "0"'
     if where == "code":

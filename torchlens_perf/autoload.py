@@ -22,7 +22,7 @@ from torchlens_perf import config as configuration
 from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, guard, printable
 from torchlens_perf.output import say
-from torchlens_perf.watch import Watch, forked_while_recording, start_after_first_step
+from torchlens_perf.watch import Watch, already_printed, forked_while_recording, start_after_first_step
 
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -91,5 +91,6 @@ os.register_at_fork(after_in_child=_again_in_child)
 
 @functools.cache  # once, though torch's entry point and `run` both call autoload()
 def _say_off(reason: str) -> None:
+    already_printed.add(reason)
     if os.environ.get("LOCAL_RANK", "0") == "0":  # one line a node, not one a rank
         say(f"torchlens_perf is off: {printable(reason)}\n")

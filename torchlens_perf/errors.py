@@ -49,6 +49,14 @@ class DeviceError(TorchlensPerfError):
     """A call to the device that failed, or a library that is needed to reach it and is missing."""
 
 
+def unknown(what: str, word: str, known: Iterable[str]) -> str:
+    """Return a sentence with the nearest known word. what: as in "unknown command"."""
+    import difflib
+
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"unknown {what} {word!r}: did you mean {close[0]!r}?" if close else f"unknown {what} {word!r}."
+
+
 def printable(text: str) -> str:
     """One line, in which nothing drives a terminal or turns letters round; such characters become "?".
 

@@ -73,6 +73,8 @@ _session: Session | None = None
 """The session whose hooks are attached, or are being attached or detached."""
 _watches_so_far = 0
 _forked_while_recording = False
+already_printed: set[str] = set()
+"""Reasons why recording is off that autoload.py has printed."""
 
 
 def watch(
@@ -107,7 +109,8 @@ def watch(
         environment = configuration.from_environment(os.environ)
     except ConfigError as error:
         # The environment is not the code's fault: it must not stop a job that runs without us.
-        logger.warning("torchlens_perf is off: %s", error)
+        if str(error) not in already_printed:
+            logger.warning("torchlens_perf is off: %s", error)
         enabled, environment = False, {}
     config = configuration.from_settings(settings, environment)
     if enabled and models is not None:
@@ -118,6 +121,9 @@ def watch(
                 raise
             logger.warning("torchlens_perf is off: %sMODULES: %s", ENVIRONMENT_PREFIX, error)
             enabled = False
+            from torchlens_perf.hooks.loop import first_step
+
+            first_step.stop_waiting()
     return Watch(config, models, optimizers, enabled=enabled)
 
 
@@ -276,6 +282,8 @@ class Watch(ShowsResults):
         watch = self._joined or self
         if watch._session is not None:
             watch._session.step.end_by_user(tokens)
+        elif self._enabled and not self._entered:
+            _warn_not_started()
 
     def steps_by_hand(self) -> None:
         """From here on only step() ends a step: for what calls it from the first step on, as a framework's callback."""
@@ -503,6 +511,13 @@ def _decline(
     if isinstance(error, Exception):
         with guard("declining to merge with other ranks"):
             on_device.decline(config)
+
+
+@functools.cache
+def _warn_not_started() -> None:
+    logger.warning(
+        "torchlens_perf: step() records nothing before the watch is started: use `with watch(...) as w:`, or w.start()"
+    )
 
 
 def _say_off(reason: str, identity: Identity | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import HOST, Rank, make_run
+from torchlens_perf.commands import cli
 from torchlens_perf.commands.cli import main
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.version import VERSION
 
 WORK = {"data": 1, "forward": 4, "backward": 6, "host": 1}
 
@@ -62,8 +65,22 @@ def test_report_finds_the_newest(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["report", "/nowhere"], "/nowhere is not a run directory"),
-        (["sidecar", "/nowhere"], "/nowhere is not a run directory"),
+        (["report", "/nowhere"], "there is no directory /nowhere"),
+        (["sidecar", "/nowhere"], "there is no directory /nowhere"),
+        (["capture", "/nowhere", "--rank", "0"], "there is no directory /nowhere"),
+        (["top", "/nowhere", "--once"], "there is no directory /nowhere"),
+        (["report", "/etc"], "/etc is not a run directory"),
+        (["report", "/etc/passwd"], "/etc/passwd is not a directory"),
+        (["reprot"], "unknown command 'reprot': did you mean 'report'? Commands: run, capture, report, top, "),
+        (["qqq"], "unknown command 'qqq'. Commands: run, "),
+        (["train.py"], "unknown command 'train.py': did you mean `torchlens-perf run train.py`?"),
+        (["report", "--jsno"], "unknown option '--jsno': did you mean '--json'? See `torchlens-perf report --help`"),
+        (["report", "--zz=3"], "unknown option '--zz'. See `torchlens-perf report --help`"),
+        (["report", "one", "two"], "unexpected argument 'two'. See "),
+        (["--quiet", "report"], "unknown option '--quiet'"),
+        (["capture"], "the following arguments are required: run_dir, --rank. See `torchlens-perf capture --help`"),
+        (["simulate", "--ranks", "0", "--out", "x"], "--ranks must be 1 or more, got 0"),
+        (["simulate", "--node-size", "0", "--out", "x"], "--node-size must be 1 or more, got 0"),
         (["run"], "a script is needed"),
         (["run", "-m"], "a script is needed"),
     ],
@@ -82,7 +99,20 @@ def test_no_run_here(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     """`report` in a folder without runs says so."""
     monkeypatch.chdir(tmp_path)
     assert main(["report"]) == 2
-    assert "no run directory in torchlens-perf" in capsys.readouterr().err
+    assert "no run in torchlens-perf: record one with `torchlens-perf run train.py`" in capsys.readouterr().err
+
+
+def test_no_data_yet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A run without data so far is told apart from a folder that is no run, and from a folder of runs."""
+    make_run(tmp_path)
+    (run,) = (path.parent for path in tmp_path.rglob("nodes"))
+    for command in (["report", str(run)], ["top", str(run), "--once"]):
+        assert main(command) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"torchlens-perf: {run} has no data yet: try again in some seconds")
+        assert f"torchlens-perf sidecar {run}" in err
+    assert main(["report", str(run.parent)]) == 2
+    assert capsys.readouterr().err.endswith(f"{run.parent} is a folder of runs: name one of them, as in {run}\n")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 99}', '{"schema": 1, "host": 3}', "\x00\x01"])
@@ -122,5 +152,58 @@ def test_help_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
-    assert done.stdout.startswith("usage: torchlens-perf")
+    assert done.stdout.startswith("Start here:\n  torchlens-perf run train.py")
     assert done.stdout.endswith("False\n")
+
+
+def test_version() -> None:
+    """`--version` prints the versions of this package, torch and Python, and does not import torch."""
+    program = (
+        "import sys; from torchlens_perf.commands.cli import main\n"
+        "assert main(['--version']) == 0\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    torch = importlib.metadata.version("torch")
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert done.stdout == f"torchlens-perf {VERSION} (torch {torch}, Python {python})\nFalse\n"
+
+
+def test_version_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert main(["--version"]) == 0
+    assert "(torch is not installed, Python 3." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"], ["help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The help begins with three commands to start with, and has each command that people use, once and in one line."""
+    assert main(arguments) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "Start here:"
+    assert [line.split()[1] for line in lines[:3]] == ["run", "report", "doctor"]
+    assert max(map(len, lines)) <= 100
+    listed = [line.split()[0] for line in lines[3:] if line.startswith("  ")]
+    everything = cli._parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    assert sorted([*listed, "results"]) == sorted(everything)  # type: ignore[type-var,arg-type]
+
+
+def test_hidden_command_is_in_no_list(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["result"], ["qqq"]):
+        main(arguments)
+        assert "results" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("command", cli._NAMES)
+def test_each_command_has_a_description(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    usage, description, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith(f"usage: torchlens-perf {command} ")
+    assert description[0].isupper()
+    assert description.endswith(".")

@@ -19,25 +19,29 @@ def by_subject() -> dict[str, Check]:
 
 
 def test_everything_works_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the test environment every check is fine, and every private name of torch is among them."""
+    """In the test environment every check is fine, and torch has every private name."""
     monkeypatch.chdir(tmp_path)
     checks = by_subject()
 
     assert [str(check) for check in checks.values() if check.severity != OK] == []
-    assert {entry.name for entry in torch_private.PRIVATE_NAMES} <= set(checks)
+    count = len(torch_private.PRIVATE_NAMES)
+    assert checks["torch's internals"].finding == f"{count} of {count} that hooks use work"
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
 
 
 def test_missing_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A private name that this torch lacks is a line that says what is lost."""
+    """A private name that this torch lacks is a line that says what is lost; those that work are one line."""
     import torch
 
     monkeypatch.delattr(torch.autograd, "_engine_run_backward")
     torch_private.works.cache_clear()
-    check = by_subject()["torch.autograd._engine_run_backward"]
+    checks = by_subject()
+    check = checks["torch.autograd._engine_run_backward"]
     monkeypatch.undo()
     torch_private.works.cache_clear()
 
+    assert {entry.name for entry in torch_private.PRIVATE_NAMES} & set(checks) == {check.subject}
+    assert checks["torch's internals"].finding.startswith(f"{len(torch_private.PRIVATE_NAMES) - 1} of ")
     assert check.severity == WORSE
     assert "missing: the backward pass is not timed" in str(check)
 
@@ -91,6 +95,16 @@ def test_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
     monkeypatch.chdir(tmp_path)
     assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.startswith("ok      platform: Linux")
+    out = capsys.readouterr().out
+    assert out.startswith("ok      platform: Linux")
+    assert out.endswith(f"\n{out.count(chr(10)) - 1} checks: 0 broken, 0 with a limitation\n")
     monkeypatch.setenv("TORCHLENS_PERF", "perhaps")
     assert main(["doctor"]) == 1
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    """The command finds what the function finds: what it hides from other commands is not missing in torch."""
+    command = [sys.executable, "-m", "torchlens_perf", "doctor"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+
+    assert done.stdout.endswith("checks: 0 broken, 0 with a limitation\n")

@@ -15,6 +15,7 @@ from tests.support.live_simulation import LiveSimulation
 from tests.support.processes import ROOT, clean_environ
 from tests.support.terminal import OnTerminal
 from torchlens_perf.commands.cli import main
+from torchlens_perf.run.installation import install_command
 from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.plain import PlainTop
 from torchlens_perf.top.reading import RunReader
@@ -61,13 +62,13 @@ def test_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["top", str(tmp_path / "run"), "--once"]) == 2
     out, err = capsys.readouterr()
 
-    assert (out, err) == ("", f"torchlens-perf: {tmp_path}/run is not there yet\n")
+    assert (out, err) == ("", f"torchlens-perf: there is no directory {tmp_path}/run\n")
 
 
 def test_no_run_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["top", "--once"]) == 2
-    assert "no run directory in torchlens-perf: name one, torchlens-perf top RUN_DIR" in capsys.readouterr().err
+    assert "no run in torchlens-perf: name one, torchlens-perf top RUN_DIR" in capsys.readouterr().err
 
 
 def test_finds_the_live_run(
@@ -174,7 +175,7 @@ def test_without_textual(live: LiveSimulation) -> None:
 
     assert code == 2
     assert said.startswith("torchlens-perf: top ")
-    assert "pip install 'torchlens-perf[top]'" in said
+    assert install_command("top") in said
     assert said.count("\n") == 1
     assert once == 0
     assert re.search(r"\x1b\[1;31m[^\x1b]*Rank 3", frame)

@@ -59,6 +59,7 @@ NOT_EXECUTED = {
     "make": "installs an environment, or runs for minutes to hours; `make --dry-run` takes it",
     "pip install": "downloads; its extras are in pyproject.toml",
     "python -m benchmarks": "runs for minutes to hours; its options are in its source",
+    "torchlens-perf report --fail-on": "its exit code is the run's: tests/commands/test_fail_on.py",
     "torchlens-perf serve": "serves until it is interrupted: tests/serve",
     "torchlens-perf capture": "needs a run that is alive: tests/distributed/test_capture_live.py",
     "torchlens-perf sidecar": "needs an endpoint: tests/exporters/test_otlp_export.py",
@@ -253,8 +254,8 @@ def script(name: str) -> None:
 def pip(arguments: list[str]) -> None:
     (wanted,) = arguments[1:]
     extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    name, extra = re.fullmatch(r"([\w-]+)(?:\[(\w+)\])?", wanted).groups()  # type: ignore[union-attr]
-    assert name == "torchlens-perf"
+    name, extra = re.fullmatch(r"([\w.-]+)(?:\[(\w+)\])?", wanted).groups()  # type: ignore[union-attr]
+    assert name == "."  # in a clone
     assert extra is None or extra in extras
 
 

@@ -275,7 +275,7 @@ def test_every_module_can_be_imported(installed: Environment) -> None:
 def test_every_command_has_help(installed: Environment) -> None:
     """Whatever commands there are: by the program's name and by the module's."""
     listed = installed.succeeds("torchlens-perf", "--help")
-    commands = re.findall(r"^    (\S+)", listed, flags=re.MULTILINE)
+    commands = re.findall(r"^  (\S+)  ", listed, flags=re.MULTILINE)
     assert {"run", "report", "sidecar", "capture", "simulate", "build-tap", "doctor"} <= set(commands)
     for command in commands:
         assert "usage: torchlens-perf" in installed.succeeds("python", "-m", PACKAGE, command, "--help")

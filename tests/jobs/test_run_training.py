@@ -46,9 +46,10 @@ def test_training_ends_as_without_us(
     assert value["run"]["program"] == program
 
 
-def test_bad_variable_is_said_once(tmp_path: Path) -> None:
-    """A variable that cannot be used switches recording off with one line, though two ways lead to recording."""
-    done = run([*RUN, "-c", "import torch; print('ran')"], tmp_path, TORCHLENS_PERF_RING_RECORDS="many")
+@pytest.mark.parametrize("more", ["", "import torchlens_perf; torchlens_perf.watch();"])
+def test_bad_variable_is_said_once(more: str, tmp_path: Path) -> None:
+    """A variable that cannot be used switches recording off with one line, though several ways lead to recording."""
+    done = run([*RUN, "-c", f"import torch; {more} print('ran')"], tmp_path, TORCHLENS_PERF_RING_RECORDS="many")
 
     assert (done.returncode, done.stdout) == (0, "ran\n")
     assert done.stderr == "torchlens_perf is off: TORCHLENS_PERF_RING_RECORDS='many': cannot be read as ring_records\n"

@@ -32,7 +32,7 @@ def test_file_and_line(simulated: RunDirectory, tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("run", "page", "message"),
     [
-        ("nowhere", "page.html", "nowhere is not a run directory"),
+        ("nowhere", "page.html", "there is no directory "),
         ("", "missing/page.html", "missing/page.html cannot be written: No such file"),
         ("", ".", " cannot be written: "),
         ("", "folder", "folder cannot be written: Is a directory"),

@@ -141,7 +141,7 @@ def test_an_error_is_the_reason(tmp_path: Path) -> None:
     made = RunDirectory(tmp_path / "run")
     made.create()
 
-    assert page_file.written(made, lambda: False).startswith(f"{made.path} is not a run directory")
+    assert page_file.written(made, lambda: False).startswith(f"{made.path} has no data yet")
 
 
 @pytest.mark.parametrize("wish", ["page", "quiet", "text", "off"])

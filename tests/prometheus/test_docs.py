@@ -31,11 +31,7 @@ def test_commands(page: str, tmp_path: Path) -> None:
     """With a script that trains, at a port that is free; what is installed already is not installed again."""
     shutil.copy(ROOT / "examples" / "train_gpt.py", tmp_path / "train.py")
     url = "http://127.0.0.1:9464/metrics"
-    script = (
-        commands(page)
-        .replace("pip install 'torchlens-perf[prometheus]'\n", "")
-        .replace(f"curl -s {url}", f"curl -sf {url}")
-    )
+    script = commands(page).replace("pip install '.[prometheus]'\n", "").replace(f"curl -s {url}", f"curl -sf {url}")
     script = script.replace(f"curl -sf {url}", _RETRY.format(url) + f"curl -sf {url}").replace("9464", str(free_port()))
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()

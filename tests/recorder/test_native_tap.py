@@ -332,4 +332,4 @@ def test_doctor_without_the_tap(setting: str | None, remedy: str, cache: Path, m
     check = doctor()
 
     assert (check.severity, check.remedy) == (WORSE, remedy)
-    assert check.finding == "Python: 50 us a collective, and no end of asynchronous ones"
+    assert check.finding == "from Python: costs 50 us a collective, and asynchronous ones have no end time"

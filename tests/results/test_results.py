@@ -132,7 +132,7 @@ def test_which_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, "pandas")
     monkeypatch.delitem(sys.modules, "polars", raising=False)
-    with pytest.raises(ConfigError, match="polars is not installed"):
+    with pytest.raises(ConfigError, match="polars is not installed: pip install polars"):
         watch.step_table("polars")
     assert isinstance(watch.step_table(), pyarrow.Table)
 

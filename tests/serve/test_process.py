@@ -22,6 +22,7 @@ from tests.support.leftovers import eventually
 from tests.support.long import long
 from tests.support.page_server import ENDS_WITHIN_S, IS_READ, PageServer, Stranger
 from tests.support.processes import ROOT, clean_environ
+from torchlens_perf.run.installation import install_command
 
 pytestmark = pytest.mark.distributed
 
@@ -98,7 +99,7 @@ def test_readers_take_no_module_from_where_it_is_started(runs: Path, tmp_path: P
 
 def test_others_are_let_in_if_that_is_said_twice(runs: Path) -> None:
     """A warning says who can reach it then; names that lead here are this host's."""
-    with PageServer(runs, "--host", "0.0.0.0", "--let-others-in") as server:
+    with PageServer(runs, "--host", "0.0.0.0", "--allow-remote") as server:
         assert server.stranger().address.hostname == socket.gethostname().lower()
         port = server.stranger().address.port
         stranger = Stranger(server.address.replace(socket.gethostname(), "127.0.0.1"))
@@ -118,8 +119,8 @@ def test_what_cannot_be_is_one_line(runs: Path, tmp_path: Path) -> None:
             ([str(runs), "--port", str(taken.getsockname()[1])], "--port 0 takes a free one"),
             ([str(runs), "--port", "70000"], "from 0 to 65535"),
             ([str(tmp_path / "none")], "torchlens-perf serve DIR"),
-            ([str(runs), "--host", "0.0.0.0"], "--let-others-in"),
-            ([str(runs), "--host", "no.such.host.invalid", "--let-others-in"], "cannot listen on"),
+            ([str(runs), "--host", "0.0.0.0"], "--allow-remote"),
+            ([str(runs), "--host", "no.such.host.invalid", "--allow-remote"], "cannot listen on"),
         ):
             done = serve(*arguments)
             assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
@@ -133,7 +134,7 @@ def test_what_cannot_be_is_one_line(runs: Path, tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = serve(str(runs), PYTHONPATH=path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert 'pip install "torchlens-perf[serve]"' in done.stderr
+    assert install_command("serve") in done.stderr
 
 
 def test_what_is_no_http_is_refused(runs: Path) -> None:

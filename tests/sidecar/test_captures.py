@@ -306,6 +306,7 @@ def test_code_of_the_command(node: Node, traced: bool, code: int, quiet: list[st
     assert ("no trace: the disk is full" in out.getvalue()) is not traced
     assert ("asked: ranks 0" in out.getvalue()) is not bool(quiet)
     assert ("trace.json.gz  5 bytes" in out.getvalue()) is traced
+    assert out.getvalue().endswith("\nopen traces in ui.perfetto.dev\n") is (traced and not quiet)
     for rank in ranks:
         rank.close()
 

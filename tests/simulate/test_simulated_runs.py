@@ -283,12 +283,15 @@ def test_short_steps_are_judged_in_wider_rows(capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (["--rows", "--fault", "constant:rank=1"], "constant needs share"),
-        (["--rows", "--fault", "konstant:rank=1,share=1"], "unknown fault 'konstant'"),
+        (
+            ["--rows", "--fault", "konstant:rank=1,share=1"],
+            "unknown fault 'konstant': did you mean 'constant'? Faults: ",
+        ),
         (["--rows", "--fault", "constant:rank=1,share=much"], "share=much is not a number"),
         (["--rows", "--fault", "constant:rank=8,share=1"], "rank 8 is not among the job's 8 ranks"),
         (["--rows", "--fault", "constant:rank=1,share=-1"], "share must be above 0"),
         (["--rows", "--fault", "constant:rank=1,share=1,phase=lunch"], "phase must be one of"),
-        (["--rows", "--fault", "constant:rank=1,share=1,when=now"], "constant has no 'when'"),
+        (["--rows", "--fault", "constant:rank=1,share=1,when=now"], "unknown name 'when'. Names of constant: since, "),
         (["--rows", "--fault", "moving:ranks=1-2,share=1"], "ranks like 1+2+3"),
         (["--rows", "--fault", "moving:ranks=1+2,share=1,every=0"], "every must be 1 step or more"),
         (["--rows", "--fault", "intermittent:rank=1,share=1,slow=5"], "slow must be 1 to 4"),
@@ -304,7 +307,7 @@ def test_short_steps_are_judged_in_wider_rows(capsys: pytest.CaptureFixture[str]
         (["--rows", "--step-ms", "0"], "a step's work must be"),
         (["--rows", "--steps", "0"], "--steps must be"),
         (["--rows", "--seed", "-1"], "seed must be 0 or more, got -1"),
-        (["--ranks", "100"], "64 ranks at most"),
+        (["--ranks", "100"], "--out is for 64 ranks at most, not 100"),
         ([], "--out DIR is missing"),
     ],
 )

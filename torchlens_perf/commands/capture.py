@@ -28,9 +28,9 @@ _ASK_AGAIN_S = 0.5
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "capture",
-        help="a deep look at a few steps of a live run",
-        description="Asks ranks of a live run for a trace of a few steps by torch.profiler, the flight recorder, "
-        "Python stacks, and on a GPU a memory snapshot. The ranks pause while they write.",
+        description="Profile a few steps of some ranks with torch.profiler. The flight recorder, Python stacks and, on "
+        "a GPU, a memory snapshot are written too. Training pauses while the files are written. Exit code 1: a rank "
+        "has no trace.",
     )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument(
@@ -91,13 +91,16 @@ def _wait(run: RunDirectory, request: Request, timeout_s: float, *, quiet: bool)
             new = _next(run, request, received, deadline_s)
         if not new:
             path = printable(str(run.path))
-            print(f"not yet: ranks {ranges(_left(request, received))}. Next: torchlens-perf report {path}, or "
-                  "nodes/*.log there")  # fmt: skip
+            print(f"no answer from ranks {ranges(_left(request, received))} within {timeout_s:g} s. Next: "
+                  f"torchlens-perf report {path}, or nodes/*.log there")  # fmt: skip
             return 1
         for row in new:
             received[row["rank"]] = row
             _tell(row, capture_line(row, str(run.path)), str(run.path))
-    return 0 if all(TRACE in row["files"] for row in received.values()) else 1
+    traced = [TRACE in row["files"] for row in received.values()]
+    if any(traced) and not quiet:
+        print("open traces in ui.perfetto.dev")
+    return 0 if all(traced) else 1
 
 
 def _left(request: Request, received: Mapping[int, Capture]) -> list[int]:

@@ -1,37 +1,82 @@
-"""The command line: run, report, capture, sidecar, doctor. Exit code 2 and one line for a user's mistake."""
+"""The command line. A user's mistake is exit code 2 and one line."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from torchlens_perf.commands import capture, deploy_files, results, serve, simulate, top
+from torchlens_perf.commands import capture, deploy_files, fail_on, results, serve, simulate, top
 from torchlens_perf.commands import run as run_command
 from torchlens_perf.commands.progress import Progress
-from torchlens_perf.errors import TorchlensPerfError, printable
+from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable, unknown
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.without_pandas import hide_pandas
 
 _INTERRUPTED = 128 + signal.SIGINT
+_GROUPS = {
+    "Record a job": {
+        "run": "run a Python script and record it",
+        "capture": "profile a few steps of a live run with torch.profiler",
+    },
+    "Look at a run": {
+        "report": "print the report of a run, as text, JSON or a web page",
+        "top": "watch a live run in the terminal",
+        "serve": "show runs in a browser, live and finished",
+    },
+    "Set up": {
+        "doctor": "check the installation and the environment",
+        "build-tap": "compile the native tap on collectives now",
+        "deploy-files": "write alert rules, dashboards, Kubernetes and Slurm files",
+    },
+    "Try out and repair": {
+        "simulate": "simulate a run with planted faults, and report on it",
+        "sidecar": "read the ring files of a killed job, or replay a finished run",
+    },
+}
+"""The commands that people use."""
+_NAMES = [name for group in _GROUPS.values() for name in group]
+_HELP = """Start here:
+  torchlens-perf run train.py    record a script
+  torchlens-perf report          show the report of the newest run here
+  torchlens-perf doctor          check the installation
+{commands}
+
+`torchlens-perf COMMAND --help` describes a command, `torchlens-perf --version` prints the version.
+"""
+_EXIT_CODES = """exit codes:
+  0  the report was printed, and no verdict of --fail-on holds
+  1  a verdict of --fail-on holds
+  2  a mistake on the command line, or no run that can be read
+  3  the run has too little data to judge what --fail-on names"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code; with Ctrl-C that is 130, as a shell has it.
+    """Run one command and return the exit code; after Ctrl-C that is 130, as in a shell.
 
-    arguments: of a call inside another program. By default the process is the command, and its own are taken.
+    arguments: of a call inside another program. By default, those of this process.
     """
     is_program = arguments is None
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if arguments[:1] == ["run"] and arguments[1:2] not in (["-h"], ["--help"]):
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            sys.stdout.write(_help())
+            return 0
+        if arguments[0] == "--version":
+            print(_version())
+            return 0
+        if arguments[0] == "run" and arguments[1:2] not in (["-h"], ["--help"]):
             run_command.run(arguments[1:])  # what follows is Python's command line, no part of it is ours
-        options = _parser().parse_args(arguments)
-        if is_program:
+        parser = _parser()
+        if not arguments[0].startswith("-") and arguments[0] not in (*_NAMES, results.NAME):
+            raise ConfigError(_unknown_command(arguments[0]))
+        options = parser.parse_args(arguments)
+        if is_program and options.command is not _doctor:  # torch imports no Dynamo where pandas is hidden
             hide_pandas()
         result: int = options.command(options)
         return result
@@ -50,28 +95,83 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _help() -> str:
+    lines = []
+    for title, commands in _GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:14} {what}" for name, what in commands.items())]
+    return _HELP.format(commands="\n".join(lines))
+
+
+def _version() -> str:
+    """Return the versions of this package, of torch, which is not imported, and of Python."""
+    from importlib import metadata
+
+    from torchlens_perf.version import VERSION
+
+    try:
+        torch = f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        torch = "torch is not installed"
+    return f"torchlens-perf {VERSION} ({torch}, Python {'.'.join(map(str, sys.version_info[:3]))})"
+
+
+def _unknown_command(name: str) -> str:
+    if name.endswith(".py"):
+        return f"unknown command {name!r}: did you mean `torchlens-perf run {name}`?"
+    return f"{unknown('command', name, _NAMES)} Commands: {', '.join(_NAMES)}"
+
+
 class _Parser(argparse.ArgumentParser):
     """Its subparsers are of the same class."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(printable(message))
+        """Raise ConfigError: argparse itself prints the usage too."""
+        raise ConfigError(f"{message}{'' if message.endswith(('.', '?')) else '.'} See `{self.prog} --help`")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does. Raise ConfigError for an unknown argument, by the parser that knows the options."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest and rest[0].startswith("-"):
+            options = re.findall(r"--[a-z][a-z-]*", self.format_usage())
+            self.error(unknown("option", rest[0].split("=")[0], options))
+        if rest:
+            self.error(f"unexpected argument {rest[0]!r}")
+        return found, rest
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="torchlens-perf", description="Where each training step's time goes.")
+    parser = _Parser(prog="torchlens-perf", add_help=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     run_command.describe(commands)
 
-    report = commands.add_parser("report", help="show a run's report, live or finished")
+    report = commands.add_parser(
+        "report",
+        description="Print the report of a run, live or finished: which rank is slow, why, since when and at what "
+        "cost, and what limits the step.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     report.add_argument("run_dir", type=Path, nargs="?", help="a run directory; default: the newest one here")
     form = report.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="as JSON, schema-versioned")
-    form.add_argument("--html", type=Path, metavar="FILE", help="as a page: one HTML file that needs no network")
-    form.add_argument("--schema", action="store_true", help="the JSON schema of --json; needs no run")
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--html", type=Path, metavar="FILE", help="write a web page: one file that needs no network")
+    form.add_argument("--schema", action="store_true", help="print the JSON schema of --json; needs no run")
+    report.add_argument(
+        "--fail-on",
+        type=fail_on.names,
+        action="extend",
+        default=[],
+        metavar="VERDICT,...",
+        help=f"exit with 1 if one of these verdicts holds: {', '.join(fail_on.KINDS)}",
+    )
     report.set_defaults(command=_report)
 
-    sidecar = commands.add_parser("sidecar", help="read, keep and export a run; replay a finished one")
+    sidecar = commands.add_parser(
+        "sidecar",
+        description="Read the ring files of this node that a killed job has left, or a job without a sidecar. If there "
+        "are none, replay a finished run from its records, to export it again.",
+    )
     sidecar.add_argument("run_dir", type=Path)
     sidecar.add_argument(
         "--host",
@@ -89,18 +189,21 @@ def _parser() -> argparse.ArgumentParser:
 
     build_tap = commands.add_parser(
         "build-tap",
-        help="compile the native tap on collectives for the torch at hand",
-        description="Compiles the native tap on collectives against the torch at hand, with g++, in 10 to 30 s, for "
-        "images and CI: elsewhere the first run of several ranks has it built for the next one. Without it collectives "
-        "are tapped from Python, at 50 us each, and the end of asynchronous ones is not recorded.",
+        description="Compile the native tap on collectives against the installed torch, with g++, in 10 to 30 s. For "
+        "images and CI: elsewhere the first run of several ranks builds it for the next one. Without it, collectives "
+        "are recorded from Python, at 50 us each, and the end of asynchronous ones is missing.",
     )
     build_tap.add_argument("--in-background", metavar="NAME", help=argparse.SUPPRESS)
     build_tap.set_defaults(command=_build_tap)
 
-    doctor = commands.add_parser("doctor", help="what works in this environment, and what to do where it does not")
+    doctor = commands.add_parser(
+        "doctor",
+        description="Check what works in this environment, and print what to do where something does not. Exit code 1: "
+        "something is broken.",
+    )
     doctor.set_defaults(command=_doctor)
     for command in commands.choices.values():
-        command.add_argument("--quiet", action="store_true", help="only what was asked for, and errors")
+        command.add_argument("--quiet", action="store_true", help="print only the result and errors")
     return parser
 
 
@@ -108,9 +211,11 @@ def _report(options: argparse.Namespace) -> int:
     from torchlens_perf.report import report_json
 
     if options.schema:
+        if options.fail_on:
+            raise ConfigError("--fail-on judges a run, and --schema needs none: leave out one of them")
         report_json.write(report_json.schema(), sys.stdout)
         return 0
-    from torchlens_perf.report.run_report import run_report
+    from torchlens_perf.report.run_report import report_and_states
     from torchlens_perf.report.terminal import show
 
     run = RunDirectory(options.run_dir or _newest_run())
@@ -121,14 +226,18 @@ def _report(options: argparse.Namespace) -> int:
             size = write_page(run, options.html)
         if not options.quiet:
             print(f"torchlens-perf: wrote {printable(str(options.html))}, {size / 1e6:.2f} MB", file=sys.stderr)
-        return 0
+        if not options.fail_on:
+            return 0
     with Progress("reading the run", quiet=options.quiet) as progress:
-        value = run_report(run, progress)
+        value, states = report_and_states(run, progress)
     if options.json:
         report_json.write(value, sys.stdout)
-    else:
+    elif options.html is None:
         show(value, sys.stdout, str(run.path))
-    return 0
+    code, why = fail_on.exit_code(options.fail_on, value, states)
+    if why and not options.quiet:
+        print(f"torchlens-perf: {why}", file=sys.stderr)
+    return code
 
 
 def _newest_run() -> Path:
@@ -138,7 +247,10 @@ def _newest_run() -> Path:
     folder = Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir))
     runs = [path for path in folder.glob("*/nodes") if path.is_dir() and not path.parent.is_symlink()]
     if not runs:
-        raise RunStoreError(f"no run directory in {folder}: name one, torchlens-perf report RUN_DIR")
+        raise RunStoreError(
+            f"no run in {folder}: record one with `torchlens-perf run train.py`, or name one, torchlens-perf report "
+            "RUN_DIR"
+        )
     return max(runs, key=lambda path: path.stat().st_mtime).parent
 
 
@@ -165,11 +277,14 @@ def _build_tap(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from torchlens_perf.commands.doctor import examine
+    from torchlens_perf.commands.doctor import BROKEN, WORSE, examine
 
-    worst = 0
+    severities = []
     for check in examine():
         if check.severity or not options.quiet:
             print(printable(str(check)))
-        worst = max(worst, check.severity)
-    return 1 if worst > 1 else 0
+        severities.append(check.severity)
+    broken, limited = severities.count(BROKEN), severities.count(WORSE)
+    if not options.quiet:
+        print(f"{len(severities)} checks: {broken} broken, {limited} with a limitation")
+    return 1 if broken else 0

@@ -15,9 +15,8 @@ _SHIPPED = Path(torchlens_perf.__file__).parent / "deploy"
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "deploy-files",
-        help="write alert rules, dashboards, Kubernetes manifests and Slurm snippets",
-        description="Writes what is shipped for Prometheus, Grafana, Kubernetes and Slurm into a folder. A file that "
-        "was changed there stays, unless --force is given.",
+        description="Write alert rules, dashboards, Kubernetes manifests and Slurm snippets into a folder. A file that "
+        "you have changed is kept, unless --force is given.",
     )
     parser.add_argument("--out", type=Path, default=Path("torchlens-perf-deploy"), help="default: %(default)s")
     parser.add_argument("--force", action="store_true", help="replace files that have been changed")

@@ -16,6 +16,7 @@ from pathlib import Path
 from torchlens_perf import config
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.run import directory
+from torchlens_perf.run.installation import install_command
 from torchlens_perf.run.rings import memory
 
 OK, WORSE, BROKEN = 0, 1, 2
@@ -71,7 +72,7 @@ def _native() -> Iterator[Check]:
         yield Check(WORSE, "recorder", finding, "the usual build of Python has it")
         return
     compiler = shutil.which("cc") or shutil.which("gcc")
-    remedy = "reinstall: pip install --force-reinstall --no-deps torchlens-perf"
+    remedy = f"reinstall: {install_command(options='--force-reinstall --no-deps')}"
     if compiler is None:
         remedy = "install a C compiler and Python's headers, then " + remedy
     finding = LOADING_PROBLEM or "the Python implementation: marks cost about ten times more"
@@ -85,13 +86,14 @@ def _tap() -> Iterator[Check]:
 
     cache = os.environ.get("XDG_CACHE_HOME")
     if cache is not None and not os.path.isabs(cache):
-        finding = f"XDG_CACHE_HOME={cache} is no absolute path, and not used"
+        finding = f"XDG_CACHE_HOME={cache} is not an absolute path and is ignored"
         yield Check(WORSE, "cache of native code", finding, "unset it, or set an absolute one")
     if native_tap.load() is not None:
         yield Check(OK, "tap on collectives", "native")
         return
     problems = "; ".join(native_tap.problems())
-    finding = "Python: 50 us a collective, and no end of asynchronous ones" + (f" ({problems})" if problems else "")
+    finding = "from Python: costs 50 us a collective, and asynchronous ones have no end time"
+    finding += f" ({problems})" if problems else ""
     remedy = tap_requirements.obstacle(native_tap.file_name()) if NATIVE else tap_requirements.NO_RECORDER
     if remedy is None:
         now, later = "torchlens-perf build-tap", "the next run of several ranks has the native one built"
@@ -145,10 +147,11 @@ def _torch() -> Iterator[Check]:
     supported = version >= torch_private.OLDEST_TORCH
     oldest = ".".join(map(str, torch_private.OLDEST_TORCH))
     yield Check(OK if supported else WORSE, "torch", torch.__version__, f"tested from {oldest} on")
-    for entry in torch_private.PRIVATE_NAMES:
-        works = torch_private.works(entry.name)
-        finding = "works" if works else f"missing: {entry.without}"
-        yield Check(OK if works else WORSE, entry.name, finding, "look for a newer torchlens-perf")
+    missing = [entry for entry in torch_private.PRIVATE_NAMES if not torch_private.works(entry.name)]
+    found = len(torch_private.PRIVATE_NAMES) - len(missing)
+    yield Check(OK, "torch's internals", f"{found} of {found + len(missing)} that hooks use work")
+    for entry in missing:
+        yield Check(WORSE, entry.name, f"missing: {entry.without}", "look for a newer torchlens-perf")
     kind = devices.accelerator()
     if not kind:
         yield Check(OK, "device", "CPU: host times are the device's times")
@@ -184,7 +187,7 @@ def _cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
     if not nvidia:
         yield Check(WORSE, "device sections", "not in a ROCm build: they read NVIDIA's clock", "use perf.section()")
     elif not kernels.has_cupy():
-        remedy = "pip install 'torchlens-perf[cuda13]', or [cuda12]"
+        remedy = f"{install_command('cuda13')} (CUDA 12: [cuda12])"
         yield Check(WORSE, "device sections", "not timed: CuPy is missing", remedy)
     else:
         driver.Driver()  # raises where it cannot be loaded, which examine() shows
@@ -225,7 +228,7 @@ def _autoload() -> Iterator[Check]:
     for group in ("torch.backends", "torchrun.logs_specs"):
         found = any(entry.name == "torchlens_perf" for entry in importlib.metadata.entry_points(group=group))
         finding = "installed" if found else "missing: scripts cannot be recorded without watch()"
-        yield Check(OK if found else WORSE, f"entry point {group}", finding, "pip install torchlens-perf")
+        yield Check(OK if found else WORSE, f"entry point {group}", finding, install_command())
 
 
 def _settings() -> Iterator[Check]:

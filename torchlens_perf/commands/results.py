@@ -9,9 +9,12 @@ from typing import Any
 
 from torchlens_perf.run.directory import TABLES, RunDirectory
 
+NAME = "results"
+"""In no list of commands."""
+
 
 def add_command(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser("results")  # without help it is in no list
+    parser: argparse.ArgumentParser = commands.add_parser(NAME)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("what", choices=["cell", *TABLES], help="JSON for a notebook's cell, or an Arrow stream")
     parser.set_defaults(command=_write)

@@ -52,11 +52,10 @@ def describe(commands: Any) -> None:
     """Adds the help on `run` to the command line's subparsers. They never parse one: run() does."""
     commands.add_parser(
         "run",
-        help="run a script, recorded",
         usage="torchlens-perf run [--quiet] [PYTHON'S OPTIONS] (SCRIPT | DIRECTORY | ZIP | -m MODULE | -c CODE | -) "
         "[ARGS]",
-        description="Becomes `python` with what follows, recorded. What you can give to python, you can give here. "
-        "With --quiet, which comes first, the report at the end is not printed: the run directory has it.",
+        description="A drop-in for `python`: the script behaves as before, and is recorded. With --quiet, which comes "
+        "first, the report at the end is not printed, and is in the run directory only.",
     )
 
 

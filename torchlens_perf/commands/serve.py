@@ -11,6 +11,7 @@ from typing import Any
 
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import ConfigError, printable
+from torchlens_perf.run.installation import install_command
 
 _NEEDS = ("starlette", "uvicorn", "anyio")
 
@@ -18,17 +19,18 @@ _NEEDS = ("starlette", "uvicorn", "anyio")
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
-        help="runs as live pages in a browser, on this machine",
-        description="Prints an address that ends in a token, and shows the runs of a folder there, live and finished. "
-        "Reads run directories and nothing else: the jobs do not notice it. Ctrl-C ends it.",
+        description="Show the runs of a folder in a browser, live and finished, at an address that ends in a token. "
+        "The server only reads run directories: jobs are not disturbed. Ctrl-C ends it.",
     )
-    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="of runs, or a run; default: the runs here")
+    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="a folder of runs, or a run; default: here")
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="where to listen; others than 127.0.0.1 need the next option"
+        "--host", default="127.0.0.1", help="address to listen on; any but 127.0.0.1 needs --allow-remote"
     )
     parser.add_argument(
-        "--let-others-in", action="store_true", help="other machines may ask, who have the token; nothing is encrypted"
+        "--allow-remote",
+        action="store_true",
+        help="allow other machines that have the token (plain HTTP, not encrypted)",
     )
     parser.set_defaults(command=serve)
 
@@ -37,19 +39,15 @@ def serve(options: argparse.Namespace) -> int:
     """Runs the command until it is ended: 0. Raises ConfigError, RunStoreError."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            f'serve needs {" and ".join(missing)}, not installed here: pip install "torchlens-perf[serve]"'
-        )
+        raise ConfigError(f"serve needs {' and '.join(missing)}, not installed here: {install_command('serve')}")
     from torchlens_perf.serve import server as servers
     from torchlens_perf.serve.app import Server
     from torchlens_perf.serve.run_names import is_run
     from torchlens_perf.serve.runs import find_runs
 
     is_open = not servers.is_loopback(options.host)
-    if is_open and not options.let_others_in:
-        raise ConfigError(
-            f"--host {options.host} can be reached from other machines: add --let-others-in if they may look"
-        )
+    if is_open and not options.allow_remote:
+        raise ConfigError(f"--host {options.host} can be reached from other machines: add --allow-remote to allow that")
     if not 0 <= options.port < 1 << 16:
         raise ConfigError(f"--port {options.port}: must be from 0 to 65535")
     folder = _folder(options.folder)

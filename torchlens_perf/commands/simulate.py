@@ -44,33 +44,34 @@ and what is no fault of any rank:
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "simulate",
-        help="a run with planted faults, and what is said of it",
-        description="Simulates training with planted faults. What varies by chance is taken from recorded runs.",
+        description="Simulate training with planted faults, and report on it. Noise is taken from recorded runs.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, help="how many; 8 unless --topology says it")
-    parser.add_argument("--topology", help="dp=4,tp=2,pp=1; default: data parallel")
-    parser.add_argument("--node-size", type=int, default=8, help="ranks of one host; default 8")
+    parser.add_argument("--ranks", type=int, help="number of ranks; default 8, or as in --topology")
+    parser.add_argument("--topology", help="sizes of the mesh, as in dp=4,tp=2,pp=1; default: data parallel")
+    parser.add_argument("--node-size", type=int, default=8, help="ranks on one host; default 8")
     parser.add_argument("--fault", action="append", default=[], metavar="FAULT", help="see below; may be repeated")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--step-ms", type=float, default=200.0, help="a rank's usual work in a step; default 200")
-    parser.add_argument("--noise", type=float, default=0.1, help="times what was recorded; default 0.1: 2 %% of a step")
+    parser.add_argument("--steps", type=int, default=200, help="default 200")
+    parser.add_argument("--step-ms", type=float, default=200.0, help="usual work of a rank in a step; default 200")
+    parser.add_argument(
+        "--noise", type=float, default=0.1, help="factor of the recorded noise; default 0.1, 2 %% of a step"
+    )
     parser.add_argument("--spread", type=float, default=0.003, help="lasting differences between ranks; default 0.003")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", action="store_true", help="the work is on a device, and judged by its clock")
+    parser.add_argument("--seed", type=int, default=0, help="of the random numbers; default 0")
+    parser.add_argument("--device", action="store_true", help="simulate work on a device, judged by its clock")
     parser.add_argument(
         "--launch-bound",
         action="store_true",
-        help="on devices that wait for their hosts, which run ahead; data parallel only",
+        help="simulate devices that wait for launches by their hosts; data parallel only",
     )
-    parser.add_argument("--late-steps", type=int, default=1, help="after how many steps a device tells its times")
-    parser.add_argument("--missing", type=float, default=0.0, help="share of steps of which a device tells nothing")
+    parser.add_argument("--late-steps", type=int, default=1, help="delay of device times, in steps; default 1")
+    parser.add_argument("--missing", type=float, default=0.0, help="share of steps without device times; default 0")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the run directory to make; not with --rows")
     parser.add_argument(
         "--rows",
         action="store_true",
-        help="judge only: any number of ranks, no files; has no transfer times, and so finds no link",
+        help="simulate any number of ranks without files; has no transfer times and finds no slow link",
     )
     parser.set_defaults(command=simulate)
 
@@ -110,6 +111,10 @@ def simulate(options: argparse.Namespace) -> int:
 def _topology(options: argparse.Namespace) -> Topology:
     from torchlens_perf.simulate.simulation import Topology
 
+    for name in ("ranks", "node_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
     sizes = {"dp": options.ranks if options.ranks is not None else 8, "tp": 1, "pp": 1}
     if options.topology:
         sizes = {"dp": 1, "tp": 1, "pp": 1}
@@ -132,12 +137,12 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
     from torchlens_perf.simulate.rings import MAX_RANKS, SimulatedDevice
 
     if simulation.topology.ranks > MAX_RANKS:
-        raise ConfigError(f"ring files are for {MAX_RANKS} ranks at most, not {simulation.topology.ranks}: use --rows")
+        raise ConfigError(f"--out is for {MAX_RANKS} ranks at most, not {simulation.topology.ranks}: use --rows")
     if options.out is None:
         raise ConfigError("--out DIR is missing: the run directory to make")
     run = RunDirectory(options.out.absolute())
     if run.nodes.exists():
-        raise RunStoreError(f"{run.path} is a run directory already")
+        raise RunStoreError(f"{run.path} is a run directory already: choose another --out")
     run.create()
     note = f"simulated: {' and '.join(options.fault) or 'no fault'}; noise {options.noise:g}, seed {options.seed}"
     device = None

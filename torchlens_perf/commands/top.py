@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import RunStoreError, TorchlensPerfError
+from torchlens_perf.run.installation import install_command
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
@@ -19,26 +20,22 @@ if TYPE_CHECKING:
 
 _PLAIN_WIDTH = 100
 _NICE = 10  # it may run on a node of the job
-_MISSING = (
-    "top draws with Textual, which is not installed: pip install 'torchlens-perf[top]'. `top --once` does without"
-)
 
 
 def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "top",
-        help="watch a live run in the terminal",
-        description="Shows a run while it goes on: verdicts as they come, all ranks, where the step goes. It reads the "
-        "run directory, and the job notices nothing. Where the terminal cannot be drawn on (TERM=dumb, a pipe), it "
-        "prints what is new, line by line.",
+        description="Show a live run: its verdicts, all ranks, and where the step's time goes. The command only reads "
+        "the run directory: the job is not disturbed. Without a terminal (TERM=dumb, a pipe) it prints what is new, "
+        "line by line.",
     )
     parser.add_argument(
         "run",
         type=Path,
         nargs="?",
-        help="a run directory, there already or not, or a folder of runs; default: the live one here, or a choice",
+        help="a run directory, which may not exist yet, or a folder of runs; default: the live run here, or a choice",
     )
-    parser.add_argument("--once", action="store_true", help="print one frame as text, and end; needs no Textual")
+    parser.add_argument("--once", action="store_true", help="print one frame as text and exit; needs no Textual")
     parser.set_defaults(command=top)
 
 
@@ -51,7 +48,9 @@ def top(options: argparse.Namespace) -> int:
         can_be_encoded = (sys.stdout.encoding or "").lower().startswith("utf")
         return _plain(options.run, Lettering(lettering.ascii_only or not can_be_encoded), once=options.once)
     if importlib.util.find_spec("textual") is None:
-        raise TorchlensPerfError(_MISSING)
+        raise TorchlensPerfError(
+            f"top needs Textual, which is not installed: {install_command('top')}. `top --once` works without it"
+        )
     _give_way()
     from torchlens_perf.top.app import Top
     from torchlens_perf.top.live_runs import live, runs_in
@@ -75,7 +74,7 @@ def _plain(path: Path | None, lettering: Lettering, *, once: bool) -> int:
         rows = runs_in(folder)
         run = _given((live(rows) or rows)[0].path) if rows else None
     if run is None:
-        raise RunStoreError(f"no run directory in {folder}: name one, torchlens-perf top RUN_DIR")
+        raise RunStoreError(f"no run in {folder}: name one, torchlens-perf top RUN_DIR")
     reader, terminal = RunReader(run), sys.stdout.isatty()
     width = shutil.get_terminal_size((_PLAIN_WIDTH, 24)).columns
     color = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
@@ -87,7 +86,7 @@ def _plain(path: Path | None, lettering: Lettering, *, once: bool) -> int:
         return 0
     view = reader.look()
     if view.report is None:
-        raise RunStoreError(view.trouble)
+        raise RunStoreError(view.trouble if next(run.nodes.glob("*.json"), None) else run.why_unreadable())
     shown.once(view)
     return 0
 

@@ -55,7 +55,7 @@ def _backend(name: str | None) -> str:
     if name not in BACKENDS:
         raise ConfigError(f"backend={name!r}: must be 'pandas', 'polars' or 'pyarrow'")
     if not _is_installed(name):
-        raise ConfigError(f"backend={name!r}: {name} is not installed")
+        raise ConfigError(f"backend={name!r}: {name} is not installed: pip install {name}")
     return name
 
 

@@ -87,6 +87,22 @@ class RunDirectory:
     def run_id(self) -> str:
         return self.path.name
 
+    def why_unreadable(self) -> str:
+        """Return why there is no report: no such directory, no run directory, or a run without data so far."""
+        if not os.path.isdir(self.path):
+            return (
+                f"{self.path} is not a directory" if os.path.exists(self.path) else f"there is no directory {self.path}"
+            )
+        if os.path.isdir(self.nodes):
+            return (
+                f"{self.path} has no data yet: try again in some seconds, or, if the job has ended, run "
+                f"`torchlens-perf sidecar {self.path}`"
+            )
+        runs = sorted(nodes.parent.name for nodes in self.path.glob("*/nodes"))
+        if runs:
+            return f"{self.path} is a folder of runs: name one of them, as in {self.path / runs[-1]}"
+        return f"{self.path} is not a run directory: it has no folder nodes"
+
     def node_state(self, node: str) -> Path:
         return self.nodes / f"{node}.json"
 

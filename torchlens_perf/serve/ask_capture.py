@@ -57,7 +57,7 @@ def _request(run: RunDirectory, ranks: tuple[int, ...], steps: int, *, python: b
     if not 1 <= steps <= MAX_STEPS:
         raise ConfigError(f"--steps {steps}: must be from 1 to {MAX_STEPS}")
     if not run.nodes.is_dir():
-        raise RunStoreError(f"{run.path} is not a run directory")
+        raise RunStoreError(run.why_unreadable())
     if not ranks:
         raise ConfigError("--rank: at least one is needed")
     report = run_report(run) if list(run.nodes.glob("*.json")) else None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
+from torchlens_perf.run.installation import install_command
 from torchlens_perf.sidecar import termination
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 _AGAIN_S = 5.0  # between two tries to get the port
 _LOOK_S = 0.1
-_EXTRA = "it needs prometheus_client: pip install 'torchlens-perf[prometheus]'"
 
 Spans = Mapping[int, tuple[int, int]]
 """By step that is sent as spans: the ids of its trace, and of the rank's span in it."""
@@ -97,7 +97,7 @@ class MetricsPort:
             self._exporter = PrometheusExporter(Address.of(wanted))
         except ImportError:
             self._given_up = True
-            self._say(sidecar, f"there is no /metrics: {_EXTRA}")
+            self._say(sidecar, f"there is no /metrics: it needs prometheus_client: {install_command('prometheus')}")
         except OSError as error:
             why = error.strerror or str(error)
             self._say(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.errors import ConfigError
+from torchlens_perf.errors import ConfigError, unknown
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import Flag
 
@@ -249,13 +249,13 @@ def parse_fault(text: str) -> Fault:
     """A fault from its text, `KIND:NAME=VALUE,...`; several ranks as 1+2+3. Raises ConfigError."""
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
-        raise ConfigError(f"unknown fault {kind!r}; there are {', '.join(KINDS)}")
+        raise ConfigError(f"--fault {text}: {unknown('fault', kind, KINDS)} Faults: {', '.join(KINDS)}")
     fields = {field.name: field for field in dataclasses.fields(KINDS[kind])}
     values: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         name, _, value = pair.partition("=")
         if name not in fields:
-            raise ConfigError(f"{kind} has no {name!r}; it has {', '.join(fields)}")
+            raise ConfigError(f"--fault {text}: {unknown('name', name, fields)} Names of {kind}: {', '.join(fields)}")
         values[name] = _value(kind, name, str(fields[name].type), value)
     missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in values]
     if missing:

@@ -278,7 +278,7 @@ def load_all(
     """
     paths = sorted(run.nodes.glob("*.json"))
     if not paths:
-        raise RunStoreError(f"{run.path} is not a run directory, or its sidecar has not written anything yet")
+        raise RunStoreError(run.why_unreadable())
     states = []
     for done, path in enumerate(paths, 1):
         advanced(done, len(paths))

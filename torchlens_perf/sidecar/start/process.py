@@ -84,7 +84,7 @@ def by_hand(
     termination.install()
     run = RunDirectory(run_dir)
     if not run.nodes.is_dir() and not run.local_rings():  # nobody may have been able to make it
-        raise RunStoreError(f"{run.path} is not a run directory")
+        raise RunStoreError(run.why_unreadable())
     host = _known_node(run, name)
     lock = locked(run)
     priority.lower()

@@ -1,0 +1,191 @@
+"""`report --fail-on`: the exit code says whether a verdict was found where it was asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.findings import findings, hang, hung
+from tests.support.live_simulation import LiveSimulation
+from tests.support.ranks import HOST, Rank, make_run
+from torchlens_perf.commands.cli import main
+from torchlens_perf.commands.fail_on import KINDS, exit_code
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.verdicts.node_state import NodeState
+from torchlens_perf.verdicts.words.evidence import EVIDENCE, NobodySlowEvidence, NotComparedEvidence
+
+EVERY = ",".join(KINDS)
+ENDED_FAULT = "constant:rank=2,share=0.3,since=32,until=96"
+
+
+def simulated(folder: Path, *faults: str, ranks: int = 4, blocks: int = 6) -> Path:
+    """The run directory of a finished run."""
+    with LiveSimulation(folder / "run", ranks, *faults) as simulation:
+        simulation.goes_on(blocks)
+        if not blocks:
+            simulation.sidecar.poll()
+    return simulation.run.path
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return simulated(tmp_path_factory.mktemp("clean"))
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return simulated(tmp_path_factory.mktemp("slow"), "constant:rank=2,share=0.3")
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[LiveSimulation]:
+    """A run that goes on, of which rank 2 is slow."""
+    with LiveSimulation(tmp_path / "run", 4, "constant:rank=2,share=0.3") as simulation:
+        simulation.goes_on(4)
+        yield simulation
+
+
+def test_clean_run(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of it holds: 0, and the report as ever."""
+    assert main(["report", str(clean)]) == 0
+    report = capsys.readouterr()
+    assert main(["report", str(clean), "--fail-on", "slow-rank,hang,crash,out-of-memory,imbalance"]) == 0
+    assert capsys.readouterr() == report
+    assert report.err == ""
+    assert main(["report", str(clean), "--fail-on", "slow-link"]) == 3  # its four ranks are one group
+
+
+def test_slow_rank(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is found where it is asked for, and only there."""
+    assert main(["report", str(slow)]) == 0
+    report = capsys.readouterr()
+    assert main(["report", str(slow), "--fail-on", "slow-rank,hang"]) == 1
+    found = capsys.readouterr()
+    assert found.out == report.out
+    assert found.err == "torchlens-perf: --fail-on: found slow-rank\n"
+    assert main(["report", str(slow), "--fail-on", "hang"]) == 0
+    assert main(["report", str(slow), "--fail-on", "hang", "--fail-on", "slow-rank"]) == 1
+
+
+def test_other_forms(slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON and pages are written as ever, and --quiet leaves out the line."""
+    assert main(["report", str(slow), "--fail-on", "slow-rank", "--json", "--quiet"]) == 1
+    found = capsys.readouterr()
+    assert (json.loads(found.out)["verdicts"][0]["kind"], found.err) == ("straggler", "")
+    page = tmp_path / "page.html"
+    assert main(["report", str(slow), "--fail-on", "slow-rank", "--html", str(page), "--quiet"]) == 1
+    assert page.stat().st_size > 1000
+    assert capsys.readouterr().out == ""
+
+
+def test_rank_that_was_slow(tmp_path: Path) -> None:
+    """A verdict that is over does not hold."""
+    run = simulated(tmp_path, ENDED_FAULT, blocks=12)
+    assert main(["report", str(run), "--fail-on", "slow-rank"]) == 0
+
+
+def test_hang(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that hangs fails on `hang`; whether a rank is slow is not judged meanwhile."""
+    assert main(["report", str(live.run.path), "--fail-on", "hang"]) == 0
+    live.sidecar.state.hang = hang(live.steps)
+    live.sidecar.save()
+    capsys.readouterr()
+    assert main(["report", str(live.run.path), "--fail-on", "slow-rank,hang"]) == 1
+    assert capsys.readouterr().err == "torchlens-perf: --fail-on: found hang\n"
+    assert main(["report", str(live.run.path), "--fail-on", "slow-rank"]) == 3
+    assert capsys.readouterr().err.endswith("not enough data for slow-rank: not judged while the job hangs\n")
+
+
+@pytest.mark.parametrize(("over", "blocks", "code"), [(False, 0, 1), (True, 0, 1), (True, 32, 0)])
+def test_hang_that_ended(over: bool, blocks: int, code: int, live: LiveSimulation) -> None:
+    """A hang in which the run ended is found; one that went on only if it cost 5 % of the run or more."""
+    live.goes_on(blocks)
+    live.ends()
+    live.sidecar.state.records = hung(over=over)
+    live.sidecar.state.save(live.run)
+    assert main(["report", str(live.run.path), "--fail-on", "hang"]) == code
+
+
+@pytest.mark.parametrize(("kind", "code"), [("none", 0), ("not_compared", 3)])
+def test_ranks_on_devices_without_times(kind: str, code: int) -> None:
+    """Ranks whose verdict says that they were not compared are unknown, though their hosts were."""
+    evidence = NobodySlowEvidence(64, 0.003, 8) if kind == "none" else NotComparedEvidence(64)
+    row = {"kind": kind, "rank": None, "is_over": False, "evidence": evidence}
+    report: Any = {"verdicts": [row], "steps": {"count": 60, "p50_s": 0.1}, "run": {"world_size": 8}}
+    assert exit_code(["slow-rank"], report, [NodeState("node", findings=findings())])[0] == code
+
+
+def test_slow_rank_among_ranks_without_cpus() -> None:
+    """Where all ranks lack CPUs and one lacks them for longer, one verdict is about both."""
+    row = {"kind": "lack_of_cpu", "rank": 2, "is_over": False, "evidence": None}
+    for changed, slow_rank, contention in (({}, 1, 1), ({"rank": None}, 3, 1), ({"is_over": True}, 3, 3)):
+        report: Any = {"verdicts": [{**row, **changed}], "steps": {"count": 2, "p50_s": None}}
+        assert exit_code(["slow-rank"], report, [NodeState("node")])[0] == slow_rank
+        assert exit_code(["cpu-contention"], report, [NodeState("node")])[0] == contention
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps", "asked", "line"),
+    [
+        (1, 0, "hang", "hang: no step was recorded"),
+        (1, 2, "data-bound", "data-bound: all steps are warm-up"),
+        (1, 2, "hang", ""),
+        (1, 60, "slow-rank", "slow-rank: only one rank"),
+        (1, 60, "slow-rank,slow-link", "slow-rank: only one rank; slow-link: no links were compared"),
+        (1, 12, "growing-steps", "growing-steps: too few steps"),
+        (1, 60, "cpu-contention", "cpu-contention: waits for a CPU were not measured"),
+        (2, 8, "slow-rank", "slow-rank: the ranks were not compared"),
+    ],
+)
+def test_too_little_data(
+    ranks: int, steps: int, asked: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the absence of a verdict means nothing: 3, and why."""
+    run = recorded(tmp_path, ranks, steps)
+    code = main(["report", str(run.path), "--fail-on", asked])
+    found = capsys.readouterr()
+    assert (code, found.err) == ((3, f"torchlens-perf: --fail-on: not enough data for {line}\n") if line else (0, ""))
+    assert found.out
+
+
+def recorded(folder: Path, ranks: int, steps: int) -> RunDirectory:
+    run = make_run(folder)
+    for rank in (Rank(run, number, ranks) for number in range(ranks)):
+        rank.steps(steps, data=1, forward=4, backward=6, host=1)
+        rank.close()
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.keep()
+    sidecar.close()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--fail-on", "slow-rnak"], "unknown verdict 'slow-rnak': did you mean 'slow-rank'? Verdicts: slow-rank, "),
+        (["--fail-on", "hang,"], "unknown verdict ''. Verdicts: "),
+        (["--fail-on"], "argument --fail-on: expected one argument"),
+        (["--fail-on", "hang", "--schema"], "--fail-on judges a run"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "nowhere", *arguments]) == 2
+    found = capsys.readouterr()
+    assert (found.out, found.err.count("\n")) == ("", 1)
+    assert message in found.err
+
+
+def test_no_run_is_a_mistake(tmp_path: Path) -> None:
+    assert main(["report", str(tmp_path), "--fail-on", EVERY]) == 2
+
+
+def test_every_name_is_a_verdict() -> None:
+    assert set(KINDS.values()) <= set(EVIDENCE)
+    assert all(name == name.lower() and "_" not in name for name in KINDS)

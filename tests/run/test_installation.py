@@ -1,0 +1,100 @@
+"""Install hints name what pip can install: a clone, a repository, a wheel, an index, or an extra's own packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.support.processes import ROOT
+from torchlens_perf.run.installation import install_command
+
+REQUIRES = ["numpy>=1.24", 'textual<9,>=1; extra == "top"', 'bokeh>=3.6; extra == "page"']
+
+
+def installed_from(monkeypatch: pytest.MonkeyPatch, direct_url: Any) -> None:
+    """Let the package's metadata have this direct_url.json; None: no such file."""
+
+    class Distribution:
+        requires = REQUIRES
+
+        @staticmethod
+        def read_text(name: str) -> str | None:
+            assert name == "direct_url.json"
+            return None if direct_url is None else json.dumps(direct_url)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Distribution)
+
+
+def test_from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed_from(monkeypatch, None)
+    assert install_command("top") == "pip install 'torchlens-perf[top]'"
+    assert install_command() == "pip install torchlens-perf"
+    assert install_command(options="--force-reinstall") == "pip install --force-reinstall torchlens-perf"
+
+
+@pytest.mark.parametrize("editable", [False, True])
+def test_from_a_clone(editable: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The command works in any folder, and an editable installation stays one."""
+    clone = tmp_path / "a clone"
+    clone.mkdir()
+    installed_from(monkeypatch, {"url": clone.as_uri(), "dir_info": {"editable": True} if editable else {}})
+    assert shlex.split(install_command("top")) == ["pip", "install", *["-e"] * editable, f"{clone}[top]"]
+
+
+def test_from_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wheel = tmp_path / "torchlens_perf-1-py3-none-any.whl"
+    wheel.touch()
+    installed_from(monkeypatch, {"url": wheel.as_uri(), "archive_info": {}})
+    assert install_command("top") == f"pip install '{wheel}[top]'"
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "url"),
+    [
+        (
+            {"url": "https://host/o/r", "vcs_info": {"vcs": "git", "requested_revision": "main", "commit_id": "abc"}},
+            "git+https://host/o/r@abc",
+        ),
+        ({"url": "file:///clone", "vcs_info": {"vcs": "git", "commit_id": "abc"}}, "git+file:///clone@abc"),
+        ({"url": "https://host/x.whl", "archive_info": {}}, "https://host/x.whl"),
+    ],
+)
+def test_from_a_url(direct_url: Any, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed_from(monkeypatch, direct_url)
+    (requirement,) = map(Requirement, shlex.split(install_command("top"))[2:])
+    assert (requirement.name, requirement.extras, requirement.url) == ("torchlens-perf", {"top"}, url)
+
+
+def test_clone_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image that deletes its build folder is told the packages of the extra, which any index has."""
+    installed_from(monkeypatch, {"url": "file:///deleted", "dir_info": {}})
+    assert install_command("top") == "pip install 'textual<9,>=1'"
+    assert install_command() == "pip install torchlens-perf"
+
+
+def test_clone_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clone on PYTHONPATH has no metadata."""
+
+    def distribution(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    assert install_command("top") == f"pip install {shlex.quote(f'{ROOT}[top]')}"
+
+
+def test_pip_takes_the_command() -> None:
+    """The command for this environment, which is an editable installation, is one that pip accepts."""
+    _, *command = shlex.split(install_command("top"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *command, "--dry-run", "--no-deps", "--no-index", "--no-build-isolation"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

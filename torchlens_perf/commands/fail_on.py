@@ -1,0 +1,95 @@
+"""`report --fail-on`: the verdicts that set the exit code, and the runs that have too little data to judge."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from torchlens_perf.errors import unknown
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.node_state import NodeState
+    from torchlens_perf.verdicts.stragglers.findings import Findings
+    from torchlens_perf.verdicts.words.report import Report, VerdictRow
+
+FOUND, UNKNOWN = 1, 3
+"""Exit codes: a verdict that was asked for holds; the run has too little data to say."""
+_STOPS_THE_JOB = {"hang": "hang", "crash": "died", "out-of-memory": "out_of_memory"}
+_LIMITS_THE_STEP = {
+    "data-bound": "data_bound",
+    "communication-bound": "communication_bound",
+    "host-bound": "host_bound",
+    "cpu-contention": "lack_of_cpu",
+}
+KINDS = {
+    "slow-rank": "straggler",
+    "slow-link": "slow_link",
+    "imbalance": "imbalance",
+    "growing-steps": "growing_steps",
+    **_STOPS_THE_JOB,
+    **_LIMITS_THE_STEP,
+}
+"""The names on the command line, and the kinds of verdicts in the report."""
+
+
+def names(text: str) -> list[str]:
+    """Return the names in a comma-separated list. Raise ArgumentTypeError for an unknown one."""
+    found = [each.strip() for each in text.split(",")]
+    for name in found:
+        if name not in KINDS:
+            raise argparse.ArgumentTypeError(f"{unknown('verdict', name, KINDS)} Verdicts: {', '.join(KINDS)}")
+    return found
+
+
+def exit_code(asked: Iterable[str], report: Report, states: Sequence[NodeState]) -> tuple[int, str]:
+    """Return 0, FOUND or UNKNOWN, and a line that says why. states: those of the report's nodes."""
+    asked = list(dict.fromkeys(asked))
+    findings = max((state.findings for state in states), key=lambda each: each.compared)
+    found = [name for name in asked if any(_is_verdict(row, KINDS[name]) for row in report["verdicts"])]
+    if found:
+        return FOUND, f"--fail-on: found {', '.join(found)}"
+    reasons = [f"{name}: {why}" for name in asked if (why := _why_unknown(name, report, findings))]
+    return (UNKNOWN, f"--fail-on: not enough data for {'; '.join(reasons)}") if reasons else (0, "")
+
+
+def _is_verdict(row: VerdictRow, kind: str) -> bool:
+    """Return whether a row is a verdict of this kind that holds.
+
+    A hang that has ended holds while its cost is worth a line, see order.py. A lack of CPUs that names a rank has taken
+    the place of the verdict on that slow rank.
+    """
+    from torchlens_perf.verdicts.words.evidence import OVER
+
+    slow = kind == "straggler" and row["kind"] == "lack_of_cpu" and row["rank"] is not None
+    return not row["is_over"] and (slow or row["kind"].removesuffix(OVER) == kind)
+
+
+def _why_unknown(name: str, report: Report, findings: Findings) -> str:
+    """Return why the absence of a verdict means nothing; "" if it does mean that all is well."""
+    from torchlens_perf.verdicts.words.evidence import NotComparedEvidence
+
+    steps, rows = report["steps"], report["verdicts"]
+    if not steps["count"]:
+        return "no step was recorded"
+    if name in _STOPS_THE_JOB:
+        return ""
+    if any(row["kind"] == "hang" for row in rows):
+        return "not judged while the job hangs"
+    if steps["p50_s"] is None:
+        return "all steps are warm-up"
+    if name == "slow-rank":
+        not_compared = any(isinstance(row["evidence"], NotComparedEvidence) for row in rows)
+        if not_compared or findings.compared < 2 or findings.detectable_ns is None:
+            return "only one rank" if report["run"]["world_size"] < 2 else "the ranks were not compared"
+    if name == "slow-link" and not report["slow_links"].compared:
+        return "no links were compared"
+    if name == "growing-steps" and steps["trend"] is None:
+        return "too few steps"
+    if name == "cpu-contention" and steps["sampled_lack_of_cpu"] is None:
+        typical = [rank["typical"] for rank in report["ranks"] if rank["typical"] is not None]
+        if all(each["lack_of_cpu"] is None for each in typical):
+            return "waits for a CPU were not measured"
+    if name in _LIMITS_THE_STEP and any(row["kind"] == "not_known" for row in rows):
+        return "it is not known where the step's time goes"
+    return ""

@@ -1,0 +1,41 @@
+"""The pip command that installs this package again, or one of its extras, from where it came."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+NAME = "torchlens-perf"
+
+
+def install_command(extra: str = "", *, options: str = "") -> str:
+    """Return a pip command for a clone, a repository, an archive or an index, by direct_url.json (PEP 610)."""
+    return " ".join(["pip install", *filter(None, [options]), *_requirements(extra)])
+
+
+def _requirements(extra: str) -> list[str]:
+    wanted = f"[{extra}]" if extra else ""
+    try:
+        distribution = importlib.metadata.distribution(NAME)
+    except importlib.metadata.PackageNotFoundError:
+        clone = Path(__file__).parents[2]
+        return [shlex.quote(f"{clone}{wanted}" if (clone / "pyproject.toml").exists() else f"{NAME}{wanted}")]
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    url = origin.get("url", "")
+    if "vcs_info" in origin:
+        url = f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
+    if not url.startswith("file:"):
+        return [shlex.quote(f"{NAME}{wanted} @ {url}" if url else f"{NAME}{wanted}")]
+    path = url2pathname(urlsplit(url).path)
+    if os.path.exists(path):
+        editable = origin.get("dir_info", {}).get("editable", False)
+        return [*["-e"] * editable, shlex.quote(f"{path}{wanted}")]
+    # The clone or wheel is gone, as in an image: any index has what the extra needs.
+    needed = [each for each in distribution.requires or () if re.search(rf"extra == ['\"]{extra}['\"]", each)]
+    return [shlex.quote(each.split(";")[0].strip()) for each in needed] or [NAME]
