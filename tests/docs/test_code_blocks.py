@@ -88,6 +88,7 @@ NO_CODE = {
     ("README.md", "training process"): "a drawing",
     ("docs/opentelemetry.md", "train step"): "a drawing",
     ("docs/opentelemetry.md", "the workflow's trace"): "a drawing",
+    ("docs/accuracy.md", "planted faults: 1 of 2"): "what simulate prints; tests/simulate/test_planted.py",
     ("docs/opentelemetry.md", "OTLP: 219"): "what a report says; tests/exporters/test_delivery.py",
     ("docs/run-directory.md", "/dev/shm/"): "a listing of what goes when a run ends; tests/run",
 }

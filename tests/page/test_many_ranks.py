@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+from typing import Any, cast
 
 import pytest
 
@@ -11,6 +13,8 @@ from benchmarks.page_scale import write_run
 from torchlens_perf.page.contents import Contents
 from torchlens_perf.page.document.html import document
 from torchlens_perf.page.gather.run_contents import contents
+from torchlens_perf.page.gather.thinning import thinned_grids, thinned_report
+from torchlens_perf.page.sections.collectives import collectives
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.simulation import Topology
 
@@ -64,3 +68,49 @@ def test_the_document_is_bounded(many: Contents) -> None:
 
     assert len(text) - len(data) < 300_000
     assert f'rank">{SLOW_RANK}' in text or f">{SLOW_RANK}</th>" in text
+
+
+def test_last_rank_of_a_collective_stays_in_its_row(many: Contents) -> None:
+    """Sentences quote the numbers of the rank that came last, also where no table shows that rank."""
+    report = many["report"]
+    (row,) = report["collectives"]
+    shown = {rank["rank"] for rank in thinned_report(report, {SLOW_RANK}, 0, [])["ranks"]}
+    last = max(rank for rank in map(int, row["by_rank"]) if rank not in shown)
+    thinned = thinned_report({**report, "collectives": [{**row, "slowest_rank": last}]}, {SLOW_RANK}, 0, [])
+
+    assert str(last) in thinned["collectives"][0]["by_rank"]
+    element = collectives({**many, "report": thinned})
+    assert element is not None
+    assert f"rank {last} came last" in "".join(element.itertext())
+
+
+@dataclasses.dataclass
+class _Grid:
+    width: int
+    flags: range
+
+
+class _Grids:
+    def __init__(self, width: int) -> None:
+        self.host = _Grid(width, range(1000 // width))
+
+    def widened(self) -> _Grids:
+        return _Grids(2 * self.host.width)
+
+
+@pytest.mark.parametrize("budget_bytes", [10_000, 1000, 600, 100, 3, 0])
+def test_widths_that_cannot_fit_are_skipped(budget_bytes: int) -> None:
+    """The narrowest columns that fit are found without making those that are far too many."""
+    made = []
+
+    def made_of(grids: Any) -> str:
+        made.append(grids.host.width)
+        return "x" * len(grids.host.flags)
+
+    grids, text = thinned_grids(cast("Any", _Grids(1)), made_of, budget_bytes, [])
+    widths = [1 << power for power in range(10)]
+    fitting = [width for width in widths if 1000 // width + 2 <= budget_bytes]
+
+    assert grids.host.width == min(fitting, default=widths[-1])
+    assert len(text) == 1000 // grids.host.width
+    assert len(made) <= 3

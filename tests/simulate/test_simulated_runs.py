@@ -224,19 +224,17 @@ def test_command_makes_a_run_and_reports(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_command_judges_rows_of_many_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    """With --rows hundreds of ranks are judged, stages apart, and each verdict is held against what was planted."""
+    """With --rows hundreds of ranks are judged, stages apart."""
     fault = "constant:rank=300,share=0.08,since=64"
     assert (
         command("--rows", "--topology", "dp=32,tp=4,pp=4", "--fault", fault, "--steps", "128", "--noise", "0.05") == 0
     )
     named = capsys.readouterr().out
-    assert command("--rows", "--ranks", "16", "--steps", "64", "--fault", "constant:rank=3,share=0.01") == 0
-    missed = capsys.readouterr().out
 
-    assert "rank 300 is slow in compute since step 6" in named
-    assert named.count("as planted") == 1
-    assert "nothing was planted" not in named
-    assert "planted and not found: constant:rank=3,share=0.01" in missed
+    assert "Rank 300 (node-0037) is slow in computing" in named
+    assert re.search(r"found +rank 300, compute, since step 6\d, costs [\d.]+ ms a step \(verdict straggler\)", named)
+    assert "planted faults: 1 of 1 found" in named
+    assert "not planted, but named" not in named
 
 
 @pytest.mark.parametrize(
@@ -250,10 +248,9 @@ def test_command_says_that_nothing_could_be_compared(
     assert command("--rows", *arguments) == 0
     said = capsys.readouterr().out
 
-    assert said.startswith(f"nothing could be compared: {why}\n")
+    assert said.startswith(f"Nothing could be compared: {why}.\n")
     assert "inf" not in said
-    assert " 0.0 ms;" not in said
-    assert "no rank is slow" not in said
+    assert "Smallest detectable slowdown" not in said
 
 
 def test_command_tells_a_node(capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,9 +261,9 @@ def test_command_tells_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("--rows", "--ranks", "32", "--fault", fault, "--noise", "0.01") == 0
     over = capsys.readouterr().out
 
-    (cost_ms,) = re.findall(r"^node-0001 is slow .* costs ([\d.]+) ms", now, re.MULTILINE)
+    (cost_ms,) = re.findall(r"^Node node-0001 is slow .* costs the job ([\d.]+) ms", now, re.MULTILINE)
     assert float(cost_ms) > 15
-    told = r"^rank \d+ was slow in compute from step 64 to 12[37], .* costs ([\d.]+) ms"
+    told = r"^Rank \d+ was slow in computing, .* from step 64 to step 12[37]: .* cost the job ([\d.]+) ms"
     costs_ms = re.findall(told, over, re.MULTILINE)
     assert len(costs_ms) == 8
     assert min(map(float, costs_ms)) > 15
@@ -276,7 +273,7 @@ def test_short_steps_are_judged_in_wider_rows(capsys: pytest.CaptureFixture[str]
     """Steps of 2 ms are judged some sixteen at a time, as in life, and a last piece that fills no row is left out."""
     assert command("--rows", "--step-ms", "2", "--steps", "708", "--fault", "constant:rank=1,share=0.2") == 0
 
-    assert "rank 1 is slow" in capsys.readouterr().out
+    assert "Rank 1 (node-0000) is slow" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -300,6 +297,7 @@ def test_short_steps_are_judged_in_wider_rows(capsys: pytest.CaptureFixture[str]
         (["--rows", "--fault", "variable_length:reported=maybe"], "reported=maybe is not yes or no"),
         (["--rows", "--topology", "dp=3,x=2"], "--topology is like"),
         (["--rows", "--topology", "dp=0"], "dp must be 1 or more"),
+        (["--rows", "--ranks", "0"], "--ranks must be 1 or more, got 0"),
         (["--rows", "--topology", "dp=3", "--ranks", "4"], "do not agree"),
         (["--rows", "--noise", "-1"], "noise must be"),
         (["--rows", "--noise", "nan"], "noise must be"),
@@ -307,7 +305,7 @@ def test_short_steps_are_judged_in_wider_rows(capsys: pytest.CaptureFixture[str]
         (["--rows", "--step-ms", "0"], "a step's work must be"),
         (["--rows", "--steps", "0"], "--steps must be"),
         (["--rows", "--seed", "-1"], "seed must be 0 or more, got -1"),
-        (["--ranks", "100"], "--out is for 64 ranks at most, not 100"),
+        (["--ranks", "1025"], "1024 ranks at most"),
         ([], "--out DIR is missing"),
     ],
 )
@@ -323,7 +321,7 @@ def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
 def test_run_directory_is_not_overwritten(tmp_path: Path) -> None:
     """A run directory that is there already is left alone."""
     run = make_run(tmp_path)
-    with pytest.raises(TorchlensPerfError, match="is a run directory already"):
+    with pytest.raises(TorchlensPerfError, match="is a run directory already: choose another --out"):
         command("--out", str(run.path))
 
 
@@ -338,48 +336,6 @@ def test_same_time_on_all_hosts(tmp_path: Path) -> None:
 
     assert len({monotonic for monotonic, _ in times.values()}) == 1
     assert len({since for _, since in times.values()}) == 1
-
-
-@pytest.mark.parametrize(
-    ("fault", "why"),
-    [
-        ("constant:rank=3,share=0.002", ""),
-        (
-            "link:rank=5,share=0.2,dimension=tp",
-            " (--rows holds no transfer times: simulate at most 64 ranks with --out)",
-        ),
-        ("constant:rank=1,share=0.3,since=500", " (it does not begin within the 64 steps)"),
-        ("link:rank=5,share=0.2,since=500", " (it does not begin within the 64 steps)"),
-        ("node:node=1,share=0.001", ""),
-        ("drifting:rank=2,share=0.001", ""),
-    ],
-)
-def test_each_fault_that_was_missed_is_listed(fault: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside one that was found, and with the reason where that is known."""
-    found = "constant:rank=0,share=0.3"
-    arguments = ["--rows", "--topology", "dp=8,tp=2", "--steps", "64"]
-    assert command(*arguments, "--fault", found, "--fault", fault) == 0
-    said = capsys.readouterr().out
-
-    assert f"planted and not found: {fault}{why}\n" in said
-    assert f"planted and not found: {found}" not in said
-
-
-@pytest.mark.parametrize("harmless", ["pauses:share=0.3", "variable_length:spread=0.1"])
-def test_what_is_no_ranks_fault_is_not_missed(harmless: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("--rows", "--steps", "64", "--fault", harmless) == 0
-    assert "planted and not found" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("missed", [True, False])
-def test_faults_missed_in_a_run_directory_are_listed(
-    missed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A slow link is found with two other groups to compare it with; with one, the reason says so."""
-    out = tmp_path / f"{tmp_path.name}-run"
-    topology, fault = ("dp=2,tp=2", "link:rank=1,share=0.2") if missed else ("dp=4,tp=4", "link:rank=3,share=0.2")
-    assert command("--topology", topology, "--steps", "96", "--fault", fault, "--out", str(out)) == 0
-    assert (f"planted and not found: {fault}" in capsys.readouterr().out) is missed
 
 
 def test_rows_refuse_a_run_directory(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """`torchlens-perf simulate`: a run of many ranks with planted faults, and what is said of it.
 
-Up to 64 ranks become ring files that the ordinary sidecar reads: a run directory, a report, and the OTLP export, if an
-endpoint is configured, are as in a real run, so that alert rules can be tried. With --rows any number of ranks goes
-straight to the judge.
+Up to 1024 ranks become ring files, which the ordinary sidecar reads. The run directory, the report and the OTLP export,
+if an endpoint is configured, are as in a real run, so alert rules can be tried. With --rows any number of ranks goes
+straight to the straggler detector. Each planted fault is compared with the report's verdicts.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.commands.progress import Advanced, Progress, nothing
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.run import ownership
-from torchlens_perf.run.rank_ranges import rank_list
+from torchlens_perf.run.open_files import allow_many_open_files
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.sidecar_lock import SidecarLock
+    from torchlens_perf.simulate.planted import Compared
     from torchlens_perf.simulate.rings import SimulatedDevice
     from torchlens_perf.simulate.simulation import Simulation, Topology
-    from torchlens_perf.verdicts.stragglers.episodes import Episode
-    from torchlens_perf.verdicts.stragglers.findings import Findings
-    from torchlens_perf.verdicts.stragglers.placement import Placement
 
 _MAX_LINES = 16
+_OTHER_FILES = 128  # that are open besides the ranks' files
 _FLUSH_TIMEOUT_S = 10.0
 _MAX_UNKEPT_RECORDS = 1 << 18
 _EXAMPLES = """faults, each as KIND:NAME=VALUE,...; shares are of a rank's usual work in a step:
@@ -67,12 +65,15 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--late-steps", type=int, default=1, help="delay of device times, in steps; default 1")
     parser.add_argument("--missing", type=float, default=0.0, help="share of steps without device times; default 0")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="the run directory to make; not with --rows")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="the run directory to make, of 1024 ranks at most; not with --rows"
+    )
     parser.add_argument(
         "--rows",
         action="store_true",
         help="simulate any number of ranks without files; has no transfer times and finds no slow link",
     )
+    parser.add_argument("--json", action="store_true", help="planted faults and the verdicts on them, as JSON only")
     parser.set_defaults(command=simulate)
 
 
@@ -102,8 +103,10 @@ def simulate(options: argparse.Namespace) -> int:
         raise ConfigError("--rows writes no files: leave out --rows or --out")
     if options.rows:
         with Progress("simulating", quiet=options.quiet) as progress:
-            lines = _rows(simulation, options, progress)
-        sys.stdout.write("\n".join(lines) + "\n")
+            lines, compared = _rows(simulation, options, progress)
+        if not options.json:
+            sys.stdout.writelines(f"{line}\n" for line in lines)
+        _print_answer(simulation, options, compared)
         return 0
     return _rings(simulation, options)
 
@@ -130,11 +133,12 @@ def _topology(options: argparse.Namespace) -> Topology:
 
 
 def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
+    from torchlens_perf.report.report_json import plain
     from torchlens_perf.report.run_report import report_and_states
     from torchlens_perf.report.terminal import show
     from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.simulate.missed import missed_faults
-    from torchlens_perf.simulate.rings import MAX_RANKS, SimulatedDevice
+    from torchlens_perf.simulate.planted import Compared
+    from torchlens_perf.simulate.rings import MAX_RANKS, OPEN_FILES, SimulatedDevice
 
     if simulation.topology.ranks > MAX_RANKS:
         raise ConfigError(f"--out is for {MAX_RANKS} ranks at most, not {simulation.topology.ranks}: use --rows")
@@ -143,6 +147,7 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
     run = RunDirectory(options.out.absolute())
     if run.nodes.exists():
         raise RunStoreError(f"{run.path} is a run directory already: choose another --out")
+    _allow_open_files(OPEN_FILES * simulation.topology.ranks + _OTHER_FILES)
     run.create()
     note = f"simulated: {' and '.join(options.fault) or 'no fault'}; noise {options.noise:g}, seed {options.seed}"
     device = None
@@ -151,11 +156,19 @@ def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
     with Progress("simulating", quiet=options.quiet) as progress, ownership.as_private_as(run.nodes):
         record(simulation, options.steps, run, note, device, progress)
     report, states = report_and_states(run)
-    show(report, sys.stdout, str(run.path))
+    if not options.json:
+        show(report, sys.stdout, str(run.path))
     findings = max((state.findings for state in states), key=lambda each: each.compared)
-    lines = missed_faults(options.fault, simulation, options.steps, findings.episodes, report["slow_links"])
-    sys.stdout.writelines(f"{line}\n" for line in lines)
+    detectable_s = None if not findings.compared or findings.detectable_ns is None else findings.detectable_ns / 1e9
+    compared = Compared(plain(report["verdicts"]), detectable_s, report["slow_links"].undecided)
+    _print_answer(simulation, options, compared)
     return 0
+
+
+def _allow_open_files(count: int) -> None:
+    limit = allow_many_open_files()
+    if 0 <= limit < count:
+        raise ConfigError(f"{count} files must be open at a time, and the limit is {limit}: raise it, or use --rows")
 
 
 def record(
@@ -228,72 +241,64 @@ def _read_as_it_is_written(
     run_sidecar(sidecar, lock, exporter)
 
 
-def _rows(simulation: Simulation, options: argparse.Namespace, advanced: Advanced) -> list[str]:
+def _rows(simulation: Simulation, options: argparse.Namespace, advanced: Advanced) -> tuple[list[str], Compared]:
+    """Return what the straggler detector finds, in the report's words, and the verdicts."""
+    from torchlens_perf.analysis.statistics.quantities import duration
     from torchlens_perf.analysis.statistics.step_bins import row_width
-    from torchlens_perf.simulate.missed import missed_faults
+    from torchlens_perf.report.report_json import plain
+    from torchlens_perf.simulate.planted import Compared
+    from torchlens_perf.verdicts.causes.straggler_groups import with_groups
     from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
+    from torchlens_perf.verdicts.words.stragglers import SlowRankContext, straggler_verdicts
 
     topology, judge, judged_s, steps = simulation.topology, StragglerDetector(), 0.0, options.steps
-    for rank in range(topology.ranks):
-        judge.set_place(rank, topology.place(rank))
+    places = {rank: topology.place(rank) for rank in range(topology.ranks)}
+    for rank, place in places.items():
+        judge.set_place(rank, place)
     width = min(row_width(simulation.work_ns), 32)
-    findings = judge.judge()
     for part in simulation.steps(steps):
         blocks = list(part.blocks(width))
         begun_s = time.perf_counter()
         for population, block in blocks:
             judge.add_block(population, block)
-        findings = judge.judge()
+        judge.judge()
         judged_s += time.perf_counter() - begun_s
         advanced(part.first_step + len(part), steps)
     begun_s = time.perf_counter()
-    findings = judge.judge(final=True)
+    findings = with_groups(judge.judge(final=True), places)
     judged_s += time.perf_counter() - begun_s
-    each_ms, step_ms = 1e3 * judged_s / steps, findings.step_ns / 1e6
-    lines = _lines(simulation, findings, steps)
-    lines += missed_faults(options.fault, simulation, steps, findings.episodes, None)
-    lasting = f"{steps} steps of {step_ms:.1f} ms" if findings.step_ns else f"{steps} steps"
-    lines.append(f"{topology.ranks} ranks, {lasting}; judged in {each_ms:.1f} ms a step")
-    return lines
+    now, before = straggler_verdicts(SlowRankContext(), findings)
+    rows = plain([each.facts() for each in (*now, *before)])
+    detectable_s = None if findings.detectable_ns is None else findings.detectable_ns / 1e9
+    lines = [row["text"] for row in rows[:_MAX_LINES]]
+    lines += [f"and {len(rows) - _MAX_LINES} more verdicts"] if len(rows) > _MAX_LINES else []
+    if detectable_s is None:
+        why = "no two ranks do the same work" if topology.dp * topology.tp < 2 else f"{steps} steps are too few"
+        lines.append(f"Nothing could be compared: {why}.")
+    elif not rows:
+        lines.append(f"No rank is slow. Smallest detectable slowdown: {duration(detectable_s)} a step.")
+    lasting = f"{steps} steps of {findings.step_ns / 1e6:.1f} ms" if findings.step_ns else f"{steps} steps"
+    lines.append(f"{topology.ranks} ranks, {lasting}; judged in {1e3 * judged_s / steps:.1f} ms a step")
+    return lines, Compared(rows, detectable_s, None)
 
 
-def _lines(simulation: Simulation, findings: Findings, steps: int) -> list[str]:
-    """Who was named, and whether that was planted."""
-    from torchlens_perf.verdicts.causes.straggler_groups import straggler_groups
+def _print_answer(simulation: Simulation, options: argparse.Namespace, compared: Compared) -> None:
+    from torchlens_perf.report.report_json import write
+    from torchlens_perf.simulate.planted import answer
 
-    topology = simulation.topology
-    places: dict[int, Placement] = {rank: topology.place(rank) for rank in range(topology.ranks)}
-    lines = []
-    for found in straggler_groups(findings.slow_now, places):
-        name = found.name if found.kind != "rank" else f"rank {found.ranks[0]}"
-        details = _when_and_what(found.lead, found.cost_ns, simulation, found.slow_too)
-        lines.append(f"{name} is slow in {found.lead.phase} {details}")
-    for episode in findings.slow_before:
-        details = _when_and_what(episode, max(episode.cost_ns, episode.shared_cost_ns or 0.0), simulation)
-        lines.append(f"rank {episode.rank} was slow in {episode.phase} {details}")
-    if findings.detectable_ns is None:
-        alone = topology.dp * topology.tp < 2
-        why = "no two ranks do the same work" if alone else f"{steps} steps are too few"
-        lines.append(f"nothing could be compared: {why}")
-    elif not lines:
-        detectable_ms = findings.detectable_ns / 1e6
-        lines.append(f"no rank is slow; {detectable_ms:.1f} ms a step would have been named")
-    if len(lines) > _MAX_LINES:
-        lines[_MAX_LINES:] = [f"and {len(lines) - _MAX_LINES} more"]
-    return lines
-
-
-def _when_and_what(
-    episode: Episode, cost_ns: float | None, simulation: Simulation, slow_too: Sequence[int] = ()
-) -> str:
-    planted = episode.rank in simulation.slow_ranks(episode.named_step)
-    from torchlens_perf.analysis.statistics.quantities import steps_words
-
-    since = "from the start" if episode.from_start else f"since step {episode.since_step}"
-    if episode.is_over:
-        since = steps_words(episode.since_step, episode.until_step)
-    truth = "as planted" if planted else "nothing was planted there then"
-    cost = "costs what is not known" if cost_ns is None else f"costs {cost_ns / 1e6:.1f} ms"
-    if slow_too:
-        cost += f" together with {rank_list(slow_too)}"
-    return f"{since}, +{episode.excess_ns / 1e6:.1f} ms a step, {cost}; named after step {episode.named_step}: {truth}"
+    found = answer(options.fault, simulation, options.steps, compared)
+    if not options.json:
+        sys.stdout.writelines(f"{line}\n" for line in found.lines())
+        return
+    write(
+        {
+            "run": None if options.rows else str(options.out),
+            "ranks": simulation.topology.ranks,
+            "steps": options.steps,
+            "smallest_detectable_s": compared.detectable_s,
+            "planted": found.planted,
+            "not_planted": found.not_planted,
+            "verdicts": compared.rows,
+        },
+        sys.stdout,
+    )

@@ -14,12 +14,12 @@ from torchlens_perf.verdicts.words.report import Facts, Report, VerdictFacts, Ve
 
 def write(value: Mapping[str, Any], file: IO[str]) -> None:
     """A report, or its schema. Raises ValueError for a number that JSON does not have."""
-    json.dump(value, file, indent=1, allow_nan=False, default=_plain)
+    json.dump(value, file, indent=1, allow_nan=False, default=plain)
     file.write("\n")
 
 
-def _plain(value: object) -> Any:
-    """A dataclass or a Struct as JSON's types; NumPy's numbers as Python's."""
+def plain(value: object) -> Any:
+    """Convert dataclasses, Structs and what they hold to JSON's types; NumPy's numbers to Python's."""
     return msgspec.to_builtins(value, enc_hook=lambda number: number.item())
 
 

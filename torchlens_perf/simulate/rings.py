@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.simulate.simulation import Steps, Topology
 
-MAX_RANKS = 64
+MAX_RANKS = 1024
+OPEN_FILES = 2  # of each rank: its recorder's and the sidecar's
 _WORLD = "0"
 _LAYERS = 4  # of each pipeline stage
 _BYTES = {"dp": 1 << 28, "tp": 1 << 25, "world": 4}  # gradients, activations, and their norm
-_RING_RECORDS = 4096  # a block of steps has some 600
+_RING_RECORDS = 2048  # a block of steps has some 1,000 at most; with a device's late ones twice as many
 _ISSUING = 0.05  # of a phase's time on the device: what issuing it takes the host
 _CLOCK: DeviceClock = {"clock": "simulated events", "error_ns": 0, "captured": 0, "skipped": 0, "unread": 0}
 _PHASES = {
@@ -130,8 +131,8 @@ class SimulatedRank:
         self.clock = HandClock(begin.monotonic_ns)
         self.identity = identity_of(run, topology, rank)
         config = Config(
-            ring_records=_RING_RECORDS, telemetry=False, capture="off", _build_tap=False, exchange="off", report="off",
-            _total_steps=total_steps,
+            ring_records=_RING_RECORDS << (device is not None), telemetry=False, capture="off", _build_tap=False,
+            exchange="off", report="off", _total_steps=total_steps,
         )  # fmt: skip
         # In the run directory: a simulation that is interrupted leaves nothing in shared memory.
         ring = create_ring(run, self.identity, config.ring_capacity, keep=True)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -100,6 +100,11 @@ class Draft:
     def step(self) -> npt.NDArray[np.int64]:
         return np.arange(self.first_step, self.first_step + self.parts_ns.shape[1])
 
+    def copy(self) -> Draft:
+        """The same times in arrays of its own. The generator is shared."""
+        names = ("parts_ns", "transfer_ns", "tensor_transfer_ns", "workload", "flags")
+        return dataclasses.replace(self, **{name: getattr(self, name).copy() for name in names})
+
 
 class Fault(Protocol):
     """Something that makes ranks slow, or only looks as if."""
@@ -169,6 +174,15 @@ class Steps:
             )
 
 
+class Effect(NamedTuple):
+    """What a fault adds to each step. Times in ns."""
+
+    work_ns: npt.NDArray[np.float32]
+    """To the ranks' own work, shape [ranks, steps]."""
+    cost_ns: npt.NDArray[np.float64]
+    """To the duration of the step, shape [steps]."""
+
+
 class Simulation:
     """A job. Each call of block() computes; nothing is kept."""
 
@@ -207,6 +221,26 @@ class Simulation:
 
     def block(self, number: int) -> Steps:
         """Steps [number * BLOCK, (number + 1) * BLOCK)."""
+        return self._planted(number, None)
+
+    def effects(self, count: int) -> list[Effect]:
+        """Return what each fault adds to the first `count` steps, the other faults in place."""
+        work: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.faults]
+        cost: list[list[npt.NDArray[np.float64]]] = [[] for _ in self.faults]
+        for number in range(-(-count // BLOCK)):
+            steps = self.block(number).head(count - number * BLOCK)
+            for index in range(len(self.faults)):
+                rest = self._planted(number, index).head(len(steps))
+                work[index].append((steps.parts_ns - rest.parts_ns).sum(axis=2))
+                cost[index].append(steps.duration_ns - rest.duration_ns)
+        return [Effect(np.hstack(of_ranks), np.hstack(of_job)) for of_ranks, of_job in zip(work, cost, strict=True)]
+
+    def transfer_share(self, dimension: str) -> float:
+        """How long the group's usual transfers take in a step, as a share of a rank's usual work."""
+        return _TRANSFER_SHARE if dimension == "dp" else self._tensor_share
+
+    def _planted(self, number: int, left_out: int | None) -> Steps:
+        """A block with all faults but the one of that index, which draws its random numbers nevertheless."""
         topology = self.topology
         random = np.random.default_rng([self.seed, 2, number])
         shape = (topology.ranks, BLOCK)
@@ -224,8 +258,8 @@ class Simulation:
             flags=np.zeros(shape, np.int64),
             random=random,
         )
-        for fault in self.faults:
-            fault.plant(draft)
+        for index, fault in enumerate(self.faults):
+            fault.plant(draft if index != left_out else draft.copy())
         return _finished(draft)
 
     def steps(self, count: int) -> Iterator[Steps]:

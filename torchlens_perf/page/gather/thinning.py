@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,8 +27,10 @@ def thinned_grids(
     """The grids with as wide windows as it takes for what is made of them to fit, and that."""
     made = made_of(grids)
     narrow = grids.host.width
-    while size_bytes(made) > budget_bytes and len(grids.host.flags) > 1:
-        grids = grids.widened()
+    while (size := size_bytes(made)) > budget_bytes and len(grids.host.flags) > 1:
+        # Twice the width gives about half the size. Widths that are sure not to fit are skipped: each takes seconds.
+        for _ in range(max(1, int(math.log2(size / max(1, budget_bytes))))):
+            grids = grids.widened() if len(grids.host.flags) > 1 else grids
         made = made_of(grids)
     width = grids.host.width
     if width > 1:
@@ -65,8 +68,9 @@ def _of_ranks(report: Report, kept: Collection[int]) -> Report:
     names = {str(rank) for rank in kept}
 
     def only(row: Any) -> Any:
+        shown = {*names, str(row.get("slowest_rank"))}  # sentences on a collective quote that rank's numbers
         return {
-            key: {rank: each for rank, each in value.items() if rank in names}
+            key: {rank: each for rank, each in value.items() if rank in shown}
             if key in ("by_rank", "backward_by_rank", "device_own_by_rank") and isinstance(value, Mapping)
             else value
             for key, value in row.items()

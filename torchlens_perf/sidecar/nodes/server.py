@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
+from torchlens_perf.run.open_files import allow_many_open_files
 from torchlens_perf.sidecar.nodes import transport
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints, known_as, listen_on
 from torchlens_perf.sidecar.nodes.messages import Inbox, Reply, encode
@@ -89,7 +90,7 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
             await server.stop(_LEAVE_S)
 
     async def _listen(self) -> None:
-        transport.allow_many_connections()
+        allow_many_open_files()  # there is one connection per node
         gc.set_threshold(_GC_THRESHOLD)
         self._token = new_token(self._endpoints, self._key)
         hosts, port = listen_on(self._endpoints)

@@ -6,12 +6,10 @@ Importing this imports grpc: only sidecars of jobs of several nodes do.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import logging
 import os
-import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,13 +98,6 @@ def server_credentials(folder: str) -> grpc.ServerCredentials:
     pairs = [((files / "tls.key").read_bytes(), (files / "tls.crt").read_bytes())]
     ca = (files / "ca.crt").read_bytes() if (files / "ca.crt").exists() else None
     return grpc.ssl_server_credentials(pairs, ca, require_client_auth=ca is not None)
-
-
-def allow_many_connections() -> None:
-    """Raises this process's limit of open files as far as it may: there is one connection per node."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def target(host: str, port: int) -> str:

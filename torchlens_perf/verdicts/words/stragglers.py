@@ -27,7 +27,7 @@ from torchlens_perf.verdicts.words.evidence import (
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Collective, Facts, Module
 
-_MAX_NAMED = 4
+MAX_NAMED = 4
 _MIN_STEPS = 40  # that are asked for; of short steps more, as several of them are compared at a time
 MAX_PAST = 64  # the newest of those that are over
 _SHORT_STEPS = 30  # an episode that was over so soon is transient
@@ -69,7 +69,7 @@ class SlowRankContext(NamedTuple):
 
 def straggler_verdicts(context: SlowRankContext, findings: Findings) -> tuple[list[JudgedVerdict], list[JudgedVerdict]]:
     """Who is slow now, the costliest first, and who was before."""
-    now = [slow_verdict(context, each, findings) for each in findings.groups[:_MAX_NAMED]]
+    now = [slow_verdict(context, each, findings) for each in findings.groups[:MAX_NAMED]]
     before = sorted(findings.slow_before, key=lambda episode: -episode.since_step)
     past = [past_verdict(each, findings.diagnosis(each.key)) for each in before[:MAX_PAST]]
     return [*now, *imbalance_verdicts(findings)], past
@@ -129,7 +129,7 @@ def _doubted(verdict: JudgedVerdict, why: str) -> JudgedVerdict:
 
 def _rather(findings: Findings) -> str:
     """Whom merged windows name and the judgement does not; "" if nobody."""
-    found = sorted(findings.unconfirmed, key=lambda each: -each.excess_ns)[:_MAX_NAMED]
+    found = sorted(findings.unconfirmed, key=lambda each: -each.excess_ns)[:MAX_NAMED]
     each = ", ".join(
         f"rank {each.rank} (+{duration(each.excess_ns / 1e9)} a step, in {phase_name(each.phase)})" for each in found
     )

@@ -1,0 +1,15 @@
+"""The limit of files that this process may have open."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+
+def allow_many_open_files() -> int:
+    """Raise the process's limit of open files as far as it may, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return hard
+    return soft

@@ -1,0 +1,277 @@
+"""What was planted beside what the report's verdicts name: each fault found, or not found and why. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torchlens_perf.analysis.collectives.slow_link import MIN_RATIO
+from torchlens_perf.analysis.statistics.quantities import duration, steps_words
+from torchlens_perf.run.rank_ranges import rank_list
+from torchlens_perf.simulate.faults import Link
+from torchlens_perf.verdicts.words.stragglers import MAX_NAMED
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.simulate.simulation import Effect, Fault, Simulation
+
+Row = Mapping[str, Any]
+"""A row of the report's `verdicts`, as its JSON has it."""
+NO_TRANSFERS = "--rows holds no transfer times: leave out --rows, and give --out"
+_SEEN = 0.5  # of how much longer long steps take: a fault that explains less is not their reason
+_RARE = 0.25  # of the steps in which a fault lasts
+
+
+def _when(since: int, until: int | None) -> str:
+    return f"in step {since}" if until == since + 1 else steps_words(since, until)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedBy:
+    """A verdict of the report that names ranks."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    slow_too: tuple[int, ...]
+    """Other slow ranks whose cost is in the verdict's."""
+    phase: str | None
+    since_step: int | None
+    until_step: int | None
+    cost_s_per_step: float | None
+
+    def __str__(self) -> str:
+        too = f" together with {rank_list(self.slow_too)}" if self.slow_too else ""
+        cost = (
+            "at an unknown cost" if self.cost_s_per_step is None else f"costs {duration(self.cost_s_per_step)} a step"
+        )
+        when = "" if self.since_step is None else f", {_when(self.since_step, self.until_step)}"
+        return f"{rank_list(self.ranks)}, {self.phase or 'no phase'}{when}, {cost}{too} (verdict {self.kind})"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlantedFault:
+    """A fault that was planted, and the verdicts that name it."""
+
+    fault: str
+    """As the user wrote it."""
+    ranks: tuple[int, ...]
+    """Ranks at fault, or the members of a slow group; empty for what is no rank's fault."""
+    phase: str | None
+    since_step: int | None
+    """First step of the run in which it lasts; None: there is none."""
+    until_step: int | None
+    """None: it lasts until the run's end."""
+    work_s_per_step: float
+    """What one of its ranks works longer, or a slow group's transfers take longer, while it lasts."""
+    cost_s_per_step: float
+    """What the job's step takes longer while it lasts, the other faults in place."""
+    found: bool | None
+    """None for what is no rank's fault."""
+    missed_ranks: tuple[int, ...]
+    named_by: tuple[NamedBy, ...]
+    why_not: str
+    """Why it, or a part of its ranks, was not found; "" where that is not known, or all of it was."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield what a person reads of it."""
+        state = {True: "found", False: "not found", None: "no rank is at fault"}[self.found]
+        if self.found and self.missed_ranks:
+            state += f", but not on {rank_list(self.missed_ranks)}"
+        yield f"{self.fault}: {state}"
+        if self.ranks and self.since_step is not None:
+            yield (
+                f"  planted    {rank_list(self.ranks)}, {self.phase}, {_when(self.since_step, self.until_step)}, "
+                f"+{duration(self.work_s_per_step)}, costs {duration(self.cost_s_per_step)} a step"
+            )
+        yield from (f"  {'found':10} {each}" for each in self.named_by)
+        if self.missed_ranks:
+            yield f"  {'not found':10} {self.why_not or 'for an unknown reason'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """What the report says of its comparison of the ranks."""
+
+    rows: Sequence[Row]
+    detectable_s: float | None
+    """The smallest detectable slowdown; None: nothing was compared."""
+    undecided_links: str | None
+    """Why groups were not compared, "" if they were; None: there are no transfer times."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Each planted fault, and the verdicts on slow ranks and links that name nothing planted."""
+
+    planted: tuple[PlantedFault, ...]
+    not_planted: tuple[NamedBy, ...]
+
+    def lines(self) -> Iterator[str]:
+        """Yield what a person reads of it; nothing without faults and verdicts."""
+        counted = [each for each in self.planted if each.found is not None]
+        if counted:
+            found = sum(bool(each.found) and not each.missed_ranks for each in counted)
+            yield f"planted faults: {found} of {len(counted)} found"
+        for each in self.planted:
+            yield from each.lines()
+        yield from (f"not planted, but named: {each}" for each in self.not_planted)
+
+
+def answer(texts: Sequence[str], simulation: Simulation, steps: int, compared: Compared) -> Answer:
+    """Compare the planted faults with the verdicts. texts: the faults as the user wrote them."""
+    effects = simulation.effects(steps)
+    lasting = [_lasting(fault, simulation, steps) for fault in simulation.faults]
+    at_fault = np.zeros((simulation.topology.ranks, steps), bool)
+    for ranks_of_step in lasting:
+        at_fault |= ranks_of_step
+    planted, used = [], set[int]()
+    for text, fault, effect, of_fault in zip(texts, simulation.faults, effects, lasting, strict=True):
+        matches = [index for index, row in enumerate(compared.rows) if _names(row, fault, of_fault, effect)]
+        used.update(matches)
+        named = [_named_by(compared.rows[index]) for index in matches]
+        planted.append(_planted(text, fault, simulation, of_fault, effect, named, compared, at_fault))
+    wrong = [
+        _named_by(row)
+        for index, row in enumerate(compared.rows)
+        if index not in used and row["kind"].startswith(("straggler", "slow_link"))
+    ]
+    return Answer(tuple(planted), tuple(wrong))
+
+
+def _lasting(fault: Fault, simulation: Simulation, steps: int) -> npt.NDArray[np.bool_]:
+    """[ranks, steps]: which ranks are at fault, or members of a slow group, in which steps."""
+    topology = simulation.topology
+    found = np.zeros((topology.ranks, steps), bool)
+    group = topology.group(fault.dimension, fault.rank) if isinstance(fault, Link) else []
+    for step in range(steps):
+        if isinstance(fault, Link):
+            found[group, step] = fault.holds(step)
+        else:
+            found[list(fault.slow_ranks(step, topology)), step] = True
+    return found
+
+
+def _named_by(row: Row) -> NamedBy:
+    evidence = row["evidence"]
+    until, since, slow_too = None, row["since_step"], tuple(evidence.get("slow_too", ()))
+    if row["kind"] == "slow_link":
+        ranks = sorted({rank for link in evidence["links"] for rank in link["ranks"]})
+    elif row["kind"] == "long_steps":
+        ranks = [] if evidence["waited_for"] is None else [evidence["waited_for"]]
+        since, until = min(evidence["steps"]), max(evidence["steps"]) + 1
+    else:
+        ranks = list(evidence.get("ranks", ())) or ([] if row["rank"] is None else [row["rank"]])
+        until = evidence.get("until_step")
+    phase = row["phase"] or evidence.get("part")
+    return NamedBy(row["kind"], tuple(ranks), slow_too, phase, since, until, row["cost_s_per_step"])
+
+
+def _names(row: Row, fault: Fault, lasting: npt.NDArray[np.bool_], effect: Effect) -> bool:
+    """Whether the verdict is on this fault: its kind, its ranks, and a time in which the fault lasts."""
+    kind, named = row["kind"], _named_by(row)
+    members = set(np.flatnonzero(lasting.any(axis=1)).tolist())
+    if isinstance(fault, Link):
+        links = [each["ranks"] for each in row["evidence"]["links"]] if kind == "slow_link" else [named.ranks]
+        return kind.startswith("slow_link") and any(members.issuperset(each) for each in links if each)
+    if kind.startswith("imbalance"):
+        return bool(named.ranks) and members.issuperset(named.ranks)
+    if kind == "long_steps":
+        steps = [step for step in row["evidence"]["steps"] if step < lasting.shape[1]]
+        if not members.intersection(named.ranks) or not steps:
+            return False
+        return bool(effect.work_ns[named.ranks[0], steps].mean() >= _SEEN * 1e9 * row["evidence"]["more_s"])
+    if not kind.startswith("straggler"):
+        return False
+    return bool(lasting[[*named.ranks, *named.slow_too], named.since_step : named.until_step].any())
+
+
+def _planted(
+    text: str, fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_], effect: Effect,
+    named: Sequence[NamedBy], compared: Compared, at_fault: npt.NDArray[np.bool_],
+) -> PlantedFault:  # fmt: skip
+    members, steps = _members(fault, simulation, lasting), np.flatnonzero(lasting.any(axis=0))
+    is_link, begun, until = isinstance(fault, Link), bool(len(steps)), None
+    if begun and steps[-1] + 1 < lasting.shape[1]:
+        until = int(steps[-1]) + 1
+    work_ns = 0.0
+    if begun:
+        work_ns = fault.share * simulation.work_ns if isinstance(fault, Link) else float(effect.work_ns[lasting].mean())
+    found = {rank for each in named for rank in (*each.ranks, *each.slow_too)}
+    missed = () if is_link and named else tuple(rank for rank in members if rank not in found)
+    why = _why_not(fault, simulation, lasting, effect, work_ns, compared, at_fault) if missed else ""
+    return PlantedFault(
+        fault=text,
+        ranks=members,
+        phase=("communication" if is_link else getattr(fault, "phase", None)) if members else None,
+        since_step=int(steps[0]) if begun else None,
+        until_step=until,
+        work_s_per_step=work_ns / 1e9,
+        cost_s_per_step=float(effect.cost_ns[steps].mean()) / 1e9 if begun else 0.0,
+        found=len(missed) < len(members) if members else None,
+        missed_ranks=missed,
+        named_by=tuple(named),
+        why_not=why,
+    )
+
+
+def _members(fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_]) -> tuple[int, ...]:
+    """Return the ranks of a fault, also of one that does not begin within the run; none where no rank is at fault."""
+    if isinstance(fault, Link):
+        return tuple(simulation.topology.group(fault.dimension, fault.rank))
+    if lasting.any():
+        return tuple(np.flatnonzero(lasting.any(axis=1)).tolist())
+    return tuple(sorted(fault.slow_ranks(getattr(fault, "since", 0), simulation.topology)))
+
+
+def _why_not(
+    fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_], effect: Effect, work_ns: float,
+    compared: Compared, at_fault: npt.NDArray[np.bool_],
+) -> str:  # fmt: skip
+    """Return why the fault was not found; "" where that is not known."""
+    count, total = int(lasting.any(axis=0).sum()), lasting.shape[1]
+    if not count:
+        return f"it does not begin within the {total} steps"
+    if isinstance(fault, Link):
+        return _why_not_link(fault, simulation, compared.undecided_links)
+    topology, detectable_s = simulation.topology, compared.detectable_s
+    if topology.dp * topology.tp < 2:
+        return "not compared: no other rank does the same work"
+    if detectable_s is None:
+        return f"not compared: {total} steps are too few"
+    alike, smallest = topology.dp * topology.tp, f"the smallest detectable slowdown is {duration(detectable_s)} a step"
+    reasons = []
+    if work_ns / 1e9 < detectable_s:
+        reasons.append(f"too small: {duration(work_ns / 1e9)} a step, and {smallest}")
+    slow = at_fault.reshape(topology.pp, alike, total).sum(axis=1).max()
+    if 2 * slow >= alike:
+        reasons.append(
+            f"{slow} of the {alike} ranks that do the same work are slow, so the others are no clear majority"
+        )
+    if reasons:
+        return "; ".join(reasons)
+    struck = int((effect.work_ns > 0).any(axis=0).sum())
+    if struck < _RARE * count:
+        rows = "" if compared.undecided_links is not None else ", and --rows has no verdicts on long steps"
+        return f"too rare: it makes {struck} of {count} steps longer{rows}"
+    if count < total:
+        return (
+            f"too short: it lasts {count} of {total} steps, and {smallest} only for a rank that is slow in all of them"
+        )
+    if sum(row["kind"] == "straggler" for row in compared.rows) >= MAX_NAMED:
+        return f"the report names {MAX_NAMED} slow ranks, nodes or positions at most"
+    return ""
+
+
+def _why_not_link(fault: Link, simulation: Simulation, undecided: str | None) -> str:
+    if undecided is None:
+        return NO_TRANSFERS
+    if undecided:
+        return f"not compared: {undecided.removesuffix('.')}"
+    ratio = 1 + fault.share / simulation.transfer_share(fault.dimension)
+    if ratio < MIN_RATIO:
+        return f"too small: transfers take {ratio:.2g} times as long, and a slow link is named from {MIN_RATIO:g} on"
+    return ""
