@@ -35,6 +35,7 @@ _ALLOWED = {
     # A line where nothing was recorded, of the user's program.
     "hooks.loop.first_step": {"atexit.register", "atexit.unregister", "multiprocessing.parent_process"},
     "config": {"urllib.parse.parse_qsl", "urllib.parse.urlencode", "urllib.parse.urlsplit"},  # of a text
+    "run.installation": {"urllib.parse.unquote", "urllib.parse.urlsplit"},  # of a text
     "run.location": {"urllib.parse.unquote"},  # of a text
     "hooks.stack": {"signal.SIG_DFL", "signal.getsignal", "signal.signal"},  # gives theirs back
     "recorder.torch_instruments": {"pickle.dumps"},  # a memory snapshot, for torch's own viewer

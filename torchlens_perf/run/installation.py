@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
 import shlex
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit
 
 NAME = "torchlens-perf"
 
@@ -20,6 +18,8 @@ def install_command(extra: str = "", *, options: str = "") -> str:
 
 
 def _requirements(extra: str) -> list[str]:
+    import importlib.metadata  # which takes a while
+
     wanted = f"[{extra}]" if extra else ""
     try:
         distribution = importlib.metadata.distribution(NAME)
@@ -32,7 +32,7 @@ def _requirements(extra: str) -> list[str]:
         url = f"{origin['vcs_info']['vcs']}+{url}@{origin['vcs_info']['commit_id']}"
     if not url.startswith("file:"):
         return [shlex.quote(f"{NAME}{wanted} @ {url}" if url else f"{NAME}{wanted}")]
-    path = url2pathname(urlsplit(url).path)
+    path = unquote(urlsplit(url).path)
     if os.path.exists(path):
         editable = origin.get("dir_info", {}).get("editable", False)
         return [*["-e"] * editable, shlex.quote(f"{path}{wanted}")]
