@@ -32,10 +32,10 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
         7683,
     ),
     ("analysis", ("analysis",), 3300, 4593),
-    ("exporters", ("exporters",), 2600, 5170),
+    ("exporters", ("exporters",), 2600, 5165),
     ("view", ("report", "page", "top"), 6000, 13562),
     ("serve", ("serve",), 1300, 2045),
-    ("sidecar", ("sidecar",), 5400, 8167),
+    ("sidecar", ("sidecar",), 5400, 8166),
     ("simulate, commands", ("simulate", "commands"), 2200, 3213),
     ("entry points", (".",), 1000, 1718),
 )  # fmt: skip

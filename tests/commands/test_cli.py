@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import HOST, Rank, make_run
+from tests.support.ranks import HOST, Rank, make_run, read_to_end
 from torchlens_perf.commands import cli
 from torchlens_perf.commands.cli import main
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.version import VERSION
 
 WORK = {"data": 1, "forward": 4, "backward": 6, "host": 1}
@@ -27,11 +26,7 @@ def finished(tmp_path: Path) -> RunDirectory:
     rank = Rank(run, 0, 1)
     rank.steps(50, **WORK)
     rank.close()
-    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
-    sidecar.poll()
-    sidecar.account()
-    sidecar.keep()
-    sidecar.close()
+    read_to_end(run)
     return run
 
 

@@ -11,11 +11,10 @@ import pytest
 
 from tests.support.findings import findings, hang, hung
 from tests.support.live_simulation import LiveSimulation
-from tests.support.ranks import HOST, Rank, make_run
+from tests.support.ranks import Rank, make_run, read_to_end
 from torchlens_perf.commands.cli import main
 from torchlens_perf.commands.fail_on import KINDS, exit_code
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.words.evidence import EVIDENCE, NobodySlowEvidence, NotComparedEvidence
 
@@ -158,11 +157,7 @@ def recorded(folder: Path, ranks: int, steps: int) -> RunDirectory:
     for rank in (Rank(run, number, ranks) for number in range(ranks)):
         rank.steps(steps, data=1, forward=4, backward=6, host=1)
         rank.close()
-    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
-    sidecar.poll()
-    sidecar.account()
-    sidecar.keep()
-    sidecar.close()
+    read_to_end(run)
     return run
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.endpoints import silent
 from tests.support.processes import ROOT
-from tests.support.ranks import HOST, Rank, run_without_traces
+from tests.support.ranks import HOST, Rank, read_to_end, run_without_traces
 from torchlens_perf.commands import doctor, tap_build
 from torchlens_perf.commands.cli import _parser, main
 from torchlens_perf.commands.doctor import OK, WORSE, Check
@@ -153,11 +153,7 @@ def run_dir(tmp_path: Path) -> Iterator[str]:
         rank = Rank(run, 0, 1)
         rank.steps(50, forward=4, backward=6)
         rank.close()
-        sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
-        sidecar.poll()
-        sidecar.account()
-        sidecar.keep()
-        sidecar.close()
+        read_to_end(run)
         yield str(run.path)
 
 

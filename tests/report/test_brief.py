@@ -12,7 +12,7 @@ import pytest
 from tests.report import test_memory_table as memory
 from tests.report.test_held import node, usual
 from tests.support.findings import episode, findings, hang, hung
-from tests.support.ranks import HOST, Rank
+from tests.support.ranks import Rank, read_to_end
 from tests.support.reports import checked
 from tests.support.tables import records
 from tests.verdicts.words.test_bottleneck import BASE, random_steps
@@ -22,7 +22,6 @@ from torchlens_perf.report.verdict_text import earlier_line
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.ring import Flag, Kind
-from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.start.process import write_report
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.words.hang import RankStack
@@ -108,11 +107,7 @@ def test_what_rank_0_gets(html: bool, run: RunDirectory, tmp_path: Path) -> None
     rank = Rank(run, 0, 1)
     rank.steps(50, forward=4, backward=6)
     rank.close()
-    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
-    sidecar.poll()
-    sidecar.account()
-    sidecar.keep()
-    sidecar.close()
+    read_to_end(run)
     mailbox = Mailbox(tmp_path / "rank.ring", REPORT)
     write_report(run, {"mailbox": str(mailbox.path), "columns": 80, "color": True, "writes_page": html})
     text = mailbox.wait(5)

@@ -477,17 +477,22 @@ def test_a_hang_is_saved_at_once(run: RunDirectory) -> None:
 
 
 def test_the_last_choice_of_traces_outlasts_a_restart(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other nodes receive it once a second: nothing replaces it before the new processes have made steps."""
-    made, published = sidecar(run, InMemoryExporter())[0], list[bytes]()
+    """Other nodes receive it once a second: nothing replaces it before the new processes have made steps.
+
+    Of the steps themselves nothing is left: the new processes begin with step 0.
+    """
+    made, published, left = sidecar(run, InMemoryExporter())[0], list[bytes](), list[int]()
     monkeypatch.setattr(made.monitor.cluster, "publish", published.append)
     for process, steps in ((dead_process(), 60), ({}, 0)):
         rank = Rank(run, 0, 1, trace_every=10, identity={"elastic": True, "launcher_pid": 1, **process})
         rank.steps(steps, **WORK)
         looked(made)
+        left.append(len(made.monitor.epoch.traces._buffer.of(37)))
     made.close()
     rank.close()
 
     assert json.loads(published[-1])[2] == EVERYTHING
+    assert left == [1, 0]
 
 
 def test_new_processes_of_an_attempt_have_alerts_of_their_own(run: RunDirectory) -> None:

@@ -19,6 +19,7 @@ from torchlens_perf.run.directory import RunDirectory, create_ring, local_folder
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.ring import Kind
+from torchlens_perf.sidecar.node import Sidecar
 
 HOST = "node-a"
 KINDS = {
@@ -106,3 +107,12 @@ def make_run(folder: Path, name: str = "") -> RunDirectory:
     run = RunDirectory(folder / (name or f"test-{uuid.uuid4().hex[:12]}"))
     run.create()
     return run
+
+
+def read_to_end(run: RunDirectory) -> None:
+    """Have a sidecar read what the ranks have recorded, and keep it."""
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+    sidecar.poll()
+    sidecar.account()
+    sidecar.keep()
+    sidecar.close()

@@ -42,9 +42,9 @@ _OF_THE_PROGRAM = ("PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONINSPECT", "PYTHONTR
 _OPTIONS_OF_THE_PROGRAM = ("dev", "importtime", "perf", "perf_jit", "showrefcount", "tracemalloc")
 # The folder by which opentelemetry-instrument instruments every Python. Spans of our own requests are of no use.
 _INSTRUMENTS = os.sep + os.path.join("opentelemetry", "instrumentation", "auto_instrumentation")
-# NumPy's libraries start a thread for each processor when they are imported. That takes half of the import's time.
 _SHELL, _IN_BACKGROUND = "/bin/sh", '"$@" &'
 _SHELL_TIMEOUT_S = 1.0  # it takes one millisecond
+# NumPy's libraries start a thread for each processor when they are imported. That takes half of the import's time.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 

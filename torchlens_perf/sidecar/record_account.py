@@ -22,12 +22,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.run.ring import Reader
     from torchlens_perf.sidecar.contained_errors import ContainedErrors
     from torchlens_perf.sidecar.job_monitor import JobMonitor
     from torchlens_perf.sidecar.rings.source import RingSource
     from torchlens_perf.sidecar.rings.sources import RingSources
-    from torchlens_perf.verdicts.node_state import NodeState, ProcessState
+    from torchlens_perf.verdicts.node_state import NodeState
 
 
 class RecordAccount:
@@ -70,7 +69,7 @@ class RecordAccount:
                 continue
             ended |= source.read_to_end
             with self._errors.contain(f"counting the records of rank {source.state.identity.rank}"):
-                _read_counters(source.reader, source)
+                _read_counters(source)
                 self._count_steps(source)
             if source.read_to_end:
                 source.settled = True
@@ -159,9 +158,9 @@ class RecordAccount:
         return ranks | block
 
 
-def _read_counters(reader: Reader, source: RingSource) -> None:
+def _read_counters(source: RingSource) -> None:
     """Copy the ring's counters and its process's metadata into the state."""
-    state: ProcessState = source.state
+    reader, state = source.reader, source.state
     state.unbalanced = reader.counter(ring.UNBALANCED)
     state.too_deep = reader.counter(ring.TOO_DEEP)
     state.names_lost = reader.counter(ring.NAMES_LOST)

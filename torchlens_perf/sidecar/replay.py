@@ -85,9 +85,9 @@ def replay(
             process.model = process.model or model_digest(process.statistics.modules)
             judged = judged_steps.setdefault(origin.key, JudgedSteps(process.judged_by))
             newly = process.judge_by(judged, kept, table)
-            if origin.attempt > epoch.generation and origin.key not in replaced:
-                epoch = Epoch(origin.attempt)
-            if origin.attempt == epoch.generation and origin.key not in replaced:
+            if origin.key not in replaced and origin.attempt >= epoch.generation:
+                if origin.attempt > epoch.generation:
+                    epoch = Epoch(origin.attempt)
                 if newly is not None:
                     epoch.add_steps(process.identity, process.place, newly)
                 if origin.rank == 0:

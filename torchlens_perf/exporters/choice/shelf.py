@@ -69,11 +69,6 @@ class Shelf:
         """By rank whose records of the step are there, how many spans it has, its step's own left out."""
         return {each.rank: each.spans(step) for each in self.of(step)}
 
-    def clear(self) -> None:
-        """Other processes begin, with step 0."""
-        self._kept.clear()
-        self._bytes = 0
-
 
 def _bytes(shelved: Shelved) -> int:
     return int(shelved.records.nbytes + shelved.later.nbytes)
