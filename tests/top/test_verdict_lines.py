@@ -7,8 +7,9 @@ from typing import Any
 from tests.top.reports import verdict
 from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.overview import clock_time, seconds_of
-from torchlens_perf.top.verdict_lines import ranks_of, verdict_lines
+from torchlens_perf.top.verdict_lines import verdict_lines
 from torchlens_perf.verdicts.words.hang import HangEvidence, RankStack
+from torchlens_perf.verdicts.words.order import ranks_of
 
 HANG = HangEvidence("missing", 12.0, 40, (1,), (0, 2), {1: RankStack(("a.py:1 f", "b.py:2 g"), "")})
 

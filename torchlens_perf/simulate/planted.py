@@ -12,6 +12,7 @@ from torchlens_perf.analysis.collectives.slow_link import MIN_RATIO
 from torchlens_perf.analysis.statistics.quantities import duration, steps_words
 from torchlens_perf.run.rank_ranges import rank_list
 from torchlens_perf.simulate.faults import Link
+from torchlens_perf.verdicts.words.order import ranks_of
 from torchlens_perf.verdicts.words.stragglers import MAX_NAMED
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def _named_by(row: Row) -> NamedBy:
         ranks = [] if evidence["waited_for"] is None else [evidence["waited_for"]]
         since, until = min(evidence["steps"]), max(evidence["steps"]) + 1
     else:
-        ranks = list(evidence.get("ranks", ())) or ([] if row["rank"] is None else [row["rank"]])
+        ranks = list(ranks_of(row))
         until = evidence.get("until_step")
     phase = row["phase"] or evidence.get("part")
     return NamedBy(row["kind"], tuple(ranks), slow_too, phase, since, until, row["cost_s_per_step"])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.report.heat_map import ASCII_SHADES, BOUNDS, SHADE_STYLES
 from torchlens_perf.verdicts.words.hang import HangEvidence
+from torchlens_perf.verdicts.words.order import ranks_of
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Rank, Report
@@ -128,7 +129,7 @@ def _named(report: Report) -> tuple[set[int], set[int]]:
     for verdict in report["verdicts"]:
         evidence = verdict["evidence"]
         if verdict["kind"] == "straggler":
-            slow |= {*getattr(evidence, "ranks", ()), *([verdict["rank"]] if verdict["rank"] is not None else [])}
+            slow.update(ranks_of(verdict))
         elif isinstance(evidence, HangEvidence):
             blocking |= set(evidence.ranks)
     return slow, blocking

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from torchlens_perf.top import overview
 from torchlens_perf.top.frame import frame
-from torchlens_perf.top.verdict_lines import ranks_of, verdict_lines
+from torchlens_perf.top.verdict_lines import verdict_lines
+from torchlens_perf.verdicts.words.order import ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,9 +13,10 @@ from torchlens_perf.report.heat_map import ASCII_SHADES, BOUNDS, SHADE_STYLES
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.top.overview import clock_time, rule, seconds_of, step_parts
-from torchlens_perf.top.verdict_lines import ranks_of, verdict_lines
+from torchlens_perf.top.verdict_lines import verdict_lines
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.hang import place
+from torchlens_perf.verdicts.words.order import ranks_of
 
 if TYPE_CHECKING:
     from torchlens_perf.top.lettering import Lettering

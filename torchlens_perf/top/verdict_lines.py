@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -38,15 +38,6 @@ def verdict_lines(rows: Sequence[VerdictRow], width: int, lettering: Lettering, 
         for each in _details(row) if details else ():
             lines += [Text(line) for line in lettering.wrapped(f"  {each}", width, 4)]
     return lines
-
-
-def ranks_of(row: VerdictRow) -> tuple[int, ...]:
-    """Return the ranks that a verdict is about; () for the job as a whole."""
-    evidence: Any = row["evidence"]
-    ranks = evidence.get("ranks") if isinstance(evidence, dict) else getattr(evidence, "ranks", None)
-    if ranks:
-        return tuple(ranks)
-    return () if row["rank"] is None else (row["rank"],)
 
 
 def _when(row: VerdictRow) -> str:

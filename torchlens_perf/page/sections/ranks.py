@@ -9,6 +9,7 @@ from torchlens_perf.analysis.statistics.quantities import duration, duration_or_
 from torchlens_perf.page.pictures.markup import Child, Element, name, tag
 from torchlens_perf.page.sections.section import section, table
 from torchlens_perf.report.tables import in_bytes, or_dash
+from torchlens_perf.verdicts.words.order import ranks_of
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
@@ -23,9 +24,7 @@ def named_ranks(report: Report) -> list[int]:
     found: list[int] = []
     for verdict in report["verdicts"]:
         if verdict["kind"] in _NAMED and verdict["rank"] is not None:
-            evidence: Any = verdict["evidence"]
-            found.append(verdict["rank"])
-            found += (evidence.get("ranks") if isinstance(evidence, dict) else None) or []
+            found += [verdict["rank"], *ranks_of(verdict)]
     return list(dict.fromkeys(found))
 
 

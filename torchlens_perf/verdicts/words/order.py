@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from torchlens_perf.verdicts.words.evidence import (
@@ -38,6 +39,15 @@ class Lasting(TypedDict):
 def has_ended(of: Lasting | None) -> bool:
     """Return whether what has held since a step is known to have ended."""
     return of is not None and of["until_step"] is not None
+
+
+def ranks_of(row: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ranks that a row of the report's `verdicts`, or of its JSON, is about; () for the job as a whole."""
+    evidence = row["evidence"]
+    ranks = evidence.get("ranks") if isinstance(evidence, dict) else getattr(evidence, "ranks", None)
+    if ranks:
+        return tuple(ranks)
+    return () if row["rank"] is None else (row["rank"],)
 
 
 def is_over(verdict: JudgedVerdict, held: Held | None) -> bool:
