@@ -33,7 +33,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ),
     ("analysis", ("analysis",), 3300, 4593),
     ("exporters", ("exporters",), 2600, 5165),
-    ("view", ("report", "page", "top"), 6000, 13555),
+    ("view", ("report", "view", "page", "top"), 6000, 13555),
     ("serve", ("serve",), 1300, 2045),
     ("sidecar", ("sidecar",), 5400, 8166),
     ("simulate, commands", ("simulate", "commands"), 2200, 3214),

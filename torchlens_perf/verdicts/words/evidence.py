@@ -322,22 +322,35 @@ class JudgedVerdict(Verdict):
     evidence: Evidence
     episode: Episode | None = dataclasses.field(default=None, compare=False)
     """The time in which its rank is, or was, slow; None for other kinds. It is in no report."""
+    explanation: str = ""
+    """The text without cost and time, which the fields have; "" where that is the whole text."""
 
     def facts(self) -> dict[str, Any]:
         """Return the fields that a report has."""
         return {
             "kind": self.kind, "rank": self.rank, "phase": self.phase, "cost_s_per_step": self.cost_s_per_step,
             "cost_share": self.cost_share, "since_step": self.since_step, "confidence": self.confidence,
-            "text": self.sentence, "evidence": self.evidence,
+            "text": self.sentence, "explanation": self.explanation or self.text, "evidence": self.evidence,
         }  # fmt: skip
 
 
 def judged(
     kind: str, rank: int | None, phase: str | None, cost_s_per_step: float | None, cost_share: float | None,
     since_step: int | None, confidence: float, sentence: str, evidence: Evidence, episode: Episode | None = None,
+    explanation: str = "",
 ) -> JudgedVerdict:  # fmt: skip
     """Return a verdict. kind: one of EVIDENCE. sentence: with what to do after "Next: "."""
     said = sentence_and_action(sentence)
     return JudgedVerdict(
-        kind, *said, rank, phase, cost_s_per_step, cost_share, since_step, confidence, evidence, episode
+        kind,
+        *said,
+        rank,
+        phase,
+        cost_s_per_step,
+        cost_share,
+        since_step,
+        confidence,
+        evidence,
+        episode,
+        explanation.strip(),
     )

@@ -408,6 +408,8 @@ class VerdictFacts(TypedDict):
     since_step: int | None
     confidence: float
     text: str
+    explanation: str
+    """The text without its cost, its time and what to do, for a headline that shows these as numbers."""
     where: dict[str, str] | None
     """Who knows the rank by which name: host, scheduler, container, cloud."""
     held: Held | None

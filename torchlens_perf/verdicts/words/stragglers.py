@@ -118,8 +118,9 @@ def _others_came_last(context: SlowRankContext, straggler: StragglerGroup) -> st
 
 
 def _with(verdict: JudgedVerdict, said: str) -> JudgedVerdict:
-    """The verdict, with a sentence more."""
-    return dataclasses.replace(verdict, text=f"{verdict.text} {said}")
+    """Return the verdict with another sentence."""
+    explanation = f"{verdict.explanation} {said}" if verdict.explanation else ""
+    return dataclasses.replace(verdict, text=f"{verdict.text} {said}", explanation=explanation)
 
 
 def _doubted(verdict: JudgedVerdict, why: str) -> JudgedVerdict:
@@ -189,11 +190,10 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
         it = f"Together with {rank_list(too)} it" if too else "It"
         cost = f"{it} costs the job {duration(cost_s)} a step ({percent(share)})"
     causes = [each for each in straggler.diagnosis.causes if each.explains is not None] if straggler.diagnosis else []
-    text = (
-        f"{who} in {phase_name(episode.phase)}: {_against(episode, findings.compared)}{where}{_pattern(episode)}. "
-        f"{cost}, {since}. {_because(straggler, lacks_cpu=context.lacks_cpu)}"
-        f"Next: {causes[0].action if causes else _next_action(episode, modules, straggler)}"
-    )
+    found = f"{who} in {phase_name(episode.phase)}: {_against(episode, findings.compared)}{where}{_pattern(episode)}."
+    because = _because(straggler, lacks_cpu=context.lacks_cpu)
+    action = causes[0].action if causes else _next_action(episode, modules, straggler)
+    text = f"{found} {cost}, {since}. {because}Next: {action}"
     evidence = StragglerEvidence(
         cause=cause_class(episode) if straggler.kind != "position" else "imbalance",
         scope=straggler.kind,
@@ -214,8 +214,9 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
     )
     confidence, since_step = _confidence(episode), episode.since_step
     return judged(
-        "straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence, episode
-    )
+        "straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence, episode,
+        f"{found} {because}",
+    )  # fmt: skip
 
 
 def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> str:

@@ -1,0 +1,97 @@
+"""The headline of each kind of verdict, from the reports that the golden files keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchlens_perf.commands.simulate import record
+from torchlens_perf.report.build import build
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.simulate.faults import parse_fault
+from torchlens_perf.simulate.simulation import Simulation, Topology
+from torchlens_perf.verdicts import node_state
+from torchlens_perf.verdicts.words.evidence import EVIDENCE, OVER
+from torchlens_perf.verdicts.words.report import Report
+from torchlens_perf.view import headline as module
+from torchlens_perf.view.headline import Headline, headlines, overall
+from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
+
+
+def simulated(folder: Path, *faults: str, ranks: int = 8, steps: int = 120) -> Report:
+    run = RunDirectory(folder / "run")
+    run.create()
+    record(
+        Simulation(Topology(ranks), faults=[parse_fault(each) for each in faults], noise=0.05), steps, run, run.run_id
+    )
+    return build(run.run_id, node_state.load_all(run))
+
+
+def first(report: Report) -> Headline:
+    return headlines(report, "runs/x")[0]
+
+
+def test_slow_rank_has_its_facts_apart_from_the_sentence(tmp_path: Path) -> None:
+    found = first(simulated(tmp_path, "constant:rank=3,share=0.25,phase=forward"))
+
+    assert (found.status, found.severity) == ("SLOW RANK", BAD)
+    facts = dict(found.facts)
+    assert facts["rank"].startswith("3 (")
+    assert facts["phase"] == "forward"
+    assert facts["steps"] == "since step 0"
+    assert facts["consistent"].startswith("in ")
+    assert " per step = " in found.cost
+    assert found.cost.endswith("% of job time")
+    assert "costs the job" not in found.sentence
+    assert "Next:" not in found.sentence
+
+
+def test_slow_node_names_its_ranks(tmp_path: Path) -> None:
+    found = first(simulated(tmp_path, "node:node=1,share=0.15", ranks=16))
+
+    assert found.status == "SLOW NODE"
+    assert dict(found.facts)["ranks"] == "8-15"
+
+
+def test_run_without_finding_is_ok(tmp_path: Path) -> None:
+    report = simulated(tmp_path)
+    whole = overall(headlines(report))
+
+    assert whole is not None
+    assert (whole.status, whole.severity, whole.cost) == ("OK", GOOD, "")
+
+
+def test_too_few_steps_are_not_compared(tmp_path: Path) -> None:
+    found = next(each for each in headlines(simulated(tmp_path, steps=12)) if each.kind == "none")
+
+    assert (found.status, found.severity) == ("NOT COMPARED", NEUTRAL)
+
+
+def test_command_profiles_the_rank_while_the_job_runs(tmp_path: Path) -> None:
+    report = simulated(tmp_path, "constant:rank=3,share=0.25")
+    report["run"]["live"] = True
+
+    assert headlines(report, "my runs/x")[0].command == "torchlens-perf capture 'my runs/x' --rank 3"
+
+
+def test_command_profiles_the_next_run_when_the_job_has_ended(tmp_path: Path) -> None:
+    report = simulated(tmp_path, "constant:rank=3,share=0.25")
+
+    assert headlines(report, "x")[0].command.startswith("export TORCHLENS_PERF_CAPTURE=verdict")
+
+
+def test_the_first_finding_gives_the_status_of_the_run(tmp_path: Path) -> None:
+    report = simulated(tmp_path, "constant:rank=3,share=0.25")
+    slow, *_ = headlines(report)
+    fine = Headline("none", "OK", GOOD, (), None, None, "", "", "", is_over=False)
+    over = Headline("long_steps", "LONG STEPS", WARNING, (), None, None, "", "", "", is_over=True)
+
+    assert overall([over, fine, slow]) is slow
+    assert overall([over, fine]) is fine
+    assert overall([over]) is None
+
+
+@pytest.mark.parametrize("kind", EVIDENCE)
+def test_each_kind_of_verdict_has_a_status(kind: str) -> None:
+    assert kind.startswith("straggler_") or kind.removesuffix(OVER) in module._STATUS

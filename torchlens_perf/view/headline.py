@@ -1,0 +1,175 @@
+"""A verdict as a headline: status word, cost, facts, one sentence, what to do, and a command to copy. Pure.
+
+The terminal report, `top`, pages, notebooks and the list of runs all show this value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import duration, percent, printable, steps_words
+from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.verdicts import sentence_and_action
+from torchlens_perf.verdicts.words.evidence import (
+    OVER,
+    WASTE,
+    NobodySlowEvidence,
+    StragglerEvidence,
+)
+from torchlens_perf.verdicts.words.order import ended_in_it, ranks_of
+from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, PARTS, WARNING
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import Report, VerdictRow
+
+_STATUS: dict[str, tuple[str, str]] = {
+    "hang": ("HANG", BAD),
+    "out_of_memory": ("OUT OF MEMORY", BAD),
+    "died": ("CRASH", BAD),
+    "straggler": ("SLOW RANK", BAD),
+    "slow_link": ("SLOW LINK", BAD),
+    "imbalance": ("IMBALANCE", WARNING),
+    "growing_steps": ("GROWING STEPS", WARNING),
+    "long_steps": ("LONG STEPS", WARNING),
+    "startup": ("SLOW START", WARNING),
+    **dict.fromkeys(WASTE, ("BOTTLENECK", WARNING)),
+    "compute_bound": ("OK", GOOD),
+    "none": ("OK", GOOD),
+    "not_compared": ("NOT COMPARED", NEUTRAL),
+    "not_known": ("NOT MEASURED", NEUTRAL),
+    "no_steps": ("NO STEPS", NEUTRAL),
+}
+_SCOPES = {"node": "SLOW NODE", "position": "IMBALANCE"}
+_BOTTLENECKS = {
+    "data_bound": "data loading",
+    "communication_bound": "communication wait",
+    "host_bound": "host code",
+    "lack_of_cpu": "CPU contention",
+}
+_PHASES = {"compute": "forward and backward", "gap": "host code between the phases", "host": "host code"}
+_STALLS = "STALLS"
+
+
+@dataclasses.dataclass(frozen=True)
+class Headline:
+    """What a reader needs first of one verdict."""
+
+    kind: str
+    status: str
+    """One of a few words in capitals, as "SLOW RANK"."""
+    severity: str
+    """A key of theme.SEVERITIES."""
+    facts: tuple[tuple[str, str], ...]
+    """Name and text of each fact but the cost: rank, phase, module, since, consistent."""
+    cost_s_per_step: float | None
+    cost_share: float | None
+    """Of the time of a step; both are None where the cost is not known or there is none."""
+    sentence: str
+    """The finding in words, without the cost where that is in the fields above."""
+    action: str
+    """What to do, in a sentence; "" where there is nothing to do."""
+    command: str
+    """A shell command to copy; "" where none helps."""
+    is_over: bool
+
+    @property
+    def cost(self) -> str:
+        """The cost in words; "" where there is none."""
+        if not self.cost_s_per_step or self.cost_share is None:
+            return ""
+        return f"{duration(self.cost_s_per_step)} per step = {percent(self.cost_share)} of job time"
+
+
+def headlines(report: Report, run_dir: str = "") -> list[Headline]:
+    """Return a headline for each row of the report's `verdicts`, in the same order."""
+    return [headline(row, report, run_dir) for row in report["verdicts"]]
+
+
+def overall(found: Sequence[Headline]) -> Headline | None:
+    """Return the headline whose status is the run's: the first that holds and is not OK, else the first that is OK.
+
+    None where the report has no verdict that holds.
+    """
+    now = [each for each in found if not each.is_over]
+    wrong = [each for each in now if each.severity in (BAD, WARNING)]
+    return next(iter([*wrong, *(each for each in now if each.severity == GOOD), *now]), None)
+
+
+def headline(row: VerdictRow, report: Report, run_dir: str = "") -> Headline:
+    """Return the headline of one row. run_dir: as the command to copy should name it."""
+    status, severity = _status(row)
+    sentence, action = sentence_and_action(row["text"])
+    return Headline(
+        kind=row["kind"],
+        status=status,
+        severity=NEUTRAL if row["is_over"] else severity,
+        facts=tuple((name, printable(text)) for name, text in _facts(row)),
+        cost_s_per_step=row["cost_s_per_step"] or None,
+        cost_share=row["cost_share"] or None,
+        sentence=printable(row["explanation"] or sentence),
+        action=printable(action),
+        command=_command(row, report, run_dir),
+        is_over=row["is_over"],
+    )
+
+
+def _status(row: VerdictRow) -> tuple[str, str]:
+    kind, evidence = row["kind"], row["evidence"]
+    if ended_in_it(evidence):
+        return _STATUS["hang"]
+    if kind in ("straggler_ended", "straggler_transient"):
+        return "SLOW RANK", WARNING
+    status, severity = _STATUS[kind.removesuffix(OVER)]
+    if isinstance(evidence, StragglerEvidence):
+        return _SCOPES.get(evidence.scope, status), severity
+    if kind == "long_steps" and row["rank"] is not None:
+        return _STALLS, severity
+    if kind == "none" and not isinstance(evidence, NobodySlowEvidence):
+        return "NOT COMPARED", NEUTRAL
+    return status, severity
+
+
+def _facts(row: VerdictRow) -> list[tuple[str, str]]:
+    """Return what a verdict is about, as name and text."""
+    kind, evidence, ranks, held = row["kind"].removesuffix(OVER), row["evidence"], ranks_of(row), row["held"]
+    found: list[tuple[str, str]] = []
+    if ranks:
+        host = (row["where"] or {}).get("host.name")
+        at = f" ({host})" if host and len(ranks) == 1 else ""
+        found.append(("rank" if len(ranks) == 1 else "ranks", f"{ranges(ranks)}{at}"))
+    if kind in _BOTTLENECKS:
+        found.append(("waits for" if kind == "lack_of_cpu" else "in", _BOTTLENECKS[kind]))
+    elif row["phase"] is not None and kind != "long_steps":
+        found.append(("phase", phase_words(row["phase"])))
+    if kind in ("none", "compute_bound", "not_compared"):
+        return []  # nothing began
+    modules = getattr(evidence, "modules", ())
+    if modules:
+        found.append(("module" if len(modules) == 1 else "modules", ", ".join(modules)))
+    if held is not None and held["since_step"] is not None:
+        found.append(("steps", steps_words(held["since_step"], held["until_step"])))
+        if held["windows_judged"]:
+            found.append(("consistent", f"in {held['windows_held']} of {held['windows_judged']} windows"))
+    elif row["since_step"] is not None:
+        found.append(("steps", steps_words(row["since_step"], None)))
+    return found
+
+
+def phase_words(phase: str) -> str:
+    """Return a part of the step as a fact names it: "forward", "data", "CPU contention"."""
+    return _PHASES.get(phase) or (PARTS[phase].name if phase in PARTS else phase)
+
+
+def _command(row: VerdictRow, report: Report, run_dir: str) -> str:
+    """Return the command that shows more of a finding: a profile of the rank, now or in the next run."""
+    if row["is_over"] or row["kind"] not in ("straggler", "long_steps", "compute_bound", *WASTE):
+        return ""
+    rank = row["rank"] if row["rank"] is not None else min((each["rank"] for each in report["ranks"]), default=0)
+    if report["run"]["live"]:
+        return f"torchlens-perf capture {shlex.quote(run_dir)} --rank {rank}" if run_dir else ""
+    if row["kind"] != "straggler" or any(each["rank"] == rank for each in report["captures"]):
+        return ""
+    return "export TORCHLENS_PERF_CAPTURE=verdict  # then start the job again: its slow rank is profiled by itself"

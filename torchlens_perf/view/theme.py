@@ -1,0 +1,73 @@
+"""Colours, names and thresholds of everything that is drawn, for terminals, pages and dashboards. Pure.
+
+A colour has one meaning. Phases have the colours of Okabe and Ito, which people with colour blindness can tell apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Color:
+    """A colour on a light and on a dark page, and rich's name of it for a terminal."""
+
+    light: str
+    dark: str
+    terminal: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a step: its name on screens, and its colour."""
+
+    name: str
+    color: Color
+
+
+PARTS: Mapping[str, Part] = {
+    "data": Part("data", Color("#e69f00", "#e69f00", "yellow")),
+    "forward": Part("forward", Color("#009e73", "#2bb68d", "green")),
+    "recompute": Part("recompute", Color("#cc79a7", "#cc79a7", "magenta")),
+    "backward": Part("backward", Color("#0072b2", "#3a93cf", "blue")),
+    "optimizer": Part("optimizer", Color("#56b4e9", "#7cc7f2", "cyan")),
+    "communication": Part("comm wait", Color("#b6bcc4", "#5b6570", "bright_black")),
+    "host": Part("other", Color("#8d7b68", "#a8947f", "white")),
+    "cpu": Part("CPU contention", Color("#6f42c1", "#a37eea", "bright_magenta")),
+    "tool": Part("torchlens_perf", Color("#8a7a00", "#b3a125", "bright_yellow")),
+}
+"""By the names in run.records.PARTS. `cpu`: runnable but not scheduled; `host`: Python and other host code."""
+
+BAD, WARNING, GOOD, NEUTRAL = "bad", "warning", "good", "neutral"
+SEVERITIES: Mapping[str, Color] = {
+    BAD: Color("#b42318", "#ff8a7a", "bold red"),
+    WARNING: Color("#8a5a00", "#f0b849", "bold yellow"),
+    GOOD: Color("#1a7f37", "#6fd68a", "bold green"),
+    NEUTRAL: Color("#555e68", "#a2abb5", "bold"),
+}
+SLOWER = Color("#d55e00", "#ff8f3f", "red")
+"""More compute time than other ranks. Nothing else is orange."""
+FASTER = Color("#3b7fc4", "#6fb1f0", "blue")
+MIN_EXCESS, FULL_EXCESS = 0.03, 0.30
+"""Share of excess compute time at which colour begins, where no detectable excess is known, and at which it is full."""
+
+
+def style_sheet() -> str:
+    """Return the colours as CSS custom properties: --part-data, --bad, --slower and so on."""
+    colors = {f"part-{key}": part.color for key, part in PARTS.items()}
+    colors |= {**SEVERITIES, "slower": SLOWER, "faster": FASTER}
+    light = " ".join(f"--{key}: {color.light};" for key, color in colors.items())
+    dark = " ".join(f"--{key}: {color.dark};" for key, color in colors.items())
+    return (
+        f":root {{ {light} }}\n"
+        f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark} }} }}\n'
+        f':root[data-theme="dark"] {{ {dark} }}\n'
+    )
+
+
+def for_scripts() -> dict[str, Any]:
+    """Return names and thresholds as JSON for the page's scripts. Scripts read colours from the style sheet."""
+    names = {key: part.name for key, part in PARTS.items()}
+    return {"parts": names, "min_excess": MIN_EXCESS, "full_excess": FULL_EXCESS}
