@@ -27,8 +27,8 @@ from torchlens_perf.exporters import otlp_environment, semantics
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.series import Meter
+from torchlens_perf.page.markup import html
 from torchlens_perf.page.notebook import results
-from torchlens_perf.page.pictures.markup import html
 from torchlens_perf.page.sections.verdicts import verdicts as cards
 from torchlens_perf.report.brief import brief
 from torchlens_perf.report.build import build

@@ -13,8 +13,8 @@ from tests.support.findings import MS, episode, findings
 from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE
 from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
+from torchlens_perf.page.markup import html
 from torchlens_perf.page.notebook import results
-from torchlens_perf.page.pictures.markup import html
 from torchlens_perf.page.sections.verdicts import verdicts as cards
 from torchlens_perf.report.brief import brief
 from torchlens_perf.report.build import build

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from torchlens_perf.page.document.html import LIVE_POLICY, by_address, head
-from torchlens_perf.page.pictures.markup import html, tag
+from torchlens_perf.page.markup import html, tag
 from torchlens_perf.serve.static_files import addresses
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 
 from torchlens_perf.errors import printable
 from torchlens_perf.page.document.html import LIVE_POLICY, by_address, head
-from torchlens_perf.page.pictures.markup import Child, Element, html, name, tag
+from torchlens_perf.page.markup import Child, Element, html, name, tag
 from torchlens_perf.page.sections.section import table
 from torchlens_perf.serve.run_list import Listed
 from torchlens_perf.serve.run_names import address

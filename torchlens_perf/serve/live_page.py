@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import amount, duration
 from torchlens_perf.page.document.html import LivePart, document
 from torchlens_perf.page.gather.run_contents import contents, one_step
-from torchlens_perf.page.pictures.markup import Element, tag
+from torchlens_perf.page.markup import Element, tag
 from torchlens_perf.page.sections.section import table
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS
 from torchlens_perf.serve.list_page import ROOT, all_runs

@@ -8,8 +8,8 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import duration_or_dash
-from torchlens_perf.page.document.scripts import chart_library, page_script, static
-from torchlens_perf.page.pictures.markup import Element, html, raw, tag
+from torchlens_perf.page.document.scripts import page_script, page_style
+from torchlens_perf.page.markup import Element, html, raw, tag
 from torchlens_perf.page.sections.every import SECTIONS
 from torchlens_perf.page.sections.quality import overhead_words
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchlens_perf.page.contents import Contents
-    from torchlens_perf.page.document.scripts import Library
-    from torchlens_perf.page.pictures.markup import Child
+    from torchlens_perf.page.markup import Child
 
-STYLES = ("page.css", "charts.css")
-# Of a page that asks its own server, and nobody else. The charts' library makes style elements of its own.
+# Of a page that asks its own server, and nobody else.
 LIVE_POLICY = "; ".join(
     [
-        "default-src 'none'", "img-src data:", "style-src 'self' 'unsafe-inline'", "script-src 'self'",
+        "default-src 'none'", "img-src data:", "style-src 'self'", "script-src 'self'",
         "connect-src 'self'", "base-uri 'none'", "form-action 'self'",
     ]
 )  # fmt: skip
@@ -86,10 +84,8 @@ def head(title: str, rules: str, styles: Child) -> Element:
 
 def _in_file() -> tuple[str, Child, Child]:
     """Policy, styles and scripts of a page that has all in itself."""
-    style, scripts, library = "\n".join(map(static, STYLES)), [page_script()], chart_library()
-    packed = raw("script", library.packed, type="text/plain", id="chart-library") if library is not None else None
-    rules = policy([style], scripts, library)
-    return rules, raw("style", style), [packed, *(raw("script", each) for each in scripts)]
+    style, script = page_style(), page_script()
+    return policy([style], [script]), raw("style", style), raw("script", script)
 
 
 def _by_address(live: LivePart) -> tuple[str, Child, Child]:
@@ -129,17 +125,13 @@ def inert(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def policy(styles: list[str], scripts: list[str], library: Library | None) -> str:
-    """The content security policy: scripts that are in the page, by their hashes, and nothing else; no network at all.
-
-    The charts' library makes style elements of its own, whose hashes nobody knows before. A style can reach nothing.
-    """
-    texts = [*scripts, *([library.text] if library is not None else [])]
+def policy(styles: list[str], scripts: list[str]) -> str:
+    """Return the content security policy: scripts and styles of the page, by their hashes, and no network."""
     parts = {
         "default-src": ["'none'"],
         "img-src": ["data:"],
-        "style-src": ["'unsafe-inline'"] if library is not None else [f"'{_digest(text)}'" for text in styles],
-        "script-src": [f"'{_digest(text)}'" for text in texts] or ["'none'"],
+        "style-src": [f"'{_digest(text)}'" for text in styles],
+        "script-src": [f"'{_digest(text)}'" for text in scripts],
         "base-uri": ["'none'"],
         "form-action": ["'none'"],
     }

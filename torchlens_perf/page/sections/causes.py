@@ -6,26 +6,27 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.analysis.statistics.quantities import percent
-from torchlens_perf.page.pictures.markup import Child, Element, tag
-from torchlens_perf.page.sections.section import details, figure, section, table
-from torchlens_perf.page.sections.telemetry import over_time
+from torchlens_perf.page.gather.hardware_series import NO_CPU_TITLE
+from torchlens_perf.page.markup import Child, Element, tag
+from torchlens_perf.page.sections.section import details, section, table
+from torchlens_perf.page.sections.telemetry import series_chart, series_table
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents, Series
 
-_NO_CPU = ("ready to run, and no CPU was free",)
+_NO_CPU = (NO_CPU_TITLE,)
 # By a cause's kind, the quantities over time that show it.
 _OVER_TIME = {
     "no_cpu": _NO_CPU, "busy_neighbour": _NO_CPU, "cpu_quota": _NO_CPU, "own_threads": _NO_CPU,
     "gpu_throttled": (
-        "throttled by heat", "throttled by heat, by the hardware", "throttled by the power limit",
-        "throttled by the power brake", "SM clock",
+        "Throttled by heat", "Throttled by heat, by the hardware", "Throttled by the power limit",
+        "Throttled by the power brake", "SM clock",
     ),
     "gpu_clock": ("SM clock",),
-    "gpu_errors": ("XID errors", "uncorrected ECC errors"),
+    "gpu_errors": ("XID errors", "Uncorrected ECC errors"),
     "pcie": ("PCIe replays",),
     "nvlink": ("NVLink errors",),
-    "alloc_retries": ("device memory reserved",),
+    "alloc_retries": ("Device memory reserved",),
 }  # fmt: skip
 
 
@@ -81,9 +82,8 @@ def _one(index: int, rank: int | None, diagnosis: Mapping[str, Any], series: Seq
     for quantity in dict.fromkeys(title for each in causes for title in _OVER_TIME.get(each["kind"], ())):
         of = [each for each in series if each["title"] == quantity]
         if of:
-            key = f"cause-{index + 1}-{quantity.replace(' ', '-').replace(',', '')}"
-            shown = over_time(key, quantity, of, [rank] if rank is not None else [])
-            parts += [figure(None, shown.picture, shown.caption), details("As a table", shown.table)]
+            named = [rank] if rank is not None else []
+            parts += [series_chart(quantity, of), details("As a table", series_table(quantity, of, named))]
     return tag("div", parts)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, percent
-from torchlens_perf.page.pictures.markup import Child, Element, name, tag
-from torchlens_perf.page.pictures.phases import Bar, phases_picture
+from torchlens_perf.page.markup import Child, Element, name, tag
+from torchlens_perf.page.sections.bars import Bar, bars
 from torchlens_perf.page.sections.ranks import named_ranks
-from torchlens_perf.page.sections.section import details, figure, section, table
+from torchlens_perf.page.sections.section import details, section, table
 from torchlens_perf.report.collective_table import (
     bus_of,
     notes_on,
@@ -96,22 +96,20 @@ def _by_rank(report: Report, row: Collective) -> Element | None:
     which = f", {len(body)} of {len(order)} ranks" if len(body) < len(order) else ""
     caption = f"{row['operation']} of ranks {ranks_of(row)} by rank{which}"
     marked = [at for at, rank in enumerate(order[:_MAX_RANKS]) if int(rank) in named]
-    what, label = "waited", "waited, in all"
-    if row["asynchronous"]:
-        what, label = "waited, or had issued it before the last did,", "waited or issued earlier, in all"
-    words = f"How long each rank {what} in {row['operation']} of ranks {ranks_of(row)}, over the run."
-    bars = [
-        Bar(f"rank {rank}", {"communication": of["exposed_wait_s"] + of["overlapped_wait_s"]}, int(rank) in named)
-        for rank, of in ((rank, row["by_rank"][rank]) for rank in order[:_MAX_RANKS])
-    ]
-    picture = phases_picture(bars, words, "collectives-picture", title="Waiting by rank", label=label)
+    names = {"communication": "comm wait", "early": "issued before the last rank"}
+    rows = []
+    for rank in order[:_MAX_RANKS]:
+        of = row["by_rank"][rank]
+        seconds = {"communication": of["exposed_wait_s"]}
+        if row["asynchronous"]:
+            seconds["early"] = of["overlapped_wait_s"]
+        note = f"last {percent(of['last'] / row['joined'])}" if row["joined_whole"] else ""
+        rows.append(Bar(f"rank {rank}", seconds, int(rank), int(rank) in named, note))
+    title = f"Comm wait in {row['operation']} of ranks {ranks_of(row)}"
+    said = "Total over the run. The rank that waits least is the one the others wait for."
     return tag(
         "div",
-        figure(
-            "collectives",
-            picture,
-            [tag("strong", words), " The one that waits least is the one that the others wait for."],
-        ),
+        bars("collectives-wait", title, rows, said, names=names),
         table(caption, headers, body, texts=(), marked=marked),
     )
 

@@ -20,7 +20,7 @@ from torchlens_perf.page.sections.verdicts import verdicts
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
-    from torchlens_perf.page.pictures.markup import Element
+    from torchlens_perf.page.markup import Element
 
 # Fragment, label, and what makes it; that returns None where there is nothing to show.
 SECTIONS: tuple[tuple[str, str, Callable[[Contents], Element | None]], ...] = (

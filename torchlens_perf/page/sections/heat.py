@@ -1,4 +1,4 @@
-"""Ranks by steps: where in the run which rank had more work than the others."""
+"""Ranks by steps: when in the run which rank computed longer than the others."""
 
 from __future__ import annotations
 
@@ -8,49 +8,32 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.quantities import percent, steps_words
 from torchlens_perf.page.decoded import Steps
-from torchlens_perf.page.pictures.heat import (
-    FULL_SCALE,
-    MAX_COLUMNS,
-    MAX_ROWS,
-    flag_legend,
-    heat_picture,
-    legend,
-)
-from torchlens_perf.page.pictures.markup import Child, Element, tag
-from torchlens_perf.page.sections.section import details, figure, of_picture, section, table
+from torchlens_perf.page.markup import Element
+from torchlens_perf.page.sections.section import details, figure, section, table
+from torchlens_perf.view.theme import MIN_EXCESS
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.page.contents import Contents, StepMatrices
 
-_MAX_TABLE = 32
-_NOTICED = 0.03
+_MAX_TABLE, _MAX_COLUMNS = 32, 240
+_FEWEST_RANKS = 5  # Fewer are compared by lines, see page.js.
 
 
 def heat(contents: Contents) -> Element | None:
     matrices = contents["steps"]
     if matrices is None or len(matrices["places"]) < 2:
         return None
-    steps = Steps(matrices, MAX_COLUMNS)
+    steps = Steps(matrices, _MAX_COLUMNS)
     excess = steps.excess()
     if not np.isfinite(excess).any():
         return None
     means = _means(excess)
-    words = _words(steps.ranks, means, matrices)
-    picture = heat_picture(excess, steps.ranks, steps.columns, matrices["slow"], words)
-    how = "Orange: more work than the median of the other ranks that do the same; blue: less; full colour: "
-    how += f"{FULL_SCALE:.0%} and more."
-    width = steps.columns["width"]
-    how += f" Each cell is the mean of {width} steps." if width > 1 else " Each cell is one step."
-    if len(steps.ranks) > MAX_ROWS:
-        how += (
-            f" Each row is several ranks, by the one that has most more work; the table has the {_MAX_TABLE} with most."
-        )
-    if letters := flag_legend(steps.columns):
-        how += f" Below: {letters}."
-    caption: Child = [tag("strong", words), " ", of_picture(how, legend())]
-    return section("heat", "Ranks by step", figure("heat", picture, caption), _table(steps, excess, means, matrices))
+    few = len(steps.ranks) < _FEWEST_RANKS
+    title = "Compute time per step" if few else "Compute time compared with the other ranks"
+    shown = figure("heat", title, _words(steps.ranks, means, matrices))
+    return section("heat", "Ranks by step", shown, _table(steps, excess, means, matrices))
 
 
 def _means(excess: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -63,15 +46,12 @@ def _means(excess: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 def _words(ranks: list[int], means: npt.NDArray[np.float64], matrices: StepMatrices) -> str:
     slow = matrices["slow"]
-    highest = int(np.nanargmax(means))
-    most = f"over the whole run, rank {ranks[highest]} is most above the others: {_signed(means[highest])} in the mean"
     if not slow:
-        return f"No rank was named as slow; {most}."
-    named = []
-    for each in slow[:4]:
-        named.append(f"rank {each['rank']} {steps_words(each['since_step'], each['until_step'])}")
-    rest = f" and {len(slow) - 4} more times" if len(slow) > 4 else ""
-    return f"Named as slow: {'; '.join(named)}{rest}; {most}."
+        highest = int(np.nanargmax(means))
+        return f"No slow rank; rank {ranks[highest]} has the largest excess, {_signed(means[highest])} on average."
+    named = [f"rank {each['rank']} {steps_words(each['since_step'], each['until_step'])}" for each in slow[:3]]
+    rest = f" and {len(slow) - 3} more times" if len(slow) > 3 else ""
+    return f"Slow: {'; '.join(named)}{rest}."
 
 
 def _table(
@@ -83,7 +63,7 @@ def _table(
         values = excess[row][np.isfinite(excess[row])]
         slow = [each for each in matrices["slow"] if each["rank"] == steps.ranks[row]]
         times = ", ".join(steps_words(each["since_step"], each["until_step"]) for each in slow)
-        noticed = f"{int((values > _NOTICED).sum())} of {len(values)}" if len(values) else "-"
+        noticed = f"{int((values > MIN_EXCESS).sum())} of {len(values)}" if len(values) else "-"
         rows.append(
             [
                 str(steps.ranks[row]),
@@ -93,9 +73,11 @@ def _table(
                 times or "-",
             ]
         )
-    headers = ["rank", "mean", "highest", f"cells above {_NOTICED:.0%}", "named as slow in steps"]
-    which = f"the {len(rows)} of {len(steps.ranks)} ranks with most" if len(rows) < len(steps.ranks) else "all ranks"
-    caption = f"Work above the median of the others, as a share of it; {which}"
+    headers = ["rank", "mean excess", "largest", f"cells above {MIN_EXCESS:.0%}", "slow"]
+    which = (
+        f"the {len(rows)} of {len(steps.ranks)} ranks with the largest" if len(rows) < len(steps.ranks) else "all ranks"
+    )
+    caption = f"Excess: compute time above the median of the other ranks, as a share of it; {which}"
     return details("As a table", table(caption, headers, rows, texts=(4,)))
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, percent
-from torchlens_perf.page.pictures.lines import Line, lines_picture
-from torchlens_perf.page.pictures.markup import Child, Element, tag
-from torchlens_perf.page.sections.ranks import by_prominence, named_ranks
+from torchlens_perf.page.markup import Element, tag
+from torchlens_perf.page.sections.ranks import by_prominence
 from torchlens_perf.page.sections.section import figure, section, table
 from torchlens_perf.report.tables import in_bytes, or_dash
 
 if TYPE_CHECKING:
-    from torchlens_perf.page.contents import Contents, StepMatrices
+    from torchlens_perf.page.contents import Contents
     from torchlens_perf.verdicts.words.report import Report
 
-_MAX_ROWS, _MAX_LINES = 32, 16
+_MAX_ROWS = 32
 
 
 def memory(contents: Contents) -> Element | None:
@@ -23,39 +22,23 @@ def memory(contents: Contents) -> Element | None:
     if all(rank["memory"]["max_bytes"] is None for rank in report["ranks"]):
         return None
     words = _words(report)
-    picture = _picture(report, matrices, words) if matrices is not None else None
     sources = sorted({rank["memory"]["source"] for rank in report["ranks"] if rank["memory"]["source"]})
-    caption: Child = [tag("strong", words), f" Measured is the {' or the '.join(sources)}." if sources else None]
-    shown = figure("memory", picture, caption) if picture is not None else tag("p", caption)
+    title = f"Memory over the run ({', '.join(sources)})" if sources else "Memory over the run"
+    drawn = matrices is not None and matrices["memory_bytes"] is not None
+    shown = figure("memory", title, words) if drawn else tag("p", words)
     return section("memory", "Memory", shown, _table(report), _device_table(report))
 
 
 def _words(report: Report) -> str:
     known = {rank["rank"]: rank["memory"]["max_bytes"] for rank in report["ranks"] if rank["memory"]["max_bytes"]}
     most, least = max(known, key=lambda rank: known[rank] or 0), min(known, key=lambda rank: known[rank] or 0)
-    text = f"Rank {most} uses most, {in_bytes(known[most] or 0)}"
+    text = f"Peak {in_bytes(known[most] or 0)} on rank {most}"
     if len(known) > 1:
-        text += f", and rank {least} least, {in_bytes(known[least] or 0)}"
+        text += f"; the lowest peak is {in_bytes(known[least] or 0)} on rank {least}"
     growing = [rank["rank"] for rank in report["ranks"] if rank["memory"]["growth"] is not None]
     if growing:
         text += f"; memory grows from step to step on rank {', '.join(map(str, growing[:8]))}"
     return f"{text}."
-
-
-def _picture(report: Report, matrices: StepMatrices, words: str) -> Element | None:
-    memory_bytes = matrices["memory_bytes"]
-    if memory_bytes is None:
-        return None
-    firsts = matrices["columns"]["first_steps"]
-    together = -(-len(firsts) // len(memory_bytes[0]))
-    xs = firsts[::together]
-    row_of = {place["rank"]: row for row, place in enumerate(matrices["places"])}
-    shown = [rank["rank"] for rank in by_prominence(report) if rank["rank"] in row_of][:_MAX_LINES]
-    named = named_ranks(report)
-    lines = [
-        Line(f"rank {rank}", list(zip(xs, memory_bytes[row_of[rank]], strict=False)), rank in named) for rank in shown
-    ]
-    return lines_picture("memory-picture", "Memory over the run", lines, lambda y: amount(y, "B"), "step", words)
 
 
 def _table(report: Report) -> Element:

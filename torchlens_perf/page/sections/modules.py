@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, of_typical_step, printable
-from torchlens_perf.page.pictures.markup import Child, Element, name, tag
-from torchlens_perf.page.pictures.phases import Bar, phases_picture
+from torchlens_perf.page.markup import Child, Element, name, safe, tag
+from torchlens_perf.page.sections.bars import Bar, bars
 from torchlens_perf.page.sections.ranks import named_ranks
-from torchlens_perf.page.sections.section import figure, section, table
+from torchlens_perf.page.sections.section import section, table
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
     from torchlens_perf.verdicts.words.report import Distribution, Module, Report
 
-_MAX_ROWS, _MAX_BARS = 40, 12
+_MAX_ROWS, _MAX_BARS, _FEW_RANKS = 40, 12, 4
+_VISIBLE = 0.01  # Share of the longest bar. Shorter ones are in the table only.
 
 
 def modules(contents: Contents) -> Element | None:
@@ -67,22 +68,62 @@ def _modules(report: Report) -> Element | None:
     caption = f"Modules by {by}, {which}; own: without modules inside"
     if several and named is not None:
         caption += f"; its others: the median of the ranks beside rank {named}"
-    words = (
-        f"By {by}, {printable(rows[0]['name'])} takes most: {duration(_a_step(rows[0], on_device=on_device))} a step."
-    )
-    bars = [Bar(_short(row["name"]), {"forward": _a_step(row, on_device=on_device)}, False) for row in rows[:_MAX_BARS]]
-    title, label = "Own time of modules", "in a step, mean over ranks"
-    picture = phases_picture(bars, words, "modules-picture", title, label)
-    return tag("div", figure("modules", picture, tag("strong", words)), table(caption, headers, body))
+    return tag("div", _bars(rows[:_MAX_BARS], named_ranks(report), on_device=on_device), table(caption, headers, body))
+
+
+def _bars(rows: Sequence[Module], named: Sequence[int], *, on_device: bool) -> Element:
+    """Draw each module: a bar per rank where they are few, else its slowest rank and the median of the others."""
+    longest = max(_slowest_s(row, on_device=on_device) for row in rows)
+    rows = [row for row in rows if _slowest_s(row, on_device=on_device) >= _VISIBLE * longest]
+    made: list[Bar] = []
+    gaps: list[tuple[float, str]] = []
+    for row in rows:
+        known = {int(rank): value for rank, value in _by_rank(row, on_device=on_device).items()}
+        heading = safe(printable(row["name"]))
+        if len(known) < 2:
+            made.append(
+                Bar(
+                    "all ranks" if len(known) != 1 else f"rank {min(known)}",
+                    _of(_a_step(row, on_device=on_device), slow=False),
+                    heading=heading,
+                )
+            )
+            continue
+        slowest = max(known, key=lambda rank: known[rank])
+        middle = _middle([value for rank, value in known.items() if rank != slowest])
+        others = "the others" if len(known) > 2 else "the other"
+        said = f"{heading} takes {duration(known[slowest])} on rank {slowest}, {duration(middle)} on {others}"
+        gaps.append((known[slowest] - middle, said))
+        if len(known) <= _FEW_RANKS:
+            shown: list[tuple[str, float, int | None]] = [
+                (f"rank {rank}", value, rank) for rank, value in sorted(known.items())
+            ]
+        else:
+            shown = [(f"rank {slowest} (slowest)", known[slowest], slowest), ("median of the others", middle, None)]
+        for at, (label, value, rank) in enumerate(shown):
+            slow = rank in named and rank == slowest
+            made.append(Bar(label, _of(value, slow=slow), rank, slow, heading=heading if at == 0 else ""))
+    words = max(gaps, default=(0.0, ""))[1]
+    caption = f"Largest gap: {words}." if words else "Time per step without the modules inside."
+    where = "device" if on_device else "forward"
+    names = {"slower": "slow rank", "module": "other ranks"}
+    return bars("modules-bars", f"Own {where} time of modules per step", made, caption, names=names)
+
+
+def _by_rank(row: Module, *, on_device: bool) -> Mapping[str, float]:
+    return row["device_own_by_rank"] if on_device and row["device_own_by_rank"] else row["by_rank"]
+
+
+def _slowest_s(row: Module, *, on_device: bool) -> float:
+    return max(_by_rank(row, on_device=on_device).values(), default=_a_step(row, on_device=on_device))
+
+
+def _of(value: float, *, slow: bool) -> dict[str, float]:
+    return {"slower" if slow else "module": value}
 
 
 def _a_step(row: Module, *, on_device: bool) -> float:
     return (row["device_own_s_per_step"] or 0.0) if on_device else row["own_s_per_step"]
-
-
-def _short(text: str) -> str:
-    text = printable(text)
-    return text if len(text) <= 15 else f"…{text[-14:]}"
 
 
 def _slowest(by_rank: Mapping[str, float]) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, duration, steps_whole
+from torchlens_perf.page.markup import Element, tag
 from torchlens_perf.page.matrix import LOG_STEP
-from torchlens_perf.page.pictures.markup import Element, tag
 from torchlens_perf.page.sections.section import section, table
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torchlens_perf.page.pictures.markup import Child, Element, tag
+from torchlens_perf.page.markup import Child, Element, tag
 
 
 def section(key: str, title: str, *children: Child) -> Element:
@@ -14,14 +14,10 @@ def section(key: str, title: str, *children: Child) -> Element:
     return tag("section", heading, *children, id=key, aria_labelledby=f"{key}-title")
 
 
-def figure(chart: str | None, picture: Element, caption: Child) -> Element:
-    """A picture that scripts may replace by a chart. caption: what it shows, and what is to be seen in it."""
-    return tag("figure", picture, tag("figcaption", caption), data_chart=chart, tabindex="0")
-
-
-def of_picture(*words: Child) -> Element:
-    """What is said of the picture alone, and not of the chart that scripts put into its place."""
-    return tag("div", *words, class_="of-picture")
+def figure(chart: str | None, title: str, caption: Child, **data: str) -> Element:
+    """A figure with its title and one sentence. chart: what scripts draw between the two; None for other figures."""
+    note = tag("p", "This chart needs JavaScript.", class_="note unscripted") if chart is not None else None
+    return tag("figure", tag("h3", title), note, tag("figcaption", caption), data_chart=chart, **data)
 
 
 def table(

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, duration
-from torchlens_perf.page.pictures.markup import Child, Element, name, tag
-from torchlens_perf.page.pictures.time_line import legend, time_line
-from torchlens_perf.page.sections.ranks import named_ranks
-from torchlens_perf.page.sections.section import details, figure, of_picture, section, table
+from torchlens_perf.page.markup import Element, name, tag
+from torchlens_perf.page.sections.section import details, figure, section, table
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import CollectiveJoined, Contents, RankTrace, StepTraceRow
@@ -22,28 +20,14 @@ def step(contents: Contents) -> Element | None:
     if not traces["steps"]:
         return None
     shown = traces["steps"][0]
-    named = named_ranks(contents["report"])
-    words = _words(shown)
-    picture = time_line(shown, traces["names"], named, words)
-    left_out = f" {shown['ranks_left_out']} other ranks are left out." if shown["ranks_left_out"] else ""
-    unknown = " Ranks with * begin at 0 here: when they really did is not known." if _some_unknown(shown) else ""
-    caption: Child = [
-        tag("strong", words),
-        of_picture(f" Step {shown['step']}, {shown['why']}. {shown['clock']}{unknown}{left_out}"),
-        of_picture(legend(shown)),
-    ]
     return section(
         "step",
         "One step, all ranks",
-        figure("step", picture, caption),
+        figure("step", "Time line of one step", _words(shown)),
         _collectives(shown),
         _ranks(shown),
         _all_steps(traces["steps"]),
     )
-
-
-def _some_unknown(shown: StepTraceRow) -> bool:
-    return any(trace["offset_us"] is None for trace in shown["ranks"])
 
 
 def _words(shown: StepTraceRow) -> str:
@@ -60,15 +44,14 @@ def _words(shown: StepTraceRow) -> str:
         last = max(blocked, key=lambda each: max(blocked[each].values()))
         waiter = max(blocked[last], key=lambda rank: blocked[last][rank])
         waited = duration(blocked[last][waiter] / 1e6)
-        text += f"; in collectives in which rank {last} comes last, rank {waiter} waits {waited}, the most"
-        text += " of those shown" if shown["ranks_left_out"] else " of all"
+        text += f"; rank {waiter} waits {waited} for rank {last}"
     elif len(shown["ranks"]) > 1:
         blocked_us = {trace["rank"]: _blocked_us(trace) for trace in shown["ranks"]}
         order = sorted(blocked_us, key=lambda rank: blocked_us[rank])
         most_us, least_us = blocked_us[order[-1]], blocked_us[order[0]]
         if most_us:
-            text += f"; rank {order[-1]} is blocked in communication for {duration(most_us / 1e6)}, the longest"
-            text += f", rank {order[0]} for {duration(least_us / 1e6)}, the shortest" if least_us else ""
+            text += f"; rank {order[-1]} has the longest comm wait, {duration(most_us / 1e6)}"
+            text += f", rank {order[0]} the shortest, {duration(least_us / 1e6)}" if least_us else ""
     return f"{text}."
 
 
@@ -104,13 +87,20 @@ def _collectives(shown: StepTraceRow) -> Element | None:
     if not rows:
         return None
     longest = "longest wait of those shown" if shown["ranks_left_out"] else "longest wait"
-    headers = ["collective", "group", "number", "bytes", "came last", "after the first", longest, "asynchronous"]
+    headers = [
+        "collective",
+        "group",
+        "number",
+        "bytes",
+        "last to arrive",
+        "after the first rank",
+        longest,
+        "asynchronous",
+    ]
     caption = f"Collectives of step {shown['step']} that were joined over its ranks, in the order of their ends"
     count = len(shown["collectives"])
     note = f"{len(rows)} of {count}; " if len(rows) < count else ""
-    note += (
-        "after the first: how much later than the first rank the last one came; a wait of an asynchronous one is how "
-    )
+    note += "after the first rank: how much later the last rank arrived. The wait of an asynchronous collective is how "
     note += "much earlier a rank issued it."
     return tag("div", table(caption, headers, rows, texts=(0, 1)), tag("p", note, class_="note"))
 
@@ -132,7 +122,7 @@ def _ranks(shown: StepTraceRow) -> Element:
                 str(spans),
             ]
         )
-    headers = ["rank", "began after the first", "step", "waited in joined collectives", "came last in", "spans"]
+    headers = ["rank", "start after the first rank", "step", "wait in joined collectives", "last to arrive in", "spans"]
     caption = f"Step {shown['step']} by rank"
     return details("The step as a table", table(caption, headers, rows, texts=()))
 

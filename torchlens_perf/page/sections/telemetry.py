@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, percent
-from torchlens_perf.page.pictures.lines import Line, lines_picture
-from torchlens_perf.page.pictures.markup import Child, Element, name, tag
+from torchlens_perf.page.markup import Child, Element, name
 from torchlens_perf.page.sections.ranks import named_ranks
-from torchlens_perf.page.sections.section import details, section, table
+from torchlens_perf.page.sections.section import details, figure, section, table
 from torchlens_perf.report.tables import in_bytes, or_dash
 from torchlens_perf.run.rank_ranges import ranges
 
@@ -18,15 +17,8 @@ if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents, Series
     from torchlens_perf.verdicts.words.report import Report
 
-_MAX_PICTURES, _MAX_LINES, _MAX_GPUS = 16, 16, 32
-
-
-class OverTime(NamedTuple):
-    """One quantity of several ranks, GPUs or ports."""
-
-    picture: Element
-    caption: Child
-    table: Element
+_MAX_CHARTS, _MAX_ROWS, _MAX_GPUS = 16, 16, 32
+_UNITS = {"By": "bytes", "By/s": "bytes per second", "Cel": "°C", "Hz": "MHz", "1": "count"}
 
 
 def telemetry(contents: Contents) -> Element | None:
@@ -37,41 +29,31 @@ def telemetry(contents: Contents) -> Element | None:
     if not by_title and gpus is None:
         return None
     named = named_ranks(contents["report"])
-    titles = list(by_title.items())[:_MAX_PICTURES]
-    shown = [over_time(f"telemetry-{at}", title, of, named) for at, (title, of) in enumerate(titles)]
-    parts: list[Child] = []
-    if shown:
-        # One figure, which scripts replace by one chart: titles, pictures, then their words.
-        inside = [[tag("h3", title), each.picture] for (title, _), each in zip(titles, shown, strict=True)]
-        captions = tag("figcaption", [tag("p", each.caption) for each in shown])
-        parts = [
-            tag("figure", inside, captions, data_chart="telemetry", tabindex="0"),
-            details("As tables", [each.table for each in shown]),
-        ]
-    return section("telemetry", "Hardware over time", gpus, parts)
+    charts = list(by_title.items())[:_MAX_CHARTS]
+    shown = [series_chart(title, of) for title, of in charts]
+    tables = [series_table(title, of, named) for title, of in charts]
+    return section("telemetry", "Hardware over time", gpus, shown, details("As tables", tables) if tables else None)
 
 
-def over_time(key: str, title: str, of: Sequence[Series], named: Sequence[int]) -> OverTime:
-    """key: unique in the page. named: ranks to mark."""
+def series_chart(title: str, of: Sequence[Series]) -> Element:
+    """Return the place of a line chart of one quantity."""
+    unit = of[0]["unit"]
+    label = _UNITS.get(unit, unit)
+    return figure("telemetry", title, _words(of, shown_as(unit)), data_title=title, data_unit=label)
+
+
+def series_table(title: str, of: Sequence[Series], named: Sequence[int]) -> Element:
+    """Return the least, mean and largest value of each rank, GPU or port. named: ranks that come first."""
     show = shown_as(of[0]["unit"])
-    marked = {each["where"] for each in of if each["rank"] in named}
-    words = _words(title, of, show)
-    order = sorted(of, key=lambda each: each["where"] not in marked)[:_MAX_LINES]
-    lines = [
-        Line(each["where"], list(zip(each["time_s"], each["value"], strict=True)), each["where"] in marked)
-        for each in order
-    ]
-    picture = lines_picture(key, title, lines, show, "seconds since the first step", words)
     rows: list[list[Child]] = []
-    for each in order:
+    for each in sorted(of, key=lambda each: each["rank"] not in named)[:_MAX_ROWS]:
         known = [value for value in each["value"] if value is not None]
         cells = [show(min(known)), show(sum(known) / len(known)), show(max(known))] if known else ["-"] * 3
         rows.append([name(each["where"], 40), *cells])
-    caption: Child = [tag("strong", f"{title[:1].upper()}{title[1:]}. "), words]
-    return OverTime(picture, caption, table(title, ["of", "least", "mean", "most"], rows))
+    return table(title, ["source", "min", "mean", "max"], rows)
 
 
-def _words(title: str, of: Sequence[Series], show: Callable[[float], str]) -> str:
+def _words(of: Sequence[Series], show: Callable[[float], str]) -> str:
     means = {}
     for each in of:
         known = [value for value in each["value"] if value is not None]
@@ -81,8 +63,8 @@ def _words(title: str, of: Sequence[Series], show: Callable[[float], str]) -> st
         return "Not measured."
     low, high = min(means, key=lambda where: means[where]), max(means, key=lambda where: means[where])
     if len(means) == 1:
-        return f"In the mean {show(means[low])} on {low}."
-    return f"In the mean from {show(means[low])} on {low} to {show(means[high])} on {high}."
+        return f"Mean: {show(means[low])} on {low}."
+    return f"Mean: from {show(means[low])} on {low} to {show(means[high])} on {high}."
 
 
 def shown_as(unit: str) -> Callable[[float], str]:

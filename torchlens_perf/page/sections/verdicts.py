@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.page.pictures.markup import Element, tag
+from torchlens_perf.page.markup import Element, tag
 from torchlens_perf.page.sections.section import details, section
 from torchlens_perf.run.verdicts import sentence_and_action
 

@@ -83,6 +83,11 @@
     }
   }
 
+  torchlens.applyTheme = ({ theme }) => {
+    if (theme === "system") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = theme;
+  };
+
   torchlens.themeChoice = (view) => {
     const options = [
       ["system", "as the system"],
@@ -90,10 +95,9 @@
       ["dark", "dark"],
     ];
     const { label, select } = torchlens.choice("Theme", "theme", options, (theme) => view.set({ theme }));
-    const follow = ({ theme }) => {
-      select.value = theme;
-      if (theme === "system") delete document.documentElement.dataset.theme;
-      else document.documentElement.dataset.theme = theme;
+    const follow = (now) => {
+      select.value = now.theme;
+      torchlens.applyTheme(now);
     };
     follow(view.now);
     view.watch(follow);
