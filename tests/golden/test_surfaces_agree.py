@@ -28,7 +28,6 @@ from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.series import Meter
 from torchlens_perf.page.notebook import results
-from torchlens_perf.page.pictures.markup import html
 from torchlens_perf.page.sections.verdicts import verdicts as cards
 from torchlens_perf.report.brief import brief
 from torchlens_perf.report.build import build
@@ -44,6 +43,7 @@ from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.verdict_lines import verdict_lines
 from torchlens_perf.verdicts import node_state
+from torchlens_perf.view.markup import html
 
 STEPS = 160
 FAULTS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {

@@ -14,7 +14,6 @@ from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE
 from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
 from torchlens_perf.page.notebook import results
-from torchlens_perf.page.pictures.markup import html
 from torchlens_perf.page.sections.verdicts import verdicts as cards
 from torchlens_perf.report.brief import brief
 from torchlens_perf.report.build import build
@@ -24,6 +23,7 @@ from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.verdict_lines import verdict_lines
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.findings import Usual
+from torchlens_perf.view.markup import html
 
 
 def report_on(state: NodeState) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from urllib.parse import urlencode
 
 from torchlens_perf.errors import printable
 from torchlens_perf.page.document.html import LIVE_POLICY, by_address, head
-from torchlens_perf.page.pictures.markup import Child, Element, html, name, tag
 from torchlens_perf.page.sections.section import table
 from torchlens_perf.serve.run_list import Listed
 from torchlens_perf.serve.run_names import address
 from torchlens_perf.serve.runs import BEGINS, UNREADABLE, Found, RunLine
 from torchlens_perf.serve.static_files import Addresses
 from torchlens_perf.verdicts.words.run_state import RUNNING, SILENT_S, ago
+from torchlens_perf.view.markup import Child, Element, html, name, tag
 
 ROOT = "../../"  # the list, seen from a run's page
 _HEADERS = ("run", "state", "program", "ranks", "started", "verdict")

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, duration
-from torchlens_perf.page.document.html import LivePart, document
+from torchlens_perf.page.document.html import LivePart, as_json, document
 from torchlens_perf.page.gather.run_contents import contents, one_step
-from torchlens_perf.page.pictures.markup import Element, tag
 from torchlens_perf.page.sections.section import table
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS
 from torchlens_perf.serve.list_page import ROOT, all_runs
 from torchlens_perf.serve.run_names import address, run_directory
+from torchlens_perf.view.markup import Element, tag
 
 if TYPE_CHECKING:
     from torchlens_perf.serve.static_files import Addresses
@@ -45,7 +45,7 @@ def rendered(path: str, version: str, addresses: Addresses) -> Rendered:
     live = LivePart(version, parts, addresses.styles(ROOT), addresses.scripts(ROOT))
     packed = [
         gzip.compress(text.encode("utf-8", "replace"), _PACKING)
-        for text in (document(held, live), json.dumps(held, separators=(",", ":"), allow_nan=False))
+        for text in (document(held, live), as_json(held))
     ]
     return Rendered(version, packed[0], packed[1], is_live)
 

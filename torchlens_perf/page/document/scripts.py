@@ -10,6 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
+from torchlens_perf.view.theme import style_sheet
+
 _STATIC = "static"
 # The library's package, and the files in it. It is not imported.
 _LIBRARY = ("bokeh", ("server/static/js/bokeh.min.js", "server/static/js/bokeh-api.min.js"))
@@ -35,7 +37,9 @@ def page_script() -> str:
 
 @functools.cache
 def static(name: str) -> str:
-    """A file of the page's own."""
+    """Return a file of the page. theme.css is made from the theme."""
+    if name == "theme.css":
+        return style_sheet()
     return (resources.files("torchlens_perf.page") / _STATIC / name).read_text("utf-8")
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from torchlens_perf.page.pictures.markup import Child, Element, tag
+from torchlens_perf.view.markup import Child, Element, tag
 
 WIDTH = 960.0
 _TICK = 4.0

@@ -9,8 +9,8 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.quantities import steps_words
 from torchlens_perf.page.pictures.frame import WIDTH, Frame, rect, svg, ticks, x_axis
-from torchlens_perf.page.pictures.markup import Child, Element, tag
 from torchlens_perf.page.pictures.png import Colour, data_url
+from torchlens_perf.view.markup import Child, Element, tag
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torchlens_perf.page.pictures.frame import WIDTH, Frame, line, svg, ticks, x_axis, y_axis
-from torchlens_perf.page.pictures.markup import Child, Element, tag
+from torchlens_perf.view.markup import Child, Element, tag
 
 _LEFT, _TOP, _HEIGHT = 88.0, 8.0, 96.0
 

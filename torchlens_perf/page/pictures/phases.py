@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.page.pictures.frame import WIDTH, Frame, rect, svg, ticks, x_axis
-from torchlens_perf.page.pictures.markup import Child, Element, tag
+from torchlens_perf.view.markup import Child, Element, tag
 
 _LEFT, _ROW, _BAR, _TOP = 108.0, 22.0, 16.0, 4.0
 WORDS = {"communication": "wait", "tool": "this tool", "cpu": "lack of a CPU"}

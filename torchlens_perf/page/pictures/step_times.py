@@ -10,7 +10,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.page.pictures.frame import WIDTH, Frame, band, line, rect, svg, ticks, x_axis, y_axis
 from torchlens_perf.page.pictures.heat import flag_marks
-from torchlens_perf.page.pictures.markup import Child, Element, tag
+from torchlens_perf.view.markup import Child, Element, tag
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Columns, SlowTime, StepBands

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.collectives.semantics import parse
 from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.page.pictures.frame import WIDTH, Frame, rect, svg, ticks, x_axis
-from torchlens_perf.page.pictures.markup import Child, Element, tag
 from torchlens_perf.page.pictures.phases import part_legend
 from torchlens_perf.run.records import PARTS
+from torchlens_perf.view.markup import Child, Element, tag
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import RankTrace, SpanRow, StepTraceRow

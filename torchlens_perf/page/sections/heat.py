@@ -16,8 +16,9 @@ from torchlens_perf.page.pictures.heat import (
     heat_picture,
     legend,
 )
-from torchlens_perf.page.pictures.markup import Child, Element, tag
-from torchlens_perf.page.sections.section import details, figure, of_picture, section, table
+from torchlens_perf.page.sections.section import details, figure, of_picture, section
+from torchlens_perf.page.sections.section import old_table as table
+from torchlens_perf.view.markup import Child, Element, tag
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, of_typical_step, printable
-from torchlens_perf.page.pictures.markup import Child, Element, name, tag
 from torchlens_perf.page.pictures.phases import Bar, phases_picture
 from torchlens_perf.page.sections.ranks import named_ranks
-from torchlens_perf.page.sections.section import figure, section, table
+from torchlens_perf.page.sections.section import figure, section
+from torchlens_perf.page.sections.section import old_table as table
+from torchlens_perf.view.markup import Child, Element, name, tag
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.page.pictures.markup import Element, tag
 from torchlens_perf.page.pictures.phases import WORDS, Bar, part_legend, phases_picture
 from torchlens_perf.page.sections.ranks import by_prominence, named_ranks
-from torchlens_perf.page.sections.section import details, figure, of_picture, section, table
+from torchlens_perf.page.sections.section import details, figure, of_picture, section
+from torchlens_perf.page.sections.section import old_table as table
 from torchlens_perf.run.records import PARTS
+from torchlens_perf.view.markup import Element, tag
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents

@@ -1,14 +1,19 @@
-"""What all sections are made of: a heading with an anchor, tables with captions, figures with their words."""
+"""What sections are made of: a heading with an anchor, tables of the report, figures with their words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from torchlens_perf.page.pictures.markup import Child, Element, tag
+from torchlens_perf.view.html import table
+from torchlens_perf.view.markup import Child, Element, tag
+
+if TYPE_CHECKING:
+    from torchlens_perf.page.contents import Contents
 
 
 def section(key: str, title: str, *children: Child) -> Element:
-    """A landmark with a fragment link. key: its id."""
+    """Return a landmark with a fragment link. key: its id."""
     heading = tag("h2", title, " ", tag("a", "#", class_="here", href=f"#{key}", aria_label=f"link to {title}"))
     heading.set("id", f"{key}-title")
     return tag("section", heading, *children, id=key, aria_labelledby=f"{key}-title")
@@ -24,7 +29,7 @@ def of_picture(*words: Child) -> Element:
     return tag("div", *words, class_="of-picture")
 
 
-def table(
+def old_table(
     caption: Child,
     headers: Sequence[Child],
     rows: Iterable[Sequence[Child]],
@@ -55,5 +60,12 @@ def table(
     return tag("div", made, class_="scrolls", tabindex="0", role="region", aria_label=label)
 
 
+def tables_of(contents: Contents, *keys: str) -> list[Element]:
+    """Return the tables of the report that have these keys, in the order of the keys."""
+    known = {each.key: each for each in contents["tables"]}
+    return [table(known[key]) for key in keys if key in known]
+
+
 def details(summary: Child, *children: Child) -> Element:
+    """Return elements that a click on the summary shows."""
     return tag("details", tag("summary", summary), *children)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, duration
-from torchlens_perf.page.pictures.markup import Child, Element, name, tag
 from torchlens_perf.page.pictures.time_line import legend, time_line
 from torchlens_perf.page.sections.ranks import named_ranks
-from torchlens_perf.page.sections.section import details, figure, of_picture, section, table
+from torchlens_perf.page.sections.section import details, figure, of_picture, section
+from torchlens_perf.page.sections.section import old_table as table
+from torchlens_perf.view.markup import Child, Element, name, tag
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import CollectiveJoined, Contents, RankTrace, StepTraceRow

@@ -9,10 +9,11 @@ import numpy as np
 from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent
 from torchlens_perf.page.decoded import Steps
 from torchlens_perf.page.pictures.heat import flag_legend
-from torchlens_perf.page.pictures.markup import Child, Element, tag
 from torchlens_perf.page.pictures.phases import WORDS
 from torchlens_perf.page.pictures.step_times import MAX_COLUMNS, step_times_picture
-from torchlens_perf.page.sections.section import figure, of_picture, section, table
+from torchlens_perf.page.sections.section import figure, of_picture, section
+from torchlens_perf.page.sections.section import old_table as table
+from torchlens_perf.view.markup import Child, Element, tag
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents, StepBands

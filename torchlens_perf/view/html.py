@@ -1,0 +1,141 @@
+"""Headlines and tables as HTML: without scripts, styles of elements, or anything from outside of the page. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.view.headline import fact_text
+from torchlens_perf.view.markup import Child, Element, safe, tag
+from torchlens_perf.view.specs import Column, Quantity, Table
+
+if TYPE_CHECKING:
+    from torchlens_perf.view.headline import Headline
+
+_LONGEST_CELL = 48
+
+
+def status_chip(headline: Headline) -> Element:
+    """Return the status word in the colour of its severity."""
+    return tag("span", headline.status, class_=f"chip {headline.severity}")
+
+
+def card(headline: Headline, key: str, *more: Child) -> Element:
+    """Return a verdict in full: the cost as a number, each fact as a chip, the sentence, and what to do.
+
+    key: its id in the page. more: shown below.
+    """
+    cost, share = headline.cost_s_per_step, headline.cost_share
+    number = None
+    if cost and share is not None:
+        words = [tag("b", duration(cost)), " lost per step ", tag("b", percent(share)), " of job time"]
+        number = tag("p", *words, class_="cost")
+    return tag(
+        "article",
+        number,
+        tag("ul", tag("li", status_chip(headline)), [_fact(*fact) for fact in headline.facts], class_="facts"),
+        _advice(headline),
+        *more,
+        class_=f"verdict {headline.severity}",
+        id=key,
+        data_kind=headline.kind,
+    )
+
+
+def line(headline: Headline, key: str, *more: Child) -> Element:
+    """Return a verdict as one line that opens: its status, facts and cost, then what `card` says below."""
+    facts = ", ".join(fact_text(*fact) for fact in headline.facts)
+    summary = tag(
+        "summary", status_chip(headline), " ", tag("span", facts or headline.sentence), " ", tag("b", headline.cost)
+    )
+    return tag(
+        "details",
+        summary,
+        _advice(headline),
+        *more,
+        class_=f"verdict {headline.severity}",
+        id=key,
+        data_kind=headline.kind,
+    )
+
+
+def _fact(name: str, text: str) -> Element:
+    before, _, _ = fact_text(name, text).rpartition(text)
+    return tag("li", before, tag("b", text))
+
+
+def _advice(headline: Headline) -> list[Element | None]:
+    return [
+        tag("p", headline.sentence, class_="finding"),
+        tag("p", tag("b", "Next: "), headline.action, class_="action") if headline.action else None,
+        tag("p", tag("code", headline.command), class_="command") if headline.command else None,
+    ]
+
+
+def table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> Element:
+    """Return a table that scrolls by itself. Its first rows are shown; a checkbox shows all of them.
+
+    cells: elements to show in place of text, by the title of their column.
+    """
+    texts = [_texts(column, (cells or {}).get(column.title)) for column in spec.columns]
+    first = spec.rows if spec.first is None or spec.first >= spec.rows else spec.first
+    body = [
+        tag(
+            "tr",
+            [
+                _cell(column, text[row], is_head=at == 0)
+                for at, (column, text) in enumerate(zip(spec.columns, texts, strict=True))
+            ],
+            class_=" ".join(filter(None, ("slow" * (row in spec.slow), "rest" * (row >= first)))) or None,
+        )
+        for row in range(spec.rows)
+    ]
+    head = tag("tr", [_head(column) for column in spec.columns])
+    shown = tag("table", tag("caption", spec.title), tag("thead", head), tag("tbody", body))
+    checkbox, label = None, None
+    if first < spec.rows:
+        key = f"{spec.key}-all"
+        checkbox = tag("input", type="checkbox", id=key, class_="all")
+        words = [tag("span", f"Show all {spec.rows}", class_="more"), tag("span", f"Show {first}", class_="less")]
+        label = tag("label", *words, for_=key, class_="button")
+    return tag(
+        "div",
+        checkbox,
+        tag("div", shown, class_="scrolls", tabindex="0", role="region", aria_label=spec.title),
+        tag("p", label, class_="tools"),
+        tag("p", spec.note, class_="note") if spec.note else None,
+        class_="table",
+        data_key=spec.key,
+        data_first=first,
+    )
+
+
+def _texts(column: Column, elements: Sequence[Child] | None) -> Sequence[Child]:
+    if elements is not None:
+        return elements
+    return [shortened(text, _LONGEST_CELL) for text in column.texts()]
+
+
+def _head(column: Column) -> Element:
+    title: Child = tag("abbr", column.title, title=column.help) if column.help else column.title
+    unit = [" ", tag("small", column.unit)] if column.unit else None
+    return tag("th", title, unit, scope="col", class_=_class(column))
+
+
+def _cell(column: Column, text: Child, *, is_head: bool) -> Element:
+    if is_head:
+        return tag("th", text, scope="row", class_=_class(column))
+    return tag("td", text, class_=_class(column))
+
+
+def _class(column: Column) -> str | None:
+    return "text" if column.quantity is Quantity.TEXT else None
+
+
+def shortened(text: str, longest: int) -> Child:
+    """Return a text; a long one loses its middle, and has the whole of it in a title."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return tag("span", f"{text[:half]}…{text[-half:]}", title=safe(text))
