@@ -98,19 +98,6 @@ def test_the_planted_rank(shown: Contents) -> None:
     assert np.nanmean(excess[others]) < 0.05
 
 
-def test_since_when_a_verdict_holds_is_on_the_line_of_time(shown: Contents) -> None:
-    """Seconds after the run's first step, where the step of the verdict began."""
-    held, matrices = shown["held"][0], shown["steps"]
-    assert held is not None
-    assert matrices is not None
-    since_step = shown["report"]["verdicts"][0]["since_step"]
-    assert since_step is not None
-
-    assert held["since_s"] == pytest.approx(matrices["columns"]["started_s"][since_step], abs=0.01)
-    assert held["until_s"] is None
-    assert len(shown["held"]) == len(shown["report"]["verdicts"])
-
-
 def test_whole_steps_are_the_records(simulated: RunDirectory, shown: Contents) -> None:
     """Each span of a step that the page holds is a record of that rank, with its kind, name, start and duration; and
     none is missing."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
 from torchlens_perf.view.headline import fact_text
 from torchlens_perf.view.markup import Child, Element, safe, tag
-from torchlens_perf.view.specs import Column, Quantity, Table
+from torchlens_perf.view.specs import Column, Table
 
 if TYPE_CHECKING:
     from torchlens_perf.view.headline import Headline
 
 _LONGEST_CELL = 48
+_MAX_ROWS = 512
 
 
 def status_chip(headline: Headline) -> Element:
@@ -29,7 +30,7 @@ def card(headline: Headline, key: str, *more: Child) -> Element:
     cost, share = headline.cost_s_per_step, headline.cost_share
     number = None
     if cost and share is not None:
-        words = [tag("b", duration(cost)), " lost per step ", tag("b", percent(share)), " of job time"]
+        words: list[Child] = [tag("b", duration(cost)), " lost per step ", tag("b", percent(share)), " of job time"]
         number = tag("p", *words, class_="cost")
     return tag(
         "article",
@@ -74,10 +75,11 @@ def _advice(headline: Headline) -> list[Element | None]:
 
 
 def table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> Element:
-    """Return a table that scrolls by itself. Its first rows are shown; a checkbox shows all of them.
+    """Return a table that scrolls by itself. Its first rows are shown; a checkbox shows the others.
 
     cells: elements to show in place of text, by the title of their column.
     """
+    of, spec = spec.rows, spec.head(_MAX_ROWS)
     texts = [_texts(column, (cells or {}).get(column.title)) for column in spec.columns]
     first = spec.rows if spec.first is None or spec.first >= spec.rows else spec.first
     body = [
@@ -97,7 +99,8 @@ def table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> El
     if first < spec.rows:
         key = f"{spec.key}-all"
         checkbox = tag("input", type="checkbox", id=key, class_="all")
-        words = [tag("span", f"Show all {spec.rows}", class_="more"), tag("span", f"Show {first}", class_="less")]
+        more = f"all {counted(of, spec.noun)}" if of == spec.rows else f"{spec.rows} of {counted(of, spec.noun)}"
+        words = [tag("span", f"Show {more}", class_="more"), tag("span", f"Show {first}", class_="less")]
         label = tag("label", *words, for_=key, class_="button")
     return tag(
         "div",
@@ -119,7 +122,7 @@ def _texts(column: Column, elements: Sequence[Child] | None) -> Sequence[Child]:
 
 def _head(column: Column) -> Element:
     title: Child = tag("abbr", column.title, title=column.help) if column.help else column.title
-    unit = [" ", tag("small", column.unit)] if column.unit else None
+    unit: Child = [" ", tag("small", column.unit)] if column.unit else None
     return tag("th", title, unit, scope="col", class_=_class(column))
 
 
@@ -130,7 +133,7 @@ def _cell(column: Column, text: Child, *, is_head: bool) -> Element:
 
 
 def _class(column: Column) -> str | None:
-    return "text" if column.quantity is Quantity.TEXT else None
+    return "text" if column.is_text else None
 
 
 def shortened(text: str, longest: int) -> Child:

@@ -49,15 +49,19 @@ def key_figures(report: Report, status: Headline | None) -> Element | None:
     steps = report["steps"]
     if steps["p50_s"] is None:
         return None
-    tiles = [_lost(status), _tile(duration(steps["p50_s"]), f"step p50{_p95(report)}")]
+    tiles: list[Element | None] = (
+        []
+        if status is None or status.cost_share is None
+        else [_tile(percent(status.cost_share), "of job time lost", status.severity)]
+    )
+    tiles.append(_tile(duration(steps["p50_s"]), f"step p50{_p95(report)}"))
     if steps["mean_s"]:
         tiles.append(_tile(f"{1 / steps['mean_s']:.3g}", "steps per second"))
     parts = step_parts(report)
     total = sum(parts.values())
     if total:
         tiles.append(_tile(percent(sum(parts.get(part, 0.0) for part in _COMPUTE) / total), "of a step is compute"))
-    if report["run"]["world_size"] > 1:
-        tiles.append(_compared(report))
+    tiles.append(_compared(report))
     bar = _bar({part: value / total for part, value in parts.items()}, report) if total else None
     return tag("section", tiles, bar, class_="tiles", id="figures", aria_label="Key figures")
 
@@ -72,15 +76,8 @@ def step_parts(report: Report) -> dict[str, float]:
         return dict(median["device"]["parts"])
     assert median["typical"] is not None
     lack = median["typical"]["lack_of_cpu"] or {}
-    parts = Counter({part: max(0.0, value - lack.get(part, 0.0)) for part, value in median["typical"]["parts"].items()})
-    parts["cpu"] += sum(lack.values())
-    return dict(parts)
-
-
-def _lost(status: Headline | None) -> Element:
-    if status is None or status.cost_share is None:
-        return _tile("none found", "loss of job time")
-    return _tile(percent(status.cost_share), "of job time lost", status.severity)
+    parts = {part: max(0.0, value - lack.get(part, 0.0)) for part, value in median["typical"]["parts"].items()}
+    return {**parts, "cpu": sum(lack.values())}
 
 
 def _p95(report: Report) -> str:
@@ -88,10 +85,12 @@ def _p95(report: Report) -> str:
     return "" if p95_s is None else f", p95 {duration(p95_s)}"
 
 
-def _compared(report: Report) -> Element:
+def _compared(report: Report) -> Element | None:
     size = report["run"]["world_size"]
-    work = [rank for rank in report["ranks"] if rank["typical"] is not None and rank["typical"]["work_s"] is not None]
-    return _tile(f"{len(work)} of {size}", "ranks compared")
+    if size == 1 or any(row["kind"] == "not_compared" for row in report["verdicts"]):
+        return None
+    timed = sum(rank["typical"] is not None for rank in report["ranks"])
+    return _tile(f"{timed} of {size}", "ranks compared")
 
 
 def _tile(number: str, words: str, severity: str = "") -> Element:

@@ -25,7 +25,8 @@ def verdicts(contents: Contents) -> Element:
     found = contents["headlines"]
     rows = contents["report"]["verdicts"]
     first = overall(found)
-    now, over = [], []
+    now: list[Element] = []
+    over: list[Element] = []
     for at, (headline, row) in enumerate(zip(found, rows, strict=True), 1):
         key, more = f"verdict-{at}", _more(f"verdict-{at}", row)
         if headline is first:
