@@ -147,7 +147,7 @@ class StepTraceRow(TypedDict):
     why: str
     """Why this step is in the page: "slowest", "first slow step of rank 3", "typical", "evaluation", ..."""
     clock: str
-    """A sentence: how the ranks' times were laid on one line, and how well that is known."""
+    """A sentence: how the clocks of several nodes were aligned, and how exactly; "" for one node."""
     ranks: list[RankTrace]
     ranks_left_out: int
     collectives: list[CollectiveJoined]

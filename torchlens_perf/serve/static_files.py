@@ -8,10 +8,9 @@ import gzip
 import hashlib
 from importlib import resources
 
-from torchlens_perf.page.document.html import STYLES
-from torchlens_perf.page.document.scripts import chart_library, page_script, static
+from torchlens_perf.page.document.scripts import page_script, page_style
 
-_STYLE, _LIBRARY, _PAGE, _LIVE, _LIST, _OPENING = "page.css", "charts.js", "page.js", "live.js", "list.js", "open.js"
+_STYLE, _PAGE, _LIVE, _LIST, _OPENING = "page.css", "page.js", "live.js", "list.js", "open.js"
 _TYPES = {"css": "text/css", "js": "text/javascript"}
 
 
@@ -47,14 +46,12 @@ class Addresses:
 @functools.cache
 def static_files() -> dict[str, StaticFile]:
     """By name. Reads the package's files, once."""
-    library = chart_library()
     texts = {
-        _STYLE: "\n".join([*map(static, STYLES), _own("live.css")]),
+        _STYLE: "\n".join([page_style(), _own("live.css")]),
         _PAGE: page_script(),
         _LIVE: _own(_LIVE),
         _LIST: _own(_LIST),
         _OPENING: _own(_OPENING),
-        **({_LIBRARY: library.text} if library is not None else {}),
     }
     return {name: _file(name, text.encode()) for name, text in texts.items()}
 
@@ -66,8 +63,7 @@ def addresses() -> Addresses:
     def at(name: str) -> str:
         return f"static/{name}?v={files[name].digest}"
 
-    scripts = [name for name in (_LIBRARY, _PAGE, _LIVE) if name in files]  # each needs those before it
-    return Addresses(at(_STYLE), tuple(map(at, scripts)), (at(_LIST),), at(_OPENING))
+    return Addresses(at(_STYLE), (at(_PAGE), at(_LIVE)), (at(_LIST),), at(_OPENING))
 
 
 def _own(name: str) -> str:

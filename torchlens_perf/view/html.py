@@ -1,4 +1,4 @@
-"""Headlines and tables as HTML: without scripts, styles of elements, or anything from outside of the page. Pure."""
+"""Headlines, tables, sections and figures as HTML, which needs no scripts. Pure."""
 
 from __future__ import annotations
 
@@ -35,9 +35,12 @@ def card(headline: Headline, key: str, *more: Child) -> Element:
     return tag(
         "article",
         number,
-        tag("ul", tag("li", status_chip(headline)), [_fact(*fact) for fact in headline.facts], class_="facts"),
-        _advice(headline),
-        *more,
+        tag(
+            "div",
+            tag("ul", tag("li", status_chip(headline)), [_fact(*fact) for fact in headline.facts], class_="facts"),
+            _advice(headline),
+            *more,
+        ),
         class_=f"verdict {headline.severity}",
         id=key,
         data_kind=headline.kind,
@@ -142,3 +145,21 @@ def shortened(text: str, longest: int) -> Child:
         return text
     half = longest // 2
     return tag("span", f"{text[:half]}…{text[-half:]}", title=safe(text))
+
+
+def section(key: str, title: str, *children: Child) -> Element:
+    """Return a landmark with a fragment link. key: its id."""
+    heading = tag("h2", title, " ", tag("a", "#", class_="here", href=f"#{key}", aria_label=f"link to {title}"))
+    heading.set("id", f"{key}-title")
+    return tag("section", heading, *children, id=key, aria_labelledby=f"{key}-title")
+
+
+def figure(chart: str | None, title: str, caption: Child, **data: str) -> Element:
+    """Return a figure with its title and one sentence. chart: what scripts draw between the two; None for others."""
+    note = tag("noscript", tag("p", "This chart needs JavaScript.", class_="note")) if chart is not None else None
+    return tag("figure", tag("h3", title), note, tag("figcaption", caption), data_chart=chart, **data)
+
+
+def details(summary: Child, *children: Child) -> Element:
+    """Return elements that a click on the summary shows."""
+    return tag("details", tag("summary", summary), *children)

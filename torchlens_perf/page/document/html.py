@@ -6,28 +6,34 @@ import base64
 import hashlib
 import json
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import quote
 
-from torchlens_perf.page.document.scripts import chart_library, page_script, static
+from torchlens_perf.page.document.scripts import page_script, page_style
 from torchlens_perf.page.sections.every import SECTIONS
-from torchlens_perf.page.sections.overview import header, key_figures
+from torchlens_perf.page.sections.overview import header, key_figures, minute
 from torchlens_perf.view.headline import overall
 from torchlens_perf.view.markup import Element, html, raw, tag
+from torchlens_perf.view.theme import FASTER, SLOWER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchlens_perf.page.contents import Contents
-    from torchlens_perf.page.document.scripts import Library
     from torchlens_perf.view.markup import Child
 
-STYLES = ("theme.css", "page.css", "charts.css")
-# Of a page that asks its own server, and nobody else. The charts' library makes style elements of its own.
+# Of a page that asks its own server, and nobody else.
 LIVE_POLICY = "; ".join(
     [
-        "default-src 'none'", "img-src data:", "style-src 'self' 'unsafe-inline'", "script-src 'self'",
+        "default-src 'none'", "img-src data:", "style-src 'self'", "script-src 'self'",
         "connect-src 'self'", "base-uri 'none'", "form-action 'self'",
     ]
 )  # fmt: skip
+
+
+_ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path d="M2 4h7M2 8h12M2 12h7" stroke-width="3" '
+    f'stroke="{FASTER.light}"/><path d="M9 8h5" stroke-width="3" stroke="{SLOWER.light}"/></svg>'
+)
 
 
 class LivePart(NamedTuple):
@@ -59,7 +65,7 @@ def document(contents: Contents, live: LivePart | None = None) -> str:
             key_figures(report, status),
             [made for _, _, made in sections],
         ),
-        tag("footer", tag("p", f"Written {contents['written']} by torchlens_perf {contents['version']}.")),
+        tag("footer", tag("p", f"Written {minute(contents['written'])} by torchlens_perf {contents['version']}.")),
         raw("script", inert(as_json(contents)), type="application/json", id="contents"),
         scripts,
     )
@@ -71,7 +77,7 @@ def document(contents: Contents, live: LivePart | None = None) -> str:
 
 
 def head(title: str, rules: str, styles: Child) -> Element:
-    """Of each page of ours. rules: its content security policy."""
+    """Return the head of a page. rules: its content security policy."""
     return tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -84,22 +90,25 @@ def head(title: str, rules: str, styles: Child) -> Element:
     )
 
 
+def icon() -> Element:
+    """Return the page's icon: three bars, one of which is longer."""
+    return tag("link", rel="icon", href=f"data:image/svg+xml,{quote(_ICON)}")
+
+
 def _in_file() -> tuple[str, Child, Child]:
-    """Policy, styles and scripts of a page that has all in itself."""
-    style, scripts, library = "\n".join(map(static, STYLES)), [page_script()], chart_library()
-    packed = raw("script", library.packed, type="text/plain", id="chart-library") if library is not None else None
-    rules = policy([style], scripts, library)
-    return rules, raw("style", style), [packed, *(raw("script", each) for each in scripts)]
+    """Return policy, styles and scripts of a page that holds all of them."""
+    style, script = page_style(), page_script()
+    return policy([style], [script]), [icon(), raw("style", style)], raw("script", script)
 
 
 def _by_address(live: LivePart) -> tuple[str, Child, Child]:
-    """The same of one that has them from its server."""
+    """Return the same of a page that a server sends."""
     return LIVE_POLICY, by_address(live.styles), [tag("script", src=each) for each in live.scripts]
 
 
 def by_address(styles: Sequence[str]) -> list[Element]:
-    """Links to styles, and to no icon: a browser would ask the server for one."""
-    return [tag("link", rel="icon", href="data:,"), *(tag("link", rel="stylesheet", href=each) for each in styles)]
+    """Return links to styles, and the icon."""
+    return [icon(), *(tag("link", rel="stylesheet", href=each) for each in styles)]
 
 
 def as_json(contents: Contents) -> str:
@@ -113,17 +122,13 @@ def inert(text: str) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def policy(styles: list[str], scripts: list[str], library: Library | None) -> str:
-    """The content security policy: scripts that are in the page, by their hashes, and nothing else; no network at all.
-
-    The charts' library makes style elements of its own, whose hashes nobody knows before. A style can reach nothing.
-    """
-    texts = [*scripts, *([library.text] if library is not None else [])]
+def policy(styles: list[str], scripts: list[str]) -> str:
+    """Return the content security policy: scripts and styles of the page, by their hashes, and no network."""
     parts = {
         "default-src": ["'none'"],
         "img-src": ["data:"],
-        "style-src": ["'unsafe-inline'"] if library is not None else [f"'{_digest(text)}'" for text in styles],
-        "script-src": [f"'{_digest(text)}'" for text in texts] or ["'none'"],
+        "style-src": [f"'{_digest(text)}'" for text in styles],
+        "script-src": [f"'{_digest(text)}'" for text in scripts],
         "base-uri": ["'none'"],
         "form-action": ["'none'"],
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.page.sections.section import section, tables_of
+from torchlens_perf.page.sections.section import tables_of
+from torchlens_perf.view.html import section
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
@@ -13,5 +14,5 @@ if TYPE_CHECKING:
 
 def collectives(contents: Contents) -> Element | None:
     """Return the section; None where no rank communicates."""
-    found = tables_of(contents, "collectives", "slow_links", "ports")
+    found = tables_of(contents, "collectives", "slow_links")
     return section("collectives", "Collectives and links", found) if found else None

@@ -13,7 +13,7 @@ from torchlens_perf.page.sections.phases import phases
 from torchlens_perf.page.sections.quality import quality
 from torchlens_perf.page.sections.ranks import ranks
 from torchlens_perf.page.sections.step import step
-from torchlens_perf.page.sections.steps import steps
+from torchlens_perf.page.sections.steps import outliers, steps
 from torchlens_perf.page.sections.telemetry import telemetry
 from torchlens_perf.page.sections.verdicts import verdicts
 
@@ -27,8 +27,9 @@ SECTIONS: tuple[tuple[str, str, Callable[[Contents], Element | None]], ...] = (
     ("steps", "Step time", steps),
     ("ranks", "Ranks", ranks),
     ("phases", "Phases", phases),
-    ("step", "One step", step),
     ("modules", "Modules", modules),
+    ("step", "One step", step),
+    ("outliers", "Outlier steps", outliers),
     ("collectives", "Collectives", collectives),
     ("memory", "Memory", memory),
     ("telemetry", "Hardware", telemetry),

@@ -31,7 +31,7 @@ def header(report: Report, status: Headline | None) -> Element:
     facts = [
         ranks_words(run),
         _device(report),
-        *([f"started {_minute(run['started'])}"] if run["started"] else []),
+        *([f"started {minute(run['started'])}"] if run["started"] else []),
         _state(run),
         counted(steps["count"], unit),
         *([f"attempt {run['attempt']}"] if run["attempt"] else []),
@@ -136,7 +136,8 @@ def _state(run: Run) -> str:
     return words if run["started"] is None else f"{words}, ran {_span(_time(ended) - _time(run['started']))}"
 
 
-def _minute(text: str) -> str:
+def minute(text: str) -> str:
+    """Return a time of the report as people read it."""
     return f"{_time(text):%Y-%m-%d %H:%M} UTC"
 
 

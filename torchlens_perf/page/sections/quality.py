@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, duration, steps_whole
 from torchlens_perf.page.matrix import LOG_STEP
-from torchlens_perf.page.sections.section import section
-from torchlens_perf.view.html import table
+from torchlens_perf.view.html import section, table
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
 
@@ -19,18 +18,14 @@ if TYPE_CHECKING:
 def quality(contents: Contents) -> Element:
     """Return the section with the figures of recording, the notes, and what the page leaves out."""
     thinned = contents["thinned"]
+    budget = amount(thinned["budget_bytes"], "B")
+    bounds = f"Charts hold at most {budget} of data, exact to {LOG_STEP / 2:.1%}. The run directory holds all records."
     notes, left_out = contents["report"]["quality"]["notes"], thinned["sentences"]
     return section(
         "quality",
         "Data quality and cost",
         table(_figures(contents["report"])),
-        tag("ul", [tag("li", each) for each in (*notes, *left_out)]) if notes or left_out else None,
-        tag(
-            "p",
-            f"The page holds at most {amount(thinned['budget_bytes'], 'B')} of data, the run directory all of it. "
-            f"Durations in charts are exact to {LOG_STEP / 2:.1%}.",
-            class_="note",
-        ),
+        tag("ul", [tag("li", each) for each in (*notes, *left_out, bounds)]),
     )
 
 
@@ -47,4 +42,6 @@ def _figures(report: Report) -> Table:
         "CPU time of the sidecars": duration(found["sidecar_cpu_s"]),
     }
     measures = Column("measure", list(rows), Quantity.TEXT)
-    return Table("quality_figures", "Records and overhead", [measures, Column("value", list(rows.values()))])
+    return Table(
+        "quality_figures", "Records and overhead", [measures, Column("value", list(rows.values()), Quantity.NUMBER)]
+    )

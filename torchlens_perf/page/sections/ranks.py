@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.page.sections.section import section, tables_of
+from torchlens_perf.page.sections.section import tables_of
 from torchlens_perf.verdicts.words.order import ranks_of
+from torchlens_perf.view.html import section
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents

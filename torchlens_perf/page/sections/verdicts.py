@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.analysis.statistics.quantities import percent
-from torchlens_perf.page.sections.section import details, section
 from torchlens_perf.view.headline import overall
-from torchlens_perf.view.html import card, line, table
+from torchlens_perf.view.html import card, details, line, section, table
 from torchlens_perf.view.markup import Child, Element, tag
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
 
