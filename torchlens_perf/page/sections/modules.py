@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
     from torchlens_perf.verdicts.words.report import Module
 
-_MAX_ROWS, _MAX_BARS, _FEW_RANKS = 40, 12, 4
+_MAX_ROWS, _MAX_BARS, _FEW_RANKS = 40, 6, 4
 _VISIBLE = 0.01  # Share of the longest bar. Shorter ones are in the table only.
 
 
