@@ -22,6 +22,7 @@ from torchlens_perf.page.sections.every import SECTIONS
 from torchlens_perf.simulate.simulation import Topology
 from torchlens_perf.view.headline import Headline
 from torchlens_perf.view.specs import Table
+from torchlens_perf.view.theme import PARTS
 
 HOSTILE = "</script><img src=x onerror=alert(1)> <b>\x1b[31m\u202egnp\u2066\u2028 'q' \"dq\" &amp; ]]> --> \ud800"
 VOID = {"meta", "br", "link", "input", "img", "hr"}
@@ -108,6 +109,32 @@ def test_heat_map_is_directly_below_the_verdict(page: Parsed) -> None:
     assert sections[:4] == ["figures", "verdicts", "heat", "steps"]
 
 
+def test_charts_say_that_they_need_scripts(page: Parsed) -> None:
+    charts = [attributes["data-chart"] for _, attributes in page.elements if "data-chart" in attributes]
+    waiting = [attributes for _, attributes in page.elements if attributes.get("class") == "note unscripted"]
+
+    assert charts == ["heat", "steps", "step"]
+    assert len(waiting) == len(charts)
+
+
+def test_bars_are_the_report_numbers(text: str, shown: Contents) -> None:
+    """Each rank's bar has its parts in seconds, lengths on one scale, and shares of the rank's own step."""
+    figure = text.partition('id="phases-host"')[2].partition("</figure>")[0]
+    typical = {rank["rank"]: rank["typical"] for rank in shown["report"]["ranks"] if rank["typical"] is not None}
+    longest = max(each["s"] for each in typical.values())
+    for rank, each in typical.items():
+        row = re.search(rf'<div [^>]*data-rank="{rank}">.*?</div>', figure, re.S)
+        assert row is not None
+        found = re.findall(r'width="([\d.]+)%"[^>]*data-part="(\w+)" data-value="([^"]+)"><title>([^<]*)<', row[0])
+        assert {part: float(value) for _, part, value, _ in found} == pytest.approx(
+            {part: value for part, value in each["parts"].items() if value > 0}, rel=1e-5
+        )
+        for width, part, value, words in found:
+            assert float(width) == pytest.approx(100 * float(value) / longest, abs=0.02)
+            assert words.startswith(f"{PARTS[part].name}: {duration(each['parts'][part])} (")
+            assert words.endswith(f"({percent(each['parts'][part] / sum(each['parts'].values()))})")
+
+
 def test_it_says_what_the_report_says(text: str, shown: Contents) -> None:
     """The first verdict in full, the key figures, and all ranks, of which the slow one comes first."""
     page = " ".join(element_text(text).split())
@@ -170,7 +197,11 @@ def test_policy(text: str) -> None:
     for executable in re.findall(r"<script>(.*?)</script>", text, re.S):
         digest = base64.b64encode(hashlib.sha256(executable.encode()).digest()).decode()
         assert f"'sha256-{digest}'" in rules["script-src"]
-    assert "unsafe" not in rules["script-src"]
+    style = re.search(r"<style>(.*?)</style>", text, re.S)
+    assert style is not None
+    digest = base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode()
+    assert rules["style-src"] == f"'sha256-{digest}'"
+    assert "unsafe" not in policy[1]
 
 
 def test_data_are_inert_json(text: str, shown: Contents) -> None:

@@ -156,7 +156,7 @@ def section(key: str, title: str, *children: Child) -> Element:
 
 def figure(chart: str | None, title: str, caption: Child, **data: str) -> Element:
     """Return a figure with its title and one sentence. chart: what scripts draw between the two; None for others."""
-    note = tag("noscript", tag("p", "This chart needs JavaScript.", class_="note")) if chart is not None else None
+    note = tag("p", "This chart needs JavaScript.", class_="note unscripted") if chart is not None else None
     return tag("figure", tag("h3", title), note, tag("figcaption", caption), data_chart=chart, **data)
 
 

@@ -82,8 +82,8 @@ def test_a_finger_scrolls_the_page_and_selects_across(tab_of: TabOf, wide_file: 
     assert tab.view()["step"] is not None
 
 
-SMALLEST = """[...document.querySelectorAll("figure *")].filter(each => each.childNodes.length && each.checkVisibility()
-    && [...each.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()) && each.closest("title") === null)
+SMALLEST = """[...document.querySelectorAll("figure *")].filter(each => each.checkVisibility() && !each.closest("title")
+    && [...each.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()))
     .map(each => parseFloat(getComputedStyle(each).fontSize))"""
 
 

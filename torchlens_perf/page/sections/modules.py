@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, printable
-from torchlens_perf.page.bars import Bar, bars
+from torchlens_perf.page.sections.bars import Bar, bars
 from torchlens_perf.page.sections.ranks import named_ranks
 from torchlens_perf.page.sections.section import tables_of
 from torchlens_perf.view.html import section

@@ -1,4 +1,4 @@
-// Bars are drawn in Python (page/bars.py): here they get export buttons, and choose a rank by a click.
+// Bars are drawn in Python (page/sections/bars.py): here they get export buttons, and choose a rank by a click.
 {
   // The picture of bars as they are on the screen.
   function picture(figure, legend) {

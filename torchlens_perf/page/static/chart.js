@@ -46,7 +46,7 @@
   torchlens.save = (name, blob) => {
     const link = element("a", { href: URL.createObjectURL(blob), download: name });
     link.click();
-    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+    setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
   };
 
   // Spreadsheets evaluate text that begins like a formula: such names get an apostrophe.
@@ -96,7 +96,7 @@
 
   // Buttons beside the title of a figure. rows() returns a table, picture() a canvas.
   torchlens.exports = (figure, title, rows, picture) => {
-    const name = () => `${title().toLowerCase().replace(/[^a-z0-9]+/g, "-")}`.slice(0, 60);
+    const name = () => (title().toLowerCase().match(/[a-z0-9]+/g) ?? ["chart"]).join("-").slice(0, 60);
     const png = () => picture().toBlob((blob) => torchlens.save(`${name()}.png`, blob));
     const csv = () => torchlens.save(`${name()}.csv`, new Blob([torchlens.csv(rows())], { type: "text/csv" }));
     const buttons = [["PNG", png], ["CSV", csv]].map(([text, pressed]) => {
@@ -121,6 +121,7 @@
       this.page = page;
       this.figure = figure;
       this.heading = figure.querySelector("h3");
+      figure.querySelector(".unscripted")?.remove();
       this.place = element("div", { className: "chart" });
       this.legend = element("ul", { className: "legend of-chart", "aria-label": "Legend" });
       this.heading.after(this.place, this.legend);
