@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torchlens_perf.analysis.statistics.quantities import amount
 from torchlens_perf.page.sections.section import tables_of
-from torchlens_perf.report.tables import in_bytes
 from torchlens_perf.view.html import figure, section
 from torchlens_perf.view.markup import Element, tag
 
@@ -31,9 +31,9 @@ def memory(contents: Contents) -> Element | None:
 def _words(report: Report) -> str:
     known = {rank["rank"]: rank["memory"]["max_bytes"] for rank in report["ranks"] if rank["memory"]["max_bytes"]}
     most, least = max(known, key=lambda rank: known[rank] or 0), min(known, key=lambda rank: known[rank] or 0)
-    text = f"Peak {in_bytes(known[most] or 0)} on rank {most}"
+    text = f"Peak {amount(known[most] or 0, 'B')} on rank {most}"
     if len(known) > 1:
-        text += f"; the lowest peak is {in_bytes(known[least] or 0)} on rank {least}"
+        text += f"; the lowest peak is {amount(known[least] or 0, 'B')} on rank {least}"
     growing = [rank["rank"] for rank in report["ranks"] if rank["memory"]["growth"] is not None]
     if growing:
         text += f"; memory grows from step to step on rank {', '.join(map(str, growing[:8]))}"

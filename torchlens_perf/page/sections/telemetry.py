@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount
 from torchlens_perf.page.sections.section import tables_of
-from torchlens_perf.report.tables import in_bytes
 from torchlens_perf.view.html import figure, section
 from torchlens_perf.view.markup import Element
 
@@ -55,7 +54,7 @@ def _words(of: Sequence[Series], show: Callable[[float], str]) -> str:
 def shown_as(unit: str) -> Callable[[float], str]:
     """A value with its unit, which is UCUM's, in words."""
     if unit == "By":
-        return in_bytes
+        return lambda value: amount(value, "B")
     if unit == "By/s":
         return lambda value: amount(value, "B/s")
     if unit == "Hz":
