@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from torchlens_perf.page.document.html import LIVE_POLICY, by_address, head
-from torchlens_perf.page.markup import html, tag
 from torchlens_perf.serve.static_files import addresses
+from torchlens_perf.view.markup import html, tag
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -7,13 +7,14 @@ from urllib.parse import urlencode
 
 from torchlens_perf.errors import printable
 from torchlens_perf.page.document.html import LIVE_POLICY, by_address, head
-from torchlens_perf.page.markup import Child, Element, html, name, tag
-from torchlens_perf.page.sections.section import table
 from torchlens_perf.serve.run_list import Listed
 from torchlens_perf.serve.run_names import address
 from torchlens_perf.serve.runs import BEGINS, UNREADABLE, Found, RunLine
 from torchlens_perf.serve.static_files import Addresses
 from torchlens_perf.verdicts.words.run_state import RUNNING, SILENT_S, ago
+from torchlens_perf.view.html import table
+from torchlens_perf.view.markup import Child, Element, html, name, tag
+from torchlens_perf.view.specs import Column, Quantity, Table
 
 ROOT = "../../"  # the list, seen from a run's page
 _HEADERS = ("run", "state", "program", "ranks", "started", "verdict")
@@ -37,7 +38,7 @@ def list_page(folder: str, listed: Listed, search: str, addresses: Addresses) ->
             if listed.problem
             else None,
             tag("p", f"{left} of these runs are being read.", class_="note", role="status") if left else None,
-            table(caption, _HEADERS, rows, texts=(0, 1, 2, 4, 5)) if rows else _nothing(folder, search),
+            _table(caption, rows) if rows else _nothing(folder, search),
             _pages(listed, search),
             data_reading=str(left) if left else None,
         ),
@@ -61,6 +62,11 @@ def waiting_page(addresses: Addresses) -> str:
 
 def all_runs() -> Element:
     return tag("p", tag("a", "all runs", href=ROOT))
+
+
+def _table(caption: str, rows: list[list[Child]]) -> Element:
+    columns = [Column(head, [""] * len(rows), Quantity.TEXT) for head in _HEADERS]
+    return table(Table("runs", caption, columns), {head: [row[at] for row in rows] for at, head in enumerate(_HEADERS)})
 
 
 def _row(line: RunLine | Found, now_s: float) -> list[Child]:

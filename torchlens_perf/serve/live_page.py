@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, duration
-from torchlens_perf.page.document.html import LivePart, document
+from torchlens_perf.page.document.html import LivePart, as_json, document
 from torchlens_perf.page.gather.run_contents import contents, one_step
-from torchlens_perf.page.markup import Element, tag
-from torchlens_perf.page.sections.section import table
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS
 from torchlens_perf.serve.list_page import ROOT, all_runs
 from torchlens_perf.serve.run_names import address, run_directory
+from torchlens_perf.view.html import table
+from torchlens_perf.view.markup import Element, tag
+from torchlens_perf.view.specs import Column, Quantity, Table
 
 if TYPE_CHECKING:
     from torchlens_perf.serve.static_files import Addresses
@@ -44,8 +45,7 @@ def rendered(path: str, version: str, addresses: Addresses) -> Rendered:
     parts = [_status(is_live=is_live), _captures(report["captures"], is_live=is_live)]
     live = LivePart(version, parts, addresses.styles(ROOT), addresses.scripts(ROOT))
     packed = [
-        gzip.compress(text.encode("utf-8", "replace"), _PACKING)
-        for text in (document(held, live), json.dumps(held, separators=(",", ":"), allow_nan=False))
+        gzip.compress(text.encode("utf-8", "replace"), _PACKING) for text in (document(held, live), as_json(held))
     ]
     return Rendered(version, packed[0], packed[1], is_live)
 
@@ -118,9 +118,17 @@ def _fields(*fields: tuple[str, Element]) -> list[Element | str]:
 
 def _table(rows: Sequence[Capture]) -> Element:
     shown = rows[-_MAX_CAPTURES:][::-1]
-    caption = "Captured" + (f": the last {len(shown)} of {len(rows)}" if len(shown) < len(rows) else "")
-    lines = [[row["id"], str(row["rank"]), captured_words(row), _links(row)] for row in shown]
-    return table(caption, ["capture", "rank", "what", "files"], lines, texts=(0, 2, 3))
+    title = "Captured" + (f": the last {len(shown)} of {len(rows)}" if len(shown) < len(rows) else "")
+    columns = [
+        Column("capture", [row["id"] for row in shown], Quantity.TEXT),
+        Column("rank", [row["rank"] for row in shown], Quantity.NUMBER),
+        Column("what", [""] * len(shown), Quantity.TEXT),
+        Column("files", [""] * len(shown), Quantity.TEXT),
+    ]
+    return table(
+        Table("captured", title, columns),
+        {"what": [captured_words(row) for row in shown], "files": [_links(row) for row in shown]},
+    )
 
 
 def captured_words(row: Capture) -> str:

@@ -368,7 +368,7 @@ def test_every_chart_is_exported(tab_of: TabOf, wide_file: Path) -> None:
     tab = tab_of(wide_file).open()
     tab.show_all()
     figures = tab.page.locator("main figure")
-    assert figures.count() == 9
+    assert figures.count() == 8
     for figure in figures.all():
         figure.scroll_into_view_if_needed()
         tab.settle()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount, duration
-from torchlens_perf.page.markup import Element, name, tag
-from torchlens_perf.page.sections.section import details, figure, section, table
+from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.view.html import figure, section
+from torchlens_perf.view.markup import Element
 
 if TYPE_CHECKING:
-    from torchlens_perf.page.contents import CollectiveJoined, Contents, RankTrace, StepTraceRow
+    from torchlens_perf.page.contents import Contents, RankTrace, StepTraceRow
 
 _MAX_COLLECTIVES = 24
 _MAX_STEPS = 64
@@ -22,11 +22,8 @@ def step(contents: Contents) -> Element | None:
     shown = traces["steps"][0]
     return section(
         "step",
-        "One step, all ranks",
+        "One step",
         figure("step", "Time line of one step", _words(shown)),
-        _collectives(shown),
-        _ranks(shown),
-        _all_steps(traces["steps"]),
     )
 
 
@@ -63,87 +60,4 @@ def _blocked_us(trace: RankTrace) -> float:
         for row in rows
         for kind, duration_us in zip(row["kind"], row["duration_us"], strict=True)
         if kind == "wait"
-    )
-
-
-def _collectives(shown: StepTraceRow) -> Element | None:
-    rows = []
-    for each in shown["collectives"][:_MAX_COLLECTIVES]:
-        waits = {rank: wait for rank, wait in each["wait_us"].items() if wait is not None}
-        most = max(waits, key=lambda rank: waits[rank], default=None)
-        arrivals = [arrival for arrival in each["arrival_us"].values() if arrival is not None]
-        rows.append(
-            [
-                f"{each['name']}",
-                name(each["group"], 24),
-                str(each["number"]),
-                amount(each["bytes"], "B") if each["bytes"] is not None else "-",
-                str(each["last_rank"]) if each["last_rank"] is not None else "not known",
-                duration(max(arrivals) / 1e6) if arrivals else "not known",
-                f"{duration(waits[most] / 1e6)} (rank {most})" if most is not None and waits[most] > 0 else "none",
-                "yes" if each["asynchronous"] else "no",
-            ]
-        )
-    if not rows:
-        return None
-    longest = "longest wait of those shown" if shown["ranks_left_out"] else "longest wait"
-    headers = [
-        "collective",
-        "group",
-        "number",
-        "bytes",
-        "last to arrive",
-        "after the first rank",
-        longest,
-        "asynchronous",
-    ]
-    caption = f"Collectives of step {shown['step']} that were joined over its ranks, in the order of their ends"
-    count = len(shown["collectives"])
-    note = f"{len(rows)} of {count}; " if len(rows) < count else ""
-    note += "after the first rank: how much later the last rank arrived. The wait of an asynchronous collective is how "
-    note += "much earlier a rank issued it."
-    return tag("div", table(caption, headers, rows, texts=(0, 1)), tag("p", note, class_="note"))
-
-
-def _ranks(shown: StepTraceRow) -> Element:
-    rows = []
-    for trace in shown["ranks"]:
-        waited = [_wait_of(each, trace["rank"]) for each in shown["collectives"] if not each["asynchronous"]]
-        known = [wait for wait in waited if wait is not None]
-        spans = sum(len(row["kind"]) for row in trace["rows"])
-        begin = trace["offset_us"]
-        rows.append(
-            [
-                str(trace["rank"]),
-                "not known" if begin is None else duration(begin / 1e6),
-                duration(trace["duration_us"] / 1e6),
-                duration(sum(known) / 1e6) if known else "-",
-                str(sum(each["last_rank"] == trace["rank"] for each in shown["collectives"])),
-                str(spans),
-            ]
-        )
-    headers = ["rank", "start after the first rank", "step", "wait in joined collectives", "last to arrive in", "spans"]
-    caption = f"Step {shown['step']} by rank"
-    return details("The step as a table", table(caption, headers, rows, texts=()))
-
-
-def _wait_of(each: CollectiveJoined, rank: int) -> float | None:
-    return each["wait_us"].get(str(rank))
-
-
-def _all_steps(steps: list[StepTraceRow]) -> Element:
-    rows = [
-        [
-            str(each["step"]),
-            each["why"],
-            duration(max(trace["duration_us"] for trace in each["ranks"]) / 1e6),
-            str(len(each["ranks"])),
-            str(len(each["collectives"])),
-        ]
-        for each in steps[:_MAX_STEPS]
-    ]
-    headers = ["step", "why", "longest rank", "ranks", "collectives joined"]
-    return details(
-        f"All {len(steps)} steps that this page holds whole",
-        table("With scripts, the time line above shows any of them", headers, rows, texts=(1,)),
     )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent
-from torchlens_perf.page.markup import Child, Element
-from torchlens_perf.page.sections.section import figure, section, table
-from torchlens_perf.view.theme import PARTS
+from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.page.sections.section import tables_of
+from torchlens_perf.view.html import figure, section
+from torchlens_perf.view.markup import Element
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
-    from torchlens_perf.verdicts.words.evidence import LongSteps
     from torchlens_perf.verdicts.words.report import Report
 
 _QUANTILES = (("p50", "p50_s"), ("p95", "p95_s"), ("p99", "p99_s"), ("longest", "max_s"), ("mean", "mean_s"))
@@ -22,7 +21,13 @@ def steps(contents: Contents) -> Element | None:
     if contents["steps"] is None:
         return None
     shown = figure("steps", "Step time over the run", _words(report))
-    return section("steps", "Step time", shown, _quantiles(report), _step_classes(report))
+    return section("steps", "Step time", shown)
+
+
+def outliers(contents: Contents) -> Element | None:
+    """Return the section of steps that take longer than the typical one; None where there are none."""
+    found = tables_of(contents, "outlier_steps")
+    return section("outliers", "Outlier steps", found) if found else None
 
 
 def _words(report: Report) -> str:
@@ -39,56 +44,3 @@ def _words(report: Report) -> str:
         word = "steady" if abs(change) < 0.03 else "slower" if change > 0 else "faster"
         text += f"; {word} over the run ({change:+.1%})"
     return f"{text}."
-
-
-def _quantiles(report: Report) -> Element:
-    found = report["steps"]
-    clock = "the devices' clocks" if found["by"] == "device" else "the hosts' clocks"
-    caption = f"Durations of steps of all ranks, without the warm-up, by {clock}"
-    headers: list[Child] = ["steps", *(label for label, _ in _QUANTILES), "longest of the warm-up"]
-    cells = [duration_or_dash(found[key]) for _, key in _QUANTILES]  # type: ignore[literal-required]
-    return table(caption, headers, [[str(found["count"]), *cells, duration_or_dash(found["warm_up_max_s"])]], texts=())
-
-
-def _step_classes(report: Report) -> Element | None:
-    steps = report["steps"]
-    found = [*steps["long"], *steps["short"]]
-    if not found or steps["alike_mean_s"] is None:
-        return None
-    total = steps["alike"] + sum(each["count"] for each in found)
-    time_share = steps["alike"] * steps["alike_mean_s"] / steps["total_s"]
-    rows = [["typical", str(steps["alike"]), "-", duration(steps["alike_mean_s"]), "-", "-", percent(time_share), "-"]]
-    rows += [
-        [
-            ", ".join(each["kinds"]) or _unknown(each),
-            str(each["count"]),
-            f"every {each['period']}" if each["period"] is not None else "-",
-            duration(each["mean_s"]),
-            f"{'+' if each['more_s'] > 0 else '-'}{duration(abs(each['more_s']))}",
-            PARTS[each["part"]].name if each["part"] in PARTS else each["part"],
-            percent(each["count"] * each["mean_s"] / steps["total_s"]),
-            ", ".join(map(str, each["steps"][:6])) + (", …" if len(each["steps"]) > 6 else ""),
-        ]
-        for each in found
-    ]
-    headers = [
-        "what they do",
-        "steps",
-        "period",
-        "mean",
-        "more than typical",
-        "in",
-        "share of all time",
-        "step numbers",
-    ]
-    caption = (
-        f"Classes of steps: {total} steps of a rank after {steps['warm_up']} of warm-up, the mean over the ranks; step "
-        "numbers are those of any rank"
-    )
-    return table(caption, headers, rows, texts=(0, 5, 7))
-
-
-def _unknown(long: LongSteps) -> str:
-    """What is known of long steps that do nothing else."""
-    rank = long["waited_for"]
-    return "not known what" if rank is None else f"all waited for rank {rank}"

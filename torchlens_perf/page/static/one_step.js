@@ -2,6 +2,7 @@
 {
   const { duration, short, element } = torchlens;
   const MOST_COLLECTIVES = 24;
+  const FIRST_COLLECTIVES = 8;
   const MOST_OPTIONS = 80;
 
   // In its waits on the training thread.
@@ -52,7 +53,8 @@
     if (chosen !== null && !trace.ranks.some(({ rank }) => rank === chosen)) {
       text.push(`This page has no spans of rank ${chosen} in this step.`);
     }
-    text.push(`Shown because: ${short(trace.why, 80)}.`, short(trace.clock, 300));
+    text.push(`Shown because: ${short(trace.why, 80)}.`);
+    if (trace.clock) text.push(short(trace.clock, 300));
     if (trace.ranks.some(({ offset_us }) => offset_us === null)) {
       text.push("* start not known, drawn at 0.");
     }
@@ -142,24 +144,17 @@
     }
   }
 
-  // The tables below the time line. Those of the page itself are about its first step: they give way to others.
+  // The tables of the step below its time line.
   class StepTables {
     constructor(figure, chart) {
-      this.section = figure.closest("section");
       this.figure = figure;
       this.chart = chart;
-      const tables = [...this.section.children].filter(
-        (child) => child.matches("div, details") && !child.contains(figure),
-      );
-      this.own = tables.filter((child) => !child.matches("details:last-of-type"));
     }
 
     show(trace) {
-      const isFirst = !trace || trace === this.chart.page.contents.traces.steps[0];
-      for (const each of this.own) each.hidden = !isFirst;
       this.made?.remove();
-      if (isFirst) return;
-      this.made = element("div", {}, ...[this.collectives(trace), this.ranks(trace)].filter(Boolean));
+      const shown = trace ?? this.chart.page.contents.traces.steps[0];
+      this.made = element("div", {}, ...(shown.ranks.length > 1 ? [this.collectives(shown), this.ranks(shown)] : []));
       this.figure.after(this.made);
     }
 
@@ -204,7 +199,7 @@
         `Collectives of step ${step} that were joined over its ranks, in the order of their ends${which}`,
         headers,
         rows,
-        { texts: [0, 1] },
+        { texts: [0, 1], first: FIRST_COLLECTIVES },
       );
     }
 
