@@ -13,11 +13,11 @@ from typing import Any, cast
 import pytest
 
 from tests.page.conftest import SLOW_RANK
+from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.page.contents import Contents
 from torchlens_perf.page.document.html import document
 from torchlens_perf.page.document.scripts import static
 from torchlens_perf.page.sections.every import SECTIONS
-from torchlens_perf.report.terminal import render
 
 HOSTILE = "</script><img src=x onerror=alert(1)> <b>\x1b[31m\u202egnp\u2066\u2028 'q' \"dq\" &amp; ]]> --> \ud800"
 VOID = {"meta", "br", "link", "input", "img", "hr"}
@@ -101,7 +101,6 @@ def test_it_says_what_the_report_says(page: Parsed, shown: Contents) -> None:
     """The verdicts' sentences, word for word, and the table of ranks, the named one first."""
     words = " ".join(page.all_text().split())
     finding, _, action = shown["report"]["verdicts"][0]["text"].partition(" Next: ")
-    report = render(cast("Any", shown["report"]), "run", columns=0, color=False)
 
     assert finding in words
     assert action in words
@@ -109,8 +108,7 @@ def test_it_says_what_the_report_says(page: Parsed, shown: Contents) -> None:
     assert int(rows[0]) == SLOW_RANK
     own_s = next(rank["typical"] for rank in shown["report"]["ranks"] if rank["rank"] == SLOW_RANK)
     assert own_s is not None
-    row = next(line.split() for line in report.splitlines() if line.split()[:1] == [str(SLOW_RANK)])
-    assert " ".join(row[2:4]) in words  # the typical step, as the terminal shows it
+    assert duration(own_s["s"]) in words
 
 
 def test_nothing_is_fetched(page: Parsed, text: str) -> None:

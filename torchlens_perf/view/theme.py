@@ -50,6 +50,9 @@ SEVERITIES: Mapping[str, Color] = {
 SLOWER = Color("#d55e00", "#ff8f3f", "red")
 """More compute time than other ranks. Nothing else is orange."""
 FASTER = Color("#3b7fc4", "#6fb1f0", "blue")
+EXCESS_BOUNDS = (0.03, 0.06, 0.12, 0.25)
+"""Share of excess compute time from which a cell in a terminal is one shade darker."""
+EXCESS_STYLES = ("dim", "", "yellow", "red", "bold red")
 MIN_EXCESS, FULL_EXCESS = 0.03, 0.30
 """Share of excess compute time at which colour begins, where no detectable excess is known, and at which it is full."""
 

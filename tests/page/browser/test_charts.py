@@ -106,7 +106,7 @@ def test_axes_are_written_with_units(tab: Tab) -> None:
     assert ticks("step", "x", [0, 0.5, 100]) == ["0", "500 us", "100 ms"]
 
 
-def test_heat_map_has_the_colours_of_its_picture(tab: Tab) -> None:
+def test_heat_has_the_colours_of_its_picture(tab: Tab) -> None:
     """The same value has the same colour with scripts as without, and "not compared" is no colour of a value."""
     tab.show("heat")
     values = [-0.4, -0.31, -0.11, -0.02, -0.005, 0.0, 0.009, 0.02, 0.06, 0.17, 0.29, 0.31, 0.5]

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, percent
+from torchlens_perf.analysis.statistics.quantities import amount, duration, percent
 from torchlens_perf.page.pictures.markup import Child, Element, name, tag
 from torchlens_perf.page.pictures.phases import Bar, phases_picture
 from torchlens_perf.page.sections.ranks import named_ranks
-from torchlens_perf.page.sections.section import details, figure, section, table
-from torchlens_perf.report.collective_table import (
-    bus_of,
-    notes_on,
-    ranks_of,
-    slowest_of,
-    transfer_of,
-    wait_of,
-)
-from torchlens_perf.report.tables import or_dash
+from torchlens_perf.page.sections.section import details, figure, or_dash, section, table
+from torchlens_perf.view.collective_table import collective_table, ranks_words
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
@@ -33,7 +25,7 @@ def collectives(contents: Contents) -> Element | None:
         return None
     parts: list[Child] = [tag("p", _words(rows))]
     if rows:
-        parts += [_table(rows), _by_rank(report, rows[0]), _cannot_tell(rows)]
+        parts += [_table(report), _by_rank(report, rows[0]), _cannot_tell(rows)]
     return section("collectives", "Collectives and links", parts, _slow_links(report), _ports(report))
 
 
@@ -48,30 +40,20 @@ def _words(rows: list[Collective]) -> str:
     lag_s = of["exposed_lag_s"] + of["overlapped_lag_s"]
     share = percent(of["last"] / most["joined"])
     return (
-        f"In {most['operation']} of {f'ranks {ranks_of(most)}'}, rank {most['slowest_rank']} came last in {share} of "
+        f"In {most['operation']} of ranks {ranks_words(most)}, rank {most['slowest_rank']} came last in {share} of "
         f"{most['joined']} operations, {duration(lag_s)} in all after the rank before it."
     )
 
 
-def _table(rows: list[Collective]) -> Element:
-    body: list[list[Child]] = [
-        [
-            f"{row['operation']}{' ' + row['dtype'] if row['dtype'] else ''}",
-            name(ranks_of(row), 32),
-            str(row["count"]),
-            amount(row["bytes"], "B"),
-            duration_or_dash(row["duration_s"]["p50_s"]),
-            wait_of(row),
-            transfer_of(row),
-            bus_of(row),
-            slowest_of(row),
-        ]
-        for row in rows[:_MAX_ROWS]
-    ]
-    headers = ["collective", "ranks", "records", "bytes", "p50", "wait", "transfer", "bus", "slowest rank"]
-    caption = "Collectives by bytes" + (f", {len(body)} of {len(rows)}" if len(body) < len(rows) else "")
-    notes = tag("ul", [tag("li", each) for each in notes_on(rows, _MAX_ROWS)], class_="note")
-    return tag("div", table(caption, headers, body, texts=(0, 1)), notes)
+def _table(report: Report) -> Element | None:
+    shown = collective_table(report)
+    if shown is None:
+        return None
+    headers: list[Child] = [column.heading for column in shown.columns]
+    body = list(zip(*(column.texts()[:_MAX_ROWS] for column in shown.columns), strict=True))
+    caption = shown.title + (f", {len(body)} of {shown.rows}" if len(body) < shown.rows else "")
+    texts = [at for at, column in enumerate(shown.columns) if column.is_text]
+    return tag("div", table(caption, headers, body, texts=texts), tag("p", shown.note, class_="note"))
 
 
 def _by_rank(report: Report, row: Collective) -> Element | None:
@@ -94,12 +76,12 @@ def _by_rank(report: Report, row: Collective) -> Element | None:
     ]
     headers = ["rank", "came last", "after the rank before, in all", "waited, in all", "issued earlier, in all"]
     which = f", {len(body)} of {len(order)} ranks" if len(body) < len(order) else ""
-    caption = f"{row['operation']} of ranks {ranks_of(row)} by rank{which}"
+    caption = f"{row['operation']} of ranks {ranks_words(row)} by rank{which}"
     marked = [at for at, rank in enumerate(order[:_MAX_RANKS]) if int(rank) in named]
     what, label = "waited", "waited, in all"
     if row["asynchronous"]:
         what, label = "waited, or had issued it before the last did,", "waited or issued earlier, in all"
-    words = f"How long each rank {what} in {row['operation']} of ranks {ranks_of(row)}, over the run."
+    words = f"How long each rank {what} in {row['operation']} of ranks {ranks_words(row)}, over the run."
     bars = [
         Bar(f"rank {rank}", {"communication": of["exposed_wait_s"] + of["overlapped_wait_s"]}, int(rank) in named)
         for rank, of in ((rank, row["by_rank"][rank]) for rank in order[:_MAX_RANKS])

@@ -8,8 +8,7 @@ from torchlens_perf.analysis.statistics.quantities import amount, percent
 from torchlens_perf.page.pictures.lines import Line, lines_picture
 from torchlens_perf.page.pictures.markup import Child, Element, tag
 from torchlens_perf.page.sections.ranks import by_prominence, named_ranks
-from torchlens_perf.page.sections.section import figure, section, table
-from torchlens_perf.report.tables import in_bytes, or_dash
+from torchlens_perf.page.sections.section import figure, in_bytes, or_dash, section, table
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents, StepMatrices

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent
 from torchlens_perf.page.pictures.markup import Child, Element, name, tag
-from torchlens_perf.page.sections.section import section, table
-from torchlens_perf.report.tables import in_bytes, or_dash
+from torchlens_perf.page.sections.section import in_bytes, or_dash, section, table
 from torchlens_perf.verdicts.words.order import ranks_of
 
 if TYPE_CHECKING:

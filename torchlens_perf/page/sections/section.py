@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
+from torchlens_perf.analysis.statistics.quantities import amount
 from torchlens_perf.page.pictures.markup import Child, Element, tag
+
+_T = TypeVar("_T")
+
+
+def or_dash(value: _T | None, show: Callable[[_T], str]) -> str:
+    """Return a cell: a dash for a missing value."""
+    return "-" if value is None else show(value)
+
+
+def in_bytes(count: float) -> str:
+    """Return a cell such as "1.5 GB"."""
+    return amount(count, "B")
 
 
 def section(key: str, title: str, *children: Child) -> Element:

@@ -10,8 +10,7 @@ from torchlens_perf.analysis.statistics.quantities import amount, percent
 from torchlens_perf.page.pictures.lines import Line, lines_picture
 from torchlens_perf.page.pictures.markup import Child, Element, name, tag
 from torchlens_perf.page.sections.ranks import named_ranks
-from torchlens_perf.page.sections.section import details, section, table
-from torchlens_perf.report.tables import in_bytes, or_dash
+from torchlens_perf.page.sections.section import details, in_bytes, or_dash, section, table
 from torchlens_perf.run.rank_ranges import ranges
 
 if TYPE_CHECKING:
