@@ -14,7 +14,7 @@ from torchlens_perf.page.gather.run_contents import contents, one_step
 from torchlens_perf.page.pictures.markup import Element, tag
 from torchlens_perf.page.sections.section import table
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS
-from torchlens_perf.serve.list_page import ROOT, all_runs
+from torchlens_perf.serve.list_page import ROOT
 from torchlens_perf.serve.run_names import address, run_directory
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ def step_as_json(path: str, number: int) -> bytes:
 
 def _status(*, is_live: bool) -> Element:
     """What the script fills in; without it, what can be done instead."""
-    said = "the run goes on; load this page anew to see more of it" if is_live else "the run has ended"
+    said = "Live. Reload this page to see newer steps." if is_live else "Ended"
     return tag(
         "div",
         tag("p", said, id="live-status", role="status"),
-        all_runs(),
+        tag("p", tag("a", "All runs", href=ROOT)),
         id="live",
     )
 
@@ -74,7 +74,7 @@ def _captures(rows: Sequence[Capture], *, is_live: bool) -> Element | None:
     captured = tag("div", _table(rows) if rows else None, id="captured")
     return tag(
         "details",
-        tag("summary", f"Captures: a few steps in full detail ({len(rows)} so far)"),
+        tag("summary", f"Profile a few steps ({len(rows)} profiles so far)"),
         _form() if is_live else None,
         captured,
         id="captures",
@@ -84,26 +84,26 @@ def _captures(rows: Sequence[Capture], *, is_live: bool) -> Element | None:
 
 def _form() -> Element:
     what = (
-        "A trace by torch.profiler, Python stacks and the flight recorder, and on a GPU a memory snapshot, of some "
-        "ranks for their next steps. Training pauses while they write."
+        "Records the next steps of some ranks with torch.profiler, with Python stacks, the flight recorder and, on a "
+        "GPU, a memory snapshot. Training pauses while the files are written."
     )
     ranks = tag(
         "input", name="ranks", required="", pattern=r"[0-9,\-\/ ]+", placeholder="5, 0-3 or 0,5", size="14",
         autocomplete="off",
     )  # fmt: skip
     steps = tag("input", name="steps", type="number", min="1", max=str(MAX_STEPS), value="3", required="")
-    forced = f"more than {MAX_RANKS} ranks, or beyond {MAX_KEPT_BYTES >> 30} GiB of captures"
+    forced = f"allow more than {MAX_RANKS} ranks, or more than {MAX_KEPT_BYTES >> 30} GiB of profiles"
     return tag(
         "form",
         tag("p", what, class_="note"),
         tag(
             "p",
             *_fields(("Ranks ", ranks), ("Steps ", steps)),
-            tag("label", tag("input", name="python", type="checkbox", value="1"), " Python frames and modules too"),
+            tag("label", tag("input", name="python", type="checkbox", value="1"), " with Python frames and modules"),
             " ",
             tag("label", tag("input", name="force", type="checkbox", value="1"), f" {forced}"),
             " ",
-            tag("button", "Capture", type="submit"),
+            tag("button", "Profile", type="submit"),
         ),
         tag("div", id="capture-status", role="status"),
         id="capture",
@@ -118,15 +118,15 @@ def _fields(*fields: tuple[str, Element]) -> list[Element | str]:
 
 def _table(rows: Sequence[Capture]) -> Element:
     shown = rows[-_MAX_CAPTURES:][::-1]
-    caption = "Captured" + (f": the last {len(shown)} of {len(rows)}" if len(shown) < len(rows) else "")
+    caption = "Profiles" + (f": the last {len(shown)} of {len(rows)}" if len(shown) < len(rows) else "")
     lines = [[row["id"], str(row["rank"]), captured_words(row), _links(row)] for row in shown]
-    return table(caption, ["capture", "rank", "what", "files"], lines, texts=(0, 2, 3))
+    return table(caption, ["profile", "rank", "result", "files"], lines, texts=(0, 2, 3))
 
 
 def captured_words(row: Capture) -> str:
     """What came of it on one rank."""
     if row["first_step"] is None:
-        return f"nothing was captured: {row['ended']}"
+        return f"no step was profiled: {row['ended']}"
     first, last = row["first_step"], row["last_step"]
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     short = f" ({row['ended']})" if row["ended"] else ""

@@ -29,7 +29,7 @@ def name_in(raw_path: bytes) -> str:
 def path_of(folder: str, name: str, *, is_one: bool) -> str:
     """Where the run of this name is. folder: of runs, or a run if is_one. Touches no disk; raises ReadError."""
     if not name or (is_one and name != os.path.basename(folder)):
-        raise ReadError(404, f"there is no run {printable(name)[:100]} here")
+        raise ReadError(404, f"There is no run {printable(name)[:100]} here.")
     return folder if is_one else os.path.join(folder, name)
 
 
@@ -49,7 +49,7 @@ def opened(path: str) -> int:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise
         name = printable(os.path.basename(path))[:100]
-        raise NoSuchError(f"there is no run {name} here; was it removed?") from None
+        raise NoSuchError(f"There is no run {name} here. It may have been removed.") from None
 
 
 def run_directory(path: str) -> RunDirectory:

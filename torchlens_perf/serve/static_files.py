@@ -10,6 +10,7 @@ from importlib import resources
 
 from torchlens_perf.page.document.html import STYLES
 from torchlens_perf.page.document.scripts import chart_library, page_script, static
+from torchlens_perf.view.theme import style_sheet
 
 _STYLE, _LIBRARY, _PAGE, _LIVE, _LIST, _OPENING = "page.css", "charts.js", "page.js", "live.js", "list.js", "open.js"
 _TYPES = {"css": "text/css", "js": "text/javascript"}
@@ -49,7 +50,7 @@ def static_files() -> dict[str, StaticFile]:
     """By name. Reads the package's files, once."""
     library = chart_library()
     texts = {
-        _STYLE: "\n".join([*map(static, STYLES), _own("live.css")]),
+        _STYLE: "\n".join([*map(static, STYLES), style_sheet(), _own("live.css")]),
         _PAGE: page_script(),
         _LIVE: _own(_LIVE),
         _LIST: _own(_LIST),
