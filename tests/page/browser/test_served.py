@@ -43,13 +43,13 @@ def tab(tab_of: TabOf, server: PageServer) -> Tab:
     """At the list, by the address that was printed."""
     made: Tab = tab_of(Path("/"))
     made.page.goto(server.address)
-    made.page.wait_for_selector("main a")
+    made.page.wait_for_selector("main td a")
     return made
 
 
 def opened(tab: Tab, fragment: str = "") -> Tab:
     """The run's page, by its link in the list."""
-    tab.page.click("main a")
+    tab.page.click("main td a")
     tab.page.wait_for_selector("#live-status")
     tab.until("Boolean(window.torchlensPage)")
     if fragment:
@@ -210,7 +210,7 @@ def test_everybody_can_use_it(tab_of: TabOf, server: PageServer, dark: bool) -> 
 
     tab = tab_of(Path("/"), dark=dark, bypass=True)
     tab.page.goto(server.address)
-    tab.page.wait_for_selector("main a")
+    tab.page.wait_for_selector("main td a")
     rules = {"runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21aa"]}}
     assert Axe().run(tab.page, options=rules).response["violations"] == []
     opened(tab)
