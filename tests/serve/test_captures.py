@@ -176,8 +176,8 @@ def test_nothing_else_is_served(holder: Viewer, path: str) -> None:
 
 def test_a_file_that_changes_meanwhile_is_not_passed_off_as_whole(captured: Path) -> None:
     """The second block of another file is none of this one's."""
-    from torchlens_perf.serve.capture_requests import BLOCK_BYTES, block
-    from torchlens_perf.serve.readers import NoSuchError
+    from torchlens_perf.serve.captures import BLOCK_BYTES, block
+    from torchlens_perf.serve.run_names import NoSuchError
 
     run = captured / "run"
     first, known = block(str(run), ID, "2", TRACE, 0, ())

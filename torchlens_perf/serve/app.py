@@ -31,14 +31,14 @@ from starlette.routing import Route
 
 from torchlens_perf.errors import printable
 from torchlens_perf.serve.access import PAGE_HEADERS
-from torchlens_perf.serve.capture_requests import ask, block, progress
+from torchlens_perf.serve.captures import ask, block, progress
 from torchlens_perf.serve.follow import Follower
 from torchlens_perf.serve.list_page import ROOT, list_page, message_page
 from torchlens_perf.serve.live_page import step_as_json
-from torchlens_perf.serve.readers import ReadError, Readers
+from torchlens_perf.serve.readers import Readers
 from torchlens_perf.serve.run_list import Found, RunList
-from torchlens_perf.serve.run_names import address, name_in, path_of
-from torchlens_perf.serve.static_files import addresses, static_files
+from torchlens_perf.serve.run_names import ReadError, address, name_in, path_of
+from torchlens_perf.serve.static_files import NAMES, digest, media_type, packed
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -61,7 +61,6 @@ class Server:
         self._quick, self._slow, self._listing = Readers(_QUICK), Readers(_SLOW), Readers(_LISTING)
         self._list = RunList(folder, self._listing, found)
         self._followers: OrderedDict[str, Follower] = OrderedDict()
-        self._steps: dict[tuple[str, int], asyncio.Task[bytes]] = {}
 
     def app(self) -> Starlette:
         run = "/runs/{run}"
@@ -94,13 +93,13 @@ class Server:
     async def _runs(self, request: Request) -> Response:
         page, search, sort = (request.query_params.get(key, "") for key in ("page", "search", "sort"))
         listed = await self._list.page(int(page) if page.isdecimal() and len(page) < 9 else 0, search, sort)
-        return HTMLResponse(list_page(self._folder, listed, search, sort, addresses()), headers=PAGE_HEADERS)
+        return HTMLResponse(list_page(self._folder, listed, search, sort), headers=PAGE_HEADERS)
 
     async def _page(self, request: Request) -> Response:
         now = await self._follower(request).page(_PATIENCE_S)
         if now is None:
             words = "This run is being read. It is large or its disk is slow. It is shown as soon as it is read."
-            page = message_page("Reading", words, addresses(), ROOT, reloads=True)
+            page = message_page("Reading", words, ROOT, reloads=True)
             return HTMLResponse(page, headers=PAGE_HEADERS)
         return _packed(request, now.html, "text/html; charset=utf-8", PAGE_HEADERS)
 
@@ -111,11 +110,11 @@ class Server:
         return _packed(request, now.contents, "application/json")
 
     async def _static(self, request: Request) -> Response:
-        file = static_files().get(request.path_params["file"])
-        if file is None:
+        name = request.path_params["file"]
+        if name not in NAMES:
             return PlainTextResponse("there is no such file\n", 404)
-        is_newest = request.query_params.get("v") == file.digest
-        return _packed(request, file.packed, file.media_type, {"cache-control": _FOR_EVER} if is_newest else {})
+        is_newest = request.query_params.get("v") == digest(name)
+        return _packed(request, packed(name), media_type(name), {"cache-control": _FOR_EVER} if is_newest else {})
 
     async def _counts(self, request: Request) -> Response:
         readers = (self._quick, self._slow, self._listing)
@@ -132,23 +131,17 @@ class Server:
         return JSONResponse(dataclasses.asdict(self._follower(request).news()))
 
     async def _step(self, request: Request) -> Response:
-        """Several who ask for the same step at a time cause one reading."""
         run, step = self._run(request), request.path_params["step"]
         if not _STEP.fullmatch(step):
             raise ReadError(404, f"there is no step {printable(step)[:100]}")
-        key = run, int(step)
-        reading = self._steps.get(key)
-        if reading is None:
-            call = self._slow.call(step_as_json, *key, within_s=_STEP_WITHIN_S, late="it was not read")
-            reading = self._steps[key] = asyncio.ensure_future(call)
-            reading.add_done_callback(lambda task: self._steps.pop(key, None))
-        return _packed(request, await asyncio.shield(reading), "application/json")
+        found = await self._slow.call(step_as_json, run, int(step), within_s=_STEP_WITHIN_S, late="it was not read")
+        return _packed(request, found, "application/json")
 
     def _follower(self, request: Request) -> Follower:
         path = self._run(request)
         follower = self._followers.get(path)
         if follower is None:
-            follower = self._followers[path] = Follower(path, self._quick, self._slow, addresses())
+            follower = self._followers[path] = Follower(path, self._quick, self._slow)
         self._followers.move_to_end(path)
         idle = [each for each, of in self._followers.items() if not of.is_needed and each != path]
         for each in idle[: max(0, len(idle) - _MAX_FOLLOWED)]:
@@ -241,4 +234,4 @@ async def _not_found(request: Request, error: Exception) -> Response:
     if "text/html" not in request.headers.get("accept", ""):
         return PlainTextResponse(f"{words}\n", 404)
     root = "../" * (request.scope["raw_path"].count(b"/") - 1)
-    return HTMLResponse(message_page("Not found", words, addresses(), root), 404, headers=PAGE_HEADERS)
+    return HTMLResponse(message_page("Not found", words, root), 404, headers=PAGE_HEADERS)

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchlens_perf.serve.live_page import Rendered, rendered
-from torchlens_perf.serve.readers import ReadError
 from torchlens_perf.serve.run_list import changed_ns
+from torchlens_perf.serve.run_names import ReadError
 from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
 
 if TYPE_CHECKING:
     from torchlens_perf.serve.readers import Readers
-    from torchlens_perf.serve.static_files import Addresses
 
 LOOK_INTERVAL_S = 1.0
 _ENDED_LOOK_INTERVAL_S = 5.0  # a run that has ended may begin again
@@ -50,18 +49,14 @@ def look(path: str) -> tuple[str, float]:
 class Follower:
     """One run. On the event loop's thread; readers touch the disk."""
 
-    def __init__(
-        self, path: str, quick: Readers, slow: Readers, addresses: Addresses,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    def __init__(self, path: str, quick: Readers, slow: Readers, clock: Callable[[], float] = time.monotonic) -> None:
         """quick, slow: for looks, and for reading a whole run."""
         self.rendered: Rendered | None = None
         """The newest page."""
         self.problem: ReadError | None = None
         """Why the last look failed."""
         self.looks = self.readings = 0
-        self._path, self._addresses = path, addresses
-        self._quick, self._slow, self._clock = quick, slow, clock
+        self._path, self._quick, self._slow, self._clock = path, quick, slow, clock
         self._looking: asyncio.Task[None] | None = None
         self._next_s = self._changed_s = self._asked_s = -float("inf")
 
@@ -114,7 +109,7 @@ class Follower:
             if self.rendered is None or version != self.rendered.version:
                 self.readings += 1
                 self.rendered = await self._slow.call(
-                    rendered, self._path, version, self._addresses, within_s=_READ_WITHIN_S, late="it was not read"
+                    rendered, self._path, version, within_s=_READ_WITHIN_S, late="it was not read"
                 )
                 self._changed_s = began_s - age_s
             self.problem = None

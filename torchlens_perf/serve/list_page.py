@@ -11,7 +11,7 @@ from torchlens_perf.page.document.html import LIVE_POLICY, by_address, head
 from torchlens_perf.page.pictures.markup import Child, Element, html, tag
 from torchlens_perf.serve.run_list import LARGEST_FIRST, SORTS, Found, Listed, RunLine
 from torchlens_perf.serve.run_names import address
-from torchlens_perf.serve.static_files import Addresses
+from torchlens_perf.serve.static_files import LIST_SCRIPT, STYLE, static_address
 from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
 from torchlens_perf.view.theme import NEUTRAL
 
@@ -24,7 +24,7 @@ _COLUMNS = (
 """CSS class, which is also the key in SORTS, and heading."""
 
 
-def list_page(folder: str, listed: Listed, search: str, sort: str, addresses: Addresses) -> str:
+def list_page(folder: str, listed: Listed, search: str, sort: str) -> str:
     """Return the list as HTML. search, sort: as for RunList.page()."""
     now_s = time.time()
     looked = time.strftime("%H:%M:%S", time.localtime(listed.looked_unix_s))
@@ -57,21 +57,23 @@ def list_page(folder: str, listed: Listed, search: str, sort: str, addresses: Ad
             _pages(listed, search, sort),
             data_reading=str(listed.unread) if listed.unread else None,
         ),
-        [tag("script", src=each) for each in addresses.of_list],
+        tag("script", src=static_address(LIST_SCRIPT, "")),
         class_="list",
     )
-    return _document("Runs", body, by_address(addresses.styles("")))
+    return whole_page("Runs", body, "")
 
 
-def message_page(title: str, words: str, addresses: Addresses, root: str, *, reloads: bool = False) -> str:
+def message_page(title: str, words: str, root: str, *, reloads: bool = False) -> str:
     """Return a page of one sentence with a link to the list. root: the list's address as seen from this page."""
     link = tag("p", tag("a", "All runs", href=root or "./"))
     body = tag("body", tag("header", tag("h1", title)), tag("main", tag("p", words, role="status"), link))
     again = tag("meta", http_equiv="refresh", content="2") if reloads else None
-    return _document(title, body, [again, by_address(addresses.styles(root))])
+    return whole_page(title, body, root, again)
 
 
-def _document(title: str, body: Element, styles: Child) -> str:
+def whole_page(title: str, body: Element, root: str, more: Child = None) -> str:
+    """Return a page as HTML. more: for its head."""
+    styles = [more, by_address([static_address(STYLE, root)])]
     whole = tag("html", head(f"{title} \u00b7 torchlens_perf", LIVE_POLICY, styles), body, lang="en")
     return f"<!DOCTYPE html>\n{html(whole)}\n"
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torchlens_perf.errors import DAMAGED_DATA, RunStoreError, TorchlensPerfError, printable
 from torchlens_perf.report.run_report import run_report
-from torchlens_perf.serve.readers import NoSuchError, ReadError, Readers
-from torchlens_perf.serve.run_names import is_run, opened, run_directory
+from torchlens_perf.serve.readers import Readers
+from torchlens_perf.serve.run_names import NoSuchError, ReadError, is_run, opened, run_directory
 from torchlens_perf.verdicts.words.run_state import state_of
 from torchlens_perf.view.headline import headlines, overall
 from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING

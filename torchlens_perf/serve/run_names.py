@@ -7,11 +7,22 @@ import os
 from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes
 
-from torchlens_perf.errors import printable
+from torchlens_perf.errors import TorchlensPerfError, printable
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.serve.readers import NoSuchError, ReadError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class ReadError(TorchlensPerfError):
+    """Why there is no answer, in words for the viewer, with a status of HTTP."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class NoSuchError(TorchlensPerfError):
+    """The run or file is not there. Raised in a reader."""
 
 
 def address(name: str) -> str:
