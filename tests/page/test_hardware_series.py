@@ -69,7 +69,7 @@ def test_levels_rates_and_shares(run: RunDirectory) -> None:
     clock = found["SM clock", "rank 0"]
     assert (clock["unit"], clock["rank"], clock["time_s"]) == ("Hz", 0, [0, 1, 2, 3])
     assert clock["value"] == [pytest.approx(10**9 + second, rel=1e-4) for second in range(4)]
-    assert found["throttled by heat", "rank 0"]["value"] == [None, 25, 25, 25]
+    assert found["Throttled by heat", "rank 0"]["value"] == [None, 25, 25, 25]
     assert found["NVLink received", "rank 0"]["value"] == [None, 1000, 1000, 1000]
     titles = {title for title, _ in found}
     assert "throttled by the power limit" not in titles  # it was measured, and there was none
@@ -88,8 +88,8 @@ def test_ports_and_a_counter_that_begins_anew(run: RunDirectory) -> None:
     written(run, [], links)
     found = series_of(run, [0, 1])
 
-    assert found["port transmitted", f"{NODE} mlx5_0 port 1"]["value"] == [None, 200, 0, 100]
-    assert found["port: link downs", f"{NODE} mlx5_0 port 1"]["value"] == [0, 0, 0, 1]
+    assert found["Network transmitted", f"{NODE} mlx5_0 port 1"]["value"] == [None, 200, 0, 100]
+    assert found["Network port: link downs", f"{NODE} mlx5_0 port 1"]["value"] == [0, 0, 0, 1]
 
 
 def test_long_runs_are_means_over_stretches(run: RunDirectory) -> None:

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from tests.support.processes import ROOT
 from torchlens_perf.run.installation import install_command
 
-REQUIRES = ["numpy>=1.24", 'textual<9,>=1; extra == "top"', 'bokeh>=3.6; extra == "page"']
+REQUIRES = ["numpy>=1.24", 'textual<9,>=1; extra == "top"', 'uvicorn>=0.30; extra == "serve"']
 
 
 def installed_from(monkeypatch: pytest.MonkeyPatch, direct_url: Any) -> None:

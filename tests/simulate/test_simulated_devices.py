@@ -149,8 +149,8 @@ def test_the_page_shows_own_times(each_step: bool, tmp_path: Path, monkeypatch: 
         assert np.nanmax(np.abs(np.nanmean(excess[[0, 1, 3, 4, 5, 6, 7]], axis=1))) < 0.03
     else:
         assert not np.isfinite(excess).any()
-    assert "Rank 2 takes most longer in forward" in drawn
-    assert "Rank 2 takes most longer in backward" not in drawn
+    assert "Largest gap: rank 2 spends" in drawn
+    assert "in backward; the others" not in drawn
 
 
 def test_jobs_that_are_not_data_parallel_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
 
 
 def simulated(folder: Path, *faults: str, ranks: int = 8, steps: int = 120) -> Report:
-    run = RunDirectory(folder / "run")
+    run = RunDirectory(folder / uuid.uuid4().hex)  # its lock is of the machine
     run.create()
     record(
         Simulation(Topology(ranks), faults=[parse_fault(each) for each in faults], noise=0.05), steps, run, run.run_id

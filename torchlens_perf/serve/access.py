@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from torchlens_perf.page.document.html import LIVE_POLICY
-from torchlens_perf.page.pictures.markup import tag
 from torchlens_perf.serve.list_page import whole_page
 from torchlens_perf.serve.static_files import OPENING_SCRIPT, static_address
+from torchlens_perf.view.markup import tag
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -8,11 +8,11 @@ from urllib.parse import urlencode
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.errors import printable
 from torchlens_perf.page.document.html import LIVE_POLICY, by_address, head
-from torchlens_perf.page.pictures.markup import Child, Element, html, tag
 from torchlens_perf.serve.run_list import LARGEST_FIRST, SORTS, Found, Listed, RunLine
 from torchlens_perf.serve.run_names import address
 from torchlens_perf.serve.static_files import LIST_SCRIPT, STYLE, static_address
 from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
+from torchlens_perf.view.markup import Child, Element, html, tag
 from torchlens_perf.view.theme import NEUTRAL
 
 ROOT = "../../"
@@ -103,7 +103,7 @@ def _cells(line: RunLine | Found, now_s: float) -> list[Element]:
 
 
 def _status(words: str, severity: str) -> Element:
-    return tag("b", words, class_=severity)
+    return tag("span", words, class_=f"chip {severity}")
 
 
 def _number(value: int | None) -> str:
@@ -114,7 +114,7 @@ def _state(line: RunLine, now_s: float) -> Child:
     silent_s = now_s - line.changed_ns / 1e9
     if line.is_live and silent_s > SILENT_S:
         return tag("span", f"silent for {ago(silent_s)}", title="No rank has ended, and no sidecar writes its state.")
-    return tag("b", line.state, class_="good") if line.is_live else line.state
+    return tag("b", line.state, class_="live") if line.is_live else line.state
 
 
 def _heading(key: str, title: str, search: str, sort: str) -> Element:

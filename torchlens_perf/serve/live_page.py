@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount
-from torchlens_perf.page.document.html import LivePart, document
+from torchlens_perf.page.document.html import LivePart, as_json, document
 from torchlens_perf.page.gather.run_contents import contents, one_step
-from torchlens_perf.page.pictures.markup import Element, tag
-from torchlens_perf.page.sections.section import table
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS
 from torchlens_perf.serve.captures import captured_files, captured_words
 from torchlens_perf.serve.list_page import ROOT
 from torchlens_perf.serve.run_names import run_directory
-from torchlens_perf.serve.static_files import STYLE, run_scripts, static_address
+from torchlens_perf.serve.static_files import LIVE_SCRIPT, PAGE_SCRIPT, STYLE, static_address
+from torchlens_perf.view.html import table
+from torchlens_perf.view.markup import Element, tag
+from torchlens_perf.view.specs import Column, Quantity, Table
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Capture
@@ -53,18 +54,15 @@ def rendered(path: str, version: str) -> Rendered:
         id="live",
     )
     parts = [status, _captures(held["report"]["captures"], is_live=is_live)]
-    scripts = [static_address(name, ROOT) for name in run_scripts()]
+    scripts = [static_address(name, ROOT) for name in (PAGE_SCRIPT, LIVE_SCRIPT)]
     page = document(held, LivePart(version, parts, [static_address(STYLE, ROOT)], scripts))
-    return Rendered(version, _packed(page), _packed(_json(held)), is_live)
+    return Rendered(version, _packed(page), _packed(as_json(held)), is_live)
 
 
 def step_as_json(path: str, number: int) -> bytes:
     """Return one step as StepTraces in JSON, compressed by gzip. It has no steps if that one was not recorded."""
-    return _packed(_json(one_step(run_directory(path), number)))
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    step = one_step(run_directory(path), number)
+    return _packed(json.dumps(step, separators=(",", ":"), allow_nan=False))
 
 
 def _packed(text: str) -> bytes:
@@ -77,8 +75,13 @@ def _captures(rows: Sequence[Capture], *, is_live: bool) -> Element | None:
         return None
     shown = rows[-_MAX_CAPTURES:][::-1]
     caption = "Profiles" + (f": the last {len(shown)} of {len(rows)}" if len(shown) < len(rows) else "")
-    lines = [[row["id"], str(row["rank"]), captured_words(row), _links(row)] for row in shown]
-    results = table(caption, ["profile", "rank", "result", "files"], lines, texts=(0, 2, 3)) if rows else None
+    columns = [
+        Column("profile", [row["id"] for row in shown], Quantity.TEXT),
+        Column("rank", [row["rank"] for row in shown], Quantity.NUMBER),
+        Column("result", [captured_words(row) for row in shown], Quantity.TEXT),
+        Column("files", [""] * len(shown), Quantity.TEXT),
+    ]
+    results = table(Table("captured", caption, columns), {"files": [_links(row) for row in shown]}) if rows else None
     return tag(
         "details",
         tag("summary", f"Profile a few steps ({len(rows)} profiles so far)"),

@@ -7,18 +7,11 @@ import gzip
 import hashlib
 from importlib import resources
 
-from torchlens_perf.page.document.html import STYLES
-from torchlens_perf.page.document.scripts import chart_library, page_script, static
-from torchlens_perf.view.theme import style_sheet
+from torchlens_perf.page.document.scripts import page_script, page_style
 
 STYLE, LIST_SCRIPT, OPENING_SCRIPT = "page.css", "list.js", "open.js"
-_LIBRARY, _PAGE, _LIVE = "charts.js", "page.js", "live.js"
-NAMES = (STYLE, _LIBRARY, _PAGE, _LIVE, LIST_SCRIPT, OPENING_SCRIPT)
-
-
-def run_scripts() -> list[str]:
-    """Return the names of the scripts of a run's page, in the order in which they must be loaded."""
-    return [_PAGE, _LIVE] if chart_library() is None else [_LIBRARY, _PAGE, _LIVE]
+PAGE_SCRIPT, LIVE_SCRIPT = "page.js", "live.js"
+NAMES = (STYLE, PAGE_SCRIPT, LIVE_SCRIPT, LIST_SCRIPT, OPENING_SCRIPT)
 
 
 def static_address(name: str, root: str) -> str:
@@ -45,13 +38,8 @@ def media_type(name: str) -> str:
 
 def _text(name: str) -> str:
     if name == STYLE:
-        return "\n".join([*map(static, STYLES), style_sheet(), _own("live.css")])
-    if name == _PAGE:
-        return page_script()
-    if name == _LIBRARY:
-        library = chart_library()
-        return "" if library is None else library.text
-    return _own(name)
+        return f"{page_style()}\n{_own('live.css')}"
+    return page_script() if name == PAGE_SCRIPT else _own(name)
 
 
 def _own(name: str) -> str:

@@ -158,6 +158,11 @@ def _facts(row: VerdictRow) -> list[tuple[str, str]]:
     return found
 
 
+def fact_text(name: str, text: str) -> str:
+    """Return a fact as words: "rank 13", "since step 40", "consistent in 14 of 14 windows"."""
+    return text if name == "steps" else f"{name} {text}"
+
+
 def phase_words(phase: str) -> str:
     """Return a part of the step as a fact names it: "forward", "data", "CPU contention"."""
     return _PHASES.get(phase) or (PARTS[phase].name if phase in PARTS else phase)

@@ -13,7 +13,7 @@ import pytest
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * 127.0.0.1:1, EXCLUDE 127.0.0.1"]
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
-PACKAGES = ("playwright", "bokeh", "axe_playwright_python")
+PACKAGES = ("playwright", "axe_playwright_python")
 DEADLINE_S = 60.0
 LOADS_WITHIN_MS = 120_000  # what takes a second, on a busy machine
 
@@ -99,9 +99,8 @@ class Tab:
         """Where a place of the chart's own coordinates is in the window."""
         self.chart(name)
         inside = self.value(
-            f"""(() => {{ const {{ plot, place }} = {self.named(name)}, {{ frame }} = Bokeh.index[plot.id];
-            const box = place.getBoundingClientRect();
-            return [box.x + frame.x_scale.compute({x}), box.y + frame.y_scale.compute({y})]; }})()"""
+            f"""(() => {{ const {{ plot }} = {self.named(name)}, box = plot.over.getBoundingClientRect();
+            return [box.x + plot.valToPos({x}, "x"), box.y + plot.valToPos({y}, "y")]; }})()"""
         )
         return inside[0], inside[1]
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import csv
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.page.browser.conftest import WIDE_RANKS, WIDE_SINCE, WIDE_SLOW, WIDE_STEPS, TabOf
+from tests.page.browser.conftest import WIDE_RANKS, WIDE_SINCE, WIDE_SLOW, WIDE_STEPS, TabOf, written
 from tests.page.browser.tab import Tab, need_browser
 from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
+from tests.support.page_contents import enlarged
 from torchlens_perf.analysis.statistics.quantities import amount, duration, percent
 from torchlens_perf.page.contents import Contents
 from torchlens_perf.page.decoded import Steps
 from torchlens_perf.page.matrix import decoded
-from torchlens_perf.page.pictures.heat import levels, palette
-from torchlens_perf.page.sections.ranks import by_prominence
 from torchlens_perf.page.sections.step import _words
+from torchlens_perf.view.theme import FULL_EXCESS, MIN_EXCESS
 
 need_browser()
 
@@ -25,30 +27,29 @@ DRAWN = "torchlensPage.charts.filter(({plot}) => plot).map(({figure}) => torchle
 
 
 def test_every_chart_is_drawn_and_nothing_is_asked_for(tab_of: TabOf, wide_file: Path) -> None:
-    """No error in the console, no request beyond the file itself, and pictures are not shown beside charts."""
+    """No error in the console, no request beyond the file itself, and something is painted on every canvas."""
     tab = tab_of(wide_file).open()
     tab.show_all()
-    assert tab.value(DRAWN) == sorted(
-        [
-            "heat",
-            "steps",
-            "phases",
-            "step",
-            "modules",
-            "collectives",
-            "memory",
-            "GPU temperature",
-            "SM clock",
-        ]
-    )
+    assert tab.value(DRAWN) == sorted(["heat", "steps", "step", "memory", "GPU temperature", "SM clock"])
     assert (tab.problems, tab.foreign()) == ([], [])
-    hidden = "[...document.querySelectorAll('figure.drawn > .picture')].every(each => !each.getClientRects().length)"
-    assert tab.value(hidden)
-    canvases = """torchlensPage.charts.map(({place}) => { const found = []; const walk = root => { for (const each of
-        root.querySelectorAll('*')) { if (each.tagName === 'CANVAS') found.push(each); if (each.shadowRoot)
-        walk(each.shadowRoot); } }; walk(place); const canvas = found.find(each => each.width > 100), data =
-        canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data; return data.some(Boolean); })"""
-    assert all(tab.value(canvases))
+    painted = """torchlensPage.charts.map(({plot}) => plot.ctx.getImageData(0, 0, plot.ctx.canvas.width,
+        plot.ctx.canvas.height).data.some(Boolean))"""
+    assert all(tab.value(painted))
+
+
+def test_charts_have_titles_axes_with_units_and_legends(tab_of: TabOf, wide_file: Path) -> None:
+    tab = tab_of(wide_file).open()
+    tab.show_all()
+    for figure in tab.page.locator("main figure").all():
+        assert 0 < len(figure.locator("h3").inner_text()) < 60
+    labels = tab.value("Object.fromEntries(torchlensPage.charts.map(c => [torchlens.figureName(c.figure), "
+                       "c.plot.axes.map(({label}) => label)]))")  # fmt: skip
+    assert labels["steps"] == ["step", "step time"]
+    assert labels["memory"] == ["step", "memory"]
+    assert labels["GPU temperature"] == ["seconds since the first step", "°C"]
+    for name in ("steps", "heat", "memory", "step"):
+        assert tab.page.locator(f"figure[data-chart={name}] ul.legend li").count() > 1
+    assert tab.page.locator("figure[data-chart=memory]").inner_text().count(f"rank {WIDE_SLOW}") >= 1
 
 
 def test_matrices_are_decoded_as_python_decodes_them(tab: Tab, shown: Contents) -> None:
@@ -92,34 +93,85 @@ def test_quantities_are_written_as_in_the_report(tab: Tab) -> None:
 
 
 def test_axes_are_written_with_units(tab: Tab) -> None:
-    """Durations and bytes, short; ranks and steps plainly, and nothing that Bokeh could take for TeX."""
+    """Durations, short; ranks and steps plainly."""
     tab.show_all()
 
-    def ticks(name: str, axis: str, values: list[float]) -> Any:
-        axes = f"{tab.named(name)}.plot.{axis}axes[0]"
-        assert tab.value(f"{axes}.major_label_overrides.size") == 0
-        return tab.value(f"{axes}.formatter.format_graphics({values}, {{loc: 0}}).map(({{text}}) => text)")
+    def ticks(name: str, axis: int, values: list[float]) -> Any:
+        return tab.value(f"{tab.named(name)}.plot.axes[{axis}].values(null, {values})")
 
-    assert ticks("steps", "y", [0, 0.05, 0.1234, 2.5]) == ["0", "50 ms", "123 ms", "2.5 s"]
-    assert ticks("steps", "x", [0, 50, 1000]) == ["0", "50", "1000"]
-    assert ticks("heat", "y", [7.5, 0.5]) == ["rank 0", "rank 7"]
-    assert ticks("step", "x", [0, 0.5, 100]) == ["0", "500 us", "100 ms"]
+    assert ticks("steps", 1, [0, 0.05, 0.1234, 2.5]) == ["0", "50 ms", "123 ms", "2.5 s"]
+    assert ticks("steps", 0, [0, 50, 1000]) == ["0", "50", "1000"]
+    assert ticks("heat", 1, [0.5, 7.5])[0] == f"rank {SLOW_RANK}"
+    assert ticks("step", 0, [0, 0.5, 100]) == ["0", "500 us", "100 ms"]
 
 
-def test_heat_map_has_the_colours_of_its_picture(tab: Tab) -> None:
-    """The same value has the same colour with scripts as without, and "not compared" is no colour of a value."""
-    tab.show("heat")
-    values = [-0.4, -0.31, -0.11, -0.02, -0.005, 0.0, 0.009, 0.02, 0.06, 0.17, 0.29, 0.31, 0.5]
-    expected = [palette()[int(level)] for level in levels(np.array(values))]
-    bytes_of = "pixel => [...new Uint8Array(new Uint32Array([pixel]).buffer)]"
-    found = tab.value(f"{values}.map(value => {tab.named('heat')}.scale.at(value, 0)).map({bytes_of})")
-    for one, other in zip(found, expected, strict=True):
-        assert one[3] == pytest.approx(other[3], abs=1)
-        assert one[3] == 0 or tuple(one[:3]) == other[:3]
-    grey = tab.value(f"{tab.named('heat')}.scale.unknown.map({bytes_of})")
-    assert {tuple(each[:3]) for each in grey} == {(128, 128, 128)}
-    assert grey[0][3] != grey[1][3]
-    assert min(grey[0][3], grey[1][3]) > 30
+def test_colour_begins_where_an_excess_is_detectable(tab_of: TabOf, wide: Contents, tmp_path: Path) -> None:
+    """Below it a cell has none; slower is orange, faster blue, from there on the stronger the more."""
+    quiet: Any = copy.deepcopy(wide)
+    quiet["report"]["verdicts"] = [
+        {**quiet["report"]["verdicts"][0], "kind": "none", "rank": None, "evidence": {"detectable_s": 0.025}}
+    ]
+    of: Any = {}
+    for name, contents in (("slow", wide), ("quiet", quiet)):
+        tab = tab_of(written(tmp_path, name, contents)).open("#heat")
+        heat = tab.named("heat")
+        smallest = of[name] = tab.value(f"{heat}.smallest")
+        values = [-0.5, -smallest * 1.01, -smallest * 0.99, 0.0, smallest * 0.99, smallest * 1.01, 0.2, 0.5]
+        pixels = tab.value(f"{values}.map(value => [...new Uint8Array(new Uint32Array([{heat}.scaling.at(value, 0)])"
+                           ".buffer)])")  # fmt: skip
+        assert [pixel[3] > 0 for pixel in pixels] == [True, True, False, False, False, True, True, True]
+        assert all(red > blue for red, _, blue, _ in pixels[5:])
+        assert all(blue > red for red, _, blue, _ in pixels[:2])
+        assert pixels[5][3] < pixels[6][3] < pixels[7][3] == 255
+        words = tab.page.locator("figure[data-chart=heat] ul.legend").inner_text()
+        for word in ("slower", "faster"):
+            assert f"{percent(smallest)} {word}" in words
+            assert f"{percent(FULL_EXCESS)} or more {word}" in words
+    work = np.median(Steps(wide["steps"]).work_s[np.isfinite(Steps(wide["steps"]).work_s)])  # type: ignore[arg-type]
+    assert of["quiet"] == pytest.approx(0.025 / work, rel=0.01)
+    assert MIN_EXCESS <= of["slow"] < of["quiet"]
+
+
+def test_healthy_ranks_are_blank(tab_of: TabOf, wide_file: Path) -> None:
+    """Of the cells of healthy ranks at most one in a hundred has a colour; of the slow rank's nearly all have."""
+    tab = tab_of(wide_file).open("#heat")
+    coloured = """(({scaling, steps}, slow, since) => { const values = steps.values("excess"), found = [0, 0, 0, 0];
+        values.forEach((value, at) => { if (Number.isNaN(value)) return;
+          const isSlow = Math.floor(at / steps.columns) === slow && at % steps.columns >= since;
+          found[isSlow ? 0 : 2]++; if (scaling.at(value, 0)) found[isSlow ? 1 : 3]++; }); return found; })"""
+    slow, slow_coloured, healthy, healthy_coloured = tab.value(
+        f"({coloured})({tab.named('heat')}, {WIDE_SLOW}, {WIDE_SINCE})"
+    )
+    assert slow_coloured / slow > 0.95
+    assert healthy_coloured / healthy < 0.01
+
+
+def test_few_ranks_are_lines(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
+    """Below five ranks, each has a line of its compute time."""
+    tab = tab_of(written(tmp_path, "few", enlarged(shown, 2, 100, 1, 40))).open("#heat")
+    heat = tab.named("heat")
+    assert tab.value(f"{heat}.data.map(({{label}}) => label)") == ["rank 0", "rank 1"]
+    work = tab.value(f"{heat}.data[1].y[50]")
+    assert work == pytest.approx(tab.value("torchlensPage.steps.work[150]"))
+    tab.page.mouse.move(*tab.at("heat", 50.4, work))
+    assert f"rank 1: {duration(work)}" in tab.tip()
+    assert tab.value(f"{heat}.heading.textContent") == "Compute time per step"
+    assert tab.problems == []
+
+
+def test_ranks_that_matter_come_first(tab_of: TabOf, wide_file: Path) -> None:
+    """Of 64 ranks, the slow one is on top of some; a button shows all, and the address has it."""
+    tab = tab_of(wide_file).open("#heat")
+    ranks = f"{tab.named('heat')}.order.map(row => torchlensPage.steps.places[row].rank)"
+    assert tab.value(ranks)[0] == WIDE_SLOW
+    assert 8 <= len(tab.value(ranks)) <= 16
+    tab.value("torchlensPage.view.set({rank: 60})")
+    tab.settle()
+    assert 60 in tab.value(ranks)
+    tab.page.get_by_role("button", name=f"Show all {WIDE_RANKS}").click()
+    tab.settle()
+    assert len(tab.value(ranks)) == WIDE_RANKS
+    assert "rows=all" in tab.address()
 
 
 def test_no_rank_is_lost_where_rows_are_thinner_than_pixels(tab: Tab) -> None:
@@ -131,9 +183,9 @@ def test_no_rank_is_lost_where_rows_are_thinner_than_pixels(tab: Tab) -> None:
         const scale = { at: value => (Number.isNaN(value) ? 7 : value > 0.2 ? 9 : 1) };
         const order = Array.from({ length: ranks }, (_, row) => row);
         const most = { rows: 500, columns: 100 };
-        const made = torchlens.heatPixels(values, columns, order, [0, ranks], [0, columns], most, scale);
+        const made = torchlens.heatPixels(values, columns, order, [0, columns], most, scale);
         const at = made.pixels.indexOf(9);
-        return { height: made.height, at: [at % made.width, made.height - 1 - Math.floor(at / made.width)],
+        return { height: made.height, at: [at % made.width, Math.floor(at / made.width)],
                  row: made.rows[at], column: made.columns[at], count: made.pixels.filter(each => each === 9).length,
                  unknown: made.pixels.filter(each => each === 7).length }; })()"""
     )
@@ -142,44 +194,35 @@ def test_no_rank_is_lost_where_rows_are_thinner_than_pixels(tab: Tab) -> None:
 
 def test_hover_on_the_heat_map(tab: Tab) -> None:
     """Rank, host, step, value and what a column did."""
-    tab.page.mouse.move(*tab.at("heat", SINCE_STEP + 20.5, 8 - SLOW_RANK - 0.5))
+    tab.open("#heat;order=rank")
+    tab.page.mouse.move(*tab.at("heat", SINCE_STEP + 20.5, SLOW_RANK + 0.5))
     text = tab.tip()
     assert f"rank {SLOW_RANK} on node-0001, step {SINCE_STEP + 20}" in text
     values = {key: tab.value(f"torchlensPage.steps.values('{key}')[{SLOW_RANK} * {STEPS} + {SINCE_STEP + 20}]")
               for key in ("excess", "step", "work")}  # fmt: skip
-    assert f"more work than the others: +{percent(values['excess'])}" in text
+    assert f"excess over the other ranks: +{percent(values['excess'])}" in text
     assert f"step time: {duration(values['step'])}" in text
-    assert f"work: {duration(values['work'])}" in text
+    assert f"compute: {duration(values['work'])}" in text
     tab.page.mouse.move(2, 300)
     assert tab.tip() == ""
 
 
 def test_hover_says_not_compared_and_not_zero(tab_of: TabOf, wide_file: Path) -> None:
     """A sampled step is not compared, and says what it did besides training."""
-    tab = tab_of(wide_file).open("#heat")
-    tab.page.mouse.move(*tab.at("heat", 32.5, WIDE_RANKS - 20.5))
-    assert "more work than the others: not compared" in tab.tip()
-    assert "work: not measured" in tab.tip()
-    tab.page.mouse.move(*tab.at("heat", 99.5, WIDE_RANKS - 20.5))
-    assert "did: checkpoint" in tab.tip()
+    tab = tab_of(wide_file).open("#heat;order=rank;rows=all")
+    tab.page.mouse.move(*tab.at("heat", 32.5, 20.5))
+    assert "excess over the other ranks: not compared" in tab.tip()
+    assert "compute: not measured" in tab.tip()
+    tab.page.mouse.move(*tab.at("heat", 99.5, 20.5))
+    assert "also: checkpoint" in tab.tip()
 
 
-def test_hover_on_the_other_charts(tab_of: TabOf, wide_file: Path, wide: Contents) -> None:
-    """Each says what is under the pointer, as its picture's tables do."""
+def test_hover_on_the_other_charts(tab_of: TabOf, wide_file: Path) -> None:
+    """Each says what is under the pointer."""
     tab = tab_of(wide_file).open()
     tab.page.mouse.move(*tab.at("steps", WIDE_SINCE + 10.5, 0.1))
     assert f"step {WIDE_SINCE + 10}" in tab.tip()
     assert f"rank {WIDE_SLOW} is slow in forward" in tab.tip()
-    tab.page.mouse.move(*tab.at("phases", 0.1, 23.5))
-    first = by_prominence(wide["report"])[0]
-    assert first["typical"] is not None
-    assert tab.tip().splitlines()[0] == f"rank {first['rank']}"
-    assert f"forward: {duration(first['typical']['parts']['forward'])}" in tab.tip()
-    tab.page.mouse.move(*tab.at("modules", 0.001, len(wide["report"]["modules"]) - 0.5))
-    assert wide["report"]["modules"][0]["name"] in tab.tip()
-    assert f"{duration(wide['report']['modules'][0]['own_s_per_step'])} a step" in tab.tip()
-    tab.page.mouse.move(*tab.at("collectives", 0.001, 0.5))
-    assert "came last in" in tab.tip()
     tab.page.mouse.move(*tab.at("memory", 100.5, 2.6e9))
     assert f"rank {WIDE_SLOW}: 2.6 GB" in tab.tip() or f"rank {WIDE_SLOW}: 2.5 GB" in tab.tip()
     assert tab.problems == []
@@ -187,12 +230,11 @@ def test_hover_on_the_other_charts(tab_of: TabOf, wide_file: Path, wide: Content
 
 def test_telemetry_is_read_at_the_pointer_and_gaps_are_gaps(tab_of: TabOf, wide_file: Path) -> None:
     tab = tab_of(wide_file).open("#telemetry")
-    place = tab.page.locator("#telemetry .part .chart").first
-    box = place.bounding_box()
-    tab.page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 25)
+    tab.show("telemetry")
+    tab.page.mouse.move(*tab.at("telemetry", 40.0, 85.0))
     assert f"rank {WIDE_SLOW}: 8" in tab.tip()  # hotter than 80 degrees
     assert "°C" in tab.tip()
-    gap = "torchlensPage.charts.find(({title}) => title).data[0].y.slice(100, 110).every(Number.isNaN)"
+    gap = f"{tab.named('telemetry')}.data[0].y.slice(100, 110).every(value => value === null)"
     assert tab.value(gap)
 
 
@@ -207,11 +249,11 @@ def test_time_line_shows_who_waits_for_whom(tab: Tab, shown: Contents) -> None:
         for rank, wait in joined["wait_us"].items()
         if wait and joined["last_rank"] != int(rank)
     }
-    drawn = tab.value(f"{line}.waits.left.map((at, index) => {line}.waits.right[index] - at)")
+    drawn = tab.value(f"{line}.laid.spans.filter(each => each.waitUntil).map(each => each.waitUntil - each.left)")
     assert sorted(drawn) == pytest.approx(sorted(wait / 1e3 for wait in waits.values()), abs=2e-3)
     lasts = sum(joined["last_rank"] is not None for joined in step["collectives"])
-    assert tab.value(f"{line}.lasts.x.length") == lasts
-    assert tab.page.locator("figure[data-chart=step] p.chart-words").inner_text().startswith(_words(step))
+    assert tab.value(f"{line}.laid.spans.filter(each => each.isLast).length") == lasts
+    assert tab.page.locator("figure[data-chart=step] figcaption").inner_text() == _words(step)
 
 
 def test_hover_on_the_time_line(tab: Tab, shown: Contents) -> None:
@@ -222,27 +264,143 @@ def test_hover_on_the_time_line(tab: Tab, shown: Contents) -> None:
     joined = max(step["collectives"], key=lambda each: max(wait or 0 for wait in each["wait_us"].values()))
     waiter = max(joined["wait_us"], key=lambda rank: joined["wait_us"][rank] or 0)
     place = tab.value(
-        f"""(() => {{ const line = {line}, at = line.about.findIndex(({{rank, key}}) => rank === {waiter} && key ===
-        `allreduce {joined["group_name"]} {joined["number"]}`); const {{left, right, top, bottom}} = line.spans;
-        return [(left[at] + right[at]) / 2, (top[at] + bottom[at]) / 2]; }})()"""
+        f"""(({{left, right, y}}) => [(left + right) / 2, y + 7])({line}.laid.spans.find(({{rank, key}}) =>
+        rank === {waiter} && key === `allreduce {joined["group_name"]} {joined["number"]}`))"""
     )
     tab.page.mouse.move(*tab.at("step", *place))
     text = tab.tip()
-    assert f"rank {joined['last_rank']} came last" in text
+    assert f"last to arrive: rank {joined['last_rank']}" in text
     assert f"waited {duration((joined['wait_us'][waiter] or 0) / 1e6)}" in text
-    assert tab.value(f"{line}.focus.spans.data.left.length") == len(joined["wait_us"])
+    assert tab.value(f"{line}.laid.byKey.get({line}.pointed).length") == len(joined["wait_us"])
+
+
+def test_keys_zoom_and_move_the_time_line(tab: Tab) -> None:
+    """W and S zoom, A and D move, 0 shows the whole step; a drag zooms too."""
+    tab.show("step")
+    tab.chart("step").focus()
+    line = tab.named("step")
+    window = f"{line}.window"
+    begin, end = tab.value(window)
+    tab.page.keyboard.press("w")
+    inner = tab.value(window)
+    assert (inner[1] - inner[0]) == pytest.approx((end - begin) / 2)
+    tab.page.keyboard.press("d")
+    assert tab.value(window)[0] > inner[0]
+    tab.page.keyboard.press("a")
+    assert tab.value(window) == pytest.approx(inner)
+    assert tab.value(f"[{line}.plot.scales.x.min, {line}.plot.scales.x.max]") == pytest.approx(inner)
+    tab.page.keyboard.press("s")
+    assert tab.value(window) == pytest.approx([begin, end])
+    since, until = begin + (end - begin) / 4, begin + (end - begin) / 2
+    at, there = tab.at("step", since, 5), tab.at("step", until, 5)
+    tab.page.mouse.move(*at)
+    tab.page.mouse.down()
+    tab.page.mouse.move(*there, steps=3)
+    tab.page.mouse.up()
+    assert tab.value(window) == pytest.approx([since, until], rel=0.02)
+    tab.page.keyboard.press("0")
+    assert tab.value(window) == pytest.approx([begin, end])
 
 
 def test_device_lanes(tab_of: TabOf, device_file: Path) -> None:
-    """Work on a device has a lane of its own, and phases can be had by its clock."""
+    """Work on a device has a lane of its own, and phases have bars by its clock."""
     tab = tab_of(device_file).open("#step")
-    lanes: Any = tab.value(
-        "[...torchlensPage.charts.find(({figure}) => figure.dataset.chart === 'step').labels.values()]"
-    )
+    lanes: Any = tab.value(f"[...{tab.named('step')}.laid.labels.values()]")
     assert "device" in lanes
     tab.show("phases")
-    before = tab.page.locator("figure[data-chart=phases] p.chart-words")
-    tab.page.select_option("select[name=clock]", "device")
-    tab.settle()
-    assert "by the device's clock" in before.inner_text()
+    assert "device clock" in tab.page.locator("#phases-device h3").inner_text()
     assert tab.problems == []
+
+
+# -- bars
+
+
+def test_bars_are_the_report_numbers_and_choose_a_rank(tab: Tab, shown: Contents) -> None:
+    """The lengths and titles of a rank's bar are those of its typical step; a click chooses the rank everywhere."""
+    tab.show("phases")
+    rank = next(each for each in shown["report"]["ranks"] if each["rank"] == SLOW_RANK)
+    assert rank["typical"] is not None
+    row = tab.page.locator(f"#phases-host [data-rank='{SLOW_RANK}']")
+    forward = row.locator("rect[data-part=forward]")
+    assert f"forward: {duration(rank['typical']['parts']['forward'])}" in forward.locator("title").inner_html()
+    longest = max(each["typical"]["s"] for each in shown["report"]["ranks"] if each["typical"] is not None)
+    expected = rank["typical"]["parts"]["forward"] / longest
+    width = forward.bounding_box()["width"] / row.locator("svg").bounding_box()["width"]
+    assert width == pytest.approx(expected, abs=0.02)
+    forward.click()
+    tab.settle()
+    assert tab.view()["rank"] == SLOW_RANK
+    assert "chosen" in row.get_attribute("class")
+
+
+def test_a_slow_module_is_a_pair_of_bars(tab: Tab, shown: Contents) -> None:
+    """The slowest rank beside the median of the others, the slow rank's in its colour."""
+    tab.show("modules")
+    row = shown["report"]["modules"][0]
+    slowest = max(row["by_rank"], key=lambda rank: row["by_rank"][rank])
+    bars = tab.page.locator("#modules-bars .bars > div")
+    first = bars.nth(0)
+    assert first.locator(".label").inner_text() == f"rank {slowest} (slowest)"
+    assert first.locator(".value").inner_text() == duration(row["by_rank"][slowest])
+    assert bars.nth(1).locator(".label").inner_text() == "median of the others"
+    slower = tab.value("(() => { const made = document.createElement('i'); made.style.color = "
+                       "torchlens.colours().slower; document.body.append(made); const found = "
+                       "getComputedStyle(made).color; made.remove(); return found; })()")  # fmt: skip
+    assert int(slowest) == SLOW_RANK
+    assert tab.value(f"getComputedStyle(document.querySelector('#modules-bars [data-rank=\"{slowest}\"] rect')).fill"
+                     ) == slower  # fmt: skip
+
+
+# -- export
+
+
+def exported(tab: Tab, figure: Any, kind: str) -> bytes:
+    with tab.page.expect_download() as waiting:
+        button = figure.get_by_role("button", name=f"as {kind}")
+        button.focus()
+        tab.page.keyboard.press("Enter")
+    assert waiting.value.suggested_filename.endswith(f".{kind.lower()}")
+    return Path(waiting.value.path()).read_bytes()
+
+
+def test_every_chart_is_exported(tab_of: TabOf, wide_file: Path) -> None:
+    """Each as a PNG of its size and a CSV with numbers, by keys."""
+    tab = tab_of(wide_file).open()
+    tab.show_all()
+    figures = tab.page.locator("main figure")
+    assert figures.count() == 8
+    for figure in figures.all():
+        figure.scroll_into_view_if_needed()
+        tab.settle()
+        picture = exported(tab, figure, "PNG")
+        assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+        width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
+        assert width > 600
+        assert height > 80
+        rows = list(csv.reader(exported(tab, figure, "CSV").decode().splitlines()))
+        assert len(rows) > 1
+        assert {len(row) for row in rows} == {len(rows[0])}
+    assert tab.problems == []
+
+
+def test_exported_numbers_are_those_of_the_page(tab: Tab, shown: Contents) -> None:
+    tab.show_all()
+    matrices = shown["steps"]
+    assert matrices is not None
+    rows = list(csv.DictReader(exported(tab, tab.show("steps").locator("figure"), "CSV").decode().splitlines()))
+    assert [float(row["p50_s"]) for row in rows] == pytest.approx(matrices["bands"]["p50_s"])
+    assert [int(row["first_step"]) for row in rows] == matrices["columns"]["first_steps"]
+    rows = list(csv.DictReader(exported(tab, tab.show("heat").locator("figure"), "CSV").decode().splitlines()))
+    found = np.array([float(row["excess_share"] or "nan") for row in rows if row["rank"] == str(SLOW_RANK)])
+    np.testing.assert_allclose(found, Steps(matrices).excess()[SLOW_RANK], rtol=1e-5, atol=1e-6)
+    phases = tab.show("phases").locator("#phases-host")
+    parts = next(each for each in csv.DictReader(exported(tab, phases, "CSV").decode().splitlines()))
+    typical = shown["report"]["ranks"][SLOW_RANK]["typical"]
+    assert typical is not None
+    assert parts["label"] == f"rank {SLOW_RANK}"
+    assert float(parts["forward_s"]) == pytest.approx(typical["parts"]["forward"], rel=1e-4)
+
+
+def test_names_are_no_formulas_in_an_export(tab: Tab) -> None:
+    made = tab.value("""torchlens.csv([["=1+1", "@x", 'a"b,c', -1.5, NaN, null, "+\\u202ex"]])""")
+    assert made == '\'=1+1,\'@x,"a""b,c",-1.5,,,\'+?x\r\n'

@@ -8,8 +8,6 @@ import pytest
 
 from tests.page.browser.conftest import WIDE_SINCE, WIDE_SLOW, WIDE_STEPS, TabOf
 from tests.page.browser.tab import need_browser
-from torchlens_perf.page.contents import Contents
-from torchlens_perf.page.document import html, scripts
 
 need_browser()
 
@@ -17,7 +15,7 @@ LIGHT_AND_DARK = pytest.mark.parametrize("dark", [False, True], ids=["light", "d
 VIEW = f"#heat;steps={WIDE_SINCE - 20}-{WIDE_SINCE + 79};rank={WIDE_SLOW};step={WIDE_SINCE}"
 
 OVERLAPS = """[...document.querySelectorAll("main > section")].flatMap(section => {
-    const parts = "h2, p, .chart, .scale, .controls, .scrolls, summary, ul";
+    const parts = "h2, h3, p, .chart, .bars, figcaption, .controls, .scrolls, summary, ul";
     const all = [...section.querySelectorAll(parts)].filter(each => each.checkVisibility() && each.textContent
       && !each.closest(".tip, .hidden-words") && !each.parentElement.closest("li, ul, .controls"));
     const boxes = all.map(each => [each.className || each.tagName, each, each.getBoundingClientRect()]);
@@ -25,11 +23,6 @@ OVERLAPS = """[...document.querySelectorAll("main > section")].flatMap(section =
       .filter(([, other, b]) => !one.contains(other) && a.bottom > b.top + 1 && b.bottom > a.top + 1
         && a.right > b.left + 1 && b.right > a.left + 1)
       .map(([other]) => [section.id, name, other])); })"""
-TOUCH_ACTIONS = """torchlensPage.charts.map(({ drawn }) => { const walk = root => {
-    for (const each of root.querySelectorAll("*")) {
-      if (each.classList.contains("bk-events")) return getComputedStyle(each).touchAction;
-      const found = each.shadowRoot && walk(each.shadowRoot);
-      if (found) return found; } }; return walk(drawn); })"""
 
 
 @LIGHT_AND_DARK
@@ -57,7 +50,8 @@ def test_screenshots(tab_of: TabOf, wide_file: Path, shots: Path, dark: bool, ph
     tab.show_all()
     assert tab.value("document.documentElement.scrollWidth <= innerWidth")
     sizes = tab.value(
-        "torchlensPage.charts.map(({place}) => [place.scrollWidth - place.clientWidth, place.clientHeight])"
+        "[...document.querySelectorAll('.chart, .bars')].map(place => [place.scrollWidth - place.clientWidth, "
+        "place.clientHeight])"
     )
     assert all(over <= 0 for over, _ in sizes)
     assert all(60 < height < 1400 for _, height in sizes)
@@ -81,39 +75,41 @@ def test_a_finger_scrolls_the_page_and_selects_across(tab_of: TabOf, wide_file: 
     """Charts keep to themselves what goes sideways only."""
     tab = tab_of(wide_file, phone=True).open("#heat")
     tab.show_all()
-    actions = tab.value(TOUCH_ACTIONS)
+    actions = tab.value("torchlensPage.charts.map(({plot}) => getComputedStyle(plot.over).touchAction)")
     assert set(actions) == {"pan-y pinch-zoom"}
-    tab.page.touchscreen.tap(*tab.at("heat", 100.5, 30.5))
+    tab.page.touchscreen.tap(*tab.at("heat", 100.5, 3.5))
     tab.settle()
     assert tab.view()["step"] is not None
 
 
-def test_without_the_library_tables_and_themes_still_work(
-    tab_of: TabOf, wide: Contents, wide_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pictures in place of charts, under a policy that lets in no style but the page's own."""
-    monkeypatch.setattr(html, "chart_library", lambda: None)
-    path = tmp_path / "plain.html"
-    path.write_text(html.document(wide), "utf-8")
-    library = scripts.chart_library()
-    assert library is not None
-    assert path.stat().st_size <= wide_file.stat().st_size - len(library.packed)
-    tab = tab_of(path).open("#ranks;theme=dark")
-    assert tab.value("torchlensPage.charts.length") == 0
-    assert tab.value("document.documentElement.dataset.theme") == "dark"
-    tab.show("ranks").get_by_role("columnheader", name="wait", exact=True).get_by_role("button").click()
-    assert tab.page.locator("figure[data-chart] > .picture:visible").count() >= 6
-    assert "'unsafe-inline'" not in tab.page.content().partition("</head>")[0].partition("<style")[0]
-    assert (tab.problems, tab.foreign()) == ([], [])
+SMALLEST = """[...document.querySelectorAll("figure *")].filter(each => each.checkVisibility() && !each.closest("title")
+    && [...each.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()))
+    .map(each => parseFloat(getComputedStyle(each).fontSize))"""
+
+
+def test_a_phone_shows_whole_charts_in_readable_letters(tab_of: TabOf, wide_file: Path) -> None:
+    """No chart scrolls sideways or is wider than the screen; text has 11 pixels at least."""
+    tab = tab_of(wide_file, phone=True).open()
+    tab.show_all()
+    edges = tab.value("[...document.querySelectorAll('figure, figure canvas, .bars')].map(each => "
+                      "[each.getBoundingClientRect().left, each.getBoundingClientRect().right, "
+                      "getComputedStyle(each).overflowX])")  # fmt: skip
+    assert all(left >= 0 and right <= 390 and overflow != "auto" for left, right, overflow in edges)
+    assert min(tab.value(SMALLEST)) >= 11
+    fonts = tab.value("torchlensPage.charts.flatMap(({plot}) => plot.axes.map(({font}) => font[0] ?? font))")
+    assert all(int(str(font).partition("px")[0].rpartition(" ")[2]) >= 11 for font in fonts)
 
 
 def test_without_scripts_everything_is_there(tab_of: TabOf, wide_file: Path) -> None:
-    """Pictures, words and tables; nothing is asked for."""
+    """Verdicts, words, tables and bars; a chart says that it needs scripts; nothing is asked for."""
     tab = tab_of(wide_file, scripts=False)
     tab.page.goto(wide_file.as_uri())
-    assert tab.page.locator("figure[data-chart]").count() == 8
+    assert tab.page.locator("figure[data-chart]").count() == 6
     assert tab.page.locator(".chart, .controls, select").count() == 0
-    assert tab.page.locator("figure[data-chart=heat] > .picture").is_visible()
+    assert tab.page.locator("figure[data-chart=heat]").get_by_text("needs JavaScript").is_visible()
+    assert tab.page.locator("#phases-host svg.bar").count() == 24
+    assert tab.page.locator("#phases-host svg.bar rect").first.bounding_box()["width"] > 2
+    assert tab.page.locator("#verdict-1").is_visible()
     assert tab.foreign() == []
 
 

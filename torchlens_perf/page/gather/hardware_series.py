@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
+NO_CPU_TITLE = "CPU contention (runnable but not scheduled)"
 MAX_POINTS = 240  # of a series: means over stretches of time
 _WORTH_SHOWING = 0.01  # share of a step without a CPU
 _GAUGE, _LEVEL, _RATE, _SHARE, _COUNT = range(5)
@@ -40,13 +41,13 @@ _GPU = {
     "sm_clock_hz": _Quantity("SM clock", "Hz", _GAUGE),
     "temperature_c": _Quantity("GPU temperature", "Cel", _GAUGE),
     "power_w": _Quantity("GPU power", "W", _GAUGE),
-    "throttle_thermal_ns": _Quantity("throttled by heat", "%", _SHARE),
-    "throttle_hw_thermal_ns": _Quantity("throttled by heat, by the hardware", "%", _SHARE),
-    "throttle_power_ns": _Quantity("throttled by the power limit", "%", _SHARE),
-    "throttle_hw_power_brake_ns": _Quantity("throttled by the power brake", "%", _SHARE),
-    "throttle_sync_boost_ns": _Quantity("throttled by sync boost", "%", _SHARE),
+    "throttle_thermal_ns": _Quantity("Throttled by heat", "%", _SHARE),
+    "throttle_hw_thermal_ns": _Quantity("Throttled by heat, by the hardware", "%", _SHARE),
+    "throttle_power_ns": _Quantity("Throttled by the power limit", "%", _SHARE),
+    "throttle_hw_power_brake_ns": _Quantity("Throttled by the power brake", "%", _SHARE),
+    "throttle_sync_boost_ns": _Quantity("Throttled by sync boost", "%", _SHARE),
     "xids": _Quantity("XID errors", "1", _COUNT),
-    "ecc_uncorrected": _Quantity("uncorrected ECC errors", "1", _COUNT),
+    "ecc_uncorrected": _Quantity("Uncorrected ECC errors", "1", _COUNT),
     "sm_active": _Quantity("SMs active", "%", _LEVEL),
     "busy": _Quantity("GPU busy: any kernel runs", "%", _LEVEL),
     "memory_used_bytes": _Quantity("GPU memory used, by all processes", "By", _GAUGE),
@@ -56,9 +57,9 @@ _GPU = {
     "nvlink_errors": _Quantity("NVLink errors", "1", _COUNT),
 }
 _LINK = {
-    "transmitted_bytes": _Quantity("port transmitted", "By/s", _RATE),
-    "received_bytes": _Quantity("port received", "By/s", _RATE),
-    **{name: _Quantity(f"port: {name.replace('_', ' ')}", "1", _COUNT) for name in LINK_ERRORS},
+    "transmitted_bytes": _Quantity("Network transmitted", "By/s", _RATE),
+    "received_bytes": _Quantity("Network received", "By/s", _RATE),
+    **{name: _Quantity(f"Network port: {name.replace('_', ' ')}", "1", _COUNT) for name in LINK_ERRORS},
 }
 
 
@@ -97,14 +98,14 @@ def rank_series(
     for rank in ranks:
         shares = grid.no_cpu_share(row_of[rank])
         if np.nanmax(shares, initial=0.0) >= _WORTH_SHOWING:
-            found.append(_one("ready to run, and no CPU was free", "%", f"rank {rank}", rank, started, 100 * shares))
+            found.append(_one(NO_CPU_TITLE, "%", f"rank {rank}", rank, started, 100 * shares))
         readings = processes[rank].statistics.memory.readings
         if not readings or not known.any():
             continue
         at = np.interp([each.step for each in readings], first_steps[known], started[known])
         for name, title in (
-            ("allocated_bytes", "device memory allocated"),
-            ("reserved_bytes", "device memory reserved"),
+            ("allocated_bytes", "Device memory allocated"),
+            ("reserved_bytes", "Device memory reserved"),
         ):
             values = np.array([np.nan if (value := getattr(each, name)) is None else value for each in readings])
             if np.isfinite(values).any():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torchlens_perf.page.sections.causes import causes
 from torchlens_perf.page.sections.collectives import collectives
 from torchlens_perf.page.sections.heat import heat
 from torchlens_perf.page.sections.memory import memory
@@ -14,26 +13,26 @@ from torchlens_perf.page.sections.phases import phases
 from torchlens_perf.page.sections.quality import quality
 from torchlens_perf.page.sections.ranks import ranks
 from torchlens_perf.page.sections.step import step
-from torchlens_perf.page.sections.steps import steps
+from torchlens_perf.page.sections.steps import outliers, steps
 from torchlens_perf.page.sections.telemetry import telemetry
 from torchlens_perf.page.sections.verdicts import verdicts
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
-    from torchlens_perf.page.pictures.markup import Element
+    from torchlens_perf.view.markup import Element
 
-# Fragment, label, and what makes it; that returns None where there is nothing to show.
 SECTIONS: tuple[tuple[str, str, Callable[[Contents], Element | None]], ...] = (
-    ("verdicts", "Verdicts", verdicts),
-    ("ranks", "Ranks", ranks),
+    ("verdicts", "Verdict", verdicts),
+    ("heat", "Heat map", heat),
     ("steps", "Step time", steps),
-    ("heat", "Ranks by step", heat),
+    ("ranks", "Ranks", ranks),
     ("phases", "Phases", phases),
-    ("step", "One step", step),
     ("modules", "Modules", modules),
+    ("step", "One step", step),
+    ("outliers", "Outlier steps", outliers),
     ("collectives", "Collectives", collectives),
     ("memory", "Memory", memory),
     ("telemetry", "Hardware", telemetry),
-    ("causes", "Causes", causes),
-    ("quality", "Quality and cost", quality),
+    ("quality", "Data quality", quality),
 )
+"""Fragment, label, and what makes the section; it returns None where there is nothing to show."""

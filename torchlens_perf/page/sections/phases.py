@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.page.pictures.markup import Element, tag
-from torchlens_perf.page.pictures.phases import WORDS, Bar, part_legend, phases_picture
-from torchlens_perf.page.sections.ranks import by_prominence, named_ranks
-from torchlens_perf.page.sections.section import details, figure, of_picture, section, table
+from torchlens_perf.page.sections.bars import Bar, bars
+from torchlens_perf.page.sections.ranks import RANK_TABLES, by_prominence, named_ranks
+from torchlens_perf.page.sections.section import tables_of
 from torchlens_perf.run.records import PARTS
+from torchlens_perf.view.html import section
+from torchlens_perf.view.markup import Element, tag
+from torchlens_perf.view.theme import PARTS as NAMES
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
     from torchlens_perf.verdicts.words.report import Rank, Report
 
-_MAX_BARS = 24
-
-
-_HIDDEN = "A device that waits for other ranks does not show what its host does meanwhile."
+_MAX_BARS = 8
+_HIDDEN = "A device that waits for other ranks hides what its host does."
 
 
 def phases(contents: Contents) -> Element | None:
@@ -35,73 +35,64 @@ def phases(contents: Contents) -> Element | None:
     }
     if of_device:
         made.append(_part(report, shown, "device", of_device))
-    rest = f"{len(shown)} of {len(rows)} ranks, those that stand out first." if len(shown) < len(rows) else None
-    return section("phases", "Phases", made, tag("p", rest, class_="note") if rest else None)
+    rest = f"{len(shown)} of {len(rows)} ranks, slow ones first." if len(shown) < len(rows) else None
+    note = tag("p", rest, class_="note") if rest else None
+    one = report["run"]["world_size"] == 1
+    return section("phases", "Phases", made, note, tables_of(contents, *RANK_TABLES) if one else None)
 
 
 def _part(report: Report, ranks: list[Rank], clock: str, parts_of: dict[int, dict[str, float]]) -> list[Element]:
     named = named_ranks(report)
+    shown = [rank for rank in ranks if rank["rank"] in parts_of]
     seen = [part for part in PARTS if any(part in parts for parts in parts_of.values())]
-    bars = [
-        Bar(
-            f"rank {rank['rank']}",
-            {part: parts_of[rank["rank"]].get(part, 0.0) for part in seen},
-            rank["rank"] in named,
-        )
-        for rank in ranks
-        if rank["rank"] in parts_of
-    ]
+    rows = []
+    for rank in shown:
+        parts = {part: parts_of[rank["rank"]].get(part, 0.0) for part in seen}
+        if clock == "host":
+            parts = _without_contention(parts, rank)
+        rows.append(Bar(f"rank {rank['rank']}", parts, rank["rank"], rank["rank"] in named))
     own = report["steps"]["own_time"]
     hidden = clock == "device" and own is not None and own["is_hidden"]
-    words = _words(bars, clock, hidden=hidden)
-    picture = phases_picture(bars, words, f"phases-{clock}-picture")
-    chart = "phases" if clock == "host" else None
-    rows = [
-        [bar.label, *(_cell(parts_of[rank["rank"]], part, rank) for part in seen)]
-        for bar, rank in zip(bars, (rank for rank in ranks if rank["rank"] in parts_of), strict=True)
-    ]
-    caption = f"Parts of a typical step, by the {clock}'s clock"
-    made = [
-        figure(chart, picture, [tag("strong", words), of_picture(part_legend(seen))]),
-        details("As a table", table(caption, ["rank", *(WORDS.get(part, part) for part in seen)], rows)),
-    ]
+    title = f"Typical step by part ({clock} clock)"
+    made = [bars(f"phases-{clock}", title, rows, _words(rows, hidden=hidden))]
     missing = sorted({part for rank in ranks for part in rank["not_measured"]})
     if missing and clock == "host":
-        names = ", ".join(WORDS.get(part, part) for part in missing)
+        names = ", ".join(NAMES[part].name for part in missing)
         made.append(tag("p", f"Not measured on some ranks, and part of backward there: {names}.", class_="note"))
     return made
 
 
-def _cell(parts: dict[str, float], part: str, rank: Rank) -> str:
-    if part in parts:
-        return duration(parts[part])
-    return "not measured" if part in rank["not_measured"] else "-"
+def _without_contention(parts: dict[str, float], rank: Rank) -> dict[str, float]:
+    """Take CPU contention out of the parts it lies in, as a part of its own."""
+    lack = rank["typical"]["lack_of_cpu"] if rank["typical"] is not None else None
+    if not lack or sum(lack.values()) <= 0:
+        return parts
+    taken = {part: min(value, lack.get(part, 0.0)) for part, value in parts.items()}
+    return {**{part: value - taken[part] for part, value in parts.items()}, "cpu": sum(taken.values())}
 
 
-def _words(bars: list[Bar], clock: str, *, hidden: bool) -> str:
-    """The largest part of all bars, and of the first one what is larger than on the others.
+def _words(rows: list[Bar], *, hidden: bool) -> str:
+    """Return the largest part, or what takes longer on the slow rank.
 
-    hidden: devices hide what their hosts do, and so cannot tell that.
+    hidden: devices that wait hide what their hosts do, so that this clock cannot tell.
     """
-    total = sum(sum(bar.parts_s.values()) for bar in bars)
-    if not total:
-        return f"Parts of a typical step by the {clock}'s clock."
-    sums = {part: sum(bar.parts_s[part] for bar in bars) for part in bars[0].parts_s}
-    largest = max(sums, key=lambda part: sums[part])
-    share = percent(sums[largest] / total)
-    text = f"By the {clock}'s clock, most of a typical step is {WORDS.get(largest, largest)}: {share}"
-    marked = next((bar for bar in bars if bar.marked), None)
-    others = [bar for bar in bars if not bar.marked]
     if hidden:
-        return f"{text}. {_HIDDEN}"
-    if marked is None or not others:
-        return f"{text}."
-    usual = {part: sum(bar.parts_s[part] for bar in others) / len(others) for part in sums}
-    own = [part for part in usual if part != "communication"]
-    more = max(own, key=lambda part: marked.parts_s[part] - usual[part], default=None)
-    if more is None or marked.parts_s[more] <= usual[more]:
-        return f"{text}."
-    return (
-        f"{text}. {marked.label.capitalize()} takes most longer in {WORDS.get(more, more)}: "
-        f"{duration(marked.parts_s[more])} against {duration(usual[more])}, the mean of the others shown."
-    )
+        return _HIDDEN
+    parts = list(dict.fromkeys(part for row in rows for part in row.seconds))
+    total = sum(sum(row.seconds.values()) for row in rows)
+    if not total:
+        return "No part was measured."
+    slow = next((row for row in rows if row.slow), None)
+    others = [row for row in rows if not row.slow]
+    if slow is not None and others:
+        usual = {part: sum(row.seconds.get(part, 0.0) for row in others) / len(others) for part in parts}
+        own = [part for part in parts if part != "communication"]
+        more = max(own, key=lambda part: slow.seconds.get(part, 0.0) - usual[part], default=None)
+        if more is not None and slow.seconds.get(more, 0.0) > usual[more]:
+            return (
+                f"Largest gap: {slow.label} spends {duration(slow.seconds[more])} in {NAMES[more].name}; the others "
+                f"average {duration(usual[more])}."
+            )
+    sums = {part: sum(row.seconds.get(part, 0.0) for row in rows) for part in parts}
+    largest = max(sums, key=lambda part: sums[part])
+    return f"Largest part: {NAMES[largest].name}, {percent(sums[largest] / total)}."

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount, duration
-from torchlens_perf.page.pictures.markup import Child, Element, name, tag
-from torchlens_perf.page.pictures.time_line import legend, time_line
-from torchlens_perf.page.sections.ranks import named_ranks
-from torchlens_perf.page.sections.section import details, figure, of_picture, section, table
+from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.view.html import figure, section
+from torchlens_perf.view.markup import Element
 
 if TYPE_CHECKING:
-    from torchlens_perf.page.contents import CollectiveJoined, Contents, RankTrace, StepTraceRow
+    from torchlens_perf.page.contents import Contents, RankTrace, StepTraceRow
 
 _MAX_COLLECTIVES = 24
 _MAX_STEPS = 64
@@ -22,28 +20,11 @@ def step(contents: Contents) -> Element | None:
     if not traces["steps"]:
         return None
     shown = traces["steps"][0]
-    named = named_ranks(contents["report"])
-    words = _words(shown)
-    picture = time_line(shown, traces["names"], named, words)
-    left_out = f" {shown['ranks_left_out']} other ranks are left out." if shown["ranks_left_out"] else ""
-    unknown = " Ranks with * begin at 0 here: when they really did is not known." if _some_unknown(shown) else ""
-    caption: Child = [
-        tag("strong", words),
-        of_picture(f" Step {shown['step']}, {shown['why']}. {shown['clock']}{unknown}{left_out}"),
-        of_picture(legend(shown)),
-    ]
     return section(
         "step",
-        "One step, all ranks",
-        figure("step", picture, caption),
-        _collectives(shown),
-        _ranks(shown),
-        _all_steps(traces["steps"]),
+        "One step",
+        figure("step", "Time line of one step", _words(shown)),
     )
-
-
-def _some_unknown(shown: StepTraceRow) -> bool:
-    return any(trace["offset_us"] is None for trace in shown["ranks"])
 
 
 def _words(shown: StepTraceRow) -> str:
@@ -60,15 +41,14 @@ def _words(shown: StepTraceRow) -> str:
         last = max(blocked, key=lambda each: max(blocked[each].values()))
         waiter = max(blocked[last], key=lambda rank: blocked[last][rank])
         waited = duration(blocked[last][waiter] / 1e6)
-        text += f"; in collectives in which rank {last} comes last, rank {waiter} waits {waited}, the most"
-        text += " of those shown" if shown["ranks_left_out"] else " of all"
+        text += f"; rank {waiter} waits {waited} for rank {last}"
     elif len(shown["ranks"]) > 1:
         blocked_us = {trace["rank"]: _blocked_us(trace) for trace in shown["ranks"]}
         order = sorted(blocked_us, key=lambda rank: blocked_us[rank])
         most_us, least_us = blocked_us[order[-1]], blocked_us[order[0]]
         if most_us:
-            text += f"; rank {order[-1]} is blocked in communication for {duration(most_us / 1e6)}, the longest"
-            text += f", rank {order[0]} for {duration(least_us / 1e6)}, the shortest" if least_us else ""
+            text += f"; rank {order[-1]} has the longest comm wait, {duration(most_us / 1e6)}"
+            text += f", rank {order[0]} the shortest, {duration(least_us / 1e6)}" if least_us else ""
     return f"{text}."
 
 
@@ -80,80 +60,4 @@ def _blocked_us(trace: RankTrace) -> float:
         for row in rows
         for kind, duration_us in zip(row["kind"], row["duration_us"], strict=True)
         if kind == "wait"
-    )
-
-
-def _collectives(shown: StepTraceRow) -> Element | None:
-    rows = []
-    for each in shown["collectives"][:_MAX_COLLECTIVES]:
-        waits = {rank: wait for rank, wait in each["wait_us"].items() if wait is not None}
-        most = max(waits, key=lambda rank: waits[rank], default=None)
-        arrivals = [arrival for arrival in each["arrival_us"].values() if arrival is not None]
-        rows.append(
-            [
-                f"{each['name']}",
-                name(each["group"], 24),
-                str(each["number"]),
-                amount(each["bytes"], "B") if each["bytes"] is not None else "-",
-                str(each["last_rank"]) if each["last_rank"] is not None else "not known",
-                duration(max(arrivals) / 1e6) if arrivals else "not known",
-                f"{duration(waits[most] / 1e6)} (rank {most})" if most is not None and waits[most] > 0 else "none",
-                "yes" if each["asynchronous"] else "no",
-            ]
-        )
-    if not rows:
-        return None
-    longest = "longest wait of those shown" if shown["ranks_left_out"] else "longest wait"
-    headers = ["collective", "group", "number", "bytes", "came last", "after the first", longest, "asynchronous"]
-    caption = f"Collectives of step {shown['step']} that were joined over its ranks, in the order of their ends"
-    count = len(shown["collectives"])
-    note = f"{len(rows)} of {count}; " if len(rows) < count else ""
-    note += (
-        "after the first: how much later than the first rank the last one came; a wait of an asynchronous one is how "
-    )
-    note += "much earlier a rank issued it."
-    return tag("div", table(caption, headers, rows, texts=(0, 1)), tag("p", note, class_="note"))
-
-
-def _ranks(shown: StepTraceRow) -> Element:
-    rows = []
-    for trace in shown["ranks"]:
-        waited = [_wait_of(each, trace["rank"]) for each in shown["collectives"] if not each["asynchronous"]]
-        known = [wait for wait in waited if wait is not None]
-        spans = sum(len(row["kind"]) for row in trace["rows"])
-        begin = trace["offset_us"]
-        rows.append(
-            [
-                str(trace["rank"]),
-                "not known" if begin is None else duration(begin / 1e6),
-                duration(trace["duration_us"] / 1e6),
-                duration(sum(known) / 1e6) if known else "-",
-                str(sum(each["last_rank"] == trace["rank"] for each in shown["collectives"])),
-                str(spans),
-            ]
-        )
-    headers = ["rank", "began after the first", "step", "waited in joined collectives", "came last in", "spans"]
-    caption = f"Step {shown['step']} by rank"
-    return details("The step as a table", table(caption, headers, rows, texts=()))
-
-
-def _wait_of(each: CollectiveJoined, rank: int) -> float | None:
-    return each["wait_us"].get(str(rank))
-
-
-def _all_steps(steps: list[StepTraceRow]) -> Element:
-    rows = [
-        [
-            str(each["step"]),
-            each["why"],
-            duration(max(trace["duration_us"] for trace in each["ranks"]) / 1e6),
-            str(len(each["ranks"])),
-            str(len(each["collectives"])),
-        ]
-        for each in steps[:_MAX_STEPS]
-    ]
-    headers = ["step", "why", "longest rank", "ranks", "collectives joined"]
-    return details(
-        f"All {len(steps)} steps that this page holds whole",
-        table("With scripts, the time line above shows any of them", headers, rows, texts=(1,)),
     )

@@ -211,8 +211,9 @@
 
   // What the heat map can show: [key, words, whether it is a share].
   torchlens.quantityWords = (key) => {
-    if (key === "excess") return "more work than the others";
+    if (key === "excess") return "excess over the other ranks";
     if (key === "step") return "step time";
+    if (key === "work") return "compute";
     if (key.startsWith("device ")) return `${torchlens.partWord(key.slice(7))}, on the device`;
     return torchlens.partWord(key);
   };

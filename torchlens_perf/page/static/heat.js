@@ -1,35 +1,170 @@
-// Ranks by steps: any quantity, grouped and ordered; brushed, zoomed, and walked through by the keyboard.
+// Ranks by steps: any quantity as coloured cells; grouped, ordered, selected, zoomed, and walked through by keys.
 {
-  const { signed, short, element, source, fields } = torchlens;
-  const ROW = 14;
+  const { signed, short, element } = torchlens;
+  const ROW = 16;
   const MOST_HEIGHT = 560;
-  const LABEL_ROOM = 13;
+  const LABEL_ROOM = 14;
+  const [FEWEST_ROWS, MOST_ROWS] = [8, 16]; // Of more ranks, only those that matter are shown at first.
+  const { min_excess: MIN_EXCESS, full_excess: FULL_SCALE } = TORCHLENS_THEME;
+  const LEVELS = 8;
+  const NOISE = 4 * 1.4826; // Times the median deviation: four standard deviations of a healthy rank's single steps.
+  const SAMPLED = 1 << 16;
+
+  // -- from a value to its colour
+
+  function channels(colour) {
+    const hex = /^#([0-9a-f]{6})/i.exec(colour);
+    if (hex) return [0, 2, 4].map((at) => parseInt(hex[1].slice(at, at + 2), 16));
+    return (colour.match(/[\d.]+/g) ?? [128, 128, 128]).slice(0, 3).map(Number);
+  }
+
+  function pixel([red, green, blue], opacity) {
+    return new Uint32Array(new Uint8Array([red, green, blue, Math.round(255 * opacity)]).buffer)[0];
+  }
+
+  const cssColour = (value) => {
+    const [red, green, blue, opacity] = new Uint8Array(new Uint32Array([value]).buffer);
+    return `rgba(${red}, ${green}, ${blue}, ${(opacity / 255).toFixed(3)})`;
+  };
+
+  function sampled(values) {
+    const every = Math.max(1, Math.floor(values.length / SAMPLED));
+    const known = [];
+    for (let at = 0; at < values.length; at += every) if (values[at] === values[at]) known.push(values[at]);
+    return Float32Array.from(known).sort();
+  }
+
+  // Where colour begins: at the smallest excess that a verdict would report, and above the noise of single steps.
+  function smallestExcess(report, steps) {
+    const detectable = report.verdicts.find(({ kind }) => kind === "none")?.evidence?.detectable_s;
+    const least = detectable ? detectable / torchlens.median(sampled(steps.work)) : MIN_EXCESS;
+    const noise = NOISE * torchlens.median(sampled(steps.values("excess").map(Math.abs)));
+    return Math.min(FULL_SCALE / 2, Math.max(least || MIN_EXCESS, noise || 0));
+  }
+
+  // Excess: orange is slower, blue faster, from the smallest excess on. Other quantities: the darker, the more.
+  // What was not measured is a chequered grey.
+  class Scale {
+    constructor(quantity, values, colours, smallest) {
+      this.isShare = quantity === "excess";
+      this.smallest = smallest;
+      this.unknown = [0.08, 0.2].map((opacity) => pixel(channels(colours.dim), opacity));
+      const ramp = (colour) =>
+        Array.from({ length: LEVELS }, (_, level) => pixel(channels(colour), 0.3 + (0.7 * (level + 1)) / LEVELS));
+      if (this.isShare) {
+        [this.slower, this.faster] = [ramp(colours.slower), ramp(colours.faster)];
+      } else {
+        this.palette = Array.from({ length: 256 }, (_, at) => pixel(channels(colours.text), 0.04 + (0.86 * at) / 255));
+        this.range = usual(values);
+      }
+    }
+
+    at(value, isOdd) {
+      if (value !== value) return this.unknown[isOdd];
+      if (this.isShare) {
+        const size = Math.abs(value);
+        if (size < this.smallest) return 0;
+        const level = Math.floor(((size - this.smallest) / (FULL_SCALE - this.smallest)) * LEVELS);
+        return (value > 0 ? this.slower : this.faster)[Math.min(LEVELS - 1, level)];
+      }
+      const [low, high] = this.range;
+      return this.palette[Math.max(0, Math.min(255, Math.round((255 * (value - low)) / (high - low))))];
+    }
+
+    // [colour, text] of each entry.
+    legend(quantity) {
+      const entry = (value, text) => [cssColour(this.at(value, 0)), text];
+      const unknown = [cssColour(this.unknown[1]), this.isShare ? "not compared" : "not measured"];
+      if (this.isShare) {
+        const shares = [FULL_SCALE, 0.1, this.smallest].filter((share, at) => at === 2 || share > this.smallest);
+        const text = (share, word) => `${torchlens.percent(share)}${share === FULL_SCALE ? " or more" : ""} ${word}`;
+        return [
+          ...shares.map((share) => entry(-share, text(share, "faster"))),
+          ["transparent", `within ${torchlens.percent(this.smallest)}`],
+          ...shares.reverse().map((share) => entry(share, text(share, "slower"))),
+          unknown,
+        ];
+      }
+      const [low, high] = this.range;
+      const values = [0, 0.25, 0.5, 0.75, 1].map((share) => low + share * (high - low));
+      return [...values.map((value) => entry(value, torchlens.quantityText(quantity, value))), unknown];
+    }
+  }
+
+  // From the 2nd to the 98th percentile, which rare steps do not move; from 0 unless the values lie close together.
+  function usual(values) {
+    const sorted = sampled(values);
+    if (!sorted.length) return [0, 1];
+    const low = sorted[Math.floor(0.02 * (sorted.length - 1))];
+    const high = sorted[Math.ceil(0.98 * (sorted.length - 1))];
+    if (!(high > 0)) return [0, 1e-9];
+    return [low < 0.3 * high ? 0 : low, high > low ? high : low * 1.001];
+  }
+
+  // The pixels of rows [top, bottom) of `order` and columns [from, until), at most so many. Where several cells share a
+  // pixel, it shows the largest. rows and columns: where each pixel's value is from.
+  torchlens.heatPixels = (values, columns, order, [from, until], most, scale) => {
+    const down = Math.max(1, Math.ceil(order.length / most.rows));
+    const across = Math.max(1, Math.ceil((until - from) / most.columns));
+    const height = Math.ceil(order.length / down);
+    const width = Math.ceil((until - from) / across);
+    const pixels = new Uint32Array(height * width);
+    const rows = new Int32Array(height * width);
+    const found = new Int32Array(height * width);
+    for (let y = 0; y < height; y++) {
+      const lastRow = Math.min(order.length, (y + 1) * down);
+      for (let x = 0; x < width; x++) {
+        let largest = NaN;
+        let row = order[y * down];
+        let column = from + x * across;
+        const lastColumn = Math.min(until, from + (x + 1) * across);
+        for (let at = y * down; at < lastRow; at++) {
+          const start = order[at] * columns;
+          for (let each = from + x * across; each < lastColumn; each++) {
+            const value = values[start + each];
+            if (value === value && !(value <= largest)) {
+              largest = value;
+              row = order[at];
+              column = each;
+            }
+          }
+        }
+        const index = y * width + x;
+        pixels[index] = scale.at(largest, (x + y) & 1);
+        rows[index] = row;
+        found[index] = column;
+      }
+    }
+    return { pixels, rows, columns: found, height, width, down, across };
+  };
+
+  // -- the chart
 
   class Heat extends torchlens.Chart {
-    static FOLLOWS = ["group", "quantity", "order", "steps", "step", "rank"];
+    static FOLLOWS = ["steps", "step", "rank", "zoom"];
+    isOverSteps = true;
 
     constructor(page, figure) {
       super(page, figure);
       this.controls = element("div");
       this.place.before(this.controls);
-      this.legend = element("div", { className: "scale" });
-      this.words = element("p", { className: "chart-words" });
-      this.place.after(this.legend);
-      figure.classList.add("own-words");
-      figure.append(this.words);
       this.renewed();
-      torchlens.heatKeys(page, this);
+      this.keys();
     }
 
     renewed() {
-      this.found = this.figure.querySelector("figcaption strong")?.textContent ?? "";
+      super.renewed();
+      if (!this.controls) return;
       const controls = this.page.heatControls();
       this.controls.replaceWith(controls);
       this.controls = controls;
     }
 
     shape() {
-      return `${this.steps.ranks} ${this.steps.width} ${this.view.group === "none"}`;
+      const { view } = this;
+      const bySelection = view.order === "slowness" ? view.steps : "";
+      const isHidden = this.isCut && !this.placeOf.has(this.steps.rowOf.get(view.rank)) && view.rank;
+      return [view.quantity, view.group, view.order, view.rows, bySelection, isHidden].join(" ");
     }
 
     get quantity() {
@@ -46,291 +181,170 @@
       return Object.hasOwn(place.mesh, dimension) ? `${dimension} ${place.mesh[dimension]}` : `no ${dimension}`;
     }
 
-    // Rows from the top, by rank or by the mean of what they have more of, inside of their groups.
+    // Rows from the top: slow ranks first, then by mean excess, or by rank; inside of their groups.
     sorted() {
       const { steps, view } = this;
       const rows = Array.from(steps.places.keys());
       const groups = rows.map((row) => this.groupOf(row));
-      const means = new Float64Array(rows.length);
-      if (view.order === "slowness") {
-        const values = steps.values("excess");
-        const range = steps.range(view.steps);
-        for (const row of rows) means[row] = steps.mean(values, row, range);
+      const values = steps.values("excess");
+      const range = steps.range(view.steps);
+      const [since, until] = view.steps ?? [steps.begin, steps.end];
+      const slow = new Set();
+      for (const { rank, since_step, until_step } of steps.slow) {
+        if (since_step < until && (until_step ?? Infinity) > since) slow.add(steps.rowOf.get(rank));
       }
-      const less = (value) => (value === value ? value : -Infinity);
-      return rows.sort(
+      const means = rows.map((row) => steps.mean(values, row, range));
+      const down = (value) => (value === value ? value : -Infinity);
+      const bySlowness = (one, other) =>
+        slow.has(other) - slow.has(one) || down(means[other]) - down(means[one]) || one - other;
+      this.isCut = steps.ranks > MOST_ROWS && view.rows === "few" && view.group === "none";
+      let shown = rows;
+      if (this.isCut) {
+        const outside = rows.filter((row) => slow.has(row) || Math.abs(means[row]) >= this.smallest).length;
+        shown = [...rows].sort(bySlowness).slice(0, Math.max(FEWEST_ROWS, Math.min(MOST_ROWS, outside)));
+        const chosen = steps.rowOf.get(view.rank);
+        if (chosen !== undefined && !shown.includes(chosen)) shown[shown.length - 1] = chosen;
+      }
+      return [...shown].sort(
         (one, other) =>
           (groups[one] === groups[other] ? 0 : torchlens.compare(groups[one], groups[other])) ||
-          less(means[other]) - less(means[one]) ||
-          0 ||
-          one - other,
+          (view.order === "slowness" ? bySlowness(one, other) : one - other),
       );
     }
 
-    build() {
+    options() {
       const { steps, colours } = this;
-      const count = steps.ranks;
-      this.height = Math.min(MOST_HEIGHT, Math.max(60, ROW * count));
-      this.ticker = new Bokeh.FixedTicker({ ticks: [], minor_ticks: [] });
-      const [select, zoom] = this.brushTools();
-      zoom.dimensions = "both";
-      const left = this.view.group === "none" || this.isNarrow ? this.left : 168;
-      const plot = this.plotOf({
-        height: this.height + 52,
-        left,
-        xLabel: steps.width > 1 ? `step; a column is ${steps.width} steps` : "step",
-        xText: String,
-        yText: (y) => this.label(y),
-        yTicker: this.ticker,
-        xTicker: this.stepTicks(),
-        tools: [select, zoom],
-        x_range: this.stepRange(),
-        y_range: (this.rows = new Bokeh.Range1d({
-          start: 0,
-          end: count,
-          bounds: [0, count],
-          min_interval: Math.min(4, count),
-        })),
-      });
-      plot.ygrid.grid_line_color = null;
-      this.image = source({ image: [], x: [], y: [], dw: [], dh: [] });
-      plot.image_rgba({ ...fields("image", "x", "y", "dw", "dh"), source: this.image });
-      this.slow = source({ left: [], right: [], bottom: [], top: [] });
-      plot.quad({
-        ...fields("left", "right", "bottom", "top"),
-        source: this.slow,
-        fill_color: null,
-        line_color: colours.slow_line,
-        line_width: 1.5,
-      });
-      this.borders = source({ x0: [], x1: [], y: [] });
-      plot.segment({
-        x0: { field: "x0" },
-        x1: { field: "x1" },
-        y0: { field: "y" },
-        y1: { field: "y" },
-        source: this.borders,
-        line_color: colours.text,
-      });
-      this.box = this.stepBox(plot);
-      this.cell = new Bokeh.BoxAnnotation({
-        fill_color: null,
-        line_color: colours.text,
-        line_width: 2,
-        visible: false,
-      });
-      plot.add_layout(this.cell);
-      this.activate(plot);
-      this.brush(plot);
-      plot.on_event("tap", ({ x, y }) => {
-        const at = this.at(x, y);
-        if (at) this.page.view.set({ rank: at.rank, step: at.step });
-      });
-      plot.on_event("mousemove", ({ x, y }) => this.hover(x, y));
-      plot.on_event("mouseleave", () => this.tip.hide());
-      for (const range of [this.range, this.rows]) {
-        const changed = () => this.later();
-        range.properties.start.change.connect(changed);
-        range.properties.end.change.connect(changed);
+      this.smallest = smallestExcess(this.page.contents.report, steps);
+      this.order = this.sorted();
+      this.placeOf = new Map(this.order.map((row, at) => [row, at]));
+      this.scaling = new Scale(this.quantity, steps.values(this.quantity), colours, this.smallest);
+      const count = this.order.length;
+      this.rowsHeight = Math.min(MOST_HEIGHT, Math.max(48, ROW * count));
+      const every = Math.max(1, Math.ceil((LABEL_ROOM * count) / this.rowsHeight));
+      const labels = Array.from({ length: Math.ceil(count / every) }, (_, at) => at * every + 0.5);
+      this.heading.textContent =
+        this.quantity === "excess" ? "Compute time compared with the other ranks" : this.title(this.quantity);
+      const letters = torchlens.flagLegend(steps).map((words) => [null, words]);
+      const outline = steps.slow.length ? [[colours.slower, "frame: slow rank"]] : [];
+      this.explain([...this.scaling.legend(this.quantity), ...outline, ...letters]);
+      this.more?.remove();
+      if (steps.ranks > MOST_ROWS && this.view.group === "none") {
+        const text = this.isCut ? `Show all ${steps.ranks}` : "Show the ranks that matter";
+        this.more = torchlens.button(text, () => this.page.view.set({ rows: this.isCut ? "all" : "few" }));
+        this.legend.before(this.more);
       }
-      return plot;
+      return {
+        data: [[steps.begin, steps.end], [0, count]],
+        series: [{ paths: () => null }],
+        x: this.stepAxis(),
+        y: {
+          range: [0, count],
+          isDown: true,
+          text: (at) => this.label(at),
+          splits: () => labels,
+          hasGrid: false,
+        },
+        height: this.rowsHeight + 16,
+        over: (ctx, plot, width, height) => this.paint(ctx, plot, width, height),
+      };
     }
 
-    // Zooming changes both ends, and often: one picture for each frame is enough.
-    later() {
-      if (this.waits) return;
-      this.waits = true;
-      requestAnimationFrame(() => {
-        this.waits = false;
-        this.paint();
-      });
+    title(quantity) {
+      const text = torchlens.quantityWords(quantity);
+      return `${text[0].toUpperCase()}${text.slice(1)} by rank and step`;
     }
 
-    fill(changed) {
-      const { steps, view } = this;
-      const has = (...keys) => keys.some((key) => changed.has(key));
-      if (
-        has("order", "group", "theme", "contents") ||
-        (changed.has("steps") && view.order === "slowness") ||
-        !this.order
-      ) {
-        this.order = this.sorted();
-        this.placeOf = new Map(this.order.map((row, at) => [row, at]));
-        this.outline();
-      }
-      if (has("quantity", "theme", "contents") || this.scaleOf !== this.quantity) {
-        this.scaleOf = this.quantity;
-        this.scale = new torchlens.HeatScale(this.quantity, steps.values(this.quantity), this.colours);
-        this.explain();
-      }
-      if (
-        has("order", "group", "quantity", "theme", "contents") ||
-        (changed.has("steps") && view.order === "slowness")
-      ) {
-        this.paint();
-      }
-      this.mark();
-      this.say();
-    }
-
-    // The cells that are in sight.
-    paint() {
-      const { steps, order, range, rows } = this;
-      const count = order.length;
+    // The cells in sight, frames around slow times, lines between groups, and what is selected.
+    paint(ctx, plot, width, height) {
+      const { steps, order, colours } = this;
+      const [start, end] = this.page.window;
+      const from = steps.column(Math.max(steps.begin, Math.floor(start)));
+      const until = steps.column(Math.min(steps.end - 1, Math.ceil(end) - 1)) + 1;
+      const most = { rows: Math.round(height), columns: Math.max(60, Math.round(width)) };
       const values = steps.values(this.quantity);
-      const from = steps.column(Math.max(steps.begin, Math.floor(range.start)));
-      const until = steps.column(Math.min(steps.end - 1, Math.ceil(range.end))) + 1;
-      const top = Math.max(0, Math.floor(count - rows.end));
-      const bottom = Math.min(count, Math.ceil(count - rows.start));
-      const most = { rows: this.height, columns: Math.max(60, this.width - this.left) };
-      this.shown = {
-        top,
-        from,
-        ...torchlens.heatPixels(values, steps.columns, order, [top, bottom], [from, until], most, this.scale),
-      };
-      const { pixels, height, width, down, across } = this.shown;
-      const { ndarray } = Bokeh.require("core/util/ndarray"); // the one thing here that Bokeh does not document
-      this.image.data = {
-        image: [ndarray(pixels.buffer, { dtype: "uint32", shape: [height, width] })],
-        x: [steps.first[from]],
-        y: [count - top - height * down],
-        dw: [width * across * steps.width],
-        dh: [height * down],
-      };
-      const room = Math.max(1, Math.ceil((LABEL_ROOM * (bottom - top)) / this.height));
-      const ticks = [];
-      for (let at = top; at < bottom; at++) if (at % room === 0) ticks.push(count - at - 0.5);
-      this.ticker.ticks = ticks;
-    }
-
-    // Times of slowness, and lines between groups.
-    outline() {
-      const { steps, order } = this;
-      const count = order.length;
-      const slow = { left: [], right: [], bottom: [], top: [] };
-      const borders = { x0: [], x1: [], y: [] };
+      const shown = torchlens.heatPixels(values, steps.columns, order, [from, until], most, this.scaling);
+      this.shown = { from, ...shown };
+      const image = new ImageData(new Uint8ClampedArray(shown.pixels.buffer), shown.width, shown.height);
+      this.cells ??= document.createElement("canvas");
+      [this.cells.width, this.cells.height] = [shown.width, shown.height];
+      this.cells.getContext("2d").putImageData(image, 0, 0);
+      const x = (step) => plot.valToPos(step, "x");
+      const y = (at) => plot.valToPos(at, "y");
+      const left = x(steps.first[from]);
+      const right = x(steps.first[from] + shown.width * shown.across * steps.width);
+      ctx.imageSmoothingEnabled = false;
+      ctx.drawImage(this.cells, left, 0, right - left, y(shown.height * shown.down));
+      ctx.fillStyle = colours.rule;
+      for (let at = 1; at < order.length; at++) {
+        if (this.groupOf(order[at]) !== this.groupOf(order[at - 1])) ctx.fillRect(0, y(at) - 0.5, width, 1);
+      }
+      ctx.strokeStyle = colours.slower;
+      ctx.lineWidth = 1.5;
       for (const { rank, since_step, until_step } of steps.slow) {
         const at = this.placeOf.get(steps.rowOf.get(rank));
         if (at === undefined) continue;
-        slow.left.push(Math.max(since_step, steps.begin));
-        slow.right.push(until_step ?? steps.end);
-        slow.bottom.push(count - at - 1);
-        slow.top.push(count - at);
+        const begin = x(Math.max(since_step, steps.begin));
+        ctx.strokeRect(begin, y(at), x(until_step ?? steps.end) - begin, y(at + 1) - y(at));
       }
-      for (let at = 1; at < count; at++) {
-        if (this.groupOf(order[at]) === this.groupOf(order[at - 1])) continue;
-        borders.x0.push(steps.begin);
-        borders.x1.push(steps.end);
-        borders.y.push(count - at);
-      }
-      this.slow.data = slow;
-      this.borders.data = borders;
+      ctx.fillStyle = colours.text;
+      torchlens.paintFlags(ctx, plot, steps, height);
+      this.paintSelection(ctx, plot, height);
+      const at = this.placeOf.get(steps.rowOf.get(this.view.rank));
+      if (at === undefined) return;
+      ctx.strokeStyle = colours.text;
+      ctx.lineWidth = 2;
+      const step = this.view.step;
+      const hasStep = step !== null && step >= steps.begin && step < steps.end;
+      const first = hasStep ? steps.first[steps.column(step)] : steps.begin;
+      const last = hasStep ? first + steps.width : steps.end;
+      ctx.strokeRect(x(first) - 1, y(at), x(last) - x(first) + 2, y(at + 1) - y(at));
     }
 
     label(y) {
-      const at = this.order.length - Math.floor(y) - 1;
-      const row = this.order[at];
+      const row = this.order[Math.floor(y)];
       if (row === undefined) return "";
       const { rank } = this.steps.places[row];
       const group = this.groupOf(row);
       if (this.isNarrow) return String(rank);
-      return group === null ? `rank ${rank}` : `${short(group, 15)} · ${rank}`;
+      return group === null ? `rank ${rank}` : `${short(group, 15)} \u00b7 ${rank}`;
     }
 
     // The cell whose value is seen at this place.
     at(x, y) {
       const { steps, shown } = this;
-      const count = this.order.length;
-      if (!shown || !(x >= steps.begin && x < steps.end && y >= 0 && y < count)) return null;
-      const down = Math.floor((count - y - shown.top) / shown.down);
+      if (!shown || !(x >= steps.begin && x < steps.end && y >= 0 && y < this.order.length)) return null;
+      const down = Math.floor(y / shown.down);
       const across = Math.floor((steps.column(x) - shown.from) / shown.across);
-      if (down < 0 || down >= shown.height || across < 0 || across >= shown.width) return null;
-      const index = (shown.height - 1 - down) * shown.width + across;
-      const [row, column] =
-        shown.down * shown.across > 1
-          ? [shown.rows[index], shown.columns[index]]
-          : [this.order[shown.top + down], steps.column(x)];
+      if (across < 0 || across >= shown.width) return null;
+      const index = down * shown.width + across;
+      const [row, column] = [shown.rows[index], shown.columns[index]];
       const step = column === steps.column(x) ? Math.floor(x) : steps.first[column];
       return { row, column, rank: steps.places[row].rank, step };
     }
 
+    click(x, y) {
+      const at = this.at(x, y);
+      if (at) this.page.view.set({ rank: at.rank, step: at.step });
+    }
+
     hover(x, y) {
       const at = this.at(x, y);
-      if (!at) {
-        this.tip.hide();
-        return;
-      }
+      if (!at) return null;
       const { steps, shown } = this;
       const { rank, host } = steps.places[at.row];
       const flags = steps.flags[at.column];
       const first = steps.first[at.column];
-      this.tip.show([
+      return [
         `rank ${rank} on ${short(host, 40)}, ${torchlens.steps(first, first + steps.width)}`,
         ...this.page.figures(at.row, at.column, this.quantity),
-        ...(flags.length ? [`did: ${flags.join(", ")}`] : []),
-        ...(shown.down > 1 ? [`the most of ${shown.down} ranks that share a line here`] : []),
-      ]);
+        ...(flags.length ? [`also: ${short(flags.join(", "), 80)}`] : []),
+        ...(shown.down > 1 ? [`the largest of ${shown.down} ranks in this line`] : []),
+      ];
     }
 
-    // Shows what is selected, without painting anew.
-    mark() {
-      const { steps, view, cell } = this;
-      const count = this.order.length;
-      this.showSteps(this.box, ...(view.steps ?? [null, null]));
-      const at = this.placeOf.get(steps.rowOf.get(view.rank));
-      const hasStep = view.step !== null && view.step >= steps.begin && view.step < steps.end;
-      const first = hasStep ? steps.first[steps.column(view.step)] : null;
-      cell.visible = hasStep || at !== undefined;
-      if (cell.visible) {
-        cell.setv({
-          left: hasStep ? first : steps.begin,
-          right: hasStep ? first + steps.width : steps.end,
-          bottom: at === undefined ? 0 : count - at - 1,
-          top: at === undefined ? count : count - at,
-        });
-      }
-    }
-
-    // The legend of the quantity.
-    explain() {
-      const text = (value) =>
-        value !== 0 ? torchlens.quantityText(this.quantity, value) : this.scale.isShare ? "as the others" : "0";
-      const swatch = (colour) => {
-        const made = element("span", { className: "swatch" });
-        if (colour === null) made.classList.add("unknown");
-        else made.style.background = torchlens.cssColour(colour);
-        return made;
-      };
-      const entries = this.scale.legend();
-      const last = entries.length - 1;
-      this.legend.replaceChildren(
-        ...entries.map(([value, colour], at) =>
-          element(
-            "span",
-            {},
-            swatch(colour),
-            ` ${text(value)}${at === last ? " and more" : at === 0 && this.scale.isShare ? " and less" : ""}`,
-          ),
-        ),
-        element("span", {}, swatch(null), this.scale.isShare ? " not compared" : " not measured"),
-      );
-    }
-
-    // What is shown, and who is most above the others in the selected steps.
-    say() {
-      const { steps, view, quantity } = this;
-      const words = [element("strong", { text: this.found })];
-      if (view.steps) words.push(element("strong", { text: ` ${this.selectedWords()}` }));
-      const clock = quantity.startsWith("device ") ? "device" : "host";
-      words.push(
-        this.scale.isShare
-          ? " Work beside the median of the other ranks that do the same."
-          : ` By the ${clock}'s clock, ${torchlens.partWord(quantity.replace("device ", ""))}: dark is little.`,
-        ` A cell is ${steps.width > 1 ? `the mean of ${steps.width} steps` : "one step"}.`,
-        " Drag to select steps, click to choose one.",
-        steps.slow.length ? " Framed: named as slow." : "",
-      );
-      this.words.replaceChildren(...words);
+    async draw() {
+      await super.draw();
+      this.say(this.view.steps ? this.selectedWords() : this.found);
     }
 
     selectedWords() {
@@ -338,18 +352,83 @@
       const values = steps.values("excess");
       const range = steps.range(view.steps);
       const where = torchlens.steps(...this.page.whole(view.steps));
-      let most = NaN;
-      let highest = -1;
-      for (let row = 0; row < steps.ranks; row++) {
-        const mean = steps.mean(values, row, range);
-        if (mean === mean && !(mean <= most)) {
-          most = mean;
-          highest = row;
+      const means = steps.places.map(({ rank }, row) => [steps.mean(values, row, range), rank]);
+      const known = means.filter(([mean]) => mean === mean);
+      if (!known.length) return `No rank was compared in ${where}.`;
+      const [mean, rank] = known.reduce((one, other) => (other[0] > one[0] ? other : one));
+      return `Selected ${where}: rank ${rank} has the largest excess, ${signed(mean)} on average.`;
+    }
+
+    rows() {
+      const { steps } = this;
+      const values = steps.values(this.quantity);
+      const name = this.quantity === "excess" ? "excess_share" : `${this.quantity.replace(" ", "_")}_s`;
+      const rows = [["rank", "first_step", name]];
+      for (const row of this.order) {
+        for (let column = 0; column < steps.columns; column++) {
+          rows.push([steps.places[row].rank, steps.first[column], values[row * steps.columns + column]]);
         }
       }
-      if (highest < 0) return `In ${where} no rank was compared.`;
-      const { rank } = steps.places[highest];
-      return `In ${where}, rank ${rank} is most above the others: ${signed(most)} in the mean.`;
+      return rows;
+    }
+
+    // -- the keyboard
+
+    keys() {
+      const { page, place } = this;
+      const hint =
+        "Ranks by step. Left and right arrows choose a step, up and down a rank, with Shift a range of steps; " +
+        "Enter opens the step; plus and minus zoom, 0 shows all; Escape clears the selection.";
+      const arrows = {
+        ArrowLeft: [-1, 0],
+        ArrowRight: [1, 0],
+        ArrowUp: [0, -1],
+        ArrowDown: [0, 1],
+        Home: [-Infinity, 0],
+        End: [Infinity, 0],
+      };
+      const attributes = { tabindex: "0", role: "application", "aria-roledescription": "heat map", "aria-label": hint };
+      for (const [key, value] of Object.entries(attributes)) place.setAttribute(key, value);
+      const clamp = (value, most) => Math.max(0, Math.min(most, value));
+      let anchor = null; // The step from which Shift selects.
+
+      const walk = ([across, down], isSelecting) => {
+        const { steps } = page;
+        const view = page.view.now;
+        const at = this.placeOf.get(steps.rowOf.get(view.rank));
+        const row = this.order[clamp(at === undefined ? 0 : at + down, this.order.length - 1)];
+        const column = view.step === null ? 0 : clamp(steps.column(view.step) + across, steps.columns - 1);
+        const step = steps.first[column];
+        const changes = { rank: steps.places[row].rank, step };
+        if (!isSelecting) {
+          anchor = null;
+        } else if (across) {
+          anchor ??= view.step ?? step;
+          changes.steps = [Math.min(anchor, step), Math.max(anchor, step) + steps.width];
+        }
+        page.view.set(changes);
+        page.bringIntoZoom(step, step + steps.width);
+        page.draw().then(() => {
+          const [x, y] = [step + 0.5, this.placeOf.get(row) + 0.5];
+          const lines = this.hover(x, y);
+          const box = this.plot.over.getBoundingClientRect();
+          if (lines) this.tip.show(lines, [box.x + this.plot.valToPos(x, "x"), box.y + this.plot.valToPos(y, "y")]);
+        });
+      };
+
+      place.addEventListener("blur", () => this.tip.hide());
+      place.addEventListener("keydown", (event) => {
+        if (event.ctrlKey || event.metaKey || event.altKey || !this.order) return;
+        const { key } = event;
+        if (Object.hasOwn(arrows, key)) walk(arrows[key], event.shiftKey);
+        else if (key === "Enter" && page.view.now.step !== null) page.openStep();
+        else if (key === "Escape") page.clear();
+        else if (key === "+" || key === "=") page.zoomBy(0.5);
+        else if (key === "-") page.zoomBy(2);
+        else if (key === "0") page.showAll();
+        else return;
+        event.preventDefault();
+      });
     }
   }
 

@@ -1,64 +1,213 @@
-// Quantities over the run as lines, one for each rank, GPU or port: memory by step, telemetry by time.
+// Line charts: step time with its band, compute time of few ranks, memory, and hardware.
 {
-  const { short, source, fields } = torchlens;
-  const HEIGHT = 104;
+  const { duration, short, steps: stepsText } = torchlens;
+  const HEADROOM = 1.6; // Times the highest 95th percentile. Longer steps leave the chart at its top.
   const MOST_LINES = 16;
-  const MOST_IN_TIP = 6; // as page/pictures/lines.py
+  const MOST_IN_TIP = 6;
+  const tick = torchlens.tick(duration);
 
-  // A subclass has lines(): {label, rank, x, y, isNamed} each; and axis(): what its x is.
-  class Lines extends torchlens.Chart {
-    static FOLLOWS = ["steps", "rank"];
+  // -- step time over the run
+
+  class StepTimes extends torchlens.Chart {
+    static FOLLOWS = ["steps", "step", "rank", "zoom"];
+    isOverSteps = true;
 
     shape() {
-      this.data = this.lines();
-      return `${this.page.version} ${this.data.map(({ label }) => label)}`;
+      return this.view.rank;
     }
 
-    build() {
-      const { colours } = this;
-      if (!this.data.length) return null;
-      const { range, label, text, ticker } = this.axis();
-      const known = this.data.flatMap(({ y }) => y.filter((value) => value === value));
-      const high = known.reduce((one, other) => Math.max(one, other), 0);
-      const low = known.reduce((one, other) => Math.min(one, other), 0);
-      const plot = this.plotOf({
-        height: HEIGHT + 56,
-        xLabel: label,
-        xText: text,
-        yText: torchlens.tick((value) => this.text(value)),
-        xTicker: ticker,
-        yTicker: new Bokeh.BasicTicker({ desired_num_ticks: 3, num_minor_ticks: 0 }),
-        tools: this.tools(),
-        x_range: range,
-        y_range: new Bokeh.Range1d({ start: low, end: low + ((high - low) * 1.05 || 1) }),
-      });
-      const order = [...this.data].sort((one, other) => one.isNamed - other.isNamed); // what stands out, above
-      for (const { x, y, isNamed } of order) {
-        plot.line({
-          x,
-          y,
-          line_color: isNamed ? colours.bad : colours.dim,
-          line_width: isNamed ? 2 : 1,
-          line_alpha: isNamed ? 1 : 0.75,
-        });
+    options() {
+      const { steps, colours, view } = this;
+      const { bands } = steps;
+      const row = steps.rowOf.get(view.rank);
+      const own = row === undefined ? steps.first.map(() => null) : this.valuesOf(row);
+      this.x = steps.first.map((first) => first + steps.width / 2);
+      this.warmUp = Math.min(steps.end, steps.begin + (this.page.contents.report.steps.warm_up ?? 0));
+      const isWarm = (_, at) => steps.first[at] >= this.warmUp;
+      const most = (values) => Math.max(0, ...values.filter((value, at) => value !== null && isWarm(value, at)));
+      const top = 1.08 * Math.min(most(bands.max_s), HEADROOM * most(bands.p95_s)) || Math.max(0, ...bands.max_s) || 1;
+      this.explain([
+        [colours.median, "median of all ranks"],
+        [colours.band, "5th to 95th percentile"],
+        [colours.thin, "longest"],
+        ...(row === undefined ? [] : [[colours.chosen, `rank ${view.rank}`]]),
+        ...(steps.slow.length ? [[colours.slower, "a rank is slow"]] : []),
+        ...(this.warmUp > steps.begin ? [[colours.rule, "warm-up"]] : []),
+        ...torchlens.flagLegend(steps).map((words) => [null, words]),
+      ]);
+      return {
+        data: [this.x, bands.p95_s, bands.p50_s, bands.p5_s, bands.max_s, own],
+        series: [
+          { stroke: "transparent" },
+          { stroke: colours.median, width: 2 },
+          { stroke: "transparent" },
+          { stroke: colours.thin, width: 1 },
+          { stroke: colours.chosen, width: 1.5 },
+        ],
+        bands: [{ series: [1, 3], fill: colours.band }],
+        x: this.stepAxis(),
+        y: { label: "step time", text: tick, range: [0, top], space: 40 },
+        height: 220,
+        under: (ctx, plot, width, height) => this.paintTimes(ctx, plot, height),
+        over: (ctx, plot, width, height) => {
+          this.paintSelection(ctx, plot, height);
+          ctx.fillStyle = colours.text;
+          torchlens.paintFlags(ctx, plot, steps, height);
+        },
+      };
+    }
+
+    valuesOf(row) {
+      const { steps } = this;
+      const values = steps.step.subarray(row * steps.columns, (row + 1) * steps.columns);
+      return Array.from(values, (value) => (value === value ? value : null));
+    }
+
+    // The warm-up as a grey ground, and slow times as labelled bars at the top.
+    paintTimes(ctx, plot, height) {
+      const { steps, colours } = this;
+      const at = (step) => plot.valToPos(step, "x");
+      ctx.fillStyle = colours.raised;
+      ctx.fillRect(at(steps.begin), 0, at(this.warmUp) - at(steps.begin), height);
+      for (const [place, { rank, since_step, until_step }] of steps.slow.slice(0, 3).entries()) {
+        const left = Math.max(0, at(Math.max(since_step, steps.begin)));
+        const right = at(until_step ?? steps.end);
+        ctx.globalAlpha = 0.25;
+        ctx.fillStyle = colours.slower;
+        ctx.fillRect(left, place * 16, right - left, 15);
+        ctx.globalAlpha = 1;
+        ctx.fillStyle = colours.text;
+        ctx.fillText(`rank ${rank} slow`, left + 4, place * 16 + 12);
       }
-      this.own = source({ x: [], y: [] });
-      plot.line({ ...fields("x", "y"), source: this.own, line_color: colours.link, line_width: 2.5 });
-      this.box = this.stepBox(plot);
-      this.activate(plot);
-      plot.on_event("mousemove", ({ x, y }) => this.hover(x, y));
-      plot.on_event("mouseleave", () => this.tip.hide());
-      this.listen(plot);
-      return plot;
     }
 
-    fill() {
-      const own = this.data.find(({ rank }) => rank !== null && rank === this.view.rank);
-      this.own.data = own ? { x: own.x, y: own.y } : { x: [], y: [] };
-      this.showSteps(this.box, ...this.selected());
+    click(x) {
+      const { begin, end } = this.steps;
+      if (x >= begin && x < end) this.page.view.set({ step: Math.floor(x) });
     }
 
-    // The nearest to the pointer.
+    hover(x) {
+      const { steps, view } = this;
+      if (!(x >= steps.begin && x < steps.end)) return null;
+      const column = steps.column(x);
+      const { bands } = steps;
+      const first = steps.first[column];
+      const row = steps.rowOf.get(view.rank);
+      return [
+        stepsText(first, first + steps.width),
+        `median ${duration(bands.p50_s[column])}, p95 ${duration(bands.p95_s[column])}`,
+        `longest ${duration(bands.max_s[column])}`,
+        ...(row === undefined ? [] : [`rank ${view.rank}: ${duration(steps.step[row * steps.columns + column])}`]),
+        ...steps.slow
+          .filter((slow) => slow.since_step <= x && x < (slow.until_step ?? steps.end))
+          .slice(0, 3)
+          .map((slow) => `rank ${slow.rank} is slow in ${short(slow.phase, 40)}`),
+        ...(first < this.warmUp ? ["warm-up"] : []),
+        ...(steps.flags[column].length ? [`also: ${short(steps.flags[column].join(", "), 80)}`] : []),
+      ];
+    }
+
+    async draw() {
+      await super.draw();
+      this.say(this.view.steps ? this.selectedWords() : this.found);
+    }
+
+    selectedWords() {
+      const { steps, view } = this;
+      const found = steps.spread(steps.range(view.steps));
+      const where = stepsText(...this.page.whole(view.steps));
+      if (!found) return `No step was measured in ${where}.`;
+      const first = steps.first[found.column];
+      const longest = `rank ${found.rank}, ${stepsText(first, first + steps.width)}`;
+      const times = `p50 ${duration(found.p50_s)}, p95 ${duration(found.p95_s)}, longest ${duration(found.max_s)}`;
+      return `Selected ${where}: ${times} (${longest}).`;
+    }
+
+    rows() {
+      const { first, bands } = this.steps;
+      return [
+        ["first_step", "p5_s", "p50_s", "p95_s", "max_s"],
+        ...first.map((step, at) => [step, bands.p5_s[at], bands.p50_s[at], bands.p95_s[at], bands.max_s[at]]),
+      ];
+    }
+  }
+
+  // -- one line for each rank, GPU or port
+
+  // A subclass has lines(): {label, rank, x, y} each; axes(): x and y; text(): a value with its unit.
+  class Lines extends torchlens.Chart {
+    static FOLLOWS = ["steps", "step", "zoom"];
+
+    shape() {
+      return this.view.rank;
+    }
+
+    options() {
+      const { colours, view } = this;
+      this.data = this.lines();
+      if (!this.data.length) return null;
+      const slow = torchlens.namedRanks(this.page.contents.report);
+      const isFew = this.data.length <= 4;
+      const look = ({ rank }, at) => {
+        if (slow.has(rank)) return { stroke: colours.slower, width: 2 };
+        if (rank !== null && rank === view.rank) return { stroke: colours.chosen, width: 2.5 };
+        return isFew ? { stroke: colours[`line-${at + 1}`], width: 1.5 } : { stroke: colours.dim, width: 1 };
+      };
+      const looks = this.data.map(look);
+      const named = this.data.map(({ label }, at) => [looks[at].stroke, short(label, 32)]);
+      const stands = named.filter((_, at) => looks[at].width >= 2);
+      this.explain(isFew ? named : [...stands, [colours.dim, this.othersText]]);
+      const order = [...this.data.keys()].sort((one, other) => looks[one].width - looks[other].width);
+      const known = this.data.flatMap(({ y }) => y.filter((value) => value !== null));
+      const [low, high] = known.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
+      const { x, y } = this.axes();
+      return {
+        data: uPlot.join(order.map((at) => [this.data[at].x, this.data[at].y])),
+        series: order.map((at) => looks[at]),
+        x,
+        y: { range: this.range(low, high), text: torchlens.tick((value) => this.text(value)), space: 34, ...y },
+        height: 150,
+        over: (ctx, plot, width, height) => {
+          const selected = this.selected();
+          if (this.isOverSteps) this.paintSelection(ctx, plot, height);
+          else if (selected) this.paintTime(ctx, plot, selected, height);
+          if (this.hasPeak) this.paintPeak(ctx, plot, width, high);
+        },
+      };
+    }
+
+    othersText = "other ranks";
+
+    // From zero, or where the values lie close together, around them.
+    range(low, high) {
+      const from = low < 0.5 * high ? Math.min(0, low) : low - 0.3 * (high - low || high * 0.1);
+      return [from, high + 0.18 * (high - from || 1)];
+    }
+
+    paintTime(ctx, plot, times, height) {
+      const [left, right] = times.map((time) => plot.valToPos(time, "x"));
+      ctx.fillStyle = this.colours.link;
+      ctx.globalAlpha = 0.12;
+      ctx.fillRect(left, 0, right - left, height);
+      ctx.globalAlpha = 1;
+    }
+
+    paintPeak(ctx, plot, width, high) {
+      const { label, x, y } = this.data.find((each) => each.y.includes(high));
+      const [left, top] = [plot.valToPos(x[y.indexOf(high)], "x"), plot.valToPos(high, "y")];
+      const text = `peak ${this.text(high)}, ${short(label, 24)}`;
+      ctx.fillStyle = this.colours.text;
+      ctx.beginPath();
+      ctx.arc(left, top, 3, 0, 2 * Math.PI);
+      ctx.fill();
+      ctx.fillText(text, Math.max(2, Math.min(left - 4, width - ctx.measureText(text).width - 4)), top - 7);
+    }
+
+    selected() {
+      return null;
+    }
+
+    // The lines nearest to the pointer.
     hover(x, y) {
       const found = this.data
         .map(({ label, x: xs, y: ys }) => {
@@ -71,34 +220,67 @@
           }
           return { label, at: xs[low], value: ys[low], far: Math.abs(ys[low] - y) };
         })
-        .filter(({ at, value }) => at !== undefined && value === value);
-      if (!found.length || x < 0) {
-        this.tip.hide();
-        return;
-      }
+        .filter(({ at, value }) => at !== undefined && value !== null);
+      if (!found.length) return null;
       found.sort((one, other) => one.far - other.far);
       const left = found.length - MOST_IN_TIP;
-      this.tip.show([
+      return [
         this.where(x),
         ...found.slice(0, MOST_IN_TIP).map(({ label, value }) => `${short(label, 40)}: ${this.text(value)}`),
         ...(left > 0 ? [`and ${left} others`] : []),
-      ]);
+      ];
     }
 
-    tools() {
-      return [];
+    rows() {
+      const xs = [...new Set(this.data.flatMap(({ x }) => x))].sort((one, other) => one - other);
+      const columns = this.data.map(({ x, y }) => new Map(x.map((at, place) => [at, y[place]])));
+      const head = [this.isOverSteps ? "step" : "time_s", ...this.data.map(({ label }) => label)];
+      return [head, ...xs.map((x) => [x, ...columns.map((column) => column.get(x) ?? "")])];
     }
-    listen() {}
   }
 
-  class Memory extends Lines {
+  class OverSteps extends Lines {
+    isOverSteps = true;
+
+    where(x) {
+      const first = this.steps.first[this.steps.column(x)];
+      return stepsText(first, first + this.steps.width);
+    }
+    click(x) {
+      const { begin, end } = this.steps;
+      if (x >= begin && x < end) this.page.view.set({ step: Math.floor(x) });
+    }
+  }
+
+  // Compute time of two to four ranks: a heat map of so few rows tells less.
+  class Compute extends OverSteps {
     lines() {
       const { steps } = this;
-      const { report } = this.page.contents;
-      const named = torchlens.namedRanks(report);
+      return steps.places.map(({ rank }, row) => ({
+        label: `rank ${rank}`,
+        rank,
+        x: Array.from(steps.first),
+        y: Array.from(steps.work.subarray(row * steps.columns, (row + 1) * steps.columns), (value) =>
+          value === value ? value : null,
+        ),
+      }));
+    }
+    axes() {
+      return { x: this.stepAxis(), y: { label: "compute" } };
+    }
+    text(value) {
+      return duration(value);
+    }
+  }
+
+  class Memory extends OverSteps {
+    hasPeak = true;
+
+    lines() {
+      const { steps } = this;
       if (!steps.memory_bytes) return [];
       const prominent = torchlens
-        .byProminence(report)
+        .byProminence(this.page.contents.report)
         .map(({ rank }) => rank)
         .filter((rank) => steps.rowOf.has(rank))
         .slice(0, MOST_LINES);
@@ -107,75 +289,39 @@
         .map((rank) => {
           const values = steps.memory_bytes[steps.rowOf.get(rank)];
           const together = Math.ceil(steps.columns / values.length);
-          return {
-            label: `rank ${rank}`,
-            rank,
-            x: values.map((_, at) => steps.first[at * together]),
-            y: values.map((value) => value ?? NaN),
-            isNamed: named.has(rank),
-          };
+          return { label: `rank ${rank}`, rank, x: values.map((_, at) => steps.first[at * together]), y: values };
         })
-        .filter(({ y }) => y.some((value) => value === value));
+        .filter(({ y }) => y.some((value) => value !== null));
     }
-
-    axis() {
-      return { range: this.stepRange(), label: "step", text: String, ticker: this.stepTicks() };
+    axes() {
+      return { x: this.stepAxis(), y: { label: "memory" } };
     }
     text(value) {
       return torchlens.amount(value, "B");
     }
-    where(x) {
-      return `step ${Math.floor(x)}`;
-    }
-    selected() {
-      return this.view.steps ?? [null, null];
-    }
-    tools() {
-      return this.brushTools();
-    }
-    listen(plot) {
-      this.brush(plot);
-    }
   }
 
-  // One quantity of hardware.
+  // One quantity of hardware over time.
   class Telemetry extends Lines {
-    constructor(page, figure, title) {
-      super(page, figure);
-      this.title = title;
-    }
+    othersText = "others";
 
     lines() {
-      const {
-        contents: { telemetry, report },
-      } = this.page;
+      const { telemetry, report } = this.page.contents;
       const named = torchlens.namedRanks(report);
-      const of = telemetry.filter(({ title }) => title === this.title);
+      const of = telemetry.filter(({ title }) => title === this.figure.dataset.title);
       this.unit = of[0]?.unit ?? "1";
       const isFirst = ({ rank }) => named.has(rank) || rank === this.view.rank;
       return of
         .sort((one, other) => isFirst(other) - isFirst(one))
         .slice(0, MOST_LINES)
-        .map(({ where, rank, time_s, value }) => ({
-          label: where,
-          rank,
-          x: time_s,
-          y: value.map((each) => each ?? NaN),
-          isNamed: named.has(rank),
-        }));
+        .map(({ where, rank, time_s, value }) => ({ label: where, rank, x: time_s, y: value }));
     }
-
-    axis() {
+    axes() {
       const times = this.data.flatMap(({ x }) => [x[0], x[x.length - 1]]).filter((time) => time !== undefined);
-      const range = new Bokeh.Range1d({ start: Math.min(0, ...times), end: Math.max(1e-9, ...times) });
-      return {
-        range,
-        label: "seconds since the first step",
-        text: (x) => String(Number(x.toPrecision(6))),
-        ticker: new Bokeh.BasicTicker({ desired_num_ticks: this.isNarrow ? 4 : 8, num_minor_ticks: 0 }),
-      };
+      const range = [Math.min(0, ...times), Math.max(1e-9, ...times)];
+      const text = (x) => String(Number(x.toPrecision(6)));
+      return { x: { label: "seconds since the first step", text, range }, y: { label: this.figure.dataset.unit } };
     }
-
     text(value) {
       return torchlens.measured(value, this.unit);
     }
@@ -183,17 +329,16 @@
       return `${x.toFixed(1)} s`;
     }
 
-    // From the begin of the first selected column to that of the one behind the last.
+    // The time of the selected steps.
     selected() {
       const { steps, view } = this;
-      if (!steps || !view.steps) return [null, null];
+      if (!steps || !view.steps) return null;
       const [from, until] = steps.range(view.steps);
       const known = (at) => steps.started_s.slice(at).find((time) => time !== null);
-      const start = known(from);
       const last = this.data.reduce((most, { x }) => Math.max(most, x[x.length - 1] ?? 0), 0);
-      return start === undefined ? [null, null] : [start, known(until) ?? last];
+      return known(from) === undefined ? null : [known(from), known(until) ?? last];
     }
   }
 
-  Object.assign(torchlens, { Memory, Telemetry });
+  Object.assign(torchlens, { StepTimes, Compute, Memory, Telemetry });
 }

@@ -2,6 +2,7 @@
 {
   const { duration, short, element } = torchlens;
   const MOST_COLLECTIVES = 24;
+  const FIRST_COLLECTIVES = 8;
   const MOST_OPTIONS = 80;
 
   // In its waits on the training thread.
@@ -14,7 +15,7 @@
   }
 
   // Who was waited for, and how long.
-  torchlens.stepFinding = ({ step, ranks, ranks_left_out, collectives }) => {
+  torchlens.stepFinding = ({ step, ranks, collectives }) => {
     const us = (value) => duration(value / 1e6);
     const blocked = new Map();
     for (const { last_rank, asynchronous, wait_us } of collectives) {
@@ -30,13 +31,12 @@
       const [last, [waiter, wait]] = [...blocked]
         .map(([rank, waits]) => [rank, most(waits)])
         .reduce((one, other) => (other[1][1] > one[1][1] ? other : one));
-      text += `; in collectives in which rank ${last} comes last, rank ${waiter} waits ${us(wait)}, the most of `;
-      text += ranks_left_out ? "those shown" : "all";
+      text += `; rank ${waiter} waits ${us(wait)} for rank ${last}`;
     } else if (ranks.length > 1) {
       const waits = ranks.map((rank) => [blockedUs(rank), rank.rank]).sort(([one], [other]) => one - other);
       const [[least_us, least], [most_us, most]] = [waits[0], waits[waits.length - 1]];
-      if (most_us) text += `; rank ${most} is blocked in communication for ${us(most_us)}, the longest`;
-      if (most_us && least_us) text += `, rank ${least} for ${us(least_us)}, the shortest`;
+      if (most_us) text += `; rank ${most} has the longest comm wait, ${us(most_us)}`;
+      if (most_us && least_us) text += `, rank ${least} the shortest, ${us(least_us)}`;
     }
     return `${text}.`;
   };
@@ -45,22 +45,20 @@
   torchlens.stepNotes = (trace, { step: wanted, steps, rank: chosen }) => {
     const text = [];
     if (wanted !== null && wanted !== trace.step) {
-      text.push(`Step ${wanted} is not in this page span by span; the nearest that is, is step ${trace.step}.`);
+      text.push(`This page has no spans of step ${wanted}; the nearest step with spans is ${trace.step}.`);
     }
     if (wanted === null && steps && !(trace.step >= steps[0] && trace.step < steps[1])) {
-      text.push("No step of the selected ones is in this page span by span.");
+      text.push("This page has no spans of the selected steps.");
     }
     if (chosen !== null && !trace.ranks.some(({ rank }) => rank === chosen)) {
-      text.push(`Rank ${chosen} is not among the ranks that are here of it.`);
+      text.push(`This page has no spans of rank ${chosen} in this step.`);
     }
-    text.push(`Why it is here: ${short(trace.why, 80)}.`, short(trace.clock, 300));
+    text.push(`Shown because: ${short(trace.why, 80)}.`);
+    if (trace.clock) text.push(short(trace.clock, 300));
     if (trace.ranks.some(({ offset_us }) => offset_us === null)) {
-      text.push("Ranks with * begin at 0 here: when they really did is not known.");
+      text.push("* start not known, drawn at 0.");
     }
     if (trace.ranks_left_out) text.push(`${trace.ranks_left_out} other ranks are left out.`);
-    text.push(
-      "Hatched: waits for the rank that came last, which has a triangle. Drag to zoom in, double-click to zoom out.",
-    );
     return text.join(" ");
   };
 
@@ -146,24 +144,17 @@
     }
   }
 
-  // The tables below the time line. Those of the page itself are about its first step: they give way to others.
+  // The tables of the step below its time line.
   class StepTables {
     constructor(figure, chart) {
-      this.section = figure.closest("section");
       this.figure = figure;
       this.chart = chart;
-      const tables = [...this.section.children].filter(
-        (child) => child.matches("div, details") && !child.contains(figure),
-      );
-      this.own = tables.filter((child) => !child.matches("details:last-of-type"));
     }
 
     show(trace) {
-      const isFirst = !trace || trace === this.chart.page.contents.traces.steps[0];
-      for (const each of this.own) each.hidden = !isFirst;
       this.made?.remove();
-      if (isFirst) return;
-      this.made = element("div", {}, ...[this.collectives(trace), this.ranks(trace)].filter(Boolean));
+      const shown = trace ?? this.chart.page.contents.traces.steps[0];
+      this.made = element("div", {}, ...(shown.ranks.length > 1 ? [this.collectives(shown), this.ranks(shown)] : []));
       this.figure.after(this.made);
     }
 
@@ -198,8 +189,8 @@
         "group",
         "number",
         "bytes",
-        "came last",
-        "after the first",
+        "last to arrive",
+        "after the first rank",
         longest,
         "asynchronous",
       ];
@@ -208,7 +199,7 @@
         `Collectives of step ${step} that were joined over its ranks, in the order of their ends${which}`,
         headers,
         rows,
-        { texts: [0, 1] },
+        { texts: [0, 1], first: FIRST_COLLECTIVES },
       );
     }
 
@@ -230,10 +221,10 @@
       });
       const headers = [
         "rank",
-        "began after the first",
+        "start after the first rank",
         "step",
-        "waited in joined collectives",
-        "came last in",
+        "wait in joined collectives",
+        "last to arrive in",
         "spans",
       ];
       const made = element("details", {}, element("summary", { text: "The step as a table" }));

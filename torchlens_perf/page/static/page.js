@@ -1,17 +1,16 @@
-// Start here: puts the charts in the places of the page's pictures, and keeps all of them showing the same view.
+// Start here: draws the charts into the page's figures, and keeps all of them showing the same view.
 {
   const { short, element } = torchlens;
-  const CHARTS = new Map([
-    ["heat", "Heat"],
-    ["steps", "StepTimes"],
-    ["phases", "Phases"],
-    ["step", "Timeline"],
-    ["modules", "Modules"],
-    ["collectives", "Collectives"],
-    ["memory", "Memory"],
-  ]);
-  const OF_STEPS = new Set(["heat", "steps", "phases", "memory"]);
+  const FEWEST_RANKS = 5; // Fewer are compared by lines.
   const FEWEST_COLUMNS = 4;
+  const CHARTS = {
+    heat: ({ steps }) => (steps.ranks < FEWEST_RANKS ? torchlens.Compute : torchlens.Heat),
+    steps: () => torchlens.StepTimes,
+    step: () => torchlens.Timeline,
+    memory: () => torchlens.Memory,
+    telemetry: () => torchlens.Telemetry,
+  };
+  const WITHOUT_STEPS = new Set(["step", "telemetry"]);
 
   class Page {
     constructor(contents, steps) {
@@ -23,13 +22,21 @@
       this.work = null;
       this.version = 0; // of the contents
       this.window = this.zoomed();
-      document.querySelector("header")?.append(torchlens.themeChoice(this.view));
+      document.querySelector("header h1")?.after(torchlens.share(this.view));
       this.bar = new torchlens.SelectionBar(this);
       this.view.watch((view, changed) => this.follow(changed));
       this.settle();
       this.draw();
       const redrawn = () => this.follow(new Set(["theme"]));
       matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawn);
+      // Paper is white.
+      for (const [name, theme] of [["beforeprint", "light"], ["afterprint", null]]) {
+        addEventListener(name, () => {
+          if (theme) document.documentElement.dataset.theme = theme;
+          else torchlens.applyTheme(this.view.now);
+          for (const chart of this.charts) if (chart.plot) chart.build();
+        });
+      }
       let width = innerWidth;
       let waiting;
       addEventListener("resize", () => {
@@ -51,37 +58,28 @@
       });
     }
 
-    // Finds the places of charts, and tables; again when the page's own parts have been renewed.
+    // Finds figures and tables; again when the page's own parts have been renewed.
     settle() {
-      if (typeof Bokeh !== "undefined") torchlens.separate(document);
-      for (const figure of typeof Bokeh === "undefined" ? [] : document.querySelectorAll("figure[data-chart]")) {
+      for (const figure of document.querySelectorAll("figure[data-chart]")) {
         const key = figure.dataset.chart;
-        if (this.charts.some((chart) => chart.figure === figure)) continue;
-        if (key === "telemetry") {
-          this.telemetry(figure);
-        } else if (CHARTS.has(key) && (this.steps || !OF_STEPS.has(key))) {
-          this.charts.push(new torchlens[CHARTS.get(key)](this, figure));
-        }
+        if (!this.steps && !WITHOUT_STEPS.has(key)) continue;
+        const Kind = CHARTS[key](this);
+        const own = this.charts.find((chart) => chart.figure === figure);
+        if (!own) this.charts.push(new Kind(this, figure));
       }
+      for (const figure of document.querySelectorAll("figure.of-bars")) torchlens.bars(this, figure);
+      torchlens.chooseBar(this.view.now.rank);
       for (const table of document.querySelectorAll("main table")) torchlens.sortable(table);
       const ranks = document.getElementById("ranks");
       if (ranks && !this.rankTable) {
         this.rankTable = new torchlens.RankTable(this, ranks);
         this.rankTable.follow(new Set(torchlens.VIEW_KEYS));
       }
+      for (const code of document.querySelectorAll(".command > code:only-child")) {
+        code.after(" ", torchlens.copyButton("Copy", code.textContent));
+      }
       this.verdictButtons();
       this.bar.show();
-    }
-
-    // A chart for each quantity.
-    telemetry(outer) {
-      const titles = new Set(this.contents.telemetry.map(({ title }) => title));
-      const known = new Set(this.charts.map(({ figure }) => figure));
-      outer.removeAttribute("tabindex");
-      for (const part of outer.querySelectorAll(".part")) {
-        const { title } = part.dataset;
-        if (titles.has(title) && !known.has(part)) this.charts.push(new torchlens.Telemetry(this, part, title));
-      }
     }
 
     // From a verdict to the steps and the rank that it is about.
@@ -91,13 +89,15 @@
         const card = document.getElementById(`verdict-${at + 1}`);
         if (!card || rank === null || since_step === null || card.querySelector("button.shows")) continue;
         const slow = this.steps.slow.find((each) => each.rank === rank && each.since_step === since_step);
-        const show = torchlens.button(`Show rank ${rank} from step ${since_step} on`, () => {
+        const show = torchlens.button("Show in charts", () => {
           const since = Math.max(this.steps.begin, Math.min(since_step, this.steps.end - 1));
           this.view.set({ rank, steps: [since, Math.max(since + 1, slow?.until_step ?? this.steps.end)] });
-          this.go("heat");
+          this.go(document.getElementById("heat") ? "heat" : "steps");
         });
         show.className = "shows";
-        card.append(show);
+        const place = card.querySelector(".command") ?? torchlens.element("p", { className: "command" });
+        if (!place.isConnected) card.querySelector(".finding").after(place);
+        place.append(" ", show);
       }
     }
 
@@ -106,8 +106,9 @@
     follow(changed) {
       const top = this.heldTop();
       if (this.steps && changed.has("zoom") && String(this.view.now.zoom) !== String(this.zoomText())) {
-        this.zoom(...this.zoomed());
+        this.window = this.zoomed();
       }
+      if (changed.has("rank")) torchlens.chooseBar(this.view.now.rank);
       for (const chart of this.charts) chart.ask(changed);
       this.bar.show();
       this.rankTable?.follow(changed);
@@ -162,7 +163,6 @@
         try {
           await chart.draw();
         } catch (error) {
-          // its picture is there
           chart.clear();
           console.error(error);
         }
@@ -196,10 +196,6 @@
       this.window = this.view.now.zoom
         ? [Math.max(begin, Math.min(this.window[0], end - 1)), Math.min(end, this.window[1])]
         : [begin, end];
-      const [start, stop] = this.window;
-      for (const { range } of this.charts) {
-        range?.setv({ bounds: [begin, end], reset_start: begin, reset_end: end, start, end: stop });
-      }
     }
 
     // -- steps
@@ -231,14 +227,20 @@
         : [begin, end];
     }
 
+    // A wheel turns often: the charts follow once a frame.
     zoom(start, end) {
-      if (start === this.window[0] && end === this.window[1]) return;
-      this.window = [start, end];
-      for (const { range } of this.charts) {
-        if (range && (range.start !== start || range.end !== end)) range.setv({ start, end });
-      }
-      const next = this.zoomText();
-      if (String(next) !== String(this.view.now.zoom)) this.view.set({ zoom: next });
+      const { begin, end: last } = this.steps;
+      const least = Math.min(last - begin, FEWEST_COLUMNS * this.steps.width);
+      const size = Math.max(least, Math.min(last - begin, end - start));
+      const from = Math.max(begin, Math.min(last - size, start));
+      if (from === this.window[0] && from + size === this.window[1]) return;
+      this.window = [from, from + size];
+      this.zooms ??= requestAnimationFrame(() => {
+        this.zooms = undefined;
+        const next = this.zoomText();
+        if (String(next) !== String(this.view.now.zoom)) this.view.set({ zoom: next });
+        else this.follow(new Set(["zoom"]));
+      });
     }
 
     // The steps in sight as the address has them.
@@ -249,28 +251,15 @@
         : [Math.max(0, Math.floor(start)), Math.ceil(end)];
     }
 
-    zoomBy(factor) {
-      const {
-        steps,
-        window: [start, end],
-        view,
-      } = this;
-      const least = Math.min(steps.end - steps.begin, FEWEST_COLUMNS * steps.width);
-      const size = Math.max(least, Math.min(steps.end - steps.begin, (end - start) * factor));
-      const middle =
-        view.now.step !== null && view.now.step >= start && view.now.step < end
-          ? view.now.step + 0.5
-          : (start + end) / 2;
-      const from = Math.max(
-        steps.begin,
-        Math.min(steps.end - size, middle - (size * (middle - start)) / (end - start)),
-      );
-      this.zoom(from, from + size);
+    // at: the step that stays in its place; by default the chosen one, or the middle.
+    zoomBy(factor, at) {
+      const [start, end] = this.window;
+      const { step } = this.view.now;
+      const middle = at ?? (step !== null && step >= start && step < end ? step + 0.5 : (start + end) / 2);
+      this.zoom(middle - (middle - start) * factor, middle + (end - middle) * factor);
     }
 
     showAll() {
-      const heat = this.charts.find((chart) => chart instanceof torchlens.Heat);
-      heat?.rows?.setv({ start: 0, end: this.steps.ranks });
       this.zoom(this.steps.begin, this.steps.end);
     }
 
@@ -319,8 +308,8 @@
           "ordered by",
           "order",
           [
+            ["slowness", "slowness"],
             ["rank", "rank"],
-            ["slowness", "slowness, in the selected steps"],
           ],
         ],
       ];
@@ -345,27 +334,16 @@
     }
   }
 
-  // The library is in the page as text, packed; its hash is in the page's policy.
-  async function library() {
-    const packed = document.getElementById("chart-library");
-    if (!packed) return;
-    const script = document.createElement("script");
-    script.textContent = new TextDecoder().decode(await torchlens.inflated(packed.textContent));
-    document.head.append(script);
-    Bokeh.set_log_level("off");
-  }
-
   async function begin() {
     const inert = document.getElementById("contents");
     if (!inert) return;
     const contents = JSON.parse(inert.textContent);
-    const [steps] = await Promise.all([torchlens.read(contents), library()]);
-    const page = new Page(contents, steps);
+    const page = new Page(contents, await torchlens.read(contents));
     page.view.show();
     page.held = document.getElementById(page.view.now.section);
     window.torchlensPage = page;
     dispatchEvent(new Event("torchlensready"));
   }
 
-  begin().catch((error) => console.error(error)); // the pictures are there
+  begin().catch((error) => console.error(error)); // The tables are there.
 }

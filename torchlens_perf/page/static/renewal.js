@@ -1,19 +1,7 @@
 // The page of a run that goes on: what is not a chart is taken from a newer page.
 {
   // Which figure of its section this is.
-  torchlens.figureName = (figure) => figure.dataset.chart ?? figure.dataset.title;
-
-  // The pictures of telemetry are in one figure, each below its title: each gets a place of its own.
-  torchlens.separate = (root) => {
-    for (const title of root.querySelectorAll("figure[data-chart=telemetry] > h3")) {
-      const picture = title.nextElementSibling;
-      if (!picture?.matches(".picture")) continue;
-      const part = torchlens.element("div", { className: "part" });
-      part.dataset.title = title.textContent;
-      title.after(part);
-      part.append(picture);
-    }
-  };
+  torchlens.figureName = ({ dataset }) => dataset.title ?? dataset.chart;
 
   // Puts the focus back to where it is now, in whatever has come there by then.
   function placeOf(element) {
@@ -41,9 +29,8 @@
     const left = new Map(
       [...newer.querySelectorAll("main > section")].map((section) => [section.id, document.adoptNode(section)]),
     );
-    for (const section of left.values()) torchlens.separate(section);
     const inside = (root, figure) =>
-      [...(root?.querySelectorAll("figure, .part") ?? [])].find(
+      [...(root?.querySelectorAll("figure[data-chart]") ?? [])].find(
         (each) => torchlens.figureName(each) === torchlens.figureName(figure),
       );
     page.charts = page.charts.filter((chart) => {
@@ -53,9 +40,8 @@
         chart.remove();
         return false;
       }
-      for (const selector of [":scope > .picture", ":scope > figcaption"]) {
-        figure.querySelector(selector)?.replaceWith(next.querySelector(selector) ?? "");
-      }
+      const caption = next.querySelector("figcaption");
+      if (caption) figure.querySelector("figcaption")?.replaceWith(caption);
       next.replaceWith(figure);
       return true;
     });

@@ -1,311 +1,268 @@
-// One step: all ranks beside each other, what each did when, on the host and on the device, and who waited for whom.
+// One step of all ranks: what each did when, on the host and on the device, and who waited for whom.
 {
-  const { duration, short, element, source, fields } = torchlens;
-  const LABEL = 44; // from so many pixels on, a span has its name in it
+  const { duration, short, element } = torchlens;
+  const ROW = 15;
+  const GAP = 6;
+  const DEEPEST = 12; // Deeper spans are left out.
+  const LABEL = 44; // A span of so many pixels has its name in it.
   const LETTER = 6.3;
-  const PARTS = new Map([
-    ["wait", "communication"],
-    ["closure", "host"],
-  ]);
+  const ON_DEVICE = "collectives on the device";
+  const PARTS = { wait: "communication", closure: "host", module_backward: "module-backward" };
+  const us = (value) => duration(value / 1e6);
   const HINT =
-    "Left and right arrows go from one collective to the next, and say who came when; plus and minus zoom, 0 shows " +
+    "Left and right arrows go from one collective to the next; W and S or plus and minus zoom, A and D move, 0 shows " +
     "the whole step; Page Up and Page Down go to the recorded step before and after.";
+
+  // A span's key in CollectiveJoined: "allreduce dp-0 7".
+  function keyOf(name, number) {
+    const found = /^(\S+) group=(.*?)(?: dtype=\S+)?(?: (?:root|peer)=\d+)?$/.exec(name);
+    return found ? `${found[1]} ${found[2]} ${number}` : "";
+  }
+  const joinedKey = ({ name, group_name, number }) => `${name.split(" ")[0]} ${group_name} ${number}`;
+
+  // Where everything lies: x in ms since the first rank began, y in pixels from the top.
+  function laidOut(trace, names, isNarrow) {
+    const found = { spans: [], ranks: [], labels: new Map(), byKey: new Map(), begin: 0, end: 1e-3 };
+    let height = 2;
+    for (const { rank, offset_us, duration_us, rows } of trace.ranks) {
+      const offset = (offset_us ?? 0) / 1e3;
+      const [top, end] = [height, offset + duration_us / 1e3];
+      let hostBottom = top + ROW;
+      for (const { lane, kind, name, start_us, duration_us: long_us, depth, number } of rows) {
+        const words = isNarrow ? String(rank) : `rank ${rank}`;
+        if (height === top) found.labels.set(height + ROW / 2, offset_us === null ? `${words} *` : words);
+        else if (!isNarrow) found.labels.set(height + ROW / 2, lane === ON_DEVICE ? "coll. on device" : short(lane, 16));
+        kind.forEach((of, at) => {
+          if (depth[at] > DEEPEST) return;
+          const text = names[name[at]] ?? "";
+          const left = offset + start_us[at] / 1e3;
+          const key = number && of === "collective" ? keyOf(text, number[at]) : "";
+          const y = height + depth[at] * ROW;
+          const span = { rank, lane, kind: of, name: text, key, left, right: left + long_us[at] / 1e3, y, start_us: start_us[at] };
+          found.spans.push(span);
+          if (key) found.byKey.set(key, [...(found.byKey.get(key) ?? []), span]);
+        });
+        height += ROW * (1 + Math.min(DEEPEST, Math.max(0, ...depth)));
+        if (lane === "host") hostBottom = height;
+      }
+      found.ranks.push({ rank, begin: offset, end, top, hostBottom, bottom: height });
+      [found.begin, found.end] = [Math.min(found.begin, offset), Math.max(found.end, end)];
+      height += GAP;
+    }
+    found.joined = new Map(trace.collectives.map((each) => [joinedKey(each), each]));
+    for (const [key, { wait_us, last_rank, asynchronous }] of found.joined) {
+      const spans = found.byKey.get(key) ?? [];
+      const timed = new Set(spans.filter(({ lane }) => lane === ON_DEVICE).map(({ rank }) => rank));
+      for (const span of spans) {
+        if (timed.has(span.rank) && span.lane !== ON_DEVICE) continue; // Its kernel was timed.
+        if (last_rank === span.rank) span.isLast = true;
+        else if (wait_us[span.rank] > 0 && !asynchronous) {
+          span.waitUntil = Math.min(span.right, span.left + wait_us[span.rank] / 1e3);
+        }
+      }
+    }
+    return { ...found, height };
+  }
 
   class Timeline extends torchlens.Chart {
     static FOLLOWS = ["rank"];
 
     constructor(page, figure) {
       super(page, figure);
-      this.words = element("p", { className: "chart-words" });
-      figure.append(this.words);
-      figure.classList.add("own-words");
       this.steppicker = new torchlens.StepPicker(page, this);
-      this.place.before(this.steppicker.element);
+      this.notes = element("p", { className: "note" });
+      this.place.before(this.steppicker.element, this.notes);
       this.tables = new torchlens.StepTables(figure, this);
-      this.said = element("p", { className: "hidden-words", role: "status" });
-      figure.append(this.said);
-      Object.entries({
-        tabindex: "0",
-        role: "application",
-        "aria-roledescription": "time line",
-        "aria-label": `Time line of one step. ${HINT}`,
-      }).forEach(([key, value]) => this.place.setAttribute(key, value));
+      this.status = element("p", { className: "hidden-words", role: "status" });
+      figure.append(this.status);
+      const attributes = { tabindex: "0", role: "application", "aria-roledescription": "time line" };
+      for (const [key, value] of Object.entries({ ...attributes, "aria-label": `Time line of one step. ${HINT}` })) {
+        this.place.setAttribute(key, value);
+      }
       this.place.addEventListener("keydown", (event) => this.key(event));
     }
 
-    // On the live page any step can be asked for; a file has what it has.
+    // The live page can ask for any step; a file has what it has.
     async draw() {
       this.trace = await this.steppicker.trace();
       await super.draw();
       this.steppicker.show(this.trace);
       this.tables.show(this.trace);
       if (!this.trace) return;
-      const finding = element("strong", { text: torchlens.stepFinding(this.trace) });
-      this.words.replaceChildren(finding, ` ${torchlens.stepNotes(this.trace, this.view)}`);
+      this.say(torchlens.stepFinding(this.trace));
+      this.notes.textContent = torchlens.stepNotes(this.trace, this.view);
     }
 
-    // A step that was recorded does not change any more, but for ranks that come later.
     shape() {
       return this.trace ? `${this.trace.step} ${this.trace.ranks.map(({ rank }) => rank)}` : "";
     }
 
     renewed() {
-      this.tables = new torchlens.StepTables(this.figure, this);
+      super.renewed();
+      if (this.tables) this.tables = new torchlens.StepTables(this.figure, this);
     }
 
-    build() {
+    options() {
       const { trace, colours } = this;
       if (!trace) return null;
-      const names = trace.names ?? this.page.contents.traces.names;
-      Object.assign(this, torchlens.laidOut(trace, names, this.isNarrow));
-      const { height, end, begin } = this;
-      const plot = this.plotOf({
-        height: height + 52,
-        left: this.left,
-        right: 14,
-        xLabel: "since the first rank began the step",
-        xText: torchlens.tick((ms) => duration(ms / 1e3)),
-        yText: (at) => this.labels.get(at) ?? "",
-        yTicker: new Bokeh.FixedTicker({ ticks: [...this.labels.keys()], minor_ticks: [] }),
-        xTicker: new Bokeh.BasicTicker({ desired_num_ticks: this.isNarrow ? 4 : 8, num_minor_ticks: 0 }),
-        x_range: (this.times = new Bokeh.Range1d({ start: begin, end, bounds: [begin, end] })),
-        y_range: new Bokeh.Range1d({ start: height, end: 0 }),
-        tools: [
-          new Bokeh.BoxZoomTool({ dimensions: "width" }),
-          new Bokeh.WheelZoomTool({ dimensions: "width", modifiers: { ctrl: true } }),
-        ],
-      });
-      plot.toolbar.tools[0].overlay.setv({
-        fill_color: colours.link,
-        fill_alpha: 0.15,
-        line_color: colours.link,
-        line_dash: [],
-      });
-      plot.ygrid.grid_line_color = null;
-      const ground = source({
-        left: this.ranks.map(({ begin: at }) => at),
-        right: this.ranks.map(({ end: at }) => at),
-        top: this.ranks.map(({ top }) => top),
-        bottom: this.ranks.map(({ hostBottom }) => hostBottom),
-      });
-      const sides = fields("left", "right", "top", "bottom");
-      const named = torchlens.namedRanks(this.page.contents.report);
-      const stands = this.ranks.filter(({ rank }) => named.has(rank));
-      plot.quad({
-        ...sides,
-        fill_color: colours.mark,
-        line_color: null,
-        source: source({
-          left: stands.map(() => begin),
-          right: stands.map(() => end),
-          top: stands.map(({ top }) => top - 3),
-          bottom: stands.map(({ bottom }) => bottom + 3),
-        }),
-      });
-      plot.quad({ ...sides, source: ground, fill_color: colours.raised, line_color: colours.rule });
-      this.spans.colour = this.spans.kind.map((kind) => this.colour(kind));
-      this.source = source(this.spans);
-      plot.quad({
-        ...sides,
-        source: this.source,
-        fill_color: { field: "colour" },
-        line_color: colours.ground,
-        line_width: 0.5,
-      });
-      plot.quad({
-        ...sides,
-        source: source(this.waits),
-        fill_color: colours.ground,
-        fill_alpha: 0.75,
-        hatch_pattern: "/",
-        hatch_color: colours.bad,
-        hatch_alpha: 0.45,
-        hatch_scale: 8,
-        hatch_weight: 1,
-        line_color: colours.bad,
-        line_width: 0.8,
-      });
-      this.texts = source({ x: [], y: [], text: [], colour: [] });
-      plot.text({
-        ...fields("x", "y", "text"),
-        source: this.texts,
-        x_offset: 3,
-        text_baseline: "middle",
-        ...this.textLook("10px", { field: "colour" }),
-      });
-      plot.scatter({
-        x: { field: "x" },
-        y: { field: "y" },
-        source: source(this.lasts),
-        marker: "inverted_triangle",
-        size: 9,
-        fill_color: colours.bad,
-        line_color: colours.ground,
-      });
-      this.focus = {
-        spans: source({ left: [], right: [], top: [], bottom: [] }),
-        front: source({ x: [], y: [] }),
+      const isSame = this.step === trace.step && this.laid; // A renewal keeps zoom and pin.
+      const before = this.window;
+      this.laid = laidOut(trace, trace.names ?? this.page.contents.traces.names, this.isNarrow);
+      this.step = trace.step;
+      const { spans, labels, begin, end, height } = this.laid;
+      this.window = isSame ? before : [begin, end];
+      if (!isSame) this.pinned = this.pointed = null;
+      this.slow = torchlens.namedRanks(this.page.contents.report);
+      const kinds = new Set(spans.map(({ kind }) => kind));
+      const word = (kind) => torchlens.partWord(PARTS[kind] ?? kind).replace(/[_-]/, " ");
+      const marks = [];
+      if (spans.some(({ waitUntil }) => waitUntil)) marks.push([colours.ground, "hatched: waits for the last rank"]);
+      if (spans.some(({ isLast }) => isLast)) marks.push([colours.text, "triangle: last to arrive"]);
+      this.explain([...[...kinds].map((kind) => [this.colourOf(kind), word(kind)]), ...marks]);
+      return {
+        data: [[begin, end], [0, height]],
+        series: [{ paths: () => null }],
+        x: {
+          label: "time since the first rank began the step",
+          text: torchlens.tick((ms) => duration(ms / 1e3)),
+          range: () => this.window,
+        },
+        y: {
+          range: [0, height],
+          isDown: true,
+          text: (y) => labels.get(y) ?? "",
+          splits: () => [...labels.keys()],
+          hasGrid: false,
+        },
+        height,
+        over: (ctx, plot, width) => this.paint(ctx, plot, width),
       };
-      plot.quad({ ...sides, source: this.focus.spans, fill_color: null, line_color: colours.text, line_width: 2 });
-      plot.line({
-        x: { field: "x" },
-        y: { field: "y" },
-        source: this.focus.front,
-        line_color: colours.text,
-        line_width: 1.5,
-        line_dash: [4, 3],
-      });
-      this.chosen = source({ left: [], right: [], top: [], bottom: [] });
-      plot.quad({ ...sides, source: this.chosen, fill_color: null, line_color: colours.link, line_width: 2 });
-      this.activate(plot);
-      const changed = () => this.later();
-      this.times.properties.start.change.connect(changed);
-      this.times.properties.end.change.connect(changed);
-      plot.on_event("mousemove", ({ x, y: at }) => this.hover(x, at));
-      plot.on_event("mouseleave", () => {
-        this.tip.hide();
-        this.point(this.pinned);
-      });
-      plot.on_event("tap", ({ x, y: at }) => this.pin(this.joinedAt(this.spanAt(x, at))));
-      plot.on_event("doubletap", () => this.whole());
-      this.pinned = null;
-      return plot;
     }
 
-    colour(kind) {
-      const { colours } = this;
-      return (
-        colours[PARTS.get(kind) ?? kind] ||
-        {
-          module: colours.module,
-          module_backward: colours.module_backward,
-          section: colours.section,
-          collective: colours.collective,
-        }[kind] ||
-        colours.raised
-      );
+    colourOf(kind) {
+      return this.colours[PARTS[kind] ?? kind] || this.colours.rule;
     }
 
-    later() {
-      if (this.waiting) return;
-      this.waiting = true;
-      requestAnimationFrame(() => {
-        this.waiting = false;
-        this.write();
-      });
-    }
-
-    // Names in the spans that have room for them.
-    write() {
-      const { spans, times } = this;
-      const texts = { x: [], y: [], text: [], colour: [] };
-      const scale = (this.width - this.left - 14) / (times.end - times.start);
-      for (let at = 0; at < spans.left.length; at++) {
-        const left = Math.max(spans.left[at], times.start);
-        const room = (Math.min(spans.right[at], times.end) - left) * scale;
-        if (room < LABEL) continue;
-        const { kind, name, key } = this.about[at];
-        const text = kind === "wait" ? "wait" : key ? key.split(" ")[0] : short(name, 200);
-        const most = Math.floor((room - 6) / LETTER); // of modules, the end of the name tells them apart
-        const shortened =
-          text.length <= most
-            ? text
-            : kind.startsWith("module")
-              ? `\u2026${text.slice(1 - most)}`
-              : `${text.slice(0, most - 1)}\u2026`;
-        texts.x.push(left);
-        texts.y.push((spans.top[at] + spans.bottom[at]) / 2 + 0.5);
-        texts.text.push(shortened);
-        texts.colour.push(
-          key && this.isWaiting.has(at)
-            ? this.colours.text
-            : torchlens.isDark(spans.colour[at])
-              ? "#ffffff"
-              : this.colours.in_span,
-        );
+    paint(ctx, plot, width) {
+      const { colours, laid, view } = this;
+      const x = (ms) => plot.valToPos(ms, "x");
+      const box = (left, right, top, bottom) => [x(left), top, Math.max(0.75, x(right) - x(left)), bottom - top];
+      const frame = (span) => ctx.strokeRect(...box(span.left, span.right, span.y, span.y + ROW));
+      for (const { rank, begin, end, top, hostBottom, bottom } of laid.ranks) {
+        ctx.fillStyle = colours.mark;
+        if (this.slow.has(rank)) ctx.fillRect(0, top - 3, width, bottom - top + 6);
+        ctx.fillStyle = colours.raised;
+        ctx.fillRect(...box(begin, end, top, hostBottom));
       }
-      this.texts.data = texts;
+      const hatch = this.hatch(ctx);
+      for (const span of laid.spans) {
+        const [left, right] = [x(span.left), x(span.right)];
+        if (right < 0 || left > width) continue;
+        const colour = this.colourOf(span.kind);
+        ctx.fillStyle = colour;
+        ctx.fillRect(left, span.y + 0.5, Math.max(0.75, right - left - 0.5), ROW - 1);
+        if (span.waitUntil) {
+          const long = Math.max(0.75, x(span.waitUntil) - left);
+          for (const style of [colours.ground, hatch]) {
+            ctx.fillStyle = style;
+            ctx.fillRect(left, span.y + 0.5, long, ROW - 1);
+          }
+        }
+        if (span.isLast) {
+          ctx.fillStyle = colours.text;
+          ctx.beginPath();
+          ctx.moveTo(left - 5, span.y - 3);
+          ctx.lineTo(left + 5, span.y - 3);
+          ctx.lineTo(left, span.y + 6);
+          ctx.fill();
+        }
+        const begin = Math.max(left, 0);
+        const room = Math.min(right, width) - begin;
+        if (room < LABEL) continue;
+        ctx.fillStyle = span.waitUntil ? colours.text : torchlens.isDark(colour) ? "#ffffff" : colours["in-span"];
+        ctx.fillText(this.fitting(span, room), begin + 3, span.y + 11);
+      }
+      ctx.lineWidth = 2;
+      ctx.strokeStyle = colours.text;
+      const pointed = laid.byKey.get(this.pointed) ?? [];
+      pointed.forEach(frame);
+      ctx.lineWidth = 1.5;
+      ctx.setLineDash([4, 3]);
+      ctx.beginPath();
+      for (const { left, y } of pointed) for (const at of [y, y + ROW]) ctx.lineTo(x(left), at);
+      ctx.stroke();
+      ctx.setLineDash([]);
+      const chosen = laid.ranks.find(({ rank }) => rank === view.rank);
+      ctx.strokeStyle = colours.chosen;
+      if (chosen) ctx.strokeRect(...box(chosen.begin, chosen.end, chosen.top - 1, chosen.bottom + 1));
     }
 
-    fill(changed) {
-      if (changed.has("theme")) this.write();
-      const chosen = this.ranks.find(({ rank }) => rank === this.view.rank);
-      this.chosen.data = chosen
-        ? { left: [chosen.begin], right: [chosen.end], top: [chosen.top - 1], bottom: [chosen.bottom + 1] }
-        : { left: [], right: [], top: [], bottom: [] };
+    // The name of a span in so many pixels. Of modules, the end of the name tells them apart.
+    fitting({ kind, key, name }, room) {
+      const text = kind === "wait" ? "wait" : key ? key.split(" ")[0] : short(name, 200);
+      const most = Math.floor((room - 6) / LETTER);
+      if (text.length <= most) return text;
+      return kind.startsWith("module") ? `\u2026${text.slice(1 - most)}` : `${text.slice(0, most - 1)}\u2026`;
+    }
+
+    hatch(ctx) {
+      const made = element("canvas", { width: 6, height: 6 });
+      const of = made.getContext("2d");
+      of.strokeStyle = this.colours.text;
+      of.globalAlpha = 0.6;
+      for (const at of [-6, 0, 6]) {
+        of.moveTo(at, 6);
+        of.lineTo(at + 6, 0);
+      }
+      of.stroke();
+      return ctx.createPattern(made, "repeat");
     }
 
     // -- what is pointed at
 
+    // The shortest span at this place: short ones are drawn wider than they are.
     spanAt(x, y) {
-      const { left, right, bottom, top } = this.spans;
-      const near = (1.5 * (this.times.end - this.times.start)) / this.width;
-      let found = -1; // the shortest that is here: short ones are drawn wider than they are
-      for (let at = 0; at < left.length; at++) {
-        if (
-          left[at] - near <= x &&
-          x <= right[at] + near &&
-          top[at] <= y &&
-          y <= bottom[at] &&
-          (found < 0 || right[at] - left[at] < right[found] - left[found])
-        ) {
-          found = at;
-        }
-      }
-      return found;
-    }
-
-    joinedAt(at) {
-      return at >= 0 && this.joined.has(this.about[at].key) ? this.about[at].key : null;
+      const near = (1.5 * (this.window[1] - this.window[0])) / this.width;
+      return this.laid.spans
+        .filter((span) => span.left - near <= x && x <= span.right + near && span.y <= y && y <= span.y + ROW)
+        .reduce((one, other) => (one && one.right - one.left <= other.right - other.left ? one : other), null);
     }
 
     hover(x, y) {
-      const at = this.spanAt(x, y);
-      this.point(this.joinedAt(at) ?? this.pinned);
-      if (at < 0) {
-        this.tip.hide();
-        return;
-      }
-      const { rank, lane, kind, name, key, start_us, duration_us } = this.about[at];
-      const joined = this.joined.get(key);
+      const span = this.spanAt(x, y);
+      const joined = this.laid.joined.get(span?.key);
+      this.point(joined ? span.key : this.pinned);
+      if (!span) return null;
+      const { rank, lane, kind, name, start_us, left, right } = span;
       const isPlain = kind === "wait" || kind === "collective" || name.startsWith(kind);
       const words = kind === "wait" ? "wait" : short(name);
-      const what = isPlain ? words : `${words} (${kind.replace("_", " ")})`;
-      this.tip.show([
+      const what = isPlain ? words : `${words} (${short(kind, 24).replace("_", " ")})`;
+      return [
         `rank ${rank}: ${what}`,
-        `${duration(duration_us / 1e6)}, from ${duration(start_us / 1e6)} on${lane === "host" ? "" : `; ${lane}`}`,
+        `${duration((right - left) / 1e3)}, from ${us(start_us)} on${lane === "host" ? "" : `; ${short(lane, 40)}`}`,
         ...(joined ? this.whoWaited(joined, rank) : []),
-      ]);
+      ];
     }
 
     whoWaited({ group, number, bytes, arrival_us, wait_us, last_rank, asynchronous }, rank) {
-      const us = (value) => duration(value / 1e6);
-      const found = [
-        `${short(group, 30)}, number ${number}${bytes === null ? "" : `, ${torchlens.amount(bytes, "B")}`}`,
-      ];
+      const size = bytes === null ? "" : `, ${torchlens.amount(bytes, "B")}`;
+      const found = [`${short(group, 30)}, number ${number}${size}`];
       const arrival = arrival_us[rank];
       const wait = wait_us[rank];
-      if (last_rank === rank) found.push("came last: the others wait for it");
-      else if (last_rank !== null) found.push(`rank ${last_rank} came last`);
-      if (typeof arrival === "number") found.push(arrival ? `came ${us(arrival)} after the first` : "came first");
+      if (last_rank === rank) found.push("last to arrive: the other ranks wait for it");
+      else if (last_rank !== null) found.push(`last to arrive: rank ${last_rank}`);
+      if (typeof arrival === "number") found.push(arrival ? `arrived ${us(arrival)} after the first` : "first to arrive");
       if (typeof wait === "number" && wait > 0) {
-        found.push(asynchronous ? `issued ${us(wait)} before the last: not blocked by it` : `waited ${us(wait)}`);
+        found.push(asynchronous ? `issued ${us(wait)} before the last rank, not blocked` : `waited ${us(wait)}`);
       }
       return found;
     }
 
     // Frames a collective on all ranks, and joins its arrivals.
     point(key) {
-      const { spans } = this;
-      const places = key ? (this.byKey.get(key) ?? []) : [];
       if (this.pointed === key) return;
       this.pointed = key;
-      const of = (name) => places.map((at) => spans[name][at]);
-      this.focus.spans.data = { left: of("left"), right: of("right"), top: of("top"), bottom: of("bottom") };
-      this.focus.front.data = {
-        x: places.flatMap((at) => [spans.left[at], spans.left[at]]),
-        y: places.flatMap((at) => [spans.top[at], spans.bottom[at]]),
-      };
+      this.plot.redraw(false);
     }
 
     pin(key) {
@@ -313,51 +270,77 @@
       this.point(this.pinned);
     }
 
+    leave() {
+      this.point(this.pinned);
+    }
+    click(x, y) {
+      const key = this.spanAt(x, y)?.key;
+      this.pin(this.laid.joined.has(key) ? key : null);
+    }
+    brush(low, high) {
+      this.show(low, high);
+    }
+    whole() {
+      this.show(this.laid.begin, this.laid.end);
+    }
+
     // -- the keyboard, and zooming
 
     key(event) {
       if (event.ctrlKey || event.metaKey || event.altKey || !this.trace) return;
-      if (event.key === "ArrowRight") this.next(1);
-      else if (event.key === "ArrowLeft") this.next(-1);
-      else if (event.key === "+" || event.key === "=") this.zoomBy(0.5);
-      else if (event.key === "-") this.zoomBy(2);
-      else if (event.key === "0") this.whole();
-      else if (event.key === "PageUp") this.steppicker.next(-1);
-      else if (event.key === "PageDown") this.steppicker.next(1);
-      else if (event.key === "Escape") this.pin(null);
-      else return;
+      const long = this.window[1] - this.window[0];
+      const keys = {
+        ArrowRight: () => this.next(1),
+        ArrowLeft: () => this.next(-1),
+        w: () => this.zoomBy(0.5),
+        s: () => this.zoomBy(2),
+        a: () => this.show(this.window[0] - long / 4, this.window[1] - long / 4),
+        d: () => this.show(this.window[0] + long / 4, this.window[1] + long / 4),
+        0: () => this.whole(),
+        PageUp: () => this.steppicker.next(-1),
+        PageDown: () => this.steppicker.next(1),
+        Escape: () => this.pin(null),
+      };
+      const name = { "+": "w", "=": "w", "-": "s" }[event.key] ?? (event.key.length === 1 ? event.key.toLowerCase() : event.key);
+      if (!Object.hasOwn(keys, name)) return;
+      keys[name]();
       event.preventDefault();
     }
 
     next(by) {
-      const keys = [...this.joined.keys()];
-      const at = keys.indexOf(this.pinned);
+      const keys = [...this.laid.joined.keys()];
       if (!keys.length) return;
+      const at = keys.indexOf(this.pinned);
       this.pinned = keys[at < 0 ? (by > 0 ? 0 : keys.length - 1) : (at + by + keys.length) % keys.length];
       this.point(this.pinned);
-      const { name, group, number, last_rank, wait_us } = this.joined.get(this.pinned);
+      const { name, group, number, last_rank, wait_us } = this.laid.joined.get(this.pinned);
       const waits = Object.values(wait_us).filter((wait) => wait !== null);
-      this.said.textContent =
-        `${short(name)} of ${short(group, 30)}, number ${number}: ` +
-        `${last_rank === null ? "who came last is not known" : `rank ${last_rank} came last`}; ` +
-        `longest wait ${waits.length ? duration(Math.max(...waits) / 1e6) : "not known"}.`;
+      const last = last_rank === null ? "last to arrive: not known" : `last to arrive: rank ${last_rank}`;
+      const longest = waits.length ? us(Math.max(...waits)) : "not known";
+      this.status.textContent = `${short(name)} of ${short(group, 30)}, number ${number}: ${last}; longest wait ${longest}.`;
     }
 
-    zoomBy(factor) {
-      const { start, end } = this.times;
-      const places = this.pinned ? this.byKey.get(this.pinned) : null;
-      const middle = places
-        ? (Math.min(...places.map((at) => this.spans.left[at])) +
-            Math.max(...places.map((at) => this.spans.right[at]))) /
-          2
-        : (start + end) / 2;
-      const half = Math.min(this.end - this.begin, (end - start) * factor) / 2;
-      const from = Math.max(this.begin, Math.min(this.end - 2 * half, middle - half));
-      this.times.setv({ start: from, end: from + 2 * half });
+    // at: what stays in its place; by default the pinned collective or the middle.
+    zoomBy(factor, at) {
+      const [start, end] = this.window;
+      const spans = this.pinned ? (this.laid.byKey.get(this.pinned) ?? []) : [];
+      const middle = at ?? (spans.length ? spans[0].left : (start + end) / 2);
+      this.show(middle - (middle - start) * factor, middle + (end - middle) * factor);
     }
 
-    whole() {
-      this.times.setv({ start: this.begin, end: this.end });
+    show(start, end) {
+      const { laid } = this;
+      const long = Math.min(laid.end - laid.begin, Math.max(1e-4, end - start));
+      const from = Math.max(laid.begin, Math.min(laid.end - long, start));
+      this.window = [from, from + long];
+      this.scale(...this.window);
+    }
+
+    rows() {
+      const rows = this.laid.spans.map(({ rank, lane, kind, name, start_us, left, right }) => [
+        rank, lane, kind, name, start_us, (right - left) * 1e3,
+      ]);
+      return [["rank", "lane", "kind", "name", "start_us", "duration_us"], ...rows];
     }
   }
 

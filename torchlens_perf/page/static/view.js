@@ -1,4 +1,4 @@
-// What is looked at: section, selected steps, zoom, step, rank, quantity, grouping, order, clock, theme. All of it is
+// What is looked at: section, selected steps, zoom, step, rank, quantity, grouping, order, rows, theme. All of it is
 // in the address, so that a link leads to the very view; nothing is kept anywhere else.
 {
   const DEFAULTS = {
@@ -9,11 +9,11 @@
     rank: null,
     quantity: "excess",
     group: "none",
-    order: "rank",
-    clock: "host",
+    order: "slowness",
+    rows: "few",
     theme: "system",
   };
-  const ONE_OF = { order: ["rank", "slowness"], clock: ["host", "device"], theme: ["system", "light", "dark"] };
+  const ONE_OF = { order: ["rank", "slowness"], rows: ["few", "all"], theme: ["system", "light", "dark"] };
   const QUIET_MS = 350; // browsers let a page write its address some hundred times in half a minute
 
   const whole = (text) => (/^\d{1,15}$/.test(text) ? Number(text) : null);
@@ -78,6 +78,11 @@
     set(changes) {
       this.became({ ...this.now, ...changes });
       this.write();
+    }
+
+    // The address of this very view.
+    address() {
+      return new URL(written(this.now), location.href).href;
     }
 
     // A section that somebody went to: one can go back from there.

@@ -73,11 +73,7 @@ const torchlens = {};
   // "step 7" or "steps 8 to 15", of [since, until).
   torchlens.steps = (since, until) => (until - since > 1 ? `steps ${since} to ${until - 1}` : `step ${since}`);
 
-  torchlens.PART_WORDS = new Map([
-    ["communication", "wait"],
-    ["tool", "this tool"],
-  ]);
-  torchlens.partWord = (part) => torchlens.PART_WORDS.get(part) ?? part;
+  torchlens.partWord = (part) => TORCHLENS_THEME.parts[part] ?? part;
 
   const collator = new Intl.Collator("en", { numeric: true });
   torchlens.compare = (one, other) => collator.compare(String(one), String(other));

@@ -4,7 +4,6 @@
   const LEAST_GAP_MS = 1000, POLL_MS = 1000;
   const root = document.documentElement, status = document.getElementById("live-status");
   let shown = root.dataset.version, news = null, isFetching = false, isHeld = false, problem = "";
-  if (typeof Bokeh !== "undefined") Bokeh.set_log_level("off");
 
   function element(name, properties = {}, ...children) {
     const made = Object.assign(document.createElement(name), properties);

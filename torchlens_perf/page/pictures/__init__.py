@@ -1,1 +1,0 @@
-"""Pictures as SVG, and the markup that they and the sections are made of."""

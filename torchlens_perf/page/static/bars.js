@@ -1,0 +1,58 @@
+// Bars are drawn in Python (page/sections/bars.py): here they get export buttons, and choose a rank by a click.
+{
+  // The picture of bars as they are on the screen.
+  function picture(figure, legend) {
+    const ratio = devicePixelRatio || 1;
+    const colours = torchlens.colours();
+    const box = figure.querySelector(".bars").getBoundingClientRect();
+    const made = torchlens.element("canvas", { width: Math.ceil(box.width * ratio), height: Math.ceil(box.height * ratio) });
+    const ctx = made.getContext("2d");
+    ctx.scale(ratio, ratio);
+    ctx.translate(-box.x, -box.y);
+    for (const rect of figure.querySelectorAll(".bars rect")) {
+      const { x, y, width, height } = rect.getBoundingClientRect();
+      ctx.fillStyle = getComputedStyle(rect).fill;
+      ctx.fillRect(x, y, width, height);
+    }
+    ctx.fillStyle = colours.text;
+    ctx.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+    ctx.textBaseline = "middle";
+    for (const text of figure.querySelectorAll(".bars > div > span")) {
+      const { x, y, height } = text.getBoundingClientRect();
+      ctx.fillText(text.textContent, x, y + height / 2);
+    }
+    return torchlens.framed(figure.querySelector("h3").textContent, legend, made, ratio);
+  }
+
+  torchlens.bars = (page, figure) => {
+    if (figure.querySelector(".exports")) return;
+    const parts = [...new Set([...figure.querySelectorAll("rect[data-part]")].map(({ dataset }) => dataset.part))];
+    const valueOf = (row, part) => {
+      const found = row.querySelector(`rect[data-part="${CSS.escape(part)}"]`);
+      return found ? Number(found.dataset.value) : "";
+    };
+    const table = () => [
+      ["label", ...parts.map((part) => `${part}_s`)],
+      ...[...figure.querySelectorAll(".bars > div")].map((row) => [
+        row.dataset.label,
+        ...parts.map((part) => valueOf(row, part)),
+      ]),
+    ];
+    const legend = () =>
+      [...figure.querySelectorAll("ul.legend li")].map((item) => [
+        getComputedStyle(item.querySelector("rect")).fill,
+        item.textContent,
+      ]);
+    torchlens.exports(figure, () => figure.querySelector("h3").textContent, table, () => picture(figure, legend()));
+    figure.addEventListener("click", ({ target }) => {
+      const rank = target.closest?.("[data-rank]")?.dataset.rank;
+      if (rank !== undefined) page.view.set({ rank: Number(rank) });
+    });
+  };
+
+  torchlens.chooseBar = (rank) => {
+    for (const row of document.querySelectorAll(".bars [data-rank]")) {
+      row.classList.toggle("chosen", Number(row.dataset.rank) === rank);
+    }
+  };
+}

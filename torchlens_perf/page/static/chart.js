@@ -1,0 +1,431 @@
+// The base of all charts: one uPlot figure with title, legend, tip, export buttons, and gestures on its plot area.
+{
+  const { element, short } = torchlens;
+  const NEAR = "600px"; // Charts this close to the viewport are drawn.
+  const NARROW = 560;
+  const DRAG = 5; // Pixels before a press becomes a drag.
+  const INCREMENTS = Array.from({ length: 27 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** (power - 12))).flat();
+
+  torchlens.colours = () => {
+    const style = getComputedStyle(document.documentElement);
+    return new Proxy({}, { get: (_, name) => style.getPropertyValue(`--${name}`).trim() });
+  };
+
+  torchlens.isDark = (colour) => {
+    const found = /^#([0-9a-f]{2})([0-9a-f]{2})([0-9a-f]{2})/i.exec(colour);
+    if (!found) return false;
+    const [red, green, blue] = found.slice(1).map((part) => (parseInt(part, 16) / 255) ** 2.2);
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.19;
+  };
+
+  // Lines of text near a point of the window.
+  class Tip {
+    constructor(place) {
+      this.element = element("div", { className: "tip", "aria-hidden": "true" });
+      this.element.hidden = true;
+      place.after(this.element);
+      addEventListener("scroll", () => this.hide(), { passive: true });
+    }
+
+    show(lines, [x, y]) {
+      this.element.replaceChildren(...lines.map((text) => element("div", { text })));
+      this.element.hidden = false;
+      const { offsetWidth: width, offsetHeight: height } = this.element;
+      const { clientWidth, clientHeight } = document.documentElement;
+      this.element.style.left = `${Math.max(8, x + 14 + width > clientWidth - 8 ? x - width - 14 : x + 14)}px`;
+      this.element.style.top = `${Math.max(8, y + 14 + height > clientHeight - 8 ? y - height - 14 : y + 14)}px`;
+    }
+
+    hide() {
+      this.element.hidden = true;
+    }
+  }
+
+  // -- export
+
+  torchlens.save = (name, blob) => {
+    const link = element("a", { href: URL.createObjectURL(blob), download: name });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+  };
+
+  // Spreadsheets evaluate text that begins like a formula: such names get an apostrophe.
+  torchlens.csv = (rows) => {
+    const cell = (value) => {
+      if (typeof value === "number") return Number.isFinite(value) ? String(value) : "";
+      const text = short(value ?? "", 400).replace(/^(?=[=+@-])/, "'");
+      return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+    };
+    return rows.map((row) => `${row.map(cell).join(",")}\r\n`).join("");
+  };
+
+  // The title and the legend above a picture. legend: [colour, text] each; picture: a canvas of this pixel ratio.
+  torchlens.framed = (title, legend, picture, ratio) => {
+    const colours = torchlens.colours();
+    const made = element("canvas");
+    const ctx = made.getContext("2d");
+    const font = getComputedStyle(document.body).fontFamily;
+    const places = [];
+    let [x, y] = [10, 44];
+    ctx.font = `12px ${font}`;
+    for (const [colour, text] of legend) {
+      const width = ctx.measureText(text).width + 32;
+      if (x > 10 && x + width > picture.width / ratio) [x, y] = [10, y + 18];
+      places.push([colour, text, x, y]);
+      x += width;
+    }
+    const top = (legend.length ? y + 10 : 34) * ratio;
+    made.width = picture.width;
+    made.height = picture.height + top;
+    ctx.fillStyle = colours.ground;
+    ctx.fillRect(0, 0, made.width, made.height);
+    ctx.drawImage(picture, 0, top);
+    ctx.scale(ratio, ratio);
+    ctx.fillStyle = colours.text;
+    ctx.font = `600 15px ${font}`;
+    ctx.fillText(title, 10, 22);
+    ctx.font = `12px ${font}`;
+    for (const [colour, text, left, bottom] of places) {
+      ctx.fillStyle = colour ?? "transparent";
+      ctx.fillRect(left, bottom - 10, 12, 12);
+      ctx.fillStyle = colours.text;
+      ctx.fillText(text, left + 17, bottom);
+    }
+    return made;
+  };
+
+  // Buttons beside the title of a figure. rows() returns a table, picture() a canvas.
+  torchlens.exports = (figure, title, rows, picture) => {
+    const name = () => (title().toLowerCase().match(/[a-z0-9]+/g) ?? ["chart"]).join("-").slice(0, 60);
+    const png = () => picture().toBlob((blob) => torchlens.save(`${name()}.png`, blob));
+    const csv = () => torchlens.save(`${name()}.csv`, new Blob([torchlens.csv(rows())], { type: "text/csv" }));
+    const buttons = [["PNG", png], ["CSV", csv]].map(([text, pressed]) => {
+      const made = torchlens.button(text, pressed);
+      made.setAttribute("aria-label", `Save "${short(title(), 60)}" as ${text}`);
+      return made;
+    });
+    const head = element("div", { className: "chart-head" }, element("span", { className: "exports" }, ...buttons));
+    const heading = figure.querySelector("h3");
+    heading.before(head);
+    head.prepend(heading);
+  };
+
+  // -- charts
+
+  // A chart in a figure of the page. A subclass has options(): data, series, axes and what is painted; shape(): a text,
+  // upon whose change it is built anew; follow(changed): what a change of the view needs; hover(), click(), brush().
+  class Chart {
+    static FOLLOWS = [];
+
+    constructor(page, figure) {
+      this.page = page;
+      this.figure = figure;
+      this.heading = figure.querySelector("h3");
+      figure.querySelector(".unscripted")?.remove();
+      this.place = element("div", { className: "chart" });
+      this.legend = element("ul", { className: "legend of-chart", "aria-label": "Legend" });
+      this.heading.after(this.place, this.legend);
+      this.tip = new Tip(this.place);
+      torchlens.exports(figure, () => this.heading.textContent, () => this.rows(), () => this.picture());
+      this.asked = new Set(["theme"]); // What has changed since the last drawing.
+      this.isNear = false;
+      this.observer = new IntersectionObserver(
+        ([entry]) => {
+          this.isNear = entry.isIntersecting;
+          if (this.isNear) this.page.draw();
+        },
+        { rootMargin: NEAR },
+      );
+      this.observer.observe(figure);
+      this.renewed();
+    }
+
+    // The page's sentence about the whole run. It stays until a selection has one of its own.
+    renewed() {
+      this.caption = this.figure.querySelector("figcaption");
+      this.found = this.caption?.textContent ?? "";
+    }
+
+    say(text) {
+      if (this.caption && this.caption.textContent !== text) this.caption.textContent = text;
+    }
+
+    get view() {
+      return this.page.view.now;
+    }
+    get steps() {
+      return this.page.steps;
+    }
+    get width() {
+      return Math.max(240, Math.floor(this.place.clientWidth));
+    }
+    get isNarrow() {
+      return this.width < NARROW;
+    }
+    get isDue() {
+      return this.isNear && this.asked.size > 0;
+    }
+    ask(changed) {
+      for (const key of changed) this.asked.add(key);
+    }
+    shape() {
+      return "";
+    }
+    follow() {}
+
+    async draw() {
+      const changed = this.asked;
+      this.asked = new Set();
+      const shape = String(this.shape());
+      if (!this.plot || changed.has("theme") || changed.has("contents") || shape !== this.built) {
+        this.built = shape;
+        this.build();
+      } else if (this.constructor.FOLLOWS.some((key) => changed.has(key))) {
+        this.follow(changed);
+        if (changed.has("zoom") && this.isOverSteps) this.scale(...this.page.window);
+        else this.plot.redraw(false);
+      }
+    }
+
+    build() {
+      this.colours = torchlens.colours();
+      this.font = getComputedStyle(document.body).fontFamily;
+      const options = this.options();
+      const old = this.plot;
+      this.plot = options ? this.made(options) : undefined;
+      old?.destroy();
+      this.figure.hidden = !options;
+      if (options) this.gestures(this.plot.over);
+    }
+
+    made({ data, series, bands, x, y, height, under, over }) {
+      const { colours, font } = this;
+      const axis = ({ label, text, splits, incrs, isWide = false, hasGrid = true, space }) => ({
+        stroke: colours.text,
+        font: `12px ${font}`,
+        labelFont: `12px ${font}`,
+        label,
+        labelSize: 18,
+        labelGap: 2,
+        gap: 4,
+        ticks: { stroke: colours.rule, size: 4, width: 1 },
+        grid: { show: hasGrid, stroke: colours.rule, width: 1 },
+        values: (_, found) => found.map((value) => (value === null ? "" : text(value))),
+        ...(splits ? { splits } : {}),
+        incrs: incrs ?? INCREMENTS,
+        ...(space ? { space } : {}),
+        ...(isWide ? { size: (_, found) => 12 + Math.max(0, ...(found ?? []).map((each) => this.textWidth(each))) } : {}),
+      });
+      const ranged = ({ range, isDown }) => ({ time: false, range, ...(isDown ? { dir: -1 } : {}) });
+      const options = {
+        width: this.width,
+        height: height + 42,
+        padding: [8, 18, 0, 0],
+        legend: { show: false },
+        cursor: { drag: { x: false, y: false }, y: false, points: { show: false } },
+        scales: { x: ranged(x), y: ranged(y) },
+        axes: [
+          { ...axis({ hasGrid: false, space: this.isNarrow ? 60 : 80, ...x }), size: 24 },
+          axis({ isWide: true, ...y }),
+        ],
+        series: [{}, ...series.map((each) => ({ points: { show: false }, ...each }))],
+        bands,
+        hooks: {
+          drawClear: under ? [(plot) => this.clipped(plot, under)] : [],
+          draw: over ? [(plot) => this.clipped(plot, over)] : [],
+        },
+      };
+      const plot = new uPlot(options, data, this.place);
+      plot.over.style.touchAction = "pan-y pinch-zoom"; // A finger scrolls the page over it.
+      return plot;
+    }
+
+    textWidth(text) {
+      this.measure ??= document.createElement("canvas").getContext("2d");
+      this.measure.font = `12px ${this.font}`;
+      return this.measure.measureText(text ?? "").width;
+    }
+
+    // Paints inside of the plot area, in CSS pixels from its corner. paint: gets ctx, the plot, width and height.
+    clipped(plot, paint) {
+      const { ctx, bbox } = plot;
+      const ratio = uPlot.pxRatio;
+      ctx.save();
+      ctx.beginPath();
+      ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+      ctx.clip();
+      ctx.translate(bbox.left, bbox.top);
+      ctx.scale(ratio, ratio);
+      ctx.font = `11px ${this.font}`;
+      [ctx.textAlign, ctx.textBaseline] = ["start", "alphabetic"];
+      paint(ctx, plot, bbox.width / ratio, bbox.height / ratio);
+      ctx.restore();
+    }
+
+    remove() {
+      this.observer.disconnect();
+      this.plot?.destroy();
+      this.plot = undefined;
+    }
+
+    clear() {
+      this.plot?.destroy();
+      this.plot = undefined;
+    }
+
+    picture() {
+      return torchlens.framed(this.heading.textContent, this.entries ?? [], this.plot.ctx.canvas, uPlot.pxRatio);
+    }
+
+    // entries: [colour, text] each; null is no colour.
+    explain(entries) {
+      this.entries = entries;
+      this.legend.replaceChildren(
+        ...entries.map(([colour, text]) => {
+          const swatch = element("span", { className: "swatch" });
+          swatch.style.background = colour ?? "";
+          return element("li", {}, ...(colour === null ? [] : [swatch]), text);
+        }),
+      );
+    }
+
+    // -- gestures: hover, click, drag, Ctrl and wheel, double click
+
+    gestures(over) {
+      const valueOf = ({ clientX, clientY }) => {
+        const box = over.getBoundingClientRect();
+        return [this.plot.posToVal(clientX - box.left, "x"), this.plot.posToVal(clientY - box.top, "y"), clientX - box.left];
+      };
+      let pressed = null;
+      const point = (event) => {
+        const [x, y] = valueOf(event);
+        const lines = this.hover(x, y);
+        if (lines) this.tip.show(lines, [event.clientX, event.clientY]);
+        else this.tip.hide();
+      };
+      over.addEventListener("pointerdown", (event) => {
+        if (event.button !== 0) return;
+        pressed = valueOf(event);
+        over.setPointerCapture(event.pointerId);
+      });
+      over.addEventListener("pointermove", (event) => {
+        const now = valueOf(event);
+        if (pressed && Math.abs(now[2] - pressed[2]) > DRAG) {
+          const left = Math.max(0, Math.min(now[2], pressed[2]));
+          const width = Math.min(over.clientWidth, Math.max(now[2], pressed[2])) - left;
+          this.plot.setSelect({ left, top: 0, width, height: over.clientHeight }, false);
+        }
+        point(event);
+      });
+      over.addEventListener("pointerup", (event) => {
+        if (!pressed) return;
+        const now = valueOf(event);
+        const began = pressed;
+        pressed = null;
+        this.plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+        if (Math.abs(now[2] - began[2]) > DRAG) this.brush(Math.min(began[0], now[0]), Math.max(began[0], now[0]), event);
+        else {
+          this.click(now[0], now[1]);
+          point(event);
+        }
+      });
+      over.addEventListener("pointercancel", () => {
+        pressed = null;
+        this.plot?.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+      });
+      over.addEventListener("pointerleave", () => {
+        this.tip.hide();
+        this.leave();
+      });
+      over.addEventListener("dblclick", () => this.whole());
+      over.addEventListener(
+        "wheel",
+        (event) => {
+          if (!event.ctrlKey && !event.metaKey) return; // Without a key, the page scrolls.
+          event.preventDefault();
+          this.zoomBy(event.deltaY < 0 ? 0.8 : 1.25, valueOf(event)[0]);
+        },
+        { passive: false },
+      );
+    }
+
+    hover() {
+      return null;
+    }
+    leave() {}
+    click() {}
+    brush(low, high, event) {
+      if (!this.isOverSteps) return;
+      if (event.shiftKey) this.page.zoom(low, high);
+      else this.page.select(low, high);
+    }
+    whole() {
+      if (this.isOverSteps) this.page.showAll();
+    }
+    zoomBy(factor, at) {
+      if (this.isOverSteps) this.page.zoomBy(factor, at);
+    }
+    scale(min, max) {
+      this.plot.setScale("x", { min, max });
+    }
+
+    // -- charts over steps: one axis, one zoom, one selection
+
+    stepAxis() {
+      return {
+        label: this.steps.width > 1 ? `step (columns of ${this.steps.width} steps)` : "step",
+        text: String,
+        incrs: INCREMENTS.filter((each) => each >= 1),
+        range: () => this.page.window,
+      };
+    }
+
+    // The selected steps, and the chosen one.
+    paintSelection(ctx, plot, height) {
+      const { steps, view, colours } = this;
+      const at = (step) => plot.valToPos(step, "x");
+      if (view.steps) {
+        const [left, right] = view.steps.map(at);
+        ctx.fillStyle = ctx.strokeStyle = colours.link;
+        ctx.globalAlpha = 0.12;
+        ctx.fillRect(left, 0, right - left, height);
+        ctx.globalAlpha = 1;
+        ctx.strokeRect(left, -2, right - left, height + 4);
+      }
+      if (view.step !== null && view.step >= steps.begin && view.step < steps.end) {
+        ctx.fillStyle = colours.text;
+        ctx.fillRect(at(steps.first[steps.column(view.step)] + steps.width / 2) - 0.75, 0, 1.5, height);
+      }
+    }
+  }
+
+  // -- what steps did besides training
+
+  const FLAGS = new Map([
+    ["checkpoint", ["S", "saved a checkpoint"]],
+    ["evaluation", ["E", "evaluation or no gradients"]],
+    ["compile", ["C", "compiled"]],
+    ["capture", ["P", "captured"]],
+  ]);
+  torchlens.flagLegend = ({ flags }) => {
+    const found = new Set(flags.flat());
+    return [...FLAGS].filter(([flag]) => found.has(flag)).map(([, words]) => words.join(": "));
+  };
+
+  // Letters at the bottom of the plot; where they are too dense, every so many.
+  torchlens.paintFlags = (ctx, plot, steps, height) => {
+    let last = -Infinity;
+    ctx.textAlign = "center";
+    for (let column = 0; column < steps.columns; column++) {
+      const text = steps.flags[column].map((flag) => FLAGS.get(flag)?.[0] ?? "").join("");
+      if (!text) continue;
+      const x = plot.valToPos(steps.first[column] + steps.width / 2, "x");
+      if (x - last < 9 * text.length) continue;
+      ctx.fillText(text, x, height - 4);
+      last = x;
+    }
+    ctx.textAlign = "start";
+  };
+
+  Object.assign(torchlens, { Chart });
+}
