@@ -30,11 +30,12 @@ from torchlens_perf.exporters.series import Meter
 from torchlens_perf.page.notebook import results
 from torchlens_perf.page.sections.verdicts import verdicts as cards
 from torchlens_perf.report.build import build
+from torchlens_perf.report.run_report import run_report
 from torchlens_perf.results.figures import SLOW_RANK, VERDICT, Figures
 from torchlens_perf.results.figures import checked as checked_logger
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import ENDED
-from torchlens_perf.serve.runs import find_runs, lines_of
+from torchlens_perf.serve.run_list import find_runs, lines_of
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
@@ -221,5 +222,8 @@ def loggers_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMem
 def the_list_of_runs_has_the_first_verdict(report: dict[str, Any], folder: Path) -> None:
     """As `serve` lists them; its page of one run is the report's."""
     (line,) = lines_of(str(folder), find_runs(str(folder)), 60.0)
-    assert (line.verdict, line.state) == (heads(report)[0], report["run"]["state"])
+    verdict = overall(headlines(run_report(RunDirectory(folder / line.name))))
+    assert verdict is not None
+    assert (line.status, line.sentence, line.cost) == (verdict.status, verdict.sentence, verdict.cost)
+    assert (line.is_live, line.step_s) == (report["run"]["live"], report["steps"]["p50_s"])
     assert (line.ranks, line.seen) == (report["run"]["world_size"], report["run"]["ranks_seen"])
