@@ -203,6 +203,15 @@ def test_stacks_of_a_hang_are_shown() -> None:
     assert text.index("  HANG ") < text.index("  next ") < text.index("train.py:3") < text.index("  step ")
 
 
+def test_long_stacks_of_a_hang_leave_room_for_the_rest() -> None:
+    stack = RankStack(tuple(f"function_{at} (train.py:{at})" for at in range(15)), "")
+    waiting = dataclasses.replace(hang(57), stacks=dict.fromkeys(range(4), stack))
+    state = node([usual(57)] * 2, hang=waiting, ended="")
+
+    assert short(state).count("\n") <= SHORT_LINES
+    assert render(checked(build("r", [state])), LONG, columns=100, color=False).count("function_14") == 4
+
+
 def test_memory_of_a_rank_that_ran_out_is_shown() -> None:
     text = short(node([usual(57)], out_of_memory=memory.oom(step=99, file="f")))
 

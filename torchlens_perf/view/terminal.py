@@ -37,7 +37,7 @@ SHORT_LINES, SHORT_LINES_OK = 30, 18
 _PLAIN_WIDTH = 118
 _LABEL = 12
 _ALSO, _EARLIER, _NOTES, _PROFILES = 2, 4, 20, 2
-_MIN_ROWS, _MIN_NAME = 3, 12
+_MIN_ROWS, _MIN_NAME, _STACK_LINES = 3, 12, 10
 _DIFFERENCE = 0.1
 """Spread of the ranks' compute time from which the short report shows the ranks without a verdict on one."""
 _FLAT = 0.03
@@ -53,7 +53,9 @@ def show(report: Report, file: IO[str], run_dir: str) -> None:
     """Print the report: colours and the terminal's width on a terminal, plain text elsewhere."""
     if file.isatty():
         console = Console(file=file)
-        text = render(report, run_dir, columns=console.width, color=console.color_system is not None)
+        text = render(
+            report, run_dir, columns=console.width, color=console.color_system is not None and not console.no_color
+        )
     else:
         text = render(report, run_dir, columns=0, color=False)
     try:
@@ -94,7 +96,7 @@ def short_lines(report: Report, run_dir: str, width: int, *, color: bool, page: 
     lines = [_title(report), Text("")]
     if main is not None:
         row = report["verdicts"][found.index(main)]
-        lines += [*_block(main, width), *_stacks(row, width)]
+        lines += [*_block(main, width), *list(_stacks(row, width))[:_STACK_LINES]]
     lines += _profiles(report, run_dir)
     lines += [_one_line(each, width) for each in now[:_ALSO]]
     also = dict.fromkeys(each.status for each in now[_ALSO:] if each.severity != GOOD)
@@ -165,14 +167,13 @@ def _title(report: Report) -> Text:
     """Return the run: program, ranks, steps, and whether it runs."""
     run, steps = report["run"], report["steps"]
     unit = "forward pass" if steps["inference"] else "step"
-    words = [
-        ranks_words(run),
-        counted(steps["count"], unit),
-        *([f"attempt {run['attempt']}"] if run["attempt"] else []),
-    ]
+    words = [ranks_words(run), counted(steps["count"], unit)]
+    words += [f"attempt {run['attempt']}"] if run["attempt"] else []
     lasted_s = _lasted_s(report)
-    after = "" if lasted_s is None else f"{' for' if run['live'] else ' after'} {duration(lasted_s)}"
     state, comma, rest = state_words(run).replace("all of them", "all ranks").partition(", ")
+    after = ""
+    if lasted_s is not None and not state.startswith("silent"):
+        after = f"{' for' if run['live'] else ' after'} {duration(lasted_s)}"
     program = f"{_inert(run['program'])}  " if run["program"] else ""
     text = f"{program}{', '.join(words)}, {state}{after}{comma}{rest}"
     return Text.assemble(("torchlens_perf  ", "bold"), _inert(text))
@@ -193,13 +194,12 @@ def _block(head: Headline, width: int, held: str = "") -> list[Text]:
     held: since when it has held, for a report that has room for it.
     """
     style, facts, places = SEVERITIES[head.severity].terminal, dict(head.facts), _places(head)
+    lines = _pieces(head.status, places, width, style, "bold") if places else []
+    lines = lines or _field(head.status, head.sentence, width, style)
+    lines += _field("cost", _cost(head), width, text_style="bold") if head.cost else []
     if places:
-        lines = _pieces(head.status, places, width, style, "bold")
-        lines += _field("cost", _cost(head), width, text_style="bold") if head.cost else []
         consistent = f" Consistent {facts['consistent']}." if "consistent" in facts and not held else ""
         lines += _field("evidence", f"{head.sentence}{consistent}", width)
-    else:
-        lines = _field(head.status, head.sentence, width, style)
     if held:
         lines += _field("held", held.removeprefix("Held "), width)
     lines += _field("next", head.action, width) if head.action else []
@@ -331,12 +331,12 @@ def _mean(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _are_slow(found: Sequence[Headline]) -> bool:
-    """Whether ranks are slow, or have too much work."""
+    """Return whether ranks are slow, or have too much work."""
     return any(each.kind in ("straggler", "imbalance") for each in found)
 
 
 def _differ(table: Table) -> bool:
-    """Whether the compute times of the ranks differ."""
+    """Return whether the compute times of the ranks differ."""
     column = next((column for column in table.columns if column.title == table.ranged), None)
     values = [value for value in column.values if isinstance(value, float)] if column is not None else []
     return len(values) > 1 and max(values) - min(values) > _DIFFERENCE * statistics.median(values)
