@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
-from torchlens_perf.page.sections.ranks import compute_s
+from torchlens_perf.page.sections.section import compute_s
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
