@@ -377,7 +377,7 @@ def test_every_chart_is_exported(tab_of: TabOf, wide_file: Path) -> None:
         picture = exported(tab, figure, "PNG")
         assert picture[:8] == b"\x89PNG\r\n\x1a\n"
         width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
-        assert width > 600
+        assert width > 300
         assert height > 80
         rows = list(csv.reader(exported(tab, figure, "CSV").decode().splitlines()))
         assert len(rows) > 1
