@@ -28,10 +28,10 @@ NAMES = (*vars(semantics).values(), *vars(node_semantics).values())
 SDK = importlib.util.find_spec("grafana_foundation_sdk") is not None
 # What a healthy CPU job has no answer to, and why. The GPU panels are asked of a target whose hardware is stood in for.
 NO_GPU = {
-    "Device memory, on the rank where it is most", "Room that is left, on the rank where it is least",
-    "Retries of cudaMalloc", "Out-of-memory errors", "On the device, of the chosen ranks",
-    "SMs at work", "With any kernel", "Tensor cores", "Clock, of its highest", "Clocks held down", "Temperature",
-    "Power", "Memory in use", "Errors", "GPU links", "Network, of the link's rate", "Ports that are down",
+    "Device memory: highest rank", "Free device memory: lowest rank", "cudaMalloc retries", "Out-of-memory errors",
+    "Device time of the chosen ranks", "SM utilization", "GPU utilization", "Tensor core utilization",
+    "SM clock, share of the maximum", "Clock throttling", "Temperature", "Power", "GPU memory in use", "Errors",
+    "GPU links", "Network utilization", "Network ports down",
 }  # fmt: skip
 NO_HANG = {"Hang"}
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")  # with a data loader
@@ -117,7 +117,7 @@ def test_every_query_has_an_answer(tmp_path: Path) -> None:
                         if not prometheus.query(filled(query, run_of[title]))
                     }
                 assert empty == set()
-                (share,) = [query for title, query in asked if title == "How often each rank arrived last"]
+                (share,) = [query for title, query in asked if title == "Last to arrive"]
                 found = prometheus.query(filled(share, ranks.run_id))
                 last = {labels["torch_distributed_rank"]: value for labels, value in found}
                 assert max(last, key=lambda rank: last[rank]) == "1"

@@ -17,11 +17,11 @@ from torchlens_perf.analysis.statistics.quantities import duration, duration_or_
 from torchlens_perf.errors import printable
 from torchlens_perf.page.small_charts import image, parts_chart, step_chart
 from torchlens_perf.report.run_report import run_report
-from torchlens_perf.report.terminal import render
 from torchlens_perf.run.verdicts import Summary, Verdict, sentence_and_action
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.view.headline import fact_text, headlines, overall
+from torchlens_perf.view.terminal import render
 from torchlens_perf.view.theme import SEVERITIES
 
 if TYPE_CHECKING:

@@ -187,8 +187,9 @@ def _outlier(window: Mapping[str, float] | None) -> str | None:
 
 
 def step_class_table(report: Report) -> Table | None:
-    """Return the classes of steps that are longer than the typical one, the costliest first."""
-    rows = report["steps"]["long"]
+    """Return the classes of steps that are longer than the typical one, the costliest first, then shorter ones."""
+    steps = report["steps"]
+    rows = [*steps["long"], *steps["short"]]
     if not rows:
         return None
     columns = [
@@ -202,12 +203,17 @@ def step_class_table(report: Report) -> Table | None:
     if any(each["waited_for"] is not None for each in rows):
         columns.append(Column("caused by rank", [each["waited_for"] for each in rows], Quantity.TEXT, 0.1))
     columns.append(Column("steps", [_steps(each["steps"]) for each in rows], Quantity.TEXT, 0.6))
-    return Table("outlier_steps", "Outlier steps", columns, first=_first(rows), noun="class", ranged="duration")
+    note = f"{steps['alike']} of {steps['count']} steps are typical, {steps['warm_up']} are warm-up."
+    return Table(
+        "outlier_steps", "Outlier steps", columns, first=_first(rows), note=note, noun="kind", ranged="duration"
+    )
 
 
 def _kind(each: LongSteps) -> str:
     if each["kinds"]:
         return " and ".join(each["kinds"])
+    if each["more_s"] < 0:
+        return "shorter"
     return "stall of one rank" if each["waited_for"] is not None else "unknown cause"
 
 
