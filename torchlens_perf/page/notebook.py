@@ -106,7 +106,7 @@ def _card(headline: Headline) -> str:
     lines = [_title(headline)]
     cost, share = headline.cost_s_per_step, headline.cost_share
     if cost and share is not None:
-        lines.append(f"<b>{duration(cost)}</b> lost per step, <b>{percent(share)}</b> of job time")
+        lines.append(f"<b>{duration(cost)}</b> lost per step, <b>{percent(share)}</b> of step time")
     lines.append(_escaped(headline.sentence))
     if headline.action:
         lines.append(f"<b>Next:</b> {_escaped(headline.action)}")

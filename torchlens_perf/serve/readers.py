@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar
 from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
 
 from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable
-from torchlens_perf.serve.run_names import NoSuchError, ReadError
 from torchlens_perf.serve.memory_limit import limit_memory
+from torchlens_perf.serve.run_names import NoSuchError, ReadError
 from torchlens_perf.store.without_pandas import hide_pandas
 
 _LOWEST_PRIORITY = 19

@@ -198,8 +198,8 @@ def _block(head: Headline, width: int, held: str = "") -> list[Text]:
     lines = lines or _field(head.status, head.sentence, width, style)
     lines += _field("cost", _cost(head), width, text_style="bold") if head.cost else []
     if places:
-        consistent = f" Consistent {facts['consistent']}." if "consistent" in facts and not held else ""
-        lines += _field("evidence", f"{head.sentence}{consistent}", width)
+        seen = f" Seen {facts['seen']}." if "seen" in facts and not held else ""
+        lines += _field("evidence", f"{head.sentence}{seen}", width)
     if held:
         lines += _field("held", held.removeprefix("Held "), width)
     lines += _field("next", head.action, width) if head.action else []
