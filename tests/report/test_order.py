@@ -18,10 +18,11 @@ from torchlens_perf.page.pictures.markup import html
 from torchlens_perf.page.sections.verdicts import verdicts as cards
 from torchlens_perf.report.build import build
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.top.lettering import Lettering
-from torchlens_perf.top.verdict_lines import verdict_lines
+from torchlens_perf.top.overview import all_findings
+from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.findings import Usual
+from torchlens_perf.view.headline import headlines
 from torchlens_perf.view.terminal import render, render_short
 
 
@@ -67,8 +68,9 @@ def test_every_surface_has_the_same_order() -> None:
     assert shown_in_order(in_cell["html"], first_words)
     held = [None] * len(kinds)
     assert shown_in_order(html(cards({"report": report, "held": held})), first_words)  # type: ignore[typeddict-item]
-    in_top = " ".join(line.plain for line in verdict_lines(report["verdicts"], 4000, Lettering()))
-    assert shown_in_order(in_top, heads(report))
+    found = headlines(report)  # type: ignore[arg-type]
+    in_top = " ".join(line.plain for line in all_findings(View("x", report, tuple(found)), 4000))  # type: ignore[arg-type]
+    assert shown_in_order(in_top, [each.sentence for each in found])
 
 
 @pytest.mark.parametrize("seed", range(30))
