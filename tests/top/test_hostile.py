@@ -66,7 +66,7 @@ def test_any_text_of_a_state(
 @given(name=hostile, problem=hostile)
 def test_names_of_runs(name: str, problem: str) -> None:
     """Folders may be called anything."""
-    table = run_table([RunRow(Path(name.replace("/", "-") or "x"), 0.0, name, problem=problem)])
+    table = run_table([RunRow(Path(name.replace("/", "-") or "x"), 0.0, name, problem)])
     for line in cursor_lines(table, 80, 10, 0):
         assert_harmless(line.plain)
 
@@ -82,8 +82,8 @@ def test_folders_that_are_no_runs(tmp_path: Path) -> None:
     rows = {row.path.name: row for row in runs_in(tmp_path)}
 
     assert set(rows) == {"begins", "damaged"}
-    assert (rows["begins"].live, rows["begins"].problem) == (None, "")
-    assert "cannot be read" in rows["damaged"].problem
+    assert (rows["begins"].state, rows["damaged"].state) == ("starting", "damaged")
+    assert "cannot be read" in rows["damaged"].about
     assert runs_in(tmp_path / "nowhere") == []
     lines = [line.plain for line in cursor_lines(run_table(list(rows.values())), 80, 10, 0)]
     assert any("starting" in line for line in lines)

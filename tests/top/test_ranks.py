@@ -61,15 +61,13 @@ def test_figures_are_those_of_the_report(view: View) -> None:
 
 
 def test_difference_is_to_the_median_of_the_other_ranks(view: View) -> None:
-    """For the slow rank that of the three others; the bars have the same proportions."""
+    """For the slow rank that of the three others."""
     table, _ = rank_list(view)
     compute: Any = column(table, "compute").values
     excess: Any = column(table, "vs others").values
-    bars = column(table, "").values
 
     assert excess[0] == pytest.approx(compute[0] - sorted(compute[1:])[1])
     assert excess[0] > 0.03
-    assert len(str(bars[0])) > 4 > max(len(str(each)) for each in bars[1:])
 
 
 def test_two_ranks_have_opposite_differences(tmp_path: Path) -> None:
@@ -109,6 +107,16 @@ def test_ranks_without_a_step_are_listed(view: View) -> None:
     assert [each.title for each in table.columns[:1]] == ["rank"]
 
 
+def test_rank_without_a_step_is_listed_below_the_others(view: View) -> None:
+    """With the figures of the others."""
+    ranks: Any = [{**rank, "typical": None} if rank["rank"] == 1 else rank for rank in report_of(view)["ranks"]]
+    table, order = rank_list(with_report(view, ranks=ranks, verdicts=[]))
+
+    assert (order[0], order[-1]) == (3, 1)
+    assert column(table, "compute").texts()[-1] == column(table, "vs others").texts()[-1] == "-"
+    assert "-" not in column(table, "compute").texts()[:-1]
+
+
 def test_no_report() -> None:
     assert rank_list(View("run"))[1] == []
 
@@ -128,6 +136,7 @@ def test_rank_that_is_slow_since_lately(tmp_path: Path) -> None:
     assert ranks[0] == 2
     assert latest[0] == pytest.approx(0.3, abs=0.05)
     assert all(each is None or 0 < each < 0.05 for each in latest[1:])
+    assert [len(str(each)) > 9 for each in column(table, "").values] == [True, False, False, False]
 
 
 def test_latest_window_with_too_few_steps_is_left_out(view: View) -> None:

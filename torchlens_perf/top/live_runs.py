@@ -15,8 +15,8 @@ from torchlens_perf.view.specs import Column, Quantity, Table
 from torchlens_perf.view.terminal import inert
 
 _RECENT_S = 900.0  # older runs are listed without reading their files: a folder may hold hundreds
-_MOST, _MAX_NAME, _MAX_PROGRAM = 50, 32, 60
-_DAMAGED = "damaged"
+_MOST, _MAX_NAME, _MAX_ABOUT = 50, 32, 60
+_OLD, _STARTING, _LIVE, _ENDED, _DAMAGED = "old", "starting", "live", "ended", "damaged"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,19 +25,11 @@ class RunRow:
 
     path: Path
     changed_unix_s: float
-    program: str = ""
-    ranks: int = 0
+    state: str = _OLD
+    about: str = ""
+    """The program, or why the run cannot be read."""
+    ranks: int | None = None
     steps: int | None = None
-    died: bool = False
-    """Whether the run has ended and a rank did not close its watch."""
-    live: bool | None = None
-    """None: not known, as no data has been written yet, or none in the last quarter of an hour."""
-    problem: str = ""
-
-    @property
-    def is_recent(self) -> bool:
-        """Whether a node wrote lately."""
-        return time.time() - self.changed_unix_s < _RECENT_S
 
 
 def default_folder() -> Path:
@@ -57,7 +49,27 @@ def runs_in(folder: Path) -> list[RunRow]:
     except OSError:
         return []
     rows = [RunRow(path, changed) for changed, path in sorted(found, reverse=True)[:_MOST]]
-    return [_read(row) if row.is_recent else row for row in rows]
+    return [_read(row) if time.time() - row.changed_unix_s < _RECENT_S else row for row in rows]
+
+
+def live(rows: list[RunRow]) -> list[RunRow]:
+    """Return the live runs."""
+    return [row for row in rows if row.state == _LIVE]
+
+
+def run_table(rows: list[RunRow]) -> Table:
+    """Return a row for each run; runs that died or are damaged are marked."""
+    changed = [time.strftime("%m-%d %H:%M", time.localtime(row.changed_unix_s)) for row in rows]
+    columns = [
+        Column("changed", changed, Quantity.TEXT, 0.3),
+        Column("state", [row.state for row in rows], Quantity.TEXT),
+        Column("ranks", [row.ranks for row in rows], Quantity.NUMBER, 0.1),
+        Column("steps", [row.steps for row in rows], Quantity.NUMBER, 0.4),
+        Column("run", [inert(row.path.name)[:_MAX_NAME] for row in rows], Quantity.TEXT),
+        Column("program", [inert(row.about)[:_MAX_ABOUT] for row in rows], Quantity.TEXT, 0.5),
+    ]
+    bad = frozenset(at for at, row in enumerate(rows) if row.state in (DIED, _DAMAGED))
+    return Table("runs", "Runs, the newest first", columns, bad, noun="run")
 
 
 def _changed(path: Path) -> float | None:
@@ -74,48 +86,16 @@ def _read(row: RunRow) -> RunRow:
     """Return the row with what one node's file has: the files of other nodes have the same."""
     paths = sorted(RunDirectory(row.path).nodes.glob("*.json"))
     if not paths:
-        return row
+        return dataclasses.replace(row, state=_STARTING)
     try:
-        state = node_state.load(paths[0])
+        processes = node_state.load(paths[0]).processes.values()
     except (OSError, RunStoreError) as error:
-        return dataclasses.replace(row, problem=str(error))
-    processes = state.processes.values()
-    identities = [process.identity for process in processes]
-    made = [process.statistics.last_step for process in processes]
+        return dataclasses.replace(row, state=_DAMAGED, about=str(error))
+    ends = [process.ended for process in processes]
     return dataclasses.replace(
         row,
-        program=next((each.program for each in identities), ""),
-        ranks=max((each.world_size for each in identities), default=0),
-        steps=max((step + 1 for step in made if step is not None), default=None),
-        live=any(not process.ended for process in processes),
-        died=any(process.ended == DIED for process in processes) and all(process.ended for process in processes),
+        state=_LIVE if not all(ends) else DIED if DIED in ends else _ENDED,
+        about=next((process.identity.program for process in processes), ""),
+        ranks=max((process.identity.world_size for process in processes), default=None),
+        steps=max((last + 1 for each in processes if (last := each.statistics.last_step) is not None), default=None),
     )
-
-
-def live(rows: list[RunRow]) -> list[RunRow]:
-    """Return the live runs."""
-    return [row for row in rows if row.live]
-
-
-def run_table(rows: list[RunRow]) -> Table:
-    """Return a row for each run; runs that died or are damaged are marked."""
-    changed = [time.strftime("%m-%d %H:%M", time.localtime(row.changed_unix_s)) for row in rows]
-    states = [_state(row) for row in rows]
-    columns = [
-        Column("changed", changed, Quantity.TEXT, 0.3),
-        Column("state", states, Quantity.TEXT),
-        Column("ranks", [row.ranks or None for row in rows], Quantity.NUMBER, 0.1),
-        Column("steps", [row.steps for row in rows], Quantity.NUMBER, 0.4),
-        Column("run", [inert(row.path.name)[:_MAX_NAME] for row in rows], Quantity.TEXT),
-        Column("program", [inert(row.problem or row.program)[:_MAX_PROGRAM] for row in rows], Quantity.TEXT, 0.5),
-    ]
-    bad = frozenset(at for at, state in enumerate(states) if state in (DIED, _DAMAGED))
-    return Table("runs", "Runs, the newest first", columns, bad, noun="run")
-
-
-def _state(row: RunRow) -> str:
-    if row.problem:
-        return _DAMAGED
-    if row.live is None:
-        return "starting" if row.is_recent else "old"
-    return DIED if row.died else "live" if row.live else "ended"

@@ -52,7 +52,7 @@ def overview(view: View, width: int, height: int, terminal: Terminal, ranks: Tab
 def _more(report: Report, width: int, room: int) -> list[Text]:
     """Return the report's other tables that there is room for, and the data quality."""
     lines = list[Text]()
-    for table in tables(report):
+    for table in tables(report) if room > _MIN_TABLE + 4 else ():
         rows = min(table.first or table.rows, room - len(lines) - 6)
         if table.key not in ("ranks", "device_times") and rows >= min(_MIN_TABLE, table.rows):
             lines += [line(), *table_lines(table, width, rows)]

@@ -34,16 +34,18 @@ def rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list[int]]
         for rank in ranks_of(row)
     }
     table = (device_table if report["run"]["judged_by"] == DEVICE else rank_table)(report)
-    known = {column.title: column for column in table.columns} if table is not None else {}
+    table = table or Table("ranks", "Ranks", [], noun="rank")
+    known = {column.title: column for column in table.columns}
     ranks = _numbers(known["rank"].values if "rank" in known else [rank["rank"] for rank in report["ranks"]])
-    if table is None or len(ranks) < len(report["ranks"]):  # some have no typical step yet
-        ranks = sorted(rank["rank"] for rank in report["ranks"])
-        table = Table("ranks", "Ranks", [Column("rank", ranks, Quantity.TEXT)], noun="rank")
-    columns, compute = list(table.columns), known.get("compute")
-    if compute is not None and len(ranks) > 1:
-        at = columns.index(compute) + 1
-        columns[at:at] = _excess_columns(ranks, compute, view.populations, report)
-    columns += _history(ranks, report)
+    missing = sorted({rank["rank"] for rank in report["ranks"]}.difference(ranks if table.columns else ()))
+    ranks = [*ranks, *missing] if table.columns else missing
+    columns = [Column("rank", ranks, Quantity.TEXT)]
+    for column in (each for each in table.columns if each.title != "rank"):
+        blank = len(missing) * [None]  # these ranks have no typical step yet
+        marks = [*column.marks, *len(missing) * [""]] if column.marks else ()
+        columns.append(dataclasses.replace(column, values=[*column.values, *blank], marks=marks))
+        if column.title == "compute" and len(ranks) > 1:
+            columns += _excess_columns(ranks, columns[-1], view.populations, report)
     if bad:
         columns[1:1] = _inside(ranks, report)
     rows = range(len(ranks))
@@ -60,16 +62,21 @@ def _numbers(values: Sequence[Value]) -> list[int]:
 def _excess_columns(
     ranks: Sequence[int], compute: Column, populations: Mapping[int, str], report: Report
 ) -> list[Column]:
-    """Return compute time above the median of other ranks that do the same work, as numbers and bars."""
-    excess = _excess(ranks, compute.values, populations)
-    step_s = report["steps"]["p50_s"] or 0.0
-    full_s = max([FULL_EXCESS * step_s, *(seconds for seconds in excess if seconds is not None)]) or 1.0
-    help_ = "Compute time above the median of the other ranks that do the same work."
-    bars = [bar((seconds or 0.0) / full_s * _BAR) for seconds in excess]
-    return [
-        signed("vs others", excess, compute.unit_of, help_),
-        Column(" " * _BAR, bars, Quantity.TEXT, 0.05),
+    """Return compute time above the other ranks': of a typical step, and lately, as a rank may be slow for a while."""
+    excess, heat = _excess(ranks, compute.values, populations), report["heat"]
+    windows = {row["rank"]: row["excess"] for row in heat["ranks"]} if heat is not None else {}
+    latest = [next((share for share in windows.get(rank, ())[:-3:-1] if share is not None), None) for rank in ranks]
+    shown = [share if share is not None and share >= _MIN_SHOWN else None for share in latest]
+    bars = [bar(min(1.0, (share or 0.0) / FULL_EXCESS) * _BAR) for share in shown]
+    history = [blocks(windows.get(rank, ()), _HISTORY) for rank in ranks]
+    help_ = "Compute time above the median of the other ranks that do the same work"
+    columns = [
+        signed("vs others", excess, compute.unit_of, f"{help_}, in a typical step."),
+        Column("latest excess", shown, Quantity.CHANGE, 0.04, f"{help_}, as a share of it, in the latest window."),
+        Column(" " * _BAR, bars, Quantity.TEXT, 0.05, f"The same; a full bar is {FULL_EXCESS:.0%} or more."),
+        Column("over the run", history, Quantity.TEXT, 0.35, f"{help_}; a full block is {FULL_EXCESS:.0%} or more."),
     ]
+    return columns if windows else columns[:1]
 
 
 def _excess(ranks: Sequence[int], compute: Sequence[Value], populations: Mapping[int, str]) -> list[float | None]:
@@ -84,22 +91,6 @@ def _excess(ranks: Sequence[int], compute: Sequence[Value], populations: Mapping
             if others:
                 found[row] = seconds - (others[(len(others) - 1) // 2][0] + others[len(others) // 2][0]) / 2
     return found
-
-
-def _history(ranks: Sequence[int], report: Report) -> list[Column]:
-    """Return excess compute time in the latest window of steps, and over the run: a rank may be slow since lately."""
-    heat = report["heat"]
-    if heat is None or len(ranks) < 2:
-        return []
-    excess = {row["rank"]: row["excess"] for row in heat["ranks"]}
-    latest = [next((share for share in excess.get(rank, ())[:-3:-1] if share is not None), None) for rank in ranks]
-    shown = [share if share is not None and share >= _MIN_SHOWN else None for share in latest]
-    values = [blocks(excess.get(rank, ()), _HISTORY) for rank in ranks]
-    help_ = "Compute time above the other ranks' median, as a share of it"
-    return [
-        Column("latest excess", shown, Quantity.CHANGE, 0.3, f"{help_}, in the latest window of steps."),
-        Column("over the run", values, Quantity.TEXT, 0.35, f"{help_}, window by window; a full block is 30 %."),
-    ]
 
 
 def blocks(excess: Sequence[float | None], width: int) -> str:
