@@ -63,6 +63,25 @@ def test_any_text_of_a_state(
         assert line.plain.isascii() or not ascii_only
 
 
+@pytest.mark.parametrize("text", ["\x1b[2J\x1b[31mred", "\u202egpj.exe", "one\r\ntwo\x0b\x85", "x" * 10_000])
+def test_names_that_drive_a_terminal(text: str, state: dict[str, Any], tmp_path: Path) -> None:
+    """Program, host, modules and spans that a rank is inside of, all at once."""
+    run = RunDirectory(tmp_path / "run")
+    run.nodes.mkdir(parents=True)
+    value = json.loads(json.dumps(state))
+    for process in value["processes"].values():
+        process["identity"].update(program=text, host=text)
+        names = process["statistics"]["modules"]
+        process["statistics"]["modules"] = {f"{text} {name}": each for name, each in names.items()}
+        process["open_spans"] = [text]
+    run.node_state(HOST).write_text(json.dumps(value))
+    view = RunReader(run).look()
+    assert view.report is not None, view.trouble
+    assert view.report["run"]["program"] == text
+    for line in all_lines(view, 80, Terminal()):
+        assert_harmless(line.plain, 80)
+
+
 @given(name=hostile, problem=hostile)
 def test_names_of_runs(name: str, problem: str) -> None:
     """Folders may be called anything."""

@@ -141,7 +141,7 @@ def test_a_sidecar_that_writes_nothing_more(live: LiveSimulation) -> None:
     clock.now_s += SILENT_S - 1
     assert reader.look() is view
     clock.now_s += 62
-    assert reader.look().trouble.startswith("node-0000 has written nothing for 2 min or more: its sidecar has ended")
+    assert reader.look().trouble.startswith("no new data from node-0000 for 2 min or more: the sidecar has ended")
     live.goes_on()
     assert reader.look().trouble == ""
 
@@ -151,7 +151,7 @@ def test_a_file_that_was_old_already(live: LiveSimulation) -> None:
     live.goes_on()
     reader = RunReader(live.run, unix=lambda: time.time() + 3600)
 
-    assert "node-0000 has written nothing for 6" in reader.look().trouble
+    assert "no new data from node-0000 for 6" in reader.look().trouble
 
 
 def test_a_sidecar_that_writes_rarely_is_not_silent(live: LiveSimulation) -> None:
@@ -166,7 +166,7 @@ def test_a_sidecar_that_writes_rarely_is_not_silent(live: LiveSimulation) -> Non
     clock.now_s += 299
     assert reader.look().trouble == ""
     clock.now_s += 2
-    assert "has written nothing" in reader.look().trouble
+    assert "no new data" in reader.look().trouble
 
 
 def test_an_ended_run_is_not_silent(live: LiveSimulation) -> None:

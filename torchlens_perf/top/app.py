@@ -32,19 +32,19 @@ Canvas { width: 100%; height: 100%; background: ansi_default; color: ansi_defaul
 _MOVES = {"up": -1, "down": 1, "pageup": -10, "pagedown": 10, "home": -(1 << 30), "end": 1 << 30}
 _KEYS = (
     ("Up, Down, PgUp, PgDn", "choose a rank, or scroll"),
-    ("Enter", "open the rank: where it is now, its phases, modules, collectives and memory"),
+    ("Enter", "open it: position, phases, modules, collectives, memory"),
     ("Esc", "back"),
     ("v", "all findings, with the Python stacks of a hang"),
-    ("c", "copy the command of the headline, if the terminal has a clipboard"),
+    ("c", "copy the command, if the terminal has a clipboard"),
     ("o", "ranks by number, or the slowest first"),
     ("n", "data quality: what is missing, and why"),
     ("r", "other runs in the folder"),
     ("q, Ctrl-C", "quit; the job is not affected"),
 )
 _HELP = (
-    "compute: a typical step without communication wait and CPU contention. vs others: the difference to the median of "
-    "the other ranks that do the same work, also as a bar. latest excess and over the run: the same as a share, in the "
-    "latest window of steps and in all windows.",
+    "compute: a typical step without communication wait and CPU contention. vs others: its difference to the median of "
+    "the other ranks that do the same work. latest excess, its bar, and over the run: this difference as a share, in "
+    "the latest window of steps and in all windows; 30 % is a full block.",
     "All figures come from the run directory, which a sidecar on each node updates every few seconds, of many ranks "
     "more rarely. The time beside LIVE is that of the newest update.",
     "The time left is shown if the run reports its total number of steps, as the callbacks for Lightning and the "

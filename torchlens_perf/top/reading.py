@@ -184,10 +184,10 @@ class RunReader:
             return ""
         longest = max(silent, key=lambda host: silent[host])
         more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
-        # In minutes: the words do not change with each second.
+        minutes = f"{silent[longest] // 60:.0f} min"  # not in seconds: the words would change with each look
         return (
-            f"{longest}{more} has written nothing for {silent[longest] // 60:.0f} min or more: its sidecar has ended, "
-            "or cannot write. The figures are old"
+            f"no new data from {longest}{more} for {minutes} or more: the sidecar has ended, or cannot write. The "
+            "figures are old"
         )
 
     def _unreadable(self) -> str:
