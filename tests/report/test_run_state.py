@@ -83,7 +83,7 @@ def test_rank_that_died_is_in_the_title_of_every_surface(
     assert words.partition(", ")[2] in document(contents(run)).partition("</header>")[0]
     assert line.state == words.partition(", ")[2]
     assert (report["run"]["state"], report["run"]["died"]) == ("died" if died else "ended", died)
-    assert (row.live, row.died) == (False, bool(died))
+    assert row.state == report["run"]["state"]
     kinds = [verdict["kind"] for verdict in report["verdicts"]]
     assert ("died" in kinds) is bool(died)
     if died:
