@@ -16,6 +16,7 @@ import pytest
 from tests.support.live_simulation import LiveSimulation
 from tests.support.page_server import PageServer, Viewer, links
 from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.page.document.html import as_json
 from torchlens_perf.page.gather.run_contents import contents
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.serve.run_list import SORTS
@@ -52,7 +53,7 @@ def test_list_has_the_facts_of_each_run(viewer: Viewer, runs: Path) -> None:
 
 def test_page_is_that_of_the_file(viewer: Viewer, runs: Path) -> None:
     """The same contents as in a file of the run, in the page and as JSON; scripts and styles by address."""
-    held = json.loads(json.dumps(contents(RunDirectory(runs / "done"))))
+    held = json.loads(as_json(contents(RunDirectory(runs / "done"))))
     shown = viewer.json("/runs/done/api/contents")
     text = viewer.page("done")
     found = re.search(r'<script type="application/json" id="contents">(.*?)</script>', text, re.DOTALL)
