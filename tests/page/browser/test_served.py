@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +66,9 @@ def goes_on(live: LiveSimulation) -> None:
 
 def steps(tab: Tab) -> int:
     """As the header says."""
-    return int(tab.value(r"document.querySelector('header .facts').textContent.match(/steps (\d+)/)[1]"))
+    found = re.search(r"([\d,]+) steps", tab.page.inner_text("header .facts"))
+    assert found is not None
+    return int(found[1].replace(",", ""))
 
 
 def foreign(tab: Tab, server: PageServer) -> list[str]:
@@ -88,7 +91,7 @@ def test_the_page_follows_its_run(tab: Tab, live: LiveSimulation, server: PageSe
     assert steps(tab) == first + BLOCK
     assert (tab.view()["rank"], tab.view()["steps"]) == (2, [10, 60])
     assert tab.page.inner_text("#verdicts") != before
-    windows = tab.value("torchlensPage.contents.held[0].windows_judged")
+    windows = tab.value("torchlensPage.contents.report.verdicts[0].held.windows_judged")
     assert f"of {windows} windows" in tab.page.inner_text("#verdicts")
     live.ends()
     tab.until(f"{STATUS} === 'Ended'")
