@@ -34,7 +34,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("analysis", ("analysis",), 3300, 4593),
     ("exporters", ("exporters",), 2600, 5165),
     ("view", ("report", "view", "page", "top"), 6000, 13555),
-    ("serve", ("serve",), 1300, 1994),
+    ("serve", ("serve",), 1300, 2025),
     ("sidecar", ("sidecar",), 5400, 8166),
     ("simulate, commands", ("simulate", "commands"), 2200, 3295),
     ("entry points", (".",), 1000, 1721),

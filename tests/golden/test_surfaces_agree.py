@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -29,10 +29,8 @@ from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.series import Meter
 from torchlens_perf.page.notebook import results
 from torchlens_perf.page.sections.verdicts import verdicts as cards
-from torchlens_perf.report.brief import brief
 from torchlens_perf.report.build import build
 from torchlens_perf.report.run_report import run_report
-from torchlens_perf.report.terminal import render
 from torchlens_perf.results.figures import SLOW_RANK, VERDICT, Figures
 from torchlens_perf.results.figures import checked as checked_logger
 from torchlens_perf.run.directory import RunDirectory
@@ -45,6 +43,7 @@ from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.verdict_lines import verdict_lines
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.view.headline import headlines, overall
+from torchlens_perf.view.terminal import render, render_short
 
 STEPS = 160
 FAULTS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {
@@ -147,7 +146,11 @@ def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
         assert all(text in page for _, text in headline.facts)
         if headline.cost_share:
             assert percent(headline.cost_share) in page
-    assert first_words[0] in " ".join(brief(report, "x", columns=400, color=False).split())
+    head = overall(headlines(cast("Any", report)))
+    assert head is not None
+    short = " ".join(render_short(report, "x", columns=400, color=False).split())
+    assert head.sentence[:40] in short
+    assert (f"cost {head.cost}" in short) == bool(head.cost)
 
 
 def alerts_and_assessment_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemoryExporter) -> None:

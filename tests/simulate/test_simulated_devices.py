@@ -68,7 +68,7 @@ def test_device_times_that_come_late_or_never(late_steps: int, tmp_path: Path) -
 
 
 def test_the_hosts_times_show_nothing(tmp_path: Path) -> None:
-    """A device that tells nothing: nobody is named, and the report does not say that nobody stands out."""
+    """A device that tells nothing: no rank is reported, and the report does not say that no rank is slow."""
     run = make_run(tmp_path)
     record(simulation(FAULTS[0], noise=0.05), STEPS, run, "note", SimulatedDevice(missing=1.0))
     report = build(run.run_id, node_state.load_all(run))

@@ -217,7 +217,7 @@ def _report(options: argparse.Namespace) -> int:
         report_json.write(report_json.schema(), sys.stdout)
         return 0
     from torchlens_perf.report.run_report import report_and_states
-    from torchlens_perf.report.terminal import show
+    from torchlens_perf.view.terminal import show
 
     run = RunDirectory(options.run_dir or _newest_run())
     if options.html is not None:

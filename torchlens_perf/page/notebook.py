@@ -17,11 +17,11 @@ from torchlens_perf.analysis.statistics.quantities import duration, duration_or_
 from torchlens_perf.errors import printable
 from torchlens_perf.page.small_charts import image, parts_chart, step_chart
 from torchlens_perf.report.run_report import run_report
-from torchlens_perf.report.terminal import render
 from torchlens_perf.run.verdicts import Summary, Verdict, sentence_and_action
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.view.headline import fact_text, headlines, overall
+from torchlens_perf.view.terminal import render
 from torchlens_perf.view.theme import SEVERITIES
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _card(headline: Headline) -> str:
     lines = [_title(headline)]
     cost, share = headline.cost_s_per_step, headline.cost_share
     if cost and share is not None:
-        lines.append(f"<b>{duration(cost)}</b> lost per step, <b>{percent(share)}</b> of job time")
+        lines.append(f"<b>{duration(cost)}</b> lost per step, <b>{percent(share)}</b> of step time")
     lines.append(_escaped(headline.sentence))
     if headline.action:
         lines.append(f"<b>Next:</b> {_escaped(headline.action)}")

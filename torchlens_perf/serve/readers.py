@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
 
 from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable
-from torchlens_perf.report.memory_limit import limit_memory
+from torchlens_perf.serve.memory_limit import limit_memory
 from torchlens_perf.serve.run_names import NoSuchError, ReadError
 from torchlens_perf.store.without_pandas import hide_pandas
 

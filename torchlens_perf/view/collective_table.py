@@ -44,7 +44,7 @@ def collective_table(report: Report) -> Table | None:
         Column("bus bandwidth", [value for _, value in bandwidths], Quantity.RATE, 0.7, "As nccl-tests defines it.",
                marks=[mark for mark, _ in bandwidths]),
         Column("last to arrive", [rank for rank, _ in last], Quantity.TEXT, 0.1, "The rank the others wait for most."),
-        Column("in share", [share for _, share in last], Quantity.SHARE, 0.2, "Of the operations."),
+        Column("of operations", [share for _, share in last], Quantity.SHARE, 0.2, "In which share of the operations."),
     ]  # fmt: skip
     if not any(rank for rank, _ in last):
         del columns[-2:]

@@ -35,13 +35,13 @@ def gpu_table(report: Report) -> Table | None:
         return None
     columns = [
         Column("rank", [ranges(gpu["ranks"]) or None for gpu in gpus], Quantity.TEXT),
-        Column("SM clock MHz", [_rounded(gpu["sm_clock_hz"], 1e6) for gpu in gpus], Quantity.NUMBER),
+        Column("SM MHz", [_rounded(gpu["sm_clock_hz"], 1e6) for gpu in gpus], Quantity.NUMBER),
         Column("of max clock", [gpu["signals"].get("sm_clock_share") for gpu in gpus], Quantity.SHARE),
         Column("throttled", [_throttled(gpu["throttled"]) for gpu in gpus], Quantity.TEXT,
                help="Share of the run in which clocks were held down, by reason."),
         Column("errors", [_errors(gpu) for gpu in gpus], Quantity.TEXT, help="That the GPU counted during the run."),
         Column("power W", [_rounded(gpu["power_w"]) for gpu in gpus], Quantity.NUMBER, 0.4),
-        Column("max temperature C", [_rounded(gpu["temperature_max_c"]) for gpu in gpus], Quantity.NUMBER, 0.4),
+        Column("max temp C", [_rounded(gpu["temperature_max_c"]) for gpu in gpus], Quantity.NUMBER, 0.4),
         Column("memory used", [gpu["memory_used_bytes"] for gpu in gpus], Quantity.BYTES, 0.5),
     ]  # fmt: skip
     activity = (("SM active", "sm_active"), ("tensor active", "tensor_active"), ("DRAM active", "dram_active"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.run.records import PARTS as RECORDED_PARTS
@@ -12,7 +12,7 @@ from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Val
 from torchlens_perf.view.theme import PARTS
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import DeviceTimes, Phase, Rank, Report
+    from torchlens_perf.verdicts.words.report import DeviceTimes, Rank, Report
 
 FIRST_ROWS = 8
 _FIRST_SLOW, _FIRST_EQUAL = 5, 4
@@ -28,10 +28,19 @@ _DEVICE_HELP = {
 _COMM_WAIT = "Time blocked in communication until other ranks arrive, and in transfers."
 
 
-def slow_ranks(report: Report) -> list[int]:
-    """Return the ranks that are slow now, the costliest verdict first."""
+def slow_ranks(report: Report) -> dict[int, int]:
+    """Return the ranks that are slow now, with the place of the verdict that is about each."""
+    slow: dict[int, int] = {}
+    for place, row in enumerate(report["verdicts"]):
+        if row["kind"] == "straggler" and not row["is_over"]:
+            slow |= {rank: place for rank in ranks_of(row) if rank not in slow}
+    return slow
+
+
+def leading(report: Report) -> list[int]:
+    """Return the slowest rank of each verdict on slow ranks, the costliest first."""
     rows = [row for row in report["verdicts"] if row["kind"] == "straggler" and not row["is_over"]]
-    return list(dict.fromkeys(rank for row in rows for rank in ranks_of(row)))
+    return [row["rank"] for row in rows if row["rank"] is not None]
 
 
 def rank_table(report: Report) -> Table | None:
@@ -56,7 +65,7 @@ def rank_table(report: Report) -> Table | None:
         columns.append(Column(PARTS[part].name, values, unit_of=unit_of, optional=max(0.2, left_out), help=_help(part)))
     contention_s = [_contention_s(rank) for rank in ranks]
     if any((seconds or 0) >= _WORTH_A_COLUMN * step_s for seconds, step_s in zip(contention_s, steps_s, strict=True)):
-        help_ = "Time in which the thread was runnable but not scheduled. It is part of the phases' times."
+        help_ = "Time in which the thread was runnable but not scheduled. It is in no other column."
         columns.append(Column(PARTS["cpu"].name, contention_s, unit_of=unit_of, optional=0.3, help=help_))
     if several and any(rank["arrived_last"] for rank in ranks):
         last = [rank["arrived_last"] and rank["arrived_last"]["share"] for rank in ranks]
@@ -143,7 +152,7 @@ def memory_table(report: Report) -> Table | None:
     if not readings:
         return None
     read = [rank for rank in report["ranks"] if rank["rank"] in readings]
-    ranks, slow, first = _ordered(read, [], lambda rank: readings[rank["rank"]]["reserved_bytes"] or 0.0)
+    ranks, slow, first = _ordered(read, {}, lambda rank: readings[rank["rank"]]["reserved_bytes"] or 0.0)
     devices = [readings[rank["rank"]] for rank in ranks]
     shares = [each["fragmentation"] for each in devices]
     columns = [
@@ -169,14 +178,16 @@ def memory_table(report: Report) -> Table | None:
 
 
 def _ordered(
-    ranks: Sequence[Rank], slow: Sequence[int], size: Callable[[Rank], float]
+    ranks: Sequence[Rank], place: Mapping[int, int], size: Callable[[Rank], float]
 ) -> tuple[list[Rank], frozenset[int], int | None]:
     """Return the ranks with the slow ones first and then the largest, the slow rows, and how many rows matter.
 
+    place: as slow_ranks() returns it.
+
     Of many slow ranks some come after a few others, so that the first rows hold both.
     """
-    place = {rank: index for index, rank in enumerate(slow)}
-    found = sorted(ranks, key=lambda rank: (place.get(rank["rank"], len(slow)), -size(rank), rank["rank"]))
+    last = max(place.values(), default=0) + 1
+    found = sorted(ranks, key=lambda rank: (place.get(rank["rank"], last), -size(rank), rank["rank"]))
     first = None
     if len(found) > FIRST_ROWS:
         named = sum(rank["rank"] in place for rank in found)
@@ -210,10 +221,20 @@ def _contention_s(rank: Rank) -> float | None:
 
 
 def _phase(rank: Rank, part: str) -> Value:
-    phase: Phase | None = rank["phases"].get(part)
-    if phase is not None:
-        return phase["typical_s"]
-    return NOT_MEASURED if part in rank["not_measured"] else None
+    """Return the time of a phase without CPU contention, which has its own column: the columns add up to the step."""
+    if part not in rank["phases"]:
+        return NOT_MEASURED if part in rank["not_measured"] else None
+    return host_parts(rank)[part]
+
+
+def host_parts(rank: Rank) -> dict[str, float]:
+    """Return the parts of a rank's typical step in seconds, with CPU contention apart from them as `cpu`."""
+    typical = rank["typical"]
+    if typical is None:
+        return {}
+    lack = typical["lack_of_cpu"] or {}
+    parts = {part: max(0.0, seconds - lack.get(part, 0.0)) for part, seconds in typical["parts"].items()}
+    return {**parts, "cpu": sum(lack.values())}
 
 
 def _device_phase(device: DeviceTimes, part: str, *, judged: bool) -> float | None:

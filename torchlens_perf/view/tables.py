@@ -62,7 +62,8 @@ def _compared_modules(report: Report, slow: VerdictRow) -> Table | None:
             found.append((_name(module), module[field][rank], statistics.median(others)))
     least_s = _MIN_SHARE * (report["steps"]["p50_s"] or 0.0)
     found = [each for each in found if max(each[1:]) >= least_s]
-    if not found or not evidence.excess_s:
+    more_s = sum(max(0.0, mine - others) for _, mine, others in found)
+    if not more_s:
         return None
     found.sort(key=lambda each: each[2] - each[1])
     unit_of = max(each[1] for each in found)
@@ -71,8 +72,8 @@ def _compared_modules(report: Report, slow: VerdictRow) -> Table | None:
         Column(f"rank {rank}", [mine for _, mine, _ in found], unit_of=unit_of),
         Column("other ranks", [others for _, _, others in found], unit_of=unit_of, help="Median of the other ranks."),
         Column("difference", [mine - others for _, mine, others in found], unit_of=unit_of),
-        Column("share", [(mine - others) / evidence.excess_s for _, mine, others in found], Quantity.SHARE,
-               help=f"Share of the compute time that rank {rank} has more than the other ranks."),
+        Column("share", [max(0.0, mine - others) / more_s for _, mine, others in found], Quantity.SHARE,
+               help=f"Share of all that the modules take longer on rank {rank}."),
     ]  # fmt: skip
     marked = frozenset(row for row, (name, _, _) in enumerate(found) if name in evidence.modules)
     return Table(
@@ -187,8 +188,9 @@ def _outlier(window: Mapping[str, float] | None) -> str | None:
 
 
 def step_class_table(report: Report) -> Table | None:
-    """Return the classes of steps that are longer than the typical one, the costliest first."""
-    rows = report["steps"]["long"]
+    """Return the classes of steps that are longer than the typical one, the costliest first, then shorter ones."""
+    steps = report["steps"]
+    rows = [*steps["long"], *steps["short"]]
     if not rows:
         return None
     columns = [
@@ -202,12 +204,17 @@ def step_class_table(report: Report) -> Table | None:
     if any(each["waited_for"] is not None for each in rows):
         columns.append(Column("caused by rank", [each["waited_for"] for each in rows], Quantity.TEXT, 0.1))
     columns.append(Column("steps", [_steps(each["steps"]) for each in rows], Quantity.TEXT, 0.6))
-    return Table("outlier_steps", "Outlier steps", columns, first=_first(rows), noun="class", ranged="duration")
+    note = f"{steps['alike']} of {steps['count']} steps are typical, {steps['warm_up']} are warm-up."
+    return Table(
+        "outlier_steps", "Outlier steps", columns, first=_first(rows), note=note, noun="kind", ranged="duration"
+    )
 
 
 def _kind(each: LongSteps) -> str:
     if each["kinds"]:
         return " and ".join(each["kinds"])
+    if each["more_s"] < 0:
+        return "shorter"
     return "stall of one rank" if each["waited_for"] is not None else "unknown cause"
 
 

@@ -59,6 +59,9 @@ SURFACES: Mapping[str, Color] = {
     "link": Color("#0550ae", "#79b8ff", ""),
 }
 """Of pages only: a terminal has colours of its own."""
+EXCESS_BOUNDS = (0.03, 0.06, 0.12, 0.25)
+"""Share of excess compute time from which a cell in a terminal is one shade darker."""
+EXCESS_STYLES = ("dim", "", "yellow", "red", "bold red")
 MIN_EXCESS, FULL_EXCESS = 0.03, 0.30
 """Share of excess compute time at which colour begins, where no detectable excess is known, and at which it is full."""
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, printable
 from torchlens_perf.page.sections.bars import Bar, bars
-from torchlens_perf.page.sections.ranks import named_ranks
-from torchlens_perf.page.sections.section import tables_of
+from torchlens_perf.page.sections.section import named_ranks, tables_of
 from torchlens_perf.view.html import section
 from torchlens_perf.view.markup import Element, safe, tag
 

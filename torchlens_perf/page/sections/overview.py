@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
-from torchlens_perf.page.sections.ranks import compute_s
+from torchlens_perf.page.sections.section import compute_s
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
@@ -52,7 +52,7 @@ def key_figures(report: Report, status: Headline | None) -> Element | None:
     tiles: list[Element | None] = (
         []
         if status is None or status.cost_share is None
-        else [_tile(percent(status.cost_share), "of job time lost", status.severity)]
+        else [_tile(percent(status.cost_share), "of step time lost", status.severity)]
     )
     tiles.append(_tile(duration(steps["p50_s"]), f"step p50{_p95(report)}"))
     if steps["mean_s"]:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.page.sections.bars import Bar, bars
-from torchlens_perf.page.sections.ranks import RANK_TABLES, by_prominence, named_ranks
-from torchlens_perf.page.sections.section import tables_of
+from torchlens_perf.page.sections.section import RANK_TABLES, by_prominence, named_ranks, tables_of
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.view.html import section
 from torchlens_perf.view.markup import Element, tag
