@@ -122,6 +122,12 @@ def test_report_is_printed_when_the_run_ends(tmp_path: Path) -> None:
             if not has_report(printed):
                 missing.append(f"{kind}:\n{printed}")
     done = f"{len(kinds) - len(missing)} ended with their report, {2 * PROCESSORS} programs on {PROCESSORS} processors"
-    note("reports on a busy machine", len(kinds), RUNS, done, time.monotonic() - began_s)
+    note(
+        "reports on a busy machine, jobs/test_report_on_a_busy_machine.py",
+        len(kinds),
+        RUNS,
+        done,
+        time.monotonic() - began_s,
+    )
 
     assert not missing, "\n\n".join(missing)

@@ -84,7 +84,7 @@ def _captures(rows: Sequence[Capture], *, is_live: bool) -> Element | None:
     results = table(Table("captured", caption, columns), {"files": [_links(row) for row in shown]}) if rows else None
     return tag(
         "details",
-        tag("summary", f"Profile a few steps ({len(rows)} profiles so far)"),
+        tag("summary", "Profile a few steps" + (f" ({len(rows)} so far)" if rows else "")),
         _form() if is_live else None,
         tag("div", results, id="captured"),
         id="captures",

@@ -142,7 +142,7 @@ def test_address_loses_the_token_and_pages_go_on(context: Any, server: PageServe
     page.wait_for_selector("main td a")
     page.fill("input[name=search]", "none of these")
     page.keyboard.press("Enter")
-    page.wait_for_selector("text=No run has such a name.")
+    page.wait_for_selector("text=No run matches")
     history = page.evaluate("history.length")
     for _ in range(history):
         page.go_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +66,9 @@ def goes_on(live: LiveSimulation) -> None:
 
 def steps(tab: Tab) -> int:
     """As the header says."""
-    return int(tab.value(r"document.querySelector('header .facts').innerText.match(/(\d+) steps/)[1]"))
+    found = re.search(r"([\d,]+) steps", tab.page.inner_text("header .facts"))
+    assert found is not None
+    return int(found[1].replace(",", ""))
 
 
 def foreign(tab: Tab, server: PageServer) -> list[str]:
