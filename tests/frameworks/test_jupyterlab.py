@@ -200,4 +200,4 @@ def test_not_trusted(lab: JupyterLab, opened: Callable[..., Any]) -> None:
     seen = page.evaluate(SEEN, 1)
 
     assert_readable(seen, dark=False)
-    assert "records lost" in seen["words"][0]
+    assert "lost records" in seen["words"][0]

@@ -28,6 +28,7 @@ from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.series import Meter
 from torchlens_perf.page.notebook import results
+from torchlens_perf.page.sections.overview import key_figures
 from torchlens_perf.page.sections.verdicts import verdicts as cards
 from torchlens_perf.report.build import build
 from torchlens_perf.report.run_report import run_report
@@ -152,6 +153,14 @@ def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
     short = " ".join(render_short(report, "x", columns=400, color=False).split())
     assert head.sentence[:40] in short
     assert (f"cost {head.cost}" in short) == bool(head.cost)
+    tiles = key_figures(report, head)  # type: ignore[arg-type]
+    if tiles is not None:
+        figures = " ".join(" ".join(tiles.itertext()).split())
+        per_second = re.search(r"([\d.]+) steps/s", short)
+        assert per_second is None or f"{per_second[1]} steps per second" in figures
+        shares = re.findall(r"(data|forward|backward|optimizer|comm wait|CPU contention) ([\d.]+%)", figures)
+        if "█ " in short and "time" in short and head.kind != "straggler":
+            assert all(f"{part} {share}" in short for part, share in shares)
 
 
 def alerts_and_assessment_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemoryExporter) -> None:

@@ -88,6 +88,9 @@ def test_right_after_the_end(tmp_path: Path) -> None:
     found = watch.summary()
 
     assert (found.steps, found.running, len(watch.step_table("pandas"))) == (17, False, 17)
+    assert found._repr_html_() is not None
+    assert "17</td>" in found._repr_html_()
+    assert "<td>" not in repr(found)
 
 
 def test_what_asking_takes_is_the_tools(tmp_path: Path) -> None:
@@ -156,6 +159,7 @@ def test_where_nothing_is_recorded(
     found = watch.summary()
 
     assert "nothing is recorded" in found.missing
+    assert "nothing is recorded" in str(found._repr_html_())
     assert (found.steps, found.step_p50_s, found.overhead_share, found.verdicts) == (None, None, None, ())
     with caplog.at_level(logging.WARNING, "torchlens_perf"):
         assert len(watch.step_table()) == 0

@@ -21,6 +21,7 @@ from torchlens_perf.run.verdicts import Summary, Verdict, sentence_and_action
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.view.headline import fact_text, headlines, overall
+from torchlens_perf.view.rank_tables import parts_of
 from torchlens_perf.view.terminal import render
 from torchlens_perf.view.theme import SEVERITIES
 
@@ -67,9 +68,9 @@ def cell(report: Report, run_dir: str) -> str:
     quantiles = {"p50": steps["p50_s"], "p95": steps["p95_s"], "p99": steps["p99_s"], "max": steps["max_s"]}
     numbers = {unit: str(steps["count"]), **{name: duration_or_dash(value) for name, value in quantiles.items()}}
     overhead = quality["overhead_share"]
-    numbers["cost of this tool"] = "not measured" if overhead is None else f"{overhead:.2%} of the steps' time"
-    numbers["sidecar"] = f"{duration(quality['sidecar_cpu_s'])} of a processor"
-    numbers["records lost"] = str(quality["lost"])
+    numbers["overhead"] = "not measured" if overhead is None else f"{overhead:.2%} of the steps' time"
+    numbers["CPU time of sidecars"] = duration(quality["sidecar_cpu_s"])
+    numbers["lost records"] = str(quality["lost"])
     heads = "".join(f"<th>{_escaped(name)}</th>" for name in numbers)
     values = "".join(f"<td>{_escaped(value)}</td>" for value in numbers.values())
     parts.append(f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{values}</tr></tbody></table>")
@@ -91,13 +92,8 @@ def _charts(report: Report, named: Sequence[int]) -> list[tuple[str, str]]:
     charts = []
     if report["history"] is not None:
         charts.append(step_chart(report["history"], " on the device" if on_device else ""))
-    if on_device:
-        known = {each["rank"]: each["device"]["parts"] for each in report["ranks"] if each["device"] is not None}
-        bars = parts_chart({rank: parts for rank, parts in known.items() if parts}, "a step on the device", named)
-    else:
-        typical = {each["rank"]: each["typical"] for each in report["ranks"]}
-        parts_s = {rank: each["parts"] for rank, each in typical.items() if each is not None}
-        bars = parts_chart(parts_s, "typical step", named)
+    parts_s = {rank["rank"]: found for rank in report["ranks"] if (found := parts_of(rank, by_device=on_device))}
+    bars = parts_chart(parts_s, "a step on the device" if on_device else "typical step", named)
     return charts if bars is None else [*charts, bars]
 
 

@@ -1,7 +1,7 @@
 """Two small pictures of a run, as static SVG: for notebooks, which run no script of a notebook that is not trusted.
 
 Each is a whole document, put in as an image: nothing in it acts on the page around it, and none of that page's styles
-on it. It has a background of its own, dark where the reader prefers that, as it cannot know the page's colours.
+on it. An image cannot know the notebook's theme: it is transparent, in greys that can be read on white and on black.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.errors import printable
+from torchlens_perf.view.theme import FASTER, PARTS
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import StepHistory
@@ -22,16 +23,9 @@ MAX_BARS = 8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 12, 24, 20
 _PLOT_HEIGHT, _BAR, _BAR_GAP = 84, 14, 6
 _LETTER = 6.2  # width of one, in pixels: for what is to fit
-# Okabe and Ito's colours, which any vision distinguishes; grey for the host, another yellow for this tool.
-PART_COLORS = {
-    "data": "#e69f00", "forward": "#56b4e9", "recompute": "#cc79a7", "backward": "#0072b2", "optimizer": "#009e73",
-    "communication": "#d55e00", "host": "#999999", "tool": "#b8a800",
-}  # fmt: skip
 _STYLE = (
-    "text{font:11px system-ui,sans-serif;fill:#24292f}.m{fill:#57606a}.t{font-weight:600}"
-    ".g{stroke:#d0d7de}.l{fill:none;stroke:#0072b2;stroke-width:1.6}.b{fill:#56b4e9;fill-opacity:.35}.p{fill:#fff}"
-    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.m{fill:#9da7b3}.g{stroke:#3d444d}.p{fill:#161b22}"
-    ".l{stroke:#79c0ff}}"
+    "text{font:11px system-ui,sans-serif;fill:#777777}.t{font-weight:600}.g{stroke:#77777755}"
+    f".l{{fill:none;stroke:{FASTER.light};stroke-width:1.6}}.b{{fill:{FASTER.light};fill-opacity:.3}}"
 )
 
 
@@ -77,7 +71,7 @@ def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
     points = [at(*point) for point in zip(steps, median_s, strict=True)]
     if len(points) == 1:
         across, down = points[0].split(",")
-        parts.append(f'<circle cx="{across}" cy="{down}" r="2.5" style="fill:#0072b2"/>')
+        parts.append(f'<circle cx="{across}" cy="{down}" r="2.5" fill="{FASTER.light}"/>')
     parts.append(f'<polyline class="l" points="{" ".join(points)}"/>')
     parts.append(_text(_LEFT, height - 6, f"step {first}", "m"))
     parts.append(_text(WIDTH - _RIGHT, height - 6, f"step {last}", "m", "end"))
@@ -94,7 +88,7 @@ def parts_chart(
     shown = _chosen(list(known), [rank for rank in first if rank in known])
     if not shown:
         return None
-    names = [part for part in PART_COLORS if any(known[rank].get(part, 0.0) > 0 for rank in shown)]
+    names = [part for part in PARTS if any(known[rank].get(part, 0.0) > 0 for rank in shown)]
     step_s = {rank: sum(known[rank].values()) for rank in shown}
     longest_s = max(step_s.values()) or 1.0
     width = WIDTH - _LEFT - _RIGHT - 60
@@ -106,15 +100,21 @@ def parts_chart(
         for part in names:
             length = width * known[rank].get(part, 0.0) / longest_s
             if length > 0:
-                parts.append(f'<path d="M{x:.1f} {y}h{length:.1f}v{_BAR}h-{length:.1f}z" fill="{PART_COLORS[part]}"/>')
+                parts.append(
+                    f'<path d="M{x:.1f} {y}h{length:.1f}v{_BAR}h-{length:.1f}z" fill="{PARTS[part].color.light}"/>'
+                )
                 x += length
         parts.append(_text(x + 5, y + 11, duration(step_s[rank]), "m"))
-        of_rank = ", ".join(f"{part} {duration(known[rank][part])}" for part in names if part in known[rank])
+        of_rank = ", ".join(
+            f"{PARTS[part].name} {duration(known[rank][part])}" for part in names if known[rank].get(part)
+        )
         words.append(f"rank {rank} {duration(step_s[rank])}: {of_rank}")
     y, x = _TOP + len(shown) * (_BAR + _BAR_GAP) + 12, float(_LEFT)
-    for part in names:
-        parts.append(f'<path d="M{x:.1f} {y - 8}h9v9h-9z" fill="{PART_COLORS[part]}"/>' + _text(x + 13, y, part, "m"))
-        x += 13 + _LETTER * len(part) + 12
+    for name, color in ((PARTS[part].name, PARTS[part].color.light) for part in names):
+        if x + 13 + _LETTER * len(name) > WIDTH:
+            x, y = float(_LEFT), y + 16
+        parts.append(f'<path d="M{x:.1f} {y - 8}h9v9h-9z" fill="{color}"/>' + _text(x + 13, y, name, "m"))
+        x += 13 + _LETTER * len(name) + 12
     return _svg(round(y) + 10, parts), f"{title.capitalize()}, by part{of}. {'; '.join(words)}."
 
 
@@ -136,5 +136,5 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> st
 def _svg(height: int, parts: Sequence[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}">'
-        f'<style>{_STYLE}</style><rect class="p" width="{WIDTH}" height="{height}" rx="6"/>{"".join(parts)}</svg>'
+        f"<style>{_STYLE}</style>{''.join(parts)}</svg>"
     )

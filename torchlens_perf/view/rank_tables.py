@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.run.records import PARTS as RECORDED_PARTS
@@ -235,6 +235,20 @@ def host_parts(rank: Rank) -> dict[str, float]:
     lack = typical["lack_of_cpu"] or {}
     parts = {part: max(0.0, seconds - lack.get(part, 0.0)) for part, seconds in typical["parts"].items()}
     return {**parts, "cpu": sum(lack.values())}
+
+
+def parts_of(rank: Rank, *, by_device: bool) -> dict[str, float]:
+    """Return the parts of a rank's typical step in seconds, by the clock that it is judged by."""
+    if not by_device:
+        return host_parts(rank)
+    return dict(rank["device"]["parts"]) if rank["device"] is not None else {}
+
+
+def mean_parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of several ranks' parts."""
+    found = list(parts)
+    names = (*RECORDED_PARTS, "cpu")
+    return {part: sum(each.get(part, 0.0) for each in found) / len(found) for part in names} if found else {}
 
 
 def _device_phase(device: DeviceTimes, part: str, *, judged: bool) -> float | None:

@@ -6,7 +6,7 @@ import datetime
 import io
 import statistics
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
 from rich.cells import cell_len, chop_cells
@@ -15,7 +15,6 @@ from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import counted, duration, percent, printable
 from torchlens_perf.run.captures import TRACE
-from torchlens_perf.run.records import PARTS as RECORDED_PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.evidence import PastEvidence
 from torchlens_perf.verdicts.words.hang import HangEvidence
@@ -24,13 +23,13 @@ from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
 from torchlens_perf.verdicts.words.verdict import warm_up_words
 from torchlens_perf.view.headline import Headline, headlines, overall
-from torchlens_perf.view.rank_tables import host_parts, leading
+from torchlens_perf.view.rank_tables import leading, mean_parts, parts_of
 from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Column, Table
 from torchlens_perf.view.tables import tables
 from torchlens_perf.view.theme import BAD, EXCESS_BOUNDS, EXCESS_STYLES, GOOD, PARTS, SEVERITIES
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Heat, HeatRank, Rank, Report, VerdictRow
+    from torchlens_perf.verdicts.words.report import Heat, HeatRank, Report, VerdictRow
 
 SHORT_LINES, SHORT_LINES_OK = 30, 18
 """The most lines of the short report, and of one in which nothing is wrong."""
@@ -287,11 +286,11 @@ def bar_lines(report: Report, main: Headline | None, width: int, *, color: bool,
     each: up to how many ranks have a bar each.
     """
     by_device = report["run"]["judged_by"] == DEVICE
-    parts = {rank["rank"]: found for rank in report["ranks"] if (found := step_parts(rank, by_device=by_device))}
+    parts = {rank["rank"]: found for rank in report["ranks"] if (found := parts_of(rank, by_device=by_device))}
     slow = next((rank for rank in leading(report) if rank in parts), None)
-    bars = {"time": _mean(parts.values())}
+    bars = {"time": mean_parts(parts.values())}
     if main is not None and main.kind == "straggler" and slow is not None and len(parts) > 1:
-        others = _mean([found for rank, found in parts.items() if rank != slow])
+        others = mean_parts([found for rank, found in parts.items() if rank != slow])
         bars = {f"rank {slow}": parts[slow], "other ranks": others}
     if 1 < len(parts) <= each:
         bars = {f"rank {rank}": parts[rank] for rank in sorted(parts, key=lambda rank: (rank != slow, rank))}
@@ -320,19 +319,6 @@ def bar_lines(report: Report, main: Headline | None, width: int, *, color: bool,
         legend.append(shade[part], style=style[part]).append(words)
         used += 1 + len(words)
     return [*lines, legend]
-
-
-def step_parts(rank: Rank, *, by_device: bool) -> dict[str, float]:
-    """Return the parts of a rank's typical step in seconds, by the clock that it is judged by."""
-    if not by_device:
-        return host_parts(rank)
-    return dict(rank["device"]["parts"]) if rank["device"] is not None else {}
-
-
-def _mean(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    found = list(parts)
-    names = (*RECORDED_PARTS, "cpu")
-    return {part: sum(each.get(part, 0.0) for each in found) / len(found) for part in names} if found else {}
 
 
 def _are_slow(found: Sequence[Headline]) -> bool:

@@ -7,13 +7,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
-from torchlens_perf.page.sections.section import compute_s
-from torchlens_perf.run.records import PARTS
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
 from torchlens_perf.view.html import status_chip
 from torchlens_perf.view.markup import Child, Element, tag
-from torchlens_perf.view.theme import PARTS as PART_THEME
+from torchlens_perf.view.rank_tables import mean_parts, parts_of
+from torchlens_perf.view.theme import PARTS
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Report, Run
@@ -57,27 +57,14 @@ def key_figures(report: Report, status: Headline | None) -> Element | None:
     tiles.append(_tile(duration(steps["p50_s"]), f"step p50{_p95(report)}"))
     if steps["mean_s"]:
         tiles.append(_tile(f"{1 / steps['mean_s']:.3g}", "steps per second"))
-    parts = step_parts(report)
+    by_device = report["run"]["judged_by"] == DEVICE
+    parts = mean_parts(found for rank in report["ranks"] if (found := parts_of(rank, by_device=by_device)))
     total = sum(parts.values())
     if total:
         tiles.append(_tile(percent(sum(parts.get(part, 0.0) for part in _COMPUTE) / total), "of a step is compute"))
     tiles.append(_compared(report))
     bar = _bar({part: value / total for part, value in parts.items()}, report) if total else None
     return tag("section", tiles, bar, class_="tiles", id="figures", aria_label="Key figures")
-
-
-def step_parts(report: Report) -> dict[str, float]:
-    """Return the parts of a typical step of the rank with the median compute time, CPU contention apart."""
-    ranks = sorted((rank for rank in report["ranks"] if rank["typical"] is not None), key=compute_s)
-    if not ranks:
-        return {}
-    median = ranks[(len(ranks) - 1) // 2]
-    if median["device"] is not None and median["device"]["parts"]:
-        return dict(median["device"]["parts"])
-    assert median["typical"] is not None
-    lack = median["typical"]["lack_of_cpu"] or {}
-    parts = {part: max(0.0, value - lack.get(part, 0.0)) for part, value in median["typical"]["parts"].items()}
-    return {**parts, "cpu": sum(lack.values())}
 
 
 def _p95(report: Report) -> str:
@@ -99,17 +86,17 @@ def _tile(number: str, words: str, severity: str = "") -> Element:
 
 def _bar(shares: dict[str, float], report: Report) -> Element:
     several = report["run"]["world_size"] > 1
-    order = [part for part in (*PARTS, "cpu") if shares.get(part)]
+    order = [part for part in PARTS if shares.get(part)]
     bars, at = [], 0.0
     for part in order:
         bars.append(tag("rect", x=100 * at, y=0, width=100 * shares[part], height=4, class_=f"part-{part}"))
         at += shares[part]
     legend: list[Child] = [
-        tag("li", _swatch(part), f"{PART_THEME[part].name} ", tag("b", percent(shares[part])))
+        tag("li", _swatch(part), f"{PARTS[part].name} ", tag("b", percent(shares[part])))
         for part in order
         if shares[part] >= _SMALLEST_NAMED
     ]
-    words = f"Where a step's time goes{' (median rank)' if several else ''}"
+    words = f"Where a step's time goes{' (mean of ranks)' if several else ''}"
     picture = tag("svg", bars, viewBox="0 0 100 4", preserveAspectRatio="none", aria_hidden="true", class_="shares")
     return tag("div", words, picture, tag("ul", legend, class_="legend"), class_="tile shares")
 

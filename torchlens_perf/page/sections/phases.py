@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.page.sections.bars import Bar, bars
 from torchlens_perf.page.sections.section import RANK_TABLES, by_prominence, named_ranks, tables_of
-from torchlens_perf.run.records import PARTS
 from torchlens_perf.view.html import section
 from torchlens_perf.view.markup import Element, tag
+from torchlens_perf.view.rank_tables import parts_of
 from torchlens_perf.view.theme import PARTS as NAMES
 
 if TYPE_CHECKING:
@@ -21,53 +21,31 @@ _HIDDEN = "A device that waits for other ranks hides what its host does."
 
 
 def phases(contents: Contents) -> Element | None:
+    """Return the section; None where no rank has a typical step."""
     report = contents["report"]
     rows = [rank for rank in by_prominence(report) if rank["typical"] is not None]
     if not rows:
         return None
     shown = rows[:_MAX_BARS]
-    made = [_part(report, shown, "host", {rank["rank"]: rank["typical"]["parts"] for rank in shown if rank["typical"]})]
-    of_device = {
-        rank["rank"]: rank["device"]["parts"]
-        for rank in shown
-        if rank["device"] is not None and rank["device"]["parts"]
-    }
-    if of_device:
-        made.append(_part(report, shown, "device", of_device))
-    rest = f"{len(shown)} of {len(rows)} ranks, slow ones first." if len(shown) < len(rows) else None
-    note = tag("p", rest, class_="note") if rest else None
-    one = report["run"]["world_size"] == 1
-    return section("phases", "Phases", made, note, tables_of(contents, *RANK_TABLES) if one else None)
-
-
-def _part(report: Report, ranks: list[Rank], clock: str, parts_of: dict[int, dict[str, float]]) -> list[Element]:
-    named = named_ranks(report)
-    shown = [rank for rank in ranks if rank["rank"] in parts_of]
-    seen = [part for part in PARTS if any(part in parts for parts in parts_of.values())]
-    rows = []
-    for rank in shown:
-        parts = {part: parts_of[rank["rank"]].get(part, 0.0) for part in seen}
-        if clock == "host":
-            parts = _without_contention(parts, rank)
-        rows.append(Bar(f"rank {rank['rank']}", parts, rank["rank"], rank["rank"] in named))
     own = report["steps"]["own_time"]
-    hidden = clock == "device" and own is not None and own["is_hidden"]
-    title = f"Typical step by part ({clock} clock)"
-    made = [bars(f"phases-{clock}", title, rows, _words(rows, hidden=hidden))]
-    missing = sorted({part for rank in ranks for part in rank["not_measured"]})
-    if missing and clock == "host":
-        names = ", ".join(NAMES[part].name for part in missing)
-        made.append(tag("p", f"Not measured on some ranks, and part of backward there: {names}.", class_="note"))
-    return made
+    hidden = own is not None and own["is_hidden"]
+    made = [_bars(report, shown, by_device=False, hidden=False), _bars(report, shown, by_device=True, hidden=hidden)]
+    rest = f"{len(shown)} of {len(rows)} ranks, slow ones first." if len(shown) < len(rows) else ""
+    tables = tables_of(contents, *RANK_TABLES) if report["run"]["world_size"] == 1 else None
+    return section("phases", "Phases", made, tag("p", rest, class_="note") if rest else None, tables)
 
 
-def _without_contention(parts: dict[str, float], rank: Rank) -> dict[str, float]:
-    """Take CPU contention out of the parts it lies in, as a part of its own."""
-    lack = rank["typical"]["lack_of_cpu"] if rank["typical"] is not None else None
-    if not lack or sum(lack.values()) <= 0:
-        return parts
-    taken = {part: min(value, lack.get(part, 0.0)) for part, value in parts.items()}
-    return {**{part: value - taken[part] for part, value in parts.items()}, "cpu": sum(taken.values())}
+def _bars(report: Report, ranks: list[Rank], *, by_device: bool, hidden: bool) -> Element | None:
+    named = named_ranks(report)
+    found = {rank["rank"]: parts for rank in ranks if (parts := parts_of(rank, by_device=by_device))}
+    rows = [
+        Bar(f"rank {rank}", {part: parts[part] for part in NAMES if parts.get(part)}, rank, rank in named)
+        for rank, parts in found.items()
+    ]
+    if not rows:
+        return None
+    clock = "device" if by_device else "host"
+    return bars(f"phases-{clock}", f"Typical step by part ({clock} clock)", rows, _words(rows, hidden=hidden))
 
 
 def _words(rows: list[Bar], *, hidden: bool) -> str:
