@@ -18,8 +18,9 @@ from tests.support.ranks import Rank, make_run
 from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.errors import printable
 from torchlens_perf.page.notebook import MAX_BYTES, cell, results
-from torchlens_perf.page.small_charts import MAX_BARS, PART_COLORS, image, parts_chart, step_chart
+from torchlens_perf.page.small_charts import MAX_BARS, image, parts_chart, step_chart
 from torchlens_perf.run.records import PARTS
+from torchlens_perf.view import theme
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
 # What JupyterLab leaves of the HTML of a notebook that is not trusted (packages/apputils/src/sanitizer.ts), as far as
@@ -136,8 +137,8 @@ def test_pictures_say_the_same_in_words(report: dict[str, Any]) -> None:
         said = parts.partition(f"rank {rank['rank']} ")[2].partition(";")[0]
         assert said.startswith(duration(rank["typical"]["s"]))
         for part, seconds in rank["typical"]["parts"].items():
-            assert f"{part} {duration(seconds)}" in said
-            assert part in texts(bars)
+            assert f"{theme.PARTS[part].name} {duration(seconds)}" in said
+            assert theme.PARTS[part].name in texts(bars)
 
 
 def test_dark_and_light(report: dict[str, Any]) -> None:
@@ -264,9 +265,14 @@ def test_lengths_are_the_numbers() -> None:
     assert [round(each / heights[0], 1) for each in heights] == [1.0, 2.0, 4.0]
 
 
-def test_each_part_has_a_colour_of_its_own() -> None:
-    assert set(PART_COLORS) == set(PARTS)
-    assert len(set(PART_COLORS.values())) == len(PARTS)
+def test_parts_have_the_colours_of_the_page() -> None:
+    known = {0: dict.fromkeys(PARTS, 0.1)}
+    chart = parts_chart(known, "typical step")
+    assert chart is not None
+    for part in PARTS:
+        assert f'z" class="{part}"' in chart[0]
+        assert f".{part}{{fill:{theme.PARTS[part].color.light}}}" in chart[0]
+        assert f".{part}{{fill:{theme.PARTS[part].color.dark}}}" in chart[0].partition("@media")[2]
 
 
 def test_devices_are_shown_by_their_own_clocks(report: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
-"""Two small pictures of a run, as static SVG: for notebooks, which run no script of a notebook that is not trusted.
+"""Two small charts of a run as static SVG images, for notebooks, which run no scripts until they are trusted.
 
-Each is a whole document, put in as an image: nothing in it acts on the page around it, and none of that page's styles
-on it. It has a background of its own, dark where the reader prefers that, as it cannot know the page's colours.
+Each image is a whole document with its own background, dark where the reader prefers that: no style acts across it.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.errors import printable
+from torchlens_perf.view.theme import PARTS
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import StepHistory
@@ -21,30 +21,28 @@ WIDTH = 620
 MAX_BARS = 8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 12, 24, 20
 _PLOT_HEIGHT, _BAR, _BAR_GAP = 84, 14, 6
-_LETTER = 6.2  # width of one, in pixels: for what is to fit
-# Okabe and Ito's colours, which any vision distinguishes; grey for the host, another yellow for this tool.
-PART_COLORS = {
-    "data": "#e69f00", "forward": "#56b4e9", "recompute": "#cc79a7", "backward": "#0072b2", "optimizer": "#009e73",
-    "communication": "#d55e00", "host": "#999999", "tool": "#b8a800",
-}  # fmt: skip
+_LETTER_PX = 6.2
 _STYLE = (
-    "text{font:11px system-ui,sans-serif;fill:#24292f}.m{fill:#57606a}.t{font-weight:600}"
-    ".g{stroke:#d0d7de}.l{fill:none;stroke:#0072b2;stroke-width:1.6}.b{fill:#56b4e9;fill-opacity:.35}.p{fill:#fff}"
-    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.m{fill:#9da7b3}.g{stroke:#3d444d}.p{fill:#161b22}"
-    ".l{stroke:#79c0ff}}"
+    "text{font:11px system-ui,sans-serif;fill:#24292f}.m{fill:#57606a}.t{font-weight:600}.g{stroke:#d0d7de}"
+    ".l{fill:none;stroke:#24292f;stroke-width:1.6}.d{fill:#24292f}.b{fill:#808080;fill-opacity:.35}.p{fill:#fff}"
+    + "".join(f".{key}{{fill:{part.color.light}}}" for key, part in PARTS.items())
+    + "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.d{fill:#e6edf3}.m{fill:#9da7b3}.g{stroke:#3d444d}"
+    ".p{fill:#161b22}.l{stroke:#e6edf3}"
+    + "".join(f".{key}{{fill:{part.color.dark}}}" for key, part in PARTS.items())
+    + "}"
 )
 
 
 def image(svg: str, says: str) -> str:
-    """An <img> with the picture in it. says: the same in words."""
+    """Return an <img> that holds the picture. says: the same in words."""
     data = base64.b64encode(svg.encode()).decode()
     return f'<img alt="{html.escape(printable(says))}" src="data:image/svg+xml;base64,{data}" style="max-width: 100%">'
 
 
 def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
-    """How long steps took over the run: the ranks' median, and the range of all ranks. Returns SVG, and it in words.
+    """Return the step time over the run, the median and the range of the ranks, as SVG and in words.
 
-    where: by whose clock, to follow "step time".
+    where: the clock, after "step time".
     """
     steps, median_s, fastest_s, slowest_s = (
         history["first_steps"], history["median_s"], history["fastest_s"], history["slowest_s"],
@@ -77,7 +75,7 @@ def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
     points = [at(*point) for point in zip(steps, median_s, strict=True)]
     if len(points) == 1:
         across, down = points[0].split(",")
-        parts.append(f'<circle cx="{across}" cy="{down}" r="2.5" style="fill:#0072b2"/>')
+        parts.append(f'<circle class="d" cx="{across}" cy="{down}" r="2.5"/>')
     parts.append(f'<polyline class="l" points="{" ".join(points)}"/>')
     parts.append(_text(_LEFT, height - 6, f"step {first}", "m"))
     parts.append(_text(WIDTH - _RIGHT, height - 6, f"step {last}", "m", "end"))
@@ -87,14 +85,14 @@ def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
 def parts_chart(
     known: Mapping[int, Mapping[str, float]], title: str, first: Sequence[int] = ()
 ) -> tuple[str, str] | None:
-    """What a step of each rank is spent on, of MAX_BARS ranks at most. Returns SVG, and it in words.
+    """Return the parts of a step of each rank, of MAX_BARS ranks at most, as SVG and in words.
 
     known: by rank, the seconds of each part. first: ranks to show before others. None where no rank is known.
     """
     shown = _chosen(list(known), [rank for rank in first if rank in known])
     if not shown:
         return None
-    names = [part for part in PART_COLORS if any(known[rank].get(part, 0.0) > 0 for rank in shown)]
+    names = [part for part in PARTS if any(known[rank].get(part, 0.0) > 0 for rank in shown)]
     step_s = {rank: sum(known[rank].values()) for rank in shown}
     longest_s = max(step_s.values()) or 1.0
     width = WIDTH - _LEFT - _RIGHT - 60
@@ -106,20 +104,23 @@ def parts_chart(
         for part in names:
             length = width * known[rank].get(part, 0.0) / longest_s
             if length > 0:
-                parts.append(f'<path d="M{x:.1f} {y}h{length:.1f}v{_BAR}h-{length:.1f}z" fill="{PART_COLORS[part]}"/>')
+                parts.append(f'<path d="M{x:.1f} {y}h{length:.1f}v{_BAR}h-{length:.1f}z" class="{part}"/>')
                 x += length
         parts.append(_text(x + 5, y + 11, duration(step_s[rank]), "m"))
-        of_rank = ", ".join(f"{part} {duration(known[rank][part])}" for part in names if part in known[rank])
+        of_rank = ", ".join(
+            f"{PARTS[part].name} {duration(known[rank][part])}" for part in names if part in known[rank]
+        )
         words.append(f"rank {rank} {duration(step_s[rank])}: {of_rank}")
     y, x = _TOP + len(shown) * (_BAR + _BAR_GAP) + 12, float(_LEFT)
     for part in names:
-        parts.append(f'<path d="M{x:.1f} {y - 8}h9v9h-9z" fill="{PART_COLORS[part]}"/>' + _text(x + 13, y, part, "m"))
-        x += 13 + _LETTER * len(part) + 12
+        label = PARTS[part].name
+        parts.append(f'<path d="M{x:.1f} {y - 8}h9v9h-9z" class="{part}"/>' + _text(x + 13, y, label, "m"))
+        x += 13 + _LETTER_PX * len(label) + 12
     return _svg(round(y) + 10, parts), f"{title.capitalize()}, by part{of}. {'; '.join(words)}."
 
 
 def _chosen(ranks: list[int], first: list[int]) -> list[int]:
-    """MAX_BARS of them at most: those to show first, and others evenly; sorted."""
+    """Return at most MAX_BARS of the ranks, sorted: those to show first, and others evenly."""
     if len(ranks) <= MAX_BARS:
         return sorted(ranks)
     chosen = list(dict.fromkeys(first))[: MAX_BARS // 2]

@@ -10,6 +10,7 @@ from torchlens_perf.page.sections.bars import Bar, bars
 from torchlens_perf.page.sections.ranks import by_prominence, named_ranks
 from torchlens_perf.page.sections.section import details, section, table
 from torchlens_perf.run.records import PARTS
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.view.theme import PARTS as NAMES
 
 if TYPE_CHECKING:
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Rank, Report
 
 _MAX_BARS = 24
-
-
+_NOTICEABLE = 0.01  # Share of the slow rank's step from which a gap is worth a sentence.
 _HIDDEN = "A device that waits for other ranks hides what its host does."
 
 
@@ -28,14 +28,15 @@ def phases(contents: Contents) -> Element | None:
     if not rows:
         return None
     shown = rows[:_MAX_BARS]
-    made = [_part(report, shown, "host", {rank["rank"]: rank["typical"]["parts"] for rank in shown if rank["typical"]})]
+    of_host = {rank["rank"]: rank["typical"]["parts"] for rank in shown if rank["typical"] is not None}
+    made = [_part(report, shown, "host", of_host)]
     of_device = {
         rank["rank"]: rank["device"]["parts"]
         for rank in shown
         if rank["device"] is not None and rank["device"]["parts"]
     }
     if of_device:
-        made.append(_part(report, shown, "device", of_device))
+        made.insert(0 if report["steps"]["by"] == DEVICE else 1, _part(report, shown, "device", of_device))
     rest = f"{len(shown)} of {len(rows)} ranks, slow ones first." if len(shown) < len(rows) else None
     return section("phases", "Phases", made, tag("p", rest, class_="note") if rest else None)
 
@@ -98,7 +99,7 @@ def _words(rows: list[Bar], *, hidden: bool) -> str:
         usual = {part: sum(row.seconds.get(part, 0.0) for row in others) / len(others) for part in parts}
         own = [part for part in parts if part != "communication"]
         more = max(own, key=lambda part: slow.seconds.get(part, 0.0) - usual[part], default=None)
-        if more is not None and slow.seconds.get(more, 0.0) > usual[more]:
+        if more is not None and slow.seconds.get(more, 0.0) - usual[more] > _NOTICEABLE * sum(slow.seconds.values()):
             return (
                 f"Largest gap: {slow.label} spends {duration(slow.seconds[more])} in {NAMES[more].name}; the others "
                 f"average {duration(usual[more])}."

@@ -102,7 +102,8 @@ def _collectives(shown: StepTraceRow) -> Element | None:
     note = f"{len(rows)} of {count}; " if len(rows) < count else ""
     note += "after the first rank: how much later the last rank arrived. The wait of an asynchronous collective is how "
     note += "much earlier a rank issued it."
-    return tag("div", table(caption, headers, rows, texts=(0, 1)), tag("p", note, class_="note"))
+    made = [table(caption, headers, rows, texts=(0, 1)), tag("p", note, class_="note")]
+    return tag("div", made, class_="of-first-step")
 
 
 def _ranks(shown: StepTraceRow) -> Element:
@@ -124,7 +125,9 @@ def _ranks(shown: StepTraceRow) -> Element:
         )
     headers = ["rank", "start after the first rank", "step", "wait in joined collectives", "last to arrive in", "spans"]
     caption = f"Step {shown['step']} by rank"
-    return details("The step as a table", table(caption, headers, rows, texts=()))
+    made = details("The step as a table", table(caption, headers, rows, texts=()))
+    made.set("class", "of-first-step")
+    return made
 
 
 def _wait_of(each: CollectiveJoined, rank: int) -> float | None:

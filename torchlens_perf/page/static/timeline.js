@@ -34,7 +34,8 @@
         else if (!isNarrow) found.labels.set(height + ROW / 2, lane === ON_DEVICE ? "coll. on device" : short(lane, 16));
         kind.forEach((of, at) => {
           if (depth[at] > DEEPEST) return;
-          const text = names[name[at]] ?? "";
+          const known = names[name[at]] ?? "";
+          const text = Object.hasOwn(TORCHLENS_THEME.parts, of) && !known.startsWith(of) ? of : known;
           const left = offset + start_us[at] / 1e3;
           const key = number && of === "collective" ? keyOf(text, number[at]) : "";
           const y = height + depth[at] * ROW;
@@ -72,7 +73,6 @@
       this.steppicker = new torchlens.StepPicker(page, this);
       this.notes = element("p", { className: "note" });
       this.place.before(this.steppicker.element, this.notes);
-      this.tables = new torchlens.StepTables(figure, this);
       this.status = element("p", { className: "hidden-words", role: "status" });
       figure.append(this.status);
       const attributes = { tabindex: "0", role: "application", "aria-roledescription": "time line" };
@@ -87,7 +87,9 @@
       this.trace = await this.steppicker.trace();
       await super.draw();
       this.steppicker.show(this.trace);
-      this.tables.show(this.trace);
+      // The page's tables are about its first step.
+      const isFirst = !this.trace || this.trace === this.page.contents.traces.steps[0];
+      for (const table of this.figure.parentElement.querySelectorAll(".of-first-step")) table.hidden = !isFirst;
       if (!this.trace) return;
       this.say(torchlens.stepFinding(this.trace));
       this.notes.textContent = torchlens.stepNotes(this.trace, this.view);
@@ -95,11 +97,6 @@
 
     shape() {
       return this.trace ? `${this.trace.step} ${this.trace.ranks.map(({ rank }) => rank)}` : "";
-    }
-
-    renewed() {
-      super.renewed();
-      if (this.tables) this.tables = new torchlens.StepTables(this.figure, this);
     }
 
     options() {
@@ -337,10 +334,12 @@
     }
 
     rows() {
-      const rows = this.laid.spans.map(({ rank, lane, kind, name, start_us, left, right }) => [
-        rank, lane, kind, name, start_us, (right - left) * 1e3,
-      ]);
-      return [["rank", "lane", "kind", "name", "start_us", "duration_us"], ...rows];
+      const head = ["rank", "lane", "kind", "name", "start_us", "duration_us", "wait_us", "last_to_arrive"];
+      const row = ({ rank, lane, kind, name, start_us, left, right, waitUntil, isLast }) => {
+        const us = (ms) => Math.round(ms * 1e4) / 10;
+        return [rank, lane, kind, name, start_us, us(right - left), waitUntil ? us(waitUntil - left) : "", isLast ? 1 : ""];
+      };
+      return [head, ...this.laid.spans.map(row)];
     }
   }
 
