@@ -104,6 +104,34 @@ def test_axes_are_written_with_units(tab: Tab) -> None:
     assert ticks("step", 0, [0, 0.5, 100]) == ["0", "500 us", "100 ms"]
 
 
+def test_warm_up_is_no_alarm_and_a_slow_time_has_a_label(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
+    """However long the warm-up takes, the chart is scaled to what follows; its ground and slow times are explained."""
+    made: Any = copy.deepcopy(shown)
+    for name in ("p50_s", "p95_s", "max_s"):
+        made["steps"]["bands"][name][0] = 100.0
+    tab = tab_of(written(tmp_path, "warm", made)).open("#steps")
+    longest = max(each for each in made["steps"]["bands"]["max_s"][made["report"]["steps"]["warm_up"] + 1 :] if each)
+    assert tab.value(f"{tab.named('steps')}.plot.scales.y.max") < 1.3 * longest
+    legend = tab.page.locator("#steps ul.legend").inner_text()
+    assert "warm-up" in legend
+    assert "a rank is slow" in legend
+    tab.page.mouse.move(*tab.at("steps", 0.5, 0.1))
+    assert tab.tip().splitlines()[-1] == "warm-up"
+
+
+def test_memory_is_scaled_to_the_data_with_its_peak(tab_of: TabOf, wide_file: Path, wide: Contents) -> None:
+    tab = tab_of(wide_file).open("#memory")
+    assert wide["steps"] is not None
+    memory = np.array(wide["steps"]["memory_bytes"], float)
+    low, high = tab.value(f"(({{min, max}}) => [min, max])({tab.named('memory')}.plot.scales.y)")
+    assert 0 < low < memory.min()
+    assert memory.max() < high < memory.max() * 1.2
+    painted = tab.value(f"""(() => {{ const chart = {tab.named("memory")}, found = [];
+        chart.paintPeak({{ fillText: text => found.push(text), measureText: () => ({{ width: 0 }}), beginPath() {{}},
+        arc() {{}}, fill() {{}} }}, chart.plot, 500, {memory.max():.0f}); return found; }})()""")
+    assert painted == [f"peak {amount(memory.max(), 'B')}, rank {WIDE_SLOW}"]
+
+
 def test_colour_begins_where_an_excess_is_detectable(tab_of: TabOf, wide: Contents, tmp_path: Path) -> None:
     """Below it a cell has none; slower is orange, faster blue, from there on the stronger the more."""
     quiet: Any = copy.deepcopy(wide)
@@ -365,13 +393,14 @@ def exported(tab: Tab, figure: Any, kind: str) -> bytes:
     return Path(waiting.value.path()).read_bytes()
 
 
-def test_every_chart_is_exported(tab_of: TabOf, wide_file: Path) -> None:
-    """Each as a PNG of its size and a CSV with numbers, by keys."""
+@pytest.mark.parametrize("part", [slice(0, 4), slice(4, None)], ids=["first", "last"])
+def test_every_chart_is_exported(tab_of: TabOf, wide_file: Path, part: slice) -> None:
+    """Each as a PNG of its size and a CSV with numbers, by keys. Chromium allows a tab some ten downloads at once."""
     tab = tab_of(wide_file).open()
     tab.show_all()
     figures = tab.page.locator("main figure")
     assert figures.count() == 8
-    for figure in figures.all():
+    for figure in figures.all()[part]:
         figure.scroll_into_view_if_needed()
         tab.settle()
         picture = exported(tab, figure, "PNG")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.page.browser.conftest import TabOf
+from tests.page.browser.conftest import TabOf, written
 from tests.page.browser.tab import Tab, need_browser
 from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
 from tests.support.page_contents import enlarged
@@ -82,6 +82,17 @@ def test_ranks_and_charts_that_come_later(tab: Tab, shown: Contents) -> None:
     tab.show("heat")
     assert tab.value(f"{tab.named('heat')}.order.length") == 8
     assert tab.value("torchlensPage.charts.filter(({figure}) => figure.dataset.title).length") == 0
+    assert tab.problems == []
+
+
+def test_lines_become_a_heat_map_when_ranks_come(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
+    """A young run of few ranks has lines; the newer page of more ranks has rows."""
+    tab = tab_of(written(tmp_path, "few", enlarged(shown, 2, 60, 1, 20))).open("#heat")
+    assert tab.value(f"{tab.named('heat')}.data.length") == 2
+    tab.page.evaluate("newer => torchlensPage.update(newer)", document(enlarged(shown, 8, 60, 1, 20)))
+    tab.settle()
+    assert len(tab.value(f"{tab.named('heat')}.order")) == 8
+    assert tab.page.locator("#heat .chart").count() == 1
     assert tab.problems == []
 
 

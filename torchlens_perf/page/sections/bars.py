@@ -37,6 +37,7 @@ def bars(key: str, title: str, rows: Sequence[Bar], caption: str, *, names: Mapp
     key: the id of the figure. caption: the sentence below. names: by part what the legend calls it; the parts of a step
     have their names in the theme.
     """
+    shares = names is None  # Of a step; other totals have no parts that are compared.
     names = names if names is not None else {part: of.name for part, of in PARTS.items()}
     longest = max((sum(row.seconds.values()) for row in rows), default=0.0) or 1.0
     seen = list(dict.fromkeys(part for row in rows for part, value in row.seconds.items() if value > 0))
@@ -51,14 +52,14 @@ def bars(key: str, title: str, rows: Sequence[Bar], caption: str, *, names: Mapp
     made.set("class", "of-bars")
     inside = [
         tag("ul", legend, class_="legend", aria_label="Legend") if len(seen) > 1 else None,
-        tag("div", [part for row in rows for part in _row(row, longest, names)], class_="bars"),
+        tag("div", [part for row in rows for part in _row(row, longest, names, shares=shares)], class_="bars"),
     ]
     for at, each in enumerate(part for part in inside if part is not None):
         made.insert(1 + at, each)
     return made
 
 
-def _row(row: Bar, longest: float, names: Mapping[str, str]) -> list[Element]:
+def _row(row: Bar, longest: float, names: Mapping[str, str], *, shares: bool) -> list[Element]:
     total = sum(row.seconds.values())
     segments: list[Element] = []
     at = 0.0
@@ -67,14 +68,14 @@ def _row(row: Bar, longest: float, names: Mapping[str, str]) -> list[Element]:
             continue
         left, width = _FULL * at / longest, _FULL * value / longest
         share = percent(value / total)
-        words = f"{names.get(part, part)}: {duration(value)}" + (f" ({share})" if len(row.seconds) > 1 else "")
+        words = f"{names.get(part, part)}: {duration(value)}" + (f" ({share})" if shares else "")
         segments.append(
             tag(
                 "rect", tag("title", words), x=f"{left:.2f}%", width=f"{width:.2f}%", height="100%",
                 class_=f"part-{part}", data_part=part, data_value=f"{value:.6g}",
             )
         )  # fmt: skip
-        if len(row.seconds) > 1 and width >= _LABELLED:
+        if shares and width >= _LABELLED:
             look = f"share on-{part}"
             segments.append(tag("text", share, x=f"{left + width / 2:.2f}%", y="72%", class_=look, aria_hidden="true"))
         at += value

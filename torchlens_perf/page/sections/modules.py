@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Module
 
 _MAX_ROWS, _MAX_BARS, _FEW_RANKS = 40, 6, 4
+_VISIBLE_GAP = 0.1  # Share of the largest gap from which a module of the slow rank is marked.
 _VISIBLE = 0.01  # Share of the longest bar. Shorter ones are in the table only.
 
 
@@ -36,6 +37,7 @@ def _bars(rows: Sequence[Module], named: Sequence[int], *, on_device: bool) -> E
     """Draw each module: a bar per rank where they are few, else its slowest rank and the median of the others."""
     longest = max(_slowest_s(row, on_device=on_device) for row in rows)
     rows = [row for row in rows if _slowest_s(row, on_device=on_device) >= _VISIBLE * longest]
+    least = _VISIBLE_GAP * max(_gap(row, on_device=on_device) for row in rows)
     made: list[Bar] = []
     gaps: list[tuple[float, str]] = []
     for row in rows:
@@ -62,13 +64,13 @@ def _bars(rows: Sequence[Module], named: Sequence[int], *, on_device: bool) -> E
         else:
             shown = [(f"rank {slowest} (slowest)", known[slowest], slowest), ("median of the others", middle, None)]
         for at, (label, value, rank) in enumerate(shown):
-            slow = rank in named and rank == slowest
+            slow = rank in named and rank == slowest and gaps[-1][0] >= least
             made.append(Bar(label, _of(value, slow=slow), rank, slow, heading=heading if at == 0 else ""))
     words = max(gaps, default=(0.0, ""))[1]
-    caption = f"Largest gap: {words}." if words else "Time per step without the modules inside."
+    caption = f"Largest gap: {words}." if words else "Self time: without the modules inside."
     where = "device" if on_device else "forward"
     names = {"slower": "slow rank", "module": "other ranks"}
-    return bars("modules-bars", f"Own {where} time of modules per step", made, caption, names=names)
+    return bars("modules-bars", f"Self time of modules per step ({where})", made, caption, names=names)
 
 
 def _by_rank(row: Module, *, on_device: bool) -> Mapping[str, float]:
@@ -77,6 +79,11 @@ def _by_rank(row: Module, *, on_device: bool) -> Mapping[str, float]:
 
 def _slowest_s(row: Module, *, on_device: bool) -> float:
     return max(_by_rank(row, on_device=on_device).values(), default=_a_step(row, on_device=on_device))
+
+
+def _gap(row: Module, *, on_device: bool) -> float:
+    values = sorted(_by_rank(row, on_device=on_device).values())
+    return values[-1] - _middle(values[:-1]) if len(values) > 1 else 0.0
 
 
 def _of(value: float, *, slow: bool) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.page.sections.bars import Bar, bars
 from torchlens_perf.page.sections.section import RANK_TABLES, by_prominence, named_ranks, tables_of
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.view.html import section
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.rank_tables import parts_of
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Rank, Report
 
 _MAX_BARS = 8
+_NOTICEABLE = 0.01  # Share of the slow rank's step from which a gap is worth a sentence.
 _HIDDEN = "A device that waits for other ranks hides what its host does."
 
 
@@ -30,6 +32,8 @@ def phases(contents: Contents) -> Element | None:
     own = report["steps"]["own_time"]
     hidden = own is not None and own["is_hidden"]
     made = [_bars(report, shown, by_device=False, hidden=False), _bars(report, shown, by_device=True, hidden=hidden)]
+    if report["steps"]["by"] == DEVICE:
+        made.reverse()
     rest = f"{len(shown)} of {len(rows)} ranks, slow ones first." if len(shown) < len(rows) else ""
     tables = tables_of(contents, *RANK_TABLES) if report["run"]["world_size"] == 1 else None
     return section("phases", "Phases", made, tag("p", rest, class_="note") if rest else None, tables)
@@ -65,7 +69,7 @@ def _words(rows: list[Bar], *, hidden: bool) -> str:
         usual = {part: sum(row.seconds.get(part, 0.0) for row in others) / len(others) for part in parts}
         own = [part for part in parts if part != "communication"]
         more = max(own, key=lambda part: slow.seconds.get(part, 0.0) - usual[part], default=None)
-        if more is not None and slow.seconds.get(more, 0.0) > usual[more]:
+        if more is not None and slow.seconds.get(more, 0.0) - usual[more] > _NOTICEABLE * sum(slow.seconds.values()):
             return (
                 f"Largest gap: {slow.label} spends {duration(slow.seconds[more])} in {NAMES[more].name}; the others "
                 f"average {duration(usual[more])}."

@@ -123,7 +123,7 @@
       this.heading = figure.querySelector("h3");
       figure.querySelector(".unscripted")?.remove();
       this.place = element("div", { className: "chart" });
-      this.legend = element("ul", { className: "legend of-chart", "aria-label": "Legend" });
+      this.legend = element("ul", { className: "legend", "aria-label": "Legend" });
       this.heading.after(this.place, this.legend);
       this.tip = new Tip(this.place);
       torchlens.exports(figure, () => this.heading.textContent, () => this.rows(), () => this.picture());
@@ -194,7 +194,7 @@
       const old = this.plot;
       this.plot = options ? this.made(options) : undefined;
       old?.destroy();
-      this.figure.hidden = !options;
+      this.place.hidden = !options;
       if (options) this.gestures(this.plot.over);
     }
 
@@ -264,8 +264,7 @@
 
     remove() {
       this.observer.disconnect();
-      this.plot?.destroy();
-      this.plot = undefined;
+      this.clear();
     }
 
     clear() {
@@ -296,6 +295,7 @@
         const box = over.getBoundingClientRect();
         return [this.plot.posToVal(clientX - box.left, "x"), this.plot.posToVal(clientY - box.top, "y"), clientX - box.left];
       };
+      const mark = (left, width) => this.plot?.setSelect({ left, top: 0, width, height: over.clientHeight }, false);
       let pressed = null;
       const point = (event) => {
         const [x, y] = valueOf(event);
@@ -313,7 +313,7 @@
         if (pressed && Math.abs(now[2] - pressed[2]) > DRAG) {
           const left = Math.max(0, Math.min(now[2], pressed[2]));
           const width = Math.min(over.clientWidth, Math.max(now[2], pressed[2])) - left;
-          this.plot.setSelect({ left, top: 0, width, height: over.clientHeight }, false);
+          mark(left, width);
         }
         point(event);
       });
@@ -322,7 +322,7 @@
         const now = valueOf(event);
         const began = pressed;
         pressed = null;
-        this.plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+        mark(0, 0);
         if (Math.abs(now[2] - began[2]) > DRAG) this.brush(Math.min(began[0], now[0]), Math.max(began[0], now[0]), event);
         else {
           this.click(now[0], now[1]);
@@ -331,7 +331,7 @@
       });
       over.addEventListener("pointercancel", () => {
         pressed = null;
-        this.plot?.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+        mark(0, 0);
       });
       over.addEventListener("pointerleave", () => {
         this.tip.hide();

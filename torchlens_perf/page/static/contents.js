@@ -14,7 +14,6 @@
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
     return new Response(stream).arrayBuffer();
   }
-  torchlens.inflated = inflated;
 
   // Seconds by code. NaN is what was not measured.
   function table({ smallest_s, log_step }) {

@@ -50,7 +50,7 @@
       this.smallest = smallest;
       this.unknown = [0.08, 0.2].map((opacity) => pixel(channels(colours.dim), opacity));
       const ramp = (colour) =>
-        Array.from({ length: LEVELS }, (_, level) => pixel(channels(colour), 0.3 + (0.7 * (level + 1)) / LEVELS));
+        Array.from({ length: LEVELS }, (_, level) => pixel(channels(colour), 0.12 + (0.88 * (level + 1)) / LEVELS));
       if (this.isShare) {
         [this.slower, this.faster] = [ramp(colours.slower), ramp(colours.faster)];
       } else {

@@ -4,6 +4,12 @@
   const HEADROOM = 1.6; // Times the highest 95th percentile. Longer steps leave the chart at its top.
   const MOST_LINES = 16;
   const MOST_IN_TIP = 6;
+  const FEW = [
+    { stroke: "text", width: 1.5 },
+    { stroke: "dim", width: 1.5 },
+    { stroke: "text", width: 1.5, dash: [6, 4], word: " (dashed)" },
+    { stroke: "dim", width: 1.5, dash: [2, 3], word: " (dotted)" },
+  ];
   const tick = torchlens.tick(duration);
 
   // -- step time over the run
@@ -25,7 +31,8 @@
       this.warmUp = Math.min(steps.end, steps.begin + (this.page.contents.report.steps.warm_up ?? 0));
       const isWarm = (_, at) => steps.first[at] >= this.warmUp;
       const most = (values) => Math.max(0, ...values.filter((value, at) => value !== null && isWarm(value, at)));
-      const top = 1.08 * Math.min(most(bands.max_s), HEADROOM * most(bands.p95_s)) || Math.max(0, ...bands.max_s) || 1;
+      const room = 1.08 + 0.08 * Math.min(3, steps.slow.length);
+      const top = room * Math.min(most(bands.max_s), HEADROOM * most(bands.p95_s)) || Math.max(0, ...bands.max_s) || 1;
       this.explain([
         [colours.median, "median of all ranks"],
         [colours.band, "5th to 95th percentile"],
@@ -151,10 +158,10 @@
       const look = ({ rank }, at) => {
         if (slow.has(rank)) return { stroke: colours.slower, width: 2 };
         if (rank !== null && rank === view.rank) return { stroke: colours.chosen, width: 2.5 };
-        return isFew ? { stroke: colours[`line-${at + 1}`], width: 1.5 } : { stroke: colours.dim, width: 1 };
+        return isFew ? { ...FEW[at], stroke: colours[FEW[at].stroke] } : { stroke: colours.dim, width: 1 };
       };
       const looks = this.data.map(look);
-      const named = this.data.map(({ label }, at) => [looks[at].stroke, short(label, 32)]);
+      const named = this.data.map(({ label }, at) => [looks[at].stroke, short(label, 32) + (looks[at].word ?? "")]);
       const stands = named.filter((_, at) => looks[at].width >= 2);
       this.explain(isFew ? named : [...stands, [colours.dim, this.othersText]]);
       const order = [...this.data.keys()].sort((one, other) => looks[one].width - looks[other].width);

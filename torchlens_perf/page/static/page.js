@@ -58,14 +58,17 @@
       });
     }
 
+    kindOf({ dataset }) {
+      return CHARTS[dataset.chart](this);
+    }
+
     // Finds figures and tables; again when the page's own parts have been renewed.
     settle() {
       for (const figure of document.querySelectorAll("figure[data-chart]")) {
-        const key = figure.dataset.chart;
-        if (!this.steps && !WITHOUT_STEPS.has(key)) continue;
-        const Kind = CHARTS[key](this);
-        const own = this.charts.find((chart) => chart.figure === figure);
-        if (!own) this.charts.push(new Kind(this, figure));
+        if (!this.steps && !WITHOUT_STEPS.has(figure.dataset.chart)) continue;
+        if (this.charts.some((chart) => chart.figure === figure)) continue;
+        const Kind = this.kindOf(figure);
+        this.charts.push(new Kind(this, figure));
       }
       for (const figure of document.querySelectorAll("figure.of-bars")) torchlens.bars(this, figure);
       torchlens.chooseBar(this.view.now.rank);

@@ -17,7 +17,7 @@
     };
   }
 
-  // Takes all words, tables and pictures from the newer page; charts stay where they are, and so does the focus.
+  // Takes all words, tables and bars from the newer page; charts stay where they are, and so does the focus.
   torchlens.renew = (page, newer) => {
     const main = document.querySelector("main");
     const focused = placeOf(document.activeElement);
@@ -36,7 +36,7 @@
     page.charts = page.charts.filter((chart) => {
       const { figure } = chart;
       const next = inside(left.get(figure.closest("section").id), figure);
-      if (!next) {
+      if (!next || !(chart instanceof page.kindOf(next))) {
         chart.remove();
         return false;
       }

@@ -34,7 +34,8 @@
         else if (!isNarrow) found.labels.set(height + ROW / 2, lane === ON_DEVICE ? "coll. on device" : short(lane, 16));
         kind.forEach((of, at) => {
           if (depth[at] > DEEPEST) return;
-          const text = names[name[at]] ?? "";
+          const known = names[name[at]] ?? "";
+          const text = Object.hasOwn(TORCHLENS_THEME.parts, of) && !known.startsWith(of) ? of : known;
           const left = offset + start_us[at] / 1e3;
           const key = number && of === "collective" ? keyOf(text, number[at]) : "";
           const y = height + depth[at] * ROW;
@@ -337,10 +338,12 @@
     }
 
     rows() {
-      const rows = this.laid.spans.map(({ rank, lane, kind, name, start_us, left, right }) => [
-        rank, lane, kind, name, start_us, (right - left) * 1e3,
-      ]);
-      return [["rank", "lane", "kind", "name", "start_us", "duration_us"], ...rows];
+      const head = ["rank", "lane", "kind", "name", "start_us", "duration_us", "wait_us", "last_to_arrive"];
+      const row = ({ rank, lane, kind, name, start_us, left, right, waitUntil, isLast }) => {
+        const us = (ms) => Math.round(ms * 1e4) / 10;
+        return [rank, lane, kind, name, start_us, us(right - left), waitUntil ? us(waitUntil - left) : "", isLast ? 1 : ""];
+      };
+      return [head, ...this.laid.spans.map(row)];
     }
   }
 
