@@ -24,7 +24,7 @@ from torchlens_perf.analysis.statistics.quantities import duration, percent
 need_browser()
 TMUX = shutil.which("tmux")
 COMMAND = [sys.executable, "-m", "torchlens_perf"]
-COLUMNS, LINES = 130, 60
+COLUMNS, LINES = 130, 100
 APPEARS_WITHIN_S = 60.0
 SLOW = 5
 SIMULATED = ["--topology", "dp=8,tp=2", "--steps", "120", "--fault", f"constant:rank={SLOW},share=0.25,since=40"]
@@ -66,8 +66,8 @@ def facts(run: Path) -> dict[str, str]:
 
 def missing(facts: dict[str, str], text: str, *without: str) -> dict[str, str]:
     """Return the facts that a screen does not show. without: those that it need not show."""
-    shown = re.sub(r"[\s│║┃|]+", " ", text)
-    return {name: value for name, value in facts.items() if name not in without and value not in shown}
+    shown = re.sub(r"[\s│║┃|]+", " ", text).casefold()
+    return {name: value for name, value in facts.items() if name not in without and value.casefold() not in shown}
 
 
 class Terminal:
