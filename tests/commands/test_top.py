@@ -16,9 +16,9 @@ from tests.support.processes import ROOT, clean_environ
 from tests.support.terminal import OnTerminal
 from torchlens_perf.commands.cli import main
 from torchlens_perf.run.installation import install_command
-from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.plain import PlainTop
 from torchlens_perf.top.reading import RunReader
+from torchlens_perf.top.text import Terminal
 
 COMMAND = [sys.executable, "-m", "torchlens_perf", "top"]
 WITHOUT_TEXTUAL = [
@@ -117,12 +117,12 @@ def test_pipe(live: LiveSimulation) -> None:
     with LiveSimulation(live.run.path.with_name("other"), 4, "constant:rank=2,share=0.4,since=64") as live:
         live.goes_on(2)
         reader = RunReader(live.run, monotonic=lambda: 0.0)
-        PlainTop(file, 80, Lettering(), color=False).follow(reader.look, next_state)
+        PlainTop(file, 80, Terminal(color=False)).follow(reader.look, next_state)
     lines = file.getvalue().splitlines()
 
     assert states == []
     assert lines[0].startswith("simulation  other  4 ranks")
-    assert any(line.startswith(("seen ", "since ")) and "Rank 2 (node-0000) is slow" in line for line in lines)
+    assert sum(line.startswith("  SLOW RANK   rank 2 (node-0000)") for line in lines) == 2  # when found, at the end
     frames = [index for index, line in enumerate(lines) if line.startswith("simulation  other")]
     assert [line.rpartition("  ")[2].split()[0] for line in (lines[index] for index in frames)] == ["LIVE", "ENDED"]
     assert "\x1b" not in file.getvalue()
@@ -144,7 +144,7 @@ def test_trouble_is_told_once(live: LiveSimulation) -> None:
             live.ends()
 
     reader = RunReader(live.run, monotonic=lambda: 0.0)
-    PlainTop(file, 80, Lettering(), color=False).follow(reader.look, next_state)
+    PlainTop(file, 80, Terminal(color=False)).follow(reader.look, next_state)
 
     assert "cannot be read" in file.getvalue()
     assert rests[2] == rests[3] == rests[4] > rests[0]
@@ -178,7 +178,7 @@ def test_without_textual(live: LiveSimulation) -> None:
     assert install_command("top") in said
     assert said.count("\n") == 1
     assert once == 0
-    assert re.search(r"\x1b\[1;31m[^\x1b]*Rank 3", frame)
+    assert re.search(r"\x1b\[1;31mSLOW RANK", frame)
 
 
 def test_locale_without_unicode(live: LiveSimulation) -> None:

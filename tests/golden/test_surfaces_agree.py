@@ -31,16 +31,17 @@ from torchlens_perf.page.notebook import results
 from torchlens_perf.page.sections.overview import key_figures
 from torchlens_perf.page.sections.verdicts import verdicts as cards
 from torchlens_perf.report.build import build
+from torchlens_perf.report.run_report import run_report
 from torchlens_perf.results.figures import SLOW_RANK, VERDICT, Figures
 from torchlens_perf.results.figures import checked as checked_logger
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import ENDED
-from torchlens_perf.serve.runs import find_runs, lines_of
+from torchlens_perf.serve.run_list import find_runs, lines_of
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
-from torchlens_perf.top.lettering import Lettering
-from torchlens_perf.top.verdict_lines import verdict_lines
+from torchlens_perf.top.overview import all_findings
+from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.view.headline import headlines, overall
 from torchlens_perf.view.terminal import render, render_short
@@ -137,20 +138,21 @@ def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
     assert [each["text"] for each in in_cell["summary"]["verdicts"]] == heads(report)
     of_summary = [(each["cost_s_per_step"], each["cost_share"]) for each in in_cell["summary"]["verdicts"]]
     assert of_summary == [(row["cost_s_per_step"], row["cost_share"]) for row in report["verdicts"]]
-    in_top = " ".join(line.plain for line in verdict_lines(report["verdicts"], 4000, Lettering()))
-    assert shown_in_order(in_top, heads(report))
-    found = headlines(report)
+    found = headlines(cast("Any", report))
+    in_top = " ".join(line.plain for line in all_findings(View("x", cast("Any", report), tuple(found)), 4000))
+    assert shown_in_order(in_top, [each.sentence for each in found])
+    assert all(each.cost in in_top for each in found if each.kind.startswith("straggler"))
     page = " ".join(cards({"report": report, "headlines": found, "tables": []}).itertext())  # type: ignore[typeddict-item]
     for headline in found:
         assert headline.sentence in page
         assert all(text in page for _, text in headline.facts)
         if headline.cost_share:
             assert percent(headline.cost_share) in page
-    head = overall(headlines(cast("Any", report)))
+    head = overall(found)
     assert head is not None
     short = " ".join(render_short(report, "x", columns=400, color=False).split())
     assert head.sentence[:40] in short
-    assert (f"cost {head.cost}" in short) == bool(head.cost and head.facts)
+    assert (f"cost {head.cost}" in short) == bool(head.cost)
     tiles = key_figures(report, head)  # type: ignore[arg-type]
     if tiles is not None:
         figures = " ".join(" ".join(tiles.itertext()).split())
@@ -230,5 +232,8 @@ def loggers_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMem
 def the_list_of_runs_has_the_first_verdict(report: dict[str, Any], folder: Path) -> None:
     """As `serve` lists them; its page of one run is the report's."""
     (line,) = lines_of(str(folder), find_runs(str(folder)), 60.0)
-    assert (line.verdict, line.state) == (heads(report)[0], report["run"]["state"])
+    verdict = overall(headlines(run_report(RunDirectory(folder / line.name))))
+    assert verdict is not None
+    assert (line.status, line.sentence, line.cost) == (verdict.status, verdict.sentence, verdict.cost)
+    assert (line.is_live, line.step_s) == (report["run"]["live"], report["steps"]["p50_s"])
     assert (line.ranks, line.seen) == (report["run"]["world_size"], report["run"]["ranks_seen"])

@@ -120,12 +120,12 @@ TOP = """
 import asyncio, pathlib, sys
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top.app import Top
-from torchlens_perf.top.lettering import Lettering
+from torchlens_perf.top.text import Terminal
 async def draw():
     run = RunDirectory(pathlib.Path(sys.argv[1]))
-    app = Top(run, run.path.parent, Lettering())
+    app = Top(run, run.path.parent, Terminal())
     async with app.run_test(size=(80, 24)) as pilot:
-        while "Rank" not in app.export_screenshot():
+        while "step" not in app.export_screenshot():
             await pilot.pause(0.1)
         await pilot.press("enter")
 asyncio.run(asyncio.wait_for(draw(), 60))

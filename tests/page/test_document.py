@@ -145,8 +145,8 @@ def test_it_says_what_the_report_says(text: str, shown: Contents) -> None:
     assert headline.cost_s_per_step is not None
     assert headline.cost_share is not None
     assert steps["p50_s"] is not None
-    assert f"{duration(headline.cost_s_per_step)} lost per step {percent(headline.cost_share)} of job time" in page
-    assert f"{percent(headline.cost_share)} of job time lost" in page
+    assert f"{duration(headline.cost_s_per_step)} lost per step {percent(headline.cost_share)} of step time" in page
+    assert f"{percent(headline.cost_share)} of step time lost" in page
     assert f"{duration(steps['p50_s'])} step p50" in page
     assert "8 of 8 ranks compared" in page
     rows = re.findall(

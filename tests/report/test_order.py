@@ -17,8 +17,8 @@ from torchlens_perf.page.notebook import results
 from torchlens_perf.page.sections.verdicts import verdicts as cards
 from torchlens_perf.report.build import build
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.top.lettering import Lettering
-from torchlens_perf.top.verdict_lines import verdict_lines
+from torchlens_perf.top.overview import all_findings
+from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.findings import Usual
 from torchlens_perf.view.headline import headlines
@@ -65,12 +65,13 @@ def test_every_surface_has_the_same_order() -> None:
     assert shown_in_order(render_short(report, "x", columns=250, color=False), first_words[:3])
     in_cell = json.loads(results(report, "x", ""))
     assert [each["text"] for each in in_cell["summary"]["verdicts"]] == heads(report)
-    sentences = [headline.sentence for headline in headlines(report)]
+    found = headlines(report)  # type: ignore[arg-type]
+    sentences = [headline.sentence for headline in found]
     assert shown_in_order(in_cell["html"], sentences)
-    page = html(cards({"report": report, "headlines": headlines(report)}))  # type: ignore[typeddict-item]
+    page = html(cards({"report": report, "headlines": found}))  # type: ignore[typeddict-item]
     assert shown_in_order(page, sentences)
-    in_top = " ".join(line.plain for line in verdict_lines(report["verdicts"], 4000, Lettering()))
-    assert shown_in_order(in_top, heads(report))
+    in_top = " ".join(line.plain for line in all_findings(View("x", report, tuple(found)), 4000))  # type: ignore[arg-type]
+    assert shown_in_order(in_top, sentences)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -18,7 +18,7 @@ from torchlens_perf.page.gather.run_contents import contents
 from torchlens_perf.report.build import build
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.serve.runs import find_runs, lines_of
+from torchlens_perf.serve.run_list import find_runs, lines_of
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.top.live_runs import runs_in
 from torchlens_perf.verdicts.node_state import NodeState
@@ -81,9 +81,9 @@ def test_rank_that_died_is_in_the_title_of_every_surface(
         assert without_steps.endswith(words.replace("of them", "ranks"))
     assert words in notebook.cell(report, "/r")
     assert words.partition(", ")[2] in document(contents(run)).partition("</header>")[0]
-    assert line.words == words.partition(", ")[2]
+    assert line.state == words.partition(", ")[2]
     assert (report["run"]["state"], report["run"]["died"]) == ("died" if died else "ended", died)
-    assert (row.live, row.died) == (False, bool(died))
+    assert row.state == report["run"]["state"]
     kinds = [verdict["kind"] for verdict in report["verdicts"]]
     assert ("died" in kinds) is bool(died)
     if died:

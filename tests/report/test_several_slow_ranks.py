@@ -68,7 +68,7 @@ def test_every_surface_says_what_they_cost_together(run: RunDirectory, state: No
     assert [row["cost_s_per_step"] for row in rows] == pytest.approx([joint_ns / 1e9] * 2)
     assert all(row["cost_share"] > 0.1 for row in rows)
     for row, other in zip(rows, (3, 0), strict=True):
-        cost = f"{duration(row['cost_s_per_step'])} per step = {percent(row['cost_share'])} of job time"
+        cost = f"{duration(row['cost_s_per_step'])} per step = {percent(row['cost_share'])} of step time"
         assert f"cost {cost}, together with rank {other}" in terminal
     for text in (page,):
         assert "Together with rank 3 it costs the job" in text

@@ -32,6 +32,8 @@ _COLLECTIVES = {
 _ALLOWED = {
     # Leaves the watch, bounded by the exit timeout; also in a process that multiprocessing has forked.
     "watch": {"atexit.register", "atexit.unregister", "multiprocessing.util.Finalize"},
+    # Shows a late report after an exception, bounded by the longest wait for it.
+    "results.last_report": {"atexit.register", "atexit.unregister"},
     # A line where nothing was recorded, of the user's program.
     "hooks.loop.first_step": {"atexit.register", "atexit.unregister", "multiprocessing.parent_process"},
     "config": {"urllib.parse.parse_qsl", "urllib.parse.urlencode", "urllib.parse.urlsplit"},  # of a text

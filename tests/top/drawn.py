@@ -18,7 +18,7 @@ from textual.pilot import Pilot
 
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top.app import Top
-from torchlens_perf.top.lettering import Lettering
+from torchlens_perf.top.text import Terminal
 
 LOOK_S = 0.02
 
@@ -27,10 +27,10 @@ class Drawn:
     """Entered, the application runs."""
 
     def __init__(
-        self, run: Path | None, folder: Path, size: tuple[int, int] = (80, 24), lettering: Lettering | None = None
+        self, run: Path | None, folder: Path, size: tuple[int, int] = (80, 24), terminal: Terminal | None = None
     ) -> None:
         run_directory = RunDirectory(run) if run is not None else None
-        self.app = Top(run_directory, folder, lettering or Lettering(), look_s=LOOK_S)
+        self.app = Top(run_directory, folder, terminal or Terminal(), look_s=LOOK_S)
         self._test: AbstractAsyncContextManager[Pilot[None]] = self.app.run_test(size=size)
         self._pilot: Pilot[None] | None = None
 

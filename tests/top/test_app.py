@@ -13,7 +13,7 @@ from tests.support.live_simulation import LiveSimulation
 from tests.support.long import long
 from tests.top.drawn import Drawn, runs
 from tests.top.reports import add_node
-from torchlens_perf.top.lettering import Lettering
+from torchlens_perf.top.text import Terminal
 
 
 @pytest.fixture
@@ -30,24 +30,20 @@ def test_run_from_its_beginning_to_its_end(live: LiveSimulation) -> None:
 
     async def scenario() -> None:
         async with Drawn(live.run.path.with_name("nowhere"), live.run.path.parent) as drawn:
-            await drawn.sees("nowhere is not there yet. Looking again each second.")
+            await drawn.sees("nowhere does not exist yet. Looking again every second.")
         async with Drawn(live.run.path, live.run.path.parent) as drawn:
-            await drawn.sees("nothing in it yet that a sidecar has written")
+            await drawn.sees("has no data yet")
             live.goes_on(2)
             await drawn.sees("simulation run 4 ranks LIVE ")
             await drawn.sees("64 steps")
-            await drawn.sees("No slow rank in 64 steps")
+            await drawn.sees(lambda lines: lines[1].startswith("  OK "))
             live.goes_on(2)
-            await drawn.sees("verdicts: 1 now")
-            await drawn.sees(
-                lambda lines: any(re.match(r"(seen|since) [\d:]{8} Rank 3 .* is slow", each) for each in lines)
-            )
+            await drawn.sees(lambda lines: re.match(r"  SLOW RANK +rank 3 ", lines[1]))
             live.goes_on(3)
-            await drawn.sees("1 over")
+            await drawn.sees("earlier SLOW RANK rank 3")
             live.ends()
             await drawn.sees("simulation run 4 ranks ENDED ")
-            await drawn.sees("at the end, 1 over")
-            await drawn.sees(lambda lines: any(re.match(r"[\d:]{8} over.*: Rank 3 was slow", each) for each in lines))
+            await drawn.sees("earlier SLOW RANK rank 3")
 
     runs(scenario)
 
@@ -58,32 +54,27 @@ def test_keys(live: LiveSimulation) -> None:
     async def scenario() -> None:
         live.goes_on(4)
         async with Drawn(live.run.path, live.run.path.parent) as drawn:
-            await drawn.sees("rank 0 on node-0000: ")
-            await drawn.press("right")
-            await drawn.sees("rank 1 on node-0000: ")
-            await drawn.press("w")
-            await drawn.sees("rank 3 on node-0001: slow, +29% work")
-            await drawn.press("v")
-            await drawn.sees("ranks: waiting")
-            await drawn.sees("rank 3 on node-0001: slow, waits ")
-            await drawn.press("v", "enter")
+            await drawn.sees(lambda lines: chosen(lines) == 3)
+            await drawn.press("down")
+            await drawn.sees(lambda lines: chosen(lines) != 3)
+            await drawn.press("o", "end")
+            await drawn.sees(lambda lines: chosen(lines) == 3)
+            await drawn.press("home")
+            await drawn.sees(lambda lines: chosen(lines) == 0)
+            await drawn.press("o", "enter")
             await drawn.sees("── rank 3")
             await drawn.sees("rank 3 (local rank 1) on node-0001, pid")
             await drawn.press("end")
-            await drawn.sees("── memory")
-            await drawn.press("escape", "tab")
-            await drawn.press("enter")
-            await drawn.sees(lambda lines: any(line.startswith("── verdicts ──") for line in lines))
+            await drawn.sees("Collectives")
+            await drawn.press("escape", "v")
+            await drawn.sees("── findings")
+            await drawn.sees("held in ")
             await drawn.press("escape", "n")
             await drawn.sees("- simulated")
             await drawn.press("escape", "question_mark")
-            await drawn.sees("── help; lines 1-")
-            await drawn.press("escape", "g")
-            await drawn.sees("nodes: more work")
-            await drawn.press("enter")
-            await drawn.sees("node-0001: ranks")
-            await drawn.press("escape")
-            await drawn.sees("── ranks: more work")
+            await drawn.sees("── help")
+            await drawn.press("escape", "c")
+            assert re.fullmatch(r"torchlens-perf capture .* --rank 3", drawn.app.clipboard)
             assert drawn.app.is_running
             await drawn.press("q")
             assert drawn.app.return_code == 0
@@ -91,8 +82,30 @@ def test_keys(live: LiveSimulation) -> None:
     runs(scenario)
 
 
+def chosen(lines: list[str]) -> int:
+    """Return the rank under the cursor."""
+    return next((int(line.split()[1]) for line in lines if line.startswith("▶")), -1)
+
+
+def test_cursor_stays_on_its_rank(live: LiveSimulation) -> None:
+    """The rank in the last row becomes the slow one, and the first row."""
+
+    async def scenario() -> None:
+        live.goes_on(2)
+        async with Drawn(live.run.path, live.run.path.parent) as drawn:
+            await drawn.sees("rank step compute")
+            await drawn.press("down")
+            while chosen(drawn.lines()) != 3:
+                await drawn.press("down")
+            live.goes_on(2)
+            await drawn.sees("SLOW RANK")
+            await drawn.sees(lambda lines: chosen(lines) == 3)
+
+    runs(scenario)
+
+
 def test_many_ranks(tmp_path: Path) -> None:
-    """512 ranks, for which there is no room: a cell a node, with Enter the node's ranks, and then the rank."""
+    """512 ranks: the slow one is the first, the number of others is shown, and each can be reached."""
 
     async def scenario() -> None:
         with LiveSimulation(tmp_path / "run", 64, "constant:rank=19,share=0.3", node_size=64) as live:
@@ -100,14 +113,13 @@ def test_many_ranks(tmp_path: Path) -> None:
             for number in range(1, 8):
                 add_node(live.run, number)
             async with Drawn(live.run.path, tmp_path) as drawn:
-                await drawn.sees("nodes: more work")
-                await drawn.press("w")
-                await drawn.sees("node-0000, ranks 0-63; rank 19: slow, +")
+                await drawn.sees("1 of 512")
+                await drawn.sees(lambda lines: chosen(lines) == 19)
+                await drawn.press("o", "end")
+                await drawn.sees("512 of 512")
+                await drawn.sees(lambda lines: chosen(lines) == 763)
                 await drawn.press("enter")
-                await drawn.sees("node-0000: ranks: more work")
-                await drawn.sees("0 ........ ........ ...S.... ........")
-                await drawn.press("enter")
-                await drawn.sees("── rank 19")
+                await drawn.sees("── rank 763")
 
     runs(scenario)
 
@@ -128,10 +140,10 @@ def test_removed_and_damaged(live: LiveSimulation) -> None:
             await drawn.sees(lambda lines: not any("cannot be read" in line for line in lines))
             kept = shutil.copytree(live.run.path, live.run.path.with_name("kept"))
             shutil.rmtree(live.run.path)
-            lines = await drawn.sees("what is shown was read")
+            lines = await drawn.sees("The figures are old")
             assert any("64 steps" in line for line in lines)
             kept.rename(live.run.path)
-            await drawn.sees(lambda lines: not any("what is shown was read" in line for line in lines))
+            await drawn.sees(lambda lines: not any("The figures are old" in line for line in lines))
 
     runs(scenario)
 
@@ -147,7 +159,7 @@ def test_several_live_runs(tmp_path: Path) -> None:
                 await drawn.sees("second 4 ranks")
                 await drawn.press("r")
                 lines = await drawn.sees(lambda lines: sum(" live " in line for line in lines) == 2)
-                marked = next(line for line in lines if line.startswith(">"))
+                marked = next(line for line in lines if line.startswith("▶"))
                 assert "second" in marked
                 await drawn.press("down", "enter")
                 await drawn.sees("first 2 ranks")
@@ -182,7 +194,7 @@ def test_waits_for_a_live_run(tmp_path: Path) -> None:
         async with Drawn(None, tmp_path / "runs") as drawn:
             await drawn.sees("no run here yet")
             with LiveSimulation(tmp_path / "runs" / "new", 2) as live:
-                await drawn.sees("begins")
+                await drawn.sees("starting")
                 live.goes_on()
                 await drawn.sees("new 2 ranks")
 
@@ -200,7 +212,7 @@ def test_sizes(live: LiveSimulation, size: tuple[int, int]) -> None:
                 await drawn.sees("q quit")
                 await drawn.sees("simu")
             await drawn.pilot.resize_terminal(80, 24)
-            lines = await drawn.sees("Rank 3 (node-0001) is slow")
+            lines = await drawn.sees("SLOW RANK rank 3")
             assert len(lines) <= 24
             assert max(map(len, lines)) <= 80
             await drawn.pilot.resize_terminal(*size)
@@ -215,8 +227,8 @@ def test_ascii(live: LiveSimulation) -> None:
 
     async def scenario() -> None:
         live.goes_on(4)
-        async with Drawn(live.run.path, live.run.path.parent, lettering=Lettering(ascii_only=True)) as drawn:
-            await drawn.sees("Rank 3")
+        async with Drawn(live.run.path, live.run.path.parent, terminal=Terminal(ascii_only=True)) as drawn:
+            await drawn.sees("rank 3")
             for keys in ([], ["enter"], ["escape", "question_mark"], ["escape", "r"]):
                 await drawn.press(*keys)
                 lines = drawn.lines()
@@ -225,31 +237,19 @@ def test_ascii(live: LiveSimulation) -> None:
     runs(scenario)
 
 
-def test_verdicts_scroll(live: LiveSimulation) -> None:
-    """Where there are more lines than room, which are seen is said, and Tab and the arrows lead to the others."""
+def test_texts_scroll(live: LiveSimulation) -> None:
+    """Where there are more lines than room, the title says which are shown, and the arrows lead to the others."""
 
     async def scenario() -> None:
         live.goes_on(4)
         async with Drawn(live.run.path, live.run.path.parent, (40, 20)) as drawn:
+            await drawn.sees("SLOW RANK")
+            await drawn.press("enter")
             await drawn.sees("lines 1-")
-            await drawn.press("tab", "down", "down")
+            await drawn.press("down", "down")
             await drawn.sees("lines 3-")
-
-    runs(scenario)
-
-
-def test_evidence_where_there_is_room(live: LiveSimulation) -> None:
-    """All of it or none, so that what is seen first is never pushed away by what somebody may want to know next."""
-
-    async def scenario() -> None:
-        live.goes_on(4)
-        async with Drawn(live.run.path, live.run.path.parent, (100, 50)) as drawn:
-            await drawn.sees("windows of the run.")
-        async with Drawn(live.run.path, live.run.path.parent, (40, 20)) as drawn:
-            await drawn.sees("lines 1-")
-            await drawn.press("tab", "end")
-            lines = await drawn.sees("Next:")
-            assert "windows of the run." not in " ".join(lines)
+            await drawn.press("end", "up")
+            await drawn.sees(lambda lines: re.search(r"lines \d+-(\d+) of (\d+)", " ".join(lines)))
 
     runs(scenario)
 

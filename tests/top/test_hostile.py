@@ -1,4 +1,4 @@
-"""Nothing that anybody has written into a run directory drives the terminal, or breaks what is shown."""
+"""No text in a run directory drives the terminal, or breaks the screen."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from tests.security.test_what_is_printed import assert_harmless, hostile, plante
 from tests.support.live_simulation import LiveSimulation
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top import overview
-from torchlens_perf.top.cells import VIEWS, rank_cells
-from torchlens_perf.top.frame import frame
-from torchlens_perf.top.grid import laid_out
-from torchlens_perf.top.lettering import Lettering, clipped
-from torchlens_perf.top.live_runs import RunRow, run_lines, runs_in
-from torchlens_perf.top.rank_lines import rank_lines
+from torchlens_perf.top.live_runs import RunRow, run_table, runs_in
+from torchlens_perf.top.rank_screen import rank_lines
+from torchlens_perf.top.ranks import rank_list
 from torchlens_perf.top.reading import RunReader, View
+from torchlens_perf.top.text import Terminal, cursor_lines
 
 HOST = "node-0000"
 
@@ -37,17 +35,14 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return dict(json.loads(live.run.node_state(HOST).read_bytes()))
 
 
-def all_lines(view: View, width: int, lettering: Lettering) -> list[Text]:
-    """Of every screen."""
-    lines = overview.trouble_lines(view, width, lettering)
-    if view.report is not None:
-        for what in VIEWS:
-            cells = rank_cells(view.report, what)
-            for by_node in (False, True):
-                lines += clipped(laid_out(cells, width, 5, lettering, by_node).lines(None), width)
-        for rank in view.report["ranks"]:
-            lines += clipped(rank_lines(view, rank["rank"], width, lettering), width)
-    return [*lines, *frame(view, width, lettering)]
+def all_lines(view: View, width: int, terminal: Terminal) -> list[Text]:
+    """Return the lines of every screen."""
+    table, ranks = rank_list(view)
+    texts = overview.overview(view, width, 50, terminal, table, 0)
+    for rank in ranks:
+        texts += rank_lines(view, rank, width)
+    texts += [*overview.all_findings(view, width), *overview.notes(view, width)]
+    return [*terminal.lines(texts, width), *overview.frame(view, width, terminal)]
 
 
 @given(data=st.data(), text=hostile, note=hostile, width=st.sampled_from([20, 80]), ascii_only=st.booleans())
@@ -61,19 +56,37 @@ def test_any_text_of_a_state(
     value["notes"] = [note, text]
     with contextlib.suppress(UnicodeEncodeError):
         run.node_state(HOST).write_text(json.dumps(value))
-    for line in all_lines(RunReader(run).look(), width, Lettering(ascii_only)):
+    for line in all_lines(RunReader(run).look(), width, Terminal(ascii_only)):
         assert_harmless(line.plain)
         assert "\n" not in line.plain
         assert cell_len(line.plain) <= width
         assert line.plain.isascii() or not ascii_only
 
 
+@pytest.mark.parametrize("text", ["\x1b[2J\x1b[31mred", "\u202egpj.exe", "one\r\ntwo\x0b\x85", "x" * 10_000])
+def test_names_that_drive_a_terminal(text: str, state: dict[str, Any], tmp_path: Path) -> None:
+    """Program, host, modules and spans that a rank is inside of, all at once."""
+    run = RunDirectory(tmp_path / "run")
+    run.nodes.mkdir(parents=True)
+    value = json.loads(json.dumps(state))
+    for process in value["processes"].values():
+        process["identity"].update(program=text, host=text)
+        names = process["statistics"]["modules"]
+        process["statistics"]["modules"] = {f"{text} {name}": each for name, each in names.items()}
+        process["open_spans"] = [text]
+    run.node_state(HOST).write_text(json.dumps(value))
+    view = RunReader(run).look()
+    assert view.report is not None, view.trouble
+    assert view.report["run"]["program"] == text
+    for line in all_lines(view, 80, Terminal()):
+        assert_harmless(line.plain, 80)
+
+
 @given(name=hostile, problem=hostile)
 def test_names_of_runs(name: str, problem: str) -> None:
     """Folders may be called anything."""
-    for line in run_lines(
-        [RunRow(Path(name.replace("/", "-") or "x"), 0.0, name, problem=problem)], 0, 80, Lettering()
-    ):
+    table = run_table([RunRow(Path(name.replace("/", "-") or "x"), 0.0, name, problem)])
+    for line in cursor_lines(table, 80, 10, 0):
         assert_harmless(line.plain)
 
 
@@ -88,9 +101,9 @@ def test_folders_that_are_no_runs(tmp_path: Path) -> None:
     rows = {row.path.name: row for row in runs_in(tmp_path)}
 
     assert set(rows) == {"begins", "damaged"}
-    assert (rows["begins"].live, rows["begins"].problem) == (None, "")
-    assert "cannot be read" in rows["damaged"].problem
+    assert (rows["begins"].state, rows["damaged"].state) == ("starting", "damaged")
+    assert "cannot be read" in rows["damaged"].about
     assert runs_in(tmp_path / "nowhere") == []
-    lines = [line.plain for line in run_lines(list(rows.values()), 0, 80, Lettering())]
-    assert any("begins" in line for line in lines)
+    lines = [line.plain for line in cursor_lines(run_table(list(rows.values())), 80, 10, 0)]
+    assert any("starting" in line for line in lines)
     assert any("damaged" in line for line in lines)

@@ -6,41 +6,36 @@ from pathlib import Path
 
 import pytest
 
-from tests.top.reports import view_of
-from torchlens_perf.top.pace import Pace, SeenSteps, curve, time_left
-
-
-def made(**changed: object) -> Pace:
-    values: dict[str, object] = {"steps": 400, "total": 1000, "mean_s": 0.5, "curve_s": (0.5, 0.5), "window_steps": 8}
-    return Pace(**{**values, **changed})  # type: ignore[arg-type]
+from tests.top.reports import report_of, view_of
+from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.top.pace import SeenSteps, curve, left_s, pace_words, progress, step_times, time_left
 
 
 def test_time_left() -> None:
     """The steps that are left times the run's mean step."""
-    assert made().left_s == (300.0,)
-    assert made().progress == "400 of 1,000 steps (40%)"
+    assert left_s(400, 1000, 0.5, (0.5, 0.5)) == (300.0,)
+    assert progress(400, 1000) == "400 of 1,000 steps (40%)"
 
 
 def test_time_left_by_the_newest_steps_too() -> None:
-    """Where they take another time than the mean: none of the two is the truth."""
-    assert made(curve_s=(0.5,) * 8 + (1.0,)).left_s == (300.0, 600.0)
-    assert made(curve_s=(0.5,) * 8 + (0.54,)).left_s == (300.0,)
+    """Where they differ from the mean, it is not known which of both lasts."""
+    assert left_s(400, 1000, 0.5, (0.5,) * 8 + (1.0,)) == (300.0, 600.0)
+    assert left_s(400, 1000, 0.5, (0.5,) * 8 + (0.54,)) == (300.0,)
 
 
 def test_one_window_that_is_slow_by_chance_is_not_the_pace() -> None:
-    assert made(curve_s=(0.5,) * 15 + (0.58,)).left_s == (300.0,)
+    assert left_s(400, 1000, 0.5, (0.5,) * 15 + (0.58,)) == (300.0,)
 
 
-@pytest.mark.parametrize(
-    "unknown", [{"total": None}, {"steps": None}, {"mean_s": None}, {"steps": 1001}], ids=lambda each: str(each)
-)
-def test_nothing_is_guessed(unknown: dict[str, object]) -> None:
-    """Without the number of all steps, or a step, or where there are more than was said, no time is left."""
-    assert made(**unknown).left_s == ()
+def test_nothing_is_guessed() -> None:
+    """Without the total number of steps, or a step, or where there are more than expected, no time is left."""
+    assert left_s(400, None, 0.5, ()) == left_s(0, 1000, 0.5, ()) == ()
+    assert left_s(400, 1000, None, ()) == left_s(1001, 1000, 0.5, ()) == ()
 
 
-def test_more_steps_than_were_said() -> None:
-    assert made(steps=1001).progress == "1,001 steps, more than the 1,000 expected"
+def test_more_steps_than_expected() -> None:
+    assert progress(1001, 1000) == "1,001 steps, more than the 1,000 expected"
+    assert progress(1, None) == "1 step"
 
 
 @pytest.mark.parametrize(
@@ -52,11 +47,17 @@ def test_words_for_a_time(seconds: float, text: str) -> None:
 
 
 def test_curve() -> None:
-    """The lowest value is the lowest block, the highest the highest; neighbours share one where there is no room."""
-    assert curve([1, 2, 3, 4], 4, "_-=#") == "_-=#"
-    assert curve([1, 1, 4, 4], 2, "_-=#") == "_#"
-    assert curve([1, 1, 1.01], 3, "_-=#") == "___"
-    assert curve([], 10, "_#") == curve([1, 2], 0, "_#") == ""
+    """The lowest value is the lowest block, the highest the highest, in as many columns as there are."""
+    assert curve([1, 2, 3, 4], 4) == ["▁▃▆█"]
+    assert curve([1, 1, 4, 4], 2) == ["▁█"]
+    assert curve([1, 4], 6) == ["▁▁▁███"]
+    assert curve([1, 1, 1.01], 3) == ["▁▁▁"]
+    assert curve([], 10) == curve([1, 2], 0) == [""]
+
+
+def test_curve_of_several_lines() -> None:
+    """The upper line goes on where the lower one is full."""
+    assert curve([1, 2, 3], 3, 2) == [" ▁█", "▁██"]
 
 
 def test_what_was_seen_lately() -> None:
@@ -70,17 +71,18 @@ def test_what_was_seen_lately() -> None:
         found = seen.add("a", 20 + 10 * at, (105 + 10 * at) * second)
     assert found == pytest.approx(1.0)
     assert seen.add("another process", 5, 300 * second) is None
-    assert made(seen_s=0.25).steps_per_s == 4
-    assert made().steps_per_s == 2
 
 
-def test_of_a_run(tmp_path: Path) -> None:
-    """Steps of a run that is slow from its middle on: the curve rises, and the newest window's pace is shown."""
-    found = view_of(tmp_path / "run", 4, "constant:rank=3,share=0.5,since=64", blocks=4).pace
-    assert found is not None
+def test_words_of_a_run(tmp_path: Path) -> None:
+    """A run that is slow from its middle on: the rate is the newest window's, or that of the steps seen lately."""
+    report = report_of(view_of(tmp_path / "run", 4, "constant:rank=3,share=0.5,since=64", blocks=4))
+    words, seen, now_s = pace_words(report, None), pace_words(report, 0.25), step_times(report)[-1]
 
-    assert (found.steps, found.total, found.window_steps) == (128, None, 8)
-    assert found.now_s == pytest.approx(0.3, rel=0.1)
-    assert found.curve_s[0] == pytest.approx(0.21, rel=0.1)
-    assert found.mean_s == pytest.approx(0.255, rel=0.1)
-    assert found.steps_per_s == pytest.approx(1 / found.curve_s[-1])
+    assert step_times(report)[0] == pytest.approx(0.21, rel=0.1)
+    assert now_s == pytest.approx(0.3, rel=0.1)
+    assert words[:3] == [
+        "128 steps",
+        f"{1 / step_times(report)[-1]:.3g} steps/s",
+        f"now {duration(step_times(report)[-1])}",
+    ]
+    assert seen[1:3] == ["4 steps/s", "now 250 ms"]

@@ -39,9 +39,9 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
 def test_waits_for_the_run_directory(tmp_path: Path) -> None:
     """Before it is there, before a sidecar has written, and then it is shown."""
     reader = RunReader(RunDirectory(tmp_path / "run"), monotonic=Clock())
-    assert reader.look().trouble == f"{tmp_path}/run is not there yet"
+    assert reader.look().trouble == f"{tmp_path}/run does not exist yet"
     with LiveSimulation(tmp_path / "run", 2) as live:
-        assert "nothing in it yet that a sidecar has written" in reader.look().trouble
+        assert "has no data yet" in reader.look().trouble
         live.goes_on()
         view = reader.look()
 
@@ -78,7 +78,7 @@ def test_one_damaged_node(live: LiveSimulation) -> None:
 
     assert [rank["rank"] for rank in report_of(view)["ranks"]] == [0, 1]
     assert view.trouble.startswith(f"{other} cannot be read: ")
-    assert view.trouble.endswith("the ranks of that node are missing here")
+    assert view.trouble.endswith("the ranks of that node are missing")
     other.write_bytes(good)
     assert (reader.look().trouble, len(report_of(reader.look())["ranks"])) == ("", 4)
 
@@ -127,7 +127,7 @@ def test_removed_run_directory(live: LiveSimulation) -> None:
     view = reader.look()
 
     assert view.report is report
-    assert view.trouble.startswith(f"{live.run.path} is gone")
+    assert view.trouble.startswith(f"{live.run.path} or its files were removed")
     kept.rename(live.run.path)
     assert reader.look().trouble == ""
 
@@ -141,7 +141,7 @@ def test_a_sidecar_that_writes_nothing_more(live: LiveSimulation) -> None:
     clock.now_s += SILENT_S - 1
     assert reader.look() is view
     clock.now_s += 62
-    assert reader.look().trouble.startswith("nothing new from node-0000 for 2 min or more: the sidecar there has ended")
+    assert reader.look().trouble.startswith("no new data from node-0000 for 2 min or more: the sidecar has ended")
     live.goes_on()
     assert reader.look().trouble == ""
 
@@ -151,7 +151,7 @@ def test_a_file_that_was_old_already(live: LiveSimulation) -> None:
     live.goes_on()
     reader = RunReader(live.run, unix=lambda: time.time() + 3600)
 
-    assert "nothing new from node-0000 for 6" in reader.look().trouble
+    assert "no new data from node-0000 for 6" in reader.look().trouble
 
 
 def test_a_sidecar_that_writes_rarely_is_not_silent(live: LiveSimulation) -> None:
@@ -166,7 +166,7 @@ def test_a_sidecar_that_writes_rarely_is_not_silent(live: LiveSimulation) -> Non
     clock.now_s += 299
     assert reader.look().trouble == ""
     clock.now_s += 2
-    assert "nothing new" in reader.look().trouble
+    assert "no new data" in reader.look().trouble
 
 
 def test_an_ended_run_is_not_silent(live: LiveSimulation) -> None:

@@ -41,9 +41,9 @@ def test_slow_rank_has_its_facts_apart_from_the_sentence(tmp_path: Path) -> None
     assert facts["rank"].startswith("3 (")
     assert facts["phase"] == "forward"
     assert facts["steps"] == "since step 0"
-    assert facts["consistent"].startswith("in ")
+    assert facts["seen"].startswith("in ")
     assert " per step = " in found.cost
-    assert found.cost.endswith("% of job time")
+    assert found.cost.endswith("% of step time")
     assert "costs the job" not in found.sentence
     assert "Next:" not in found.sentence
 

@@ -21,7 +21,7 @@ SLOW = Headline(
         ("rank", "13 (node-1)"),
         ("phase", "forward"),
         ("steps", "since step 40"),
-        ("consistent", "in 9 of 9 windows"),
+        ("seen", "in 9 of 9 windows"),
     ),
     cost_s_per_step=0.0229,
     cost_share=0.27,
@@ -85,7 +85,7 @@ def test_line_has_status_facts_and_cost_in_its_summary() -> None:
     assert summary is not None
     words = text_of(summary)
     assert words.startswith("SLOW RANK rank 13 (node-1), phase forward, since step 40")
-    assert words.endswith("22.9 ms per step = 27% of job time")
+    assert words.endswith("22.9 ms per step = 27% of step time")
 
 
 def test_rows_after_the_first_ones_are_in_the_page_behind_a_checkbox() -> None:

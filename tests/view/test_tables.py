@@ -73,6 +73,7 @@ def test_slow_ranks_modules_are_beside_those_of_the_others(slow: Report) -> None
     differences = list(column(table, "difference").values)
     assert differences == sorted(differences, reverse=True)
     assert differences[0] > 0  # type: ignore[operator]
+    assert sum(column(table, "share").values) == pytest.approx(1)  # type: ignore[arg-type]
 
 
 def test_module_that_takes_no_time_is_left_out(clean: Report) -> None:

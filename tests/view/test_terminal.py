@@ -68,9 +68,9 @@ class TestPlantedJobs:
 
         assert lines[0].startswith("torchlens_perf  simulation  2 ranks, 120 steps, ended after ")
         assert re.fullmatch(r"  SLOW RANK   rank 1 \(node-0000\)   forward   since step 0", lines[2])
-        assert re.fullmatch(r"  cost        [0-9.]+ ms per step = \d+% of job time", lines[3])
+        assert re.fullmatch(r"  cost        [0-9.]+ ms per step = \d+% of step time", lines[3])
         assert re.search(r"it computes [0-9.]+ ms per step, the other rank [0-9.]+ ms\.", words(text))
-        assert "Consistent in 15 of 15 windows." in words(text)
+        assert "Seen in 15 of 15 windows." in words(text)
         assert "\n  next        compare the model on rank 1: " in text
         assert "\n              export TORCHLENS_PERF_CAPTURE=verdict  # then start the job again" in text
         assert lines[-1] == f"  full report torchlens-perf report {LONG}"
@@ -82,7 +82,7 @@ class TestPlantedJobs:
         text = short(node([[{**BASE, "data": 14.0}] * 100]))
 
         assert text.splitlines()[2].startswith("  BOTTLENECK  data loading")
-        assert "\n  cost        14.0 ms per step = 48% of job time\n" in text
+        assert "\n  cost        14.0 ms per step = 48% of step time\n" in text
         assert "num_workers" in text.partition("\n  next ")[2].splitlines()[0]
         assert "data 48%" in text
         assert not re.search("rank|comm wait|last to arrive", text.partition("\n  step ")[2].partition("full")[0])
@@ -94,7 +94,7 @@ class TestPlantedJobs:
         text = short(node(loops, findings(last_step=99, compared=2)))
 
         assert text.splitlines()[2].startswith("  BOTTLENECK  data loading")
-        assert "\n  cost        14.0 ms per step = 48% of job time\n" in text
+        assert "\n  cost        14.0 ms per step = 48% of step time\n" in text
         assert "num_workers" in text.partition("\n  next ")[2].splitlines()[0]
         assert "\n  OK          No slow rank in 100 steps." in text
         assert "Typical step of each rank" not in text
@@ -201,6 +201,15 @@ def test_stacks_of_a_hang_are_shown() -> None:
     text = short(node([usual(57)] * 2, hang=waiting, ended=""))
 
     assert text.index("  HANG ") < text.index("  next ") < text.index("train.py:3") < text.index("  step ")
+
+
+def test_long_stacks_of_a_hang_leave_room_for_the_rest() -> None:
+    stack = RankStack(tuple(f"function_{at} (train.py:{at})" for at in range(15)), "")
+    waiting = dataclasses.replace(hang(57), stacks=dict.fromkeys(range(4), stack))
+    state = node([usual(57)] * 2, hang=waiting, ended="")
+
+    assert short(state).count("\n") <= SHORT_LINES
+    assert render(checked(build("r", [state])), LONG, columns=100, color=False).count("function_14") == 4
 
 
 def test_memory_of_a_rank_that_ran_out_is_shown() -> None:

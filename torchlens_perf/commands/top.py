@@ -16,7 +16,7 @@ from torchlens_perf.run.installation import install_command
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.top.lettering import Lettering
+    from torchlens_perf.top.text import Terminal
 
 _PLAIN_WIDTH = 100
 _NICE = 10  # it may run on a node of the job
@@ -41,12 +41,13 @@ def add_command(commands: Any) -> None:
 
 def top(options: argparse.Namespace) -> int:
     """Runs the command. Raises RunStoreError where --once finds nothing, and TorchlensPerfError without Textual."""
-    from torchlens_perf.top.lettering import Lettering, of_locale
+    from torchlens_perf.top.text import Terminal, of_environment
 
-    lettering = of_locale()
+    terminal = of_environment()
     if options.once or not _can_be_drawn_on():
-        can_be_encoded = (sys.stdout.encoding or "").lower().startswith("utf")
-        return _plain(options.run, Lettering(lettering.ascii_only or not can_be_encoded), once=options.once)
+        unicode = (sys.stdout.encoding or "").lower().startswith("utf") and not terminal.ascii_only
+        color = terminal.color and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        return _plain(options.run, Terminal(not unicode, color), once=options.once)
     if importlib.util.find_spec("textual") is None:
         raise TorchlensPerfError(
             f"top needs Textual, which is not installed: {install_command('top')}. `top --once` works without it"
@@ -59,12 +60,12 @@ def top(options: argparse.Namespace) -> int:
     if run is None:
         found = live(runs_in(folder))
         run = _given(found[0].path) if len(found) == 1 else None
-    app = Top(run, folder.absolute(), lettering)
+    app = Top(run, folder.absolute(), terminal)
     app.run(mouse=False)  # the terminal's own selection of text stays
     return app.return_code or 0
 
 
-def _plain(path: Path | None, lettering: Lettering, *, once: bool) -> int:
+def _plain(path: Path | None, terminal: Terminal, *, once: bool) -> int:
     from torchlens_perf.top.live_runs import live, runs_in
     from torchlens_perf.top.plain import PlainTop
     from torchlens_perf.top.reading import RunReader
@@ -75,10 +76,8 @@ def _plain(path: Path | None, lettering: Lettering, *, once: bool) -> int:
         run = _given((live(rows) or rows)[0].path) if rows else None
     if run is None:
         raise RunStoreError(f"no run in {folder}: name one, torchlens-perf top RUN_DIR")
-    reader, terminal = RunReader(run), sys.stdout.isatty()
-    width = shutil.get_terminal_size((_PLAIN_WIDTH, 24)).columns
-    color = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
-    shown = PlainTop(sys.stdout, width, lettering, color=color)
+    reader, width = RunReader(run), shutil.get_terminal_size((_PLAIN_WIDTH, 24)).columns
+    shown = PlainTop(sys.stdout, width, terminal)
     if not once:
         _give_way()
         with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it

@@ -1,60 +1,55 @@
-"""The application: a thread that reads the run directory, and screens that show what it has found."""
+"""The application: a thread that reads the run directory, and screens, each of which draws its lines for its size."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from textual.app import App
+from rich.text import Text
+from textual.app import App, ComposeResult
 from textual.binding import Binding
-from textual.message import Message
+from textual.screen import Screen
+from textual.widget import Widget
 
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.top.known import Known
-from torchlens_perf.top.lettering import Lettering
-from torchlens_perf.top.live_runs import RunRow, live, runs_in
+from torchlens_perf.top import overview
+from torchlens_perf.top.live_runs import RunRow, live, run_table, runs_in
+from torchlens_perf.top.rank_screen import rank_lines
+from torchlens_perf.top.ranks import rank_list
 from torchlens_perf.top.reading import RunReader, View
-from torchlens_perf.top.screens import OverviewScreen, RunChosen, RunsScreen, RunsWanted, Shown
+from torchlens_perf.top.text import Terminal, cursor_lines, line, rule
+from torchlens_perf.view.headline import overall
 
 LOOK_S = 1.0
 _CSS = """
 Screen { background: ansi_default; color: ansi_default; overflow: hidden hidden; }
-Lines { height: auto; width: 100%; background: ansi_default; color: ansi_default; }
-#title, #verdict-rule, #grid-rule, #phase-rule, #quality, #keys, #rule, #chosen { height: 1; }
-#pace { height: 2; }
-ScrolledLines { height: 1fr; background: ansi_default; scrollbar-size: 0 0; }
-ScrolledLines:focus { background-tint: ansi_default 0%; }
-#verdicts { min-height: 3; }
-#lower { height: 40%; min-height: 9; }
-#left { width: 1fr; }
-#right { width: 38; padding-left: 1; }
-.wide #right { width: 54; }
-.narrow #right { display: none; }
-.short #verdicts { min-height: 1; }
-.short #lower { min-height: 3; }
-.short #quality { display: none; }
-RankGrid { height: 1fr; background: ansi_default; color: ansi_default; }
-#keys { dock: bottom; }
+Canvas { width: 100%; height: 100%; background: ansi_default; color: ansi_default; }
 """
-
-
-class Looked(Message):
-    """The reading thread has found something new; what is None is as before."""
-
-    def __init__(self, reader: RunReader | None, view: View | None, runs: list[RunRow]) -> None:
-        super().__init__()
-        self.reader, self.view, self.runs = reader, view, runs
-
-
-class Failed(Message):
-    """The reading thread has made a mistake: without it nothing is true that is shown."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
+_MOVES = {"up": -1, "down": 1, "pageup": -10, "pagedown": 10, "home": -(1 << 30), "end": 1 << 30}
+_KEYS = (
+    ("Up, Down, PgUp, PgDn", "choose a rank, or scroll"),
+    ("Enter", "open it: position, phases, modules, collectives, memory"),
+    ("Esc", "back"),
+    ("v", "all findings, with the Python stacks of a hang"),
+    ("c", "copy the command, if the terminal has a clipboard"),
+    ("o", "ranks by number, or the slowest first"),
+    ("n", "data quality: what is missing, and why"),
+    ("r", "other runs in the folder"),
+    ("q, Ctrl-C", "quit; the job is not affected"),
+)
+_HELP = (
+    "compute: a typical step without communication wait and CPU contention. vs others: its difference to the median of "
+    "the other ranks that do the same work. latest excess, its bar, and over the run: this difference as a share, in "
+    "the latest window of steps and in all windows; 30 % is a full block.",
+    "All figures come from the run directory, which a sidecar on each node updates every few seconds, of many ranks "
+    "more rarely. The time beside LIVE is that of the newest update.",
+    "The time left is shown if the run reports its total number of steps, as the callbacks for Lightning and the "
+    "Hugging Face Trainer do: the steps left times the mean step time, or the recent one where that differs.",
+)
 
 
 class Top(App[None]):
@@ -62,90 +57,251 @@ class Top(App[None]):
 
     CSS = _CSS
     ENABLE_COMMAND_PALETTE = False
-    BINDINGS: ClassVar[list[Binding]] = [  # type: ignore[assignment]
+    BINDINGS: ClassVar[list[Any]] = [
         Binding("q,ctrl+c", "quit", show=False, priority=True),
         Binding("ctrl+z", "suspend_process", show=False, priority=True),
     ]
 
-    def __init__(self, run: RunDirectory | None, folder: Path, lettering: Lettering, *, look_s: float = LOOK_S) -> None:
-        """run: to show; None: one is chosen, or the next live one in the folder. folder: whose runs are listed.
+    def __init__(self, run: RunDirectory | None, folder: Path, terminal: Terminal, *, look_s: float = LOOK_S) -> None:
+        """run: None to choose one, or to open the next live one in the folder. folder: of the runs to list.
 
-        look_s: between two looks at the files.
+        look_s: time between two looks at the files.
         """
         super().__init__(ansi_color=True)
-        self._known = Known(folder, lettering, View("", str(folder), None, None, ""), opens_next=run is None)
+        self.terminal, self.folder = terminal, folder
+        self.view, self.runs = View(""), list[RunRow]()
+        self.opens_next = run is None
+        """Whether no run is shown yet, and the next live one will be."""
         self._look_s = look_s
         self._reader: RunReader | None = None
-        self._wants_runs = False
-        self._awake = threading.Event()
-        self._has_ended = False
+        self._awake, self._has_ended = threading.Event(), False
         if run is not None:
             self._start_with(run)
 
     def _start_with(self, run: RunDirectory) -> None:
-        self._known.start_with(run)
+        self.view, self.opens_next = View(run.run_id), False
         self._reader = RunReader(run)
 
     def on_mount(self) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit, None, 128 + signal.SIGTERM)
-        self.push_screen(OverviewScreen(self._known))
-        if self._known.opens_next:
-            self.push_screen(RunsScreen(self._known))
-        # A daemon: where a disk does not answer, quitting does not wait for it.
+        self.push_screen(OverviewScreen(self))
+        if self.opens_next:
+            self.push_screen(RunsScreen(self))
+        # A daemon, so that quitting does not wait for a disk that does not answer.
         threading.Thread(target=self._keep_looking, name="reading the run directory", daemon=True).start()
 
     def on_unmount(self) -> None:
         self._has_ended = True
         self._awake.set()
 
-    def on_run_chosen(self, message: RunChosen) -> None:
-        """Shows another run, from its beginning."""
-        self._start_with(RunDirectory(message.path))
+    def open_run(self, path: Path) -> None:
+        """Show a run."""
+        self._start_with(RunDirectory(path))
+        self.look_now()
         while not isinstance(self.screen, OverviewScreen):
             self.pop_screen()
         self._show()
-        self._awake.set()
 
-    def on_runs_wanted(self, message: RunsWanted) -> None:
-        self._wants_runs = message.wanted
-        self._awake.set()
-
-    def on_looked(self, message: Looked) -> None:
-        known = self._known
-        known.runs = message.runs
-        if message.reader is not self._reader:
-            return  # another run is shown since
-        if message.view is not None:
-            known.view = message.view
-        now_live = live(known.runs)
-        if known.opens_next and len(now_live) == 1:
-            self.on_run_chosen(RunChosen(now_live[0].path))
-            return
-        known.opens_next &= not now_live  # of several, one is to be chosen
+    def _looked(self, reader: RunReader | None, view: View | None, runs: list[RunRow]) -> None:
+        """Show what a look found. view: None for an unchanged view."""
+        self.runs = runs
+        if reader is not self._reader:
+            return  # another run was chosen meanwhile
+        self.view = view or self.view
+        now_live = live(runs)
+        if self.opens_next and len(now_live) == 1:
+            self.open_run(now_live[0].path)
+        self.opens_next &= not now_live  # of several live runs, the user chooses one
         self._show()
 
-    def on_failed(self, message: Failed) -> None:
-        raise message.error
+    def _fail(self, error: Exception) -> None:
+        raise error
+
+    def look_now(self) -> None:
+        """Do not wait for the next look."""
+        self._awake.set()
 
     def _show(self) -> None:
         for screen in self.screen_stack:
             if isinstance(screen, Shown) and screen.is_mounted:
-                screen.show_anew()
+                screen.update_view()
 
     def _keep_looking(self) -> None:
-        """In a thread: a look takes milliseconds, or seconds of a large job, and a disk may not answer."""
+        """Read in a thread: a look takes milliseconds, seconds for a large job, or for ever on a disk that hangs."""
         shown: View | None = None
         runs: list[RunRow] = []
         while not self._has_ended:
+            self._awake.clear()
             try:
                 reader = self._reader
                 view = reader.look() if reader is not None else None
-                found = runs_in(self._known.folder) if self._wants_runs or reader is None else runs
+                lists_runs = reader is None or isinstance(self.screen, RunsScreen)
+                found = runs_in(self.folder) if lists_runs else runs
             except Exception as error:
-                self.post_message(Failed(error))
+                self.call_later(self._fail, error)  # nothing on the screen would be true any more
                 return
             if view is not shown or found != runs:
-                self.post_message(Looked(reader, view if view is not shown else None, found))
+                self.call_later(self._looked, reader, view if view is not shown else None, found)
             shown, runs = view, found
             self._awake.wait(self._look_s)
-            self._awake.clear()
+
+
+class Canvas(Widget):
+    """The whole screen."""
+
+    def render(self) -> Text:
+        screen = self.screen
+        assert isinstance(screen, Shown)
+        return screen.drawn(*self.size)
+
+
+class Shown(Screen[None]):
+    """A screen of lines, and a line of keys below."""
+
+    BINDINGS: ClassVar[list[Any]] = [
+        *(Binding(key, f"move({by})", show=False) for key, by in _MOVES.items()),
+        Binding("enter", "open", show=False),
+        Binding("escape", "back", show=False),
+    ]
+    KEYS: ClassVar[Sequence[tuple[str, str]]] = ()
+
+    def __init__(self, top: Top) -> None:
+        super().__init__()
+        self.top, self.at = top, 0
+        """at: the row that is chosen, or the first line that is shown."""
+
+    def compose(self) -> ComposeResult:
+        yield Canvas()
+
+    def update_view(self) -> None:
+        """Draw what is known now."""
+        for canvas in self.query(Canvas):
+            canvas.refresh()
+
+    def drawn(self, width: int, height: int) -> Text:
+        """Return the lines of the screen as one text."""
+        terminal, keys, room = self.top.terminal, line(), max(0, height - 1)
+        for key, does in (("q", "quit"), *self.KEYS):
+            more = line("  " if keys else "", (key, "bold"), f" {does}")
+            keys = line(keys, more) if len(keys) + len(more) <= width else keys
+        lines = terminal.lines(self.lines(width, room), width)[:room] if width else []
+        lines += [line()] * (room - len(lines))
+        return Text("\n", no_wrap=True, end="").join([*lines, *terminal.lines([keys], width)][:height])
+
+    def lines(self, width: int, height: int) -> Sequence[Text]:
+        """Return the lines for a screen of this size."""
+        raise NotImplementedError
+
+    def action_move(self, by: int) -> None:
+        self.at = max(0, self.at + by)
+        self.update_view()
+
+    def action_back(self) -> None:
+        self.dismiss()
+
+
+class OverviewScreen(Shown):
+    """The run at a glance."""
+
+    KEYS = (
+        ("?", "help"), ("Enter", "open rank"), ("v", "findings"), ("c", "copy"), ("o", "order"), ("n", "notes"),
+        ("r", "runs"),
+    )  # fmt: skip
+
+    def __init__(self, top: Top) -> None:
+        super().__init__(top)
+        self._by_number = False
+        self._table, self._ranks = rank_list(top.view)
+
+    def on_mount(self) -> None:
+        self.update_view()
+
+    def update_view(self) -> None:
+        """Draw the newest view. The cursor stays on its rank, or on the first row."""
+        rank = self._ranks[self.at] if self.at else None
+        self._table, self._ranks = rank_list(self.top.view, by_number=self._by_number)
+        self.at = self._ranks.index(rank) if rank in self._ranks else 0
+        super().update_view()
+
+    def lines(self, width: int, height: int) -> Sequence[Text]:
+        return overview.overview(self.top.view, width, height, self.top.terminal, self._table, self.at)
+
+    def action_move(self, by: int) -> None:
+        self.at = max(0, min(self.at + by, len(self._ranks) - 1))
+        super().update_view()
+
+    def action_open(self) -> None:
+        if self._ranks:
+            rank = self._ranks[self.at]
+            self._open(f"rank {rank}", lambda view, width: rank_lines(view, rank, width))
+
+    def action_back(self) -> None:
+        """Stay: no screen is below this one."""
+
+    def key_v(self) -> None:
+        self._open("findings", overview.all_findings)
+
+    def key_n(self) -> None:
+        self._open("data quality", overview.notes)
+
+    def key_question_mark(self) -> None:
+        keys = [line((f"  {key:<22}", "bold"), does) for key, does in _KEYS]
+        self._open("help", lambda view, width: [*keys, *(Text(f"\n{text}") for text in _HELP)])
+
+    def key_r(self) -> None:
+        self.top.push_screen(RunsScreen(self.top))
+
+    def key_c(self) -> None:
+        first = overall(self.top.view.headlines)
+        if first is not None and first.command:
+            self.top.copy_to_clipboard(first.command)
+
+    def key_o(self) -> None:
+        self._by_number, self.at = not self._by_number, 0
+        self.update_view()
+
+    def _open(self, title: str, make: Callable[[View, int], Sequence[Text]]) -> None:
+        self.top.push_screen(TextScreen(self.top, title, make))
+
+
+class TextScreen(Shown):
+    """A text that scrolls."""
+
+    KEYS = (("Esc", "back"), ("Up, Down, PgUp, PgDn", "scroll"))
+
+    def __init__(self, top: Top, title: str, make: Callable[[View, int], Sequence[Text]]) -> None:
+        super().__init__(top)
+        self._title, self._make = title, make
+
+    def lines(self, width: int, height: int) -> Sequence[Text]:
+        view, terminal = self.top.view, self.top.terminal
+        head = terminal.lines([overview.title_line(view, width), *overview.trouble(view)], width)
+        text = terminal.lines(self._make(view, width), width)
+        room = max(1, height - len(head) - 1)
+        self.at = max(0, min(self.at, len(text) - room))
+        part = f"; lines {self.at + 1}-{self.at + room} of {len(text)}" if len(text) > room else ""
+        return [*head, rule(f"{self._title}{part}", width), *text[self.at : self.at + room]]
+
+    def action_open(self) -> None:
+        self.dismiss()
+
+
+class RunsScreen(Shown):
+    """The list of runs in the folder."""
+
+    KEYS = (("Enter", "open"), ("Up, Down", "choose"), ("Esc", "back"))
+
+    def on_mount(self) -> None:
+        self.top.look_now()
+
+    def lines(self, width: int, height: int) -> Sequence[Text]:
+        top, hint = self.top, "; the next live run opens by itself" if self.top.opens_next else ""
+        title = rule(f"runs in {top.folder}{hint}", width)
+        if not top.runs:
+            return [title, line(("  no run here yet; looking again every second", "dim"))]
+        self.at = min(self.at, len(top.runs) - 1)
+        return [title, *cursor_lines(run_table(top.runs), width, height - 1, self.at)]
+
+    def action_open(self) -> None:
+        if self.top.runs:
+            self.top.open_run(self.top.runs[self.at].path)

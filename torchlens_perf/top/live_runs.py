@@ -1,4 +1,4 @@
-"""The runs in a folder: which are live, which one to show."""
+"""The runs in a folder, and which of them are live."""
 
 from __future__ import annotations
 
@@ -6,51 +6,41 @@ import dataclasses
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from rich.text import Text
 
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.words.run_state import DIED
+from torchlens_perf.view.specs import Column, Quantity, Table
+from torchlens_perf.view.terminal import inert
 
-if TYPE_CHECKING:
-    from torchlens_perf.top.lettering import Lettering
-
-_RECENT_S = 900.0  # without anything new, nothing of a run is read: a folder may hold hundreds
-_MOST = 50
+_RECENT_S = 900.0  # older runs are listed without reading their files: a folder may hold hundreds
+_MOST, _MAX_NAME, _MAX_ABOUT = 50, 32, 60
+_OLD, _STARTING, _LIVE, _ENDED, _DAMAGED = "old", "starting", "live", "ended", "damaged"
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRow:
-    """A run directory, the newest first."""
+    """A run directory."""
 
     path: Path
     changed_unix_s: float
-    program: str = ""
-    ranks: int = 0
+    state: str = _OLD
+    about: str = ""
+    """The program, or why the run cannot be read."""
+    ranks: int | None = None
     steps: int | None = None
-    died: bool = False
-    """Whether the run has ended and a rank did not close its watch."""
-    live: bool | None = None
-    """None: not known; nothing is there yet, or nothing new for a quarter of an hour, and so it is not looked at."""
-    problem: str = ""
-
-    @property
-    def is_recent(self) -> bool:
-        return time.time() - self.changed_unix_s < _RECENT_S
 
 
 def default_folder() -> Path:
-    """Where runs are, if nobody says another place."""
+    """Return the folder of runs by the settings."""
     from torchlens_perf.config import Config
 
     return Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir))
 
 
 def runs_in(folder: Path) -> list[RunRow]:
-    """The newest runs in a folder; none where there is none. Raises nothing that a folder can cause."""
+    """Return the newest runs in a folder, the newest first. Raises nothing that a folder can cause."""
     found: list[tuple[float, Path]] = []
     try:
         for path in folder.iterdir():
@@ -59,11 +49,31 @@ def runs_in(folder: Path) -> list[RunRow]:
     except OSError:
         return []
     rows = [RunRow(path, changed) for changed, path in sorted(found, reverse=True)[:_MOST]]
-    return [_looked_at(row) if row.is_recent else row for row in rows]
+    return [_read(row) if time.time() - row.changed_unix_s < _RECENT_S else row for row in rows]
+
+
+def live(rows: list[RunRow]) -> list[RunRow]:
+    """Return the live runs."""
+    return [row for row in rows if row.state == _LIVE]
+
+
+def run_table(rows: list[RunRow]) -> Table:
+    """Return a row for each run; runs that died or are damaged are marked."""
+    changed = [time.strftime("%m-%d %H:%M", time.localtime(row.changed_unix_s)) for row in rows]
+    columns = [
+        Column("changed", changed, Quantity.TEXT, 0.3),
+        Column("state", [row.state for row in rows], Quantity.TEXT),
+        Column("ranks", [row.ranks for row in rows], Quantity.NUMBER, 0.1),
+        Column("steps", [row.steps for row in rows], Quantity.NUMBER, 0.4),
+        Column("run", [inert(row.path.name)[:_MAX_NAME] for row in rows], Quantity.TEXT),
+        Column("program", [inert(row.about)[:_MAX_ABOUT] for row in rows], Quantity.TEXT, 0.5),
+    ]
+    bad = frozenset(at for at, row in enumerate(rows) if row.state in (DIED, _DAMAGED))
+    return Table("runs", "Runs, the newest first", columns, bad, noun="run")
 
 
 def _changed(path: Path) -> float | None:
-    """When a node last wrote; None for what is no run directory."""
+    """Return when a node last wrote; None if this is no run directory."""
     try:
         with os.scandir(path / "nodes") as entries:
             times = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
@@ -72,53 +82,20 @@ def _changed(path: Path) -> float | None:
         return None
 
 
-def _looked_at(row: RunRow) -> RunRow:
-    """With what one node's file says: of a job of many, the others say the same."""
+def _read(row: RunRow) -> RunRow:
+    """Return the row with what one node's file has: the files of other nodes have the same."""
     paths = sorted(RunDirectory(row.path).nodes.glob("*.json"))
     if not paths:
-        return row
+        return dataclasses.replace(row, state=_STARTING)
     try:
-        state = node_state.load(paths[0])
+        processes = node_state.load(paths[0]).processes.values()
     except (OSError, RunStoreError) as error:
-        return dataclasses.replace(row, problem=str(error))
-    processes = state.processes.values()
-    identities = [process.identity for process in processes]
-    made = [process.statistics.last_step for process in processes]
+        return dataclasses.replace(row, state=_DAMAGED, about=str(error))
+    ends = [process.ended for process in processes]
     return dataclasses.replace(
         row,
-        program=next((each.program for each in identities), ""),
-        ranks=max((each.world_size for each in identities), default=0),
-        steps=max((step + 1 for step in made if step is not None), default=None),
-        live=any(not process.ended for process in processes),
-        died=any(process.ended == DIED for process in processes) and all(process.ended for process in processes),
+        state=_LIVE if not all(ends) else DIED if DIED in ends else _ENDED,
+        about=next((process.identity.program for process in processes), ""),
+        ranks=max((process.identity.world_size for process in processes), default=None),
+        steps=max((last + 1 for each in processes if (last := each.statistics.last_step) is not None), default=None),
     )
-
-
-def live(rows: list[RunRow]) -> list[RunRow]:
-    return [row for row in rows if row.live]
-
-
-def run_lines(rows: list[RunRow], chosen: int, width: int, lettering: Lettering) -> list[Text]:
-    """A line a run, of which one is marked."""
-    if not rows:
-        return [Text("no run here yet; looking again each second", style="dim")]
-    lines = []
-    for index, row in enumerate(rows):
-        state, style = {True: ("live", "bold green"), False: ("ended", ""), None: ("old", "dim")}[row.live]
-        if row.died:
-            state, style = DIED, "bold magenta"
-        if row.live is None and row.is_recent:
-            state, style = "begins", "green"  # no sidecar has written yet
-        if row.problem:
-            state, style = "damaged", "bold yellow"
-        changed = time.strftime("%m-%d %H:%M", time.localtime(row.changed_unix_s))
-        about = f"{row.ranks:>5} ranks" if row.ranks else " " * 11
-        steps = f"{row.steps:>9,} steps" if row.steps is not None else " " * 15
-        room = max(8, width - 48)
-        line = Text(f"{'>' if index == chosen else ' '} {changed} ")
-        line.append(f"{state:<8}", style=style).append(f"{about}{steps}  ")
-        line.append(lettering.fitted(f"{row.path.name}  {row.problem or row.program}", room))
-        if index == chosen:
-            line.stylize("reverse")
-        lines.append(line)
-    return lines

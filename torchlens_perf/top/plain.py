@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import IO, TYPE_CHECKING
 
-from rich.console import Console
-from rich.text import Text
-
 from torchlens_perf.top import overview
-from torchlens_perf.top.frame import frame
-from torchlens_perf.top.verdict_lines import verdict_lines
-from torchlens_perf.verdicts.words.order import ranks_of
+from torchlens_perf.top.pace import pace_words
+from torchlens_perf.top.text import Terminal, line
+from torchlens_perf.view.terminal import as_text, verdict_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from rich.text import Text
 
-    from torchlens_perf.top.lettering import Lettering
     from torchlens_perf.top.reading import View
-    from torchlens_perf.verdicts.words.report import VerdictRow
 
 _PACE_EVERY_S = 10.0
 
 
 class PlainTop:
-    """One thread."""
+    """Frames and news of a run, for one thread. A reader that has gone is a BrokenPipeError."""
 
-    def __init__(self, file: IO[str], width: int, lettering: Lettering, *, color: bool) -> None:
-        self._file, self._width, self._lettering, self._color = file, width, lettering, color
+    def __init__(self, file: IO[str], width: int, terminal: Terminal) -> None:
+        self._file, self._width, self._terminal = file, width, terminal
 
     def once(self, view: View) -> None:
-        """One frame."""
-        self._print(frame(view, self._width, self._lettering))
+        """Print one frame."""
+        self._print(overview.frame(view, self._width, self._terminal))
 
     def follow(self, look: Callable[[], View], rest: Callable[[], object] = lambda: time.sleep(1.0)) -> None:
-        """A frame at the beginning and at the end, and in between what is new, until the run has ended.
+        """Print a frame, then what is new, and a frame when the run has ended.
 
-        look: RunReader.look; rest: waits until the next look.
+        look: RunReader.look. rest: waits until the next look.
         """
         shown: View | None = None
         pace_due_s = 0.0
@@ -47,45 +41,28 @@ class PlainTop:
             if view is shown:
                 rest()
                 continue
-            if shown is None or shown.report is None or view.has_ended:
+            is_frame = shown is None or shown.report is None or view.has_ended
+            if is_frame or shown is None:
                 self.once(view)
-                pace_due_s = time.monotonic() + _PACE_EVERY_S
             else:
-                news = self._news(view, shown)
-                if time.monotonic() >= pace_due_s:
-                    pace_due_s = time.monotonic() + _PACE_EVERY_S
-                    news.append(self._pace(view))
-                self._print(news)
+                self._print(self._news(view, shown))
+            if time.monotonic() >= pace_due_s:
+                if not is_frame and view.report is not None:
+                    self._print(
+                        [line("   ".join([overview.run_state(view)[0], *pace_words(view.report, view.seen_s)]))]
+                    )
+                pace_due_s = time.monotonic() + _PACE_EVERY_S
             shown = view
 
-    def _news(self, view: View, before: View) -> list[Text]:
-        """What is in trouble, and verdicts that were not there, or held."""
-        lines = []
+    def _news(self, view: View, before: View) -> Iterable[Text]:
+        """Yield what is wrong, and findings that are new. Figures of a finding change from look to look."""
         if view.trouble != before.trouble:
-            lines += overview.trouble_lines(view, self._width, self._lettering)
-        shown = set(map(_subject, before.verdicts))
-        new = [row for row in view.verdicts if _subject(row) not in shown]
-        return lines + verdict_lines(new[::-1], self._width, self._lettering)
+            yield from overview.trouble(view)
+        shown = {overview.subject(each) for each in before.headlines}
+        for each in reversed(view.headlines):
+            if overview.subject(each) not in shown:
+                yield from verdict_lines(each, self._width)
 
-    def _pace(self, view: View) -> Text:
-        state, _ = overview.run_state(view)
-        pace = overview.pace_lines(view, self._width - len(state) - 2, self._lettering)[0]
-        return Text(f"{state}  {pace.plain.rstrip()}")
-
-    def _print(self, lines: Sequence[Text]) -> None:
-        """Raises BrokenPipeError where nobody reads on; rich's own console would end the process."""
-        drawn = io.StringIO()
-        console = Console(
-            file=drawn, width=self._width, highlight=False, markup=False, emoji=False, soft_wrap=True,
-            force_terminal=self._color, color_system="standard" if self._color else None,
-        )  # fmt: skip
-        for line in lines:
-            line.rstrip()
-            console.print(line)
-        self._file.write(drawn.getvalue())
+    def _print(self, texts: Iterable[Text]) -> None:
+        self._file.write(as_text(self._terminal.lines(texts, self._width), color=self._terminal.color))
         self._file.flush()
-
-
-def _subject(row: VerdictRow) -> tuple[object, ...]:
-    """What makes a verdict another one: not its numbers, which change from look to look."""
-    return row["kind"], ranks_of(row), row["is_over"], row["since_step"] if row["is_over"] else None

@@ -63,7 +63,7 @@ class Headline:
     severity: str
     """A key of theme.SEVERITIES."""
     facts: tuple[tuple[str, str], ...]
-    """Name and text of each fact but the cost: rank, phase, module, together with, steps, consistent.
+    """Name and text of each fact but the cost: rank, phase, module, together with, steps, seen.
 
     "together with" names the other slow ranks that have the same cost.
     """
@@ -83,7 +83,7 @@ class Headline:
         """The cost in words; "" where there is none."""
         if not self.cost_s_per_step or self.cost_share is None:
             return ""
-        return f"{duration(self.cost_s_per_step)} per step = {percent(self.cost_share)} of job time"
+        return f"{duration(self.cost_s_per_step)} per step = {percent(self.cost_share)} of step time"
 
 
 def headlines(report: Report, run_dir: str = "") -> list[Headline]:
@@ -157,14 +157,14 @@ def _facts(row: VerdictRow) -> list[tuple[str, str]]:
     if held is not None and held["since_step"] is not None:
         found.append(("steps", steps_words(held["since_step"], held["until_step"])))
         if held["windows_judged"]:
-            found.append(("consistent", f"in {held['windows_held']} of {held['windows_judged']} windows"))
+            found.append(("seen", f"in {held['windows_held']} of {held['windows_judged']} windows"))
     elif row["since_step"] is not None:
         found.append(("steps", steps_words(row["since_step"], None)))
     return found
 
 
 def fact_text(name: str, text: str) -> str:
-    """Return a fact as words: "rank 13", "since step 40", "consistent in 14 of 14 windows"."""
+    """Return a fact as words: "rank 13", "since step 40", "seen in 14 of 14 windows"."""
     return text if name == "steps" else f"{name} {text}"
 
 

@@ -30,7 +30,7 @@ def card(headline: Headline, key: str, *more: Child) -> Element:
     cost, share = headline.cost_s_per_step, headline.cost_share
     number = None
     if cost and share is not None:
-        words: list[Child] = [tag("b", duration(cost)), " lost per step ", tag("b", percent(share)), " of job time"]
+        words: list[Child] = [tag("b", duration(cost)), " lost per step ", tag("b", percent(share)), " of step time"]
         number = tag("p", *words, class_="cost")
     return tag(
         "article",

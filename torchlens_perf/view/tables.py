@@ -62,7 +62,8 @@ def _compared_modules(report: Report, slow: VerdictRow) -> Table | None:
             found.append((_name(module), module[field][rank], statistics.median(others)))
     least_s = _MIN_SHARE * (report["steps"]["p50_s"] or 0.0)
     found = [each for each in found if max(each[1:]) >= least_s]
-    if not found or not evidence.excess_s:
+    more_s = sum(max(0.0, mine - others) for _, mine, others in found)
+    if not more_s:
         return None
     found.sort(key=lambda each: each[2] - each[1])
     unit_of = max(each[1] for each in found)
@@ -71,8 +72,8 @@ def _compared_modules(report: Report, slow: VerdictRow) -> Table | None:
         Column(f"rank {rank}", [mine for _, mine, _ in found], unit_of=unit_of),
         Column("other ranks", [others for _, _, others in found], unit_of=unit_of, help="Median of the other ranks."),
         Column("difference", [mine - others for _, mine, others in found], unit_of=unit_of),
-        Column("share", [(mine - others) / evidence.excess_s for _, mine, others in found], Quantity.SHARE,
-               help=f"Share of the compute time that rank {rank} has more than the other ranks."),
+        Column("share", [max(0.0, mine - others) / more_s for _, mine, others in found], Quantity.SHARE,
+               help=f"Share of all that the modules take longer on rank {rank}."),
     ]  # fmt: skip
     marked = frozenset(row for row, (name, _, _) in enumerate(found) if name in evidence.modules)
     return Table(

@@ -23,7 +23,7 @@ from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
 from torchlens_perf.verdicts.words.verdict import warm_up_words
 from torchlens_perf.view.headline import Headline, headlines, overall
-from torchlens_perf.view.rank_tables import leading, mean_parts, parts_of
+from torchlens_perf.view.rank_tables import leading, mean_parts, step_parts
 from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Column, Table
 from torchlens_perf.view.tables import tables
 from torchlens_perf.view.theme import BAD, EXCESS_BOUNDS, EXCESS_STYLES, GOOD, PARTS, SEVERITIES
@@ -36,7 +36,7 @@ SHORT_LINES, SHORT_LINES_OK = 30, 18
 _PLAIN_WIDTH = 118
 _LABEL = 12
 _ALSO, _EARLIER, _NOTES, _PROFILES = 2, 4, 20, 2
-_MIN_ROWS, _MIN_NAME = 3, 12
+_MIN_ROWS, _MIN_NAME, _STACK_LINES = 3, 12, 10
 _DIFFERENCE = 0.1
 """Spread of the ranks' compute time from which the short report shows the ranks without a verdict on one."""
 _FLAT = 0.03
@@ -52,7 +52,9 @@ def show(report: Report, file: IO[str], run_dir: str) -> None:
     """Print the report: colours and the terminal's width on a terminal, plain text elsewhere."""
     if file.isatty():
         console = Console(file=file)
-        text = render(report, run_dir, columns=console.width, color=console.color_system is not None)
+        text = render(
+            report, run_dir, columns=console.width, color=console.color_system is not None and not console.no_color
+        )
     else:
         text = render(report, run_dir, columns=0, color=False)
     try:
@@ -64,15 +66,15 @@ def show(report: Report, file: IO[str], run_dir: str) -> None:
 
 def render(report: Report, run_dir: str, *, columns: int, color: bool) -> str:
     """Return the whole report as text for a terminal of `columns`, 0 for none, with its escape sequences if `color`."""
-    return _as_text(_whole(report, run_dir, columns or _PLAIN_WIDTH, color=color), color=color)
+    return as_text(_whole(report, run_dir, columns or _PLAIN_WIDTH, color=color), color=color)
 
 
 def render_short(report: Report, run_dir: str, *, columns: int, color: bool, page: str = "") -> str:
     """Return what rank 0 prints at the end of a run. page: the run's page, if one will be written."""
-    return _as_text(short_lines(report, run_dir, columns or _PLAIN_WIDTH, color=color, page=page), color=color)
+    return as_text(short_lines(report, run_dir, columns or _PLAIN_WIDTH, color=color, page=page), color=color)
 
 
-def _as_text(lines: Iterable[Text], *, color: bool) -> str:
+def as_text(lines: Iterable[Text], *, color: bool) -> str:
     file = io.StringIO()
     console = Console(
         file=file, width=10_000, force_terminal=color, color_system="standard" if color else None, highlight=False
@@ -93,26 +95,26 @@ def short_lines(report: Report, run_dir: str, width: int, *, color: bool, page: 
     lines = [_title(report), Text("")]
     if main is not None:
         row = report["verdicts"][found.index(main)]
-        lines += [*_block(main, width), *_stacks(row, width)]
+        lines += [*verdict_lines(main, width), *list(stack_lines(row, width))[:_STACK_LINES]]
     lines += _profiles(report, run_dir)
-    lines += [_one_line(each, width) for each in now[:_ALSO]]
+    lines += [headline_line(each, width) for each in now[:_ALSO]]
     also = dict.fromkeys(each.status for each in now[_ALSO:] if each.severity != GOOD)
     lines += _field("also", ", ".join(also), width) if also else []
     over = [each for each in found if each.is_over]
     if over:
-        lines.append(_one_line(over[0], width, "earlier", f", and {len(over) - 1} more" * (len(over) > 1)))
-    lines += [Text(""), *_steps(report, width), *_bars(report, main, width, color=color)]
+        lines.append(headline_line(over[0], width, "earlier", f", and {len(over) - 1} more" * (len(over) > 1)))
+    lines += [Text(""), *_steps(report, width), *bar_lines(report, main, width, color=color)]
     end = [Text(""), *_lost(report), _raw("full report", f"torchlens-perf report {printable(run_dir)}")]
     if page:
         end.append(_raw("web page", printable(page)))
     made = {table.key: table for table in tables(report)}
     if "out_of_memory" in made:
-        lines += [Text(""), *_table(made["out_of_memory"], width, 5)]
+        lines += [Text(""), *table_lines(made["out_of_memory"], width, 5)]
     ranks = next((table for key, table in made.items() if key in ("device_times", "ranks")), None)
     if ranks is not None and ranks.rows > 1 and (_are_slow(found) or _differ(ranks)):
         room = SHORT_LINES - len(lines) - len(end) - 4  # an empty line, title and headings, and the line on the rest
         rows = min(ranks.first or ranks.rows, max(_MIN_ROWS, room))
-        lines += [Text(""), *_table(ranks, width, rows)]
+        lines += [Text(""), *table_lines(ranks, width, rows)]
     return [*lines, *end]
 
 
@@ -122,8 +124,8 @@ def _whole(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator
     for each, row in zip(found, report["verdicts"], strict=True):
         if not each.is_over:
             yield Text("")
-            yield from _block(each, width, held_words(row["held"], report["run"]["started"]))
-            yield from _stacks(row, width)
+            yield from verdict_lines(each, width, held_words(row["held"], report["run"]["started"]))
+            yield from stack_lines(row, width)
     over = [(each, row) for each, row in zip(found, report["verdicts"], strict=True) if each.is_over]
     if over:
         yield Text("")
@@ -137,11 +139,11 @@ def _whole(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator
     start = startup_words(report["run"])
     if start:
         yield from _field("start", start, width)
-    yield from _bars(report, overall(found), width, color=color)
+    yield from bar_lines(report, overall(found), width, color=color)
     yield from _heat(report["heat"], width)
     for table in tables(report):
         yield Text("")
-        yield from _table(table, width, table.first or table.rows)
+        yield from table_lines(table, width, table.first or table.rows)
         if table.note:
             yield from _wrapped(table.note, width, 2, "dim")
     quality = report["quality"]
@@ -164,17 +166,16 @@ def _title(report: Report) -> Text:
     """Return the run: program, ranks, steps, and whether it runs."""
     run, steps = report["run"], report["steps"]
     unit = "forward pass" if steps["inference"] else "step"
-    words = [
-        ranks_words(run),
-        counted(steps["count"], unit),
-        *([f"attempt {run['attempt']}"] if run["attempt"] else []),
-    ]
+    words = [ranks_words(run), counted(steps["count"], unit)]
+    words += [f"attempt {run['attempt']}"] if run["attempt"] else []
     lasted_s = _lasted_s(report)
-    after = "" if lasted_s is None else f"{' for' if run['live'] else ' after'} {duration(lasted_s)}"
     state, comma, rest = state_words(run).replace("all of them", "all ranks").partition(", ")
-    program = f"{_inert(run['program'])}  " if run["program"] else ""
+    after = ""
+    if lasted_s is not None and not state.startswith("silent"):
+        after = f"{' for' if run['live'] else ' after'} {duration(lasted_s)}"
+    program = f"{inert(run['program'])}  " if run["program"] else ""
     text = f"{program}{', '.join(words)}, {state}{after}{comma}{rest}"
-    return Text.assemble(("torchlens_perf  ", "bold"), _inert(text))
+    return Text.assemble(("torchlens_perf  ", "bold"), inert(text))
 
 
 def _lasted_s(report: Report) -> float | None:
@@ -186,19 +187,18 @@ def _lasted_s(report: Report) -> float | None:
     return (until - since).total_seconds()
 
 
-def _block(head: Headline, width: int, held: str = "") -> list[Text]:
+def verdict_lines(head: Headline, width: int, held: str = "") -> list[Text]:
     """Return a verdict with one line for each question: who and where, how much, why, what next.
 
     held: since when it has held, for a report that has room for it.
     """
     style, facts, places = SEVERITIES[head.severity].terminal, dict(head.facts), _places(head)
+    lines = _pieces(head.status, places, width, style, "bold") if places else []
+    lines = lines or _field(head.status, head.sentence, width, style)
+    lines += _field("cost", _cost(head), width, text_style="bold") if head.cost else []
     if places:
-        lines = _pieces(head.status, places, width, style, "bold")
-        lines += _field("cost", _cost(head), width, text_style="bold") if head.cost else []
-        consistent = f" Consistent {facts['consistent']}." if "consistent" in facts and not held else ""
-        lines += _field("evidence", f"{head.sentence}{consistent}", width)
-    else:
-        lines = _field(head.status, head.sentence, width, style)
+        seen = f" Seen {facts['seen']}." if "seen" in facts and not held else ""
+        lines += _field("evidence", f"{head.sentence}{seen}", width)
     if held:
         lines += _field("held", held.removeprefix("Held "), width)
     lines += _field("next", head.action, width) if head.action else []
@@ -218,7 +218,7 @@ def _cost(head: Headline) -> str:
     return f"{head.cost}, together with {others}" if others else head.cost
 
 
-def _one_line(head: Headline, width: int, label: str = "", more: str = "") -> Text:
+def headline_line(head: Headline, width: int, label: str = "", more: str = "") -> Text:
     """Return a verdict that is not the most important one in a line: where it is and its cost, or its sentence.
 
     label: of the line, instead of the status. more: words at its end.
@@ -244,7 +244,7 @@ def _first_sentence(text: str) -> str:
     return f"{head}." if point and rest else text
 
 
-def _stacks(row: VerdictRow, width: int) -> Iterator[Text]:
+def stack_lines(row: VerdictRow, width: int) -> Iterator[Text]:
     evidence = row["evidence"]
     for rank, stack in evidence.stacks.items() if isinstance(evidence, HangEvidence | PastEvidence) else ():
         lines = stack.lines or [f"none: {stack.reason}"]
@@ -280,15 +280,20 @@ def _steps(report: Report, width: int) -> list[Text]:
     return _pieces("step", words, width)
 
 
-def _bars(report: Report, main: Headline | None, width: int, *, color: bool) -> list[Text]:
-    """Return the parts of a typical step as bars: the mean of all ranks, or the slow rank that `main` is about."""
+def bar_lines(report: Report, main: Headline | None, width: int, *, color: bool, each: int = 0) -> list[Text]:
+    """Return the parts of a typical step as bars: the mean of all ranks, or the slow rank that `main` is about.
+
+    each: up to how many ranks have a bar each.
+    """
     by_device = report["run"]["judged_by"] == DEVICE
-    parts = {rank["rank"]: found for rank in report["ranks"] if (found := parts_of(rank, by_device=by_device))}
+    parts = {rank["rank"]: found for rank in report["ranks"] if (found := step_parts(rank, by_device=by_device))}
     slow = next((rank for rank in leading(report) if rank in parts), None)
     bars = {"time": mean_parts(parts.values())}
     if main is not None and main.kind == "straggler" and slow is not None and len(parts) > 1:
         others = mean_parts([found for rank, found in parts.items() if rank != slow])
         bars = {f"rank {slow}": parts[slow], "other ranks": others}
+    if 1 < len(parts) <= each:
+        bars = {f"rank {rank}": parts[rank] for rank in sorted(parts, key=lambda rank: (rank != slow, rank))}
     longest = max((sum(found.values()) for found in bars.values()), default=0.0)
     seen = [part for part in PARTS if any(found.get(part, 0.0) > 0.005 * longest for found in bars.values())]
     if not seen:
@@ -317,12 +322,12 @@ def _bars(report: Report, main: Headline | None, width: int, *, color: bool) -> 
 
 
 def _are_slow(found: Sequence[Headline]) -> bool:
-    """Whether ranks are slow, or have too much work."""
+    """Return whether ranks are slow, or have too much work."""
     return any(each.kind in ("straggler", "imbalance") for each in found)
 
 
 def _differ(table: Table) -> bool:
-    """Whether the compute times of the ranks differ."""
+    """Return whether the compute times of the ranks differ."""
     column = next((column for column in table.columns if column.title == table.ranged), None)
     values = [value for value in column.values if isinstance(value, float)] if column is not None else []
     return len(values) > 1 and max(values) - min(values) > _DIFFERENCE * statistics.median(values)
@@ -341,7 +346,7 @@ def _records(report: Report) -> str:
     return f"{quality['records']:,} records, {quality['lost']:,} lost, {complete}"
 
 
-def _table(table: Table, width: int, rows: int) -> list[Text]:
+def table_lines(table: Table, width: int, rows: int) -> list[Text]:
     """Return a table with its first rows, and the columns that there is room for.
 
     Where all times have one unit, it is in the title instead of the headings.
@@ -360,7 +365,7 @@ def _table(table: Table, width: int, rows: int) -> list[Text]:
     lines = [Text(f"  {table.title}{f', {unit}' if unit else ''}", style="bold"),
              _row([heading for heading, _ in columns], columns, widths, "dim")]  # fmt: skip
     for row in range(shown.rows):
-        folded = [chop_cells(_inert(texts[row]), room) or [""] for texts, room in zip(cells, widths, strict=True)]
+        folded = [chop_cells(inert(texts[row]), room) or [""] for texts, room in zip(cells, widths, strict=True)]
         style = SEVERITIES[BAD].terminal if row in shown.slow else ""
         for at in range(max(map(len, folded))):
             lines.append(_row([each[at] if at < len(each) else "" for each in folded], columns, widths, style))
@@ -415,7 +420,7 @@ def _excess(rank: HeatRank) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
-def _inert(text: str) -> str:
+def inert(text: str) -> str:
     """Return text that cannot drive or fill the terminal."""
     text = printable(text)
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
@@ -423,13 +428,13 @@ def _inert(text: str) -> str:
 
 def _labelled(label: str, text: str, style: str = "dim", text_style: str = "") -> Text:
     gap = "  " if len(label) >= _LABEL else ""
-    return Text.assemble("  ", (f"{label:<{_LABEL}}{gap}", style), (_inert(text), text_style))
+    return Text.assemble("  ", (f"{label:<{_LABEL}}{gap}", style), (inert(text), text_style))
 
 
 def _field(label: str, text: str, width: int, style: str = "dim", text_style: str = "") -> list[Text]:
     """Return a label and the text beside it, in as many lines as it takes."""
     begin = max(_LABEL, len(label) + 2)
-    first, *rest = textwrap.wrap(_inert(text), max(20, width - 2 - begin), break_on_hyphens=False) or [""]
+    first, *rest = textwrap.wrap(inert(text), max(20, width - 2 - begin), break_on_hyphens=False) or [""]
     lines = [_labelled(label, first, style, text_style)]
     if rest:
         room = max(20, width - 2 - _LABEL)
@@ -442,14 +447,14 @@ def _pieces(label: str, pieces: Sequence[str], width: int, style: str = "dim", t
     room = width - 2 - max(_LABEL, len(label) + 2)
     gap = "   " if len("   ".join(pieces)) <= room else "  "
     texts = [""]
-    for piece in map(_inert, pieces):
+    for piece in map(inert, pieces):
         longer = f"{texts[-1]}{gap if texts[-1] else ''}{piece}"
         texts[len(texts) - (not texts[-1] or len(longer) <= room) :] = [longer if len(longer) <= room else piece]
     return [_labelled("" if at else label, text, style, text_style) for at, text in enumerate(texts)]
 
 
 def _wrapped(text: str, width: int, indent: int, style: str = "") -> Iterator[Text]:
-    for line in textwrap.wrap(_inert(text), max(20, width - indent)):
+    for line in textwrap.wrap(inert(text), max(20, width - indent)):
         yield Text(" " * indent + line, style=style)
 
 

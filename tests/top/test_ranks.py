@@ -1,0 +1,167 @@
+"""The table of ranks: the report's figures, the slow ranks first, and each rank's difference to other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.top.reports import changed, report_of, verdict, view_of
+from torchlens_perf.top.ranks import blocks, rank_list
+from torchlens_perf.top.reading import View
+from torchlens_perf.verdicts.words.hang import HangEvidence
+from torchlens_perf.verdicts.words.order import ranks_of
+from torchlens_perf.view.headline import headlines
+from torchlens_perf.view.rank_tables import rank_table
+from torchlens_perf.view.specs import Column, Table
+
+HANG = HangEvidence("missing", 12.0, 40, (1,), (0, 2), {})
+
+
+@pytest.fixture(scope="module")
+def view(tmp_path_factory: pytest.TempPathFactory) -> View:
+    """Four ranks, of which rank 3 is slow."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return view_of(folder / "run", 4, "constant:rank=3,share=0.3", blocks=3, node_size=2)
+
+
+def with_report(view: View, **parts: Any) -> View:
+    report = changed(report_of(view), **parts)
+    return dataclasses.replace(view, report=report, headlines=tuple(headlines(report)))
+
+
+def column(table: Table, title: str) -> Column:
+    return next(each for each in table.columns if each.title.strip() == title)
+
+
+def test_slow_rank_is_first_and_marked(view: View) -> None:
+    table, ranks = rank_list(view)
+
+    assert ranks[0] == 3
+    assert table.slow == {0}
+    assert sorted(ranks) == [0, 1, 2, 3]
+
+
+def test_ranks_by_number(view: View) -> None:
+    table, ranks = rank_list(view, by_number=True)
+
+    assert ranks == [0, 1, 2, 3]
+    assert table.slow == {3}
+    assert column(table, "rank").values == [0, 1, 2, 3]
+
+
+def test_figures_are_those_of_the_report(view: View) -> None:
+    report, (table, _) = rank_table(report_of(view)), rank_list(view)
+    assert report is not None
+
+    assert column(table, "compute").texts() == column(report, "compute").texts()
+
+
+def test_difference_is_to_the_median_of_the_other_ranks(view: View) -> None:
+    """For the slow rank that of the three others."""
+    table, _ = rank_list(view)
+    compute: Any = column(table, "compute").values
+    excess: Any = column(table, "vs others").values
+
+    assert excess[0] == pytest.approx(compute[0] - sorted(compute[1:])[1])
+    assert excess[0] > 0.03
+
+
+def test_two_ranks_have_opposite_differences(tmp_path: Path) -> None:
+    table, ranks = rank_list(view_of(tmp_path / "run", 2, "constant:rank=1,share=0.3"))
+    excess: Any = column(table, "vs others").values
+
+    assert ranks == [1, 0]
+    assert excess[0] == -excess[1] > 0
+
+
+def test_ranks_that_do_other_work_are_not_compared(tmp_path: Path) -> None:
+    """A single rank for each stage of a pipeline: nothing to compare with."""
+    table, _ = rank_list(view_of(tmp_path / "run", 2, blocks=2, stages=2))
+
+    assert column(table, "vs others").texts() == ["-", "-"]
+
+
+def test_rank_that_others_wait_for_is_first(view: View) -> None:
+    """With what each rank is inside of."""
+    hang = verdict("hang", "No step for 12 s.", rank=1, evidence=HANG)
+    ranks: Any = [
+        {**rank, "now": {"step": 40, "step_s": 12.0, "inside": inside, "inside_s": 1.0}}
+        for rank, inside in zip(report_of(view)["ranks"], (["backward", "wait"], [], ["x"], ["x"]), strict=True)
+    ]
+    table, order = rank_list(with_report(view, verdicts=[hang], ranks=ranks))
+
+    assert order[0] == 1
+    assert column(table, "inside").values[:2] == ["not timed", "x"]
+
+
+def test_ranks_without_a_step_are_listed(view: View) -> None:
+    """As in a hang in the first step."""
+    ranks: Any = [{**rank, "typical": None} for rank in report_of(view)["ranks"]]
+    table, order = rank_list(with_report(view, ranks=ranks))
+
+    assert order == [3, 0, 1, 2]
+    assert [each.title for each in table.columns[:1]] == ["rank"]
+
+
+def test_rank_without_a_step_is_listed_below_the_others(view: View) -> None:
+    """With the figures of the others."""
+    ranks: Any = [{**rank, "typical": None} if rank["rank"] == 1 else rank for rank in report_of(view)["ranks"]]
+    table, order = rank_list(with_report(view, ranks=ranks, verdicts=[]))
+
+    assert (order[0], order[-1]) == (3, 1)
+    assert column(table, "compute").texts()[-1] == column(table, "vs others").texts()[-1] == "-"
+    assert "-" not in column(table, "compute").texts()[:-1]
+
+
+def test_no_report() -> None:
+    assert rank_list(View("run"))[1] == []
+
+
+def test_excess_over_the_run() -> None:
+    """Full blocks from 30 % on, blanks where nothing is known, means of neighbours where there is no room."""
+    assert blocks([0.0, 0.3, 0.9, None, -0.2], 8) == "▁██ ▁"
+    assert blocks([0.3] * 4 + [0.0] * 4, 2) == "█▁"
+    assert blocks([], 8) == ""
+
+
+def test_rank_that_is_slow_since_lately(tmp_path: Path) -> None:
+    """A typical step of the run hardly shows it: the latest window does. Ranks without excess have no value."""
+    table, ranks = rank_list(view_of(tmp_path / "run", 4, "constant:rank=2,share=0.3,since=224", blocks=8))
+    latest: Any = column(table, "latest excess").values
+
+    assert ranks[0] == 2
+    assert latest[0] == pytest.approx(0.3, abs=0.05)
+    assert all(each is None or 0 < each < 0.05 for each in latest[1:])
+    assert [len(str(each)) > 9 for each in column(table, "").values] == [True, False, False, False]
+
+
+def test_latest_window_with_too_few_steps_is_left_out(view: View) -> None:
+    heat: Any = report_of(view)["heat"]
+    rows = [{**row, "excess": [0.1, 0.3, None]} for row in heat["ranks"]]
+    old = [{**row, "excess": [0.3, None, None]} for row in heat["ranks"]]
+
+    assert column(rank_list(with_report(view, heat={**heat, "ranks": rows}))[0], "latest excess").values == [0.3] * 4
+    assert column(rank_list(with_report(view, heat={**heat, "ranks": old}))[0], "latest excess").values == [None] * 4
+
+
+def test_thousands_of_ranks_are_quick(view: View) -> None:
+    """4096 ranks are ordered and compared in less than two seconds, also on a busy machine."""
+    first: Any = report_of(view)["ranks"][0]
+    ranks: Any = [{**first, "rank": rank} for rank in range(4096)]
+    many = dataclasses.replace(with_report(view, ranks=ranks, verdicts=[]), populations={})
+    began_s = time.process_time()
+    _, order = rank_list(many)
+
+    assert len(order) == 4096
+    assert time.process_time() - began_s < 2
+
+
+def test_ranks_are_those_of_the_evidence() -> None:
+    """Else the verdict's own; none for the job as a whole."""
+    assert ranks_of(verdict("hang", "No step.", rank=3, evidence=HANG)) == (1,)
+    assert ranks_of(verdict("straggler", "Rank 3 is slow.", rank=3)) == (3,)
+    assert ranks_of(verdict("none", "No rank is slow.")) == ()

@@ -1,0 +1,115 @@
+"""Lines for any terminal: no wider than there is room, in ASCII where that is all, and bars that are exact."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.text import Text
+
+from tests.support.processes import ROOT
+from torchlens_perf.top.text import Terminal, bar, cursor_lines, fitting, line, part, rule, signed
+from torchlens_perf.view.specs import Column, Quantity, Table
+
+texts = st.one_of(st.text(max_size=80), st.sampled_from(["\u4e00" * 60, "x" * 500, "e\u0301" * 30, "  indented  text"]))
+
+
+@given(text=texts, width=st.integers(1, 60), terminal=st.builds(Terminal, st.booleans()), no_wrap=st.booleans())
+def test_no_line_is_wider_than_the_terminal(text: str, width: int, terminal: Terminal, no_wrap: bool) -> None:
+    lines = terminal.lines([Text(text.replace("\n", " "), no_wrap=no_wrap)], width)
+
+    assert all(cell_len(each.plain) <= width for each in lines)
+    assert all(each.plain.isascii() for each in lines) or not terminal.ascii_only
+    assert len(lines) == 1 or not no_wrap
+
+
+def test_wrapped_text_keeps_all_words() -> None:
+    words = "one two three four five six"
+
+    assert " ".join(each.plain.strip() for each in Terminal().lines([Text(words)], 9)) == words
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [(0, ""), (0.01, "▏"), (0.13, "▏"), (0.52, "▌"), (1, "█"), (2.7, "██▊"), (-3, "")],
+)
+def test_bar_is_exact_to_an_eighth(columns: float, expected: str) -> None:
+    """A value above 0 is never an empty bar."""
+    assert bar(columns) == expected
+
+
+def test_small_shares_have_different_bars() -> None:
+    """1.3 %, 5.2 % and 27 % of twelve columns, as they are in the ranks' column."""
+    assert len({bar(share / 0.3 * 12) for share in (0.003, 0.013, 0.052, 0.27)}) == 4
+
+
+def test_differences_have_a_sign() -> None:
+    column = signed("vs others", [0.05, -0.02, 0.00001, None], 0.1)
+
+    assert column.texts() == ["+50.0", "-20.0", "<0.1", "-"]
+
+
+def table(rows: int) -> Table:
+    numbers, durations = list(range(rows)), [0.01 * row for row in range(rows)]
+    columns = [Column("rank", numbers, Quantity.TEXT), Column("compute", durations)]
+    return Table("ranks", "Ranks", columns, frozenset({2}))
+
+
+def test_part_of_a_table_keeps_marks_of_rows_and_units() -> None:
+    found = part(table(200), [3, 2])
+
+    assert (list(found.columns[0].values), found.slow) == ([3, 2], frozenset({1}))
+    assert found.columns[1].unit == table(200).columns[1].unit == "s"
+
+
+@pytest.mark.parametrize(("at", "first"), [(0, 0), (50, 48), (199, 195)])
+def test_chosen_row_is_in_view(at: int, first: int) -> None:
+    """Of 200 rows and room for five, the chosen one has the mark, and the title says which row it is."""
+    lines = [each.plain for each in cursor_lines(table(200), 40, 7, at)]
+
+    assert lines[0].split(",")[1] == f" {at + 1} of 200"
+    assert [each.split()[-2] for each in lines[2:]] == [str(first + row) for row in range(5)]
+    assert [each.split()[1] for each in lines if each.startswith("▶")] == [str(at)]
+
+
+def test_as_many_parts_as_fit() -> None:
+    assert fitting(["first", "", "a long second part", "third"], 16) == "first   third"
+    assert fitting(["a long first part"], 3) == "a long first part"
+
+
+def test_rule_is_as_wide_as_the_terminal() -> None:
+    assert [rule("step\x1b[2J", width).cell_len for width in (20, 40)] == [20, 40]
+    assert "\x1b" not in rule("step\x1b[2J", 40).plain
+
+
+def test_ascii_drawing() -> None:
+    """Bars and charts have characters of their own, so that lengths can be compared; other letters are a mark."""
+    (found,) = Terminal(ascii_only=True).lines([line("▶ ██▌ ▁▄█ Größe …")], 40)
+
+    assert found.plain == "> ##- _~# Gr??e ~"
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_ascii"),
+    [
+        ({"LC_ALL": "C"}, True),
+        ({"LC_ALL": "en_US.ISO-8859-1"}, True),
+        ({"LANG": "C.UTF-8"}, False),
+        ({"LC_ALL": "", "LANG": "de_DE.utf8"}, False),
+        ({"LC_CTYPE": "POSIX", "LANG": "C.UTF-8"}, True),
+        ({}, True),
+    ],
+    ids=str,
+)
+def test_locale(environment: dict[str, str], is_ascii: bool) -> None:
+    """Unicode only where the locale says so: Python replaces the C locale by UTF-8."""
+    program = "from torchlens_perf.top.text import of_environment; print(of_environment())"
+    environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], **environment}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=True)
+
+    assert done.stdout == f"Terminal(ascii_only={is_ascii}, color=True)\n"

@@ -1,0 +1,148 @@
+"""The screen of one rank: what it is doing now, and its step, modules and collectives beside other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Literal
+
+from rich.text import Text
+
+from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, percent, steps_whole
+from torchlens_perf.top.overview import clock_time
+from torchlens_perf.top.ranks import blocks
+from torchlens_perf.top.text import line, signed
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.hang import place
+from torchlens_perf.verdicts.words.order import ranks_of
+from torchlens_perf.verdicts.words.over import held_words
+from torchlens_perf.view.collective_table import collective_table
+from torchlens_perf.view.hardware_tables import gpu_table
+from torchlens_perf.view.rank_tables import cpu_table, memory_table, step_parts
+from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
+from torchlens_perf.view.terminal import inert, stack_lines, table_lines, verdict_lines
+from torchlens_perf.view.theme import MIN_EXCESS, PARTS
+
+if TYPE_CHECKING:
+    from torchlens_perf.top.reading import View
+    from torchlens_perf.verdicts.words.report import Rank, Report
+
+_MAX_MODULES = 12
+
+
+def rank_lines(view: View, number: int, width: int) -> list[Text]:
+    """Return all that is known of a rank."""
+    report = view.report
+    rank = None if report is None else next((each for each in report["ranks"] if each["rank"] == number), None)
+    if report is None or rank is None:
+        return [Text(f"No data of rank {number}: its node's sidecar has not written yet, or the rank did not start.")]
+    lines = [Text(f"  {inert(text)}") for text in _position(rank, report)]
+    for row, of in zip(report["verdicts"], view.headlines, strict=True):
+        if number in ranks_of(row):
+            held = held_words(row["held"], report["run"]["started"])
+            lines += [line(), *verdict_lines(of, width, held), *stack_lines(row, width)]
+    others = {each for each in view.populations if view.populations[each] == view.populations.get(number)} - {number}
+    heat = {row["rank"]: row["excess"] for row in report["heat"]["ranks"]} if report["heat"] is not None else {}
+    found = [_step(rank, report, others), _modules(report, number, others), *_of_rank(rank, report)]
+    for table in (table for table in found if table is not None):
+        lines += [line(), *table_lines(table, width, table.first or table.rows)]
+        lines += [Text(f"  {table.note}", style="dim")] if table.note else []
+        if table.key == "step" and number in heat and others:
+            lines += [line(("  over the run  ", "dim"), blocks(heat[number], width - 20))]
+    return lines
+
+
+def _of_rank(rank: Rank, report: Report) -> Iterator[Table | None]:
+    """Yield the report's tables that are about this rank: collectives, CPUs, memory, GPUs."""
+    name = str(rank["rank"])
+    collectives = [row for row in report["collectives"] if name in row["by_rank"]]
+    gpus = [gpu for gpu in report["gpus"] if rank["rank"] in gpu["ranks"]]
+    one: Report = {**report, "ranks": [rank], "collectives": collectives, "gpus": gpus}
+    for make in (collective_table, cpu_table, memory_table, gpu_table):
+        yield make(one)
+
+
+def _position(rank: Rank, report: Report) -> Iterator[str]:
+    """Yield who the rank is, what it does now, and how its steps went."""
+    local = "" if rank["local_rank"] is None else f" (local rank {rank['local_rank']})"
+    attempt = f", attempt {rank['attempt']}" if rank["attempt"] else ""
+    yield f"rank {rank['rank']}{local} on {rank['host']}, pid {rank['pid']}{attempt}: {rank['state']}"
+    now, last, memory = rank["now"], rank["arrived_last"], rank["memory"]
+    if now is not None:
+        within = f" for {duration(now['inside_s'])}" if now["inside_s"] is not None else ""
+        at = f"at {clock_time(as_of)}: " if (as_of := report["run"]["as_of"]) else ""
+        yield f"{at}in step {now['step']} for {duration(now['step_s'])}, {place(now['inside'])}{within}"
+    elif rank["state"] == "died":
+        yield f"died {place(rank['inside'])}"
+    if rank["last_step"] is not None:
+        step = ", ".join(f"{name} {duration_or_dash(rank['step_s'][field])}" for name, field in _QUANTILES)
+        own = duration_or_dash(rank["own_s"]["p50_s"])
+        yield f"{rank['steps']} steps, the last one {rank['last_step']}; step {step}; without comm wait p50 {own}"
+    if last is not None:
+        yield f"last to arrive in {percent(last['share'])} of {last['joined']:,} collectives"
+    used = "memory not measured"
+    if memory["last_bytes"] is not None and memory["max_bytes"] is not None:
+        used = f"memory {amount(memory['last_bytes'], 'B')}, peak {amount(memory['max_bytes'], 'B')}"
+    whole = steps_whole(rank["coverage"], any_step=rank["last_step"] is not None)
+    yield f"{used}; data: {rank['lost']:,} records lost, {whole}"
+
+
+_QUANTILES: tuple[tuple[str, Literal["p50_s", "p95_s", "max_s"]], ...] = (
+    ("p50", "p50_s"), ("p95", "p95_s"), ("max", "max_s"),
+)  # fmt: skip
+
+
+def _step(rank: Rank, report: Report, others: set[int]) -> Table | None:
+    """Return the parts of a rank's typical step beside the median of other ranks, the largest difference first."""
+    by_device = report["run"]["judged_by"] == DEVICE
+    by_rank = {each["rank"]: parts for each in report["ranks"] if (parts := step_parts(each, by_device=by_device))}
+    here = by_rank.get(rank["rank"])
+    if here is None:
+        return None
+    of_others = [by_rank[other] for other in others if other in by_rank]
+    missing = [] if by_device else [part for part in rank["not_measured"] if part in PARTS]
+    rows = [
+        (PARTS[part].name, here.get(part, 0.0), _median(of.get(part, 0.0) for of in of_others))
+        for part in PARTS
+        if part not in missing and (here.get(part) or any(of.get(part) for of in of_others))
+    ]
+    title = f"Typical step, {'device' if by_device else 'host'} clock"
+    title += f"; others: median of {len(others)} ranks that do the same work" if len(others) > 1 else ""
+    note = f"{', '.join(PARTS[part].name for part in missing)}: {NOT_MEASURED}, part of backward." if missing else ""
+    return dataclasses.replace(_compared("step", title, "phase", rows, sum(here.values())), note=note)
+
+
+def _compared(key: str, title: str, what: str, rows: list[tuple[str, float, float | None]], whole_s: float) -> Table:
+    """Return a table of times here and on other ranks, the largest difference first. whole_s: of all rows."""
+    rows.sort(key=lambda row: (row[2] - row[1] if row[2] is not None else 0.0, -row[1]))
+    unit_of = max((max(row[1], row[2] or 0.0) for row in rows), default=0.0)
+    columns = [
+        Column(what, [row[0] for row in rows], Quantity.TEXT),
+        Column("here", [row[1] for row in rows], unit_of=unit_of),
+    ]
+    difference = [None if row[2] is None else row[1] - row[2] for row in rows]
+    if any(each is not None for each in difference):
+        columns.append(Column("others", [row[2] for row in rows], unit_of=unit_of))
+        columns.append(signed("difference", difference, unit_of))
+    slow = frozenset(at for at, more_s in enumerate(difference) if more_s and more_s >= MIN_EXCESS * whole_s)
+    return Table(key, title, columns, slow)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None
+
+
+def _modules(report: Report, number: int, others: set[int]) -> Table | None:
+    """Return forward times of modules without inner modules, beside the median of other ranks."""
+    rows: list[tuple[str, float, float | None]] = []
+    for module in report["modules"]:
+        here = module["by_rank"].get(str(number))
+        if here is not None:
+            of_others = _median(seconds for rank, seconds in module["by_rank"].items() if int(rank) in others)
+            rows.append((module["name"], here, of_others))
+    if not rows:
+        return None
+    table = _compared("modules", "Modules, forward time per step", "module", rows, sum(row[1] for row in rows))
+    return dataclasses.replace(table, first=_MAX_MODULES if len(rows) > _MAX_MODULES else None, noun="module")

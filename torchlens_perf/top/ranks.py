@@ -1,0 +1,110 @@
+"""The report's table of ranks, the slowest first, with the difference of each rank to other ranks. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchlens_perf.top.text import BLOCKS, bar, part, signed
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.order import ranks_of
+from torchlens_perf.view.rank_tables import device_table, rank_table
+from torchlens_perf.view.specs import Column, Quantity, Table, Value
+from torchlens_perf.view.theme import BAD, FULL_EXCESS
+
+if TYPE_CHECKING:
+    from torchlens_perf.top.reading import View
+    from torchlens_perf.verdicts.words.report import Report
+
+_BAR, _HISTORY, _INSIDE = 12, 16, 40  # columns
+_MIN_SHOWN = 0.005
+
+
+def rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list[int]]:
+    """Return a table of all ranks with data, and the rank of each row. Ranks in a verdict are first."""
+    report = view.report
+    if report is None:
+        return Table("ranks", "Ranks", []), []
+    bad = {
+        rank
+        for row, of in zip(report["verdicts"], view.headlines, strict=True)
+        if of.severity == BAD
+        for rank in ranks_of(row)
+    }
+    table = (device_table if report["run"]["judged_by"] == DEVICE else rank_table)(report)
+    table = table or Table("ranks", "Ranks", [], noun="rank")
+    known = {column.title: column for column in table.columns}
+    ranks = _numbers(known["rank"].values if "rank" in known else [rank["rank"] for rank in report["ranks"]])
+    missing = sorted({rank["rank"] for rank in report["ranks"]}.difference(ranks if table.columns else ()))
+    ranks = [*ranks, *missing] if table.columns else missing
+    columns = [Column("rank", ranks, Quantity.TEXT)]
+    for column in (each for each in table.columns if each.title != "rank"):
+        blank = len(missing) * [None]  # these ranks have no typical step yet
+        marks = [*column.marks, *len(missing) * [""]] if column.marks else ()
+        columns.append(dataclasses.replace(column, values=[*column.values, *blank], marks=marks))
+        if column.title == "compute" and len(ranks) > 1:
+            columns += _excess_columns(ranks, columns[-1], view.populations, report)
+    if bad:
+        columns[1:1] = _inside(ranks, report)
+    rows = range(len(ranks))
+    order = sorted(rows, key=lambda row: ranks[row] if by_number else (ranks[row] not in bad, row))
+    slow = frozenset(row for row in rows if ranks[row] in bad)
+    found = dataclasses.replace(table, columns=columns, slow=slow, first=None)
+    return part(found, order), [ranks[row] for row in order]
+
+
+def _numbers(values: Sequence[Value]) -> list[int]:
+    return [value for value in values if isinstance(value, int)]
+
+
+def _excess_columns(
+    ranks: Sequence[int], compute: Column, populations: Mapping[int, str], report: Report
+) -> list[Column]:
+    """Return compute time above the other ranks': of a typical step, and lately, as a rank may be slow for a while."""
+    excess, heat = _excess(ranks, compute.values, populations), report["heat"]
+    windows = {row["rank"]: row["excess"] for row in heat["ranks"]} if heat is not None else {}
+    latest = [next((share for share in windows.get(rank, ())[:-3:-1] if share is not None), None) for rank in ranks]
+    shown = [share if share is not None and share >= _MIN_SHOWN else None for share in latest]
+    bars = [bar(min(1.0, (share or 0.0) / FULL_EXCESS) * _BAR) for share in shown]
+    history = [blocks(windows.get(rank, ()), _HISTORY) for rank in ranks]
+    help_ = "Compute time above the median of the other ranks that do the same work"
+    columns = [
+        signed("vs others", excess, compute.unit_of, f"{help_}, in a typical step."),
+        Column("latest excess", shown, Quantity.CHANGE, 0.04, f"{help_}, as a share of it, in the latest window."),
+        Column(" " * _BAR, bars, Quantity.TEXT, 0.05, f"The same; a full bar is {FULL_EXCESS:.0%} or more."),
+        Column("over the run", history, Quantity.TEXT, 0.35, f"{help_}; a full block is {FULL_EXCESS:.0%} or more."),
+    ]
+    return columns if windows else columns[:1]
+
+
+def _excess(ranks: Sequence[int], compute: Sequence[Value], populations: Mapping[int, str]) -> list[float | None]:
+    by_population: dict[str | None, list[tuple[float, int]]] = defaultdict(list)
+    for row, (rank, seconds) in enumerate(zip(ranks, compute, strict=True)):
+        if isinstance(seconds, float):
+            by_population[populations.get(rank)].append((seconds, row))
+    found: list[float | None] = [None] * len(ranks)
+    for ordered in map(sorted, by_population.values()):
+        for at, (seconds, row) in enumerate(ordered):
+            others = ordered[:at] + ordered[at + 1 :]
+            if others:
+                found[row] = seconds - (others[(len(others) - 1) // 2][0] + others[len(others) // 2][0]) / 2
+    return found
+
+
+def blocks(excess: Sequence[float | None], width: int) -> str:
+    """Return a line of blocks: shares of excess compute time in windows over the run."""
+    found, together = "", max(1, -(-len(excess) // max(1, width)))
+    for first in range(0, len(excess), together):
+        values = [value for value in excess[first : first + together] if value is not None]
+        share = min(1.0, max(0.0, sum(values) / len(values)) / FULL_EXCESS) if values else 0.0
+        found += BLOCKS[1 + round(7 * share)] if values else " "
+    return found
+
+
+def _inside(ranks: Sequence[int], report: Report) -> list[Column]:
+    """Return what each rank is inside of now, or was when it died."""
+    of = {rank["rank"]: (rank["now"]["inside"] if rank["now"] else rank["inside"])[-2:] for rank in report["ranks"]}
+    inside = [" > ".join(of[rank])[:_INSIDE] or "not timed" for rank in ranks]
+    return [Column("inside", inside, Quantity.TEXT, 0.02)] if any(of.values()) else []

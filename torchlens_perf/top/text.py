@@ -1,0 +1,117 @@
+"""Lines for any terminal: of its width, and in the characters that it can show."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from torchlens_perf.view.specs import Column, Table
+from torchlens_perf.view.terminal import inert, table_lines
+
+BLOCKS, _EIGHTHS = " ▁▂▃▄▅▆▇█", " ▏▎▍▌▋▊▉█"
+_ASCII = str.maketrans("─│▶…·▁▂▃▄▅▆▇█▏▎▍▌▋▊▉▓▒░▚", "-|>~._.-~=+*#...--==%+-x")
+_console = Console(width=80)
+
+
+@dataclasses.dataclass(frozen=True)
+class Terminal:
+    """What a terminal can show."""
+
+    ascii_only: bool = False
+    color: bool = True
+
+    def lines(self, texts: Iterable[Text], width: int) -> list[Text]:
+        """Return texts as lines that are no wider than the terminal. Texts with `no_wrap` are cut off."""
+        lines = []
+        for text in texts:
+            wrapped = [text] if text.no_wrap or text.cell_len <= width else text.wrap(_console, max(1, width))
+            for line in wrapped:
+                if self.ascii_only and not line.plain.isascii():
+                    plain = line.plain.translate(_ASCII)
+                    line.plain = "".join(c if c.isascii() else "?" * (cell_len(c) > 0) for c in plain)
+                line.no_wrap = True
+                line.truncate(width, overflow="crop" if self.ascii_only else "ellipsis")
+                lines.append(line)
+        return lines
+
+
+def line(*parts: str | tuple[str, str] | Text) -> Text:
+    """Return a line that is cut off, rather than wrapped, where there is no room for all of it."""
+    return Text.assemble(*parts, no_wrap=True)
+
+
+def bar(columns: float) -> str:
+    """Return a bar that is exact to an eighth of a column; at least that for a value above 0."""
+    whole, rest = divmod(max(1, round(columns * 8)) if columns > 0 else 0, 8)
+    return "█" * whole + _EIGHTHS[rest].rstrip()
+
+
+def signed(title: str, values: Sequence[float | None], unit_of: float, help: str = "") -> Column:
+    """Return a column of differences. A value that is below what the column can show has no sign."""
+    column = Column(title, values, unit_of=unit_of, help=help)
+    pairs = zip(values, column.texts(), strict=True)
+    return dataclasses.replace(
+        column, marks=["+" if value and value > 0 and text[0] != "<" else "" for value, text in pairs]
+    )
+
+
+def fitting(parts: Sequence[str], width: int) -> str:
+    """Return as many of these parts as there is room for, in their order."""
+    text = ""
+    for part in filter(None, parts):
+        longer = f"{text}   {part}" if text else part
+        if not text or len(longer) <= width:
+            text = longer
+    return text
+
+
+def part(table: Table, rows: Sequence[int]) -> Table:
+    """Return a table with these rows only, in this order. Columns of durations keep their unit."""
+    columns = [
+        dataclasses.replace(
+            column,
+            values=[column.values[row] for row in rows],
+            marks=[column.marks[row] for row in rows] if column.marks else (),
+            unit_of=column.unit_of
+            or max((abs(each) for each in column.values if isinstance(each, float)), default=0.0),
+        )
+        for column in table.columns
+    ]
+    slow = frozenset(at for at, row in enumerate(rows) if row in table.slow)
+    return dataclasses.replace(table, columns=columns, slow=slow)
+
+
+def cursor_lines(table: Table, width: int, height: int, at: int) -> list[Text]:
+    """Return a table with as many rows as there is room for, among them the chosen one with a mark."""
+    rows = min(table.rows, height - 2)
+    if rows < 1:
+        return []
+    first = max(0, min(at - rows // 2, table.rows - rows))
+    title = f"{table.title}, {at + 1} of {table.rows}" if rows < table.rows else table.title
+    shown = dataclasses.replace(part(table, range(first, first + rows)), title=title)
+    lines = table_lines(shown, width, rows)
+    lines[2 + at - first] = line("▶", lines[2 + at - first][1:])
+    return lines
+
+
+def rule(title: str, width: int) -> Text:
+    """Return a line between two parts of the screen, with the title of the lower part."""
+    found = line(("── ", "dim"), (inert(title), "bold"), " ")
+    return found.append("─" * max(0, width - found.cell_len), style="dim")
+
+
+def of_environment() -> Terminal:
+    """Return what this process's terminal can show: Unicode only where the locale says so, and NO_COLOR."""
+    try:  # as the process was started: Python may have replaced the C locale by UTF-8
+        lines = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
+        environ = dict(line.partition("=")[::2] for line in lines)
+    except OSError:
+        environ = dict(os.environ)
+    locale = next(filter(None, (environ.get(name, "") for name in ("LC_ALL", "LC_CTYPE", "LANG"))), "")
+    return Terminal("utf8" not in locale.lower().replace("-", ""), not os.environ.get("NO_COLOR"))
