@@ -20,7 +20,7 @@ from torchlens_perf.errors import printable
 from torchlens_perf.page.notebook import MAX_BYTES, cell, results
 from torchlens_perf.page.small_charts import MAX_BARS, image, parts_chart, step_chart
 from torchlens_perf.view.headline import headlines
-from torchlens_perf.view.rank_tables import parts_of
+from torchlens_perf.view.rank_tables import step_parts
 from torchlens_perf.view.theme import PARTS
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
@@ -138,7 +138,7 @@ def test_pictures_say_the_same_in_words(report: dict[str, Any]) -> None:
     for rank in report["ranks"]:
         said = parts.partition(f"rank {rank['rank']} ")[2].partition(";")[0]
         assert said.startswith(duration(rank["typical"]["s"]))
-        for part, seconds in parts_of(rank, by_device=False).items():
+        for part, seconds in step_parts(rank, by_device=False).items():
             if seconds:
                 assert f"{PARTS[part].name} {duration(seconds)}" in said
                 assert PARTS[part].name in texts(bars)

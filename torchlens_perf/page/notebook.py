@@ -21,7 +21,7 @@ from torchlens_perf.run.verdicts import Summary, Verdict, sentence_and_action
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.view.headline import fact_text, headlines, overall
-from torchlens_perf.view.rank_tables import parts_of
+from torchlens_perf.view.rank_tables import step_parts
 from torchlens_perf.view.terminal import render
 from torchlens_perf.view.theme import SEVERITIES
 
@@ -92,7 +92,7 @@ def _charts(report: Report, named: Sequence[int]) -> list[tuple[str, str]]:
     charts = []
     if report["history"] is not None:
         charts.append(step_chart(report["history"], " on the device" if on_device else ""))
-    parts_s = {rank["rank"]: found for rank in report["ranks"] if (found := parts_of(rank, by_device=on_device))}
+    parts_s = {rank["rank"]: found for rank in report["ranks"] if (found := step_parts(rank, by_device=on_device))}
     bars = parts_chart(parts_s, "a step on the device" if on_device else "typical step", named)
     return charts if bars is None else [*charts, bars]
 

@@ -19,7 +19,7 @@ from torchlens_perf.verdicts.words.order import ranks_of
 from torchlens_perf.verdicts.words.over import held_words
 from torchlens_perf.view.collective_table import collective_table
 from torchlens_perf.view.hardware_tables import gpu_table
-from torchlens_perf.view.rank_tables import cpu_table, memory_table, parts_of
+from torchlens_perf.view.rank_tables import cpu_table, memory_table, step_parts
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
 from torchlens_perf.view.terminal import inert, stack_lines, table_lines, verdict_lines
 from torchlens_perf.view.theme import MIN_EXCESS, PARTS
@@ -96,7 +96,7 @@ _QUANTILES: tuple[tuple[str, Literal["p50_s", "p95_s", "max_s"]], ...] = (
 def _step(rank: Rank, report: Report, others: set[int]) -> Table | None:
     """Return the parts of a rank's typical step beside the median of other ranks, the largest difference first."""
     by_device = report["run"]["judged_by"] == DEVICE
-    by_rank = {each["rank"]: parts for each in report["ranks"] if (parts := parts_of(each, by_device=by_device))}
+    by_rank = {each["rank"]: parts for each in report["ranks"] if (parts := step_parts(each, by_device=by_device))}
     here = by_rank.get(rank["rank"])
     if here is None:
         return None

@@ -1,4 +1,4 @@
-"""HTML and SVG as elements: text and attributes are escaped and made printable here, wherever they come from."""
+"""HTML and SVG as elements. Text and attributes are escaped and made printable here. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from xml.etree import ElementTree
 
 from torchlens_perf.errors import printable
 
-LONGEST_TEXT = 2000  # of one text; more would fill the page
+LONGEST_TEXT = 2000
+"""Characters of one text."""
 
 Element = ElementTree.Element
 Child = Element | str | None | Iterable["Child"]
 
 
 def tag(name: str, /, *children: Child, **attributes: str | float | None) -> Element:
-    """An element. A trailing underscore of an attribute's name is dropped, others become hyphens: class_, data_chart.
+    """Return an element. Children and attributes that are None are left out.
 
-    None is no child, and no attribute.
+    A trailing underscore of an attribute's name is dropped, others become hyphens: class_, data_chart.
     """
     made = ElementTree.Element(name)
     for key, value in attributes.items():
@@ -43,18 +44,18 @@ def _append(parent: Element, children: Iterable[Child]) -> None:
 
 
 def safe(text: str) -> str:
-    """One line of bounded length in which nothing turns letters round or drives a terminal."""
+    """Return one line of bounded length, without characters that reverse text or control a terminal."""
     text = printable(text)
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"
 
 
 def number(value: float) -> str:
-    """For an attribute: at most two digits behind the point."""
+    """Return the value of an attribute, with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
 def raw(name: str, text: str, **attributes: str) -> Element:
-    """A script or style element: its text is not escaped, so that it must not end it."""
+    """Return a script or style element, whose text is not escaped and must not end it."""
     assert f"</{name}" not in text.lower()
     made = tag(name, **attributes)
     made.text = text
@@ -62,12 +63,12 @@ def raw(name: str, text: str, **attributes: str) -> Element:
 
 
 def html(element: Element) -> str:
-    """As text. A script or style element is written as it is: its text must be no markup."""
+    """Return the element as text. Scripts and styles are written as they are."""
     return ElementTree.tostring(element, encoding="unicode", method="html")
 
 
 def name(text: str, longest: int = 48) -> Child:
-    """A name from outside: a long one is shortened, with the whole of it in a title."""
+    """Return a name from the run; a long one loses its middle, and has the whole of it in a title."""
     text = printable(text)
     if len(text) <= longest:
         return tag("span", text, class_="name")

@@ -237,7 +237,7 @@ def host_parts(rank: Rank) -> dict[str, float]:
     return {**parts, "cpu": sum(lack.values())}
 
 
-def parts_of(rank: Rank, *, by_device: bool) -> dict[str, float]:
+def step_parts(rank: Rank, *, by_device: bool) -> dict[str, float]:
     """Return the parts of a rank's typical step in seconds, by the clock that it is judged by."""
     if not by_device:
         return host_parts(rank)

@@ -23,7 +23,7 @@ from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
 from torchlens_perf.verdicts.words.verdict import warm_up_words
 from torchlens_perf.view.headline import Headline, headlines, overall
-from torchlens_perf.view.rank_tables import leading, mean_parts, parts_of
+from torchlens_perf.view.rank_tables import leading, mean_parts, step_parts
 from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Column, Table
 from torchlens_perf.view.tables import tables
 from torchlens_perf.view.theme import BAD, EXCESS_BOUNDS, EXCESS_STYLES, GOOD, PARTS, SEVERITIES
@@ -286,7 +286,7 @@ def bar_lines(report: Report, main: Headline | None, width: int, *, color: bool,
     each: up to how many ranks have a bar each.
     """
     by_device = report["run"]["judged_by"] == DEVICE
-    parts = {rank["rank"]: found for rank in report["ranks"] if (found := parts_of(rank, by_device=by_device))}
+    parts = {rank["rank"]: found for rank in report["ranks"] if (found := step_parts(rank, by_device=by_device))}
     slow = next((rank for rank in leading(report) if rank in parts), None)
     bars = {"time": mean_parts(parts.values())}
     if main is not None and main.kind == "straggler" and slow is not None and len(parts) > 1:

@@ -1,4 +1,4 @@
-"""document(): a run's page as one file that needs nothing else: no network, and no scripts to be read."""
+"""A run's page as one file: no network, and no scripts to be read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
     from torchlens_perf.view.markup import Child
 
-# Of a page that asks its own server, and nobody else.
+# The policy of pages that a server sends: they fetch from that server only.
 LIVE_POLICY = "; ".join(
     [
         "default-src 'none'", "img-src data:", "style-src 'self'", "script-src 'self'",
@@ -37,10 +37,10 @@ _ICON = (
 
 
 class LivePart(NamedTuple):
-    """What the live page has besides a file, and what it has by its address on its own server instead of in itself."""
+    """What a server adds to the page, and the addresses of styles and scripts that a file would hold."""
 
     version: str
-    """Of the run, as the server tells it; another one is newer."""
+    """The version of the run; the server reports another one when there is something newer."""
     elements: Sequence[Child]
     """Shown above the verdicts."""
     styles: Sequence[str]

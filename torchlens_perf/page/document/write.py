@@ -1,4 +1,4 @@
-"""Writes a run's page."""
+"""Write a run's page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_page(run: RunDirectory, path: Path, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> int:
-    """Writes the page whole or not at all; returns its size in bytes.
+    """Write the page whole or not at all, and return its size in bytes.
 
     Raises RunStoreError where there is no run, or the file cannot be written.
     """

@@ -12,7 +12,7 @@ from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
 from torchlens_perf.view.html import status_chip
 from torchlens_perf.view.markup import Child, Element, tag
-from torchlens_perf.view.rank_tables import mean_parts, parts_of
+from torchlens_perf.view.rank_tables import mean_parts, step_parts
 from torchlens_perf.view.theme import PARTS
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def key_figures(report: Report, status: Headline | None) -> Element | None:
     if steps["mean_s"]:
         tiles.append(_tile(f"{1 / steps['mean_s']:.3g}", "steps per second"))
     by_device = report["run"]["judged_by"] == DEVICE
-    parts = mean_parts(found for rank in report["ranks"] if (found := parts_of(rank, by_device=by_device)))
+    parts = mean_parts(found for rank in report["ranks"] if (found := step_parts(rank, by_device=by_device)))
     total = sum(parts.values())
     if total:
         tiles.append(_tile(percent(sum(parts.get(part, 0.0) for part in _COMPUTE) / total), "of a step is compute"))

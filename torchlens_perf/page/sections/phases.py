@@ -10,7 +10,7 @@ from torchlens_perf.page.sections.section import RANK_TABLES, by_prominence, nam
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.view.html import section
 from torchlens_perf.view.markup import Element, tag
-from torchlens_perf.view.rank_tables import parts_of
+from torchlens_perf.view.rank_tables import step_parts
 from torchlens_perf.view.theme import PARTS as NAMES
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def phases(contents: Contents) -> Element | None:
 
 def _bars(report: Report, ranks: list[Rank], *, by_device: bool, hidden: bool) -> Element | None:
     named = named_ranks(report)
-    found = {rank["rank"]: parts for rank in ranks if (parts := parts_of(rank, by_device=by_device))}
+    found = {rank["rank"]: parts for rank in ranks if (parts := step_parts(rank, by_device=by_device))}
     rows = [
         Bar(f"rank {rank}", {part: parts[part] for part in NAMES if parts.get(part)}, rank, rank in named)
         for rank, parts in found.items()
