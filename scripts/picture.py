@@ -6,14 +6,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from torchlens_perf.report.brief import brief_layout
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.view.terminal import short_lines
 
 _COLUMNS = 120
 
 run = RunDirectory(Path(sys.argv[1]))
 console = Console(record=True, width=_COLUMNS, file=io.StringIO(), force_terminal=True, highlight=False, markup=False)
 folder = f"torchlens-perf/{run.run_id}"
-console.print(brief_layout(run_report(run), folder, columns=_COLUMNS, page=f"{folder}/report.html"))
+for line in short_lines(run_report(run), folder, _COLUMNS, color=True, page=f"{folder}/report.html"):
+    console.print(line, no_wrap=True)
 console.save_svg(sys.argv[2], title="make demo")

@@ -23,9 +23,9 @@ from tests.support.processes import report, run, wait_for_sidecar
 from tests.support.recording import recorded
 from torchlens_perf.hooks.collective import another_has_tapped
 from torchlens_perf.recorder import rank_metadata
-from torchlens_perf.report.brief import MAX_LINES
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
+from torchlens_perf.view.terminal import SHORT_LINES_OK
 from torchlens_perf.watch import running
 
 
@@ -76,7 +76,7 @@ def test_adds_nothing_to_the_process(tmp_path: Path) -> None:
 
 
 def test_report_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """On leaving, rank 0 prints the report's short form on stderr, and the run directory holds it all."""
+    """On leaving, rank 0 prints the short report on stderr, and the run directory holds it all."""
     model, optimizer = make_model()
     with perf.watch(model, optimizer, dir=str(tmp_path), config=perf.Config(_exit_timeout_s=20)) as watch:
         train(model, optimizer, 60)
@@ -86,11 +86,11 @@ def test_report_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 
     assert out == ""
     assert "60 steps" in err
-    assert err.endswith(f"this is the short form; all of it: torchlens-perf report {watch.run_dir}\n")
-    assert err.count("\n") <= MAX_LINES
-    assert "typical step of each rank" not in err
-    assert "typical step of each rank" in made.report.read_text()
-    assert made.report.read_text().count("run directory: ") == 1
+    assert f"  full report torchlens-perf report {watch.run_dir}\n" in err
+    assert err.count("\n") <= SHORT_LINES_OK
+    assert "Typical step" not in err
+    assert "Typical step" in made.report.read_text()
+    assert made.report.read_text().count("  directory   ") == 1
     assert sorted(path.name for path in watch.run_dir.iterdir()) == ["nodes", "report.txt", "spans", "steps"]
     assert report(made)["ranks"][0]["steps"] == 60
 

@@ -447,9 +447,12 @@ class Watch(ShowsResults):
             if reports:
                 with guard("the report at the end"):
                     shown = last_report.show(
-                        run, identity, self._config, mailbox, cell, ended_by, disk_answers=self._disk_answers
-                    )
-                    if self._live_views is not None:
+                        run, identity, self._config, mailbox, cell,
+                        raised=ended_by is not None, can_wait=self._live_views is None, disk_answers=self._disk_answers,
+                    )  # fmt: skip
+                    if shown is None:
+                        mailbox = None  # it is still needed
+                    elif self._live_views is not None:
                         self._live_views.ended(shown)
         finally:
             if mailbox is not None:

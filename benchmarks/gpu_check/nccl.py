@@ -25,7 +25,7 @@ from benchmarks.gpu_check.one_gpu import one_host, refusal, small_shared_memory,
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.recorder import nccl_plugin
 from torchlens_perf.recorder.nccl_plugin import Cause
-from torchlens_perf.report.collective_table import collective_rows
+from torchlens_perf.report.collective_rows import collective_rows
 from torchlens_perf.run.ring import Reader
 
 ROOT = Path(__file__).parent.parent.parent

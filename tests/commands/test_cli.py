@@ -36,7 +36,7 @@ def test_report(finished: RunDirectory, capsys: pytest.CaptureFixture[str]) -> N
     out = capsys.readouterr().out
 
     assert "50 steps" in out
-    assert f"run directory: {finished.path}" in out
+    assert f"directory   {finished.path}" in out
     assert "\x1b" not in out
 
 

@@ -1,4 +1,4 @@
-"""`torchlens-perf doctor`: a line for what works and what does not."""
+"""`torchlens-perf doctor`: what a run records here, what it does not record, and the remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.commands.doctor import BROKEN, OK, WORSE, Check, examine
+from torchlens_perf.commands.doctor import BROKEN, LIMITED, OK, Check, examine, summary
 from torchlens_perf.recorder import torch_private
 
 
@@ -42,7 +42,7 @@ def test_missing_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert {entry.name for entry in torch_private.PRIVATE_NAMES} & set(checks) == {check.subject}
     assert checks["torch's internals"].finding.startswith(f"{len(torch_private.PRIVATE_NAMES) - 1} of ")
-    assert check.severity == WORSE
+    assert check.severity == LIMITED
     assert "missing: the backward pass is not timed" in str(check)
 
 
@@ -51,14 +51,14 @@ def test_missing_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("TORCHLENS_PERF_MODULES", "", "TORCHLENS_PERF* variables", BROKEN, "recording is off: TORCHLENS_PERF_MODULES"),
         ("TORCHLENS_PERF", "1", "TORCHLENS_PERF* variables", OK, "TORCHLENS_PERF on"),
-        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "TORCHLENS_PERF=1 and the torchrun flag", WORSE, "unset"),
-        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "yes", "TORCHLENS_PERF=1 and the torchrun flag", WORSE, "=yes switches"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "TORCHLENS_PERF=1 and the torchrun flag", LIMITED, "unset"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "yes", "TORCHLENS_PERF=1 and the torchrun flag", LIMITED, "=yes switches"),
         ("TORCHLENS_PERF_DIR", "/proc/nothing", "run directories", BROKEN, "set TORCHLENS_PERF_DIR"),
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://u:secret@h:4318", "OpenTelemetry", OK, "to http://h:4318"),
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "https://h/x?token=secret#secret", "OpenTelemetry", OK, "to https://h/x"),
-        ("OTEL_EXPORTER_OTLP_ENDPOINT", "u:secret@h:4317", "OpenTelemetry", WORSE, "to h:4317"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "u:secret@h:4317", "OpenTelemetry", LIMITED, "to h:4317"),
         ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "https://u:secret@t/v1", "OpenTelemetry", OK, "to https://t/v1"),
-        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://h:4317", "OpenTelemetry", WORSE, "OTEL_EXPORTER_OTLP_PROTOCOL=grpc"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://h:4317", "OpenTelemetry", LIMITED, "OTEL_EXPORTER_OTLP_PROTOCOL=grpc"),
         ("OTEL_SDK_DISABLED", "true", "OpenTelemetry", OK, "off"),
     ],
 )
@@ -85,7 +85,7 @@ def test_small_shared_memory_is_told() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
     place = f"{tempfile.gettempdir()}/torchlens-perf-{os.getuid()}"
-    assert done.stdout.startswith(f"worse   ring files: in memory without a name, linked from {place}")
+    assert done.stdout.startswith(f"limited ring files: in memory without a name, linked from {place}")
     assert "--shm-size" in done.stdout
 
 
@@ -94,10 +94,8 @@ def test_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     from torchlens_perf.commands.cli import main
 
     monkeypatch.chdir(tmp_path)
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("ok      platform: Linux")
-    assert out.endswith(f"\n{out.count(chr(10)) - 1} checks: 0 broken, 0 with a limitation\n")
+    assert main(["doctor", "--verbose"]) == 0
+    assert capsys.readouterr().out.startswith("ok      platform: Linux")
     monkeypatch.setenv("TORCHLENS_PERF", "perhaps")
     assert main(["doctor"]) == 1
 
@@ -107,4 +105,25 @@ def test_as_a_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torchlens_perf", "doctor"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
 
-    assert done.stdout.endswith("checks: 0 broken, 0 with a limitation\n")
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["system", "recorded", "stored", "export", "details"]
+    assert "steps, phases, modules, data loading, collectives" in lines[1]
+    assert lines[2].endswith(f"in {tmp_path}/torchlens-perf")
+    assert lines[-1].endswith("checks passed, nothing to do)")
+
+
+def test_summary_shows_each_problem_with_its_remedy() -> None:
+    """What is limited is not listed as recorded. A broken check means that nothing is recorded."""
+    native = Check(OK, "recorder", "native", records="steps")
+    tap = Check(LIMITED, "tap", "from Python", "torchlens-perf build-tap", records="ends")
+    lines = list(summary([native, tap]))
+
+    assert lines[1:4] == [
+        "recorded  steps",
+        "limited   tap: from Python",
+        "          fix: torchlens-perf build-tap",
+    ]
+    assert lines[-1].endswith("(1 of 2 checks passed)")
+    broken = list(summary([native, Check(BROKEN, "torch", "cannot be imported", "pip install torch")]))
+    assert not any(line.startswith("recorded") for line in broken)
+    assert "broken    torch: cannot be imported" in broken

@@ -22,7 +22,7 @@ from tests.support.processes import ROOT
 from tests.support.ranks import HOST, Rank, read_to_end, run_without_traces
 from torchlens_perf.commands import doctor, tap_build
 from torchlens_perf.commands.cli import _parser, main
-from torchlens_perf.commands.doctor import OK, WORSE, Check
+from torchlens_perf.commands.doctor import LIMITED, OK, Check
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.run.directory import find_sidecar_lock
@@ -251,12 +251,12 @@ def test_quiet_log(run_dir: str) -> None:
 
 def test_quiet_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """What works is not named."""
-    checks = [Check(OK, "recorder", "native"), Check(WORSE, "tap", "missing", "build it")]
+    checks = [Check(OK, "recorder", "native"), Check(LIMITED, "tap", "missing", "build it")]
     monkeypatch.setattr(doctor, "examine", lambda: iter(checks))
     assert main(["doctor", "--quiet"]) == 0
-    assert capsys.readouterr().out == "worse   tap: missing; build it\n"
-    assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.splitlines()[2:] == ["2 checks: 0 broken, 1 with a limitation"]
+    assert capsys.readouterr().out == "limited tap: missing; build it\n"
+    assert main(["doctor", "--verbose"]) == 0
+    assert capsys.readouterr().out == "ok      recorder: native\nlimited tap: missing; build it\n"
 
 
 def test_quiet_build(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,9 +17,9 @@ from tests.support.live_ranks import LiveRanks
 from tests.support.processes import SCRIPTS, wait_for_sidecar
 from torchlens_perf.commands.cli import main
 from torchlens_perf.report.captures import captures
-from torchlens_perf.report.terminal import render
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.captures import BY_USER, FLIGHT_RECORDER, STACKS, TRACE, Request
+from torchlens_perf.view.terminal import render
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -114,4 +114,4 @@ def test_command_and_verdict(tmp_path: Path) -> None:
     assert "a capture is in progress" in busy[2]
     assert f"captured: rank 0, steps {rows[3]['first_step']}-{rows[3]['last_step']}: {run.path}/captures/" in told[1]
     report["captures"] = rows
-    assert "captured: rank 1, steps" in render(report, str(run.path), columns=118, color=False)
+    assert "  Profiles" in render(report, str(run.path), columns=118, color=False)

@@ -221,4 +221,4 @@ def test_in_a_clean_run_nobody_is_named(told: list[dict[str, dict[str, Any]]], t
     (verdict,) = [each for each in report["verdicts"] if each["kind"] in ("none", "not_compared", "straggler")]
     assert verdict["kind"] == "none"
     assert verdict["evidence"]["compared"] == len(told)
-    assert "would have been named" in verdict["text"]
+    assert "smallest detectable slowdown" in verdict["text"]

@@ -81,7 +81,9 @@ def test_alerts_arrive(receiver: Receiver, exporter: Make, protocol: str) -> Non
         ("torch.train.hang.started", "WARN SEVERITY_NUMBER_WARN"),
         ("torch.train.hang.ended", "INFO SEVERITY_NUMBER_INFO"),
     ]
-    assert started.body.startswith("Rank 3 (node-a) is slow in the backward pass: 80.0 ms of work a step against 60.0")
+    assert started.body.startswith(
+        "Rank 3 (node-a) is slow in the backward pass: it computes 80.0 ms per step, the other ranks 60.0"
+    )
     assert "Next:" in started.body
     assert all(began_ns <= event.time_ns <= time.time_ns() for event in events)
     assert (started.attributes[semantics.RANK], started.attributes[semantics.PHASE]) == (3, "backward")

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -27,23 +27,23 @@ from torchlens_perf.exporters import otlp_environment, semantics
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.series import Meter
-from torchlens_perf.page.markup import html
 from torchlens_perf.page.notebook import results
 from torchlens_perf.page.sections.verdicts import verdicts as cards
-from torchlens_perf.report.brief import brief
 from torchlens_perf.report.build import build
-from torchlens_perf.report.terminal import render
+from torchlens_perf.report.run_report import run_report
 from torchlens_perf.results.figures import SLOW_RANK, VERDICT, Figures
 from torchlens_perf.results.figures import checked as checked_logger
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import ENDED
-from torchlens_perf.serve.runs import find_runs, lines_of
+from torchlens_perf.serve.run_list import find_runs, lines_of
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.verdict_lines import verdict_lines
 from torchlens_perf.verdicts import node_state
+from torchlens_perf.view.headline import headlines, overall
+from torchlens_perf.view.terminal import render, render_short
 
 STEPS = 160
 FAULTS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {
@@ -139,9 +139,18 @@ def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
     assert of_summary == [(row["cost_s_per_step"], row["cost_share"]) for row in report["verdicts"]]
     in_top = " ".join(line.plain for line in verdict_lines(report["verdicts"], 4000, Lettering()))
     assert shown_in_order(in_top, heads(report))
-    page = html(cards({"report": report, "held": [None] * len(first_words)}))  # type: ignore[typeddict-item]
-    assert shown_in_order(page, [re.sub(r"[<>&\"].*", "", words) for words in first_words])
-    assert first_words[0] in " ".join(brief(report, "x", columns=400, color=False).split())
+    found = headlines(report)
+    page = " ".join(cards({"report": report, "headlines": found, "tables": []}).itertext())  # type: ignore[typeddict-item]
+    for headline in found:
+        assert headline.sentence in page
+        assert all(text in page for _, text in headline.facts)
+        if headline.cost_share:
+            assert percent(headline.cost_share) in page
+    head = overall(headlines(cast("Any", report)))
+    assert head is not None
+    short = " ".join(render_short(report, "x", columns=400, color=False).split())
+    assert head.sentence[:40] in short
+    assert (f"cost {head.cost}" in short) == bool(head.cost)
 
 
 def alerts_and_assessment_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemoryExporter) -> None:
@@ -213,5 +222,8 @@ def loggers_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMem
 def the_list_of_runs_has_the_first_verdict(report: dict[str, Any], folder: Path) -> None:
     """As `serve` lists them; its page of one run is the report's."""
     (line,) = lines_of(str(folder), find_runs(str(folder)), 60.0)
-    assert (line.verdict, line.state) == (heads(report)[0], report["run"]["state"])
+    verdict = overall(headlines(run_report(RunDirectory(folder / line.name))))
+    assert verdict is not None
+    assert (line.status, line.sentence, line.cost) == (verdict.status, verdict.sentence, verdict.cost)
+    assert (line.is_live, line.step_s) == (report["run"]["live"], report["steps"]["p50_s"])
     assert (line.ranks, line.seen) == (report["run"]["world_size"], report["run"]["ranks_seen"])

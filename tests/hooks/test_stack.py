@@ -75,5 +75,5 @@ def test_doctor_tries_it() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
     assert done.stdout.startswith(
-        ("ok      stacks of a hanging rank: py-spy can", "worse   stacks of a hanging rank: none: not permitted")
+        ("ok      stacks of a hanging rank: py-spy can", "limited stacks of a hanging rank: none: not permitted")
     )

@@ -25,7 +25,7 @@ from torchlens_perf.hooks.on_device import sections
 from torchlens_perf.hooks.on_device.nccl import NcclHook
 from torchlens_perf.hooks.on_device.stalls import Stalls
 from torchlens_perf.recorder import nccl_plugin
-from torchlens_perf.report.collective_table import collective_rows
+from torchlens_perf.report.collective_rows import collective_rows
 from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.ring import Flag, Kind
 

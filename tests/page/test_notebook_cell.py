@@ -15,12 +15,13 @@ import pytest
 
 from tests.report.test_report import report_on
 from tests.support.ranks import Rank, make_run
-from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.errors import printable
 from torchlens_perf.page.notebook import MAX_BYTES, cell, results
 from torchlens_perf.page.small_charts import MAX_BARS, image, parts_chart, step_chart
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.view import theme
+from torchlens_perf.view.headline import headlines
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
 # What JupyterLab leaves of the HTML of a notebook that is not trusted (packages/apputils/src/sanitizer.ts), as far as
@@ -28,7 +29,7 @@ WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
 TAGS: dict[str, set[str]] = {
     "div": {"style"}, "p": set(), "b": set(), "br": set(), "small": set(), "img": {"alt", "src", "style"},
     "table": set(), "thead": set(), "tbody": set(), "tr": set(), "th": set(), "td": set(),
-    "details": set(), "summary": set(), "ul": set(), "li": set(),
+    "code": set(), "details": set(), "summary": set(), "ul": set(), "li": set(),
 }  # fmt: skip
 STYLES = {
     "border-left": r"4px solid #[0-9a-f]{6}", "padding-left": r"\d+px", "margin": r"\d+px \d+px", "max-width": r"100%",
@@ -112,12 +113,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_what_it_says(report: dict[str, Any]) -> None:
     """The verdict with its next action, the numbers of the report, the notes, where all is: as text, in that order."""
     page = Page(cell(report, "/runs/one"))
-    verdict = " ".join(report["verdicts"][0]["text"].split())
-    head, _, action = verdict.partition(" Next: ")
+    (first,) = headlines(report, "/runs/one")
 
-    assert head in page.words
-    assert f"Next: {action}" in page.words
-    assert page.words.index(head) < page.words.index("p50")
+    assert "SLOW RANK rank 1" in page.words
+    assert f"{duration(first.cost_s_per_step)} lost per step, {percent(first.cost_share)} of step time" in page.words
+    for words in (first.sentence, f"Next: {first.action}", " ".join(first.command.split())):
+        assert words in page.words
+    assert page.words.index(first.sentence) < page.words.index("p50")
     for name in ("p50_s", "p95_s", "p99_s", "max_s"):
         assert duration(report["steps"][name]) in page.words
     assert f"{report['quality']['overhead_share']:.2%} of the steps' time" in page.words
@@ -183,10 +185,14 @@ def test_hostile_names_are_inert(report: dict[str, Any]) -> None:
             else value
         )
 
+    def bad_verdict(row: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: row[name] for name in ("kind", "evidence")}
+        return {**planted({name: value for name, value in row.items() if name not in kept}), **kept}
+
     for field in ("run", "verdicts", "quality"):
         bad = {
             **report,
-            field: planted([vars_of(each) for each in report[field]] if field == "verdicts" else report[field]),
+            field: [bad_verdict(each) for each in report[field]] if field == "verdicts" else planted(report[field]),
         }
         page = Page(cell(bad, HOSTILE))
         assert "<script>alert(1)</script>" in page.words
@@ -195,10 +201,6 @@ def test_hostile_names_are_inert(report: dict[str, Any]) -> None:
     json.loads(results({**report, "run": planted(report["run"])}, HOSTILE, HOSTILE))
     ((says, _),) = Page(image('<svg xmlns="http://www.w3.org/2000/svg"/>', HOSTILE)).images
     assert says == printable(HOSTILE)
-
-
-def vars_of(verdict: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in verdict.items() if name != "evidence"}
 
 
 def test_without_steps(tmp_path: Path) -> None:
@@ -210,14 +212,14 @@ def test_without_steps(tmp_path: Path) -> None:
     assert page.images == []
     assert "cost of this tool" in page.words
     assert "not measured" in page.words
-    assert " ".join(found["verdicts"][0]["text"].split()).partition(" Next: ")[0] in page.words
+    assert headlines(found)[0].sentence in page.words
 
 
 def test_large_jobs_and_long_texts_stay_small(report: dict[str, Any]) -> None:
     """Whatever is in a run, a cell is smaller than its bound; what is left out is counted."""
-    large = copy.deepcopy({**report, "verdicts": [vars_of(each) for each in report["verdicts"]]})
+    large = copy.deepcopy(report)
     large["ranks"] = [{**report["ranks"][0], "rank": rank} for rank in range(4096)]
-    large["verdicts"] = [{**large["verdicts"][0], "text": "x" * 5000 + " Next: " + "y" * 5000}] * 100
+    large["verdicts"] = [{**large["verdicts"][0], "explanation": "x" * 5000, "text": " Next: " + "y" * 5000}] * 100
     large["quality"]["notes"] = ["z" * 5000] * 100
     columns = range(64)
     large["history"] = {

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.recording import recorded
 from tests.support.taps import cache, copy_of_sources, load_anew, tap
-from torchlens_perf.commands.doctor import OK, WORSE, Check, examine
+from torchlens_perf.commands.doctor import LIMITED, OK, Check, examine
 from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.run import tap_requirements
 
@@ -81,7 +81,7 @@ def test_current_folder_is_no_place(
 
     assert tap_requirements.places() == [tap_requirements.SOURCES]
     assert native_tap.load() is None
-    assert doctor().severity == WORSE
+    assert doctor().severity == LIMITED
 
 
 def test_home_counts_where_the_cache_is_relative(cache: Path, tap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_what_others_can_write_is_not_loaded(
 
     assert missed(tmp_path / "run", monkeypatch) == file.name
     check = doctor()
-    assert check.severity == WORSE
+    assert check.severity == LIMITED
     assert f"{file} is not used: " in check.finding
     assert "can be written by" in check.finding or f"belongs to user {SOMEBODY}" in check.finding
     assert not trace.exists()
@@ -293,7 +293,7 @@ def test_tap_that_cannot_be_loaded(cache: Path, tmp_path: Path, monkeypatch: pyt
 
     assert missed(tmp_path / "run", monkeypatch) == file.name
     check = doctor()
-    assert check.severity == WORSE
+    assert check.severity == LIMITED
     assert f"{file} is not used: it cannot be loaded: " in check.finding
 
 
@@ -331,5 +331,5 @@ def test_doctor_without_the_tap(setting: str | None, remedy: str, cache: Path, m
         monkeypatch.setenv("TORCHLENS_PERF_BUILD_TAP", setting)
     check = doctor()
 
-    assert (check.severity, check.remedy) == (WORSE, remedy)
+    assert (check.severity, check.remedy) == (LIMITED, remedy)
     assert check.finding == "from Python: costs 50 us a collective, and asynchronous ones have no end time"

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.recorder.test_late_report import SLOW, WRITING, sidecar_of, watched
+from tests.recorder.test_late_report import WRITING, sidecar_of, watched
 from tests.support.processes import clean_environ, wait_for_sidecar
 from tests.support.warm_python import WarmPython
 from torchlens_perf.config import Config
 from torchlens_perf.results import last_report
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.mailbox import REPORT
 
 # Computes until the test needs no more of it.
 BUSY = """
@@ -94,20 +95,55 @@ def test_a_timeout_of_the_users_is_the_longest_wait(
     assert f"the report is not ready after {timeout_s:.1f}" in printed
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-def test_after_an_exception_the_wait_is_short(
-    kind: type[BaseException], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its traceback comes after the wait. The line says that training has ended with it, and is not taken for it."""
-    late_sidecar(monkeypatch, tmp_path, SLOW.format(name="torchlens_perf.report.run_report", seconds=5))
-    monkeypatch.setattr(last_report, "_LONGEST_S", 600.0)
-    with pytest.raises(kind), watched(tmp_path / "runs") as watch:
-        raise kind
-    printed = capfd.readouterr().err
-    wait_for_sidecar(RunDirectory(watch.run_dir))
+@pytest.mark.parametrize("raised", ["RuntimeError", "KeyboardInterrupt"])
+def test_report_after_an_exception_is_below_the_traceback(raised: str, enough: Path, tmp_path: Path) -> None:
+    """The traceback is printed after a second at most. The program then waits as after any other end."""
+    (tmp_path / "sitecustomize.py").write_text(BUSY.format(seconds=30, enough=str(enough)))
+    program = f"""
+import torchlens_perf as perf
+from torchlens_perf.results import last_report
+last_report._LONGEST_S = 600.0
+with perf.watch(dir={str(tmp_path / "runs")!r}):
+    raise {raised}("lost")
+"""
+    environ = clean_environ({"PYTHONPATH": str(tmp_path)})
+    with WarmPython([sys.executable, "-c", program], env=environ, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        killer = threading.Timer(240, process.kill)
+        killer.start()
+        lines = []
+        while (line := process.stderr.readline()) and line != WRITING:
+            lines.append(line)
+        enough.touch()
+        report = process.stderr.read()
+        process.wait()
+        killer.cancel()
 
-    assert WRITING not in printed
-    assert printed.startswith(f"torchlens_perf: training ended with {kind.__name__}; the report is not ready after 1.")
+    assert lines[0].startswith("Traceback")
+    assert lines[-1].startswith(raised)
+    assert "torchlens-perf report" in report
+    assert "not ready" not in report
+    (run,) = (tmp_path / "runs").iterdir()
+    wait_for_sidecar(RunDirectory(run), 240)
+    assert not list(RunDirectory(run).local_mailboxes(REPORT))
+
+
+def test_next_watch_replaces_a_report_that_is_still_awaited(
+    enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search over many trials that fail does not end with their reports."""
+    late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=30, enough=str(enough)))
+    with pytest.raises(RuntimeError), watched(tmp_path / "runs") as first:
+        raise RuntimeError
+    assert last_report._at_exit is not None
+    assert capfd.readouterr().err == ""
+    enough.touch()
+    with watched(tmp_path / "runs"):
+        pass
+
+    assert last_report._at_exit is None
+    assert not list(RunDirectory(first.run_dir).local_mailboxes(REPORT))
+    wait_for_sidecar(RunDirectory(first.run_dir), 120)
 
 
 def test_jobs_of_several_nodes_wait_a_second(

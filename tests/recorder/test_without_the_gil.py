@@ -89,5 +89,5 @@ def test_native_recorder_that_cannot_be_loaded(tmp_path: Path) -> None:
     assert "the native recorder cannot be loaded" in problem
     assert problem in line
     assert problem in said()[1]
-    assert without[0].startswith("False||worse   recorder: the Python implementation")
+    assert without[0].startswith("False||limited recorder: the Python implementation")
     assert without[1] == ""

@@ -17,7 +17,6 @@ from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE, state_of
 from torchlens_perf.analysis.statistics.run_windows import RunWindows
 from torchlens_perf.report.build import build
-from torchlens_perf.report.terminal import render
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.causes.straggler_groups import with_groups
@@ -29,6 +28,7 @@ from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Strag
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.hang import RankStack
 from torchlens_perf.verdicts.words.over import held_words
+from torchlens_perf.view.terminal import render
 
 WIDTH = 8  # steps, of a window of a short run
 STEP_S = 0.016  # of BASE
@@ -210,7 +210,7 @@ def test_the_verdict_on_the_run_is_over() -> None:
     assert (held["since_step"], held["until_step"]) == (0, 320)
     assert (held["windows_held"], held["windows_judged"]) == (40, 50)
     text = " ".join(render(build("r", [node([slow_data(0, 320, 400)] * 2)]), "x", columns=110, color=False).split())
-    assert "Held in 40 of 50 windows of 8 steps, from step 0 to 319 (" in text
+    assert "in 40 of 50 windows of 8 steps, from step 0 to 319 (" in text
 
 
 def test_while_a_rank_is_slow_the_others_waiting_is_its_doing() -> None:
@@ -303,7 +303,7 @@ def test_a_hang_that_went_by_is_first_if_it_cost_most() -> None:
     assert [each["kind"] for each in report["verdicts"]] == ["hang_ended", "compute_bound"], "its step is no second one"
     text = render(report, "x", columns=200, color=False)
     assert text.index("The job hung") < text.index("train.py:7 in load") < text.index("Computing")
-    assert "earlier in this run" not in text
+    assert "  earlier " not in text
 
 
 def test_a_short_hang_that_went_by_is_listed_as_earlier() -> None:
@@ -312,7 +312,7 @@ def test_a_short_hang_that_went_by_is_listed_as_earlier() -> None:
     report = checked(build("r", [node([loop], records=hung(12.0, over=True))]))
 
     assert report["verdicts"][-1]["text"] == "The job hung in step 57 for 12.0 s, and went on. Rank 2 did not enter it."
-    assert "earlier in this run" in render(report, "x", columns=200, color=False)
+    assert "  earlier " in render(report, "x", columns=200, color=False)
 
 
 @pytest.mark.parametrize("ended", ["closed", "died"])
@@ -328,7 +328,7 @@ def test_a_run_that_ended_in_a_hang(seen_to_end: bool, ended: str) -> None:
         "The job hung in step 57 for 60.0 s, and ended in it. Rank 2 did not enter it. Next: look at it."
     )
     text = render(report, "x", columns=110, color=False)
-    assert "earlier in this run" not in text
+    assert "  earlier " not in text
     assert "The job hung in step 57" in text
 
 
@@ -374,14 +374,14 @@ def test_in_words() -> None:
 
 
 def test_earlier_in_this_run() -> None:
-    """The report names what is over under a heading, the newest few, and says how many more there are."""
+    """The report shows what is over, the newest few, and how many more there are."""
     past: list[Episode] = [episode(1, 20 * place, 20 * place + 10) for place in range(6)]
     text = render(build("r", [node([usual(160)] * 2, findings(*past, last_step=159))]), "x", columns=110, color=False)
-    words = " ".join(text.partition("earlier in this run")[2].split())
+    words = " ".join(text.partition("  earlier ")[2].split())
 
     assert words.startswith("Rank 1 was slow in the backward pass from step 100 to step 109: ")
     assert "It is over. Held in 2 of 20 windows of 8 steps, from step 100 to 109 (" in words
-    assert "and 2 more; --json has all" in words
+    assert "2 more: --json" in words
 
 
 @given(st.lists(st.booleans(), max_size=40))

@@ -15,7 +15,6 @@ from tests.support.ranks import HOST, Rank, make_run
 from torchlens_perf.analysis.statistics.memory import MemoryReading
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
-from torchlens_perf.report.terminal import show
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.oom_table import LiveRow, LiveTable, OutOfMemory
 from torchlens_perf.run.ring import Kind
@@ -23,6 +22,7 @@ from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.words.oom import next_action
+from torchlens_perf.view.terminal import show
 
 
 def live_row(
@@ -114,10 +114,10 @@ def test_a_ranks_memory(run: RunDirectory) -> None:
     assert memory["device"]["age_steps"] == 15
     assert (memory["growth"], memory["device"]["retries_in"]) == (None, None)
     text = shown(report)
-    assert "device memory per rank" in text
+    assert "  Device memory" in text
     assert "21.5 GB" in text
     assert "25%" in text
-    assert "up to 15 steps ago" in text
+    assert "at most 15 steps before the last one" in text
     assert not [note for note in report["quality"]["notes"] if "retries" in note or "grows" in note]
 
 
@@ -145,7 +145,7 @@ def test_without_a_device_nothing_is_shown(run: RunDirectory) -> None:
     report = report_on(run, [rank])
     assert report["ranks"][0]["memory"]["device"] is None
     assert report["ranks"][0]["out_of_memory"] is None
-    assert "device memory" not in shown(report)
+    assert "Device memory" not in shown(report)
 
 
 def test_a_rank_that_ran_out_of_memory_comes_first(run: RunDirectory) -> None:
@@ -164,7 +164,7 @@ def test_a_rank_that_ran_out_of_memory_comes_first(run: RunDirectory) -> None:
     assert verdict["evidence"]["file"] == "oom/rank00001-40.json"
     assert len(report["verdicts"]) > 1
     text = shown(report)
-    assert text.index("what held the memory of rank 1") < text.index("typical step of each rank")
+    assert "Memory of rank 1 when it ran out" in text
     lines = (run.oom / "rank00001-40.txt").read_text().splitlines()
     assert [line.strip() for line in lines if "Mlp" in line] == [
         "42.9 GB  96 blocks, 96 of them new  Net > Block > Mlp"
@@ -229,7 +229,7 @@ def test_an_error_without_a_table(run: RunDirectory) -> None:
     assert (verdict["kind"], verdict["since_step"]) == ("out_of_memory", 40)
     assert "There is no table of it, as memory had run out shortly before: oom/rank00000-3.json" in verdict["text"]
     assert "errors without a table: 2" in (run.oom / "rank00000-40.txt").read_text()
-    assert "what held the memory" not in shown(report)
+    assert "when it ran out" not in shown(report)
 
 
 def test_words_of_a_share(run: RunDirectory) -> None:

@@ -13,17 +13,17 @@ from tests.support.findings import MS, episode, findings
 from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE
 from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
-from torchlens_perf.page.markup import html
 from torchlens_perf.page.notebook import results
 from torchlens_perf.page.sections.verdicts import verdicts as cards
-from torchlens_perf.report.brief import brief
 from torchlens_perf.report.build import build
-from torchlens_perf.report.terminal import render
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.top.lettering import Lettering
 from torchlens_perf.top.verdict_lines import verdict_lines
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.findings import Usual
+from torchlens_perf.view.headline import headlines
+from torchlens_perf.view.markup import html
+from torchlens_perf.view.terminal import render, render_short
 
 
 def report_on(state: NodeState) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def several() -> NodeState:
 
 
 def test_every_surface_has_the_same_order() -> None:
-    """JSON, terminal, its short form, page, notebook, summary and `top`: what has cost most is first on each."""
+    """JSON, terminal, the short report, page, notebook, summary and `top`: what has cost most is first on each."""
     report = report_on(several())
     kinds = [(row["kind"], row["phase"]) for row in report["verdicts"]]
     lost = [row["lost_s"] for row in report["verdicts"]]
@@ -62,12 +62,13 @@ def test_every_surface_has_the_same_order() -> None:
     assert [kind for kind, _ in kinds] == ["long_steps", "data_bound", "long_steps", "none"]
     assert lost == sorted(lost, reverse=True)
     assert shown_in_order(render(report, "x", columns=250, color=False), first_words)
-    assert shown_in_order(brief(report, "x", columns=250, color=False), first_words)
+    assert shown_in_order(render_short(report, "x", columns=250, color=False), first_words[:3])
     in_cell = json.loads(results(report, "x", ""))
     assert [each["text"] for each in in_cell["summary"]["verdicts"]] == heads(report)
-    assert shown_in_order(in_cell["html"], first_words)
-    held = [None] * len(kinds)
-    assert shown_in_order(html(cards({"report": report, "held": held})), first_words)  # type: ignore[typeddict-item]
+    sentences = [headline.sentence for headline in headlines(report)]
+    assert shown_in_order(in_cell["html"], sentences)
+    page = html(cards({"report": report, "headlines": headlines(report)}))  # type: ignore[typeddict-item]
+    assert shown_in_order(page, sentences)
     in_top = " ".join(line.plain for line in verdict_lines(report["verdicts"], 4000, Lettering()))
     assert shown_in_order(in_top, heads(report))
 

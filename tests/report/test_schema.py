@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.report import test_device_table as device
+from tests.report import test_device_times as device
 from tests.report import test_memory_table as memory
 from tests.report.test_report import WORK, report_on
 from tests.sidecar.telemetry.test_infiniband import port

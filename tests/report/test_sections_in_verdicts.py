@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.support.ranks import HOST, Rank
 from tests.support.reports import checked
 from tests.support.tables import MS
+from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.report.build import build
-from torchlens_perf.report.terminal import render
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.view.tables import section_table
 
 STEPS = 60
 
@@ -61,10 +62,17 @@ def first(report: dict[str, Any]) -> str:
     text = report["verdicts"][0]["text"]
     named = re.match(r'Section "([^"]+)" takes \d+(?:\.\d+)?% \(([^)]+)\)', text)
     if named is not None:
-        lines = render(report, "r", columns=250, color=False).partition("host code, typical step")[2].split("\n")
-        (row,) = [line for line in lines if line.strip().startswith(f"{named[1]} ")]
-        assert row.rstrip().endswith(named[2]), (row, text)
+        columns = columns_of(report)
+        seconds = columns["outside phases"][columns["section"].index(named[1])]
+        assert duration(seconds) == named[2], (seconds, text)
     return str(text)
+
+
+def columns_of(report: dict[str, Any]) -> dict[str, list[Any]]:
+    """The values of the table of sections, by the title of their column."""
+    table = section_table(cast("Any", report))
+    assert table is not None
+    return {column.title: list(column.values) for column in table.columns}
 
 
 def test_the_section_that_takes_the_step_is_the_verdict(run: RunDirectory) -> None:
@@ -94,12 +102,11 @@ def test_section_of_other_steps_takes_none_of_a_typical_step(run: RunDirectory) 
             loop.section("dump", 400.0)
         loop.compute(10.0)
         loop.end_step()
-    table = render(report_on(run, loop), "r", columns=250, color=False).partition("sections")[2]
-    header, *lines = [re.split(r"\s{2,}", line.strip()) for line in table.split("\n") if line.strip()]
-    rows = {line[0]: dict(zip(header, line, strict=False)) for line in lines}
+    columns = columns_of(report_on(run, loop))
+    rows = dict(zip(columns["section"], zip(columns["calls"], columns["per step"], strict=True), strict=True))
 
-    assert (rows["dump"]["calls"], rows["dump"]["typical step"]) == ("2", "none")
-    assert rows["tokenize"]["typical step"] == "2.00 ms"
+    assert rows["dump"] == (2, 0.0)
+    assert rows["tokenize"][1] == pytest.approx(0.002)
 
 
 @pytest.mark.parametrize(("inner", "named"), [(41.0, "tokenize"), (22.0, "prepare")])

@@ -9,16 +9,17 @@ import pytest
 from tests.exporters.test_exporters import Metrics
 from tests.support.reports import as_json
 from tests.support.simulations import simulation
+from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.exporters import Assessment, semantics
 from torchlens_perf.page.document.html import document
 from torchlens_perf.page.gather.run_contents import contents
 from torchlens_perf.report.build import build
-from torchlens_perf.report.terminal import render
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Topology
 from torchlens_perf.verdicts.node_state import NodeState, load_all
+from torchlens_perf.view.terminal import render
 
 SLOW = (0, 3)
 NO_COST = re.compile(r"costs the job 0 |costs the job \d+(\.\d+)? [nu]s a step")
@@ -66,7 +67,10 @@ def test_every_surface_says_what_they_cost_together(run: RunDirectory, state: No
     assert {row["rank"]: row["evidence"]["slow_too"] for row in rows} == {0: [3], 3: [0]}
     assert [row["cost_s_per_step"] for row in rows] == pytest.approx([joint_ns / 1e9] * 2)
     assert all(row["cost_share"] > 0.1 for row in rows)
-    for text in (terminal, page):
+    for row, other in zip(rows, (3, 0), strict=True):
+        cost = f"{duration(row['cost_s_per_step'])} per step = {percent(row['cost_share'])} of step time"
+        assert f"cost {cost}, together with rank {other}" in terminal
+    for text in (page,):
         assert "Together with rank 3 it costs the job" in text
         assert "Together with rank 0 it costs the job" in text
         assert not NO_COST.search(text)

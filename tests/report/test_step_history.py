@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.report.test_heat_map import windows
+from tests.report.test_heat import windows
 from torchlens_perf.analysis.statistics.rank import NO_WINDOWS, WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.run_windows import MAX_COLUMNS
 from torchlens_perf.report.step_history import step_history

@@ -166,7 +166,7 @@ def test_reader_has_a_memory_limit() -> None:
     program = (
         "import resource\n"
         "from torchlens_perf.serve.readers import _called, _start\n"
-        "_start('torchlens_perf.serve.runs')\n"
+        "_start('torchlens_perf.serve.run_list')\n"
         "from tests.security.test_large_files import allocate\n"
         "print(_called(allocate, (1 << 20,)))\n"
         "limit = resource.getrlimit(resource.RLIMIT_DATA)[0]\n"

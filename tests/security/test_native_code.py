@@ -47,8 +47,8 @@ def test_doctor_on_a_cache_that_is_not_used(folder: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("XDG_CACHE_HOME", folder)
     first, *_ = doctor._tap()
 
-    assert first.severity == doctor.WORSE
-    assert str(first).startswith(f"worse   cache of native code: XDG_CACHE_HOME={folder} is not an absolute path")
+    assert first.severity == doctor.LIMITED
+    assert str(first).startswith(f"limited cache of native code: XDG_CACHE_HOME={folder} is not an absolute path")
 
 
 def test_name_of_the_tap(monkeypatch: pytest.MonkeyPatch) -> None:

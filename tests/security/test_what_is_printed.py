@@ -21,10 +21,10 @@ from torchlens_perf.commands.cli import main
 from torchlens_perf.commands.doctor import Check
 from torchlens_perf.errors import ConfigError, RunStoreError, printable
 from torchlens_perf.report.run_report import run_report
-from torchlens_perf.report.terminal import render
 from torchlens_perf.run import captures
 from torchlens_perf.run.captures import Outcome, Request
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.view.terminal import render
 
 _HOSTILE = [
     "\x1b[2J\x1b[31mred", "\x1b]8;;http://evil/\x1b\\click\x1b]8;;\x1b\\", "\x1b]0;title\x07", "\x9b2J", "\x90q\x9c",

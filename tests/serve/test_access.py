@@ -23,7 +23,7 @@ def test_without_the_token_nothing_is_shown(server: PageServer) -> None:
         (page,) = shown
         assert "Open the address that `torchlens-perf serve` printed" in page
         assert "done" not in page
-        for path in ("/runs/done/api/contents", "/runs/done/api/changes", "/runs/done/api/step/1", "/api/counts"):
+        for path in ("/runs/done/api/contents", "/runs/done/api/news", "/runs/done/api/step/1", "/api/counts"):
             answer = stranger.ask(path, torchlens_perf_token=token)
             assert (answer.status, "done" in answer.text) == (403, False), path
             assert "Open the address that `torchlens-perf serve` printed" in answer.text

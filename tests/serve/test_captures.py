@@ -54,30 +54,30 @@ def test_a_capture_by_the_button(training: tuple[Path, Path]) -> None:
     assert run
     with PageServer(folder) as server:
         viewer, api = server.viewer(), f"/runs/{run.name}/api"
-        with viewer.news(run.name) as news:
-            version = news.next()["version"]
-            made = viewer.json(f"{api}/contents")["report"]["ranks"][0]["steps"]
-            assert 'id="capture"' in viewer.page(run.name)
-            asked = viewer.post(f"{api}/captures", ranks="0", steps="2")
-            assert (asked.status, asked.json["ranks"], asked.json["steps"]) == (202, [0], 2), asked.text
-            again = viewer.post(f"{api}/captures", ranks="0", steps="2")
-            assert (again.status, "in progress" in again.json["problem"]) == (400, True)
-            of = f"{api}/captures/{asked.json['id']}"
-            assert eventually(lambda: viewer.json(of)["is_over"])
-            (outcome,) = viewer.json(of)["outcomes"]
-            assert viewer.json(of)["waiting"] == []
-            assert re.match(r"steps \d+ to \d+; training paused for ", outcome["words"])
-            (trace,) = [file for file in outcome["files"] if file["name"] == TRACE]
-            answer = viewer.ask(f"/runs/{run.name}/{trace['address']}")
-            assert (answer.status, len(answer.body)) == (200, trace["bytes"])
-            assert answer.headers["content-disposition"] == f'attachment; filename="{TRACE}"'
-            assert json.loads(gzip.decompress(answer.body))["traceEvents"]
-            while news.next()["version"] == version:
-                pass
-            # A version may be new by what was captured, before it is by a step: the steps follow.
-            assert eventually(lambda: viewer.json(f"{api}/contents")["report"]["ranks"][0]["steps"] > made)
-            stop.touch()
-            news.until(is_live=False)
+        news = viewer.news(run.name)
+        version = news.next()["version"]
+        made = viewer.json(f"{api}/contents")["report"]["ranks"][0]["steps"]
+        assert 'id="capture"' in viewer.page(run.name)
+        asked = viewer.post(f"{api}/captures", ranks="0", steps="2")
+        assert (asked.status, asked.json["ranks"], asked.json["steps"]) == (202, [0], 2), asked.text
+        again = viewer.post(f"{api}/captures", ranks="0", steps="2")
+        assert (again.status, "in progress" in again.json["problem"]) == (400, True)
+        of = f"{api}/captures/{asked.json['id']}"
+        assert eventually(lambda: viewer.json(of)["is_over"])
+        (outcome,) = viewer.json(of)["outcomes"]
+        assert viewer.json(of)["waiting"] == []
+        assert re.match(r"steps \d+ to \d+; training paused for ", outcome["words"])
+        (trace,) = [file for file in outcome["files"] if file["name"] == TRACE]
+        answer = viewer.ask(f"/runs/{run.name}/{trace['address']}")
+        assert (answer.status, len(answer.body)) == (200, trace["bytes"])
+        assert answer.headers["content-disposition"] == f'attachment; filename="{TRACE}"'
+        assert json.loads(gzip.decompress(answer.body))["traceEvents"]
+        while news.next()["version"] == version:
+            pass
+        # A version may be new by what was captured, before it is by a step: the steps follow.
+        assert eventually(lambda: viewer.json(f"{api}/contents")["report"]["ranks"][0]["steps"] > made)
+        stop.touch()
+        news.until(is_live=False)
         page = viewer.page(run.name)
         assert 'id="capture"' not in page  # nobody is there to be asked
         assert trace["address"] in links(page, "captures/")
@@ -176,8 +176,8 @@ def test_nothing_else_is_served(holder: Viewer, path: str) -> None:
 
 def test_a_file_that_changes_meanwhile_is_not_passed_off_as_whole(captured: Path) -> None:
     """The second block of another file is none of this one's."""
-    from torchlens_perf.serve.capture_requests import BLOCK_BYTES, block
-    from torchlens_perf.serve.readers import NoSuchError
+    from torchlens_perf.serve.captures import BLOCK_BYTES, block
+    from torchlens_perf.serve.run_names import NoSuchError
 
     run = captured / "run"
     first, known = block(str(run), ID, "2", TRACE, 0, ())

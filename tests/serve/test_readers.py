@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.leftovers import eventually
 from torchlens_perf.errors import ConfigError, RunStoreError
-from torchlens_perf.serve.readers import NoSuchError, ReadError, Readers
+from torchlens_perf.serve.readers import Readers
+from torchlens_perf.serve.run_names import NoSuchError, ReadError
 
 pytestmark = pytest.mark.distributed
 

@@ -3,36 +3,57 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
 import os
 import re
 import shutil
 from pathlib import Path
+from urllib.parse import urljoin
 
 import pytest
 
-from tests.serve.conftest import SLOW
+from tests.support.live_simulation import LiveSimulation
 from tests.support.page_server import PageServer, Viewer, links
+from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.page.document.html import as_json
 from torchlens_perf.page.gather.run_contents import contents
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.serve.run_list import SORTS
 from torchlens_perf.serve.run_names import address, name_in
+from torchlens_perf.view.headline import headlines
 
 pytestmark = pytest.mark.distributed
 
 
-def test_list_says_what_each_run_was(viewer: Viewer) -> None:
-    """Program, ranks, begin and end, and its verdict without what to do."""
+def cells(page: str) -> list[dict[str, str]]:
+    """Return the rows of the list as text by column."""
+    rows = re.findall(r"<tr>(<td.*?)</tr>", page)
+    found = [re.findall(r'<td class="run-(\w+)">(.*?)</td>', row) for row in rows]
+    return [{key: re.sub(r"<[^>]*>", "", text).strip() for key, text in row} for row in found]
+
+
+def test_list_has_the_facts_of_each_run(viewer: Viewer, runs: Path) -> None:
+    """The same as in the report: status, cost, step time and the verdict without the action."""
     text = viewer.list()
+    (row,) = cells(text)
+    held = contents(RunDirectory(runs / "done"))["report"]
+    verdict = headlines(held)[0]
+
     assert links(text, "runs/") == ["runs/done/"]
-    assert "simulation" in text
-    assert re.search(r"ended \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", text)
-    assert f"Rank {SLOW}" in text
+    assert row.pop("started") == (held["run"]["started"] or "").replace("T", " ")[:16]
+    assert row == {
+        "status": "SLOW RANK", "program": "simulation done", "cost": percent(verdict.cost_share or 0),
+        "verdict": html.escape(verdict.sentence, quote=False), "step": duration(held["steps"]["p50_s"] or 0),
+        "ranks": "4", "hosts": "1", "steps": "96", "state": "ended",
+    }  # fmt: skip
+    assert f'title="{verdict.cost}"' in text
     assert "Next:" not in text
 
 
 def test_page_is_that_of_the_file(viewer: Viewer, runs: Path) -> None:
     """The same contents as in a file of the run, in the page and as JSON; scripts and styles by address."""
-    held = json.loads(json.dumps(contents(RunDirectory(runs / "done"))))
+    held = json.loads(as_json(contents(RunDirectory(runs / "done"))))
     shown = viewer.json("/runs/done/api/contents")
     text = viewer.page("done")
     found = re.search(r'<script type="application/json" id="contents">(.*?)</script>', text, re.DOTALL)
@@ -119,8 +140,9 @@ def test_damaged_and_hostile_folders(tmp_path: Path, runs: Path) -> None:
         found = links(text, "runs/")
         assert len(found) == 12
         assert all(raw not in text for raw in ("<b>bold", "\x1b", "\u202e", "line\nline"))
-        assert text.count("cannot be read") == 3  # the list's words for two, and the reason of one that has the same
-        assert "no step is known yet" in text
+        rows = cells(text)
+        assert [row["verdict"] for row in rows if row["status"] == "STARTING"] == ["No step has been recorded yet."]
+        assert sum(row["status"] == "UNREADABLE" for row in rows) == 2
         shown = {address: viewer.answer_of_page(f"/{address}") for address in found}
         unreadable = {address: answer for address, answer in shown.items() if answer.status != 200}
         assert set(unreadable) == {"runs/bad/", "runs/fifo/", "runs/begins/"}
@@ -131,8 +153,45 @@ def test_damaged_and_hostile_folders(tmp_path: Path, runs: Path) -> None:
         for name in ("link", "loop", "file", "no%20run", "nodes%20is%20a%20file"):
             assert viewer.ask(f"/runs/{name}/").status == 404
         assert viewer.ask("/?search=bad").text.count('href="runs/') == 1
-        assert "No run has such a name" in viewer.ask("/?search=%3Cscript%3E").text
+        assert "No run matches" in viewer.ask("/?search=%3Cscript%3E").text
         assert "<script>alert" not in viewer.ask('/?search="><script>alert(1)</script>').text
+
+
+def test_list_can_be_sorted_and_filtered(tmp_path: Path, runs: Path) -> None:
+    """By each column, in both directions. A run without a value is the last one."""
+    shutil.copytree(runs / "done", tmp_path / "slow")
+    with LiveSimulation(tmp_path / "live", 2) as live:
+        live.goes_on()
+        (tmp_path / "begins" / "nodes").mkdir(parents=True)
+        with PageServer(tmp_path) as server:
+            viewer = server.viewer()
+            viewer.list()
+
+            def names(query: str) -> list[str]:
+                return [link.split("/")[1] for link in links(viewer.ask(f"/?{query}").text, "runs/")]
+
+            assert names("sort=ranks") == ["slow", "live", "begins"]
+            assert names("sort=-ranks") == ["live", "slow", "begins"]
+            assert names("sort=cost")[0] == "slow"
+            for key in SORTS:
+                assert sorted(names(f"sort={key}")) == sorted(names(f"sort=-{key}")) == ["begins", "live", "slow"]
+            assert names("sort=nothing") == names("")
+            assert names("search=SLOW+rank") == ["slow"]
+            assert set(names("search=live")) == {"live"}
+            page = viewer.ask("/?sort=-ranks&search=l").text
+            assert 'aria-sort="ascending"' in page
+            assert "2 of 3 runs match" in page
+            assert 'href="?search=l&amp;sort=ranks"' in page
+
+
+@pytest.mark.parametrize("path", ["/runs/nothing/", "/nothing", "/runs/done/nothing"])
+def test_address_without_a_page_leads_to_the_list(viewer: Viewer, path: str) -> None:
+    answer = viewer.ask(path, accept="text/html")
+    assert answer.status == 404
+    assert "<h1>Not found</h1>" in answer.text
+    (link,) = re.findall(r'<a href="([^"]*)">All runs', answer.text)
+    assert urljoin(f"http://host{path}", link) == "http://host/"
+    assert "<html" not in viewer.ask(path).text
 
 
 def test_a_run_alone(runs: Path) -> None:
@@ -158,7 +217,8 @@ def test_many_runs_are_shown_a_page_at_a_time(tmp_path: Path, runs: Path) -> Non
         first = viewer.list()
         assert links(first, "runs/") == [f"runs/run-{number:03d}/" for number in range(119, 69, -1)]
         assert "page 1 of 3" in first
-        assert first.count("Rank 3") == 5
+        assert [row["status"] for row in cells(first)][:6] == ["SLOW RANK"] * 5 + ["STARTING"]
+        assert cells(viewer.ask("/?sort=-ranks").text)[-1]["ranks"] == ""
         last = viewer.ask("/?page=2").text
         assert links(last, "runs/")[-1] == "runs/run-000/"
         for page in ("99999999", "-1", "x", "9" * 400):

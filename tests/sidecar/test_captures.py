@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,7 +19,7 @@ from tests.support.findings import PLACES, episode, findings
 from tests.support.ranks import HOST, Rank, make_run
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.commands.cli import main
-from torchlens_perf.report.captures import capture_lines, captures
+from torchlens_perf.report.captures import captures
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.captures import BY_USER, BY_VERDICT, LONGEST_S, RAW_TRACE, STACKS, TRACE, Outcome, Request
 from torchlens_perf.run.ring import Flag, Kind
@@ -27,6 +27,7 @@ from torchlens_perf.sidecar.captures import LOOK_S, CaptureRelay, LiveRank
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.verdicts.causes.straggler_groups import suspect_and_healthy, with_groups
 from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.view.tables import capture_table
 
 
 class Node:
@@ -311,23 +312,8 @@ def test_code_of_the_command(node: Node, traced: bool, code: int, quiet: list[st
         rank.close()
 
 
-@pytest.mark.parametrize(
-    ("kind", "live", "lines"),
-    [
-        ("straggler", True, ["For a trace of it: torchlens-perf capture RUN --rank 3"]),
-        ("straggler", False, []),
-        ("hang", True, []),
-    ],
-)
-def test_command_in_the_report(kind: str, live: bool, lines: list[str]) -> None:
-    """Of a live job in which a rank is slow, until there is a capture."""
-    report = {"captures": [], "verdicts": [{"kind": kind, "rank": 3}], "run": {"live": live}}
-
-    assert capture_lines(report, "RUN") == lines
-
-
-def test_lines_of_the_report(node: Node) -> None:
-    """Where the trace is, or why there is none."""
+def test_table_of_profiles(node: Node) -> None:
+    """The newest first: where the trace is, or why there is none."""
     node.ask()
     node.ask(id="two", ranks=(0,))
     node.ranks[0] = dataclasses.replace(node.ranks[0], refuses=True)
@@ -336,12 +322,15 @@ def test_lines_of_the_report(node: Node) -> None:
     node.look(0.1)
     node.look(0.1)
 
-    assert capture_lines({"captures": captures(node.run)}, "RUN") == [
-        "captured: rank 1, steps 12-14: RUN/captures/one/rank00001/trace.json.gz",
-        "not captured: rank 0: captures are switched off: capture='off'",
-        "Traces open in ui.perfetto.dev or chrome://tracing.",
-        "The longest steps, and what this tool cost, include 250 ms for writing captures.",
-    ]
+    rows = captures(node.run)
+    table = capture_table(cast("Any", {"captures": rows}))
+
+    assert table is not None
+    assert {column.title: column.values for column in table.columns} == {
+        "rank": [0, 1], "steps": [None, "12-14"],
+        "trace": ["none: captures are switched off: capture='off'", "captures/one/rank00001/trace.json.gz"],
+        "paused": [0.0, 0.25],
+    }  # fmt: skip
 
 
 def test_pause_is_no_lag_in_collectives(node: Node) -> None:

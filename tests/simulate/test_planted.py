@@ -135,6 +135,19 @@ def test_found_and_missed_faults_are_listed(capsys: pytest.CaptureFixture[str]) 
     assert f"```\n{found}\nconstant:rank=5{missed}\n```" in ACCURACY.read_text()
 
 
+def test_one_verdict_counts_for_one_fault_of_a_rank(answer: Any) -> None:
+    """Of two faults at the same time, the one in the phase of the verdict is found. Faults of two ranks both are."""
+    forward, backward = "constant:rank=3,share=0.3,phase=forward", "constant:rank=3,share=0.1,phase=backward"
+    options = ("--rows", "--ranks", "16", "--steps", "96", *QUIET)
+    both = answer(*options, "--fault", backward, "--fault", forward)
+
+    assert [(each["phase"], each["found"]) for each in both["planted"]] == [("backward", False), ("forward", True)]
+    assert "a larger fault makes the same rank slow at the same time" in both["planted"][0]["why_not"]
+    assert not both["not_planted"]
+    ranks = answer(*options, "--fault", "constant:rank=3,share=0.3", "--fault", "constant:rank=5,share=0.3")
+    assert [each["found"] for each in ranks["planted"]] == [True, True]
+
+
 def test_no_rank_is_at_fault(answer: Any) -> None:
     faults = ("--fault", "pauses:share=0.3", "--fault", "variable_length:spread=0.1")
     found = answer("--rows", "--steps", "64", *faults)

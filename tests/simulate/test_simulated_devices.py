@@ -68,7 +68,7 @@ def test_device_times_that_come_late_or_never(late_steps: int, tmp_path: Path) -
 
 
 def test_the_hosts_times_show_nothing(tmp_path: Path) -> None:
-    """A device that tells nothing: nobody is named, and the report does not say that nobody stands out."""
+    """A device that tells nothing: no rank is reported, and the report does not say that no rank is slow."""
     run = make_run(tmp_path)
     record(simulation(FAULTS[0], noise=0.05), STEPS, run, "note", SimulatedDevice(missing=1.0))
     report = build(run.run_id, node_state.load_all(run))
@@ -149,8 +149,8 @@ def test_the_page_shows_own_times(each_step: bool, tmp_path: Path, monkeypatch: 
         assert np.nanmax(np.abs(np.nanmean(excess[[0, 1, 3, 4, 5, 6, 7]], axis=1))) < 0.03
     else:
         assert not np.isfinite(excess).any()
-    assert "Rank 2 takes most longer in forward" in drawn
-    assert "Rank 2 takes most longer in backward" not in drawn
+    assert "Largest gap: rank 2 spends" in drawn
+    assert "in backward; the others" not in drawn
 
 
 def test_jobs_that_are_not_data_parallel_only() -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from torchlens_perf.page.contents import Contents, SlowTime, StepMatrices
 from torchlens_perf.page.matrix import encoded
+from torchlens_perf.view.rank_tables import rank_table
 
 NODE_SIZE, TENSOR_PARALLEL = 8, 4
 STEP_S, EXCESS, SAMPLED_EVERY, CHECKPOINT_EVERY, EVALUATION_EVERY, WARM_UP = 0.25, 0.2, 16, 100, 250, 3
@@ -45,6 +46,7 @@ def enlarged(small: Contents, ranks: int, steps: int, slow_rank: int, since: int
         if verdict["kind"] == "straggler":
             verdict |= {"rank": slow_rank, "since_step": since}
             verdict["evidence"]["ranks"] = [slow_rank]
+    made["tables"] = [rank_table(report), *(each for each in made["tables"] if each.key != "ranks")]
     made["telemetry"] = _telemetry(shown, slow_rank, steps * STEP_S)
     return cast("Contents", made)
 

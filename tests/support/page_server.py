@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import http.client
 import json
 import os
-import queue
 import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -85,7 +81,7 @@ class Viewer(Stranger):
     def list(self) -> str:
         """The list, once it has read the runs that it shows: until then it says that some are being read."""
         deadline_s = time.monotonic() + ENDS_WITHIN_S
-        while "of these runs are being read" in (text := self.ask("/").text):
+        while "runs are being read" in (text := self.ask("/").text):
             assert time.monotonic() < deadline_s, "they were not read"
             time.sleep(0.2)
         return text
@@ -109,69 +105,33 @@ class Viewer(Stranger):
     def post(self, path: str, **fields: str) -> Answer:
         return self.ask(path, "POST", urlencode(fields), Origin=f"http://{self.host}")
 
-    @contextlib.contextmanager
-    def news(self, run: str) -> Iterator[News]:
-        """What the server tells of a run, as it comes."""
-        heard = News(self, f"/runs/{run}/api/changes")
-        try:
-            yield heard
-        finally:
-            heard.close()
+    def news(self, run: str) -> News:
+        """What the server reports of a run, each change once."""
+        return News(self, f"/runs/{run}/api/news")
 
 
 class News:
-    """Server-sent events, read by a thread of its own."""
+    """Asks again and again, as the page's script does."""
 
     def __init__(self, viewer: Viewer, path: str) -> None:
-        self._connection = http.client.HTTPConnection(viewer.host, timeout=ENDS_WITHIN_S)
-        self._connection.request("GET", path, headers={TOKEN_HEADER: viewer.token})
-        answer = self._connection.getresponse()
-        assert answer.status == 200
-        assert answer.getheader("content-type", "").startswith("text/event-stream")
-        self.ids: list[str] = []
-        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, args=(answer,), daemon=True)
-        self._reader.start()
-
-    def _read(self, answer: http.client.HTTPResponse) -> None:
-        fields: dict[str, str] = {}
-        with contextlib.suppress(OSError, http.client.HTTPException, ValueError, AttributeError):  # closed meanwhile
-            for line in answer:
-                text = line.decode().rstrip("\n")
-                name, _, value = text.partition(": ")
-                if text:
-                    fields[name] = value
-                elif "data" in fields:
-                    self.ids.append(fields["id"])
-                    self._events.put(json.loads(fields["data"]))
-                    fields = {}
-        self._events.put(None)
+        self._viewer, self._path = viewer, path
+        self._last: dict[str, Any] = {"version": "", "is_live": True, "problem": ""}
 
     def next(self) -> dict[str, Any]:
-        """Raises AssertionError where the server has let go, queue.Empty where nothing comes."""
-        event = self._events.get(timeout=ENDS_WITHIN_S)
-        assert event is not None, "the server has ended"
-        return event
+        """Wait for the next change."""
+        deadline_s = time.monotonic() + ENDS_WITHIN_S
+        while (news := self._viewer.json(self._path)) == self._last:
+            assert time.monotonic() < deadline_s, "nothing has changed"
+            time.sleep(0.1)
+        self._last = news
+        return dict(news)
 
     def until(self, **wanted: Any) -> dict[str, Any]:
-        """The next event that has these values."""
+        """Wait for a change to these values."""
         while True:
-            event = self.next()
-            if all(event[key] == value for key, value in wanted.items()):
-                return event
-
-    def has_ended(self) -> bool:
-        """Whether the server lets go; waits for it."""
-        while self._events.get(timeout=ENDS_WITHIN_S) is not None:
-            pass
-        return True
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            if self._connection.sock is not None:
-                self._connection.sock.shutdown(2)
-        self._connection.close()
-        self._reader.join(ENDS_WITHIN_S)
+            news = self.next()
+            if all(news[key] == value for key, value in wanted.items()):
+                return news
 
 
 class PageServer:

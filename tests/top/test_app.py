@@ -36,7 +36,7 @@ def test_run_from_its_beginning_to_its_end(live: LiveSimulation) -> None:
             live.goes_on(2)
             await drawn.sees("simulation run 4 ranks LIVE ")
             await drawn.sees("64 steps")
-            await drawn.sees("No rank stands out over 64 steps")
+            await drawn.sees("No slow rank in 64 steps")
             live.goes_on(2)
             await drawn.sees("verdicts: 1 now")
             await drawn.sees(

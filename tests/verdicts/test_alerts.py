@@ -48,7 +48,9 @@ def test_a_straggler_is_told_of_once_and_ends_once() -> None:
     assert (started.rank, started.ranks, started.host, started.phase) == (3, (3,), "node-a", "backward")
     assert (started.cause, started.scope, started.attempt) == ("slow_compute", "rank", 0)
     assert (started.cost_s_per_step, started.cost_share, ended.cost_s_per_step) == (0.015, 0.15, 0.014)
-    assert started.text.startswith("Rank 3 (node-a) is slow in the backward pass: 80.0 ms of work a step against 60.0")
+    assert started.text.startswith(
+        "Rank 3 (node-a) is slow in the backward pass: it computes 80.0 ms per step, the other ranks 60.0"
+    )
     assert "Next: compare" in started.sentence
     assert ended.sentence.startswith("Rank 3 was slow in the backward pass from step 100 to step 179")
 

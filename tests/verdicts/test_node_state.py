@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from tests.report import test_memory_table as memory
-from tests.report.test_device_table import HOST as PARTS_MS
-from tests.report.test_device_table import Gpu
+from tests.report.test_device_times import HOST as PARTS_MS
+from tests.report.test_device_times import Gpu
 from tests.sidecar.telemetry.test_infiniband import port
 from tests.sidecar.telemetry.test_log import FIRST, Rig
 from tests.support.findings import PLACES, episode, findings, hang, slow_links

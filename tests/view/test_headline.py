@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
 
 
 def simulated(folder: Path, *faults: str, ranks: int = 8, steps: int = 120) -> Report:
-    run = RunDirectory(folder / "run")
+    run = RunDirectory(folder / uuid.uuid4().hex)  # its lock is of the machine
     run.create()
     record(
         Simulation(Topology(ranks), faults=[parse_fault(each) for each in faults], noise=0.05), steps, run, run.run_id
@@ -40,9 +41,9 @@ def test_slow_rank_has_its_facts_apart_from_the_sentence(tmp_path: Path) -> None
     assert facts["rank"].startswith("3 (")
     assert facts["phase"] == "forward"
     assert facts["steps"] == "since step 0"
-    assert facts["consistent"].startswith("in ")
+    assert facts["seen"].startswith("in ")
     assert " per step = " in found.cost
-    assert found.cost.endswith("% of job time")
+    assert found.cost.endswith("% of step time")
     assert "costs the job" not in found.sentence
     assert "Next:" not in found.sentence
 

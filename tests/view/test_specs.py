@@ -41,3 +41,33 @@ def test_head_keeps_the_slow_rows_that_it_contains() -> None:
     assert table.rows == 3
     assert table.head(2).slow == {0}
     assert table.head(2).rows == 2
+
+
+def test_column_takes_the_unit_of_a_given_duration() -> None:
+    column = Column("data", [0.0002, 0.0], unit_of=0.03)
+
+    assert column.heading == "data ms"
+    assert column.texts() == ["0.20", "0.00"]
+
+
+def test_bound_is_marked() -> None:
+    assert Column("comm wait", [0.02, 0.01], marks=[">= ", ""]).texts() == [">= 20.0", "10.0"]
+
+
+def test_number_of_a_rank_is_a_name() -> None:
+    column = Column("rank", [1023], Quantity.TEXT)
+
+    assert column.texts() == ["1023"]
+    assert not column.is_text
+    assert Column("host", ["a", None], Quantity.TEXT).is_text
+
+
+def test_rows_that_are_not_shown_are_counted_with_their_range() -> None:
+    ranks = Column("rank", [3, 0, 1, 2], Quantity.TEXT)
+    table = Table(
+        "ranks", "Ranks", [ranks, Column("compute", [0.3, 0.245, 0.251, 0.25])], noun="rank", ranged="compute"
+    )
+
+    assert table.rest(1) == "3 more ranks, compute 245 to 251 ms"
+    assert table.rest(3) == "1 more rank, compute 250 ms"
+    assert table.rest(4) == ""

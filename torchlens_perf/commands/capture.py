@@ -67,7 +67,7 @@ def capture(options: argparse.Namespace) -> int:
 
 def _ask(run: RunDirectory, options: argparse.Namespace) -> Request:
     """Ask, and again while the sidecar has not read the first steps. Raises ConfigError or RunStoreError."""
-    from torchlens_perf.serve.ask_capture import NotReadYetError, ask_capture
+    from torchlens_perf.serve.captures import NotReadYetError, ask_capture
 
     deadline_s = time.monotonic() + (0.0 if options.no_wait else options.timeout)
     with Progress("waiting for the sidecar to read the first steps", quiet=options.quiet):

@@ -198,9 +198,10 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser(
         "doctor",
-        description="Check what works in this environment, and print what to do where something does not. Exit code 1: "
-        "something is broken.",
+        description="Print what a run in this environment records, what it does not record, and what to do. "
+        "Exit code 1: something is broken.",
     )
+    doctor.add_argument("--verbose", action="store_true", help="print each check")
     doctor.set_defaults(command=_doctor)
     for command in commands.choices.values():
         command.add_argument("--quiet", action="store_true", help="print only the result and errors")
@@ -216,7 +217,7 @@ def _report(options: argparse.Namespace) -> int:
         report_json.write(report_json.schema(), sys.stdout)
         return 0
     from torchlens_perf.report.run_report import report_and_states
-    from torchlens_perf.report.terminal import show
+    from torchlens_perf.view.terminal import show
 
     run = RunDirectory(options.run_dir or _newest_run())
     if options.html is not None:
@@ -277,14 +278,13 @@ def _build_tap(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from torchlens_perf.commands.doctor import BROKEN, WORSE, examine
+    from torchlens_perf.commands.doctor import BROKEN, OK, examine, summary
 
-    severities = []
-    for check in examine():
-        if check.severity or not options.quiet:
-            print(printable(str(check)))
-        severities.append(check.severity)
-    broken, limited = severities.count(BROKEN), severities.count(WORSE)
-    if not options.quiet:
-        print(f"{len(severities)} checks: {broken} broken, {limited} with a limitation")
-    return 1 if broken else 0
+    checks = list(examine())
+    if options.quiet:
+        lines = [str(check) for check in checks if check.severity != OK]
+    else:
+        lines = [str(check) for check in checks] if options.verbose else list(summary(checks))
+    for line in lines:
+        print(printable(line))
+    return 1 if any(check.severity == BROKEN for check in checks) else 0

@@ -1,4 +1,7 @@
-"""`torchlens-perf doctor`: what works in this environment and what does not, one line each, with the remedy."""
+"""`torchlens-perf doctor`: what a run in this environment records, what it does not record, and what to do.
+
+`summary()` is the command's usual output. With `--verbose` it prints each check.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torchlens_perf import config
@@ -18,24 +21,57 @@ from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.run import directory
 from torchlens_perf.run.installation import install_command
 from torchlens_perf.run.rings import memory
+from torchlens_perf.version import VERSION
 
-OK, WORSE, BROKEN = 0, 1, 2
-_WORDS = {OK: "ok     ", WORSE: "worse  ", BROKEN: "broken "}
+OK, LIMITED, BROKEN = 0, 1, 2
+_WORDS = {OK: "ok     ", LIMITED: "limited", BROKEN: "broken "}
+_PLATFORM, _TORCH, _STORED, _EXPORT = "platform", "torch", "run directories", "OpenTelemetry"
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line: what was looked at, how it is, and what to do about it."""
+    """One examined part of the environment, its state, and the remedy."""
 
     severity: int
-    """OK, WORSE (it works, with less or at more cost) or BROKEN."""
+    """OK, LIMITED (it works, with less data or at a higher cost) or BROKEN."""
     subject: str
     finding: str
     remedy: str = ""
+    records: str = ""
+    """Data that a run has if the severity is OK."""
 
     def __str__(self) -> str:
         remedy = f"; {self.remedy}" if self.remedy and self.severity != OK else ""
         return f"{_WORDS[self.severity]} {self.subject}: {self.finding}{remedy}"
+
+
+def summary(checks: Sequence[Check]) -> Iterator[str]:
+    """The lines that tell a user what a run records here. Each problem is one more line, and its remedy another one."""
+    by_subject = {check.subject: check for check in checks}
+
+    def finding(subject: str) -> str:
+        check = by_subject.get(subject)
+        return check.finding if check is not None and check.severity == OK else ""
+
+    problems = [check for check in checks if check.severity != OK]
+    recorded = ", ".join(check.records for check in checks if check.records and check.severity == OK)
+    torch = f", torch {version}" if (version := finding(_TORCH)) else ""
+    yield _line("system", f"torchlens_perf {VERSION}, {finding(_PLATFORM)}{torch}")
+    if recorded and not any(check.severity == BROKEN for check in problems):
+        yield _line("recorded", recorded)
+    for check in problems:
+        yield _line(_WORDS[check.severity].strip(), f"{check.subject}: {check.finding}")
+        if check.remedy:
+            yield _line("", f"fix: {check.remedy}")
+    for label, subject in (("stored", _STORED), ("export", _EXPORT)):
+        if found := finding(subject):
+            yield _line(label, found)
+    passed = f"{len(checks) - len(problems)} of {len(checks)} checks passed"
+    yield _line("details", f"torchlens-perf doctor --verbose ({passed}{'' if problems else ', nothing to do'})")
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<9} {text}"
 
 
 def examine() -> Iterator[Check]:
@@ -54,7 +90,7 @@ def examine() -> Iterator[Check]:
 def _platform() -> Iterator[Check]:
     linux = sys.platform == "linux"
     text = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
-    yield Check(OK if linux else BROKEN, "platform", text, "ring files need Linux")
+    yield Check(OK if linux else BROKEN, _PLATFORM, text, "ring files need Linux")
 
 
 def _native() -> Iterator[Check]:
@@ -65,18 +101,18 @@ def _native() -> Iterator[Check]:
         yield Check(BROKEN, "recorder", f"nothing is recorded: {refused}")
         return
     if NATIVE:
-        yield Check(OK, "recorder", "native")
+        yield Check(OK, "recorder", "native", records="steps, phases, modules, data loading, collectives")
         return
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         finding = "the Python implementation: a free-threaded Python has no native one"
-        yield Check(WORSE, "recorder", finding, "the usual build of Python has it")
+        yield Check(LIMITED, "recorder", finding, "the usual build of Python has it")
         return
     compiler = shutil.which("cc") or shutil.which("gcc")
     remedy = f"reinstall: {install_command(options='--force-reinstall --no-deps')}"
     if compiler is None:
         remedy = "install a C compiler and Python's headers, then " + remedy
     finding = LOADING_PROBLEM or "the Python implementation: marks cost about ten times more"
-    yield Check(WORSE, "recorder", finding, remedy)
+    yield Check(LIMITED, "recorder", finding, remedy)
 
 
 def _tap() -> Iterator[Check]:
@@ -87,9 +123,9 @@ def _tap() -> Iterator[Check]:
     cache = os.environ.get("XDG_CACHE_HOME")
     if cache is not None and not os.path.isabs(cache):
         finding = f"XDG_CACHE_HOME={cache} is not an absolute path and is ignored"
-        yield Check(WORSE, "cache of native code", finding, "unset it, or set an absolute one")
+        yield Check(LIMITED, "cache of native code", finding, "unset it, or set an absolute one")
     if native_tap.load() is not None:
-        yield Check(OK, "tap on collectives", "native")
+        yield Check(OK, "tap on collectives", "native", records="end of asynchronous collectives")
         return
     problems = "; ".join(native_tap.problems())
     finding = "from Python: costs 50 us a collective, and asynchronous ones have no end time"
@@ -98,7 +134,7 @@ def _tap() -> Iterator[Check]:
     if remedy is None:
         now, later = "torchlens-perf build-tap", "the next run of several ranks has the native one built"
         remedy = f"{now}, or nothing: {later}" if _builds_tap() else now
-    yield Check(WORSE, "tap on collectives", finding, remedy)
+    yield Check(LIMITED, "tap on collectives", finding, remedy)
 
 
 def _builds_tap() -> bool:
@@ -122,17 +158,18 @@ def _nccl() -> Iterator[Check]:
     if nccl_plugin.load() is None:
         problem = nccl_plugin.problem() or "the native recorder is missing"
         yield Check(
-            WORSE, subject, f"{problem}: {without}", "install a C compiler and reinstall where nobody else writes"
+            LIMITED, subject, f"{problem}: {without}", "install a C compiler and reinstall where nobody else writes"
         )
     elif every[True] == 0:
-        yield Check(WORSE, subject, f"not timed: {without}", "NCCL 2.28 to 2.30 tell when they ran")
+        yield Check(LIMITED, subject, f"not timed: {without}", "NCCL 2.28 to 2.30 tell when they ran")
     elif other is not None:
-        yield Check(WORSE, subject, f"another plugin was chosen: {without}", f"ours is used without {other}")
+        yield Check(LIMITED, subject, f"another plugin was chosen: {without}", f"ours is used without {other}")
     elif every[False] == 0:
         remedy = f"TORCHLENS_PERF_NCCL=on times one step of {every[True]}, see docs/gpu.md"
-        yield Check(WORSE, subject, f"not timed with this NCCL: {without}", remedy)
+        yield Check(LIMITED, subject, f"not timed with this NCCL: {without}", remedy)
     else:
-        yield Check(OK, subject, "timed by the device in every step, from the first communicator inside a watch on")
+        finding = "timed by the device in every step, from the first communicator inside a watch on"
+        yield Check(OK, subject, finding, records="NCCL kernels")
 
 
 def _torch() -> Iterator[Check]:
@@ -146,12 +183,12 @@ def _torch() -> Iterator[Check]:
     version = torch_private.torch_version(torch.__version__)
     supported = version >= torch_private.OLDEST_TORCH
     oldest = ".".join(map(str, torch_private.OLDEST_TORCH))
-    yield Check(OK if supported else WORSE, "torch", torch.__version__, f"tested from {oldest} on")
+    yield Check(OK if supported else LIMITED, _TORCH, torch.__version__, f"tested from {oldest} on")
     missing = [entry for entry in torch_private.PRIVATE_NAMES if not torch_private.works(entry.name)]
     found = len(torch_private.PRIVATE_NAMES) - len(missing)
     yield Check(OK, "torch's internals", f"{found} of {found + len(missing)} that hooks use work")
     for entry in missing:
-        yield Check(WORSE, entry.name, f"missing: {entry.without}", "look for a newer torchlens-perf")
+        yield Check(LIMITED, entry.name, f"missing: {entry.without}", "look for a newer torchlens-perf")
     kind = devices.accelerator()
     if not kind:
         yield Check(OK, "device", "CPU: host times are the device's times")
@@ -170,7 +207,7 @@ def _abilities(kind: str) -> Iterator[Check]:
         found = problem(ability, torch.device(kind))
         finding = f"missing ({found}): {ability.without}" if found else "works"
         yield Check(
-            WORSE if found else OK, f"{kind}: {ability.name}", finding, "look for a newer torch for this device"
+            LIMITED if found else OK, f"{kind}: {ability.name}", finding, "look for a newer torch for this device"
         )
 
 
@@ -183,15 +220,21 @@ def _cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
     if one_connection:
         finding = f"{name}: device times are not taken, as {CONNECTIONS}=1"
     remedy = "TORCHLENS_PERF_DEVICE_TIMES=on takes them, at the cost of communication's overlap"
-    yield Check(WORSE if one_connection else OK, "device times", finding, remedy)
+    yield Check(LIMITED if one_connection else OK, "device times", finding, remedy, records="device times")
     if not nvidia:
-        yield Check(WORSE, "device sections", "not in a ROCm build: they read NVIDIA's clock", "use perf.section()")
+        yield Check(
+            LIMITED,
+            "device sections",
+            "not timed in a ROCm build: their kernels read NVIDIA's clock",
+            "use perf.section()",
+        )
     elif not kernels.has_cupy():
         remedy = f"{install_command('cuda13')} (CUDA 12: [cuda12])"
-        yield Check(WORSE, "device sections", "not timed: CuPy is missing", remedy)
+        yield Check(LIMITED, "device sections", "not timed: CuPy is missing", remedy)
     else:
         driver.Driver()  # raises where it cannot be loaded, which examine() shows
-        yield Check(OK, "device sections", "CuPy compiles the kernels at their first use")
+        finding = "CuPy compiles the kernels at their first use"
+        yield Check(OK, "device sections", finding, records="device sections")
 
 
 def telemetry() -> Iterator[Check]:
@@ -207,14 +250,15 @@ def telemetry() -> Iterator[Check]:
             remedy = (
                 "install the driver's libnvidia-ml.so.1; in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility"
             )
-            yield Check(WORSE, "GPU telemetry", f"none: NVML says {found}", remedy)
+            yield Check(LIMITED, "GPU telemetry", f"none: NVML says {found}", remedy)
         else:
             driver, gpus, with_gpm = found
             activity = f"GPM on {with_gpm} of {gpus} GPUs"
-            yield Check(OK, "GPU telemetry", f"NVML, driver {driver}; activity of SMs and memory: {activity}")
+            finding = f"NVML, driver {driver}; activity of SMs and memory: {activity}"
+            yield Check(OK, "GPU telemetry", finding, records="GPU telemetry")
     ports = len(infiniband.ports())
     finding = f"{ports} ports of InfiniBand or RoCE adapters" if ports else "no InfiniBand or RoCE adapter"
-    yield Check(OK, "network telemetry", finding)
+    yield Check(OK, "network telemetry", finding, records="network telemetry" if ports else "")
 
 
 def _autoload() -> Iterator[Check]:
@@ -223,12 +267,12 @@ def _autoload() -> Iterator[Check]:
     if is_autoload_off(os.environ):
         remedy = f"unset {AUTOLOAD_SWITCH}, or use `python -m torchlens_perf run SCRIPT`"
         finding = f"{AUTOLOAD_SWITCH}={os.environ[AUTOLOAD_SWITCH]} switches them off"
-        yield Check(WORSE, "TORCHLENS_PERF=1 and the torchrun flag", finding, remedy)
+        yield Check(LIMITED, "TORCHLENS_PERF=1 and the torchrun flag", finding, remedy)
         return
     for group in ("torch.backends", "torchrun.logs_specs"):
         found = any(entry.name == "torchlens_perf" for entry in importlib.metadata.entry_points(group=group))
         finding = "installed" if found else "missing: scripts cannot be recorded without watch()"
-        yield Check(OK if found else WORSE, f"entry point {group}", finding, install_command())
+        yield Check(OK if found else LIMITED, f"entry point {group}", finding, install_command())
 
 
 def _settings() -> Iterator[Check]:
@@ -259,7 +303,7 @@ def _ring_place() -> Iterator[Check]:
     else:
         finding = f"in memory without a name, linked from {place}"
     remedy = "rings in a /dev/shm that is a tmpfs (docker run --shm-size) outlive rank and sidecar, if both are killed"
-    yield Check(OK if kinds[0] else WORSE, "ring files", finding, remedy)
+    yield Check(OK if kinds[0] else LIMITED, "ring files", finding, remedy)
 
 
 def _run_directory() -> Iterator[Check]:
@@ -272,9 +316,9 @@ def _run_directory() -> Iterator[Check]:
         if not existed:
             folder.rmdir()
     except RunStoreError as error:
-        yield Check(BROKEN, "run directories", str(error), "set TORCHLENS_PERF_DIR to a folder that can be written")
+        yield Check(BROKEN, _STORED, str(error), "set TORCHLENS_PERF_DIR to a folder that can be written")
         return
-    yield Check(OK, "run directories", f"in {folder}")
+    yield Check(OK, _STORED, f"in {folder}")
 
 
 def _export() -> Iterator[Check]:
@@ -284,7 +328,7 @@ def _export() -> Iterator[Check]:
     signals = wanted_signals(os.environ)
     if not signals:
         finding = "off: no endpoint is configured (OTEL_EXPORTER_OTLP_ENDPOINT); nothing goes over the network"
-        yield Check(OK, "OpenTelemetry", finding)
+        yield Check(OK, _EXPORT, finding)
         return
     shared = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
     ways: dict[str, list[str]] = {}
@@ -296,7 +340,7 @@ def _export() -> Iterator[Check]:
         ways.setdefault(where, []).append(f"{signal} by {how}")
     finding = "; ".join(f"{', '.join(sent)}{where}" for where, sent in ways.items())
     remedy = "port 4317 is gRPC by custom: set OTEL_EXPORTER_OTLP_PROTOCOL=grpc, or use port 4318"
-    yield Check(WORSE if wrong_port else OK, "OpenTelemetry", finding, remedy)
+    yield Check(LIMITED if wrong_port else OK, _EXPORT, finding, remedy)
 
 
 def _stacks() -> Iterator[Check]:
@@ -311,9 +355,10 @@ def _stacks() -> Iterator[Check]:
     if needed:
         tracer.name_tracer(0)
     if stack.lines:
-        yield Check(OK, "stacks of a hanging rank", "py-spy can read them")
+        finding = "py-spy can read them"
+        yield Check(OK, "stacks of a hanging rank", finding, records="stacks of a hanging rank")
     else:
-        yield Check(WORSE, "stacks of a hanging rank", f"none: {stack.reason}")
+        yield Check(LIMITED, "stacks of a hanging rank", f"none: {stack.reason}")
 
 
 def _tools() -> Iterator[Check]:

@@ -42,8 +42,8 @@ def serve(options: argparse.Namespace) -> int:
         raise ConfigError(f"serve needs {' and '.join(missing)}, not installed here: {install_command('serve')}")
     from torchlens_perf.serve import server as servers
     from torchlens_perf.serve.app import Server
+    from torchlens_perf.serve.run_list import find_runs
     from torchlens_perf.serve.run_names import is_run
-    from torchlens_perf.serve.runs import find_runs
 
     is_open = not servers.is_loopback(options.host)
     if is_open and not options.allow_remote:

@@ -135,10 +135,10 @@ def _topology(options: argparse.Namespace) -> Topology:
 def _rings(simulation: Simulation, options: argparse.Namespace) -> int:
     from torchlens_perf.report.report_json import plain
     from torchlens_perf.report.run_report import report_and_states
-    from torchlens_perf.report.terminal import show
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.simulate.planted import Compared
     from torchlens_perf.simulate.rings import MAX_RANKS, OPEN_FILES, SimulatedDevice
+    from torchlens_perf.view.terminal import show
 
     if simulation.topology.ranks > MAX_RANKS:
         raise ConfigError(f"--out is for {MAX_RANKS} ranks at most, not {simulation.topology.ranks}: use --rows")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TypedDict
 
 from torchlens_perf.verdicts.words.report import Report
+from torchlens_perf.view.headline import Headline
+from torchlens_perf.view.specs import Table
 
 SCHEMA = 1
 
@@ -145,7 +147,7 @@ class StepTraceRow(TypedDict):
     why: str
     """Why this step is in the page: "slowest", "first slow step of rank 3", "typical", "evaluation", ..."""
     clock: str
-    """A sentence: how the ranks' times were laid on one line, and how well that is known."""
+    """A sentence: how the clocks of several nodes were aligned, and how exactly; "" for one node."""
     ranks: list[RankTrace]
     ranks_left_out: int
     collectives: list[CollectiveJoined]
@@ -172,17 +174,6 @@ class Series(TypedDict):
     value: list[float | None]
 
 
-class HeldVerdict(TypedDict):
-    """For how long a verdict has held; in the order of report.verdicts."""
-
-    since_s: float | None
-    until_s: float | None
-    """Seconds since the run's first step; until_s is None where it holds still."""
-    windows_held: int | None
-    windows_judged: int | None
-    """Of so many windows of steps over the run; None where it is not judged by windows, or that is not known."""
-
-
 class Thinned(TypedDict):
     """What was left out to keep the page below its budget, each in a sentence that the page shows."""
 
@@ -199,7 +190,9 @@ class Contents(TypedDict):
     steps: StepMatrices | None
     traces: StepTraces
     telemetry: list[Series]
-    held: list[HeldVerdict | None]
+    headlines: list[Headline]
+    """Of each of the report's verdicts, in the same order. Not in the JSON, as `tables`."""
+    tables: list[Table]
     thinned: Thinned
     written: str
     """When, UTC."""

@@ -1,8 +1,8 @@
-"""A run in a notebook's cell: the verdicts, two small charts, and the numbers that say what they are worth.
+"""A run in a notebook's cell: the verdicts as headlines, two small charts, and the numbers of the run.
 
-What a notebook keeps must be readable where its scripts and styles are taken out: as long as it is not trusted, on
-GitHub, in a viewer. So it is plain HTML with few inline styles and the charts as images, with no class, id, style
-sheet, script, frame or link. Text has the page's own colour.
+A notebook that is not trusted, GitHub and viewers remove scripts and style sheets. The cell is therefore plain HTML
+with few inline styles and the charts as images, without class, id, script, frame or link. Text has the colour of the
+notebook's theme.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ import html
 import json
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash
+from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent
 from torchlens_perf.errors import printable
 from torchlens_perf.page.small_charts import image, parts_chart, step_chart
 from torchlens_perf.report.run_report import run_report
-from torchlens_perf.report.terminal import render
 from torchlens_perf.run.verdicts import Summary, Verdict, sentence_and_action
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
+from torchlens_perf.view.headline import fact_text, headlines, overall
+from torchlens_perf.view.terminal import render
+from torchlens_perf.view.theme import SEVERITIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.verdicts.words.report import Report, VerdictRow
+    from torchlens_perf.view.headline import Headline
 
 MAX_BYTES = 64 << 10
 """Of the HTML, whatever is in a run: a notebook keeps each output, and a live one gets it once a second."""
 _MAX_VERDICTS, _MAX_NOTES, _MAX_CHARACTERS = 6, 8, 600
-_EDGES = {"hang": "#cf222e", "out_of_memory": "#cf222e", "straggler": "#cf222e", "died": "#cf222e", "none": "#1a7f37"}
-_OTHER_EDGE = "#9a6700"
 
 
 def results_of(run: RunDirectory) -> str:
@@ -56,7 +57,10 @@ def cell(report: Report, run_dir: str) -> str:
     program = f"{run['program']}, " if run["program"] else ""
     title = f"{program}run {run['id']}: {ranks_words(run)}, {state_words(run)}"
     parts = [f"<p><b>torchlens_perf</b>&ensp;{_escaped(title)}</p>"]
-    parts += map(_verdict, report["verdicts"][:_MAX_VERDICTS])
+    found = headlines(report, run_dir)
+    first = overall(found)
+    shown = sorted(found, key=lambda each: (each is not first, each.is_over))[:_MAX_VERDICTS]
+    parts += [_card(each) if each is first else _line(each) for each in shown]
     named = [verdict["rank"] for verdict in report["verdicts"] if verdict["rank"] is not None]
     parts += [f"<p>{image(svg, says)}</p>" for svg, says in _charts(report, named)]
     unit = "forward passes" if steps["inference"] else "steps"
@@ -97,14 +101,37 @@ def _charts(report: Report, named: Sequence[int]) -> list[tuple[str, str]]:
     return charts if bars is None else [*charts, bars]
 
 
-def _verdict(verdict: VerdictRow) -> str:
-    head, action = sentence_and_action(verdict["text"])
-    edge = _EDGES.get(verdict["kind"], _OTHER_EDGE)
-    more = f"<br><b>Next:</b> {_escaped(action)}" if action else ""
-    return (
-        f'<div style="border-left: 4px solid {edge}; padding-left: 10px; margin: 6px 0px">'
-        f"<b>{_escaped(head)}</b>{more}</div>"
-    )
+def _card(headline: Headline) -> str:
+    """Return a verdict in full: status and facts, cost, sentence, what to do, command."""
+    lines = [_title(headline)]
+    cost, share = headline.cost_s_per_step, headline.cost_share
+    if cost and share is not None:
+        lines.append(f"<b>{duration(cost)}</b> lost per step, <b>{percent(share)}</b> of step time")
+    lines.append(_escaped(headline.sentence))
+    if headline.action:
+        lines.append(f"<b>Next:</b> {_escaped(headline.action)}")
+    if headline.command:
+        lines.append(f"<code>{_escaped(headline.command)}</code>")
+    return _edged(headline, "<br>".join(lines))
+
+
+def _line(headline: Headline) -> str:
+    """Return a verdict as one line that opens."""
+    over = " (over)" if headline.is_over else ""
+    cost = f", {_escaped(headline.cost)}" if headline.cost else ""
+    action = f"<br><b>Next:</b> {_escaped(headline.action)}" if headline.action else ""
+    summary = f"<summary>{_title(headline)}{cost}{over}</summary>"
+    return _edged(headline, f"<details>{summary}{_escaped(headline.sentence)}{action}</details>")
+
+
+def _title(headline: Headline) -> str:
+    facts = "".join(f"&ensp;{_escaped(fact_text(*fact))}" for fact in headline.facts)
+    return f"<b>{_escaped(headline.status)}</b>{facts}"
+
+
+def _edged(headline: Headline, text: str) -> str:
+    edge = SEVERITIES[headline.severity].light
+    return f'<div style="border-left: 4px solid {edge}; padding-left: 10px; margin: 6px 0px">{text}</div>'
 
 
 def _escaped(text: str) -> str:

@@ -77,7 +77,10 @@ class LateReport:
     def progress(self) -> object:
         """A value that changes while the sidecar works, or would work if other programs left it a processor."""
         with contextlib.suppress(OSError):
-            pid, _, doing = sidecar_status.read_status(str(find_sidecar_lock(self._run.run_id)))
+            lock = find_sidecar_lock(self._run.run_id)
+            pid, _, doing = sidecar_status.read_status(str(lock))
+            if lock is not None and not pid and is_held(lock):
+                return time.monotonic()  # its interpreter starts
             if pid and any(process_stat(pid, thread)[0] == "R" for thread in threads(pid)):
                 return time.monotonic()
             return doing, process_cpu_time_s(pid) if pid else 0.0

@@ -1,1 +1,1 @@
-"""What people read: the report's value (build), its sentences (verdict), and the terminal (terminal)."""
+"""The report on a run: the facts of its nodes as one value, which screens, JSON and other programs are made from."""

@@ -15,11 +15,12 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import run_windows
-from torchlens_perf.report.collective_table import arrived_last, collective_rows, python_tap_notes
-from torchlens_perf.report.device_table import device_notes, device_sections, device_times, memory_notes, memory_of
+from torchlens_perf.report.collective_rows import arrived_last, collective_rows, python_tap_notes
+from torchlens_perf.report.device_times import device_notes, device_sections, device_times
 from torchlens_perf.report.distribution import distribution
-from torchlens_perf.report.gpu_table import gpu_rows, link_rows, telemetry_notes
-from torchlens_perf.report.heat_map import heat
+from torchlens_perf.report.gpu_rows import gpu_rows, link_rows, telemetry_notes
+from torchlens_perf.report.heat import heat
+from torchlens_perf.report.memory_rows import memory_notes, memory_of
 from torchlens_perf.report.module_rows import module_rows, section_rows
 from torchlens_perf.report.step_classes import (
     other_threads,

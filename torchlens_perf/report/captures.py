@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, printable
+from torchlens_perf.analysis.statistics.quantities import printable
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.captures import TRACE
 from torchlens_perf.run.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Capture, Report
-
-_MAX_LINES = 8
+    from torchlens_perf.verdicts.words.report import Capture
 
 
 def captures(run: RunDirectory, unusable: list[str] | None = None) -> list[Capture]:
@@ -50,23 +48,6 @@ def captures(run: RunDirectory, unusable: list[str] | None = None) -> list[Captu
                 }
             )
     return rows
-
-
-def capture_lines(report: Report, run_dir: str) -> list[str]:
-    """A line for each of the last ones; where there are none and a rank is named, how to ask for one."""
-    rows = report["captures"]
-    if not rows:
-        first = report["verdicts"][0]
-        asks = first["kind"] == "straggler" and report["run"]["live"]
-        line = f"For a trace of it: torchlens-perf capture {printable(run_dir)} --rank {first['rank']}"
-        return [line] if asks else []
-    lines = [capture_line(row, run_dir) for row in rows[-_MAX_LINES:]]
-    if any(TRACE in row["files"] for row in rows):
-        lines.append("Traces open in ui.perfetto.dev or chrome://tracing.")
-    paused_s = sum(row["paused_s"] for row in rows)
-    if paused_s:
-        lines.append(f"The longest steps, and what this tool cost, include {duration(paused_s)} for writing captures.")
-    return lines
 
 
 def capture_line(row: Capture, run_dir: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.report.device_table import own_device_times
+from torchlens_perf.report.device_times import own_device_times
 from torchlens_perf.report.distribution import distribution
 from torchlens_perf.report.step_classes import typical_step
 from torchlens_perf.run.sketch import Sketch, merged

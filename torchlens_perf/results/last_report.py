@@ -1,10 +1,12 @@
 """Rank 0's report when its run has ended: how it is asked for, and where it is shown.
 
 On a terminal and in a log it is text on stderr, as stdout is the job's. In a notebook it is shown in a cell instead.
+After an exception, a report that takes longer than SHORT_TIMEOUT_S is shown when the program ends, below the traceback.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import sys
@@ -12,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import output
-from torchlens_perf.errors import printable
+from torchlens_perf.errors import guard, printable
 from torchlens_perf.recorder import sidecar
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ SHORT_TIMEOUT_S = 1.0
 _LONGEST_S = 10.0  # while it makes progress
 _STANDING_S = 0.5  # without progress, when the short timeout has passed
 _POLL_INTERVAL_S = 0.1
+_at_exit: AtExit | None = None
 
 CELL = "cell"
 """The form of a report for a notebook, see page/notebook.py; else it is text."""
@@ -60,25 +63,35 @@ def show(
     config: Config,
     mailbox: Mailbox | None,
     cell: Cell | None,
-    ended_by: type[BaseException] | None = None,
     *,
+    raised: bool = False,
+    can_wait: bool = True,
     disk_answers: bool = True,
-) -> str:
+) -> str | None:
     """Wait for the sidecar's report and show it, or why it is not there. Return the text.
 
-    mailbox: None where it could not be made. cell: the notebook's cell to show it in; None: on stderr. ended_by: the
-    exception that leaves the watch. Its traceback comes after this text, and nobody waits long before it. disk_answers:
-    False if the disk of the run directory did not answer when the watch began.
+    mailbox: None where it could not be made. cell: the notebook's cell to show it in; None: on stderr. raised: an
+    exception leaves the watch. can_wait: False if the caller needs the text now. disk_answers: False if the disk of the
+    run directory did not answer when the watch began.
+
+    Return None if the report is shown when the program ends. Then the mailbox stays open until that.
     """
+    global _at_exit
+    if _at_exit is not None:
+        _at_exit.close()
+        _at_exit = None
     if not config.sidecar:
         text = f"torchlens_perf: recorded. Next: torchlens-perf sidecar {printable(str(run.path))}\n"
     else:
         late = sidecar.LateReport(run, identity.node)
-        patient = bool(identity.on_one_node) and ended_by is None and disk_answers
+        patient = bool(identity.on_one_node) and disk_answers
         timeout_s, quiet = config._exit_timeout_s, cell is not None
-        found = None if mailbox is None else _wait(mailbox, late, timeout_s, patient, quiet=quiet)
-        after = "" if ended_by is None else f"training ended with {ended_by.__name__}; "
-        text = found or f"torchlens_perf: {after}{printable(late.line())}\n"
+        found = None if mailbox is None else _wait(mailbox, late, timeout_s, patient and not raised, quiet=quiet)
+        if found is None and raised and mailbox is not None and can_wait and not quiet and not _is_interactive():
+            # Other ranks of the job learn of the exception when this process ends.
+            _at_exit = AtExit(mailbox, late, patient and identity.world_size == 1 and timeout_s is None)
+            return None
+        text = found or _instead(late)
     if cell is None:
         output.say(text)
         return text
@@ -87,6 +100,38 @@ def show(
     results = parsed(text)
     cell.end(results)
     return results.text
+
+
+class AtExit:
+    """Shows the report when the program ends: the traceback stands above it then, and nothing looks like its cause."""
+
+    def __init__(self, mailbox: Mailbox, late: LateReport, patient: bool) -> None:
+        """patient: see _wait()."""
+        self._mailbox, self._late, self._patient, self._pid = mailbox, late, patient, os.getpid()
+        atexit.register(self._show)
+
+    def close(self) -> None:
+        """Forget it: another watch of this process has ended."""
+        atexit.unregister(self._show)
+        with guard("forgetting a report"):
+            self._mailbox.close()
+
+    def _show(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        with guard("the report at the end"):
+            timeout_s = None if self._patient else 0.0
+            output.say(_wait(self._mailbox, self._late, timeout_s, True, quiet=False) or _instead(self._late))
+        self.close()
+
+
+def _is_interactive() -> bool:
+    """Whether the program ends much later than the watch: Python's prompt is there, or follows."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
+def _instead(late: LateReport) -> str:
+    return f"torchlens_perf: {printable(late.line())}\n"
 
 
 def _wait(mailbox: Mailbox, late: LateReport, timeout_s: float | None, patient: bool, *, quiet: bool) -> str | None:

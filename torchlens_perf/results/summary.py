@@ -16,6 +16,6 @@ def summary(recorded: RunHandle) -> Summary:
     """See Watch.summary()."""
     found = results(recorded)
     if not found.summary:
-        return Summary(missing=found.missing)
+        return Summary(missing=found.missing, html=found.html)
     verdicts = tuple(Verdict(**row) for row in found.summary["verdicts"])
-    return Summary(**{**found.summary, "verdicts": verdicts})
+    return Summary(**{**found.summary, "verdicts": verdicts, "html": found.html})

@@ -126,6 +126,11 @@ class Summary:
     """When these results were put together, UTC."""
     missing: str = ""
     """Why there is nothing; "" where there is something."""
+    html: str = dataclasses.field(default="", repr=False, compare=False)
+    """The same as a notebook shows it."""
+
+    def _repr_html_(self) -> str | None:
+        return self.html or None
 
     def __str__(self) -> str:
         """The verdicts, then the numbers in a line."""

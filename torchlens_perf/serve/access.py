@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from torchlens_perf.page.document.html import LIVE_POLICY, by_address, head
-from torchlens_perf.page.markup import html, tag
-from torchlens_perf.serve.static_files import addresses
+from torchlens_perf.page.document.html import LIVE_POLICY
+from torchlens_perf.serve.list_page import whole_page
+from torchlens_perf.serve.static_files import OPENING_SCRIPT, static_address
+from torchlens_perf.view.markup import tag
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -111,8 +112,6 @@ def _opening_page(scope: Scope) -> Response:
     """The same for every address, whether there is something or not: it asks for the page with the token."""
     steps_up = scope["raw_path"].count(b"/") - 1
     root = "../" * steps_up
-    files = addresses()
-    body = tag("body", tag("main", tag("p", _NEEDS_TOKEN, id="needs-token")))
-    script = tag("script", src=root + files.of_opening)
-    page = tag("html", head("torchlens_perf", LIVE_POLICY, by_address(files.styles(root))), [body, script], lang="en")
-    return HTMLResponse(f"<!DOCTYPE html>\n{html(page)}\n", headers=PAGE_HEADERS)
+    script = tag("script", src=static_address(OPENING_SCRIPT, root))
+    body = tag("body", tag("main", tag("p", _NEEDS_TOKEN, id="needs-token")), script)
+    return HTMLResponse(whole_page("Token needed", body, root), headers=PAGE_HEADERS)

@@ -5,11 +5,11 @@
     /                               the runs
     /runs/ID/                       one as its page
     /runs/ID/api/contents           the same as JSON, see page/contents.py
-    /runs/ID/api/changes            server-sent events: that there is something newer, see follow.py
+    /runs/ID/api/news               the newest page's version, and problems, see follow.py
     /runs/ID/api/step/N             any step, span by span
     /runs/ID/api/captures           POST ranks, steps: asks for a capture; /ID: what came of it
     /runs/ID/captures/ID/RANK/FILE  its files
-    /api/counts                     what the server has read so far, and who looks
+    /api/counts                     what the server has read so far
     /static/FILE                    styles and scripts
 """
 
@@ -18,12 +18,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gzip
-import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
@@ -33,20 +31,17 @@ from starlette.routing import Route
 
 from torchlens_perf.errors import printable
 from torchlens_perf.serve.access import PAGE_HEADERS
-from torchlens_perf.serve.capture_requests import ask, block, progress
-from torchlens_perf.serve.follow import Follower, News
-from torchlens_perf.serve.list_page import list_page, waiting_page
+from torchlens_perf.serve.captures import ask, block, progress
+from torchlens_perf.serve.follow import Follower
+from torchlens_perf.serve.list_page import ROOT, list_page, message_page
 from torchlens_perf.serve.live_page import step_as_json
-from torchlens_perf.serve.readers import ReadError, Readers
-from torchlens_perf.serve.run_list import RunList
-from torchlens_perf.serve.run_names import address, name_in, path_of
-from torchlens_perf.serve.static_files import addresses, static_files
+from torchlens_perf.serve.readers import Readers
+from torchlens_perf.serve.run_list import Found, RunList
+from torchlens_perf.serve.run_names import ReadError, address, name_in, path_of
+from torchlens_perf.serve.static_files import NAMES, digest, media_type, packed
 
 if TYPE_CHECKING:
     from starlette.requests import Request
-
-    from torchlens_perf.serve.runs import Found
-
 _QUICK, _SLOW, _LISTING = 2, 2, 1  # readers for what takes milliseconds, for whole runs, and for the list
 _PATIENCE_S = 3.0  # of who opens a run that takes long to read
 _MAX_FOLLOWED = 16  # runs of which the newest page is held ready, besides those that somebody looks at
@@ -66,7 +61,6 @@ class Server:
         self._quick, self._slow, self._listing = Readers(_QUICK), Readers(_SLOW), Readers(_LISTING)
         self._list = RunList(folder, self._listing, found)
         self._followers: OrderedDict[str, Follower] = OrderedDict()
-        self._steps: dict[tuple[str, int], asyncio.Task[bytes]] = {}
 
     def app(self) -> Starlette:
         run = "/runs/{run}"
@@ -77,17 +71,17 @@ class Server:
                 Route("/api/counts", self._counts),
                 Route(f"{run}/", self._page),
                 Route(f"{run}/api/contents", self._contents),
-                Route(f"{run}/api/changes", self._changes),
+                Route(f"{run}/api/news", self._news),
                 Route(f"{run}/api/step/{{step}}", self._step),
                 Route(f"{run}/api/captures", self._ask, methods=["POST"]),
                 Route(f"{run}/api/captures/{{capture}}", self._captured),
                 Route(f"{run}/captures/{{capture}}/{{rank}}/{{file}}", self._file),
             ],
-            exception_handlers={ReadError: _problem},
+            exception_handlers={ReadError: _problem, 404: _not_found},
         )
 
     def close(self) -> None:
-        """Lets viewers go, and ends readers."""
+        """End the readers."""
         for follower in self._followers.values():
             follower.close()
         self._list.close()
@@ -97,14 +91,16 @@ class Server:
     # -- pages
 
     async def _runs(self, request: Request) -> Response:
-        page, search = request.query_params.get("page", "0"), request.query_params.get("search", "")
-        listed = await self._list.page(int(page) if page.isdecimal() and len(page) < 9 else 0, search)
-        return HTMLResponse(list_page(self._folder, listed, search, addresses()), headers=PAGE_HEADERS)
+        page, search, sort = (request.query_params.get(key, "") for key in ("page", "search", "sort"))
+        listed = await self._list.page(int(page) if page.isdecimal() and len(page) < 9 else 0, search, sort)
+        return HTMLResponse(list_page(self._folder, listed, search, sort), headers=PAGE_HEADERS)
 
     async def _page(self, request: Request) -> Response:
         now = await self._follower(request).page(_PATIENCE_S)
         if now is None:
-            return HTMLResponse(waiting_page(addresses()), headers=PAGE_HEADERS)
+            words = "This run is being read. It is large or its disk is slow. It is shown as soon as it is read."
+            page = message_page("Reading", words, ROOT, reloads=True)
+            return HTMLResponse(page, headers=PAGE_HEADERS)
         return _packed(request, now.html, "text/html; charset=utf-8", PAGE_HEADERS)
 
     async def _contents(self, request: Request) -> Response:
@@ -114,16 +110,16 @@ class Server:
         return _packed(request, now.contents, "application/json")
 
     async def _static(self, request: Request) -> Response:
-        file = static_files().get(request.path_params["file"])
-        if file is None:
+        name = request.path_params["file"]
+        if name not in NAMES:
             return PlainTextResponse("there is no such file\n", 404)
-        is_newest = request.query_params.get("v") == file.digest
-        return _packed(request, file.packed, file.media_type, {"cache-control": _FOR_EVER} if is_newest else {})
+        is_newest = request.query_params.get("v") == digest(name)
+        return _packed(request, packed(name), media_type(name), {"cache-control": _FOR_EVER} if is_newest else {})
 
     async def _counts(self, request: Request) -> Response:
         readers = (self._quick, self._slow, self._listing)
         runs = {
-            address(os.path.basename(path)): {"viewers": each.viewers, "looks": each.looks, "readings": each.readings}
+            address(os.path.basename(path)): {"looks": each.looks, "readings": each.readings}
             for path, each in self._followers.items()
         }
         calls, calls_now = sum(each.calls for each in readers), sum(each.busy for each in readers)
@@ -131,27 +127,21 @@ class Server:
 
     # -- a run that goes on
 
-    async def _changes(self, request: Request) -> Response:
-        return StreamingResponse(_events(self._follower(request).news()), media_type="text/event-stream")
+    async def _news(self, request: Request) -> Response:
+        return JSONResponse(dataclasses.asdict(self._follower(request).news()))
 
     async def _step(self, request: Request) -> Response:
-        """Several who ask for the same step at a time cause one reading."""
         run, step = self._run(request), request.path_params["step"]
         if not _STEP.fullmatch(step):
             raise ReadError(404, f"there is no step {printable(step)[:100]}")
-        key = run, int(step)
-        reading = self._steps.get(key)
-        if reading is None:
-            call = self._slow.call(step_as_json, *key, within_s=_STEP_WITHIN_S, late="it was not read")
-            reading = self._steps[key] = asyncio.ensure_future(call)
-            reading.add_done_callback(lambda task: self._steps.pop(key, None))
-        return _packed(request, await asyncio.shield(reading), "application/json")
+        found = await self._slow.call(step_as_json, run, int(step), within_s=_STEP_WITHIN_S, late="it was not read")
+        return _packed(request, found, "application/json")
 
     def _follower(self, request: Request) -> Follower:
         path = self._run(request)
         follower = self._followers.get(path)
         if follower is None:
-            follower = self._followers[path] = Follower(path, self._quick, self._slow, addresses())
+            follower = self._followers[path] = Follower(path, self._quick, self._slow)
         self._followers.move_to_end(path)
         idle = [each for each, of in self._followers.items() if not of.is_needed and each != path]
         for each in idle[: max(0, len(idle) - _MAX_FOLLOWED)]:
@@ -220,15 +210,6 @@ async def _body(request: Request) -> bytes:
     return body
 
 
-async def _events(news: AsyncGenerator[News | None, None]) -> AsyncIterator[str]:
-    async with aclosing(news):
-        async for each in news:
-            if each is None:
-                yield ": nothing new\n\n"
-            else:
-                yield f"id: {each.version}\nevent: news\ndata: {json.dumps(dataclasses.asdict(each))}\n\n"
-
-
 def _packed(request: Request, packed: bytes, media_type: str, headers: dict[str, str] | None = None) -> Response:
     """packed: by gzip, which whoever cannot read that is spared."""
     given = {**(headers or {}), "vary": "accept-encoding"}
@@ -242,4 +223,15 @@ async def _problem(request: Request, error: Exception) -> Response:
     text = printable(str(error))
     if "/api/" in request.url.path:
         return JSONResponse({"problem": text}, error.status)
+    if error.status == 404:
+        return await _not_found(request, error)
     return PlainTextResponse(f"{text}\n", error.status)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    """A page for a viewer that opens this address, else one line."""
+    words = printable(str(error)) if isinstance(error, ReadError) else "There is no page at this address."
+    if "text/html" not in request.headers.get("accept", ""):
+        return PlainTextResponse(f"{words}\n", 404)
+    root = "../" * (request.scope["raw_path"].count(b"/") - 1)
+    return HTMLResponse(message_page("Not found", words, root), 404, headers=PAGE_HEADERS)

@@ -1,118 +1,154 @@
-"""The page that lists the runs, and what is shown while one takes long to read."""
+"""The page that lists the runs, and pages of one sentence."""
 
 from __future__ import annotations
 
 import time
 from urllib.parse import urlencode
 
+from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.errors import printable
 from torchlens_perf.page.document.html import LIVE_POLICY, by_address, head
-from torchlens_perf.page.markup import Child, Element, html, name, tag
-from torchlens_perf.page.sections.section import table
-from torchlens_perf.serve.run_list import Listed
+from torchlens_perf.serve.run_list import LARGEST_FIRST, SORTS, Found, Listed, RunLine
 from torchlens_perf.serve.run_names import address
-from torchlens_perf.serve.runs import BEGINS, UNREADABLE, Found, RunLine
-from torchlens_perf.serve.static_files import Addresses
-from torchlens_perf.verdicts.words.run_state import RUNNING, SILENT_S, ago
+from torchlens_perf.serve.static_files import LIST_SCRIPT, STYLE, static_address
+from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
+from torchlens_perf.view.markup import Child, Element, html, tag
+from torchlens_perf.view.theme import NEUTRAL
 
-ROOT = "../../"  # the list, seen from a run's page
-_HEADERS = ("run", "state", "program", "ranks", "started", "verdict")
+ROOT = "../../"
+"""The list's address as seen from a run's page."""
+_COLUMNS = (
+    ("status", "Status"), ("program", "Program"), ("cost", "Cost"), ("verdict", "Verdict"), ("step", "Step p50"),
+    ("ranks", "Ranks"), ("hosts", "Hosts"), ("steps", "Steps"), ("state", "State"), ("started", "Started (UTC)"),
+)  # fmt: skip
+"""CSS class, which is also the key in SORTS, and heading."""
 
 
-def list_page(folder: str, listed: Listed, search: str, addresses: Addresses) -> str:
-    """folder: as it is shown. search: what names must have; "" for all."""
-    left = sum(isinstance(line, Found) for line in listed.lines)
-    looked = time.strftime("%H:%M:%S", time.localtime(listed.looked_unix_s))
-    count = f"{listed.total} run{'s' if listed.total != 1 else ''}"
-    which = f" whose names have \u201c{printable(search)[:100]}\u201d" if search else ""
-    caption = f"{count}{which} in {printable(folder)}, as of {looked}, what changed last first"
+def list_page(folder: str, listed: Listed, search: str, sort: str) -> str:
+    """Return the list as HTML. search, sort: as for RunList.page()."""
     now_s = time.time()
-    rows = [_row(line, now_s) for line in listed.lines]
+    looked = time.strftime("%H:%M:%S", time.localtime(listed.looked_unix_s))
+    which = f"{listed.matching} of {listed.total} runs match" if search else f"{listed.total} runs"
+    newest: Child = [" \u00b7 ", tag("a", "sort by last change", href=_query(search, ""))] if sort else None
+    rows = [tag("tr", _cells(line, now_s)) for line in listed.lines]
+    head_row = tag("tr", [_heading(key, title, search, sort) for key, title in _COLUMNS])
+    runs = tag(
+        "table",
+        tag("caption", f"{which}, updated {looked}", newest),
+        tag("thead", head_row),
+        tag("tbody", rows),
+        class_="runs",
+    )
+    empty = f"No run matches \u201c{search[:100]}\u201d."
+    if not search:
+        empty = f"There is no run in {printable(folder)} yet. A run appears when its first rank starts recording."
     body = tag(
         "body",
-        tag("header", tag("h1", "Runs")),
+        tag("header", tag("h1", "Runs ", tag("small", printable(folder))), _filter(search, sort)),
         tag(
             "main",
             tag("p", f"This list may be old: {listed.problem}", class_="problem", role="status")
             if listed.problem
             else None,
-            tag("p", f"{left} of these runs are being read.", class_="note", role="status") if left else None,
-            table(caption, _HEADERS, rows, texts=(0, 1, 2, 4, 5)) if rows else _nothing(folder, search),
-            _pages(listed, search),
-            data_reading=str(left) if left else None,
+            tag("p", f"{listed.unread} runs are being read.", class_="note", role="status") if listed.unread else None,
+            tag("div", runs, class_="scrolls", tabindex="0", role="region", aria_label="Runs")
+            if rows
+            else tag("p", empty),
+            _pages(listed, search, sort),
+            data_reading=str(listed.unread) if listed.unread else None,
         ),
-        tag("footer", _search(search)),
-        [tag("script", src=each) for each in addresses.of_list],
+        tag("script", src=static_address(LIST_SCRIPT, "")),
+        class_="list",
     )
-    styles = by_address(addresses.styles(""))
-    whole = tag("html", head("runs \u00b7 torchlens_perf", LIVE_POLICY, styles), body, lang="en")
+    return whole_page("Runs", body, "")
+
+
+def message_page(title: str, words: str, root: str, *, reloads: bool = False) -> str:
+    """Return a page of one sentence with a link to the list. root: the list's address as seen from this page."""
+    link = tag("p", tag("a", "All runs", href=root or "./"))
+    body = tag("body", tag("header", tag("h1", title)), tag("main", tag("p", words, role="status"), link))
+    again = tag("meta", http_equiv="refresh", content="2") if reloads else None
+    return whole_page(title, body, root, again)
+
+
+def whole_page(title: str, body: Element, root: str, more: Child = None) -> str:
+    """Return a page as HTML. more: for its head."""
+    styles = [more, by_address([static_address(STYLE, root)])]
+    whole = tag("html", head(f"{title} \u00b7 torchlens_perf", LIVE_POLICY, styles), body, lang="en")
     return f"<!DOCTYPE html>\n{html(whole)}\n"
 
 
-def waiting_page(addresses: Addresses) -> str:
-    """In a run's place while it is read for the first time; asks again by itself."""
-    again = tag("meta", http_equiv="refresh", content="2")
-    words = "This run is being read. It is a large one, or its disk is slow; it is shown as soon as that is done."
-    body = tag("body", tag("header", tag("h1", "One moment")), tag("main", tag("p", words, role="status"), all_runs()))
-    title = "reading \u00b7 torchlens_perf"
-    whole = tag("html", head(title, LIVE_POLICY, [again, by_address(addresses.styles(ROOT))]), body, lang="en")
-    return f"<!DOCTYPE html>\n{html(whole)}\n"
-
-
-def all_runs() -> Element:
-    return tag("p", tag("a", "all runs", href=ROOT))
-
-
-def _row(line: RunLine | Found, now_s: float) -> list[Child]:
-    link = tag("a", name(line.name), href=f"runs/{address(line.name)}/")
+def _cells(line: RunLine | Found, now_s: float) -> list[Element]:
+    """Return the cells of a row, one for each of _COLUMNS."""
+    program = line.program if isinstance(line, RunLine) else ""
+    run = tag("small", line.name) if program else line.name
+    link = tag("a", [program, " "] if program else None, run, href=f"runs/{address(line.name)}/", title=line.name)
     if isinstance(line, Found):
-        return [link, "being read", "", "", "", ""]
-    if line.state == UNREADABLE:
-        return [link, tag("span", "cannot be read", class_="unreadable"), "", "", "", _words(line.problem)]
-    if line.state == BEGINS:
-        return [link, "begins", "", "", "", "no step is known yet"]
-    nodes = f" on {line.nodes} nodes" if line.nodes > 1 else ""
-    seen = f"only {line.seen} of " if line.seen < line.ranks else ""
-    started = _time(line.started)
-    return [link, _state(line, now_s), name(line.program), f"{seen}{line.ranks}{nodes}", started, _words(line.verdict)]
+        texts: list[Child] = [_status("READING", NEUTRAL), link, *[None] * (len(_COLUMNS) - 2)]
+    else:
+        ranks = f"{line.seen} of {line.ranks}" if line.ranks and line.seen < line.ranks else _number(line.ranks)
+        texts = [
+            _status(line.status, line.severity),
+            link,
+            tag("span", percent(line.cost_share), title=line.cost) if line.cost_share else None,
+            tag("span", line.sentence, title=line.sentence),
+            duration(line.step_s) if line.step_s else None,
+            ranks,
+            _number(line.hosts),
+            _number(line.steps),
+            _state(line, now_s),
+            line.started.replace("T", " ")[:16],
+        ]
+    return [tag("td", text, class_=f"run-{key}") for (key, _), text in zip(_COLUMNS, texts, strict=True)]
 
 
-def _words(text: str) -> Element:
-    return tag("span", text, class_="verdict-words")
+def _status(words: str, severity: str) -> Element:
+    return tag("span", words, class_=f"chip {severity}")
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
 
 
 def _state(line: RunLine, now_s: float) -> Child:
     silent_s = now_s - line.changed_ns / 1e9
-    if line.state == RUNNING and silent_s > SILENT_S:
-        return tag("span", f"silent for {ago(silent_s)}", title="no rank has ended, and its sidecars write nothing")
-    if line.state == RUNNING:
-        return tag("b", line.words)
-    return f"{line.words} {_time(line.ended)}".rstrip()
+    if line.is_live and silent_s > SILENT_S:
+        return tag("span", f"silent for {ago(silent_s)}", title="No rank has ended, and no sidecar writes its state.")
+    return tag("b", line.state, class_="live") if line.is_live else line.state
 
 
-def _time(text: str) -> str:
-    return text.partition(".")[0].replace("T", " ") + (" UTC" if text else "")
+def _heading(key: str, title: str, search: str, sort: str) -> Element:
+    if key not in SORTS:
+        return tag("th", title, class_=f"run-{key}", scope="col")
+    is_key = sort.removeprefix("-") == key
+    address_ = _query(search, f"-{key}" if sort == key else key)
+    order = None
+    if is_key:
+        order = "descending" if (key in LARGEST_FIRST) != sort.startswith("-") else "ascending"
+    return tag("th", tag("a", title, href=address_), class_=f"run-{key}", scope="col", aria_sort=order)
 
 
-def _nothing(folder: str, search: str) -> Element:
-    if search:
-        return tag("p", "No run has such a name.")
-    return tag("p", f"There is no run in {printable(folder)} yet. One appears when its first rank begins to record.")
+def _query(search: str, sort: str, page: int = 0) -> str:
+    fields = {"search": search, "sort": sort, "page": page or ""}
+    return "?" + urlencode({key: value for key, value in fields.items() if value}, errors="replace")
 
 
-def _pages(listed: Listed, search: str) -> Element | None:
+def _pages(listed: Listed, search: str, sort: str) -> Element | None:
     if listed.pages == 1:
         return None
 
     def link(page: int, text: str) -> Child:
-        query = urlencode({"page": page, **({"search": search} if search else {})}, errors="replace")
-        return [tag("a", text, href=f"?{query}"), " "] if 0 <= page < listed.pages and page != listed.page else None
+        if not 0 <= page < listed.pages or page == listed.page:
+            return None
+        return [tag("a", text, href=_query(search, sort, page)), " "]
 
     at = f"page {listed.page + 1} of {listed.pages} "
-    links = [link(0, "first"), link(listed.page - 1, "before"), at, link(listed.page + 1, "after")]
-    return tag("nav", tag("p", links, link(listed.pages - 1, "last")), aria_label="Pages", class_="pages")
+    links = [link(0, "First"), link(listed.page - 1, "Previous"), at, link(listed.page + 1, "Next")]
+    return tag("nav", tag("p", links, link(listed.pages - 1, "Last")), aria_label="Pages", class_="pages")
 
 
-def _search(search: str) -> Element:
+def _filter(search: str, sort: str) -> Element:
     field = tag("input", name="search", value=search or None, type="search", maxlength="100")
-    return tag("form", tag("label", "names with ", field), " ", tag("button", "search", type="submit"), method="get")
+    kept = tag("input", name="sort", value=sort, type="hidden") if sort else None
+    words = "Program, run, status or state"
+    return tag("form", tag("label", "Filter runs ", field, title=words), kept, method="get", role="search")

@@ -1,4 +1,4 @@
-"""A run as its live page: that of the file, with what follows the run, and what asks for captures. In a reader."""
+"""A run's page on the server: that of the file, with its state, and a form to profile a few steps. In a reader."""
 
 from __future__ import annotations
 
@@ -8,142 +8,116 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount, duration
-from torchlens_perf.page.document.html import LivePart, document
+from torchlens_perf.analysis.statistics.quantities import amount
+from torchlens_perf.page.document.html import LivePart, as_json, document
 from torchlens_perf.page.gather.run_contents import contents, one_step
-from torchlens_perf.page.markup import Element, tag
-from torchlens_perf.page.sections.section import table
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS
-from torchlens_perf.serve.list_page import ROOT, all_runs
-from torchlens_perf.serve.run_names import address, run_directory
+from torchlens_perf.serve.captures import captured_files, captured_words
+from torchlens_perf.serve.list_page import ROOT
+from torchlens_perf.serve.run_names import run_directory
+from torchlens_perf.serve.static_files import LIVE_SCRIPT, PAGE_SCRIPT, STYLE, static_address
+from torchlens_perf.view.html import table
+from torchlens_perf.view.markup import Element, tag
+from torchlens_perf.view.specs import Column, Quantity, Table
 
 if TYPE_CHECKING:
-    from torchlens_perf.serve.static_files import Addresses
     from torchlens_perf.verdicts.words.report import Capture
 
-_PACKING = 1  # gzip's fastest: it is done again and again
+_LEVEL = 1  # of gzip, the fastest: a live page is packed every few seconds
 _MAX_CAPTURES = 32
+_ABOUT = (
+    "Records the next steps of some ranks with torch.profiler, with Python stacks, the flight recorder and, on a GPU, "
+    "a memory snapshot. Training pauses while the files are written."
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """A run as it was shown at one time, packed by gzip."""
+    """A run at one time, compressed by gzip."""
 
     version: str
     html: bytes
     contents: bytes
-    """As JSON, see page/contents.py."""
+    """JSON, see page/contents.py."""
     is_live: bool
 
 
-def rendered(path: str, version: str, addresses: Addresses) -> Rendered:
-    """The run's page. version: as the follower has it. Raises TorchlensPerfError where there is nothing to show."""
+def rendered(path: str, version: str) -> Rendered:
+    """Return the run's page. version: the follower's. Raises TorchlensPerfError if there is nothing to show."""
     held = contents(run_directory(path))
-    report = held["report"]
-    is_live = report["run"]["live"]
-    parts = [_status(is_live=is_live), _captures(report["captures"], is_live=is_live)]
-    live = LivePart(version, parts, addresses.styles(ROOT), addresses.scripts(ROOT))
-    packed = [
-        gzip.compress(text.encode("utf-8", "replace"), _PACKING)
-        for text in (document(held, live), json.dumps(held, separators=(",", ":"), allow_nan=False))
-    ]
-    return Rendered(version, packed[0], packed[1], is_live)
+    is_live = held["report"]["run"]["live"]
+    state = "Live. Reload this page to see newer steps." if is_live else "Ended"  # until the script replaces it
+    status = tag(
+        "div",
+        tag("p", state, id="live-status", role="status"),
+        tag("p", tag("a", "All runs", href=ROOT)),
+        id="live",
+    )
+    parts = [status, _captures(held["report"]["captures"], is_live=is_live)]
+    scripts = [static_address(name, ROOT) for name in (PAGE_SCRIPT, LIVE_SCRIPT)]
+    page = document(held, LivePart(version, parts, [static_address(STYLE, ROOT)], scripts))
+    return Rendered(version, _packed(page), _packed(as_json(held)), is_live)
 
 
 def step_as_json(path: str, number: int) -> bytes:
-    """One step, as StepTraces in JSON, packed by gzip; no steps where it was not recorded."""
-    found = one_step(run_directory(path), number)
-    return gzip.compress(json.dumps(found, separators=(",", ":"), allow_nan=False).encode(), _PACKING)
+    """Return one step as StepTraces in JSON, compressed by gzip. It has no steps if that one was not recorded."""
+    step = one_step(run_directory(path), number)
+    return _packed(json.dumps(step, separators=(",", ":"), allow_nan=False))
 
 
-def _status(*, is_live: bool) -> Element:
-    """What the script fills in; without it, what can be done instead."""
-    said = "the run goes on; load this page anew to see more of it" if is_live else "the run has ended"
-    return tag(
-        "div",
-        tag("p", said, id="live-status", role="status"),
-        all_runs(),
-        id="live",
-    )
+def _packed(text: str) -> bytes:
+    return gzip.compress(text.encode("utf-8", "replace"), _LEVEL)
 
 
 def _captures(rows: Sequence[Capture], *, is_live: bool) -> Element | None:
-    """The form, and what was captured so far with links to the files."""
+    """Return the form, and the last captures with links to their files."""
     if not is_live and not rows:
         return None
-    captured = tag("div", _table(rows) if rows else None, id="captured")
+    shown = rows[-_MAX_CAPTURES:][::-1]
+    caption = "Profiles" + (f": the last {len(shown)} of {len(rows)}" if len(shown) < len(rows) else "")
+    columns = [
+        Column("profile", [row["id"] for row in shown], Quantity.TEXT),
+        Column("rank", [row["rank"] for row in shown], Quantity.NUMBER),
+        Column("result", [captured_words(row) for row in shown], Quantity.TEXT),
+        Column("files", [""] * len(shown), Quantity.TEXT),
+    ]
+    results = table(Table("captured", caption, columns), {"files": [_links(row) for row in shown]}) if rows else None
     return tag(
         "details",
-        tag("summary", f"Captures: a few steps in full detail ({len(rows)} so far)"),
+        tag("summary", f"Profile a few steps ({len(rows)} profiles so far)"),
         _form() if is_live else None,
-        captured,
+        tag("div", results, id="captured"),
         id="captures",
         class_="live-captures",
     )
 
 
+def _links(row: Capture) -> list[Element | str]:
+    links = [
+        tag("a", f"{file['name']} ({amount(file['bytes'], 'B')})", href=file["address"]) for file in captured_files(row)
+    ]
+    return [part for link in links for part in (link, " ")]
+
+
 def _form() -> Element:
-    what = (
-        "A trace by torch.profiler, Python stacks and the flight recorder, and on a GPU a memory snapshot, of some "
-        "ranks for their next steps. Training pauses while they write."
-    )
+    forced = f"allow more than {MAX_RANKS} ranks, or more than {MAX_KEPT_BYTES >> 30} GiB of profiles"
     ranks = tag(
         "input", name="ranks", required="", pattern=r"[0-9,\-\/ ]+", placeholder="5, 0-3 or 0,5", size="14",
         autocomplete="off",
     )  # fmt: skip
-    steps = tag("input", name="steps", type="number", min="1", max=str(MAX_STEPS), value="3", required="")
-    forced = f"more than {MAX_RANKS} ranks, or beyond {MAX_KEPT_BYTES >> 30} GiB of captures"
+    fields = [
+        tag("label", "Ranks ", ranks),
+        tag("label", "Steps ", tag("input", name="steps", type="number", min="1", max=str(MAX_STEPS), value="3")),
+        tag("label", tag("input", name="python", type="checkbox", value="1"), " with Python frames and modules"),
+        tag("label", tag("input", name="force", type="checkbox", value="1"), f" {forced}"),
+        tag("button", "Profile", type="submit"),
+    ]
     return tag(
         "form",
-        tag("p", what, class_="note"),
-        tag(
-            "p",
-            *_fields(("Ranks ", ranks), ("Steps ", steps)),
-            tag("label", tag("input", name="python", type="checkbox", value="1"), " Python frames and modules too"),
-            " ",
-            tag("label", tag("input", name="force", type="checkbox", value="1"), f" {forced}"),
-            " ",
-            tag("button", "Capture", type="submit"),
-        ),
+        tag("p", _ABOUT, class_="note"),
+        tag("p", [part for field in fields for part in (field, " ")]),
         tag("div", id="capture-status", role="status"),
         id="capture",
         method="post",
         action="api/captures",
     )
-
-
-def _fields(*fields: tuple[str, Element]) -> list[Element | str]:
-    return [part for label, field in fields for part in (tag("label", label, field), " ")]
-
-
-def _table(rows: Sequence[Capture]) -> Element:
-    shown = rows[-_MAX_CAPTURES:][::-1]
-    caption = "Captured" + (f": the last {len(shown)} of {len(rows)}" if len(shown) < len(rows) else "")
-    lines = [[row["id"], str(row["rank"]), captured_words(row), _links(row)] for row in shown]
-    return table(caption, ["capture", "rank", "what", "files"], lines, texts=(0, 2, 3))
-
-
-def captured_words(row: Capture) -> str:
-    """What came of it on one rank."""
-    if row["first_step"] is None:
-        return f"nothing was captured: {row['ended']}"
-    first, last = row["first_step"], row["last_step"]
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    short = f" ({row['ended']})" if row["ended"] else ""
-    missing = "".join(f"; no {name}: {why}" for name, why in row["left_out"].items())
-    return f"{steps}{short}; training paused for {duration(row['paused_s'])}{missing}"
-
-
-def _links(row: Capture) -> list[Element | str]:
-    links: list[Element | str] = []
-    for name, file in row["files"].items():
-        links += [
-            tag("a", f"{name} ({amount(file['bytes'], 'B')})", href=capture_address(row["id"], row["rank"], name)),
-            " ",
-        ]
-    return links
-
-
-def capture_address(capture: str, rank: int, file: str) -> str:
-    """A captured file's address, seen from the run's page."""
-    return f"captures/{address(capture)}/{rank}/{address(file)}"

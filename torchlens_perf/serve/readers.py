@@ -19,25 +19,14 @@ from typing import Any, Generic, TypeVar
 from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
 
 from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable
-from torchlens_perf.report.memory_limit import limit_memory
+from torchlens_perf.serve.memory_limit import limit_memory
+from torchlens_perf.serve.run_names import NoSuchError, ReadError
 from torchlens_perf.store.without_pandas import hide_pandas
 
 _LOWEST_PRIORITY = 19
 _START_S = 60.0
 """Of a new process, besides the time that a call may take."""
 _T = TypeVar("_T")
-
-
-class ReadError(TorchlensPerfError):
-    """Why there is no answer, in words for the viewer, with a status of HTTP."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class NoSuchError(TorchlensPerfError):
-    """What was asked for is not there; raised in a reader."""
 
 
 @dataclasses.dataclass(frozen=True)

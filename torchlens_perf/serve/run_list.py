@@ -1,23 +1,82 @@
-"""The list of runs as the server keeps it: looked for once for all viewers, read a page at a time."""
+"""The runs of a folder and a line on each. Readers find and read runs; the server keeps the lines for all viewers."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from torchlens_perf.serve.readers import ReadError, Readers
-from torchlens_perf.serve.runs import UNREADABLE, Found, RunLine, find_runs, lines_of
+from torchlens_perf.errors import DAMAGED_DATA, RunStoreError, TorchlensPerfError, printable
+from torchlens_perf.report.run_report import run_report
+from torchlens_perf.serve.readers import Readers
+from torchlens_perf.serve.run_names import NoSuchError, ReadError, is_run, opened, run_directory
+from torchlens_perf.verdicts.words.run_state import state_of
+from torchlens_perf.view.headline import headlines, overall
+from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
 
 ROWS = 50
-_LOOK_S = 3.0  # between two looks at the folder, at the least
-_SHARE = 4  # looking takes one part of the time in so many
-_PATIENCE_S = 1.0  # after it a viewer is shown what there is
+_SEVERITIES = (BAD, WARNING, NEUTRAL, GOOD)
+_MAX_PROBLEM = 300
+_LOOK_INTERVAL_S = 3.0
+_MIN_IDLE_RATIO = 4  # looking at the folder takes a quarter of the time at most
+_TIMEOUT_S = 1.0  # then a viewer is shown what is known
 _FIND_WITHIN_S, _READ_WITHIN_S = 120.0, 60.0
-_READ_S = 0.5  # of one call: what was read is shown then
+_READ_S = 0.5  # of one call to a reader
 _MAX_LINES = 20_000  # kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A run directory that is not read yet."""
+
+    name: str
+    changed_ns: int
+    """UNIX time by the disk's clock at which a node last wrote its state; 0 where it is not known."""
+    problem: str = ""
+    """Why the folder cannot be looked at."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunLine:
+    """What the list shows of a run."""
+
+    name: str
+    changed_ns: int
+    """As in Found: another value means that the run must be read again."""
+    status: str = "UNREADABLE"
+    severity: str = BAD
+    sentence: str = ""
+    """The verdict, or why the run cannot be read."""
+    cost: str = ""
+    cost_share: float | None = None
+    step_s: float | None = None
+    ranks: int | None = None
+    seen: int = 0
+    """How many of the ranks are in the report."""
+    hosts: int | None = None
+    steps: int | None = None
+    is_live: bool = False
+    state: str = ""
+    started: str = ""
+    program: str = ""
+
+
+SORTS: Mapping[str, Callable[[RunLine], object]] = {
+    "status": lambda line: (_SEVERITIES.index(line.severity), line.status),
+    "program": lambda line: line.program.casefold() or None,
+    "cost": lambda line: line.cost_share,
+    "step": lambda line: line.step_s,
+    "ranks": lambda line: line.ranks,
+    "hosts": lambda line: line.hosts,
+    "steps": lambda line: line.steps,
+    "state": lambda line: (not line.is_live, line.state),
+    "started": lambda line: line.started or None,
+}
+"""The columns to sort by. A run whose value is None stands last."""
+LARGEST_FIRST = ("cost", "step", "ranks", "hosts", "steps", "started")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,49 +84,61 @@ class Listed:
     """One page of the list."""
 
     lines: list[RunLine | Found]
-    """A Found is not read yet."""
     page: int
     """From 0."""
     pages: int
+    matching: int
+    """Runs that match the filter."""
     total: int
-    """Of runs whose names have what was searched for."""
+    unread: int
+    """Runs of this page that are not read yet or, if the list is sorted by a column, of all matching ones."""
     looked_unix_s: float
     problem: str
-    """Why the folder could not be looked at just now; what was found before is shown."""
+    """Why the last look at the folder failed. The runs of the look before are shown."""
 
 
 class RunList:
-    """On the event loop's thread."""
+    """All runs of a folder. On the event loop's thread."""
 
     def __init__(self, folder: str, readers: Readers, found: Sequence[Found]) -> None:
-        """found: by find_runs() just now."""
+        """found: the result of find_runs() a moment ago."""
         self._folder, self._readers = folder, readers
         self._found, self._looked_unix_s, self._problem = list(found), time.time(), ""
         self._lines: OrderedDict[str, RunLine] = OrderedDict()
-        self._next_s = time.monotonic() + _LOOK_S
+        self._next_s = time.monotonic() + _LOOK_INTERVAL_S
         self._looking: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
 
-    async def page(self, page: int, search: str) -> Listed:
-        """The runs of one page, the last changed first; what takes long is left for the next time."""
-        deadline_s = time.monotonic() + _PATIENCE_S
+    async def page(self, page: int, search: str = "", sort: str = "") -> Listed:
+        """Return one page of the runs that match, the last changed first. Runs that take long to read follow later.
+
+        sort: a key of SORTS, with a hyphen in front for the opposite order.
+        """
+        deadline_s = time.monotonic() + _TIMEOUT_S
         if self._looking is None and time.monotonic() >= self._next_s:
             self._looking = asyncio.create_task(self._look())
         if self._looking is not None:
-            await asyncio.wait({self._looking}, timeout=_PATIENCE_S)
-        found = [each for each in self._found if search.lower() in each.name.lower()] if search else self._found
-        pages = max(1, -(-len(found) // ROWS))
-        page = min(max(0, page), pages - 1)
-        shown = found[page * ROWS : (page + 1) * ROWS]
-        if any(self._line(each) is None for each in shown):
-            if self._reading is None:
-                self._reading = asyncio.create_task(self._read(shown))
-            while self._reading is not None and (left_s := deadline_s - time.monotonic()) > 0:
-                await asyncio.wait({self._reading}, timeout=left_s)
+            await asyncio.wait({self._looking}, timeout=_TIMEOUT_S)
+        is_sorted = sort.removeprefix("-") in SORTS
+        while True:
+            found = [each for each in self._found if self._matches(each, search.casefold())]
+            if is_sorted:
+                found = self._sorted(found, sort)
+            pages = max(1, -(-len(found) // ROWS))
+            page = min(max(0, page), pages - 1)
+            shown = found[page * ROWS : (page + 1) * ROWS]
+            unread = [each for each in (found if is_sorted else shown) if self._line(each) is None]
+            if unread and self._reading is None:
+                self._reading = asyncio.create_task(self._read(unread[:ROWS]))
+            left_s = deadline_s - time.monotonic()
+            if self._reading is None or left_s <= 0:
+                break
+            await asyncio.wait({self._reading}, timeout=left_s)
         lines = [self._line(each) or each for each in shown]
-        return Listed(lines, page, pages, len(found), self._looked_unix_s, self._problem)
+        return Listed(lines, page, pages, len(found), len(self._found), len(unread), self._looked_unix_s, self._problem)
 
     def close(self) -> None:
+        """Cancel what is under way."""
         for task in (self._looking, self._reading):
             if task is not None:
                 task.cancel()
@@ -75,6 +146,18 @@ class RunList:
     def _line(self, found: Found) -> RunLine | None:
         line = self._lines.get(found.name)
         return line if line is not None and line.changed_ns == found.changed_ns else None
+
+    def _matches(self, found: Found, words: str) -> bool:
+        line = self._lines.get(found.name)
+        texts = [found.name] if line is None else [line.name, line.program, line.status, line.state]
+        return any(words in text.casefold() for text in texts)
+
+    def _sorted(self, found: Sequence[Found], sort: str) -> list[Found]:
+        key = sort.removeprefix("-")
+        values = {each.name: SORTS[key](line) for each in found if (line := self._lines.get(each.name)) is not None}
+        known = [each for each in found if values.get(each.name) is not None]
+        known.sort(key=lambda each: values[each.name], reverse=(key in LARGEST_FIRST) != sort.startswith("-"))  # type: ignore[arg-type,return-value]
+        return known + [each for each in found if values.get(each.name) is None]
 
     async def _look(self) -> None:
         began_s = time.monotonic()
@@ -85,17 +168,17 @@ class RunList:
             self._problem = str(error)
         finally:
             took_s = time.monotonic() - began_s
-            self._next_s = time.monotonic() + max(_LOOK_S, _SHARE * took_s)
+            self._next_s = time.monotonic() + max(_LOOK_INTERVAL_S, _MIN_IDLE_RATIO * took_s)
             self._looking = None
 
-    async def _read(self, shown: Sequence[Found]) -> None:
-        """One after the other; a disk that does not answer for one costs that line."""
+    async def _read(self, runs: Sequence[Found]) -> None:
+        """Read some runs in their order. A disk that does not answer costs one line."""
         try:
-            while missing := [each for each in shown if self._line(each) is None]:
+            while missing := [each for each in runs if self._line(each) is None]:
                 try:
                     lines = await self._readers.call(lines_of, self._folder, missing, _READ_S, within_s=_READ_WITHIN_S)
                 except ReadError as error:
-                    lines = [RunLine(missing[0].name, missing[0].changed_ns, UNREADABLE, problem=str(error))]
+                    lines = [RunLine(missing[0].name, missing[0].changed_ns, sentence=str(error))]
                 for line in lines:
                     self._lines[line.name] = line
                     self._lines.move_to_end(line.name)
@@ -103,3 +186,92 @@ class RunList:
                 self._lines.popitem(last=False)
         finally:
             self._reading = None
+
+
+# -- in a reader
+
+
+def find_runs(folder: str, advanced: Callable[[int, int | None], object] = lambda done, total: None) -> list[Found]:
+    """Return the runs directly in the folder, the last changed first, or the folder itself if it is a run.
+
+    Follows no links. Raises RunStoreError for a folder that cannot be read.
+    """
+    try:
+        if is_run(folder):
+            return [Found(os.path.basename(folder), changed_ns(folder))]
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError as error:
+        raise RunStoreError(f"{folder} cannot be read: {error.strerror or error}") from None
+    found = []
+    for done, name in enumerate(names):
+        advanced(done, len(names))
+        try:
+            found.append(Found(name, changed_ns(os.path.join(folder, name))))
+        except NoSuchError:
+            continue
+        except OSError as error:
+            found.append(Found(name, 0, printable(error.strerror or str(error))))
+    return sorted(found, key=lambda run: (-run.changed_ns, run.name))
+
+
+def changed_ns(path: str) -> int:
+    """Return when a node of the run last wrote its state. A state is renamed into place, which changes the folder.
+
+    Raises NoSuchError, OSError.
+    """
+    descriptor = opened(path)
+    try:
+        return os.fstat(descriptor).st_mtime_ns
+    finally:
+        os.close(descriptor)
+
+
+def lines_of(folder: str, found: Sequence[Found], budget_s: float) -> list[RunLine]:
+    """Return lines on the first of these runs, as many as can be read in the time, and at least one.
+
+    folder: as for find_runs().
+    """
+    began_s, lines = time.monotonic(), list[RunLine]()
+    is_one = is_run(folder)
+    for each in found:
+        if lines and time.monotonic() - began_s > budget_s:
+            break
+        lines.append(_line(folder if is_one else os.path.join(folder, each.name), each))
+    return lines
+
+
+def _line(path: str, found: Found) -> RunLine:
+    if found.problem:
+        return RunLine(found.name, found.changed_ns, sentence=found.problem)
+    try:
+        run = run_directory(path)
+        if not any(run.nodes.glob("*.json")):
+            waiting = "No step has been recorded yet."
+            return RunLine(found.name, found.changed_ns, "STARTING", NEUTRAL, waiting, is_live=True, state="starting")
+        report = run_report(run)
+        verdict = overall(headlines(report))
+    except (TorchlensPerfError, OSError) as error:
+        return RunLine(found.name, found.changed_ns, sentence=printable(str(error))[:_MAX_PROBLEM])
+    except DAMAGED_DATA as error:  # the other lines are shown
+        problem = printable(f"{type(error).__name__}: {error}")[:_MAX_PROBLEM]
+        return RunLine(found.name, found.changed_ns, sentence=problem)
+    about, steps = report["run"], report["steps"]
+    return RunLine(
+        found.name,
+        found.changed_ns,
+        verdict.status if verdict is not None else "NO VERDICT",
+        verdict.severity if verdict is not None else NEUTRAL,
+        verdict.sentence if verdict is not None else "",
+        verdict.cost if verdict is not None else "",
+        verdict.cost_share if verdict is not None else None,
+        steps["p50_s"],
+        about["world_size"],
+        about["ranks_seen"],
+        len({row["host"] for row in report["ranks"]}),
+        steps["count"],
+        about["live"],
+        state_of(about["live"], about["died"], about["ranks_seen"]).replace("running", "live", 1),
+        about["started"] or "",
+        about["program"] or "",
+    )

@@ -7,11 +7,22 @@ import os
 from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes
 
-from torchlens_perf.errors import printable
+from torchlens_perf.errors import TorchlensPerfError, printable
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.serve.readers import NoSuchError, ReadError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class ReadError(TorchlensPerfError):
+    """Why there is no answer, in words for the viewer, with a status of HTTP."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class NoSuchError(TorchlensPerfError):
+    """The run or file is not there. Raised in a reader."""
 
 
 def address(name: str) -> str:
@@ -29,7 +40,7 @@ def name_in(raw_path: bytes) -> str:
 def path_of(folder: str, name: str, *, is_one: bool) -> str:
     """Where the run of this name is. folder: of runs, or a run if is_one. Touches no disk; raises ReadError."""
     if not name or (is_one and name != os.path.basename(folder)):
-        raise ReadError(404, f"there is no run {printable(name)[:100]} here")
+        raise ReadError(404, f"There is no run {printable(name)[:100]} here.")
     return folder if is_one else os.path.join(folder, name)
 
 
@@ -49,7 +60,7 @@ def opened(path: str) -> int:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise
         name = printable(os.path.basename(path))[:100]
-        raise NoSuchError(f"there is no run {name} here; was it removed?") from None
+        raise NoSuchError(f"There is no run {name} here. It may have been removed.") from None
 
 
 def run_directory(path: str) -> RunDirectory:

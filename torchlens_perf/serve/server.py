@@ -64,7 +64,7 @@ class _Ended(uvicorn.Server):
             last.start()
 
     def _end(self) -> None:
-        self._server.close()  # viewers wait for news: they are let go
+        self._server.close()
         self.should_exit = True
 
 

@@ -1,8 +1,7 @@
-"""Styles and scripts of the live page, which the server has in memory: of the page's file, and what follows the run."""
+"""Styles and scripts of the server's pages. Each address has the content's digest, so browsers keep a file forever."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gzip
 import hashlib
@@ -10,66 +9,38 @@ from importlib import resources
 
 from torchlens_perf.page.document.scripts import page_script, page_style
 
-_STYLE, _PAGE, _LIVE, _LIST, _OPENING = "page.css", "page.js", "live.js", "list.js", "open.js"
-_TYPES = {"css": "text/css", "js": "text/javascript"}
+STYLE, LIST_SCRIPT, OPENING_SCRIPT = "page.css", "list.js", "open.js"
+PAGE_SCRIPT, LIVE_SCRIPT = "page.js", "live.js"
+NAMES = (STYLE, PAGE_SCRIPT, LIVE_SCRIPT, LIST_SCRIPT, OPENING_SCRIPT)
 
 
-@dataclasses.dataclass(frozen=True)
-class StaticFile:
-    """One file. It never changes at its address, which has its digest."""
-
-    name: str
-    media_type: str
-    packed: bytes
-    """By gzip."""
-    digest: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Addresses:
-    """Where pages find them: addresses relative to the server's root, "static/page.js?v=..."."""
-
-    style: str
-    of_page: tuple[str, ...]
-    of_list: tuple[str, ...]
-    of_opening: str
-    """Of the page that is given out without the token."""
-
-    def styles(self, root: str) -> list[str]:
-        return [root + self.style]
-
-    def scripts(self, root: str) -> list[str]:
-        """Of a run's page."""
-        return [root + each for each in self.of_page]
+def static_address(name: str, root: str) -> str:
+    """Return the address of a file. root: the list's address as seen from the page."""
+    return f"{root}static/{name}?v={digest(name)}"
 
 
 @functools.cache
-def static_files() -> dict[str, StaticFile]:
-    """By name. Reads the package's files, once."""
-    texts = {
-        _STYLE: "\n".join([page_style(), _own("live.css")]),
-        _PAGE: page_script(),
-        _LIVE: _own(_LIVE),
-        _LIST: _own(_LIST),
-        _OPENING: _own(_OPENING),
-    }
-    return {name: _file(name, text.encode()) for name, text in texts.items()}
+def digest(name: str) -> str:
+    """Return a text that changes with the file's content."""
+    return hashlib.sha256(_text(name).encode()).hexdigest()[:16]
 
 
 @functools.cache
-def addresses() -> Addresses:
-    files = static_files()
+def packed(name: str) -> bytes:
+    """Return a file's content, compressed by gzip."""
+    return gzip.compress(_text(name).encode(), 9, mtime=0)
 
-    def at(name: str) -> str:
-        return f"static/{name}?v={files[name].digest}"
 
-    return Addresses(at(_STYLE), (at(_PAGE), at(_LIVE)), (at(_LIST),), at(_OPENING))
+def media_type(name: str) -> str:
+    """Return the media type of a file."""
+    return "text/css" if name == STYLE else "text/javascript"
+
+
+def _text(name: str) -> str:
+    if name == STYLE:
+        return f"{page_style()}\n{_own('live.css')}"
+    return page_script() if name == PAGE_SCRIPT else _own(name)
 
 
 def _own(name: str) -> str:
     return (resources.files("torchlens_perf.serve") / "static" / name).read_text("utf-8")
-
-
-def _file(name: str, text: bytes) -> StaticFile:
-    media_type = _TYPES[name.rpartition(".")[2]]
-    return StaticFile(name, media_type, gzip.compress(text, 9, mtime=0), hashlib.sha256(text).hexdigest()[:16])

@@ -129,18 +129,49 @@ def answer(texts: Sequence[str], simulation: Simulation, steps: int, compared: C
     at_fault = np.zeros((simulation.topology.ranks, steps), bool)
     for ranks_of_step in lasting:
         at_fault |= ranks_of_step
-    planted, used = [], set[int]()
-    for text, fault, effect, of_fault in zip(texts, simulation.faults, effects, lasting, strict=True):
-        matches = [index for index, row in enumerate(compared.rows) if _names(row, fault, of_fault, effect)]
-        used.update(matches)
-        named = [_named_by(compared.rows[index]) for index in matches]
-        planted.append(_planted(text, fault, simulation, of_fault, effect, named, compared, at_fault))
+    cases = list(zip(simulation.faults, lasting, effects, strict=True))
+    matches = [[index for index, case in enumerate(cases) if _names(row, *case)] for row in compared.rows]
+    credited = [_credited(row, found, cases) for row, found in zip(compared.rows, matches, strict=True)]
+    used = {index for index, found in enumerate(matches) if found}
+    planted = []
+    for number, (text, (fault, of_fault, effect)) in enumerate(zip(texts, cases, strict=True)):
+        named = [_named_by(row) for row, found in zip(compared.rows, credited, strict=True) if number in found]
+        is_hidden = any(
+            number in found and number not in of_row for found, of_row in zip(matches, credited, strict=True)
+        )
+        planted.append(_planted(text, fault, simulation, of_fault, effect, named, compared, at_fault, is_hidden))
     wrong = [
         _named_by(row)
         for index, row in enumerate(compared.rows)
         if index not in used and row["kind"].startswith(("straggler", "slow_link"))
     ]
     return Answer(tuple(planted), tuple(wrong))
+
+
+def _credited(
+    row: Row, found: Sequence[int], cases: Sequence[tuple[Fault, npt.NDArray[np.bool_], Effect]]
+) -> list[int]:
+    """Return which of the faults that a verdict names it counts for: one for each rank and step, the largest first.
+
+    A fault in the verdict's phase comes before faults in other phases.
+    """
+    if not row["kind"].startswith("straggler"):
+        return list(found)
+    named = _named_by(row)
+    ranks, steps = [*named.ranks, *named.slow_too], slice(named.since_step, named.until_step)
+
+    def order(number: int) -> tuple[bool, float]:
+        fault, _, effect = cases[number]
+        return getattr(fault, "phase", None) != named.phase, -float(effect.work_ns[ranks, steps].sum())
+
+    credited, taken = [], np.zeros_like(cases[0][1])
+    for number in sorted(found, key=order):
+        of_fault = np.zeros_like(taken)
+        of_fault[ranks, steps] = cases[number][1][ranks, steps]
+        if (of_fault & ~taken).any():
+            credited.append(number)
+        taken |= of_fault
+    return credited
 
 
 def _lasting(fault: Fault, simulation: Simulation, steps: int) -> npt.NDArray[np.bool_]:
@@ -192,8 +223,9 @@ def _names(row: Row, fault: Fault, lasting: npt.NDArray[np.bool_], effect: Effec
 
 def _planted(
     text: str, fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_], effect: Effect,
-    named: Sequence[NamedBy], compared: Compared, at_fault: npt.NDArray[np.bool_],
+    named: Sequence[NamedBy], compared: Compared, at_fault: npt.NDArray[np.bool_], is_hidden: bool,
 ) -> PlantedFault:  # fmt: skip
+    """is_hidden: a verdict on its ranks and steps counts for another fault."""
     members, steps = _members(fault, simulation, lasting), np.flatnonzero(lasting.any(axis=0))
     is_link, begun, until = isinstance(fault, Link), bool(len(steps)), None
     if begun and steps[-1] + 1 < lasting.shape[1]:
@@ -203,7 +235,11 @@ def _planted(
         work_ns = fault.share * simulation.work_ns if isinstance(fault, Link) else float(effect.work_ns[lasting].mean())
     found = {rank for each in named for rank in (*each.ranks, *each.slow_too)}
     missed = () if is_link and named else tuple(rank for rank in members if rank not in found)
-    why = _why_not(fault, simulation, lasting, effect, work_ns, compared, at_fault) if missed else ""
+    why = ""
+    if missed and is_hidden:
+        why = "a larger fault makes the same rank slow at the same time, and one verdict counts for one fault"
+    elif missed:
+        why = _why_not(fault, simulation, lasting, effect, work_ns, compared, at_fault)
     return PlantedFault(
         fault=text,
         ranks=members,

@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.report.heat_map import ASCII_SHADES, BOUNDS, SHADE_STYLES
 from torchlens_perf.verdicts.words.hang import HangEvidence
 from torchlens_perf.verdicts.words.order import ranks_of
+from torchlens_perf.view.theme import EXCESS_BOUNDS, EXCESS_STYLES
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Rank, Report
@@ -28,6 +28,7 @@ _MEANINGS = {
     BLOCKING: "others wait for it", SLOW: "slow", DIED: "died", ENDED: "ended", MISSING: "nothing heard",
 }  # fmt: skip
 _UNKNOWN_MEANS = {EXCESS: "not compared", WAIT: "not measured"}
+ASCII_SHADES = ".:+%#"
 _WAIT_BOUNDS = (0.1, 0.3, 0.5, 0.7)
 _MAX_MISSING = 1 << 16  # ranks that are shown of which nothing is known: a damaged file may tell of any number
 
@@ -49,7 +50,7 @@ class Cell:
 
     @property
     def stands_out(self) -> bool:
-        return self.weight[0] > 0 or self.weight[1] >= BOUNDS[-1]
+        return self.weight[0] > 0 or self.weight[1] >= EXCESS_BOUNDS[-1]
 
 
 def rank_cells(report: Report, view: str) -> list[Cell]:
@@ -90,8 +91,8 @@ def legend(cells: Sequence[Cell], view: str) -> str:
     if view == WAIT:
         scale = "0-9: tenths of its step that it waits in communication"
     else:
-        shades = zip(ASCII_SHADES[1:], BOUNDS, strict=True)
-        scale = f"{ASCII_SHADES[0]} below {BOUNDS[0]:.0%}, "
+        shades = zip(ASCII_SHADES[1:], EXCESS_BOUNDS, strict=True)
+        scale = f"{ASCII_SHADES[0]} below {EXCESS_BOUNDS[0]:.0%}, "
         scale += ", ".join(f"{shade} {bound:.0%}" for shade, bound in shades) + " more work than the others"
     letters = [letter for letter in (*_MEANINGS, UNKNOWN) if letter in seen]
     return "; ".join([scale, *(f"{letter} {meaning(letter, view)}" for letter in letters)])
@@ -165,6 +166,6 @@ def _shade(value: float | None, view: str) -> tuple[str, str]:
         return UNKNOWN, "dim"
     if view == WAIT:
         level = sum(value >= bound for bound in _WAIT_BOUNDS)
-        return str(min(9, max(0, int(value * 10)))), SHADE_STYLES[level]
-    level = sum(value >= bound for bound in BOUNDS)
-    return ASCII_SHADES[level], SHADE_STYLES[level]
+        return str(min(9, max(0, int(value * 10)))), EXCESS_STYLES[level]
+    level = sum(value >= bound for bound in EXCESS_BOUNDS)
+    return ASCII_SHADES[level], EXCESS_STYLES[level]

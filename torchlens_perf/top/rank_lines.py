@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, percent, steps_whole
-from torchlens_perf.report.heat_map import ASCII_SHADES, BOUNDS, SHADE_STYLES
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.records import PARTS
+from torchlens_perf.top.cells import ASCII_SHADES
 from torchlens_perf.top.overview import clock_time, rule, seconds_of, step_parts
 from torchlens_perf.top.verdict_lines import verdict_lines
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.hang import place
 from torchlens_perf.verdicts.words.order import ranks_of
+from torchlens_perf.view.theme import EXCESS_BOUNDS, EXCESS_STYLES
 
 if TYPE_CHECKING:
     from torchlens_perf.top.lettering import Lettering
@@ -91,10 +92,10 @@ def _over_the_run(report: Report, rank: int, width: int, lettering: Lettering) -
         if not values:
             line.append(" ")
             continue
-        level = sum(sum(values) / len(values) >= bound for bound in BOUNDS)
-        line.append(ASCII_SHADES[level], style=SHADE_STYLES[level])
+        level = sum(sum(values) / len(values) >= bound for bound in EXCESS_BOUNDS)
+        line.append(ASCII_SHADES[level], style=EXCESS_STYLES[level])
     last = heat["first_steps"][-1] + heat["width"] - 1
-    shades = ", ".join(f"{shade} {bound:.0%}" for shade, bound in zip(ASCII_SHADES[1:], BOUNDS, strict=True))
+    shades = ", ".join(f"{shade} {bound:.0%}" for shade, bound in zip(ASCII_SHADES[1:], EXCESS_BOUNDS, strict=True))
     title = f"work above the others, steps {heat['first_steps'][0]} to {last} ({shades})"
     return [rule(title, width, lettering), line]
 
@@ -132,7 +133,7 @@ def _beside(name: str, width: int, here_s: float, others_s: float | None, step_s
     line = Text(f"{name:<{width}}{duration(here_s):>10}")
     if others_s is not None:
         more_s = here_s - others_s
-        large = step_s > 0 and more_s >= BOUNDS[0] * step_s
+        large = step_s > 0 and more_s >= EXCESS_BOUNDS[0] * step_s
         more = f"{'+' if more_s > 0 else ''}{duration(more_s)}"
         line.append(f"{duration(others_s):>10}").append(f"{more:>10}", style="bold red" if large else "dim")
     return line

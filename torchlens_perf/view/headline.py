@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent, printable, steps_words
-from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.run.rank_ranges import ranges, rank_list
 from torchlens_perf.run.verdicts import sentence_and_action
 from torchlens_perf.verdicts.words.evidence import (
     OVER,
@@ -63,7 +63,10 @@ class Headline:
     severity: str
     """A key of theme.SEVERITIES."""
     facts: tuple[tuple[str, str], ...]
-    """Name and text of each fact but the cost: rank, phase, module, since, consistent."""
+    """Name and text of each fact but the cost: rank, phase, module, together with, steps, seen.
+
+    "together with" names the other slow ranks that have the same cost.
+    """
     cost_s_per_step: float | None
     cost_share: float | None
     """Of the time of a step; both are None where the cost is not known or there is none."""
@@ -80,7 +83,7 @@ class Headline:
         """The cost in words; "" where there is none."""
         if not self.cost_s_per_step or self.cost_share is None:
             return ""
-        return f"{duration(self.cost_s_per_step)} per step = {percent(self.cost_share)} of job time"
+        return f"{duration(self.cost_s_per_step)} per step = {percent(self.cost_share)} of step time"
 
 
 def headlines(report: Report, run_dir: str = "") -> list[Headline]:
@@ -149,13 +152,20 @@ def _facts(row: VerdictRow) -> list[tuple[str, str]]:
     modules = getattr(evidence, "modules", ())
     if modules:
         found.append(("module" if len(modules) == 1 else "modules", ", ".join(modules)))
+    if isinstance(evidence, StragglerEvidence) and evidence.slow_too:
+        found.append(("together with", rank_list(evidence.slow_too)))
     if held is not None and held["since_step"] is not None:
         found.append(("steps", steps_words(held["since_step"], held["until_step"])))
         if held["windows_judged"]:
-            found.append(("consistent", f"in {held['windows_held']} of {held['windows_judged']} windows"))
+            found.append(("seen", f"in {held['windows_held']} of {held['windows_judged']} windows"))
     elif row["since_step"] is not None:
         found.append(("steps", steps_words(row["since_step"], None)))
     return found
+
+
+def fact_text(name: str, text: str) -> str:
+    """Return a fact as words: "rank 13", "since step 40", "seen in 14 of 14 windows"."""
+    return text if name == "steps" else f"{name} {text}"
 
 
 def phase_words(phase: str) -> str:

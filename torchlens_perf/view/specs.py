@@ -40,10 +40,19 @@ class Column:
     """0 for a column that is always shown; of the others, the largest is left out first where there is no room."""
     help: str = ""
     """What the title means, in a sentence, for a reader who asks."""
+    unit_of: float = 0.0
+    """A duration whose unit the column takes, as the columns beside it do; 0: of its own largest value."""
+    marks: Sequence[str] = ()
+    """What is written before each value: ">= " for a lower bound, "~ " for an estimate."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the values are names, which are flush left."""
+        return self.quantity is Quantity.TEXT and any(isinstance(value, str) for value in self.values)
 
     @property
     def unit(self) -> str:
-        """The one unit of a column of durations, by its largest value; "" for other quantities, which carry theirs."""
+        """The one unit of a column of durations; "" for other quantities, which carry theirs."""
         return self._scale()[1] if self.quantity is Quantity.DURATION else ""
 
     @property
@@ -56,12 +65,15 @@ class Column:
         scale, _ = self._scale()
         largest = max((abs(value) for value in self.values if isinstance(value, (int, float))), default=0.0) / scale
         digits = 0 if largest >= 100 else 1 if largest >= 10 else 2
-        return [self._text(value, scale, digits) for value in self.values]
+        texts = [self._text(value, scale, digits) for value in self.values]
+        return [f"{mark}{text}" for mark, text in zip(self.marks, texts, strict=True)] if self.marks else texts
 
     def _scale(self) -> tuple[float, str]:
         if self.quantity is not Quantity.DURATION:
             return 1.0, ""
-        largest = max((abs(value) for value in self.values if isinstance(value, (int, float))), default=0.0)
+        largest = self.unit_of or max(
+            (abs(value) for value in self.values if isinstance(value, (int, float))), default=0
+        )
         for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
             if largest >= scale:
                 return scale, unit
@@ -70,8 +82,8 @@ class Column:
     def _text(self, value: Value, scale: float, digits: int) -> str:
         if value is None:
             return EMPTY
-        if isinstance(value, str):
-            return printable(value)
+        if isinstance(value, str) or self.quantity is Quantity.TEXT:
+            return printable(str(value))
         if self.quantity is Quantity.SHARE:
             return percent(value)
         if self.quantity is Quantity.CHANGE:
@@ -101,7 +113,11 @@ class Table:
     first: int | None = None
     """How many rows matter; the rest is behind "show all". None: all of them."""
     note: str = ""
-    """A sentence below the table."""
+    """Sentences below the table."""
+    noun: str = "row"
+    """What a row is, in the singular."""
+    ranged: str = ""
+    """The title of the column whose range describes rows that are not shown."""
 
     @property
     def rows(self) -> int:
@@ -110,5 +126,22 @@ class Table:
 
     def head(self, rows: int) -> Table:
         """Return the table with its first rows only."""
-        columns = [dataclasses.replace(column, values=column.values[:rows]) for column in self.columns]
+        columns = [
+            dataclasses.replace(column, values=column.values[:rows], marks=column.marks[:rows])
+            for column in self.columns
+        ]
         return dataclasses.replace(self, columns=columns, slow=frozenset(row for row in self.slow if row < rows))
+
+    def rest(self, shown: int) -> str:
+        """Return a line on the rows after the first ones, "56 more ranks, compute 245 to 251 ms"; "" for none."""
+        left = self.rows - shown
+        if left <= 0:
+            return ""
+        words = f"{left} more {self.noun}{'s' if left > 1 else ''}"
+        for column in self.columns:
+            values = [value for value in column.values[shown:] if isinstance(value, (int, float))]
+            if column.title == self.ranged and values:
+                least, most = dataclasses.replace(column, values=[min(values), max(values)], marks=()).texts()
+                span = least if least == most else f"{least} to {most}"
+                return f"{words}, {column.title} {span} {column.unit}".rstrip()
+        return words

@@ -50,20 +50,34 @@ SEVERITIES: Mapping[str, Color] = {
 SLOWER = Color("#d55e00", "#ff8f3f", "red")
 """More compute time than other ranks. Nothing else is orange."""
 FASTER = Color("#3b7fc4", "#6fb1f0", "blue")
+SURFACES: Mapping[str, Color] = {
+    "ground": Color("#f6f7f9", "#12161b", ""),
+    "raised": Color("#ffffff", "#1a2027", ""),
+    "text": Color("#1c2024", "#e6e9ec", ""),
+    "dim": Color("#555e68", "#a2abb5", ""),
+    "rule": Color("#dde2e7", "#343d47", ""),
+    "link": Color("#0550ae", "#79b8ff", ""),
+}
+"""Of pages only: a terminal has colours of its own."""
+EXCESS_BOUNDS = (0.03, 0.06, 0.12, 0.25)
+"""Share of excess compute time from which a cell in a terminal is one shade darker."""
+EXCESS_STYLES = ("dim", "", "yellow", "red", "bold red")
 MIN_EXCESS, FULL_EXCESS = 0.03, 0.30
 """Share of excess compute time at which colour begins, where no detectable excess is known, and at which it is full."""
 
 
 def style_sheet() -> str:
-    """Return the colours as CSS custom properties: --part-data, --bad, --slower and so on."""
+    """Return the colours as CSS custom properties: --part-data, --bad, --slower and so on. Paper is light."""
     colors = {f"part-{key}": part.color for key, part in PARTS.items()}
-    colors |= {**SEVERITIES, "slower": SLOWER, "faster": FASTER}
+    colors |= {**SURFACES, **SEVERITIES, "slower": SLOWER, "faster": FASTER}
     light = " ".join(f"--{key}: {color.light};" for key, color in colors.items())
     dark = " ".join(f"--{key}: {color.dark};" for key, color in colors.items())
+    fills = "\n".join(f"rect.part-{key} {{ fill: var(--part-{key}); }}" for key in PARTS)
     return (
-        f":root {{ {light} }}\n"
-        f'@media (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark} }} }}\n'
-        f':root[data-theme="dark"] {{ {dark} }}\n'
+        f":root {{ color-scheme: light dark; {light} }}\n"
+        f'@media screen and (prefers-color-scheme: dark) {{ :root:not([data-theme="light"]) {{ {dark} }} }}\n'
+        f'@media screen {{ :root[data-theme="dark"] {{ color-scheme: dark; {dark} }} }}\n'
+        f':root[data-theme="light"] {{ color-scheme: light; }}\n{fills}\n'
     )
 
 

@@ -16,7 +16,7 @@ from tests.support.device.fake_nccl import ON, SEEN, FakeNccl
 from tests.support.recorders import IDS
 from tests.support.recording import Recording, recorded
 from torchlens_perf import autoload
-from torchlens_perf.commands.doctor import OK, WORSE, examine
+from torchlens_perf.commands.doctor import LIMITED, OK, examine
 from torchlens_perf.config import Config
 from torchlens_perf.hooks import attach
 from torchlens_perf.hooks.on_device.choice import device_hooks
@@ -502,8 +502,8 @@ def test_nccl_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     ("version", "chosen", "severity", "words"),
     [
         ((2, 29, 7), None, OK, "timed by the device in every step"),
-        ((2, 31, 2), None, WORSE, "=on times one step of 50"),
-        ((2, 26, 2), None, WORSE, "not timed"), ((2, 29, 7), "another", WORSE, "another plugin was chosen"),
+        ((2, 31, 2), None, LIMITED, "=on times one step of 50"),
+        ((2, 26, 2), None, LIMITED, "not timed"), ((2, 29, 7), "another", LIMITED, "another plugin was chosen"),
     ],
 )  # fmt: skip
 def test_doctor(
@@ -519,7 +519,7 @@ def test_doctor(
     (check,) = (check for check in examine() if "NCCL" in check.subject)
     assert check.severity == severity
     assert words in str(check)
-    assert bool(check.remedy) == (severity == WORSE)
+    assert bool(check.remedy) == (severity == LIMITED)
 
 
 def test_torch_is_never_asked_to_time() -> None:

@@ -82,7 +82,7 @@ def context(browser: Any) -> Iterator[Any]:
     made.close()
 
 
-def opened(context: Any, address: str, selector: str = "main a") -> Any:
+def opened(context: Any, address: str, selector: str = "main td a") -> Any:
     page = context.new_page()
     page.goto(address)
     page.wait_for_selector(selector)
@@ -95,7 +95,7 @@ def test_another_port_of_the_host_receives_no_credential(
     """Neither by a request of the browser's nor from what is stored, whichever page is open before or beside it."""
     token = server.address.partition("token=")[2]
     page = opened(context, server.address)
-    page.click("main a")
+    page.click("main td a")
     page.wait_for_selector("#live-status")
     assert context.cookies() == []
     other = opened(context, f"{neighbour.origin}/tb", "p")
@@ -127,19 +127,19 @@ def test_address_loses_the_token_and_pages_go_on(context: Any, server: PageServe
     page = opened(context, server.address)
     assert "token" not in page.url
     page.reload()
-    page.wait_for_selector("main a")
+    page.wait_for_selector("main td a")
     with context.expect_page() as new:
-        page.click("main a", modifiers=["Control"])
+        page.click("main td a", modifiers=["Control"])
     new.value.wait_for_selector("#live-status")
     assert "/runs/done/" in new.value.url
     typed = opened(context, f"http://{server.stranger().host}/runs/done/#heat;rank=1", "#live-status")
     assert typed.url.endswith("#heat;rank=1")
-    page.click("main a")
+    page.click("main td a")
     page.wait_for_selector("#live-status")
     page.reload()
     page.wait_for_selector("#live-status")
     page.go_back()
-    page.wait_for_selector("main a")
+    page.wait_for_selector("main td a")
     page.fill("input[name=search]", "none of these")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=No run has such a name.")
@@ -156,10 +156,10 @@ def test_browser_without_the_token_is_told_what_to_do(context: Any, server: Page
     assert "Open the address that `torchlens-perf serve` printed" in page.inner_text("main")
     assert page.locator("#live-status").count() == 0
     page.goto(server.address)
-    page.wait_for_selector("main a")
+    page.wait_for_selector("main td a")
     page.evaluate("sessionStorage.setItem(Object.keys(sessionStorage)[0], 'of-another-start')")
     page.reload()
     page.wait_for_timeout(1000)
     assert "Open the address that `torchlens-perf serve` printed" in page.inner_text("main")
     page.goto(server.address)
-    page.wait_for_selector("main a")
+    page.wait_for_selector("main td a")

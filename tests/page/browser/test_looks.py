@@ -107,7 +107,7 @@ def test_without_scripts_everything_is_there(tab_of: TabOf, wide_file: Path) -> 
     assert tab.page.locator("figure[data-chart]").count() == 6
     assert tab.page.locator(".chart, .controls, select").count() == 0
     assert tab.page.locator("figure[data-chart=heat]").get_by_text("needs JavaScript").is_visible()
-    assert tab.page.locator("#phases-host svg.bar").count() == 24
+    assert tab.page.locator("#phases-host svg.bar").count() == 8
     assert tab.page.locator("#phases-host svg.bar rect").first.bounding_box()["width"] > 2
     assert tab.page.locator("#verdict-1").is_visible()
     assert tab.foreign() == []

@@ -18,7 +18,7 @@ from tests.page.browser.tab import Tab, need_browser
 from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
 from tests.support.page_contents import enlarged
 from torchlens_perf.page.contents import Contents
-from torchlens_perf.page.document.html import document
+from torchlens_perf.page.document.html import as_json, document
 
 need_browser()
 
@@ -28,7 +28,7 @@ RENEWALS = 25
 def grown(of: Contents, steps: int) -> Contents:
     """The same job some steps later."""
     made: Any = enlarged(of, 8, steps, SLOW_RANK, SINCE_STEP)
-    made["written"] = f"after {steps} steps"
+    made["written"] = f"2026-01-01T{steps // 60:02d}:{steps % 60:02d}:00+00:00"
     return made  # type: ignore[no-any-return]
 
 
@@ -37,7 +37,7 @@ def test_a_newer_page_keeps_the_view(tab: Tab, shown: Contents) -> None:
     tab.open("#heat;steps=60-119;rank=3;order=rank;step=80")
     tab.show_all()
     tab.show("heat")
-    tab.value("document.querySelector('#heat details').open = true")
+    tab.value("document.querySelector('#verdict-1 details').open = true")
     tab.chart("heat").focus()
     top = tab.chart("heat").bounding_box()["y"]
     before = {key: value for key, value in tab.view().items() if key != "section"}
@@ -48,9 +48,9 @@ def test_a_newer_page_keeps_the_view(tab: Tab, shown: Contents) -> None:
     assert tab.value(f"{tab.named('heat')}.shown.width") == 2 * STEPS
     assert tab.value(f"{tab.named('heat')}.plot.scales.x.max") == 2 * STEPS
     assert tab.value(f"{tab.named('steps')}.plot.data[0].length") == 2 * STEPS
-    assert f"after {2 * STEPS} steps" in tab.page.inner_text("footer")
-    assert f"steps {2 * STEPS}" in tab.page.inner_text("header")
-    assert tab.value("document.querySelector('#heat details').open")
+    assert f"{2 * STEPS // 60:02d}:{2 * STEPS % 60:02d} UTC" in tab.page.inner_text("footer")
+    assert f"{2 * STEPS} steps" in tab.page.inner_text("header")
+    assert tab.value("document.querySelector('#verdict-1 details').open")
     assert tab.value("document.activeElement === document.querySelector('figure[data-chart=heat] .chart')")
     assert tab.chart("heat").bounding_box()["y"] == pytest.approx(top, abs=30)
     assert "steps 60 to 119" in tab.show("ranks").locator("table:visible caption").inner_text()
@@ -98,7 +98,7 @@ def test_lines_become_a_heat_map_when_ranks_come(tab_of: TabOf, shown: Contents,
 
 def test_contents_alone_renew_the_charts(tab: Tab, shown: Contents) -> None:
     tab.open("#heat;steps=60-119")
-    newer = copy.deepcopy(grown(shown, 2 * STEPS))
+    newer = json.loads(as_json(grown(shown, 2 * STEPS)))
     tab.page.evaluate("newer => torchlensPage.update(newer)", newer)
     tab.settle()
     assert tab.value(f"{tab.named('heat')}.shown.width") == 2 * STEPS

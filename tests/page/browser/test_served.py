@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,13 +43,13 @@ def tab(tab_of: TabOf, server: PageServer) -> Tab:
     """At the list, by the address that was printed."""
     made: Tab = tab_of(Path("/"))
     made.page.goto(server.address)
-    made.page.wait_for_selector("main a")
+    made.page.wait_for_selector("main td a")
     return made
 
 
 def opened(tab: Tab, fragment: str = "") -> Tab:
     """The run's page, by its link in the list."""
-    tab.page.click("main a")
+    tab.page.click("main td a")
     tab.page.wait_for_selector("#live-status")
     tab.until("Boolean(window.torchlensPage)")
     if fragment:
@@ -64,7 +65,7 @@ def goes_on(live: LiveSimulation) -> None:
 
 def steps(tab: Tab) -> int:
     """As the header says."""
-    return int(tab.value(r"document.querySelector('header .facts').textContent.match(/steps (\d+)/)[1]"))
+    return int(tab.value(r"document.querySelector('header .facts').innerText.match(/(\d+) steps/)[1]"))
 
 
 def foreign(tab: Tab, server: PageServer) -> list[str]:
@@ -77,7 +78,7 @@ def test_the_page_follows_its_run(tab: Tab, live: LiveSimulation, server: PageSe
     """Words, tables and charts are renewed without a reload; what is selected stays; its end is said."""
     assert "token" not in tab.page.url
     opened(tab, "#heat;rank=2;steps=10-59")
-    tab.until(f"{STATUS}.startsWith('follows the run')")
+    tab.until(f"{STATUS}.startsWith('Live, updated ')")
     first, before = steps(tab), tab.page.inner_text("#verdicts")
     tab.value("window.sameDocument = true")
     columns = tab.value("torchlensPage.steps.end")
@@ -87,10 +88,10 @@ def test_the_page_follows_its_run(tab: Tab, live: LiveSimulation, server: PageSe
     assert steps(tab) == first + BLOCK
     assert (tab.view()["rank"], tab.view()["steps"]) == (2, [10, 60])
     assert tab.page.inner_text("#verdicts") != before
-    windows = tab.value("torchlensPage.contents.held[0].windows_judged")
+    windows = tab.value("torchlensPage.contents.report.verdicts[0].held.windows_judged")
     assert f"of {windows} windows" in tab.page.inner_text("#verdicts")
     live.ends()
-    tab.until(f"{STATUS} === 'the run has ended'")
+    tab.until(f"{STATUS} === 'Ended'")
     assert "ended" in tab.page.inner_text("header .facts")
     assert tab.value("window.sameDocument")
     assert not tab.page.locator("#capture").is_visible()
@@ -125,18 +126,18 @@ def test_any_step_is_fetched(tab: Tab, live: LiveSimulation) -> None:
     assert tab.problems == []
 
 
-def test_held_still(tab: Tab, live: LiveSimulation) -> None:
-    """Nothing moves while somebody reads; then the newest is shown at once."""
+def test_paused_page_stays_as_it_is(tab: Tab, live: LiveSimulation) -> None:
+    """Once resumed, it shows the newest steps at once."""
     opened(tab)
-    tab.until(f"{STATUS}.startsWith('follows the run')")
-    tab.page.get_by_role("button", name="hold still").click()
+    tab.until(f"{STATUS}.startsWith('Live, updated ')")
+    tab.page.get_by_role("button", name="Pause").click()
     first = steps(tab)
     goes_on(live)
-    tab.until(f"{STATUS} === 'held still: there is something newer'")
+    tab.until(f"{STATUS} === 'Paused, newer steps are available'")
     assert steps(tab) == first
-    tab.page.get_by_role("button", name="hold still").click()
+    tab.page.get_by_role("button", name="Resume").click()
     tab.until(f"torchlensPage.steps.end >= {5 * BLOCK}")
-    tab.until(f"{STATUS}.startsWith('follows the run')")
+    tab.until(f"{STATUS}.startsWith('Live, updated ')")
 
 
 def test_a_capture_by_the_button(tab: Tab, live: LiveSimulation) -> None:
@@ -145,11 +146,11 @@ def test_a_capture_by_the_button(tab: Tab, live: LiveSimulation) -> None:
     tab.page.click("#captures summary")
     tab.page.fill("input[name=ranks]", "1, 3")
     tab.page.fill("input[name=steps]", "2")
-    tab.page.get_by_role("button", name="Capture").click()
-    tab.until("document.getElementById('capture-status').textContent.includes('Waiting for 1, 3.')")
+    tab.page.get_by_role("button", name="Profile").click()
+    tab.until("document.getElementById('capture-status').textContent.includes('Waiting for rank 1, 3.')")
     (request,) = capture_files.read_requests(live.run.captures)[0]
     assert (request.ranks, request.steps, request.python, request.forced) == ((1, 3), 2, False, False)
-    for rank, wait in ((1, "Waiting for 3."), (3, "All have answered.")):
+    for rank, wait in ((1, "Waiting for rank 3."), (3, "Done.")):
         folder = capture_files.rank_folder(live.run.captures, request.id, rank)
         folder.mkdir(parents=True)
         (folder / TRACE).write_bytes(b"trace")
@@ -163,32 +164,43 @@ def test_a_capture_by_the_button(tab: Tab, live: LiveSimulation) -> None:
     goes_on(live)
     tab.until("document.querySelectorAll('#captured a').length === 2")
     tab.page.fill("input[name=ranks]", "77")
-    tab.page.get_by_role("button", name="Capture").click()
+    tab.page.get_by_role("button", name="Profile").click()
     tab.until("document.querySelector('#capture-status .problem')?.textContent.includes('no rank 77')")
 
 
 def test_a_server_that_ends_is_said(tab: Tab, server: PageServer) -> None:
     """The page stays as it was."""
     opened(tab)
-    tab.until(f"{STATUS}.startsWith('follows the run')")
+    tab.until(f"{STATUS}.startsWith('Live, updated ')")
     server.process.terminate()
     tab.until(f"{STATUS}.includes('the server does not answer')")
     assert "Rank 2" in tab.page.inner_text("#verdicts")
 
 
 def test_the_list_follows_its_folder(tab: Tab, live: LiveSimulation, server: PageServer) -> None:
-    """A run that begins appears in it; it can be searched; nothing is asked of others."""
-    tab.until("document.querySelector('main').textContent.includes('Rank 2')")
+    """A run that begins appears in it; it is filtered as the user types; nothing is asked of others."""
+    tab.until("document.querySelector('main').textContent.includes('SLOW RANK')")
     with LiveSimulation(live.run.path.with_name("<b>other"), 2) as other:
         other.goes_on()
         tab.until("document.querySelectorAll('main tbody tr').length === 2")
         assert "<b>other" in tab.page.inner_text("main")
         tab.page.fill("input[name=search]", "OTHER")
-        tab.page.keyboard.press("Enter")
         tab.page.wait_for_url("**/?search=OTHER")
-        assert tab.page.locator("main tbody tr").count() == 1
+        tab.until("document.querySelectorAll('main tbody tr').length === 1")
         opened(tab)
     assert (tab.problems, foreign(tab, server)) == ([], [])
+
+
+def test_phone_shows_status_program_and_cost(tab: Tab) -> None:
+    """Within its width, and in rows of one line."""
+    tab.until("document.querySelector('main').textContent.includes('SLOW RANK')")
+    tab.page.set_viewport_size({"width": 390, "height": 800})
+    for column in ("status", "program", "cost"):
+        box = tab.page.locator(f"td.run-{column}").bounding_box()
+        assert box is not None
+        assert 0 < box["x"] + box["width"] <= 390
+        assert box["height"] < 40
+    assert tab.value("document.documentElement.scrollWidth") <= 390
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -198,7 +210,7 @@ def test_everybody_can_use_it(tab_of: TabOf, server: PageServer, dark: bool) -> 
 
     tab = tab_of(Path("/"), dark=dark, bypass=True)
     tab.page.goto(server.address)
-    tab.page.wait_for_selector("main a")
+    tab.page.wait_for_selector("main td a")
     rules = {"runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21aa"]}}
     assert Axe().run(tab.page, options=rules).response["violations"] == []
     opened(tab)
@@ -207,15 +219,22 @@ def test_everybody_can_use_it(tab_of: TabOf, server: PageServer, dark: bool) -> 
     assert found == [], found
 
 
-def test_a_hidden_page_lets_its_connection_go(tab: Tab, server: PageServer) -> None:
-    """A browser has six for all its tabs; shown again, it hears all."""
+def test_hidden_page_asks_for_nothing(tab: Tab, server: PageServer) -> None:
+    """Shown again, it goes on."""
     viewer = server.viewer()
+
+    def looks() -> int:
+        return int(viewer.json("/api/counts")["runs"]["live"]["looks"])
+
+    def hide(value: str) -> None:
+        tab.value(f"Object.defineProperty(document, 'hidden', {{ value: {value}, configurable: true }})")
+
     opened(tab)
-    assert eventually(lambda: viewer.json("/api/counts")["runs"]["live"]["viewers"] == 1)
-    for hidden, viewers in (("true", 0), ("false", 1)):
-        tab.value(
-            f"Object.defineProperty(document, 'hidden', {{ value: {hidden}, configurable: true }}),"
-            "document.dispatchEvent(new Event('visibilitychange'))"
-        )
-        assert eventually(lambda wanted=viewers: viewer.json("/api/counts")["runs"]["live"]["viewers"] == wanted)
-    tab.until(f"{STATUS}.startsWith('follows the run')")
+    tab.until(f"{STATUS}.startsWith('Live, updated ')")
+    hide("true")
+    time.sleep(2)
+    before = looks()
+    time.sleep(4)
+    assert looks() == before
+    hide("false")
+    assert eventually(lambda: looks() > before)

@@ -425,7 +425,7 @@ def test_doctor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert line == "ok      GPU telemetry: NVML, driver 580.126.09; activity of SMs and memory: GPM on 1 of 1 GPUs"
     assert without.startswith(
-        "worse   GPU telemetry: none: NVML says NVML Shared Library Not Found; install the driver's"
+        "limited GPU telemetry: none: NVML says NVML Shared Library Not Found; install the driver's"
     )
 
 

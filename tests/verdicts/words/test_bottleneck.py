@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,19 +12,24 @@ from tests.support.reports import checked
 from tests.support.tables import mixed_table
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.report.build import build
-from torchlens_perf.report.terminal import render
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.run.ring import Flag, record_dtype
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.words.bottleneck import computing_action
+from torchlens_perf.view.specs import Quantity
+from torchlens_perf.view.tables import tables
 
 NUMBER = r"(\d+(?:\.\d+)?)"
 DURATION = NUMBER + r" (s|ms|us|ns)"
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 # What a sentence calls a column of the table.
-COLUMNS = {"waiting for data": "data", "host code outside of the phases": "host", "waiting in communication": "wait"}
+COLUMNS = {
+    "waiting for data": "data",
+    "host code outside of the phases": "other",
+    "waiting in communication": "comm wait",
+}
 ROUNDING = 0.006  # three figures
 
 
@@ -49,18 +54,10 @@ class Shown:
     """What a reader sees: the sentences, and the columns of the table, in seconds."""
 
     def __init__(self, report: dict[str, Any]) -> None:
-        text = render(report, "r", columns=250, color=False)
-        head, _, rest = text.partition("typical step of each rank")
-        self.sentences = [" ".join(part.split()) for part in head.split("\n\n")]
-        lines = [line for line in rest.split("\n") if line.strip()]
-        header, rows = re.split(r"\s{2,}", lines[0].strip()), []
-        for line in lines[2:]:
-            cells = re.findall(rf"{DURATION}|(?<= )-(?= |$)", line)
-            if not re.match(r"\s*\d+ ", line):
-                break
-            rows.append([seconds(*cell) if cell[0] else 0.0 for cell in cells])
-        names = [name for name in header if name not in ("rank", "memory", "share of the step")]
-        self.columns = {name: [row[index] for row in rows] for index, name in enumerate(names)}
+        self.sentences = [row["text"] for row in report["verdicts"]]
+        (table,) = [each for each in tables(cast("Any", report)) if each.key == "ranks"]
+        times = [column for column in table.columns if column.quantity is Quantity.DURATION]
+        self.columns = {each.title: [value or 0.0 for value in each.values] for each in times}
 
     def mean(self, column: str) -> float:
         return float(np.mean(self.columns[column]))
@@ -83,10 +80,10 @@ def holds_typical(shown: Shown) -> str:
         named_s += part_s
         assert float(percent) / 100 == pytest.approx(part_s / step_s, abs=0.011), sentence
         column = COLUMNS.get(words.lower())
-        if column is not None and "no CPU" not in shown.columns:
+        if column in shown.columns and "CPU contention" not in shown.columns:
             assert part_s == pytest.approx(shown.mean(column), rel=2 * ROUNDING), sentence
         if words.lower() == "waiting for a cpu":
-            assert part_s == pytest.approx(shown.mean("no CPU"), rel=2 * ROUNDING)
+            assert part_s == pytest.approx(shown.mean("CPU contention"), rel=2 * ROUNDING)
         inner = re.search(r"\((.*)\)", words)
         if inner is not None:  # computing, in parts
             parts_s = [seconds(*each) for each in re.findall(DURATION, inner[1])]
@@ -204,11 +201,18 @@ def test_one_evaluation_does_not_decide_the_headline() -> None:
     )
 
 
+def outliers(report: dict[str, Any]) -> tuple[dict[str, int], str]:
+    """The counts in the table of outlier steps, and its note."""
+    (table,) = [each for each in tables(cast("Any", report)) if each.key == "outlier_steps"]
+    kinds, counts = (column.values for column in table.columns[:2])
+    return dict(zip(map(str, kinds), map(int, map(str, counts)), strict=True)), table.note
+
+
 class TestKindsOfSteps:
     """Where the typical step is not the only frequent kind of steps, that is said."""
 
     def test_two_kinds(self) -> None:
-        """With their counts and times, in the sentence on the typical step and in the line above the tables."""
+        """With their counts and times, in the sentence on the typical step and in the table of outlier steps."""
         loop = [dict(BASE)] * 3 + [dict(BASE)] * 45 + [{**BASE, "optimizer": 46.0}] * 55
         report = report_on(loop)
         (long,) = report["steps"]["long"]
@@ -218,14 +222,14 @@ class TestKindsOfSteps:
         )
 
         assert (long["count"], long["more_s"]) == (55, pytest.approx(0.044))
-        assert "103 steps (45 typical, 55 long, 3 warm-up)" in render(report, "r", columns=250, color=False)
+        assert outliers(report) == ({"unknown cause": 55}, "45 of 103 steps are typical, 3 are warm-up.")
 
     def test_shorter_steps(self) -> None:
         """They have no verdict, and are not left out."""
         report = report_on([dict(BASE)] * 83 + [{**BASE, "backward": 1.0}] * 20)
         (verdict,) = report["verdicts"]
         assert "Two kinds of steps: 80 take 16.0 ms, 20 take 9.00 ms." in verdict["text"]
-        assert "103 steps (80 typical, 20 short, 3 warm-up)" in render(report, "r", columns=250, color=False)
+        assert outliers(report) == ({"shorter": 20}, "80 of 103 steps are typical, 3 are warm-up.")
 
     def test_steps_that_wait_for_a_cpu_are_of_no_other_kind(self) -> None:
         loop = [{**BASE, "cpu": 0.0} for _ in range(100)]
@@ -261,8 +265,9 @@ class TestKindsOfSteps:
         loop[40] = {**BASE, "host": 900.0, "flags": Flag.EVALUATION | Flag.EVALUATED}
         loop[90] = {**BASE, "data": 500.0}
         report = report_on(loop)
-        assert "150 steps (145 typical, 1 evaluation, 1 long, 3 warm-up)" in render(
-            report, "r", columns=250, color=False
+        assert outliers(report) == (
+            {"evaluation": 1, "unknown cause": 1},
+            "145 of 150 steps are typical, 3 are warm-up.",
         )
         assert "kinds of steps" not in " ".join(each["text"] for each in report["verdicts"])
 
@@ -546,14 +551,14 @@ class TestOnADevice:
         )
 
     def test_ranks_were_not_compared(self) -> None:
-        """Instead of "no rank stands out"."""
+        """Instead of "no slow rank"."""
         verdict = report_on(*[[dict(BASE) for _ in range(60)]] * 2, compute_device="cuda")["verdicts"][0]
 
         assert verdict["kind"] == "not_compared"
         assert verdict["text"].startswith(
             "The ranks were not compared: their work is on a device (GPU), and only host time is known."
         )
-        assert "stands out" not in verdict["text"]
+        assert "slow rank" not in verdict["text"]
 
 
 @pytest.mark.parametrize(

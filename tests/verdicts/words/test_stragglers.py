@@ -55,7 +55,7 @@ def test_a_slow_rank() -> None:
     verdict = verdict_on(episode())
 
     assert verdict.sentence == (
-        "Rank 3 (node-0) is slow in the backward pass: 80.0 ms of work a step against 60.0 ms on the other ranks. "
+        "Rank 3 (node-0) is slow in the backward pass: it computes 80.0 ms per step, the other ranks 60.0 ms. "
         "It costs the job 15.0 ms a step (15%), since step 100. "
         "Next: compare the model on rank 3: its input sizes, then clocks and neighbours on that machine."
     )
@@ -113,7 +113,7 @@ def test_two_ranks_and_the_start() -> None:
     (verdict,), _ = straggler_verdicts(CONTEXT, with_groups(found, {}))
 
     assert verdict.sentence.startswith("Rank 1 is slow in")
-    assert "on the other rank. " in verdict.sentence
+    assert ", the other rank 60.0 ms. " in verdict.sentence
     assert "(15%), since the start. Next:" in verdict.sentence
 
 
@@ -149,7 +149,7 @@ def test_lack_of_a_cpu() -> None:
     text = verdict_on(episode(phase="cpu")).sentence
 
     assert "its thread was ready but had no CPU for 20.0 ms a step more than on the other ranks" in text
-    assert "of work a step" not in text
+    assert "computes" not in text
 
 
 def test_now_and_then() -> None:
@@ -398,18 +398,17 @@ def test_a_step_of_no_length() -> None:
     """Nothing is divided by a step that is not known."""
     assert verdict_on(episode(step_ns=0.0)).cost_share == 0.0
     assert no_straggler(REPORT, findings(step_ns=0.0)).sentence.startswith(
-        "No rank stands out over 200 steps. One with 3.00 ms more work (0.0% of the step)"
+        "No slow rank in 200 steps. The smallest detectable slowdown is 3.00 ms per step (0.0%)."
     )
 
 
 class TestNobody:
     def test_what_would_have_been_seen(self) -> None:
-        """Nobody is slow: over how many steps, and what would have been named."""
+        """Nobody is slow: in how many steps, and the smallest slowdown that would have been detected."""
         verdict = no_straggler(REPORT, findings())
 
         assert verdict.sentence == (
-            "No rank stands out over 200 steps. One with 3.00 ms more work (3.0% of the step) in every step from the "
-            "start of the run would have been named."
+            "No slow rank in 200 steps. The smallest detectable slowdown is 3.00 ms per step (3.0%)."
         )
         assert verdict.evidence == NobodySlowEvidence(rows=64, detectable_s=0.003, compared=8)
         assert verdict.kind == "none"

@@ -5,21 +5,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import quote
 
-from torchlens_perf.analysis.statistics.quantities import duration_or_dash
 from torchlens_perf.page.document.scripts import page_script, page_style
-from torchlens_perf.page.markup import Element, html, raw, tag
 from torchlens_perf.page.sections.every import SECTIONS
-from torchlens_perf.page.sections.quality import overhead_words
-from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
-from torchlens_perf.verdicts.words.startup import startup_words
+from torchlens_perf.page.sections.overview import header, key_figures, minute
+from torchlens_perf.view.headline import overall
+from torchlens_perf.view.markup import Element, html, raw, tag
+from torchlens_perf.view.theme import FASTER, SLOWER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchlens_perf.page.contents import Contents
-    from torchlens_perf.page.markup import Child
+    from torchlens_perf.view.markup import Child
 
 # Of a page that asks its own server, and nobody else.
 LIVE_POLICY = "; ".join(
@@ -28,6 +28,12 @@ LIVE_POLICY = "; ".join(
         "connect-src 'self'", "base-uri 'none'", "form-action 'self'",
     ]
 )  # fmt: skip
+
+
+_ICON = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path d="M2 4h7M2 8h12M2 12h7" stroke-width="3" '
+    f'stroke="{FASTER.light}"/><path d="M9 8h5" stroke-width="3" stroke="{SLOWER.light}"/></svg>'
+)
 
 
 class LivePart(NamedTuple):
@@ -42,34 +48,36 @@ class LivePart(NamedTuple):
 
 
 def document(contents: Contents, live: LivePart | None = None) -> str:
-    """The page. contents: see contents.py. live: where a server shows it; None for a file."""
-    run = contents["report"]["run"]
-    sections = [section(contents) for _, _, section in SECTIONS]
-    shown = [(key, label) for (key, label, _), each in zip(SECTIONS, sections, strict=True) if each is not None]
-    title = f"{run['program'] or 'run'} · {run['id']} · torchlens_perf"
+    """Return the page. live: what a server adds; None for a file."""
+    report = contents["report"]
+    run, status = report["run"], overall(contents["headlines"])
+    sections = [(key, label, section(contents)) for key, label, section in SECTIONS]
+    links = [tag("li", tag("a", label, href=f"#{key}")) for key, label, made in sections if made is not None]
     rules, styles, scripts = _in_file() if live is None else _by_address(live)
     body = tag(
         "body",
-        tag("a", "Skip to the verdicts", class_="skip", href="#verdicts"),
-        _header(contents),
+        tag("a", "Skip to the verdict", class_="skip", href="#verdicts"),
+        header(report, status),
+        tag("nav", tag("ul", links), aria_label="Sections"),
         tag(
-            "nav",
-            tag("ul", [tag("li", tag("a", label, href=f"#{key}")) for key, label in shown]),
-            aria_label="Sections",
+            "main",
+            live.elements if live is not None else None,
+            key_figures(report, status),
+            [made for _, _, made in sections],
         ),
-        tag("main", live.elements if live is not None else None, sections),
-        tag("footer", tag("p", f"Written {contents['written']} by torchlens_perf {contents['version']}.")),
-        raw("script", inert(contents), type="application/json", id="contents"),
+        tag("footer", tag("p", f"Written {minute(contents['written'])} by torchlens_perf {contents['version']}.")),
+        raw("script", inert(as_json(contents)), type="application/json", id="contents"),
         scripts,
     )
     state = None if live is None else "running" if run["live"] else "ended"
     version = live.version if live is not None else None
+    title = f"{run['program'] or 'run'} · {run['id']} · torchlens_perf"
     whole = tag("html", head(title, rules, styles), body, lang="en", data_live=state, data_version=version)
     return f"<!DOCTYPE html>\n{html(whole)}\n"
 
 
 def head(title: str, rules: str, styles: Child) -> Element:
-    """Of each page of ours. rules: its content security policy."""
+    """Return the head of a page. rules: its content security policy."""
     return tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -82,46 +90,35 @@ def head(title: str, rules: str, styles: Child) -> Element:
     )
 
 
+def icon() -> Element:
+    """Return the page's icon: three bars, one of which is longer."""
+    return tag("link", rel="icon", href=f"data:image/svg+xml,{quote(_ICON)}")
+
+
 def _in_file() -> tuple[str, Child, Child]:
-    """Policy, styles and scripts of a page that has all in itself."""
+    """Return policy, styles and scripts of a page that holds all of them."""
     style, script = page_style(), page_script()
-    return policy([style], [script]), raw("style", style), raw("script", script)
+    return policy([style], [script]), [icon(), raw("style", style)], raw("script", script)
 
 
 def _by_address(live: LivePart) -> tuple[str, Child, Child]:
-    """The same of one that has them from its server."""
+    """Return the same of a page that a server sends."""
     return LIVE_POLICY, by_address(live.styles), [tag("script", src=each) for each in live.scripts]
 
 
 def by_address(styles: Sequence[str]) -> list[Element]:
-    """Links to styles, and to no icon: a browser would ask the server for one."""
-    return [tag("link", rel="icon", href="data:,"), *(tag("link", rel="stylesheet", href=each) for each in styles)]
+    """Return links to styles, and the icon."""
+    return [icon(), *(tag("link", rel="stylesheet", href=each) for each in styles)]
 
 
-def _header(contents: Contents) -> Element:
-    run = contents["report"]["run"]
-    steps = contents["report"]["steps"]
-    facts = [
-        ("", ranks_words(run)),
-        ("steps", str(steps["count"])),
-        ("median step", duration_or_dash(steps["p50_s"])),
-        ("device", run["device"] or "CPU"),
-        ("started", (run["started"] or "not yet").replace("T", " ")),
-        (state_words(run), (run["ended"] or run["last_step_at"] or "-").replace("T", " ")),
-        *([("", words)] if (words := startup_words(run)) else []),
-        *([("attempt", str(run["attempt"]))] if run["attempt"] else []),
-        ("cost of recording", overhead_words(contents["report"])),
-    ]
-    return tag(
-        "header",
-        tag("h1", run["program"] or "run", " ", tag("small", run["id"])),
-        tag("ul", [tag("li", f"{label} " if label else "", tag("b", value)) for label, value in facts], class_="facts"),
-    )
+def as_json(contents: Contents) -> str:
+    """Return what scripts need of the contents. ASCII: U+2028 and its like are escaped."""
+    data = {key: value for key, value in contents.items() if key not in ("headlines", "tables")}
+    return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 
-def inert(value: Any) -> str:
-    """JSON that no HTML parser and no script sees as anything else."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and its like are escaped
+def inert(text: str) -> str:
+    """Return JSON that no HTML parser and no script sees as anything else."""
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

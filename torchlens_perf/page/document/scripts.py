@@ -7,6 +7,7 @@ import json
 from importlib import resources
 
 from torchlens_perf.view import theme
+from torchlens_perf.view.theme import style_sheet
 
 _STATIC = "static"
 # In the order in which each needs those before it. The library is uPlot, see static/vendor/NOTICE.md.
@@ -31,5 +32,7 @@ def page_style() -> str:
 
 @functools.cache
 def static(name: str) -> str:
-    """A file of the page's own."""
+    """Return a file of the page. theme.css is made from the theme."""
+    if name == "theme.css":
+        return style_sheet()
     return (resources.files("torchlens_perf.page") / _STATIC / name).read_text("utf-8")

@@ -64,7 +64,7 @@ class NodeClocks:
         nodes = list(dict.fromkeys(each.node for each in ranks))
         if len(nodes) < 2:
             offset_ns = {each.rank: each.unix_offset_ns for each in ranks}
-            return CommonClock(offset_ns, "The ranks are on one node, by its clock.")
+            return CommonClock(offset_ns, "")
         at_ns = min(_begin_ns(each) for each in ranks)
         shift_ns, spread_ns, fewest = {nodes[0]: 0}, 0.0, _NEAREST
         for node in nodes[1:]:

@@ -12,7 +12,6 @@ import msgspec
 from torchlens_perf.page.contents import SCHEMA, Contents, Series, SlowTime, StepMatrices, StepTraces
 from torchlens_perf.page.gather.device_grid import Grids, device_grid
 from torchlens_perf.page.gather.hardware_series import hardware_series, rank_series, within
-from torchlens_perf.page.gather.held import held
 from torchlens_perf.page.gather.step_choice import chosen_ranks, chosen_steps
 from torchlens_perf.page.gather.step_matrices import begin_unix_ns, slow_times, step_grid, step_matrices
 from torchlens_perf.page.gather.thinning import size_bytes, thinned_grids, thinned_report
@@ -23,6 +22,8 @@ from torchlens_perf.verdicts.latest_attempt import latest_attempt
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.version import VERSION
+from torchlens_perf.view.headline import headlines
+from torchlens_perf.view.tables import tables
 
 if TYPE_CHECKING:
     from torchlens_perf.page.gather.step_grid import StepGrid
@@ -76,7 +77,8 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
         "steps": matrices,
         "traces": traces,
         "telemetry": series,
-        "held": [held(verdict, matrices and matrices["columns"], begin_ns) for verdict in plain["verdicts"]],
+        "headlines": headlines(report, str(run.path)),
+        "tables": tables(report),
         "thinned": {"budget_bytes": budget_bytes, "sentences": notes},
         "written": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "version": VERSION,

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.page.markup import Element, safe, tag
-from torchlens_perf.page.sections.section import figure
+from torchlens_perf.view.html import figure, shortened
+from torchlens_perf.view.markup import Element, safe, tag
 from torchlens_perf.view.theme import PARTS
 
 _FULL = 100.0
@@ -93,7 +93,7 @@ def _row(row: Bar, longest: float, names: Mapping[str, str], *, shares: bool) ->
         data_label=row.label if not row.heading else f"{row.heading} {row.label}",
         data_rank=None if row.rank is None else str(row.rank),
     )
-    return [made] if not row.heading else [tag("p", row.heading, class_="name"), made]
+    return [made] if not row.heading else [tag("p", shortened(row.heading, 64), class_="name"), made]
 
 
 def _svg(inside: Sequence[Element] | Element, look: str) -> Element:

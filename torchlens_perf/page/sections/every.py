@@ -1,39 +1,182 @@
-"""All sections in the order of the page."""
+"""All sections in the order of the page. A section is None where there is nothing to show."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.page.sections.causes import causes
-from torchlens_perf.page.sections.collectives import collectives
-from torchlens_perf.page.sections.heat import heat
-from torchlens_perf.page.sections.memory import memory
+import numpy as np
+
+from torchlens_perf.analysis.statistics.quantities import amount, duration, steps_words
+from torchlens_perf.page.decoded import Steps
 from torchlens_perf.page.sections.modules import modules
 from torchlens_perf.page.sections.phases import phases
 from torchlens_perf.page.sections.quality import quality
-from torchlens_perf.page.sections.ranks import ranks
-from torchlens_perf.page.sections.step import step
-from torchlens_perf.page.sections.steps import steps
-from torchlens_perf.page.sections.telemetry import telemetry
+from torchlens_perf.page.sections.section import RANK_TABLES, tables_of
 from torchlens_perf.page.sections.verdicts import verdicts
+from torchlens_perf.view.html import figure, section
+from torchlens_perf.view.markup import Element, tag
 
 if TYPE_CHECKING:
-    from torchlens_perf.page.contents import Contents
-    from torchlens_perf.page.markup import Element
+    from torchlens_perf.page.contents import Contents, Series, SlowTime
+    from torchlens_perf.verdicts.words.report import Report
 
-# Fragment, label, and what makes it; that returns None where there is nothing to show.
+_FEWEST_RANKS = 5
+"""Fewer are compared by lines, see page.js."""
+_MAX_TIMES, _MAX_CHARTS = 3, 16
+_UNITS = {"By": "bytes", "By/s": "bytes per second", "Cel": "°C", "Hz": "MHz", "1": "count"}
+
+
+def _heat(contents: Contents) -> Element | None:
+    matrices = contents["steps"]
+    if matrices is None or len(matrices["places"]) < 2 or not np.isfinite(Steps(matrices).excess()).any():
+        return None
+    few = len(matrices["places"]) < _FEWEST_RANKS
+    title = "Compute time per step" if few else "Compute time compared with the other ranks"
+    return section("heat", "Ranks by step", figure("heat", title, _slow_words(matrices["slow"])))
+
+
+def _slow_words(slow: Sequence[SlowTime]) -> str:
+    if not slow:
+        return "No slow rank."
+    named = [f"rank {each['rank']} {steps_words(each['since_step'], each['until_step'])}" for each in slow[:_MAX_TIMES]]
+    rest = f" and {len(slow) - _MAX_TIMES} more times" if len(slow) > _MAX_TIMES else ""
+    return f"Slow: {'; '.join(named)}{rest}."
+
+
+def _steps(contents: Contents) -> Element | None:
+    if contents["steps"] is None:
+        return None
+    return section("steps", "Step time", figure("steps", "Step time over the run", _step_words(contents["report"])))
+
+
+def _step_words(report: Report) -> str:
+    found = report["steps"]
+    unit = "forward passes" if found["inference"] else "steps"
+    if found["p50_s"] is None:
+        return f"{found['count']} {unit}, all of them warm-up."
+    text = f"{found['count']} {unit}: p50 {duration(found['p50_s'])}"
+    if found["p95_s"] is not None and found["max_s"] is not None:
+        text += f", p95 {duration(found['p95_s'])}, longest {duration(found['max_s'])}"
+    trend = found["trend"]
+    if trend is not None:
+        change = trend["change"]
+        word = "steady" if abs(change) < 0.03 else "slower" if change > 0 else "faster"
+        text += f"; {word} over the run ({change:+.1%})"
+    return f"{text}."
+
+
+def _ranks(contents: Contents) -> Element | None:
+    """A single process has its tables with its phases."""
+    if contents["report"]["run"]["world_size"] == 1:
+        return None
+    return _of_tables(contents, "ranks", "Ranks", *RANK_TABLES)
+
+
+def _of_tables(contents: Contents, key: str, title: str, *tables: str) -> Element | None:
+    found = tables_of(contents, *tables)
+    return section(key, title, found) if found else None
+
+
+def _collectives(contents: Contents) -> Element | None:
+    return _of_tables(contents, "collectives", "Collectives and links", "collectives", "slow_links")
+
+
+def _step(contents: Contents) -> Element | None:
+    if not contents["traces"]["steps"]:
+        return None
+    return section("step", "One step", figure("step", "Time line of one step", None))
+
+
+def _memory(contents: Contents) -> Element | None:
+    report, matrices = contents["report"], contents["steps"]
+    if all(rank["memory"]["max_bytes"] is None for rank in report["ranks"]):
+        return None
+    words = _memory_words(report)
+    sources = sorted({rank["memory"]["source"] for rank in report["ranks"] if rank["memory"]["source"]})
+    title = f"Memory over the run ({', '.join(sources)})" if sources else "Memory over the run"
+    drawn = matrices is not None and matrices["memory_bytes"] is not None
+    shown = figure("memory", title, words) if drawn else tag("p", words)
+    return section("memory", "Memory", shown, tables_of(contents, "memory", "out_of_memory"))
+
+
+def _memory_words(report: Report) -> str:
+    known = {rank["rank"]: rank["memory"]["max_bytes"] for rank in report["ranks"] if rank["memory"]["max_bytes"]}
+    most, least = max(known, key=lambda rank: known[rank] or 0), min(known, key=lambda rank: known[rank] or 0)
+    text = f"Peak {amount(known[most] or 0, 'B')} on rank {most}"
+    if len(known) > 1:
+        text += f"; the lowest peak is {amount(known[least] or 0, 'B')} on rank {least}"
+    growing = [rank["rank"] for rank in report["ranks"] if rank["memory"]["growth"] is not None]
+    if growing:
+        text += f"; memory grows from step to step on rank {', '.join(map(str, growing[:8]))}"
+    return f"{text}."
+
+
+def _telemetry(contents: Contents) -> Element | None:
+    by_title: dict[str, list[Series]] = defaultdict(list)
+    for each in contents["telemetry"]:
+        by_title[each["title"]].append(each)
+    found = tables_of(contents, "gpus", "ports")
+    if not by_title and not found:
+        return None
+    charts = list(by_title.items())[:_MAX_CHARTS]
+    shown = [_series_chart(title, of) for title, of in charts]
+    return section("telemetry", "Hardware", shown, found)
+
+
+def _series_chart(title: str, of: Sequence[Series]) -> Element:
+    """Return the place of a line chart of one quantity."""
+    unit = of[0]["unit"]
+    label = _UNITS.get(unit, unit)
+    return figure("telemetry", title, _mean_words(of, _shown_as(unit)), data_title=title, data_unit=label)
+
+
+def _mean_words(of: Sequence[Series], show: Callable[[float], str]) -> str:
+    means = {}
+    for each in of:
+        known = [value for value in each["value"] if value is not None]
+        if known:
+            means[each["where"]] = sum(known) / len(known)
+    if not means:
+        return "Not measured."
+    low, high = min(means, key=lambda where: means[where]), max(means, key=lambda where: means[where])
+    if len(means) == 1:
+        return f"Mean: {show(means[low])} on {low}."
+    return f"Mean: from {show(means[low])} on {low} to {show(means[high])} on {high}."
+
+
+def _shown_as(unit: str) -> Callable[[float], str]:
+    """Return what writes a value with its unit, which is a UCUM unit."""
+    if unit == "By":
+        return lambda value: amount(value, "B")
+    if unit == "By/s":
+        return lambda value: amount(value, "B/s")
+    if unit == "Hz":
+        return lambda value: f"{value / 1e6:.0f} MHz"
+    if unit == "Cel":
+        return lambda value: f"{value:.0f} °C"
+    if unit in ("1", "%"):
+        return lambda value: f"{value:.3g}{' %' if unit == '%' else ''}"
+    return lambda value: f"{value:.3g} {unit}"
+
+
 SECTIONS: tuple[tuple[str, str, Callable[[Contents], Element | None]], ...] = (
-    ("verdicts", "Verdicts", verdicts),
-    ("ranks", "Ranks", ranks),
-    ("steps", "Step time", steps),
-    ("heat", "Ranks by step", heat),
+    ("verdicts", "Verdict", verdicts),
+    ("heat", "Heat map", _heat),
+    ("steps", "Step time", _steps),
+    ("ranks", "Ranks", _ranks),
     ("phases", "Phases", phases),
-    ("step", "One step", step),
     ("modules", "Modules", modules),
-    ("collectives", "Collectives", collectives),
-    ("memory", "Memory", memory),
-    ("telemetry", "Hardware", telemetry),
-    ("causes", "Causes", causes),
-    ("quality", "Quality and cost", quality),
+    ("step", "One step", _step),
+    ("outliers", "Outlier steps", lambda of: _of_tables(of, "outliers", "Outlier steps", "outlier_steps")),
+    (
+        "collectives",
+        "Collectives",
+        lambda of: _of_tables(of, "collectives", "Collectives", "collectives", "slow_links"),
+    ),
+    ("memory", "Memory", _memory),
+    ("telemetry", "Hardware", _telemetry),
+    ("quality", "Data quality", quality),
 )
+"""Fragment, label, and what makes the section."""

@@ -5,71 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, of_typical_step, printable
-from torchlens_perf.page.markup import Child, Element, name, safe, tag
+from torchlens_perf.analysis.statistics.quantities import duration, printable
 from torchlens_perf.page.sections.bars import Bar, bars
-from torchlens_perf.page.sections.ranks import named_ranks
-from torchlens_perf.page.sections.section import section, table
+from torchlens_perf.page.sections.section import named_ranks, tables_of
+from torchlens_perf.view.html import section
+from torchlens_perf.view.markup import Element, safe, tag
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
-    from torchlens_perf.verdicts.words.report import Distribution, Module, Report
+    from torchlens_perf.verdicts.words.report import Module
 
-_MAX_ROWS, _MAX_BARS, _FEW_RANKS = 40, 12, 4
+_MAX_ROWS, _MAX_BARS, _FEW_RANKS = 40, 6, 4
 _VISIBLE_GAP = 0.1  # Share of the largest gap from which a module of the slow rank is marked.
 _VISIBLE = 0.01  # Share of the longest bar. Shorter ones are in the table only.
 
 
 def modules(contents: Contents) -> Element | None:
+    """Return the section; None where neither modules nor sections were timed."""
     report = contents["report"]
-    parts = [_modules(report), _sections(report), _device_sections(report)]
-    if not any(part is not None for part in parts):
+    found = tables_of(contents, "modules", "sections", "device_sections")
+    if not found:
         return None
-    note = None
-    if not report["modules"]:
-        note = tag("p", "No module was timed.", class_="note")
-    elif report["run"]["deeper_modules"]:
-        note = tag("p", "There are modules below those that are timed.", class_="note")
-    return section("modules", "Modules and sections", parts, note)
-
-
-def _modules(report: Report) -> Element | None:
-    rows = report["modules"][:_MAX_ROWS]
-    if not rows:
-        return None
-    named = next((rank for rank in named_ranks(report) if any(str(rank) in row["by_rank"] for row in rows)), None)
-    several = len(report["ranks"]) > 1
+    rows = report["modules"][:_MAX_BARS]
     on_device = any(row["device_s"] is not None for row in rows)
-    headers: list[Child] = ["module", "calls", "own p50", "own a step"]
-    headers += ["slowest rank"] if several else []
-    headers += [f"rank {named}", "its others"] if several and named is not None else []
-    headers += ["backward p50", *(["device p50", "device own a step"] if on_device else [])]
-    body: list[list[Child]] = []
-    for row in rows:
-        cells: list[Child] = [
-            name(row["name"]),
-            str(row["calls"]),
-            duration_or_dash(row["own_s"]["p50_s"]),
-            duration(row["own_s_per_step"]),
-        ]
-        if several:
-            cells.append(_slowest(row["by_rank"]))
-        if several and named is not None:
-            mine = row["by_rank"].get(str(named))
-            others = [value for rank, value in row["by_rank"].items() if rank != str(named)]
-            cells += [duration_or_dash(mine), duration(_middle(others)) if others else "-"]
-        cells.append(_median(row["backward_s"]))
-        if on_device:
-            cells += [_median(row["device_s"]), duration_or_dash(row["device_own_s_per_step"])]
-        body.append(cells)
-    which = (
-        f"the {len(rows)} of {len(report['modules'])} that take most" if len(rows) < len(report["modules"]) else "all"
-    )
-    by = "device time without modules inside" if on_device else "own forward time"
-    caption = f"Modules by {by}, {which}; own: without modules inside"
-    if several and named is not None:
-        caption += f"; its others: the median of the ranks beside rank {named}"
-    return tag("div", _bars(rows[:_MAX_BARS], named_ranks(report), on_device=on_device), table(caption, headers, body))
+    shown = _bars(rows, named_ranks(report), on_device=on_device) if rows else None
+    note = tag("p", "Modules inside of these are not timed.", class_="note")
+    return section("modules", "Modules and sections", shown, found, note if report["run"]["deeper_modules"] else None)
 
 
 def _bars(rows: Sequence[Module], named: Sequence[int], *, on_device: bool) -> Element:
@@ -133,49 +94,6 @@ def _a_step(row: Module, *, on_device: bool) -> float:
     return (row["device_own_s_per_step"] or 0.0) if on_device else row["own_s_per_step"]
 
 
-def _slowest(by_rank: Mapping[str, float]) -> str:
-    if len(by_rank) < 2:
-        return "-"
-    rank = max(by_rank, key=lambda each: by_rank[each])
-    return f"{rank} ({duration(by_rank[rank])})"
-
-
 def _middle(values: list[float]) -> float:
     ordered = sorted(values)
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-
-
-def _median(found: Distribution | None) -> str:
-    return "-" if found is None else duration_or_dash(found["p50_s"])
-
-
-def _sections(report: Report) -> Element | None:
-    rows = report["sections"][:_MAX_ROWS]
-    if not rows:
-        return None
-    body: list[list[Child]] = [
-        [
-            name(row["name"]), str(row["calls"]), duration_or_dash(row["total_s"]["p50_s"]),
-            of_typical_step(row["s_per_step"]), duration_or_dash(row["host_s_per_typical_step"]),
-            _slowest(row["by_rank"]), _median(row["device_s"]),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    headers = ["section", "calls", "p50", "typical step", "host code, typical step", "slowest rank", "device p50"]
-    return table("Sections of the program's own", headers, body)
-
-
-def _device_sections(report: Report) -> Element | None:
-    rows = report["device_sections"][:_MAX_ROWS]
-    if not rows:
-        return None
-    body: list[list[Child]] = [
-        [
-            name(row["name"]), str(row["calls"]), duration_or_dash(row["device_s"]["p50_s"]),
-            duration_or_dash(row["device_s"]["p99_s"]), duration_or_dash(row["device_s"]["max_s"]),
-            _slowest(row["by_rank"]),
-        ]
-        for row in rows
-    ]  # fmt: skip
-    headers = ["device section", "count", "p50", "p99", "longest", "slowest rank (mean)"]
-    return table("Device sections, by stamps of the device's clock", headers, body)

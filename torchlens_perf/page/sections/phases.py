@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.page.markup import Element, tag
 from torchlens_perf.page.sections.bars import Bar, bars
-from torchlens_perf.page.sections.ranks import by_prominence, named_ranks
-from torchlens_perf.page.sections.section import details, section, table
+from torchlens_perf.page.sections.section import RANK_TABLES, by_prominence, named_ranks, tables_of
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.view.html import section
+from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.theme import PARTS as NAMES
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
     from torchlens_perf.verdicts.words.report import Rank, Report
 
-_MAX_BARS = 24
+_MAX_BARS = 8
 _NOTICEABLE = 0.01  # Share of the slow rank's step from which a gap is worth a sentence.
 _HIDDEN = "A device that waits for other ranks hides what its host does."
 
@@ -38,7 +38,9 @@ def phases(contents: Contents) -> Element | None:
     if of_device:
         made.insert(0 if report["steps"]["by"] == DEVICE else 1, _part(report, shown, "device", of_device))
     rest = f"{len(shown)} of {len(rows)} ranks, slow ones first." if len(shown) < len(rows) else None
-    return section("phases", "Phases", made, tag("p", rest, class_="note") if rest else None)
+    note = tag("p", rest, class_="note") if rest else None
+    one = report["run"]["world_size"] == 1
+    return section("phases", "Phases", made, note, tables_of(contents, *RANK_TABLES) if one else None)
 
 
 def _part(report: Report, ranks: list[Rank], clock: str, parts_of: dict[int, dict[str, float]]) -> list[Element]:
@@ -54,12 +56,7 @@ def _part(report: Report, ranks: list[Rank], clock: str, parts_of: dict[int, dic
     own = report["steps"]["own_time"]
     hidden = clock == "device" and own is not None and own["is_hidden"]
     title = f"Typical step by part ({clock} clock)"
-    cells = [[str(rank["rank"]), *(_cell(parts_of[rank["rank"]], part, rank) for part in seen)] for rank in shown]
-    caption = f"Parts of a typical step, by the {clock}'s clock"
-    made = [
-        bars(f"phases-{clock}", title, rows, _words(rows, hidden=hidden)),
-        details("As a table", table(caption, ["rank", *(NAMES[part].name for part in seen)], cells)),
-    ]
+    made = [bars(f"phases-{clock}", title, rows, _words(rows, hidden=hidden))]
     missing = sorted({part for rank in ranks for part in rank["not_measured"]})
     if missing and clock == "host":
         names = ", ".join(NAMES[part].name for part in missing)
@@ -74,12 +71,6 @@ def _without_contention(parts: dict[str, float], rank: Rank) -> dict[str, float]
         return parts
     taken = {part: min(value, lack.get(part, 0.0)) for part, value in parts.items()}
     return {**{part: value - taken[part] for part, value in parts.items()}, "cpu": sum(taken.values())}
-
-
-def _cell(parts: dict[str, float], part: str, rank: Rank) -> str:
-    if part in parts:
-        return duration(parts[part])
-    return "not measured" if part in rank["not_measured"] else "-"
 
 
 def _words(rows: list[Bar], *, hidden: bool) -> str:

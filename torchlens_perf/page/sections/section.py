@@ -1,55 +1,47 @@
-"""What all sections are made of: a heading with an anchor, tables with captions, figures with their words."""
+"""What several sections use: tables of the report, and the order of its ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from torchlens_perf.page.markup import Child, Element, tag
+from torchlens_perf.verdicts.words.order import ranks_of
+from torchlens_perf.view.html import table
 
+if TYPE_CHECKING:
+    from torchlens_perf.page.contents import Contents
+    from torchlens_perf.verdicts.words.report import Rank, Report
+    from torchlens_perf.view.markup import Element
 
-def section(key: str, title: str, *children: Child) -> Element:
-    """A landmark with a fragment link. key: its id."""
-    heading = tag("h2", title, " ", tag("a", "#", class_="here", href=f"#{key}", aria_label=f"link to {title}"))
-    heading.set("id", f"{key}-title")
-    return tag("section", heading, *children, id=key, aria_labelledby=f"{key}-title")
-
-
-def figure(chart: str | None, title: str, caption: Child, **data: str) -> Element:
-    """A figure with its title and one sentence. chart: what scripts draw between the two; None for other figures."""
-    note = tag("p", "This chart needs JavaScript.", class_="note unscripted") if chart is not None else None
-    return tag("figure", tag("h3", title), note, tag("figcaption", caption), data_chart=chart, **data)
+RANK_TABLES = ("ranks", "device_times", "cpus")
+_NAMED = ("straggler", "hang", "out_of_memory", "hang_ended", "straggler_transient", "straggler_ended")
 
 
-def table(
-    caption: Child,
-    headers: Sequence[Child],
-    rows: Iterable[Sequence[Child]],
-    *,
-    texts: Iterable[int] = (0,),
-    marked: Iterable[int] = (),
-) -> Element:
-    """A table that scrolls by itself. texts: the columns that are not numbers. marked: rows that stand out."""
-    left, strong = set(texts), set(marked)
-    head = tag(
-        "tr", [tag("th", each, scope="col", class_="text" if at in left else None) for at, each in enumerate(headers)]
+def tables_of(contents: Contents, *keys: str) -> list[Element]:
+    """Return the tables of the report that have these keys, in the order of the keys."""
+    known = {each.key: each for each in contents["tables"]}
+    return [table(known[key]) for key in keys if key in known]
+
+
+def named_ranks(report: Report) -> list[int]:
+    """Return the ranks that verdicts are about, in the order of the verdicts."""
+    found: list[int] = []
+    for verdict in report["verdicts"]:
+        if verdict["kind"] in _NAMED and verdict["rank"] is not None:
+            found += [verdict["rank"], *ranks_of(verdict)]
+    return list(dict.fromkeys(found))
+
+
+def by_prominence(report: Report) -> list[Rank]:
+    """Return all ranks: those that verdicts are about first, then by compute time, longest first."""
+    order = {rank: place for place, rank in enumerate(named_ranks(report))}
+    return sorted(
+        report["ranks"], key=lambda rank: (order.get(rank["rank"], len(order)), -compute_s(rank), rank["rank"])
     )
-    body = [
-        tag(
-            "tr",
-            [
-                tag("th", cell, scope="row", class_="text" if 0 in left else None)
-                if at == 0
-                else tag("td", cell, class_="text" if at in left else None)
-                for at, cell in enumerate(row)
-            ],
-            class_="marked" if index in strong else None,
-        )
-        for index, row in enumerate(rows)
-    ]
-    made = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", body))
-    label = caption if isinstance(caption, str) else "table"
-    return tag("div", made, class_="scrolls", tabindex="0", role="region", aria_label=label)
 
 
-def details(summary: Child, *children: Child) -> Element:
-    return tag("details", tag("summary", summary), *children)
+def compute_s(rank: Rank) -> float:
+    """Return the compute time of a typical step, else the step without communication wait; 0 where there is none."""
+    typical = rank["typical"]
+    if typical is None:
+        return 0.0
+    return typical["own_s"] if typical["work_s"] is None else typical["work_s"]

@@ -1,82 +1,88 @@
-"""The verdicts: a card each, the most important first."""
+"""The verdicts: the one that counts in full, the others as a line each, and those that are over behind one line."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.page.markup import Element, tag
-from torchlens_perf.page.sections.section import details, section
-from torchlens_perf.run.verdicts import sentence_and_action
+from torchlens_perf.analysis.statistics.quantities import percent
+from torchlens_perf.view.headline import overall
+from torchlens_perf.view.html import card, details, line, section, table
+from torchlens_perf.view.markup import Child, Element, tag
+from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
 
 if TYPE_CHECKING:
-    from torchlens_perf.page.contents import Contents, HeldVerdict
+    from torchlens_perf.page.contents import Contents
     from torchlens_perf.verdicts.words.report import VerdictRow
 
 _MAX_STACKS = 8
-_BAD = ("hang", "out_of_memory", "straggler")
-_GOOD = ("none",)
-# Of the host, the sentence has it; the others are the same on all ranks.
-_NO_PLACE = ("host.name", "torch.elastic.", "slurm.job.", "slurm.step.")
+# The facts of a card have the host; the others are the same on all ranks.
+_OTHER_PLACES = ("host.name", "torch.elastic.", "slurm.job.", "slurm.step.")
 
 
 def verdicts(contents: Contents) -> Element:
-    cards = [
-        _card(index, verdict, held)
-        for index, (verdict, held) in enumerate(zip(contents["report"]["verdicts"], contents["held"], strict=True))
+    found = contents["headlines"]
+    rows = contents["report"]["verdicts"]
+    first = overall(found)
+    now: list[Element] = []
+    over: list[Element] = []
+    for at, (headline, row) in enumerate(zip(found, rows, strict=True), 1):
+        key, more = f"verdict-{at}", _more(f"verdict-{at}", row)
+        if headline is first:
+            now.insert(0, card(headline, key, *more))
+        else:
+            (over if headline.is_over else now).append(line(headline, key, *more))
+    earlier = details(f"Earlier in this run ({len(over)})", over) if over else None
+    return section("verdicts", "Verdict", now, earlier)
+
+
+def _more(key: str, row: VerdictRow) -> list[Child]:
+    evidence: Any = row["evidence"]
+    known: Mapping[str, Any] = evidence if isinstance(evidence, dict) else {}
+    places = [f"{name} {text}" for name, text in (row["where"] or {}).items() if not name.startswith(_OTHER_PLACES)]
+    return [
+        tag("p", ", ".join(places), class_="note") if places else None,
+        _diagnosis(key, row["rank"], known.get("diagnosis")),
+        *_stacks(known.get("stacks") or {}),
     ]
-    return section("verdicts", "Verdicts", cards)
 
 
-def _card(index: int, verdict: VerdictRow, held: HeldVerdict | None) -> Element:
-    head, action = sentence_and_action(verdict["text"])
-    look = "bad" if verdict["kind"] in _BAD else "good" if verdict["kind"] in _GOOD else "plain"
-    return tag(
-        "article",
-        tag("p", head, class_="finding"),
-        tag("p", tag("b", "Next: "), action, class_="action") if action else None,
-        _facts(verdict, held),
-        _stacks(verdict["evidence"]),
-        class_=f"verdict {look}",
-        id=f"verdict-{index + 1}",
-        data_kind=verdict["kind"],
+def _diagnosis(key: str, rank: int | None, diagnosis: Mapping[str, Any] | None) -> Element | None:
+    """Return what explains a slow rank, what was checked, and the measurements behind it."""
+    if diagnosis is None:
+        return None
+    causes = [
+        tag("li", tag("b", each["text"]), _explains(each["explains"]), f" Next: {each['action']}")
+        for each in diagnosis["causes"]
+    ]
+    checked, missing = (", ".join(diagnosis[key]) or "nothing" for key in ("looked_at", "not_measured"))
+    signals, others = diagnosis["signals"], diagnosis["others_signals"]
+    spec = Table(
+        f"{key}-signals",
+        f"Measurements of rank {rank} while it is slow, and the median of other ranks",
+        [
+            Column("signal", [name.replace("_", " ") for name in signals], Quantity.TEXT),
+            Column(f"rank {rank}", list(signals.values()), Quantity.NUMBER),
+            Column("other ranks", [others.get(name, NOT_MEASURED) for name in signals], Quantity.NUMBER),
+        ],
+    )
+    return details(
+        f"Causes: {len(causes) or 'none found'}",
+        tag("ol", causes) if causes else None,
+        tag("p", f"Checked: {checked}. Not measured: {missing}."),
+        table(spec) if signals else None,
     )
 
 
-def _facts(verdict: VerdictRow, held: HeldVerdict | None) -> Element | None:
-    """What it costs, since when, and in how many windows it held."""
-    rows: list[tuple[str, str]] = []
-    if verdict["cost_s_per_step"] and verdict["cost_share"] is not None:
-        rows.append(("cost", f"{duration(verdict['cost_s_per_step'])} a step, {percent(verdict['cost_share'])}"))
-    if held is not None:
-        if held["since_s"] is not None:
-            until = "still" if held["until_s"] is None else f"until {_clock(held['until_s'])}"
-            since_s = held["since_s"]
-            began = f"{_clock(since_s)} after the first step" if since_s > 0 else "the first step"
-            rows.append(("held", f"from {began}, {until}"))
-        if held["windows_held"] is not None and held["windows_judged"] is not None:
-            rows.append(("in", f"{held['windows_held']} of {held['windows_judged']} windows that were judged"))
-    rows += [(key, value) for key, value in (verdict["where"] or {}).items() if not key.startswith(_NO_PLACE)]
-    if not rows:
-        return None
-    return tag("dl", [tag("div", tag("dt", key), tag("dd", value)) for key, value in rows])
+def _explains(share: float | None) -> str:
+    return "." if share is None else f": explains {percent(share)} of the loss."
 
 
-def _clock(seconds: float) -> str:
-    """As 1:02:03, or 4.5 s for little."""
-    if seconds < 100:
-        return duration(seconds) if seconds else "0 s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
-
-
-def _stacks(evidence: Any) -> list[Element]:
-    """Of ranks that hang."""
-    stacks = evidence.get("stacks") if isinstance(evidence, dict) else None
+def _stacks(stacks: Mapping[str, Any]) -> list[Element]:
+    """Return the Python stacks of ranks that hang."""
     found = []
-    for rank, stack in list((stacks or {}).items())[:_MAX_STACKS]:
+    for rank, stack in list(stacks.items())[:_MAX_STACKS]:
         lines = stack["lines"] or [f"none: {stack['reason']}"]
-        text = tag("pre", [[line, tag("br")] for line in lines])
+        text = tag("pre", [[each, tag("br")] for each in lines])
         found.append(details(f"Python stack of rank {rank}, innermost first", text))
     return found

@@ -43,11 +43,11 @@
 
   // -- export
 
-  function save(name, blob) {
+  torchlens.save = (name, blob) => {
     const link = element("a", { href: URL.createObjectURL(blob), download: name });
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
-  }
+  };
 
   // Spreadsheets evaluate text that begins like a formula: such names get an apostrophe.
   torchlens.csv = (rows) => {
@@ -97,8 +97,8 @@
   // Buttons beside the title of a figure. rows() returns a table, picture() a canvas.
   torchlens.exports = (figure, title, rows, picture) => {
     const name = () => (title().toLowerCase().match(/[a-z0-9]+/g) ?? ["chart"]).join("-").slice(0, 60);
-    const png = () => picture().toBlob((blob) => save(`${name()}.png`, blob));
-    const csv = () => save(`${name()}.csv`, new Blob([torchlens.csv(rows())], { type: "text/csv" }));
+    const png = () => picture().toBlob((blob) => torchlens.save(`${name()}.png`, blob));
+    const csv = () => torchlens.save(`${name()}.csv`, new Blob([torchlens.csv(rows())], { type: "text/csv" }));
     const buttons = [["PNG", png], ["CSV", csv]].map(([text, pressed]) => {
       const made = torchlens.button(text, pressed);
       made.setAttribute("aria-label", `Save "${short(title(), 60)}" as ${text}`);

@@ -1,6 +1,8 @@
-// Which step the time line shows, and its sentence: as page/sections/step.py has it for the first one.
+// Which step the time line shows, in words and tables: as page/sections/step.py does for the first one.
 {
   const { duration, short, element } = torchlens;
+  const MOST_COLLECTIVES = 24;
+  const FIRST_COLLECTIVES = 8;
   const MOST_OPTIONS = 80;
 
   // In its waits on the training thread.
@@ -51,7 +53,8 @@
     if (chosen !== null && !trace.ranks.some(({ rank }) => rank === chosen)) {
       text.push(`This page has no spans of rank ${chosen} in this step.`);
     }
-    text.push(`Shown because: ${short(trace.why, 80)}.`, short(trace.clock, 300));
+    text.push(`Shown because: ${short(trace.why, 80)}.`);
+    if (trace.clock) text.push(short(trace.clock, 300));
     if (trace.ranks.some(({ offset_us }) => offset_us === null)) {
       text.push("* start not known, drawn at 0.");
     }
@@ -141,5 +144,94 @@
     }
   }
 
-  torchlens.StepPicker = StepPicker;
+  // The tables of the step below its time line.
+  class StepTables {
+    constructor(figure, chart) {
+      this.figure = figure;
+      this.chart = chart;
+    }
+
+    show(trace) {
+      this.made?.remove();
+      const shown = trace ?? this.chart.page.contents.traces.steps[0];
+      this.made = element("div", {}, ...(shown.ranks.length > 1 ? [this.collectives(shown), this.ranks(shown)] : []));
+      this.figure.after(this.made);
+    }
+
+    collectives({ step, collectives, ranks_left_out }) {
+      const longest = ranks_left_out ? "longest wait of those shown" : "longest wait";
+      if (!collectives.length) {
+        return element("p", {
+          className: "note",
+          text: `No collective of step ${step} was joined over its ranks.`,
+        });
+      }
+      const shown = collectives.slice(0, MOST_COLLECTIVES);
+      const us = (value) => duration(value / 1e6);
+      const rows = shown.map(({ name, group, number, bytes, last_rank, arrival_us, wait_us, asynchronous }) => {
+        const known = (values) => Object.entries(values).filter(([, value]) => value !== null);
+        const waits = known(wait_us);
+        const arrivals = known(arrival_us).map(([, value]) => value);
+        const [rank, wait] = waits.reduce((one, other) => (other[1] > one[1] ? other : one), [null, 0]);
+        return [
+          short(name),
+          short(group, 24),
+          String(number),
+          bytes === null ? "-" : torchlens.amount(bytes, "B"),
+          last_rank === null ? "not known" : String(last_rank),
+          arrivals.length ? us(Math.max(...arrivals)) : "not known",
+          wait > 0 ? `${us(wait)} (rank ${rank})` : "none",
+          asynchronous ? "yes" : "no",
+        ];
+      });
+      const headers = [
+        "collective",
+        "group",
+        "number",
+        "bytes",
+        "last to arrive",
+        "after the first rank",
+        longest,
+        "asynchronous",
+      ];
+      const which = shown.length < collectives.length ? `, ${shown.length} of ${collectives.length}` : "";
+      return torchlens.table(
+        `Collectives of step ${step} that were joined over its ranks, in the order of their ends${which}`,
+        headers,
+        rows,
+        { texts: [0, 1], first: FIRST_COLLECTIVES },
+      );
+    }
+
+    ranks({ step, ranks, collectives }) {
+      const us = (value) => duration(value / 1e6);
+      const rows = ranks.map(({ rank, offset_us, duration_us, rows: lanes }) => {
+        const waits = collectives
+          .filter(({ asynchronous }) => !asynchronous)
+          .map(({ wait_us }) => wait_us[rank])
+          .filter((wait) => typeof wait === "number");
+        return [
+          String(rank),
+          offset_us === null ? "not known" : us(offset_us),
+          us(duration_us),
+          waits.length ? us(waits.reduce((sum, wait) => sum + wait, 0)) : "-",
+          String(collectives.filter(({ last_rank }) => last_rank === rank).length),
+          String(lanes.reduce((sum, { kind }) => sum + kind.length, 0)),
+        ];
+      });
+      const headers = [
+        "rank",
+        "start after the first rank",
+        "step",
+        "wait in joined collectives",
+        "last to arrive in",
+        "spans",
+      ];
+      const made = element("details", {}, element("summary", { text: "The step as a table" }));
+      made.append(torchlens.table(`Step ${step} by rank`, headers, rows, { texts: [] }));
+      return made;
+    }
+  }
+
+  Object.assign(torchlens, { StepPicker, StepTables });
 }

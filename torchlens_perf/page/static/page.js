@@ -22,7 +22,7 @@
       this.work = null;
       this.version = 0; // of the contents
       this.window = this.zoomed();
-      document.querySelector("header")?.append(torchlens.themeChoice(this.view));
+      document.querySelector("header h1")?.after(torchlens.share(this.view));
       this.bar = new torchlens.SelectionBar(this);
       this.view.watch((view, changed) => this.follow(changed));
       this.settle();
@@ -78,6 +78,9 @@
         this.rankTable = new torchlens.RankTable(this, ranks);
         this.rankTable.follow(new Set(torchlens.VIEW_KEYS));
       }
+      for (const code of document.querySelectorAll(".command > code:only-child")) {
+        code.after(" ", torchlens.copyButton("Copy", code.textContent));
+      }
       this.verdictButtons();
       this.bar.show();
     }
@@ -89,13 +92,15 @@
         const card = document.getElementById(`verdict-${at + 1}`);
         if (!card || rank === null || since_step === null || card.querySelector("button.shows")) continue;
         const slow = this.steps.slow.find((each) => each.rank === rank && each.since_step === since_step);
-        const show = torchlens.button(`Show rank ${rank} from step ${since_step} on`, () => {
+        const show = torchlens.button("Show in charts", () => {
           const since = Math.max(this.steps.begin, Math.min(since_step, this.steps.end - 1));
           this.view.set({ rank, steps: [since, Math.max(since + 1, slow?.until_step ?? this.steps.end)] });
-          this.go("heat");
+          this.go(document.getElementById("heat") ? "heat" : "steps");
         });
         show.className = "shows";
-        card.append(show);
+        const place = card.querySelector(".command") ?? torchlens.element("p", { className: "command" });
+        if (!place.isConnected) card.querySelector(".finding").after(place);
+        place.append(" ", show);
       }
     }
 

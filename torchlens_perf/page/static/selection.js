@@ -1,4 +1,4 @@
-// What is selected, in words that are read out; and how it is taken back. The theme, too.
+// What is selected, in words that are read out, and how it is taken back; copying, and the theme.
 {
   const { short, element } = torchlens;
   class SelectionBar {
@@ -33,7 +33,7 @@
         const count = until - since;
         said.push(`${torchlens.steps(since, until)} (${count})`.replace(/^s/, "S"));
         drop("steps", "steps");
-        buttons.push(torchlens.button("zoom to them", () => this.page.zoom(since, until)));
+        buttons.push(torchlens.button("Zoom to them", () => this.page.zoom(since, until)));
       }
       if (view.rank !== null) {
         said.push(this.rankWords());
@@ -43,7 +43,7 @@
         said.push(this.stepWords());
         drop(`step ${view.step}`, "step");
       }
-      if (view.zoom) buttons.push(torchlens.button("show all steps", () => this.page.showAll()));
+      if (view.zoom) buttons.push(torchlens.button("Show all steps", () => this.page.showAll()));
       this.element.classList.toggle("empty", !said.length && !buttons.length);
       const text = said.length ? `Selected: ${said.join("; ")}.` : "";
       if (this.status.textContent !== text) this.status.textContent = text;
@@ -64,7 +64,7 @@
       } = this.page;
       const row = steps?.rowOf.get(rank);
       return row === undefined
-        ? `rank ${rank}, of which no steps are here`
+        ? `rank ${rank}, without steps on this page`
         : `rank ${rank} on ${short(steps.places[row].host, 32)}`;
     }
 
@@ -76,7 +76,7 @@
         steps,
       } = this.page;
       const row = steps?.rowOf.get(rank);
-      if (!steps || step < steps.begin || step >= steps.end) return `step ${step}, which is not here`;
+      if (!steps || step < steps.begin || step >= steps.end) return `step ${step}, not on this page`;
       if (row === undefined) return `step ${step}`;
       const shown = steps.quantities.has(quantity) ? quantity : "excess";
       return `step ${step}: ${this.page.figures(row, steps.column(step), shown).join(", ")}`;
@@ -88,21 +88,48 @@
     else document.documentElement.dataset.theme = theme;
   };
 
-  torchlens.themeChoice = (view) => {
+  // Copies a text. Pages from files in old browsers have no clipboard: there a selected text field is copied.
+  async function copy(text) {
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      const field = element("textarea", { readonly: "" });
+      field.value = text;
+      document.body.append(field);
+      field.select();
+      document.execCommand("copy");
+      field.remove();
+    }
+  }
+
+  // text: what is copied at a press, or a function that returns it.
+  torchlens.copyButton = (label, text) => {
+    const button = torchlens.button(label, async () => {
+      await copy(typeof text === "function" ? text() : text);
+      button.textContent = "Copied";
+      setTimeout(() => (button.textContent = label), 1500);
+    });
+    button.className = "copies";
+    return button;
+  };
+
+  // A link to this very view, and the theme.
+  torchlens.share = (view) => {
     const options = [
-      ["system", "as the system"],
-      ["light", "light"],
-      ["dark", "dark"],
+      ["system", "System theme"],
+      ["light", "Light theme"],
+      ["dark", "Dark theme"],
     ];
-    const { label, select } = torchlens.choice("Theme", "theme", options, (theme) => view.set({ theme }));
+    const { select } = torchlens.choice("", "theme", options, (theme) => view.set({ theme }));
+    select.setAttribute("aria-label", "Theme");
     const follow = (now) => {
       select.value = now.theme;
       torchlens.applyTheme(now);
     };
     follow(view.now);
     view.watch(follow);
-    label.className = "theme";
-    return label;
+    const link = torchlens.copyButton("Copy link to this view", () => view.address());
+    return element("div", { className: "share" }, link, select);
   };
 
   torchlens.SelectionBar = SelectionBar;

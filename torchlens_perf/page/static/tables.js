@@ -1,119 +1,114 @@
-// Tables: made from text, sorted by their figures, and the ranks' figures for selected steps.
+// Tables: made as view/html.py makes them, sorted by a click, saved as CSV; and the ranks' means over selected steps.
 {
   const { duration, percent, signed, short, element } = torchlens;
-  const MOST_ROWS = 64; // as page/sections/ranks.py
+  const FIRST_RANKS = 8;
+  let made = 0;
 
-  // headers: of columns; texts: which are no numbers; marked: rows that stand out. As in page/sections/section.py.
-  torchlens.table = (caption, headers, rows, { texts = [0], marked = [] } = {}) => {
+  // texts: columns that are not numbers; slow: rows that a verdict is about; first: how many rows are shown at once.
+  torchlens.table = (title, heads, rows, { texts = [0], slow = [], first = rows.length } = {}) => {
     const cell = (name, text, at, attributes) =>
       element(name, { ...attributes, ...(texts.includes(at) ? { className: "text" } : {}) }, text);
-    const head = element("tr", {}, ...headers.map((text, at) => cell("th", text, at, { scope: "col" })));
+    const head = element("tr", {}, ...heads.map((text, at) => cell("th", text, at, { scope: "col" })));
     const body = rows.map((row, index) =>
       element(
         "tr",
-        marked.includes(index) ? { className: "marked" } : {},
-        ...row.map((text, at) => (at === 0 ? cell("th", text, at, { scope: "row" }) : cell("td", text, at, {}))),
+        slow.includes(index) ? { className: "slow" } : {},
+        ...row.map((text, at) => cell(at ? "td" : "th", text, at, at ? {} : { scope: "row" })),
       ),
     );
-    const made = element(
-      "table",
-      {},
-      element("caption", { text: caption }),
-      element("thead", {}, head),
-      element("tbody", {}, ...body),
-    );
-    torchlens.sortable(made);
-    return element("div", { className: "scrolls", tabindex: "0", role: "region", "aria-label": caption }, made);
+    const table = element("table", {}, element("caption", { text: title }));
+    table.append(element("thead", {}, head), element("tbody", {}, ...body));
+    const scrolls = element("div", { className: "scrolls", tabindex: "0", role: "region", "aria-label": title }, table);
+    const whole = element("div", { className: "table", "data-first": first }, scrolls);
+    const tools = element("p", { className: "tools" });
+    if (first < rows.length) {
+      const id = `made-${++made}`;
+      const words = [["more", `Show all ${rows.length}`], ["less", `Show ${first}`]];
+      const spans = words.map(([className, text]) => element("span", { className, text }));
+      tools.append(element("label", { for: id, className: "button" }, ...spans));
+      scrolls.before(element("input", { type: "checkbox", id, className: "all" }));
+    }
+    scrolls.after(tools);
+    shorten(table);
+    torchlens.sortable(table);
+    return whole;
   };
 
-  // -- by numbers with their units; what was not measured comes last, whichever way
-
-  const UNITS = new Map(
-    Object.entries({
-      ns: 1e-9,
-      us: 1e-6,
-      ms: 1e-3,
-      s: 1,
-      B: 1,
-      KB: 1e3,
-      MB: 1e6,
-      GB: 1e9,
-      TB: 1e12,
-      "B/s": 1,
-      "KB/s": 1e3,
-      "MB/s": 1e6,
-      "GB/s": 1e9,
-      "TB/s": 1e12,
-      MHz: 1,
-      W: 1,
-      "\u00b0C": 1,
-      "%": 0.01,
-    }),
-  );
-  const UNKNOWN = new Set(["", "-", "not known", "not measured", "not compared", "none"]);
-
-  function keyOf(cell) {
-    const text = (cell?.textContent ?? "").trim();
-    if (UNKNOWN.has(text)) return text === "none" ? 0 : null;
-    const share = /^([\d.]+) of ([\d.]+)/.exec(text);
-    if (share) return Number(share[2]) ? Number(share[1]) / Number(share[2]) : 0;
-    const found = /^([+\u2212~-]?)(\d[\d.]*)\s*([^\s(,]*)/.exec(text);
-    if (!found || !(found[3] === "" || UNITS.has(found[3]))) return text;
-    return (/[\u2212-]/.test(found[1]) ? -1 : 1) * Number(found[2]) * (UNITS.get(found[3]) ?? 1);
+  // Rows after the first ones are behind "Show all".
+  function shorten(table) {
+    const first = Number(table.closest("[data-first]")?.dataset.first ?? Infinity);
+    for (const [at, row] of [...table.tBodies[0].rows].entries()) row.classList.toggle("rest", at >= first);
   }
 
-  function order(one, other) {
-    if (typeof one === "number" && typeof other === "number") return one - other;
-    if (typeof one !== typeof other) return typeof one === "number" ? -1 : 1;
-    return torchlens.compare(one, other);
+  // -- order: numbers by their units; cells without a value come last in both directions
+
+  const SCALES = { n: 1e-9, u: 1e-6, m: 1e-3, K: 1e3, M: 1e6, G: 1e9, T: 1e12 };
+
+  function number(text) {
+    const found = /^([+\u2212-]?)[<>~= ]*([\d.,]+)(?: of ([\d.,]+))?(?:\s*([numKMGT])(?:s|B|Hz))?/.exec(text);
+    if (!found) return null;
+    const [value, total] = [found[2], found[3] ?? "1"].map((each) => Number(each.replaceAll(",", "")));
+    return ((/[\u2212-]/.test(found[1]) ? -1 : 1) * value * (SCALES[found[4]] ?? 1)) / total;
+  }
+
+  function sort(table, column, isDown) {
+    const isText = table.tHead.rows[0].cells[column].classList.contains("text");
+    const key = ({ textContent: text }) => (isText ? (text === "-" ? null : text) : number(text.trim()));
+    const compare = isText ? torchlens.compare : (one, other) => one - other;
+    const rows = [...table.tBodies[0].rows].map((row) => [row, key(row.cells[column])]);
+    rows.sort(([, one], [, other]) =>
+      one === null || other === null ? (one === null) - (other === null) : (isDown ? -1 : 1) * compare(one, other),
+    );
+    table.tBodies[0].append(...rows.map(([row]) => row));
+    shorten(table);
   }
 
   torchlens.sortable = (table) => {
     const heads = [...(table.tHead?.rows[0]?.cells ?? [])];
-    if ((table.tBodies[0]?.rows.length ?? 0) < 2) return;
+    const tools = table.closest(".table")?.querySelector(".tools");
+    if (!tools || tools.querySelector(".csv")) return;
+    const title = table.caption.textContent;
+    const save = torchlens.button("CSV", () => {
+      const rows = [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent.trim()));
+      torchlens.save(`${title}.csv`, new Blob([torchlens.csv(rows)], { type: "text/csv" }));
+    });
+    save.className = "csv";
+    save.setAttribute("aria-label", `Save "${short(title)}" as CSV`);
+    tools.append(save);
+    if (table.tBodies[0].rows.length < 2) return;
     for (const [column, head] of heads.entries()) {
-      if (head.querySelector("button") || !head.textContent.trim()) continue;
-      const button = element("button", { type: "button", className: "sorts" });
       const arrow = element("span", { "aria-hidden": "true", className: "arrow" });
+      const button = element("button", { type: "button", className: "sorts" });
       button.append(...head.childNodes);
       head.append(button, arrow);
       button.addEventListener("click", () => {
         const isDown = head.getAttribute("aria-sort") !== "descending";
         for (const other of heads) {
           other.removeAttribute("aria-sort");
-          other.querySelector(".arrow")?.replaceChildren();
+          other.querySelector(".arrow").textContent = "";
         }
         head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
         arrow.textContent = isDown ? " \u2193" : " \u2191";
-        const rows = [...table.tBodies[0].rows].map((row) => [row, keyOf(row.cells[column])]);
-        rows.sort(([, one], [, other]) =>
-          one === null || other === null
-            ? (one === null) - (other === null)
-            : isDown
-              ? order(other, one)
-              : order(one, other),
-        );
-        table.tBodies[0].append(...rows.map(([row]) => row));
+        sort(table, column, isDown);
       });
     }
   };
 
-  // The table of ranks. Without a selection it is the page's own; with one it gives way to means over those steps.
-  class RankTable {
+  // The table of ranks. Without a selection it is the page's; with one, it gives way to means over those steps.
+  torchlens.RankTable = class {
     constructor(page, section) {
       this.page = page;
       this.section = section;
-      this.own = [...section.children].filter((child) => child.matches("p, .scrolls"));
-      this.isWhole = false; // whether all ranks are listed
+      this.whole = [...section.querySelectorAll(".table")];
       this.links(section);
     }
 
-    // A rank's number chooses it.
+    // A click on a rank's number selects the rank.
     links(root) {
       for (const row of root.querySelectorAll("tbody tr")) {
         const head = row.cells[0];
         const rank = Number(head.textContent);
-        if (!Number.isInteger(rank) || head.querySelector("button")) continue;
+        if (!Number.isInteger(rank)) continue;
         const button = torchlens.button(head.textContent, () =>
           this.page.view.set({ rank: this.page.view.now.rank === rank ? null : rank }),
         );
@@ -125,115 +120,60 @@
     }
 
     follow(changed) {
-      const {
-        view: { now: view },
-        steps,
-      } = this.page;
-      const isSelected = view.steps !== null && steps !== null;
-      if (["steps", "contents"].some((key) => changed.has(key))) {
-        for (const each of this.own) each.hidden = isSelected;
-        this.made?.remove();
-        this.made = undefined;
-        if (isSelected) this.section.append((this.made = this.ofSelection()));
+      const { view, steps } = this.page;
+      const isSelected = view.now.steps !== null && steps !== null;
+      if (changed.has("steps") || changed.has("contents")) {
+        for (const each of this.whole) each.hidden = isSelected;
+        this.selected?.remove();
+        if (isSelected) this.section.append((this.selected = this.ofSelection()));
       }
       for (const button of this.section.querySelectorAll("button.picks")) {
-        const isChosen = Number(button.dataset.rank) === view.rank;
+        const isChosen = Number(button.dataset.rank) === view.now.rank;
         button.setAttribute("aria-pressed", String(isChosen));
         button.closest("tr").classList.toggle("chosen", isChosen);
       }
     }
 
     ofSelection() {
-      const {
-        steps,
-        contents,
-        view: {
-          now: { steps: selected },
-        },
-      } = this.page;
-      const range = steps.range(selected);
+      const { steps, contents, view } = this.page;
+      const range = steps.range(view.now.steps);
       const named = torchlens.namedRanks(contents.report);
-      const excess = steps.values("excess");
-      const wait = steps.parts.get("communication");
+      const [excess, wait] = [steps.values("excess"), steps.parts.get("communication")];
       const mean = (values, row) => (values ? steps.mean(values, row, range) : NaN);
-      const rows = steps.places.map(({ rank, host }, row) => ({
-        rank,
-        host,
-        step: mean(steps.step, row),
-        work: mean(steps.work, row),
-        more: mean(excess, row),
-        wait: mean(wait, row),
-        memory: this.memory(row, range),
-      }));
-      const down = (value) => (value === value ? value : -Infinity);
+      const down = (value) => (Number.isNaN(value) ? -Infinity : value);
+      const rows = steps.places.map(({ rank, host }, row) => ({ rank, host, row, more: mean(excess, row) }));
       rows.sort(
         (one, other) =>
           named.has(other.rank) - named.has(one.rank) || down(other.more) - down(one.more) || one.rank - other.rank,
       );
-      const shown = this.isWhole ? rows : rows.slice(0, MOST_ROWS);
-      const [since, until] = this.page.whole(selected);
-      const caption =
-        `Means over ${torchlens.steps(since, until)} by the hosts' clocks, ${shown.length} of ${rows.length} ranks; ` +
-        "ranks that verdicts name come first, then those with most more work";
-      const headers = [
-        "rank",
-        "host",
-        "step",
-        "work",
-        "more than the others",
-        "wait",
-        "share waited",
-        ...(steps.memory_bytes ? ["memory, at most"] : []),
-      ];
-      const body = shown.map((each) => [
-        String(each.rank),
-        short(each.host, 32),
-        duration(each.step),
-        duration(each.work),
-        signed(each.more),
-        duration(each.wait),
-        percent(each.wait / each.step),
-        ...(steps.memory_bytes ? [torchlens.amount(each.memory, "B")] : []),
+      const body = rows.map(({ rank, host, row, more }) => [
+        String(rank),
+        short(host, 32),
+        duration(mean(steps.step, row)),
+        duration(mean(steps.work, row)),
+        signed(more),
+        duration(mean(wait, row)),
+        percent(mean(wait, row) / mean(steps.step, row)),
       ]);
-      const made = element(
-        "div",
-        {},
-        torchlens.table(caption, headers, body, {
-          texts: [0, 1],
-          marked: shown.map(({ rank }, at) => (named.has(rank) ? at : -1)).filter((at) => at >= 0),
-        }),
+      const [since, until] = this.page.whole(view.now.steps);
+      const whole = torchlens.table(
+        `Mean of ${torchlens.steps(since, until)} by the host's clock, slowest ranks first`,
+        ["rank", "host", "step", "compute", "compared with other ranks", "comm wait", "share waited"],
+        body,
+        {
+          texts: [1],
+          slow: rows.flatMap(({ rank }, at) => (named.has(rank) ? [at] : [])),
+          first: FIRST_RANKS,
+        },
       );
-      this.links(made);
-      if (shown.length < rows.length) {
-        made.append(
-          torchlens.button(`Show all ${rows.length} ranks`, () => {
-            this.isWhole = true;
-            this.follow(new Set(["steps"]));
-          }),
-        );
-      }
-      made.append(
+      this.links(whole);
+      whole.append(
         element("p", {
           className: "note",
-          text:
-            "Work is of the steps that are compared: without the warm-up, evaluation, checkpoints and sampled steps. " +
-            "Without a selection, this table has typical steps of the whole run.",
+          text: "Compute is of steps that are compared: without warm-up, evaluation, checkpoints and sampled steps.",
         }),
       );
-      return made;
+      return whole;
     }
-
-    // The most in the groups of columns that the selection touches.
-    memory(row, [from, until]) {
-      const { memory_bytes, columns } = this.page.steps;
-      if (!memory_bytes) return NaN;
-      const together = Math.ceil(columns / memory_bytes[row].length);
-      const known = memory_bytes[row]
-        .slice(Math.floor(from / together), Math.ceil(until / together))
-        .filter((value) => value !== null);
-      return known.length ? Math.max(...known) : NaN;
-    }
-  }
-
-  Object.assign(torchlens, { RankTable });
+  };
 }

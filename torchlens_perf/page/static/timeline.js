@@ -73,6 +73,7 @@
       this.steppicker = new torchlens.StepPicker(page, this);
       this.notes = element("p", { className: "note" });
       this.place.before(this.steppicker.element, this.notes);
+      this.tables = new torchlens.StepTables(figure, this);
       this.status = element("p", { className: "hidden-words", role: "status" });
       figure.append(this.status);
       const attributes = { tabindex: "0", role: "application", "aria-roledescription": "time line" };
@@ -87,9 +88,7 @@
       this.trace = await this.steppicker.trace();
       await super.draw();
       this.steppicker.show(this.trace);
-      // The page's tables are about its first step.
-      const isFirst = !this.trace || this.trace === this.page.contents.traces.steps[0];
-      for (const table of this.figure.parentElement.querySelectorAll(".of-first-step")) table.hidden = !isFirst;
+      this.tables.show(this.trace);
       if (!this.trace) return;
       this.say(torchlens.stepFinding(this.trace));
       this.notes.textContent = torchlens.stepNotes(this.trace, this.view);
@@ -336,8 +335,8 @@
     rows() {
       const head = ["rank", "lane", "kind", "name", "start_us", "duration_us", "wait_us", "last_to_arrive"];
       const row = ({ rank, lane, kind, name, start_us, left, right, waitUntil, isLast }) => {
-        const us = (ms) => Math.round(ms * 1e4) / 10;
-        return [rank, lane, kind, name, start_us, us(right - left), waitUntil ? us(waitUntil - left) : "", isLast ? 1 : ""];
+        const inUs = (ms) => Math.round(ms * 1e4) / 10;
+        return [rank, lane, kind, name, start_us, inUs(right - left), waitUntil ? inUs(waitUntil - left) : "", isLast ? 1 : ""];
       };
       return [head, ...this.laid.spans.map(row)];
     }

@@ -80,6 +80,11 @@
       this.write();
     }
 
+    // The address of this very view.
+    address() {
+      return new URL(written(this.now), location.href).href;
+    }
+
     // A section that somebody went to: one can go back from there.
     go(section) {
       this.now = { ...this.now, section };

@@ -1,9 +1,10 @@
-// Keeps the list of runs as it is, while somebody looks at it.
+// Renews the list of runs while it is open, and filters it as the user types.
 {
-  const SOON_MS = 1000, LATER_MS = 5000; // while runs are being read, and else
+  const READING_MS = 1000, USUAL_MS = 5000, TYPING_MS = 300;
+  const form = document.querySelector("form[role=search]");
+  let typing = 0;
 
   async function renew() {
-    if (document.hidden) return;
     const answer = await torchlensAsk(location.pathname + location.search);
     if (!answer.ok) throw new Error(await answer.text());
     const next = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
@@ -12,21 +13,32 @@
     if (focused) document.querySelector(`main a[href="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
   }
 
+  async function tryToRenew() {
+    try {
+      await renew();
+    } catch (error) { // the server has ended, or it has another token
+      document.querySelector("main .problem")?.remove();
+      const words = Object.assign(document.createElement("p"), { className: "problem", textContent: `This list is old: ${error.message}` });
+      words.setAttribute("role", "status");
+      document.querySelector("main").prepend(words);
+    }
+  }
+
+  function filter() {
+    clearTimeout(typing);
+    const fields = new URLSearchParams(new FormData(form));
+    history.replaceState(history.state, "", `?${fields}`);
+    tryToRenew();
+  }
+
+  form.addEventListener("submit", (event) => { event.preventDefault(); filter(); });
+  form.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(filter, TYPING_MS); });
+
   async function follow() {
     for (;;) {
       const reading = document.querySelector("main").dataset.reading !== undefined;
-      await new Promise((done) => setTimeout(done, reading ? SOON_MS : LATER_MS));
-      if (!getSelection().isCollapsed) continue; // somebody copies from it
-      try {
-        await renew();
-      } catch (error) { // the server has ended, or the token is another one's
-        document.querySelector("main .problem")?.remove();
-        const words = document.createElement("p");
-        words.className = "problem";
-        words.setAttribute("role", "status");
-        words.textContent = `This list is old: ${error.message}`;
-        document.querySelector("main").prepend(words);
-      }
+      await new Promise((done) => setTimeout(done, reading ? READING_MS : USUAL_MS));
+      if (!document.hidden && getSelection().isCollapsed) await tryToRenew(); // not while text is marked
     }
   }
 

@@ -1,9 +1,9 @@
-// Follows a run: hears from the server that there is something newer, fetches the page when it can, and renews what differs.
-// Asks for captures, and shows what comes of them.
+// Follows a run: asks the server once a second whether there is a newer page, fetches it, and renews the parts that differ.
+// Requests captures and shows their results.
 {
-  const LEAST_GAP_MS = 1000, POLL_MS = 1000, RETRY_MS = 3000;
+  const LEAST_GAP_MS = 1000, POLL_MS = 1000;
   const root = document.documentElement, status = document.getElementById("live-status");
-  let shown = root.dataset.version, news = null, isFetching = false, isHeld = false, source = null, problem = "";
+  let shown = root.dataset.version, news = null, isFetching = false, isHeld = false, problem = "";
 
   function element(name, properties = {}, ...children) {
     const made = Object.assign(document.createElement(name), properties);
@@ -13,11 +13,9 @@
 
   // -- what is said
 
-  const hold = element("button", { type: "button", textContent: "hold still" });
-  hold.setAttribute("aria-pressed", "false");
+  const hold = element("button", { type: "button", textContent: "Pause" });
   hold.addEventListener("click", () => {
     isHeld = !isHeld;
-    hold.setAttribute("aria-pressed", String(isHeld));
     say();
     update();
   });
@@ -26,11 +24,12 @@
   function say() {
     const isOld = news !== null && news.version !== shown, isLive = root.dataset.live === "running";
     const written = new Date(window.torchlensPage?.contents.written ?? "");
-    const asOf = Number.isNaN(written.valueOf()) ? "" : `, as of ${written.toLocaleTimeString("en-GB")}`;
-    let words = isLive ? `follows the run${asOf}` : "the run has ended";
-    if (isHeld) words = isOld ? "held still: there is something newer" : "held still";
+    const updated = Number.isNaN(written.valueOf()) ? "" : `, updated ${written.toLocaleTimeString("en-GB")}`;
+    let words = isLive ? `Live${updated}` : "Ended";
+    if (isHeld) words = isOld ? "Paused, newer steps are available" : "Paused";
+    hold.textContent = isHeld ? "Resume" : "Pause";
     const trouble = problem || news?.problem || "";
-    status.textContent = trouble ? `${words}, but ${trouble}` : words;
+    status.textContent = trouble ? `${words}: ${trouble}` : words;
     status.className = trouble ? "stale" : isLive && !isHeld ? "fresh" : "";
     hold.hidden = !isLive && !isHeld;
   }
@@ -54,7 +53,7 @@
       await renew(await answer.text());
       problem = "";
     } catch (error) {
-      problem = `there is something newer that cannot be shown: ${error.message}`;
+      problem = `newer steps cannot be shown: ${error.message}`;
       await new Promise((done) => setTimeout(done, 5 * LEAST_GAP_MS));
     }
     say();
@@ -66,7 +65,7 @@
 
   async function renew(text) {
     const next = new DOMParser().parseFromString(text, "text/html");
-    if (!next.getElementById("contents")) throw new Error("load this page anew");
+    if (!next.getElementById("contents")) throw new Error("reload this page");
     if (!window.torchlensPage) await new Promise((done) => addEventListener("torchlensready", done, { once: true }));
     await torchlensPage.update(text);
     const captured = next.getElementById("captured"), own = document.getElementById("captured");
@@ -79,58 +78,29 @@
     document.getElementById("capture")?.toggleAttribute("hidden", root.dataset.live !== "running");
   }
 
-  // -- what the server sends
+  // -- news
 
-  // Not while the page is hidden: a browser has six connections to a server, for all of its tabs.
-  function listen() {
-    if (document.hidden === (source === null)) return;
-    if (document.hidden) {
-      source.abort();
-      source = null;
-      return;
-    }
-    source = new AbortController();
-    follow(source.signal);
-  }
-
-  // Server-sent events. EventSource sends no header, so it cannot send the token.
-  async function follow(signal) {
-    while (!signal.aborted) {
-      problem = "the server does not answer; waiting for it";
+  async function follow() {
+    for (;; await new Promise((done) => setTimeout(done, POLL_MS))) {
+      if (document.hidden) continue;
       try {
-        const answer = await torchlensAsk("api/changes", { signal });
+        const answer = await torchlensAsk("api/news");
         if (answer.status === 403) {
-          problem = "the server refuses: was it started anew? Open its new address";
+          problem = "the server does not accept this address. If it was restarted, open its new address";
           say();
           return;
         }
-        if (answer.ok) await receive(answer.body.pipeThrough(new TextDecoderStream()).getReader());
-      } catch { // the connection has ended
-      }
-      if (signal.aborted) return;
-      say();
-      await new Promise((done) => setTimeout(done, RETRY_MS));
-    }
-  }
-
-  async function receive(reader) {
-    for (let text = "", next = await reader.read(); !next.done; next = await reader.read()) {
-      const events = (text + next.value).split("\n\n");
-      text = events.pop();
-      for (const event of events) {
-        const data = event.split("\n").find((line) => line.startsWith("data: "));
-        if (!data) continue;
-        news = JSON.parse(data.slice("data: ".length));
+        news = await answer.json();
         problem = "";
-        say();
-        update();
+      } catch { // the server has ended, or the connection to it
+        problem = "the server does not answer";
       }
+      say();
+      update();
     }
-    problem = "the server does not answer; waiting for it";
   }
 
-  document.addEventListener("visibilitychange", listen);
-  listen();
+  follow();
   say();
 
   // -- captures
@@ -139,7 +109,7 @@
 
   async function json(address, options) {
     const answer = await torchlensAsk(address, options), value = await answer.json().catch(() => ({}));
-    if (!answer.ok) throw new Error(value.problem ?? `the server says ${answer.status}`);
+    if (!answer.ok) throw new Error(value.problem ?? `the server answers ${answer.status}`);
     return value;
   }
 
@@ -148,10 +118,10 @@
     const button = form.querySelector("button");
     button.disabled = true;
     try {
-      said.replaceChildren("asking \u2026");
+      said.replaceChildren("Requesting \u2026");
       const asked = await json("api/captures", { method: "POST", body: new URLSearchParams(new FormData(form)) });
       const which = `rank${asked.ranks.length > 1 ? "s" : ""} ${asked.ranks.join(", ")}`;
-      await followCapture(asked, `Asked: ${which}, ${asked.steps} step${asked.steps > 1 ? "s" : ""} from step ${asked.from_step} on.`);
+      await followCapture(asked, `Requested: ${which}, ${asked.steps} step${asked.steps > 1 ? "s" : ""} from step ${asked.from_step} on.`);
     } catch (error) {
       said.replaceChildren(element("p", { className: "problem", textContent: error.message }));
     } finally {
@@ -162,8 +132,8 @@
   async function followCapture({ id }, words) {
     for (;;) {
       const { outcomes, waiting, is_over: isOver } = await json(`api/captures/${encodeURIComponent(id)}`);
-      const left = !waiting.length ? "All have answered." : isOver ? `No answer from ${waiting.join(", ")}: the run's sidecar may have ended.`
-        : `Waiting for ${waiting.join(", ")}.`;
+      const left = !waiting.length ? "Done." : isOver ? `No answer from rank ${waiting.join(", ")}. The sidecar of the run may have ended.`
+        : `Waiting for rank ${waiting.join(", ")}.`;
       said.replaceChildren(element("p", { textContent: `${words} ${left}` }), element("ul", {}, ...outcomes.map(outcomeLine)));
       if (isOver) return;
       await new Promise((done) => setTimeout(done, POLL_MS));

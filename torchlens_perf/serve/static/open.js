@@ -44,13 +44,13 @@
   }
 
   async function answerHere() {
-    const here = location.pathname + location.search;
-    let answer = token ? await ask(here) : null;
+    const here = location.pathname + location.search, page = { headers: { accept: "text/html" } };
+    let answer = token ? await ask(here, page) : null;
     if (answer === null || answer.status === 403) {
       const other = await fromOtherTabs(token);
       if (other) {
         keep(other);
-        answer = await ask(here);
+        answer = await ask(here, page);
       }
     }
     return answer;

@@ -18,7 +18,7 @@ MODULES = (
     "torchlens_perf.sidecar.loop",
     "torchlens_perf.sidecar.node",
     "pyarrow.parquet",
-    "torchlens_perf.report.brief",
+    "torchlens_perf.view.terminal",
     "torchlens_perf.report.build",
 )
 _LOOK_S = 0.1

@@ -218,17 +218,16 @@ def _replay(run: RunDirectory, lock: SidecarLock, replaying: AbstractContextMana
 
 
 def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
-    """Hands the short form to rank 0 where that waits, for its terminal or a notebook's cell, and writes report.txt."""
-    from torchlens_perf.report.brief import brief
+    """Send the short report to rank 0 if that waits, for its terminal or a notebook's cell, and write report.txt."""
     from torchlens_perf.report.run_report import run_report
-    from torchlens_perf.report.terminal import render
+    from torchlens_perf.view.terminal import render, render_short
 
     report = run_report(run)
     mailbox = asked.get("mailbox", "")
     if mailbox:  # first: the disk of the run directory may be slow
         page = str(run.report.with_suffix(".html")) if asked.get("writes_page") else ""  # which is written after this
         look = {"columns": asked.get("columns", 0), "color": asked.get("color", False)}
-        short = brief(report, str(run.path), page=page, **look)
+        short = render_short(report, str(run.path), page=page, **look)
         if asked.get("form") == "cell":
             from torchlens_perf.page.notebook import results
 

@@ -190,7 +190,9 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
         it = f"Together with {rank_list(too)} it" if too else "It"
         cost = f"{it} costs the job {duration(cost_s)} a step ({percent(share)})"
     causes = [each for each in straggler.diagnosis.causes if each.explains is not None] if straggler.diagnosis else []
-    found = f"{who} in {phase_name(episode.phase)}: {_against(episode, findings.compared)}{where}{_pattern(episode)}."
+    it = "it" if straggler.kind == "rank" else f"rank {episode.rank}"
+    against = _against(episode, it, findings.compared)
+    found = f"{who} in {phase_name(episode.phase)}: {against}{where}{_pattern(episode)}."
     because = _because(straggler, lacks_cpu=context.lacks_cpu)
     action = causes[0].action if causes else _next_action(episode, modules, straggler)
     text = f"{found} {cost}, {since}. {because}Next: {action}"
@@ -237,7 +239,8 @@ def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> str:
     return text
 
 
-def _against(episode: Episode, ranks: int) -> str:
+def _against(episode: Episode, it: str, ranks: int) -> str:
+    """Return the time of a slow rank and of the other ranks. it: what the sentence calls the slow rank."""
     others = "the other rank" if ranks == 2 else "the other ranks"
     if episode.phase == "cpu":
         return (
@@ -246,7 +249,9 @@ def _against(episode: Episode, ranks: int) -> str:
     mine, theirs = duration(episode.work_ns / 1e9), duration(episode.others_work_ns / 1e9)
     if episode.by_host:
         return f"its host needs {mine} a step against {theirs} on {others}, and the device waits for it"
-    return f"{mine} of work a step against {theirs} on {others}"
+    if episode.phase in _COMPUTING:
+        return f"{it} computes {mine} per step, {others} {theirs}"
+    return f"{it} takes {mine} per step without communication wait, {others} {theirs}"
 
 
 def _pattern(episode: Episode) -> str:
@@ -409,8 +414,8 @@ def no_straggler(report: Facts, findings: Findings) -> JudgedVerdict:
     by_both = any(each.own and each.own.is_hidden for each in findings.usual)
     clocks = (_BY_BOTH if by_both else _BY_DEVICES) if report["run"]["judged_by"] == DEVICE else ""
     text = (
-        f"No rank stands out over {count} steps{clocks}. One with {duration(seen_s)} more work ({percent(share)} of "
-        "the step) in every step from the start of the run would have been named."
+        f"No slow rank in {count} steps{clocks}. The smallest detectable slowdown is {duration(seen_s)} per step "
+        f"({percent(share)})."
     )
     confidence, rather = 0.9, _rather(findings)
     if rather:

@@ -1,38 +1,41 @@
-"""Collectives in the report: rows for the JSON, and the table of a terminal."""
+"""Collectives in the report: rows for the JSON, and their table."""
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
-from rich.console import Console
 
 from tests.support.collectives import US, Issued, add, joined, world
 from tests.support.ranks import identity_of
 from tests.support.saved import saved
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.statistics.rank import RankStatistics
-from torchlens_perf.report.collective_table import (
-    arrived_last,
-    collective_rows,
-    collective_table,
-    is_chance,
-    slowest_of,
-)
+from torchlens_perf.report.collective_rows import arrived_last, collective_rows, is_chance
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.latest_attempt import newest_joins
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
+from torchlens_perf.view.collective_table import collective_table
+from torchlens_perf.view.specs import Table
 
 NAME = "allreduce group=0 dtype=float32"
 
 
-def shown(rows: list[dict[str, object]]) -> str:
-    file = io.StringIO()
-    Console(file=file, width=140).print(collective_table(rows))
-    return file.getvalue()
+def table_of(rows: list[dict[str, Any]]) -> Table:
+    report = {"collectives": rows, "verdicts": [], "run": {"world_size": 2}}
+    made = collective_table(cast("Any", report))
+    assert made is not None
+    return made
+
+
+def cells(rows: list[dict[str, Any]], operation: str) -> dict[str, str]:
+    """The cells of the first row of an operation, by the heading of their column."""
+    table = table_of(rows)
+    row = list(table.columns[0].values).index(operation)
+    return {column.heading: column.texts()[row] for column in table.columns}
 
 
 def late(rank: int) -> CollectiveJoin:
@@ -76,7 +79,7 @@ def test_what_is_not_known_is_null() -> None:
         assert rows[0][key]["mean_s"] is None
     assert (rows[0]["algbw"], rows[0]["busbw"], rows[0]["slowest_rank"]) == (None, None, None)
     assert (rows[0]["ranks"], rows[0]["ranks_seen"]) == ("0-1", "0")
-    assert "no other rank of the group is on this node" in shown(rows)
+    assert "no other rank of the group is on this node" in table_of(rows).note
 
 
 def test_nodes_and_attempts() -> None:
@@ -115,7 +118,7 @@ def test_how_often_each_rank_came_last() -> None:
     assert arrived_last([]) == {}
 
 
-def on_nodes(*nodes: tuple[int, ...], last: int) -> list[dict[str, object]]:
+def on_nodes(*nodes: tuple[int, ...], last: int) -> list[dict[str, Any]]:
     """A group's all-reduces, of which each node has joined those of its ranks: on one that has `last`, it came last."""
     joins = []
     for ranks in nodes:
@@ -133,16 +136,15 @@ def test_a_group_on_several_nodes() -> None:
     """No node sees all of its ranks: who came last on one of them was perhaps never last of all, so nobody is named;
     the wait is at least what it is there, the transfer at most, and the table says so."""
     (row,) = on_nodes((0, 1), (2, 3), last=3)
-    text = shown([row])
-    line = next(line for line in text.splitlines() if "allreduce" in line)
+    found = cells([row], "allreduce")
 
     assert (row["joined_whole"], row["slowest_rank"], row["by_rank"]["3"]["last"]) == (False, None, 10)
     assert "other nodes" in row["cannot_tell"][0]
-    assert "last in" not in line
-    assert ">= 750 us" in line
-    assert "<= " in line
-    assert ">= 4.5 GB/s" in line
-    assert "who came last is not known" in " ".join(text.split())
+    assert "last to arrive" not in found
+    assert found["comm wait us"] == ">= 750"
+    assert next(text for heading, text in found.items() if heading.startswith("transfer ")).startswith("<= ")
+    assert found["bus bandwidth"] == ">= 4.5 GB/s"
+    assert "waits are lower bounds" in table_of([row]).note
 
 
 def test_a_group_on_one_of_several_nodes() -> None:
@@ -150,8 +152,9 @@ def test_a_group_on_one_of_several_nodes() -> None:
     (row,) = collective_rows([saved(late(1)), saved(CollectiveJoin())])
 
     assert (row["joined_whole"], row["slowest_rank"], row["cannot_tell"]) == (True, 1, [])
-    assert "1 (last in 100%)" in shown([row])
-    assert "not known" not in shown([row])
+    found = cells([row], "allreduce")
+    assert (found["last to arrive"], found["of operations"]) == ("1", "100%")
+    assert table_of([row]).note == ""
 
 
 def test_largest_first() -> None:
@@ -165,12 +168,12 @@ def test_largest_first() -> None:
 
 
 def test_table() -> None:
-    """One line tells who was last, how often, and what the transfer does without the waiting."""
-    text = shown(collective_rows([saved(late(1))]))
+    """A row shows which rank was last, how often, and what the transfer takes without the waiting."""
+    found = cells(collective_rows([saved(late(1))]), "allreduce")
 
-    line = next(line for line in text.splitlines() if "allreduce" in line)
-    for cell in ("0-2", "30", "90.0 MB", "2.00 ms", "GB/s", "1 (last in 100%)"):
-        assert cell in line
+    assert (found["ranks"], found["count"], found["bytes"], found["comm wait ms"]) == ("0-2", "30", "90.0 MB", "2.00")
+    assert found["bus bandwidth"].endswith("GB/s")
+    assert (found["last to arrive"], found["of operations"]) == ("1", "100%")
 
 
 def test_table_says_what_it_does_not_know() -> None:
@@ -182,16 +185,16 @@ def test_table_says_what_it_does_not_know() -> None:
         Issued("allgather group=0 dtype=int8", 1, (100, 200, 300)[rank] * US, flags=flags),
         Issued("allreduce group=0 dtype=int8", 2, 10, flags=0),
     ] for rank in range(3)})  # fmt: skip
-    text = shown(collective_rows([saved(join)]))
-    lines = {line.split()[0]: line for line in text.splitlines() if line.split()}
+    rows = collective_rows([saved(join)])
+    note = table_of(rows).note
 
-    assert "<= 2.66 ms" in lines["broadcast"]
-    assert "B/s" not in lines["broadcast"]
-    assert " ~" in lines["allgather"]
-    assert ">= 7.0 GB/s" in lines["allgather"]
-    assert "- " in lines["allreduce"]
-    assert "asynchronous: how much earlier" in text
-    assert "allreduce: the backend does not tell when" in text
+    assert cells(rows, "broadcast")["comm wait ms"] == "<= 2.66"
+    assert cells(rows, "broadcast")["bus bandwidth"] == "-"
+    assert cells(rows, "allgather")["comm wait ms"].startswith("~ ")
+    assert cells(rows, "allgather")["bus bandwidth"] == ">= 7.0 GB/s"
+    assert cells(rows, "allreduce")["comm wait ms"] == "-"
+    assert "asynchronous: how much earlier it was issued" in note
+    assert "allreduce: the backend does not tell when" in note
 
 
 def test_table_of_kernels() -> None:
@@ -201,22 +204,19 @@ def test_table_of_kernels() -> None:
         Issued("allgather group=0 dtype=int8", 1, (100, 200, 300)[rank] * US, flags=flags),
     ] for rank in range(3)})  # fmt: skip
     (row,) = collective_rows([saved(join)])
-    text = shown([row])
-    line = next(line for line in text.splitlines() if "allgather" in line)
 
     assert (row["by_device"], row["ended"]) == (3, 3)
-    assert ">=" not in line
-    assert "7.0 GB/s" in line
-    assert "asynchronous: how much earlier a rank's kernel began" in text
+    assert cells([row], "allgather")["bus bandwidth"] == "7.0 GB/s"
+    assert "asynchronous: how much earlier its kernel began" in table_of([row]).note
 
 
 def test_table_of_many_rows() -> None:
-    """It stays short, and says what it leaves out; names cannot write on the terminal."""
+    """Few of them matter; names cannot write on the terminal."""
     join = joined({rank: [Issued(f"op{n}\x1b[31m group=0", n, 10) for n in range(9)] for rank in range(2)})
-    text = shown(collective_rows([saved(join)]))
+    table = table_of(collective_rows([saved(join)]))
 
-    assert "6 of 9" in text
-    assert "\x1b" not in text
+    assert (table.first, table.rows) == (6, 9)
+    assert not any("\x1b" in text for text in table.columns[0].texts())
 
 
 @pytest.mark.parametrize(
@@ -240,8 +240,8 @@ def test_rank_within_chance_is_not_the_slowest(
     assert is_chance(last, joined_times, lags_ns, ranks - 1) is not named
 
 
-@pytest.mark.parametrize(("late_share", "slowest"), [(0.5, "-"), (0.9, "1 (last in 90%)")])
-def test_slowest_rank_of_the_table(late_share: float, slowest: str) -> None:
+@pytest.mark.parametrize(("late_share", "slowest"), [(0.5, (None, None)), (0.9, ("1", "90%"))])
+def test_slowest_rank_of_the_table(late_share: float, slowest: tuple[str | None, str | None]) -> None:
     late_in = [1 if number < 40 * late_share else 0 for number in range(40)]
     issued = {
         rank: [
@@ -250,5 +250,5 @@ def test_slowest_rank_of_the_table(late_share: float, slowest: str) -> None:
         ]
         for rank in range(2)
     }
-    (row,) = collective_rows([saved(joined(issued))])
-    assert slowest_of(row) == slowest
+    found = cells(collective_rows([saved(joined(issued))]), "allreduce")
+    assert (found.get("last to arrive"), found.get("of operations")) == slowest

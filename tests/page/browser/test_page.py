@@ -1,0 +1,121 @@
+"""The page as a reader meets it: the first screen, phones, copying, tables that open, sort and are saved."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from tests.page.browser.conftest import WIDE_RANKS, WIDE_SLOW, TabOf
+from tests.page.browser.tab import DESK, PHONE, Tab, need_browser
+from torchlens_perf.page.contents import Contents
+
+need_browser()
+
+
+def copied(tab: Tab) -> str:
+    tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    return str(tab.value("navigator.clipboard.readText()"))
+
+
+def shown_ranks(tab: Tab) -> list[str]:
+    return [str(text) for text in tab.page.locator("#ranks tbody tr:visible th").all_inner_texts()]
+
+
+def test_first_screen_holds_verdict_and_heat_map(tab_of: TabOf, wide_file: Path) -> None:
+    tab = tab_of(wide_file).open()
+    bottoms = [
+        tab.page.locator(selector).bounding_box()["y"] + tab.page.locator(selector).bounding_box()["height"]
+        for selector in ("#figures", "#verdict-1", "#heat .chart")
+    ]
+
+    assert bottoms == sorted(bottoms)
+    assert bottoms[-1] <= DESK["height"]
+
+
+@pytest.mark.parametrize("pages", ["file", "wide_file", "device_file"])
+def test_page_does_not_scroll_sideways_on_a_phone(tab_of: TabOf, pages: str, request: pytest.FixtureRequest) -> None:
+    tab = tab_of(request.getfixturevalue(pages), phone=True).open()
+    tab.show_all()
+
+    assert tab.value("document.documentElement.scrollWidth") <= PHONE["width"]
+    tables = tab.value("[...document.querySelectorAll('.scrolls')].map(each => each.getBoundingClientRect().right)")
+    assert max(tables) <= PHONE["width"]
+
+
+def test_command_is_copied(tab_of: TabOf, file: Path, shown: Contents) -> None:
+    tab = tab_of(file).open()
+    tab.page.locator("#verdict-1 .copies").click()
+    tab.page.get_by_text("Copied").wait_for()
+
+    assert copied(tab) == shown["headlines"][0].command
+
+
+def test_command_is_copied_without_the_clipboard_interface(tab_of: TabOf, file: Path, shown: Contents) -> None:
+    """As in a page that is not in a secure context."""
+    tab = tab_of(file).open()
+    tab.value("delete Navigator.prototype.clipboard")
+    tab.page.locator("#verdict-1 .copies").click()
+    tab.page.get_by_text("Copied").wait_for()
+    tab.page.evaluate("document.body.append(Object.assign(document.createElement('textarea'), {id: 'paste'}))")
+    tab.page.locator("#paste").focus()
+    tab.page.keyboard.press("Control+v")
+
+    assert tab.page.locator("#paste").input_value() == shown["headlines"][0].command
+
+
+def test_copied_link_leads_to_the_same_view(tab_of: TabOf, file: Path) -> None:
+    tab = tab_of(file).open()
+    tab.page.locator("#verdict-1 .shows").click()
+    tab.settle()
+    view = tab.view()
+    tab.page.get_by_role("button", name="Copy link to this view").click()
+    link = copied(tab)
+    other = tab_of(file)
+    other.page.goto(link)
+    other.settle()
+
+    assert view["steps"] is not None
+    assert other.view() == view
+
+
+@pytest.mark.parametrize("scripts", [True, False], ids=["scripts", "no scripts"])
+def test_rows_that_matter_come_first_and_all_can_be_shown(tab_of: TabOf, wide_file: Path, scripts: bool) -> None:
+    tab = tab_of(wide_file, scripts=scripts)
+    tab.page.goto(wide_file.as_uri())
+    first = shown_ranks(tab)
+    tab.page.locator("#ranks").get_by_text("Show all").first.click()
+
+    assert first[0] == str(WIDE_SLOW)
+    assert len(first) == 8
+    assert len(shown_ranks(tab)) == WIDE_RANKS
+
+
+def test_sorted_table_shows_its_new_first_rows(tab_of: TabOf, wide_file: Path) -> None:
+    tab = tab_of(wide_file).open()
+    sort = tab.show("ranks").get_by_role("columnheader", name="rank", exact=True).get_by_role("button").first
+    sort.click()
+
+    assert shown_ranks(tab) == [str(rank) for rank in range(WIDE_RANKS - 1, WIDE_RANKS - 9, -1)]
+
+
+def test_table_is_saved_with_all_rows(tab_of: TabOf, wide_file: Path, tmp_path: Path) -> None:
+    tab = tab_of(wide_file).open()
+    with tab.page.expect_download() as download:
+        tab.show("ranks").locator(".csv").first.click()
+    download.value.save_as(tmp_path / "ranks.csv")
+    rows = list(csv.reader((tmp_path / "ranks.csv").read_text("utf-8").splitlines()))
+
+    assert rows[0][0] == "rank"
+    assert len(rows) == 1 + WIDE_RANKS
+    assert rows[1][0] == str(WIDE_SLOW)
+
+
+def test_theme_is_chosen_and_kept_in_the_address(tab_of: TabOf, file: Path) -> None:
+    tab = tab_of(file).open()
+    light = tab.value("getComputedStyle(document.body).backgroundColor")
+    tab.page.get_by_label("Theme").select_option("dark")
+
+    assert "theme=dark" in tab.address()
+    assert tab.value("getComputedStyle(document.body).backgroundColor") != light

@@ -1,0 +1,129 @@
+"""The numbers of the heat map, of ranks and windows made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+
+from tests.support.findings import episode, findings
+from tests.support.tables import step_table
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, WindowHistory, Windows
+from torchlens_perf.analysis.statistics.run_windows import MAX_COLUMNS, RunWindows, run_windows
+from torchlens_perf.report.heat import heat
+from torchlens_perf.run.ring import Flag
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
+from torchlens_perf.verdicts.stragglers.placement import Placement
+
+
+def windows(
+    steps: int, *, extra_ms: float = 0.0, since: int = 0, until: int = 1 << 30, every: int = 1, first: int = 0,
+    tags: dict[int, Flag] | None = None,
+) -> Windows:  # fmt: skip
+    """A rank's steps of 100 ms of work, and more of it in one of `every` steps from `since` to `until`."""
+    numbers = range(first, first + steps)
+    slow = [since <= step < until and step % every == 0 for step in numbers]
+    table = step_table([{"forward": 100 + extra_ms * each, "communication": 50} for each in slow], first_step=first)
+    flags = np.array([int((tags or {}).get(step, 0)) for step in numbers])
+    history = WindowHistory()
+    history.add(dataclasses.replace(table, flags=flags))
+    return history.windows()
+
+
+def on_one_grid(*ranks: Windows) -> RunWindows | None:
+    return run_windows(dict(enumerate(ranks)), max((int(each.first_step[-1]) for each in ranks), default=0))
+
+
+def of(ranks: list[Windows], found: Findings = NOTHING, populations: str = "") -> dict[str, Any]:
+    """The heat of these ranks; populations: a letter for each."""
+    places = {rank: Placement("node", letter) for rank, letter in enumerate(populations)}
+    value = heat(on_one_grid(*ranks), found, places)
+    assert value is not None
+    assert value == json.loads(json.dumps(value, allow_nan=False))
+    return value
+
+
+def excess(value: dict[str, Any], rank: int) -> list[float | None]:
+    found: list[float | None] = value["ranks"][rank]["excess"]
+    return found
+
+
+def test_excess_is_a_share_of_the_other_ranks_work() -> None:
+    """A rank with a quarter more work than the others is at 0.25 from that window on; the others stay at 0."""
+    value = of([windows(64), windows(64, extra_ms=25, since=32), windows(64), windows(64)])
+
+    assert (value["width"], value["first_steps"]) == (8, list(range(0, 64, 8)))
+    assert excess(value, 1) == [0.0] * 4 + [0.25] * 4
+    assert all(excess(value, rank) == [0.0] * 8 for rank in (0, 2, 3))
+
+
+def test_one_of_two_is_compared_with_the_other() -> None:
+    """Of two ranks the slow one has all of the excess: their median would hide half of it."""
+    value = of([windows(40), windows(40, extra_ms=50)])
+    assert excess(value, 1) == [0.5] * 5
+    assert excess(value, 0) == [-0.3333] * 5
+
+
+def test_slowness_in_some_steps_is_seen() -> None:
+    """A rank that is slow in one step of four is above the others: a median over a window would not show it."""
+    value = of([windows(64), windows(64, extra_ms=40, every=4), windows(64)])
+    assert excess(value, 1)[1:] == [0.1] * 7
+
+
+def test_ranks_that_do_other_work_are_not_compared() -> None:
+    """Ranks are compared within their population; one that is alone there has no excess."""
+    ranks = [windows(40), windows(40), windows(40, extra_ms=100), windows(40, extra_ms=100), windows(40, extra_ms=500)]
+    value = of(ranks, populations="aabbc")
+
+    assert [excess(value, rank) for rank in range(4)] == [[0.0] * 5] * 4
+    assert excess(value, 4) == [None] * 5
+    alone = on_one_grid(windows(40), windows(40))
+    assert heat(alone, NOTHING, {0: Placement("", "a"), 1: Placement("", "b")}) is None
+    assert heat(on_one_grid(windows(40)), NOTHING, {}) is None
+    assert heat(on_one_grid(), NOTHING, {}) is None
+
+
+def test_missing_is_not_zero() -> None:
+    """A window in which a rank was not seen, or nobody else was, has no value."""
+    value = of([windows(32), windows(64), windows(24, first=40)])
+    assert [[each is None for each in excess(value, rank)] for rank in range(3)] == [
+        [False] * 4 + [True] * 4,
+        [False] * 4 + [True] + [False] * 3,
+        [True] * 5 + [False] * 3,
+    ]
+
+
+def test_columns_do_not_grow_with_the_run() -> None:
+    """A long run has at most 64 columns, of whole windows of all ranks, whatever their widths; sums stay right."""
+    short, long = windows(9000, extra_ms=20, since=4096), windows(20_000)
+    value = of([short, long, windows(20_000)])
+
+    assert short.width < long.width
+    assert MAX_COLUMNS / 2 < len(value["first_steps"]) <= MAX_COLUMNS
+    assert all(first % value["width"] == 0 for first in value["first_steps"])
+    before = 4096 // value["width"]
+    known = [each for each in excess(value, 0) if each is not None]
+    assert set(known[:before]) == {0.0}
+    assert set(known[before:]) == {0.2}
+    assert len(known) < len(excess(value, 0))
+
+
+def test_tags_and_slow_times_are_there() -> None:
+    """Tags are those of any rank; a rank's slow times are its episodes, ended ones with their end."""
+    tags = {9: Flag.CHECKPOINT, 17: Flag.COMPILED | Flag.EVALUATION}
+    found = findings(episode(1, 40), episode(1, 8, 20), episode(7, 3))
+    value = of([windows(64, tags=tags), windows(64, tags={25: Flag.EVALUATION})], found)
+
+    assert value["tags"] == [[], ["checkpoint"], ["evaluation", "compile"], ["evaluation"], [], [], [], []]
+    assert [rank["slow"] for rank in value["ranks"]] == [[], [[8, 20], [40, None]]]
+
+
+def test_warm_up_is_not_compared() -> None:
+    """The first steps, which are slow for reasons of their own, are not in the first window."""
+    value = of([windows(40), windows(40, extra_ms=900, until=WARM_UP_STEPS)])
+    assert excess(value, 1)[0] == 0.0
+
+
+# -- the picture

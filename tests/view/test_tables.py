@@ -1,0 +1,115 @@
+"""The tables of reports on simulated runs: their rows, their order, and what they leave out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.view.test_headline import simulated
+from torchlens_perf.verdicts.words.report import Report
+from torchlens_perf.view.specs import Column, Table
+from torchlens_perf.view.tables import tables
+
+TITLES_OF_SEVERAL_RANKS = {"rank", "comm wait", "last to arrive"}
+
+
+def found(report: Report, key: str) -> Table:
+    return next(table for table in tables(report) if table.key == key)
+
+
+def column(table: Table, title: str) -> Column:
+    return next(each for each in table.columns if each.title == title)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Rank 3 of 16 is slow in forward."""
+    return simulated(tmp_path_factory.mktemp("slow"), "constant:rank=3,share=0.25,phase=forward", ranks=16)
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return simulated(tmp_path_factory.mktemp("clean"), ranks=16)
+
+
+def test_slow_rank_is_the_first_row(slow: Report) -> None:
+    table = found(slow, "ranks")
+
+    assert column(table, "rank").values[0] == 3
+    assert table.slow == {0}
+    assert table.first == 8
+    compute = column(table, "compute").values
+    assert compute[0] > compute[1] >= compute[2]  # type: ignore[operator]
+
+
+def test_few_of_many_equal_ranks_matter(clean: Report) -> None:
+    table = found(clean, "ranks")
+
+    assert (table.rows, table.first, table.slow) == (16, 4, frozenset())
+    assert table.rest(4).startswith("12 more ranks, compute ")
+    assert table.rest(4).endswith(" ms")
+
+
+def test_first_rows_hold_a_few_others_beside_many_slow_ranks(tmp_path: Path) -> None:
+    table = found(simulated(tmp_path, "node:node=1,share=0.15", ranks=16), "ranks")
+
+    assert table.first == 8
+    assert {0, 1, 2, 3, 4} <= table.slow
+    assert not {5, 6, 7} & table.slow
+    assert len(table.slow) == 8
+
+
+def test_columns_of_a_rank_have_one_unit(slow: Report) -> None:
+    units = {each.unit for each in found(slow, "ranks").columns} - {""}
+
+    assert units == {"ms"}
+
+
+def test_slow_ranks_modules_are_beside_those_of_the_others(slow: Report) -> None:
+    table = found(slow, "modules")
+
+    assert [each.title for each in table.columns] == ["module", "rank 3", "other ranks", "difference", "share"]
+    differences = list(column(table, "difference").values)
+    assert differences == sorted(differences, reverse=True)
+    assert differences[0] > 0  # type: ignore[operator]
+    assert sum(column(table, "share").values) == pytest.approx(1)  # type: ignore[arg-type]
+
+
+def test_module_that_takes_no_time_is_left_out(clean: Report) -> None:
+    assert "Transformer" in [each["name"] for each in clean["modules"]]
+    names = column(found(clean, "modules"), "module").values
+
+    assert names
+    assert not [name for name in names if str(name).startswith("Transformer")]
+
+
+def test_small_collective_has_no_bandwidth(slow: Report) -> None:
+    table = found(slow, "collectives")
+    sizes = [row["bandwidth_at_bytes"] or 0 for row in slow["collectives"]]
+
+    assert min(sizes) < 1000 < max(sizes)
+    bandwidths = dict(zip(column(table, "bytes").texts(), column(table, "bus bandwidth").values, strict=True))
+    assert [value is None for value in bandwidths.values()] == [text.endswith(" KB") for text in bandwidths]
+
+
+def test_one_process_has_no_columns_of_several_ranks(tmp_path: Path) -> None:
+    made = tables(simulated(tmp_path, ranks=1))
+
+    assert not TITLES_OF_SEVERAL_RANKS & {each.title for table in made for each in table.columns}
+    assert "collectives" not in [table.key for table in made]
+
+
+def test_stall_of_one_rank_names_the_rank(tmp_path: Path) -> None:
+    table = found(simulated(tmp_path, "stalls:rank=3,share=3,every=40"), "outlier_steps")
+
+    assert 3 in column(table, "caused by rank").values
+
+
+def test_keys_are_unique_and_columns_have_all_rows(slow: Report) -> None:
+    made = tables(slow)
+
+    assert len({table.key for table in made}) == len(made)
+    for table in made:
+        assert {len(each.values) for each in table.columns} == {table.rows}, table.key
+        assert table.first is None or table.first <= 8, table.key

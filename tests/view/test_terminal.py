@@ -1,0 +1,268 @@
+"""The short and the whole report in a terminal: the four answers, and how long they may be."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.report import test_memory_table as memory
+from tests.report.test_held import node, usual
+from tests.support.findings import episode, findings, hang, hung
+from tests.support.ranks import Rank, read_to_end
+from tests.support.reports import checked
+from tests.support.tables import records
+from tests.verdicts.words.test_bottleneck import BASE, random_steps
+from tests.view.test_headline import simulated
+from torchlens_perf.report.build import build
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.mailbox import REPORT, Mailbox
+from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.sidecar.start.process import write_report
+from torchlens_perf.verdicts.node_state import NodeState
+from torchlens_perf.verdicts.words.hang import RankStack
+from torchlens_perf.verdicts.words.report import Report
+from torchlens_perf.view.terminal import SHORT_LINES, SHORT_LINES_OK, render, render_short, show
+
+LONG = "/lustre/projects/some-team/experiments/torchlens-perf/20261122-223230-760cafb6"
+COPIED = ("full report", "web page", "torchlens-perf capture", "export TORCHLENS_PERF_CAPTURE")
+
+
+def short(report: NodeState | Report, columns: int = 80, **more: Any) -> str:
+    made = checked(build("r", [report])) if isinstance(report, NodeState) else report
+    text = render_short(made, LONG, columns=columns, color=False, **more)
+    for line in text.splitlines():
+        assert len(line) <= columns or any(words in line for words in COPIED) or LONG in line, line
+        assert line == line.rstrip()
+    return text
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def with_all(state: NodeState) -> NodeState:
+    """Add many modules, a section, lost records, and notes to the node."""
+    names = [f"discriminator.blocks.{place}.attention" for place in range(40)]
+    for process in state.processes.values():
+        of = process.statistics
+        of._add_named(records([(Kind.SECTION, 1, 20, 5)]), ["", "augment"])
+        of.modules.update(dict.fromkeys(names, of.step))
+        of.usual_steps, of.lost = 60, 20
+        process.notes += [f"note {place} that is as long as notes on what was not recorded are" for place in range(9)]
+    return state
+
+
+class TestPlantedJobs:
+    """Who, where, how much and what next, of each job with a planted fault; and a clean one."""
+
+    def test_slow_rank(self, tmp_path: Path) -> None:
+        report = simulated(tmp_path, "constant:rank=1,share=0.27,phase=forward", ranks=2)
+        text = short(report)
+        lines = text.splitlines()
+
+        assert lines[0].startswith("torchlens_perf  simulation  2 ranks, 120 steps, ended after ")
+        assert re.fullmatch(r"  SLOW RANK   rank 1 \(node-0000\)   forward   since step 0", lines[2])
+        assert re.fullmatch(r"  cost        [0-9.]+ ms per step = \d+% of step time", lines[3])
+        assert re.search(r"it computes [0-9.]+ ms per step, the other rank [0-9.]+ ms\.", words(text))
+        assert "Seen in 15 of 15 windows." in words(text)
+        assert "\n  next        compare the model on rank 1: " in text
+        assert "\n              export TORCHLENS_PERF_CAPTURE=verdict  # then start the job again" in text
+        assert lines[-1] == f"  full report torchlens-perf report {LONG}"
+        rows = [line.split()[0] for line in text.partition("  rank  step")[2].splitlines()[1:3]]
+        assert rows == ["1", "0"]
+        assert len(lines) <= SHORT_LINES
+
+    def test_slow_loader_of_one_process(self) -> None:
+        text = short(node([[{**BASE, "data": 14.0}] * 100]))
+
+        assert text.splitlines()[2].startswith("  BOTTLENECK  data loading")
+        assert "\n  cost        14.0 ms per step = 48% of step time\n" in text
+        assert "num_workers" in text.partition("\n  next ")[2].splitlines()[0]
+        assert "data 48%" in text
+        assert not re.search("rank|comm wait|last to arrive", text.partition("\n  step ")[2].partition("full")[0])
+        assert text.count("\n") <= SHORT_LINES_OK
+
+    def test_slow_loader_of_two_ranks(self) -> None:
+        """What takes most of the step comes before the line that no rank is slow."""
+        loops = [[{**BASE, "data": 14.0}] * 100] * 2
+        text = short(node(loops, findings(last_step=99, compared=2)))
+
+        assert text.splitlines()[2].startswith("  BOTTLENECK  data loading")
+        assert "\n  cost        14.0 ms per step = 48% of step time\n" in text
+        assert "num_workers" in text.partition("\n  next ")[2].splitlines()[0]
+        assert "\n  OK          No slow rank in 100 steps." in text
+        assert "Typical step of each rank" not in text
+        assert text.count("\n") <= SHORT_LINES_OK
+
+    def test_clean(self, tmp_path: Path) -> None:
+        text = short(simulated(tmp_path), page=f"{LONG}/report.html")
+
+        assert "OK No slow rank in 120 steps. The smallest detectable slowdown is " in words(text)
+        assert "cost" not in text
+        assert "next" not in text
+        assert text.endswith(f"  full report torchlens-perf report {LONG}\n  web page    {LONG}/report.html\n")
+        assert text.count("\n") <= SHORT_LINES_OK
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("seed", range(8))
+def test_run_without_finding_is_short(seed: int, columns: int) -> None:
+    """Whatever the loop does: evaluation, noise, ranks that were slow, waits for a while, hangs that went by."""
+    rng = np.random.default_rng(seed)
+    loops = random_steps(rng, 300, 8)
+    for loop in loops:
+        for step in range(80, 160):
+            loop[step]["data"] = loop[step].get("data", 0.0) + 300.0 * (seed % 2)
+        for step in range(30, 300, 50):
+            loop[step]["host"] = loop[step].get("host", 0.0) + 9000.0
+            loop[step]["flags"] = int(Flag.EVALUATION)
+    past = [episode(rank, 20 + 10 * rank, 45 + 10 * rank) for rank in range(8)]
+    text = short(with_all(node(loops, findings(*past, last_step=299), records=hung(60.0, over=True))), columns)
+
+    assert text.count("\n") <= SHORT_LINES
+    assert "\n  earlier " in text
+    assert "\n  data lost " in text
+
+
+def test_nothing_is_shown_that_the_run_does_not_have() -> None:
+    text = short(node([usual(60)] * 8, findings(last_step=59)), 120)
+
+    assert text.count("\n") <= 12
+    assert not re.search("earlier|data lost|also|Typical step", text)
+
+
+def test_64_ranks_with_a_slow_one_fit_30_lines(tmp_path: Path) -> None:
+    report = simulated(tmp_path, "constant:rank=13,share=0.25", ranks=64, steps=64)
+    text = short(report)
+
+    assert text.count("\n") <= SHORT_LINES
+    assert re.search(r"\n  5\d more ranks, compute \d+ to \d+ ms\n", text)
+    assert text.partition("  rank  ")[2].splitlines()[1].split()[0] == "13"
+    whole = render(report, LONG, columns=100, color=False)
+    assert whole.count("\n") <= 90
+    assert "\n  56 more ranks, compute " in whole
+
+
+def test_report_of_1024_ranks_is_bounded(tmp_path: Path) -> None:
+    report = simulated(tmp_path, "constant:rank=3,share=0.25", ranks=8)
+    report["ranks"] = [{**report["ranks"][at % 8], "rank": at} for at in range(1024)]
+    report["run"]["world_size"] = report["run"]["ranks_seen"] = 1024
+    report["quality"]["notes"] = [f"note {at}" for at in range(1024)]
+
+    assert short(report).count("\n") <= SHORT_LINES
+    assert render(report, LONG, columns=100, color=False).count("\n") <= 110
+
+
+def test_verdicts_after_the_third_are_named() -> None:
+    slow = findings(*(episode(rank, 20, last_step=159) for rank in range(4)), last_step=159)
+    text = short(node([usual(160)] * 8, slow))
+
+    assert len(re.findall(r"\n  SLOW RANK   ", text)) == 3
+    assert "\n  also        SLOW RANK\n" in text
+
+
+def test_second_and_third_verdict_have_one_line() -> None:
+    loop = [{**BASE, "data": 6.0} for _ in range(200)]
+    for every, begin, more, flag in ((20, 10, 300.0, Flag.EVALUATION), (40, 15, 80.0, Flag.CHECKPOINT)):
+        for step in range(begin, 200, every):
+            loop[step] = {**loop[step], "host": more, "flags": int(flag)}
+    text = short(node([loop] * 2, findings(last_step=199, compared=2)))
+
+    assert text.splitlines()[2].startswith("  LONG STEPS  ")
+    assert re.search(r"\n  BOTTLENECK  Waiting for data .*\n  LONG STEPS  .*\n\n  step ", text)
+
+
+def test_what_is_over_is_one_line() -> None:
+    over = [{**BASE, "data": 20.0 if step < 320 else 1.0} for step in range(400)]
+    slow = findings(episode(3, 20, 50), episode(2, 60, 90), last_step=159)
+    text = short(node([usual(160)] * 4, slow))
+
+    assert re.search(r"\n  earlier     Waiting for data takes 5", short(node([over])))
+    assert re.search(r"\n  earlier     SLOW RANK rank [23] \(h\), [0-9.]+ ms per step = .*\n", text)
+
+
+def test_ranks_that_differ_are_shown_without_a_verdict() -> None:
+    loops = [
+        [{**BASE, "backward": 8.0 + 4 * rank, "communication": 4.0 - 4 * rank} for _ in range(20)] for rank in (0, 1)
+    ]
+
+    assert "Typical step of each rank" in short(node(loops))
+    assert "Typical step of each rank" not in short(node([usual(20)] * 2))
+
+
+def test_stacks_of_a_hang_are_shown() -> None:
+    waiting = dataclasses.replace(hang(57), stacks={2: RankStack(("train.py:3",), "")})
+    text = short(node([usual(57)] * 2, hang=waiting, ended=""))
+
+    assert text.index("  HANG ") < text.index("  next ") < text.index("train.py:3") < text.index("  step ")
+
+
+def test_long_stacks_of_a_hang_leave_room_for_the_rest() -> None:
+    stack = RankStack(tuple(f"function_{at} (train.py:{at})" for at in range(15)), "")
+    waiting = dataclasses.replace(hang(57), stacks=dict.fromkeys(range(4), stack))
+    state = node([usual(57)] * 2, hang=waiting, ended="")
+
+    assert short(state).count("\n") <= SHORT_LINES
+    assert render(checked(build("r", [state])), LONG, columns=100, color=False).count("function_14") == 4
+
+
+def test_memory_of_a_rank_that_ran_out_is_shown() -> None:
+    text = short(node([usual(57)], out_of_memory=memory.oom(step=99, file="f")))
+
+    assert text.index("  OUT OF MEMORY  ") < text.index("  next ") < text.index("Memory of rank 1 when it ran out")
+    assert "Net > Block > Mlp, train.py:12 forward" in text
+    assert text.count("\n") <= SHORT_LINES
+
+
+def test_run_that_ended_in_a_hang_is_one() -> None:
+    text = short(node([usual(57)] * 2, records=hung(60.0, over=True)))
+
+    assert text.splitlines()[2].startswith("  HANG ")
+    assert "The job hung in step 57 for 60.0 s, and ended in it." in words(text)
+
+
+@pytest.mark.parametrize("html", [True, False])
+def test_rank_0_gets_the_short_report(html: bool, run: RunDirectory, tmp_path: Path) -> None:
+    """As its terminal wants it; report.txt is whole, without colours."""
+    rank = Rank(run, 0, 1)
+    rank.steps(50, forward=4, backward=6)
+    rank.close()
+    read_to_end(run)
+    mailbox = Mailbox(tmp_path / "rank.ring", REPORT)
+    write_report(run, {"mailbox": str(mailbox.path), "columns": 80, "color": True, "writes_page": html})
+    text = mailbox.wait(5)
+    mailbox.close()
+
+    assert text is not None
+    assert "\x1b[" in text
+    assert f"torchlens-perf report {run.path}" in text
+    assert (f"{run.path}/report.html" in text) is html
+    assert "Typical step" not in text
+    whole = run.report.read_text()
+    assert "\x1b[" not in whole
+    assert "  Typical step" in whole
+
+
+def test_colours_have_one_meaning(tmp_path: Path) -> None:
+    """The status has the colour of its severity, each part of the bars its own, and the slow row that of the status."""
+    report = simulated(tmp_path, "constant:rank=3,share=0.25,phase=forward")
+    text = render_short(report, LONG, columns=80, color=True)
+
+    assert "\x1b[1;31mSLOW RANK" in text
+    assert re.search("\x1b\\[32m█+\x1b\\[0m\x1b\\[34m█+", text)  # forward, backward
+    assert "▓" not in text
+    assert re.search("\x1b\\[1;31m +3", text)
+
+
+def test_output_without_block_characters_is_ascii() -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    show(checked(build("r", [node([usual(60)] * 2)])), file, "x")
+    file.seek(0)
+
+    assert "\n  time        ##" in file.read()

@@ -1,0 +1,158 @@
+"""The head of the page: what ran, where and when, its status, and its key figures."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
+from torchlens_perf.page.sections.section import compute_s
+from torchlens_perf.run.records import PARTS
+from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
+from torchlens_perf.verdicts.words.startup import startup_words
+from torchlens_perf.view.html import status_chip
+from torchlens_perf.view.markup import Child, Element, tag
+from torchlens_perf.view.theme import PARTS as PART_THEME
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import Report, Run
+    from torchlens_perf.view.headline import Headline
+
+_COMPUTE = ("forward", "recompute", "backward", "optimizer")
+_SMALLEST_NAMED = 0.005
+"""Share of the step from which a part is named below the bar."""
+
+
+def header(report: Report, status: Headline | None) -> Element:
+    """Return the program, the status, and the facts of the run."""
+    run, steps = report["run"], report["steps"]
+    unit = "forward pass" if steps["inference"] else "step"
+    facts = [
+        ranks_words(run),
+        _device(report),
+        *([f"started {minute(run['started'])}"] if run["started"] else []),
+        _state(run),
+        counted(steps["count"], unit),
+        *([f"attempt {run['attempt']}"] if run["attempt"] else []),
+        *([words] if (words := startup_words(run)) else []),
+    ]
+    return tag(
+        "header",
+        tag("h1", run["program"] or "run", " ", status_chip(status) if status is not None else None),
+        tag("ul", [tag("li", fact) for fact in facts], tag("li", tag("small", run["id"])), class_="facts"),
+    )
+
+
+def key_figures(report: Report, status: Headline | None) -> Element | None:
+    """Return a tile for each key figure, and where the time of a step goes."""
+    steps = report["steps"]
+    if steps["p50_s"] is None:
+        return None
+    tiles: list[Element | None] = (
+        []
+        if status is None or status.cost_share is None
+        else [_tile(percent(status.cost_share), "of step time lost", status.severity)]
+    )
+    tiles.append(_tile(duration(steps["p50_s"]), f"step p50{_p95(report)}"))
+    if steps["mean_s"]:
+        tiles.append(_tile(f"{1 / steps['mean_s']:.3g}", "steps per second"))
+    parts = step_parts(report)
+    total = sum(parts.values())
+    if total:
+        tiles.append(_tile(percent(sum(parts.get(part, 0.0) for part in _COMPUTE) / total), "of a step is compute"))
+    tiles.append(_compared(report))
+    bar = _bar({part: value / total for part, value in parts.items()}, report) if total else None
+    return tag("section", tiles, bar, class_="tiles", id="figures", aria_label="Key figures")
+
+
+def step_parts(report: Report) -> dict[str, float]:
+    """Return the parts of a typical step of the rank with the median compute time, CPU contention apart."""
+    ranks = sorted((rank for rank in report["ranks"] if rank["typical"] is not None), key=compute_s)
+    if not ranks:
+        return {}
+    median = ranks[(len(ranks) - 1) // 2]
+    if median["device"] is not None and median["device"]["parts"]:
+        return dict(median["device"]["parts"])
+    assert median["typical"] is not None
+    lack = median["typical"]["lack_of_cpu"] or {}
+    parts = {part: max(0.0, value - lack.get(part, 0.0)) for part, value in median["typical"]["parts"].items()}
+    return {**parts, "cpu": sum(lack.values())}
+
+
+def _p95(report: Report) -> str:
+    p95_s = report["steps"]["p95_s"]
+    return "" if p95_s is None else f", p95 {duration(p95_s)}"
+
+
+def _compared(report: Report) -> Element | None:
+    size = report["run"]["world_size"]
+    if size == 1 or any(row["kind"] == "not_compared" for row in report["verdicts"]):
+        return None
+    timed = sum(rank["typical"] is not None for rank in report["ranks"])
+    return _tile(f"{timed} of {size}", "ranks compared")
+
+
+def _tile(number: str, words: str, severity: str = "") -> Element:
+    return tag("p", tag("b", number), " ", words, class_=f"tile {severity}".rstrip())
+
+
+def _bar(shares: dict[str, float], report: Report) -> Element:
+    several = report["run"]["world_size"] > 1
+    order = [part for part in (*PARTS, "cpu") if shares.get(part)]
+    bars, at = [], 0.0
+    for part in order:
+        bars.append(tag("rect", x=100 * at, y=0, width=100 * shares[part], height=4, class_=f"part-{part}"))
+        at += shares[part]
+    legend: list[Child] = [
+        tag("li", _swatch(part), f"{PART_THEME[part].name} ", tag("b", percent(shares[part])))
+        for part in order
+        if shares[part] >= _SMALLEST_NAMED
+    ]
+    words = f"Where a step's time goes{' (median rank)' if several else ''}"
+    picture = tag("svg", bars, viewBox="0 0 100 4", preserveAspectRatio="none", aria_hidden="true", class_="shares")
+    return tag("div", words, picture, tag("ul", legend, class_="legend"), class_="tile shares")
+
+
+def _swatch(part: str) -> Element:
+    rect = tag("rect", width=10, height=10, class_=f"part-{part}")
+    return tag("svg", rect, viewBox="0 0 10 10", aria_hidden="true", class_="swatch")
+
+
+def _device(report: Report) -> str:
+    names = Counter(gpu["name"] for gpu in report["gpus"] if gpu["name"])
+    return ", ".join(names) or report["run"]["device"] or "CPU"
+
+
+def _state(run: Run) -> str:
+    """Return the state with its time: "ended 23:04, ran 38 s", or "running, last step 12:01:03"."""
+    words = state_words(run)
+    if run["live"]:
+        return f"{words}, last step {_time(run['last_step_at']):%H:%M:%S}" if run["last_step_at"] else words
+    ended = run["ended"] or run["last_step_at"]
+    if ended is None:
+        return words
+    words = f"{words} {_time(ended):%H:%M}"
+    return words if run["started"] is None else f"{words}, ran {_span(_time(ended) - _time(run['started']))}"
+
+
+def minute(text: str) -> str:
+    """Return a time of the report as people read it."""
+    return f"{_time(text):%Y-%m-%d %H:%M} UTC"
+
+
+def _time(text: str) -> datetime.datetime:
+    """Return a time of the report in UTC; the earliest one for a text that is none."""
+    try:
+        found = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return datetime.datetime.min.replace(tzinfo=datetime.timezone.utc)
+    return found.astimezone(datetime.timezone.utc)
+
+
+def _span(span: datetime.timedelta) -> str:
+    minutes, seconds = divmod(max(0, round(span.total_seconds())), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

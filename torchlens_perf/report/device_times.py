@@ -1,0 +1,115 @@
+"""Device times in the report: rows of the JSON, and notes on what is missing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.step_mix import classify
+from torchlens_perf.report.distribution import distribution
+from torchlens_perf.run.sketch import merged
+from torchlens_perf.verdicts.node_state import ProcessState
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import DeviceSection, DeviceTimes
+
+# Why marks on the device are missing, by the counters of hooks/on_device/sections.py.
+_NOT_TIMED = {
+    "captured": "marks on the device were left out while a CUDA graph was captured; a replayed graph has no phases",
+    "skipped": "marks on the device were left out, as it was too far behind, its clock could not be anchored, or it "
+    "failed",
+    "crowded": "marks on the device were left out, as too many before them had not been read: many waits a step, and a "
+    "device that is some steps behind",
+    "aside": "steps are not judged by the device, as their forward or backward pass ran on another stream than the one "
+    "they begin and end on, and waited there",
+    "open_ended": "stalls of the device are not known, as they were interrupted, or the backward pass did not say when "
+    "its computation ended; compiled ones do not",
+    "unread": "device times were not known when the watch ended",
+}
+
+
+def device_times(process: ProcessState) -> DeviceTimes | None:
+    """Return a rank's times by the device's clock; None if there are none. `parts` are of a typical step."""
+    device = process.statistics.device
+    if not device.steps:
+        return None
+    error_ns, typical = process.device.get("error_ns"), classify([process.statistics.device_mix]).typical
+    return {
+        "clock": process.device.get("clock"),
+        "error_s": None if error_ns is None else error_ns / 1e9,
+        "steps": device.steps,
+        "step_s": distribution(device.phases["step"]),
+        "phases": {
+            phase: {
+                "p50_s": sketch.quantile_ns(0.5) / 1e9,
+                "s_per_step": sketch.usual_mean_ns() / 1e9 * sketch.count / device.steps,
+            }
+            for phase, sketch in device.phases.items()
+            if phase != "step"
+        },
+        "work_s": distribution(device.work) if device.judged.count else None,
+        "parts": {} if typical is None else {part: typical.parts_ns[part] / 1e9 for part in device.parts},
+        "behind_s": distribution(device.behind),
+        "caught_up": device.caught_up_share,
+    }
+
+
+def own_device_times(process: ProcessState) -> dict[str, float]:
+    """By module, seconds of a rank's device in a typical step without those of the modules inside of it.
+
+    Modules that the device has not timed are left out. What it times is a whole call, in sampled steps. The calls are
+    those of all usual steps.
+    """
+    statistics = process.statistics
+    if not statistics.usual_steps:
+        return {}
+    whole_s = {
+        name: sketch.usual_mean_ns() / 1e9 * statistics.modules[name].count / statistics.usual_steps
+        for name, sketch in statistics.device.modules.items()
+        if sketch.count and name in statistics.modules
+    }
+    only_root = process.root_modules[0] if len(process.root_modules) == 1 else None  # all others are inside of it
+    own_s = {}
+    for name, seconds in whole_s.items():
+        inside = [each for each in whole_s if each != name and (name == only_root or each.startswith(f"{name}."))]
+        nearest = [each for each in inside if not any(each.startswith(f"{other}.") for other in inside)]
+        own_s[name] = max(0.0, seconds - sum(whole_s[each] for each in nearest))
+    return own_s
+
+
+def device_sections(processes: dict[int, ProcessState]) -> list[DeviceSection]:
+    """Device sections by their time, most first; by_rank: mean seconds of one, of the ranks whose records are here;
+    over_all_ranks: the last window of all ranks, where they were merged on the device."""
+    rows: list[DeviceSection] = []
+    for name in dict.fromkeys(name for process in processes.values() for name in process.statistics.device.stamped):
+        stamped = {rank: process.statistics.device.stamped for rank, process in processes.items()}
+        calls = {rank: sketches[name] for rank, sketches in stamped.items() if name in sketches}
+        whole = merged(calls.values())
+        over_all = next(
+            (p.statistics.device.merged[name] for p in processes.values() if name in p.statistics.device.merged), None
+        )
+        rows.append(
+            {
+                "name": name,
+                "calls": whole.count,
+                "device_s": distribution(whole),
+                "by_rank": {str(rank): sketch.mean_ns() / 1e9 for rank, sketch in calls.items()},
+                "over_all_ranks": over_all,
+            }
+        )
+    return sorted(rows, key=lambda row: -row["calls"] * (row["device_s"]["mean_s"] or 0.0))
+
+
+def device_notes(process: ProcessState) -> list[str]:
+    """What of a rank's device times is missing, and why."""
+    rank, statistics = process.identity.rank, process.statistics
+    notes: list[str] = []
+    if statistics.device.stamped_lost:
+        notes.append(f"rank {rank}: {statistics.device.stamped_lost} times of device sections were overwritten")
+    stray = statistics.device.stray_records
+    if stray:
+        notes.append(f"rank {rank}: windows of device sections were lost: {stray} records are of none that is whole")
+    for field, reason in _NOT_TIMED.items():
+        count = process.device.get(field, 0)
+        if count:
+            notes.append(f"rank {rank}: {count} {reason}")
+    return notes

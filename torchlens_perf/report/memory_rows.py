@@ -1,0 +1,86 @@
+"""A rank's memory in the report: a row of the JSON, and notes on memory that needs attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from torchlens_perf.analysis.statistics.memory import MemoryStatistics
+from torchlens_perf.analysis.statistics.quantities import amount, percent
+from torchlens_perf.verdicts.node_state import ProcessState
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import Rank
+    from torchlens_perf.verdicts.words.report_memory import DeviceMemory, Memory, Retries
+
+_LAST_STEPS = 1000
+"""Steps whose retries of the allocator are reported."""
+
+
+def memory_of(process: ProcessState) -> Memory:
+    """A rank's memory: resident on a CPU; on a device the allocator's, whose numbers are in `device`."""
+    statistics = process.statistics
+    return {
+        "last_bytes": statistics.memory_bytes or None,
+        "max_bytes": statistics.memory_max_bytes or None,
+        "source": process.memory_source or None,
+        "device": _device(statistics.memory, statistics.last_step),
+        "growth": statistics.memory.growth(),
+    }
+
+
+def _device(memory: MemoryStatistics, last_step: int | None) -> DeviceMemory | None:
+    last = memory.last
+    if last is None:
+        return None
+    fragmentation = None
+    if last.inactive_bytes is not None and last.reserved_bytes:
+        fragmentation = last.inactive_bytes / last.reserved_bytes
+    row = {
+        **last._asdict(),
+        "age_steps": None if last_step is None else max(0, last_step - last.step),
+        "fragmentation": fragmentation,
+        "peak_allocated_bytes": memory.peak_allocated_bytes,
+        "peak_reserved_bytes": memory.peak_reserved_bytes,
+        "peak_resets": memory.peak_resets,
+        "readings": memory.count,
+        "retries_in": _retries(memory),
+    }
+    return cast("DeviceMemory", row)
+
+
+def _retries(memory: MemoryStatistics) -> Retries | None:
+    """Retries of the last steps; None where there was none, or where nothing tells."""
+    counted = [(each.step, each.alloc_retries) for each in memory.readings if each.alloc_retries is not None]
+    recent = [each for each in counted if each[0] >= counted[-1][0] - _LAST_STEPS]
+    if len(recent) < 2 or recent[-1][1] == recent[0][1]:
+        return None
+    return {"count": recent[-1][1] - recent[0][1], "steps": recent[-1][0] - recent[0][0]}
+
+
+def memory_notes(rank: Rank) -> list[str]:
+    """What a rank's memory says that is worth doing something about. rank: a row of the report."""
+    notes: list[str] = []
+    device, growth = rank["memory"]["device"], rank["memory"]["growth"]
+    if device is not None and device["retries_in"] is not None:
+        retries = device["retries_in"]
+        notes.append(
+            f"rank {rank['rank']}: {retries['count']} cudaMalloc retries in the last {retries['steps']} steps: at "
+            "each, the allocator gives its cache back and waits for the device; next: "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True, or a smaller batch"
+        )
+    if growth is not None:
+        above = growth["above_bytes"]
+        peak = f"steps reach {amount(above, 'B')} more inside, " if above else ""
+        notes.append(
+            f"rank {rank['rank']}: allocated memory grows by {amount(growth['bytes_per_step'], 'B')} a step over steps "
+            f"{growth['since_step']} to {growth['until_step']}{_share_now(device)}, {peak}"
+            f"and would fill it at step {growth['full_at_step']}; next: look for tensors that are kept from step to "
+            "step, such as losses without .item() or .detach()"
+        )
+    return notes
+
+
+def _share_now(device: DeviceMemory | None) -> str:
+    if device is None or device["allocated_bytes"] is None or not device["limit_bytes"]:
+        return ""  # the newest reading was lost in part
+    return f" ({percent(device['allocated_bytes'] / device['limit_bytes'])} of the device now)"

@@ -1,0 +1,189 @@
+"""Captures: requests to the ranks of a live run, their results, and their files. In a reader."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import os
+import re
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.errors import ConfigError, RunStoreError
+from torchlens_perf.report.captures import captures
+from torchlens_perf.report.run_report import run_report
+from torchlens_perf.run import captures as capture_files
+from torchlens_perf.run import ownership
+from torchlens_perf.run.captures import BY_USER, FLIGHT_RECORDER, MAX_STEPS, SNAPSHOT, STACKS, TRACE, Request
+from torchlens_perf.run.rank_ranges import parse_ranges, ranges
+from torchlens_perf.serve.run_names import NoSuchError, address, run_directory
+from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
+
+if TYPE_CHECKING:
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.verdicts.words.report import Capture
+
+BLOCK_BYTES = 1 << 20
+_FILES = {TRACE, SNAPSHOT, FLIGHT_RECORDER, STACKS, "capture.json"}
+_RANK = re.compile(r"[0-9]{1,9}")
+_INSIDE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+class NotReadYetError(ConfigError):
+    """The run may be captured soon: its sidecar has not read the first steps yet."""
+
+
+# -- requests
+
+
+def ask_capture(
+    run: RunDirectory, texts: Sequence[str], steps: int, *, python: bool = False, force: bool = False
+) -> Request:
+    """Write a request into the run directory, where the sidecars find it.
+
+    texts: ranks, such as 5, 0-3 or 0,5. python: with Python frames in the trace. force: more ranks than MAX_RANKS, and
+    more than MAX_KEPT_BYTES of captures. Raises ConfigError for an invalid request, NotReadYetError for one that is too
+    early, and RunStoreError.
+    """
+    try:
+        asked = tuple(sorted({rank for text in texts for rank in parse_ranges(text)}))
+    except ValueError:
+        raise ConfigError(f"--rank {' '.join(texts)}: must be ranks, such as 5, 0-3 or 0,5") from None
+    if not 1 <= steps <= MAX_STEPS:
+        raise ConfigError(f"--steps {steps}: must be from 1 to {MAX_STEPS}")
+    if not run.nodes.is_dir():
+        raise RunStoreError(run.why_unreadable())
+    if not asked:
+        raise ConfigError("--rank: at least one is needed")
+    attempt, from_step = _next_step(run, asked)
+    request = Request(
+        id=capture_files.new_id(), asked_by=BY_USER, asked_unix_s=time.time(), attempt=attempt, ranks=asked,
+        from_step=from_step, steps=steps, python=python, forced=force,
+    )  # fmt: skip
+    try:
+        if not ownership.may_ask(run.captures if run.captures.exists() else run.nodes, run.path):
+            raise RunStoreError(f"{run.captures} is another user's")
+        refusal = capture_files.refusal(run.captures, request)
+        if refusal:
+            raise ConfigError(refusal)
+        with ownership.as_private_as(run.nodes):
+            capture_files.ask(run.captures, request)
+    except OSError as error:
+        raise RunStoreError(f"cannot write to {run.captures}: {error.strerror or error}") from None
+    return request
+
+
+def _next_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, int]:
+    """Return the attempt, and a step that no rank has begun. Raises ConfigError if these ranks cannot be captured."""
+    states = list(run.nodes.glob("*.json"))
+    report = run_report(run) if states else None
+    not_yet = f"the sidecar of {run.run_id} has not read the first steps yet: ask again in some seconds"
+    if report is None:
+        raise NotReadYetError(not_yet)
+    if not report["run"]["live"]:
+        raise ConfigError(f"{run.run_id} has ended: a capture needs a live run")
+    now_s = time.time()
+    silent_s = now_s - max(path.stat().st_mtime for path in states)
+    if silent_s > SILENT_S:
+        raise ConfigError(
+            f"{run.run_id} is silent for {ago(silent_s)}, and no sidecar would see the request: a capture needs a "
+            "live run"
+        )
+    if report["run"]["last_step_at"] is None:
+        raise NotReadYetError(not_yet)
+    running = {row["rank"] for row in report["ranks"] if row["state"] == "running"}
+    missing = [rank for rank in asked if rank not in running]
+    if missing:
+        raise ConfigError(
+            f"no rank {ranges(missing)} runs here (there are {ranges(sorted(running))}; nodes without a shared disk "
+            "have run directories of their own)"
+        )
+    requests, _ = capture_files.read_requests(run.captures)
+    if any(capture_files.is_open(run.captures, each, now_s) for each in requests):
+        raise ConfigError("a capture is in progress; wait for it")
+    step_s = report["steps"]["p50_s"] or report["steps"]["warm_up_max_s"]
+    assert step_s is not None, "a step was made"
+    last_s = datetime.datetime.fromisoformat(report["run"]["last_step_at"]).timestamp()
+    step = max(row["last_step"] for row in report["ranks"] if row["last_step"] is not None) + 1
+    step += int(max(0.0, now_s - last_s) / step_s)
+    return report["run"]["attempt"], capture_files.first_step(step, step_s)
+
+
+def ask(path: str, texts: str, steps: int, python: bool, force: bool) -> dict[str, Any]:
+    """Request a capture for a viewer. Raises as ask_capture()."""
+    made = ask_capture(run_directory(path), [texts], steps, python=python, force=force)
+    return {"id": made.id, "ranks": list(made.ranks), "from_step": made.from_step, "steps": made.steps}
+
+
+# -- results
+
+
+def progress(path: str, capture: str) -> dict[str, Any]:
+    """Return the results of a request so far: `outcomes` by rank, the ranks that are `waiting`, and `is_over`."""
+    run = run_directory(path)
+    request = next((each for each in capture_files.read_requests(run.captures)[0] if each.id == capture), None)
+    if request is None:
+        raise NoSuchError("there is no such capture")
+    rows = [row for row in captures(run) if row["id"] == capture]
+    waiting = sorted({*request.ranks} - {row["rank"] for row in rows})
+    outcomes = [{"rank": row["rank"], "words": captured_words(row), "files": captured_files(row)} for row in rows]
+    is_over = not waiting or not capture_files.is_open(run.captures, request, time.time())
+    return {"outcomes": outcomes, "waiting": waiting, "is_over": is_over}
+
+
+def captured_words(row: Capture) -> str:
+    """Return the result on one rank in words."""
+    if row["first_step"] is None:
+        return f"no step was profiled: {row['ended']}"
+    first, last = row["first_step"], row["last_step"]
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    short = f" ({row['ended']})" if row["ended"] else ""
+    missing = "".join(f"; no {name}: {why}" for name, why in row["left_out"].items())
+    return f"{steps}{short}; training paused for {duration(row['paused_s'])}{missing}"
+
+
+def captured_files(row: Capture) -> list[dict[str, Any]]:
+    """Return the files of one rank, with addresses as seen from the run's page."""
+    folder = f"captures/{address(row['id'])}/{row['rank']}"
+    return [
+        {"name": name, "bytes": file["bytes"], "address": f"{folder}/{address(name)}"}
+        for name, file in row["files"].items()
+    ]
+
+
+# -- files
+
+
+def block(
+    path: str, capture: str, rank: str, file: str, at: int, known: tuple[int, ...]
+) -> tuple[bytes, tuple[int, ...]]:
+    """Return BLOCK_BYTES of a file from `at` on, and the file's identity: its device, inode and size.
+
+    known: the identity that the file had before, (): any. Follows no link in the run. Raises NoSuchError, also if the
+    identity has changed; OSError.
+    """
+    if not _RANK.fullmatch(rank) or file not in _FILES or not capture_files.is_id(capture):
+        raise NoSuchError("there is no such file")
+    folder = capture_files.rank_folder(Path("captures"), capture, int(rank))
+    with contextlib.ExitStack() as closing:
+        try:
+            at_folder = None
+            for part in (path, *folder.parts):
+                at_folder = os.open(part, _INSIDE | os.O_DIRECTORY, dir_fd=at_folder)
+                closing.callback(os.close, at_folder)
+            descriptor = os.open(file, _INSIDE, dir_fd=at_folder)
+            closing.callback(os.close, descriptor)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
+            raise NoSuchError("there is no such file") from None
+        found = os.fstat(descriptor)
+        identity = (found.st_dev, found.st_ino, found.st_size)
+        if not stat.S_ISREG(found.st_mode) or known not in ((), identity):
+            raise NoSuchError("there is no such file any more")
+        return os.pread(descriptor, BLOCK_BYTES, at), identity

@@ -1,0 +1,147 @@
+"""The tables of collectives and of slow links. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.collectives.semantics import SEND_RECV
+from torchlens_perf.verdicts.stragglers.detector import dimension
+from torchlens_perf.view.rank_tables import slow_ranks
+from torchlens_perf.view.specs import Column, Quantity, Table
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import Collective, Report
+
+_FIRST_ROWS = 6
+_MIN_BANDWIDTH_BYTES = 1 << 16
+"""Smaller operations take their latency: a bandwidth would say nothing of the link."""
+_LEAST, _MOST, _ABOUT = ">= ", "<= ", "~ "
+
+
+def collective_table(report: Report) -> Table | None:
+    """Return the operations by group and type: those that wait for a slow rank first, then those with most bytes."""
+    late = slow_ranks(report)
+    rows = sorted(report["collectives"], key=lambda row: row["slowest_rank"] not in late)
+    if not rows or report["run"]["world_size"] == 1:
+        return None
+    waits, transfers, bandwidths = (
+        [_wait(row) for row in rows],
+        [_transfer(row) for row in rows],
+        [_bus(row) for row in rows],
+    )
+    last = [_last(row) for row in rows]
+    columns = [
+        Column("collective", [row["operation"] for row in rows], Quantity.TEXT),
+        Column("ranks", [ranks_words(row) for row in rows], Quantity.TEXT),
+        Column("count", [row["count"] for row in rows], Quantity.NUMBER, 0.8, "Records of all ranks."),
+        Column("bytes", [row["bytes"] for row in rows], Quantity.BYTES, 0.5),
+        Column("duration p50", [row["duration_s"]["p50_s"] for row in rows], optional=0.4),
+        Column("comm wait", [value for _, value in waits], marks=[mark for mark, _ in waits],
+               help="How long a rank waits for the last one, mean."),
+        Column("transfer", [value for _, value in transfers], optional=0.6, marks=[mark for mark, _ in transfers],
+               help="Median time after the last rank arrived."),
+        Column("bus bandwidth", [value for _, value in bandwidths], Quantity.RATE, 0.7, "As nccl-tests defines it.",
+               marks=[mark for mark, _ in bandwidths]),
+        Column("last to arrive", [rank for rank, _ in last], Quantity.TEXT, 0.1, "The rank the others wait for most."),
+        Column("of operations", [share for _, share in last], Quantity.SHARE, 0.2, "In which share of the operations."),
+    ]  # fmt: skip
+    if not any(rank for rank, _ in last):
+        del columns[-2:]
+    first = _FIRST_ROWS if len(rows) > _FIRST_ROWS else None
+    note = " ".join(_notes(rows[:_FIRST_ROWS]))
+    slow = frozenset(at for at, row in enumerate(rows) if row["slowest_rank"] in late)
+    return Table("collectives", "Collectives", columns, slow, first, note, "collective", "comm wait")
+
+
+def slow_link_table(report: Report) -> Table | None:
+    """Return the links that are slower than their peers, the costliest first."""
+    links = report["slow_links"].links
+    if not links:
+        return None
+    columns = [
+        Column("ranks", ["-".join(map(str, each.ranks)) for each in links], Quantity.TEXT),
+        Column("operation", [each.operation for each in links], Quantity.TEXT),
+        Column("transfer", [each.transfer_ns / 1e9 for each in links], help="The median."),
+        Column("transfer of peers", [each.peers_transfer_ns / 1e9 for each in links]),
+        Column("operations", [each.operations for each in links], Quantity.NUMBER, 0.5),
+        Column("total cost", [each.cost_ns / 1e9 for each in links]),
+    ]
+    slow, first = frozenset(range(len(links))), _FIRST_ROWS if len(links) > _FIRST_ROWS else None
+    return Table("slow_links", "Slow links", columns, slow, first, noun="link", ranged="transfer")
+
+
+def ranks_words(row: Collective) -> str:
+    """Return the ranks of an operation, as "0-3 tp" or "0 to 1"."""
+    if row["pair"] is not None:
+        return f"{row['pair'][0]} to {row['pair'][1]}"
+    if row["ranks"] is None:
+        return f"{row['ranks_seen']} seen"
+    text = f"{row['ranks']} {dimension(row['description'])}".rstrip()
+    return text if row["ranks_seen"] == row["ranks"] else f"{text} ({row['ranks_seen']} seen)"
+
+
+def _wait(row: Collective) -> tuple[str, float | None]:
+    """Return a rank's mean wait: the median would not show a rank that is late only now and then."""
+    least, most = row["wait_s"]["mean_s"], row["wait_upper_bound_s"]["mean_s"]
+    if least is None or most is None:
+        return "", None
+    if not row["joined_whole"]:
+        return _LEAST, least
+    if most > 1.1 * least:
+        return _MOST, most
+    return _ABOUT if row["asynchronous"] else "", least
+
+
+def _transfer(row: Collective) -> tuple[str, float | None]:
+    shortest = row["transfer_s"]["p50_s"]
+    return _MOST if shortest is not None and not row["joined_whole"] else "", shortest
+
+
+def _bus(row: Collective) -> tuple[str, float | None]:
+    """Return the bus bandwidth; None for small operations, and where the transfer may be mostly waiting."""
+    least, most = row["wait_s"]["mean_s"], row["wait_upper_bound_s"]["mean_s"]
+    mostly_waiting = row["pair"] is None and least is not None and most is not None and most > 1.1 * least
+    if row["busbw"] is None or mostly_waiting or (row["bandwidth_at_bytes"] or 0) < _MIN_BANDWIDTH_BYTES:
+        return "", None
+    queues = row["asynchronous"] and not 0 < row["by_device"] == row["ended"]
+    at_least = queues or not row["joined_whole"]
+    return _ABOUT if row["pair"] is not None else _LEAST if at_least else "", row["busbw"]
+
+
+def _last(row: Collective) -> tuple[int | None, float | None]:
+    rank = row["slowest_rank"]
+    return (None, None) if rank is None else (rank, row["by_rank"][str(rank)]["last"] / row["joined"])
+
+
+def _notes(rows: Sequence[Collective]) -> list[str]:
+    """Return what these rows cannot show, and why."""
+    notes = []
+    if any(row["asynchronous"] and row["joined"] for row in rows):
+        on_device = any(row["by_device"] for row in rows)
+        what = "its kernel began" if on_device else "it was issued"
+        notes.append(
+            f"~ asynchronous: how much earlier {what} than on the last rank, not time that a rank was blocked."
+        )
+    if any(row["joined"] and not row["joined_whole"] for row in rows):
+        notes.append("Ranks on several nodes are compared on each node alone, so waits are lower bounds (>=).")
+    unknown = [row for row in rows if row["wait_s"]["mean_s"] is None]
+    notes += dict.fromkeys(f"{row['operation']}: {_why_not_compared(row)}." for row in unknown)
+    return notes
+
+
+def _why_not_compared(row: Collective) -> str:
+    counts = row["groups_operations"]
+    if not row["ended"]:
+        return row["cannot_tell"][0]
+    if counts["unmatched_records"]:
+        if row["operation"] == SEND_RECV:
+            return "a rank receives from any source, so its messages cannot be matched"
+        if row["by_device"]:
+            return "ranks left operations before others had arrived by their kernels' times, so they cannot be matched"
+        return "sequence numbers differ between ranks, for example after messages between two ranks"
+    if counts["mismatched"]:
+        return f"ranks had other operations at the same place, {counts['mismatched']} times"
+    if counts["unjoined"]:
+        return f"records of some ranks are missing, {counts['unjoined']} times"
+    return "no other rank of the group is on this node"

@@ -1,0 +1,94 @@
+"""The tables of GPUs and network ports. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.view.specs import Column, Quantity, Table
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import Report
+    from torchlens_perf.verdicts.words.report_hardware import Gpu
+
+_FIRST_ROWS = 8
+_REASONS = {"hw_slowdown": "hardware", "sync_boost": "sync boost", "board_limit": "board limit"}
+_RECOVERY = {1: "needs a reset", 2: "needs a reboot"}
+_MIN_SHARE = 0.005
+"""Share of the run from which a reason for throttling is shown."""
+_Counter = Literal[
+    "xids", "ecc_uncorrected", "remapped_rows", "pcie_replays", "nvlink_errors", "nvlink_replays", "nvlink_recoveries"
+]
+_ERRORS: tuple[tuple[str, tuple[_Counter, ...]], ...] = (
+    ("XID", ("xids",)),
+    ("uncorrected ECC", ("ecc_uncorrected",)),
+    ("remapped rows", ("remapped_rows",)),
+    ("PCIe replays", ("pcie_replays",)),
+    ("NVLink", ("nvlink_errors", "nvlink_replays", "nvlink_recoveries")),
+)
+
+
+def gpu_table(report: Report) -> Table | None:
+    """Return a row for each GPU, with means over the run; those with the lowest clocks first."""
+    gpus = sorted(report["gpus"], key=lambda gpu: gpu["signals"].get("sm_clock_share", 1.0))
+    if not gpus:
+        return None
+    columns = [
+        Column("rank", [ranges(gpu["ranks"]) or None for gpu in gpus], Quantity.TEXT),
+        Column("SM MHz", [_rounded(gpu["sm_clock_hz"], 1e6) for gpu in gpus], Quantity.NUMBER),
+        Column("of max clock", [gpu["signals"].get("sm_clock_share") for gpu in gpus], Quantity.SHARE),
+        Column("throttled", [_throttled(gpu["throttled"]) for gpu in gpus], Quantity.TEXT,
+               help="Share of the run in which clocks were held down, by reason."),
+        Column("errors", [_errors(gpu) for gpu in gpus], Quantity.TEXT, help="That the GPU counted during the run."),
+        Column("power W", [_rounded(gpu["power_w"]) for gpu in gpus], Quantity.NUMBER, 0.4),
+        Column("max temp C", [_rounded(gpu["temperature_max_c"]) for gpu in gpus], Quantity.NUMBER, 0.4),
+        Column("memory used", [gpu["memory_used_bytes"] for gpu in gpus], Quantity.BYTES, 0.5),
+    ]  # fmt: skip
+    activity = (("SM active", "sm_active"), ("tensor active", "tensor_active"), ("DRAM active", "dram_active"))
+    for title, field in activity:
+        values = [gpu[field] for gpu in gpus]  # type: ignore[literal-required]
+        if any(value is not None for value in values):
+            columns.append(Column(title, values, Quantity.SHARE, 0.6))
+    first = _FIRST_ROWS if len(gpus) > _FIRST_ROWS else None
+    return Table("gpus", "GPUs", columns, first=first, noun="GPU", ranged="of max clock")
+
+
+def _rounded(value: float | None, unit: float = 1.0) -> int | None:
+    return None if value is None else round(value / unit)
+
+
+def _throttled(shares: dict[str, float]) -> str | None:
+    if not shares:
+        return None
+    shown = sorted((item for item in shares.items() if item[1] >= _MIN_SHARE), key=lambda item: -item[1])
+    return ", ".join(f"{_REASONS.get(reason, reason)} {share:.0%}" for reason, share in shown) or "no"
+
+
+def _errors(gpu: Gpu) -> str | None:
+    """Return the errors during the run; None for a GPU that counts none of them."""
+    counts = {words: [count for field in fields if (count := gpu[field]) is not None] for words, fields in _ERRORS}
+    if not any(counts.values()):
+        return None
+    found = [f"{sum(known):.0f} {words}" for words, known in counts.items() if sum(known)]
+    if gpu["last_xid"] and sum(counts["XID"]):
+        found[0] += f" (last {gpu['last_xid']})"
+    if gpu["recovery_action"]:
+        found.append(_RECOVERY.get(gpu["recovery_action"], "needs recovery"))
+    return ", ".join(found) or "none"
+
+
+def port_table(report: Report) -> Table | None:
+    """Return the network ports that counted errors during the run, most first."""
+    ports = sorted((port for port in report["links"] if port["errors"]), key=lambda port: -sum(port["errors"].values()))
+    if not ports:
+        return None
+    words = [
+        ", ".join(f"{kind.replace('_', ' ')} {count:.0f}" for kind, count in port["errors"].items()) for port in ports
+    ]
+    columns = [
+        Column("node", [port["host"] for port in ports], Quantity.TEXT),
+        Column("port", [port["port"] for port in ports], Quantity.TEXT),
+        Column("errors", words, Quantity.TEXT, help="That the port counted during the run."),
+    ]
+    first = _FIRST_ROWS if len(ports) > _FIRST_ROWS else None
+    return Table("ports", "Network ports with errors", columns, first=first, noun="port")

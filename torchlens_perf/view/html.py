@@ -1,0 +1,165 @@
+"""Headlines, tables, sections and figures as HTML, which needs no scripts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
+from torchlens_perf.view.headline import fact_text
+from torchlens_perf.view.markup import Child, Element, safe, tag
+from torchlens_perf.view.specs import Column, Table
+
+if TYPE_CHECKING:
+    from torchlens_perf.view.headline import Headline
+
+_LONGEST_CELL = 48
+_MAX_ROWS = 512
+
+
+def status_chip(headline: Headline) -> Element:
+    """Return the status word in the colour of its severity."""
+    return tag("span", headline.status, class_=f"chip {headline.severity}")
+
+
+def card(headline: Headline, key: str, *more: Child) -> Element:
+    """Return a verdict in full: the cost as a number, each fact as a chip, the sentence, and what to do.
+
+    key: its id in the page. more: shown below.
+    """
+    cost, share = headline.cost_s_per_step, headline.cost_share
+    number = None
+    if cost and share is not None:
+        words: list[Child] = [tag("b", duration(cost)), " lost per step ", tag("b", percent(share)), " of step time"]
+        number = tag("p", *words, class_="cost")
+    return tag(
+        "article",
+        number,
+        tag(
+            "div",
+            tag("ul", tag("li", status_chip(headline)), [_fact(*fact) for fact in headline.facts], class_="facts"),
+            _advice(headline),
+            *more,
+        ),
+        class_=f"verdict {headline.severity}",
+        id=key,
+        data_kind=headline.kind,
+    )
+
+
+def line(headline: Headline, key: str, *more: Child) -> Element:
+    """Return a verdict as one line that opens: its status, facts and cost, then what `card` says below."""
+    facts = ", ".join(fact_text(*fact) for fact in headline.facts)
+    summary = tag(
+        "summary", status_chip(headline), " ", tag("span", facts or headline.sentence), " ", tag("b", headline.cost)
+    )
+    return tag(
+        "details",
+        summary,
+        _advice(headline),
+        *more,
+        class_=f"verdict {headline.severity}",
+        id=key,
+        data_kind=headline.kind,
+    )
+
+
+def _fact(name: str, text: str) -> Element:
+    before, _, _ = fact_text(name, text).rpartition(text)
+    return tag("li", before, tag("b", text))
+
+
+def _advice(headline: Headline) -> list[Element | None]:
+    return [
+        tag("p", headline.sentence, class_="finding"),
+        tag("p", tag("b", "Next: "), headline.action, class_="action") if headline.action else None,
+        tag("p", tag("code", headline.command), class_="command") if headline.command else None,
+    ]
+
+
+def table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> Element:
+    """Return a table that scrolls by itself. Its first rows are shown; a checkbox shows the others.
+
+    cells: elements to show in place of text, by the title of their column.
+    """
+    of, spec = spec.rows, spec.head(_MAX_ROWS)
+    texts = [_texts(column, (cells or {}).get(column.title)) for column in spec.columns]
+    first = spec.rows if spec.first is None or spec.first >= spec.rows else spec.first
+    body = [
+        tag(
+            "tr",
+            [
+                _cell(column, text[row], is_head=at == 0)
+                for at, (column, text) in enumerate(zip(spec.columns, texts, strict=True))
+            ],
+            class_=" ".join(filter(None, ("slow" * (row in spec.slow), "rest" * (row >= first)))) or None,
+        )
+        for row in range(spec.rows)
+    ]
+    head = tag("tr", [_head(column) for column in spec.columns])
+    shown = tag("table", tag("caption", spec.title), tag("thead", head), tag("tbody", body))
+    checkbox, label = None, None
+    if first < spec.rows:
+        key = f"{spec.key}-all"
+        checkbox = tag("input", type="checkbox", id=key, class_="all")
+        more = f"all {counted(of, spec.noun)}" if of == spec.rows else f"{spec.rows} of {counted(of, spec.noun)}"
+        words = [tag("span", f"Show {more}", class_="more"), tag("span", f"Show {first}", class_="less")]
+        label = tag("label", *words, for_=key, class_="button")
+    return tag(
+        "div",
+        checkbox,
+        tag("div", shown, class_="scrolls", tabindex="0", role="region", aria_label=spec.title),
+        tag("p", label, class_="tools"),
+        tag("p", spec.note, class_="note") if spec.note else None,
+        class_="table",
+        data_key=spec.key,
+        data_first=first,
+    )
+
+
+def _texts(column: Column, elements: Sequence[Child] | None) -> Sequence[Child]:
+    if elements is not None:
+        return elements
+    return [shortened(text, _LONGEST_CELL) for text in column.texts()]
+
+
+def _head(column: Column) -> Element:
+    title: Child = tag("abbr", column.title, title=column.help) if column.help else column.title
+    unit: Child = [" ", tag("small", column.unit)] if column.unit else None
+    return tag("th", title, unit, scope="col", class_=_class(column))
+
+
+def _cell(column: Column, text: Child, *, is_head: bool) -> Element:
+    if is_head:
+        return tag("th", text, scope="row", class_=_class(column))
+    return tag("td", text, class_=_class(column))
+
+
+def _class(column: Column) -> str | None:
+    return "text" if column.is_text else None
+
+
+def shortened(text: str, longest: int) -> Child:
+    """Return a text; a long one loses its middle, and has the whole of it in a title."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return tag("span", f"{text[:half]}…{text[-half:]}", title=safe(text))
+
+
+def section(key: str, title: str, *children: Child) -> Element:
+    """Return a landmark with a fragment link. key: its id."""
+    heading = tag("h2", title, " ", tag("a", "#", class_="here", href=f"#{key}", aria_label=f"link to {title}"))
+    heading.set("id", f"{key}-title")
+    return tag("section", heading, *children, id=key, aria_labelledby=f"{key}-title")
+
+
+def figure(chart: str | None, title: str, caption: Child, **data: str) -> Element:
+    """Return a figure with its title and one sentence. chart: what scripts draw between the two; None for others."""
+    note = tag("p", "This chart needs JavaScript.", class_="note unscripted") if chart is not None else None
+    return tag("figure", tag("h3", title), note, tag("figcaption", caption), data_chart=chart, **data)
+
+
+def details(summary: Child, *children: Child) -> Element:
+    """Return elements that a click on the summary shows."""
+    return tag("details", tag("summary", summary), *children)

@@ -1,0 +1,248 @@
+"""Tables with a row for each rank: where a step goes by the host's and the device's clock, CPUs, and memory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchlens_perf.run.records import PARTS as RECORDED_PARTS
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.order import ranks_of
+from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value
+from torchlens_perf.view.theme import PARTS
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import DeviceTimes, Rank, Report
+
+FIRST_ROWS = 8
+_FIRST_SLOW, _FIRST_EQUAL = 5, 4
+_WORTH_A_COLUMN = 0.02
+"""Share of a step."""
+_SHOWN_PARTS = tuple(part for part in RECORDED_PARTS if part != "tool")
+_COMPUTE = "Step time without communication wait and CPU contention."
+_DEVICE_HELP = {
+    "communication": "Time in which the device waited for other ranks, or for transfers.",
+    "data": "Time between the phases in which the device waited for the data loader.",
+    "host": "Time between the phases in which the device waited for other host code.",
+}
+_COMM_WAIT = "Time blocked in communication until other ranks arrive, and in transfers."
+
+
+def slow_ranks(report: Report) -> dict[int, int]:
+    """Return the ranks that are slow now, with the place of the verdict that is about each."""
+    slow: dict[int, int] = {}
+    for place, row in enumerate(report["verdicts"]):
+        if row["kind"] == "straggler" and not row["is_over"]:
+            slow |= {rank: place for rank in ranks_of(row) if rank not in slow}
+    return slow
+
+
+def leading(report: Report) -> list[int]:
+    """Return the slowest rank of each verdict on slow ranks, the costliest first."""
+    rows = [row for row in report["verdicts"] if row["kind"] == "straggler" and not row["is_over"]]
+    return [row["rank"] for row in rows if row["rank"] is not None]
+
+
+def rank_table(report: Report) -> Table | None:
+    """Return the typical step of each rank by the host's clock, slow ranks first."""
+    timed = [rank for rank in report["ranks"] if rank["typical"] is not None]
+    if not timed:
+        return None
+    ranks, slow, first = _ordered(timed, slow_ranks(report), _compute_s)
+    several = report["run"]["world_size"] > 1
+    steps_s = [rank["typical"]["s"] for rank in ranks if rank["typical"]]
+    unit_of = max(steps_s) / 3
+    columns = _rank_columns(ranks) if several else []
+    columns.append(Column("step", steps_s, unit_of=unit_of, optional=0.15, help="The mean of the typical steps."))
+    by_host = report["run"]["judged_by"] != DEVICE  # a device's work is not part of the host's step
+    if by_host:
+        columns.append(Column("compute", [_compute_s(rank) for rank in ranks], unit_of=unit_of, help=_COMPUTE))
+    seen = {part for rank in ranks for part in (*rank["phases"], *rank["not_measured"])}
+    for part in [part for part in _SHOWN_PARTS if part in seen and (several or part != "communication")]:
+        shares = [rank["phases"][part]["share"] for rank in ranks if part in rank["phases"]]
+        left_out = 0.4 if part == "communication" else 1 - max(shares, default=0.0)
+        values = [_phase(rank, part) for rank in ranks]
+        columns.append(Column(PARTS[part].name, values, unit_of=unit_of, optional=max(0.2, left_out), help=_help(part)))
+    contention_s = [_contention_s(rank) for rank in ranks]
+    if any((seconds or 0) >= _WORTH_A_COLUMN * step_s for seconds, step_s in zip(contention_s, steps_s, strict=True)):
+        help_ = "Time in which the thread was runnable but not scheduled. It is in no other column."
+        columns.append(Column(PARTS["cpu"].name, contention_s, unit_of=unit_of, optional=0.3, help=help_))
+    if several and any(rank["arrived_last"] for rank in ranks):
+        last = [rank["arrived_last"] and rank["arrived_last"]["share"] for rank in ranks]
+        help_ = "Share of the compared collectives to which the rank came last."
+        columns.append(Column("last to arrive", last, Quantity.SHARE, 0.5, help_))
+    memory = [rank["memory"]["max_bytes"] for rank in ranks]
+    if any(memory):
+        columns.append(Column("peak memory", memory, Quantity.BYTES, 0.9, "Most memory that the rank used."))
+    clock = ", host clock" if report["run"]["device"] is not None else ""
+    title = f"Typical step of each rank{clock}" if several else f"Typical step{clock}"
+    missing = sorted({part for rank in ranks for part in rank["not_measured"]})
+    note = f"{', '.join(PARTS[part].name for part in missing)}: not measured; part of backward." if missing else ""
+    return Table("ranks", title, columns, slow, first, note, "rank", "compute" if by_host else "step")
+
+
+def device_table(report: Report) -> Table | None:
+    """Return the typical step of each rank by its device's clock, slow ranks first."""
+    devices = {rank["rank"]: rank["device"] for rank in report["ranks"] if rank["device"] is not None}
+    if not devices:
+        return None
+
+    def order(rank: Rank) -> float:
+        times = devices[rank["rank"]]
+        return (times["work_s"] or times["step_s"])["p50_s"] or 0.0
+
+    timed = [rank for rank in report["ranks"] if rank["rank"] in devices]
+    ranks, slow, first = _ordered(timed, slow_ranks(report), order)
+    times = [devices[rank["rank"]] for rank in ranks]
+    several, judged = report["run"]["world_size"] > 1, any(each["parts"] for each in times)
+    unit_of = max(each["step_s"]["p50_s"] or 0.0 for each in times) / 3
+    columns = _rank_columns(ranks) if several else []
+    columns.append(Column("step", [each["step_s"]["p50_s"] for each in times], unit_of=unit_of, help="The median."))
+    if judged:
+        work_s = [each["work_s"] and each["work_s"]["p50_s"] for each in times]
+        help_ = "Median step without communication wait, with the device's waits for its host."
+        columns.append(Column("compute", work_s, unit_of=unit_of, optional=0.1, help=help_))
+    for part in _SHOWN_PARTS:
+        values = [_device_phase(each, part, judged=judged) for each in times]
+        if any(values):
+            largest = max(value for value in values if value) / (3 * unit_of)
+            help_ = _DEVICE_HELP.get(part, "")
+            columns.append(
+                Column(PARTS[part].name, values, unit_of=unit_of, optional=1 - min(0.8, largest), help=help_)
+            )
+    behind_s = [each["behind_s"]["p50_s"] for each in times]
+    if any(value is not None for value in behind_s):
+        help_ = "How long after the host the device ended a forward or backward pass, median."
+        columns.append(Column("lag behind host", behind_s, optional=0.9, help=help_))
+    if any(each["caught_up"] is not None for each in times):
+        help_ = (
+            "Share of forward and backward passes at whose end the device had no work queued: it waits for launches."
+        )
+        columns.append(Column("starved passes", [each["caught_up"] for each in times], Quantity.SHARE, 0.95, help_))
+    clocks = " and ".join(sorted({str(each["clock"]) for each in times if each["clock"]}))
+    title = f"Typical step of {'each rank' if several else 'the device'}, device clock"
+    ranged = "compute" if judged else "step"
+    return Table("device_times", title, columns, slow, first, f"Measured by {clocks}." * bool(clocks), "rank", ranged)
+
+
+def cpu_table(report: Report) -> Table | None:
+    """Return who uses the CPUs of each rank; None where no rank waits for one."""
+    users = {rank["rank"]: rank["cpu"] for rank in report["ranks"] if rank["cpu"] is not None}
+    shares = {rank: cpu["others_share"] for rank, cpu in users.items() if cpu["others_share"] is not None}
+    if not shares:
+        return None
+    waiting = [rank for rank in report["ranks"] if rank["rank"] in shares]
+    ranks, slow, first = _ordered(waiting, slow_ranks(report), lambda rank: shares[rank["rank"]])
+    cpus = [users[rank["rank"]] for rank in ranks]
+    columns = [
+        *(_rank_columns(ranks) if report["run"]["world_size"] > 1 else []),
+        Column("CPUs", [each["cpus"] for each in cpus], Quantity.NUMBER, help="How many the rank may use."),
+        Column("threads", [each["threads"] for each in cpus], Quantity.NUMBER, help="Of torch, for an operation."),
+        Column("child processes", [each["workers"] for each in cpus], Quantity.NUMBER, help="As of a data loader."),
+        Column("other programs", [each["others_share"] for each in cpus], Quantity.SHARE,
+               help="Share of the rank's CPUs that programs outside of the job kept busy."),
+        Column("busiest of them", [each["busiest_other"] or None for each in cpus], Quantity.TEXT),
+    ]  # fmt: skip
+    return Table("cpus", "CPU use", columns, slow, first, noun="rank", ranged="other programs")
+
+
+def memory_table(report: Report) -> Table | None:
+    """Return the device allocator's numbers of each rank, those with most reserved memory first."""
+    readings = {rank["rank"]: device for rank in report["ranks"] if (device := rank["memory"]["device"]) is not None}
+    if not readings:
+        return None
+    read = [rank for rank in report["ranks"] if rank["rank"] in readings]
+    ranks, slow, first = _ordered(read, {}, lambda rank: readings[rank["rank"]]["reserved_bytes"] or 0.0)
+    devices = [readings[rank["rank"]] for rank in ranks]
+    shares = [each["fragmentation"] for each in devices]
+    columns = [
+        *(_rank_columns(ranks) if report["run"]["world_size"] > 1 else []),
+        Column("allocated", [each["allocated_bytes"] for each in devices], Quantity.BYTES),
+        Column("reserved", [each["reserved_bytes"] for each in devices], Quantity.BYTES),
+        Column("peak allocated", [each["peak_allocated_bytes"] for each in devices], Quantity.BYTES, 0.1),
+        Column("limit", [each["limit_bytes"] for each in devices], Quantity.BYTES, 0.4),
+        Column(
+            "fragmentation", shares, Quantity.SHARE, 0.2, "Share of reserved memory that is free and cannot be freed."
+        ),
+        Column("alloc retries", [each["alloc_retries"] for each in devices], Quantity.NUMBER, 0.3),
+    ]
+    growths = [rank["memory"]["growth"] for rank in ranks]
+    if any(growths):
+        grown = [each and each["bytes_per_step"] for each in growths]
+        columns.append(Column("growth per step", grown, Quantity.BYTES, 0.15))
+    age = max((each["age_steps"] or 0 for each in devices), default=0)
+    note = f"Read at the end of a step, at most {age} steps before the last one."
+    if any(each["peak_resets"] for each in devices):
+        note += " The job resets the allocator's peak, so a higher one may be missing."
+    return Table("memory", "Device memory", columns, slow, first, note, "rank", "reserved")
+
+
+def _ordered(
+    ranks: Sequence[Rank], place: Mapping[int, int], size: Callable[[Rank], float]
+) -> tuple[list[Rank], frozenset[int], int | None]:
+    """Return the ranks with the slow ones first and then the largest, the slow rows, and how many rows matter.
+
+    place: as slow_ranks() returns it.
+
+    Of many slow ranks some come after a few others, so that the first rows hold both.
+    """
+    last = max(place.values(), default=0) + 1
+    found = sorted(ranks, key=lambda rank: (place.get(rank["rank"], last), -size(rank), rank["rank"]))
+    first = None
+    if len(found) > FIRST_ROWS:
+        named = sum(rank["rank"] in place for rank in found)
+        first = FIRST_ROWS if named else _FIRST_EQUAL
+        if _FIRST_SLOW < named < len(found):
+            others = found[named:][: FIRST_ROWS - _FIRST_SLOW]
+            found = [*found[:_FIRST_SLOW], *others, *found[_FIRST_SLOW:named], *found[named + len(others) :]]
+    return found, frozenset(row for row, rank in enumerate(found) if rank["rank"] in place), first
+
+
+def _rank_columns(ranks: Sequence[Rank]) -> list[Column]:
+    """Return the columns that name a rank: its number, its host where there are several, its state if it died."""
+    columns = [Column("rank", [rank["rank"] for rank in ranks], Quantity.TEXT)]
+    if len({rank["host"] for rank in ranks}) > 1:
+        columns.append(Column("host", [rank["host"] for rank in ranks], Quantity.TEXT, 0.6))
+    if any(rank["state"] == "died" for rank in ranks):
+        columns.append(Column("state", [rank["state"] for rank in ranks], Quantity.TEXT))
+    return columns
+
+
+def _compute_s(rank: Rank) -> float:
+    typical = rank["typical"]
+    if typical is None:
+        return 0.0
+    return typical["own_s"] if typical["work_s"] is None else typical["work_s"]
+
+
+def _contention_s(rank: Rank) -> float | None:
+    lack = rank["typical"] and rank["typical"]["lack_of_cpu"]
+    return sum(lack.values()) if lack is not None else None
+
+
+def _phase(rank: Rank, part: str) -> Value:
+    """Return the time of a phase without CPU contention, which has its own column: the columns add up to the step."""
+    if part not in rank["phases"]:
+        return NOT_MEASURED if part in rank["not_measured"] else None
+    return host_parts(rank)[part]
+
+
+def host_parts(rank: Rank) -> dict[str, float]:
+    """Return the parts of a rank's typical step in seconds, with CPU contention apart from them as `cpu`."""
+    typical = rank["typical"]
+    if typical is None:
+        return {}
+    lack = typical["lack_of_cpu"] or {}
+    parts = {part: max(0.0, seconds - lack.get(part, 0.0)) for part, seconds in typical["parts"].items()}
+    return {**parts, "cpu": sum(lack.values())}
+
+
+def _device_phase(device: DeviceTimes, part: str, *, judged: bool) -> float | None:
+    if judged:
+        return device["parts"].get(part)
+    phase = device["phases"].get(part)
+    return None if phase is None else phase["s_per_step"]
+
+
+def _help(part: str) -> str:
+    return {"communication": _COMM_WAIT, "host": "Python and other host code between the phases."}.get(part, "")

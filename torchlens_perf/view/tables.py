@@ -1,0 +1,293 @@
+"""All tables of a report, in the order in which every screen shows them. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from torchlens_perf.run.captures import TRACE
+from torchlens_perf.run.rank_ranges import ranges
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.evidence import StragglerEvidence
+from torchlens_perf.verdicts.words.oom import place
+from torchlens_perf.view.collective_table import collective_table, slow_link_table
+from torchlens_perf.view.hardware_tables import gpu_table, port_table
+from torchlens_perf.view.headline import phase_words
+from torchlens_perf.view.rank_tables import cpu_table, device_table, memory_table, rank_table
+from torchlens_perf.view.specs import Column, Quantity, Table
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.evidence import LongSteps
+    from torchlens_perf.verdicts.words.report import Capture, Module, Report, VerdictRow
+
+_FIRST_ROWS, _FIRST_SITES = 8, 5
+_MIN_SHARE = 0.001
+"""Share of a step below which a module is left out."""
+_MAX_STEPS = 5
+"""Step numbers in a cell."""
+_OUTLIER = 5.0
+"""Robust deviations above the ranks' median, of which so many are rare by chance."""
+_ModuleTimes = Literal["by_rank", "backward_by_rank", "device_own_by_rank"]
+
+
+def tables(report: Report) -> list[Table]:
+    """Return the tables that there is data for."""
+    ranks = [rank_table, device_table]
+    if report["run"]["judged_by"] == DEVICE:
+        ranks.reverse()
+    made = [
+        *ranks, module_table, section_table, device_section_table, step_class_table, collective_table, slow_link_table,
+        cause_table, cpu_table, out_of_memory_table, memory_table, gpu_table, port_table, capture_table,
+    ]  # fmt: skip
+    return [table for make in made if (table := make(report)) is not None and table.rows]
+
+
+def module_table(report: Report) -> Table | None:
+    """Return the modules' times per step: of the slow rank beside the others where there is one, else of all ranks."""
+    slow = next((row for row in report["verdicts"] if row["kind"] == "straggler" and not row["is_over"]), None)
+    return (_compared_modules(report, slow) if slow is not None else None) or _all_modules(report)
+
+
+def _compared_modules(report: Report, slow: VerdictRow) -> Table | None:
+    """Return the slow rank's modules beside the median of the others, the largest difference first."""
+    rank, evidence = str(slow["rank"]), slow["evidence"]
+    if not isinstance(evidence, StragglerEvidence):
+        return None
+    field, what = _times_of(slow["phase"], on_device=report["run"]["judged_by"] == DEVICE)
+    found: list[tuple[str, float, float]] = []
+    for module in report["modules"]:
+        others = [seconds for other, seconds in module[field].items() if other != rank]
+        if rank in module[field] and others:
+            found.append((_name(module), module[field][rank], statistics.median(others)))
+    least_s = _MIN_SHARE * (report["steps"]["p50_s"] or 0.0)
+    found = [each for each in found if max(each[1:]) >= least_s]
+    more_s = sum(max(0.0, mine - others) for _, mine, others in found)
+    if not more_s:
+        return None
+    found.sort(key=lambda each: each[2] - each[1])
+    unit_of = max(each[1] for each in found)
+    columns = [
+        Column("module", [name for name, _, _ in found], Quantity.TEXT),
+        Column(f"rank {rank}", [mine for _, mine, _ in found], unit_of=unit_of),
+        Column("other ranks", [others for _, _, others in found], unit_of=unit_of, help="Median of the other ranks."),
+        Column("difference", [mine - others for _, mine, others in found], unit_of=unit_of),
+        Column("share", [max(0.0, mine - others) / more_s for _, mine, others in found], Quantity.SHARE,
+               help=f"Share of all that the modules take longer on rank {rank}."),
+    ]  # fmt: skip
+    marked = frozenset(row for row, (name, _, _) in enumerate(found) if name in evidence.modules)
+    return Table(
+        "modules", f"Modules, {what} per step", columns, marked, _first(found), noun="module", ranged="difference"
+    )
+
+
+def _times_of(phase: str | None, *, on_device: bool) -> tuple[_ModuleTimes, str]:
+    if phase == "backward":
+        return "backward_by_rank", "backward time with inner modules"
+    return ("device_own_by_rank", "device time") if on_device else ("by_rank", "forward time")
+
+
+def _all_modules(report: Report) -> Table | None:
+    step_s = report["steps"]["p50_s"] or 0.0
+    on_device = any(each["device_own_s_per_step"] for each in report["modules"])
+
+    def cost_s(module: Module) -> float:
+        return (module["device_own_s_per_step"] if on_device else module["own_s_per_step"]) or 0.0
+
+    rows = [each for each in report["modules"] if max(cost_s(each), each["own_s_per_step"]) > _MIN_SHARE * step_s]
+    rows.sort(key=lambda each: -cost_s(each))
+    if not rows:
+        return None
+    columns = [
+        Column("module", [_name(each) for each in rows], Quantity.TEXT),
+        Column("forward per step", [each["own_s_per_step"] for each in rows],
+               help="Without the modules inside of it, mean over the ranks."),
+    ]  # fmt: skip
+    if on_device:
+        columns.insert(1, Column("device per step", [each["device_own_s_per_step"] for each in rows]))
+    if step_s:
+        share = [cost_s(each) / step_s for each in rows]
+        columns.append(Column("share of step", share, Quantity.SHARE, 0.2))
+    columns.append(Column("forward p50", [each["own_s"]["p50_s"] for each in rows], optional=0.6, help="Of one call."))
+    if any(each["backward_s"] for each in rows):
+        backward_s = [each["backward_s"] and each["backward_s"]["p50_s"] for each in rows]
+        columns.append(Column("backward p50", backward_s, optional=0.4, help="With the modules inside of it."))
+    columns.append(Column("calls", [each["calls"] for each in rows], Quantity.NUMBER, 0.8))
+    ranged = "device per step" if on_device else "forward per step"
+    return Table("modules", "Modules", columns, first=_first(rows), noun="module", ranged=ranged)
+
+
+def _name(module: Module) -> str:
+    return f"{module['name']} (outside inner modules)" if module["is_root"] else module["name"]
+
+
+def section_table(report: Report) -> Table | None:
+    """Return the user's sections, those with the largest share of a typical step first."""
+    rows, step_s = report["sections"], report["steps"]["p50_s"]
+    if not rows:
+        return None
+    columns = [
+        Column("section", [each["name"] for each in rows], Quantity.TEXT),
+        Column("calls", [each["calls"] for each in rows], Quantity.NUMBER, 0.8),
+        Column("p50", [each["total_s"]["p50_s"] for each in rows], help="Of one call."),
+        Column("per step", [each["s_per_step"] for each in rows], help="In a typical step, mean over the ranks."),
+    ]
+    if step_s:
+        columns.append(Column("share of step", [each["s_per_step"] / step_s for each in rows], Quantity.SHARE, 0.1))
+    if any(each["host_s_per_typical_step"] for each in rows):
+        host_s = [each["host_s_per_typical_step"] for each in rows]
+        columns.append(Column("outside phases", host_s, optional=0.5, help="Part of it that is outside of all phases."))
+    if any(each["device_s"] for each in rows):
+        columns.append(Column("device p50", [each["device_s"] and each["device_s"]["p50_s"] for each in rows]))
+    return Table("sections", "Sections", columns, first=_first(rows), noun="section", ranged="per step")
+
+
+def device_section_table(report: Report) -> Table | None:
+    """Return the sections that kernels marked on the device."""
+    rows = report["device_sections"]
+    if not rows:
+        return None
+    slowest = [_slowest(each["by_rank"]) for each in rows]
+    columns = [
+        Column("device section", [each["name"] for each in rows], Quantity.TEXT),
+        Column("count", [each["calls"] for each in rows], Quantity.NUMBER, 0.5),
+        Column("p50", [each["device_s"]["p50_s"] for each in rows]),
+        Column("p99", [each["device_s"]["p99_s"] for each in rows], optional=0.3),
+        Column("max", [each["device_s"]["max_s"] for each in rows], optional=0.2),
+    ]
+    if any(rank for rank, _ in slowest):
+        columns.append(Column("slowest rank", [rank for rank, _ in slowest], Quantity.TEXT))
+        columns.append(Column("its mean", [mean_s for _, mean_s in slowest], optional=0.4))
+    windows = [each["over_all_ranks"] for each in rows]
+    if any(windows):
+        columns.append(
+            Column(
+                "median of ranks",
+                [None if each is None else each["rank_median_ns"] / 1e9 for each in windows],
+                optional=0.6,
+                help="In the last window that was merged on the device.",
+            )
+        )
+        columns.append(Column("outlier", [_outlier(each) for each in windows], Quantity.TEXT,
+                              help="A rank that is at least 5 robust deviations above that median."))  # fmt: skip
+    return Table("device_sections", "Device sections", columns, first=_first(rows), noun="section", ranged="p50")
+
+
+def _slowest(mean_s: Mapping[str, float]) -> tuple[str | None, float | None]:
+    if len(mean_s) < 2:
+        return None, None
+    rank = max(mean_s, key=lambda each: mean_s[each])
+    return rank, mean_s[rank]
+
+
+def _outlier(window: Mapping[str, float] | None) -> str | None:
+    if window is None:
+        return None
+    found = window["slowest"] >= 0 and window["score"] >= _OUTLIER
+    return f"rank {window['slowest']:.0f} ({window['score']:.0f} deviations)" if found else "none"
+
+
+def step_class_table(report: Report) -> Table | None:
+    """Return the classes of steps that are longer than the typical one, the costliest first, then shorter ones."""
+    steps = report["steps"]
+    rows = [*steps["long"], *steps["short"]]
+    if not rows:
+        return None
+    columns = [
+        Column("outlier steps", [_kind(each) for each in rows], Quantity.TEXT),
+        Column("count", [each["count"] for each in rows], Quantity.NUMBER, help="Of a rank, mean over the ranks."),
+        Column("duration", [each["mean_s"] for each in rows], help="The mean."),
+        Column("longer by", [each["more_s"] for each in rows], help="Than the typical step, mean."),
+        Column("share", [each["share"] for each in rows], Quantity.SHARE, help="Of the time of all steps."),
+        Column("mostly in", [phase_words(each["part"]) or None for each in rows], Quantity.TEXT, 0.3),
+    ]
+    if any(each["waited_for"] is not None for each in rows):
+        columns.append(Column("caused by rank", [each["waited_for"] for each in rows], Quantity.TEXT, 0.1))
+    columns.append(Column("steps", [_steps(each["steps"]) for each in rows], Quantity.TEXT, 0.6))
+    note = f"{steps['alike']} of {steps['count']} steps are typical, {steps['warm_up']} are warm-up."
+    return Table(
+        "outlier_steps", "Outlier steps", columns, first=_first(rows), note=note, noun="kind", ranged="duration"
+    )
+
+
+def _kind(each: LongSteps) -> str:
+    if each["kinds"]:
+        return " and ".join(each["kinds"])
+    if each["more_s"] < 0:
+        return "shorter"
+    return "stall of one rank" if each["waited_for"] is not None else "unknown cause"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, steps[-_MAX_STEPS:]))
+    return f"..., {shown}" if len(steps) > _MAX_STEPS else shown
+
+
+def cause_table(report: Report) -> Table | None:
+    """Return what was measured of the first slow rank while it is slow, beside the median of the other ranks."""
+    for row in report["verdicts"]:
+        evidence = row["evidence"]
+        diagnosis = evidence.diagnosis if isinstance(evidence, StragglerEvidence) else None
+        if diagnosis is not None and diagnosis.signals and not row["is_over"]:
+            names = list(diagnosis.signals)
+            columns = [
+                Column("signal", [name.replace("_", " ") for name in names], Quantity.TEXT),
+                Column(f"rank {row['rank']}", [diagnosis.signals[name] for name in names], Quantity.NUMBER),
+                Column("other ranks", [diagnosis.others_signals.get(name) for name in names], Quantity.NUMBER),
+            ]
+            missing = ", ".join(diagnosis.not_measured)
+            note = f"Not measured: {missing}." if missing else ""
+            title = f"Signals of rank {row['rank']} while it is slow"
+            return Table("causes", title, columns, first=_first(names), note=note, noun="signal")
+    return None
+
+
+def out_of_memory_table(report: Report) -> Table | None:
+    """Return the largest groups of live blocks when the memory of a device ran out."""
+    for row in report["verdicts"]:
+        evidence = row["evidence"]
+        if isinstance(evidence, dict) and "table" in evidence and (held := evidence["table"]) is not None:
+            blocks, events = held["rows"], held["history_events"]
+            columns = [
+                Column("allocated at", [place(each) for each in blocks], Quantity.TEXT),
+                Column("size", [each["bytes"] for each in blocks], Quantity.BYTES),
+                Column("blocks", [each["blocks"] for each in blocks], Quantity.NUMBER),
+            ]
+            note = f"All of them: {evidence['file']}."
+            if events:
+                columns.append(Column("new blocks", [each["new_blocks"] for each in blocks], Quantity.NUMBER, 0.5))
+                note = f"New blocks: allocated within the last {events} allocations and frees. {note}"
+            title = f"Memory of rank {evidence['rank']} when it ran out"
+            first = _FIRST_SITES if len(blocks) > _FIRST_SITES else None
+            return Table("out_of_memory", title, columns, first=first, note=note, noun="allocation site", ranged="size")
+    return None
+
+
+def capture_table(report: Report) -> Table | None:
+    """Return the profiles of ranks, the newest first."""
+    rows = report["captures"][::-1]
+    if not rows:
+        return None
+    columns = [
+        Column("rank", [each["rank"] for each in rows], Quantity.TEXT),
+        Column("steps", [_captured_steps(each) for each in rows], Quantity.TEXT),
+        Column("trace", [_trace(each) for each in rows], Quantity.TEXT),
+        Column("paused", [each["paused_s"] for each in rows], optional=0.5, help="Training paused to write the files."),
+    ]
+    note = "Traces open in ui.perfetto.dev. Paths are inside the run directory."
+    return Table("captures", "Profiles", columns, first=_first(rows), note=note, noun="profile")
+
+
+def _captured_steps(each: Capture) -> str | None:
+    first, last = each["first_step"], each["last_step"]
+    return None if first is None or last is None else ranges(range(first, last + 1))
+
+
+def _trace(each: Capture) -> str:
+    if TRACE in each["files"]:
+        return each["files"][TRACE]["path"]
+    return f"none: {each['ended'] or each['left_out'].get(TRACE, 'unknown reason')}"
+
+
+def _first(rows: Sequence[object]) -> int | None:
+    return _FIRST_ROWS if len(rows) > _FIRST_ROWS else None

@@ -1,0 +1,472 @@
+"""A report as lines of a terminal, or as plain text: the whole report, and the short one that rank 0 prints."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import statistics
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import IO, TYPE_CHECKING
+
+from rich.cells import cell_len, chop_cells
+from rich.console import Console
+from rich.text import Text
+
+from torchlens_perf.analysis.statistics.quantities import counted, duration, percent, printable
+from torchlens_perf.run.captures import TRACE
+from torchlens_perf.run.records import PARTS as RECORDED_PARTS
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.evidence import PastEvidence
+from torchlens_perf.verdicts.words.hang import HangEvidence
+from torchlens_perf.verdicts.words.over import held_words
+from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
+from torchlens_perf.verdicts.words.startup import startup_words
+from torchlens_perf.verdicts.words.verdict import warm_up_words
+from torchlens_perf.view.headline import Headline, headlines, overall
+from torchlens_perf.view.rank_tables import host_parts, leading
+from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Column, Table
+from torchlens_perf.view.tables import tables
+from torchlens_perf.view.theme import BAD, EXCESS_BOUNDS, EXCESS_STYLES, GOOD, PARTS, SEVERITIES
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import Heat, HeatRank, Rank, Report, VerdictRow
+
+SHORT_LINES, SHORT_LINES_OK = 30, 18
+"""The most lines of the short report, and of one in which nothing is wrong."""
+_PLAIN_WIDTH = 118
+_LABEL = 12
+_ALSO, _EARLIER, _NOTES, _PROFILES = 2, 4, 20, 2
+_MIN_ROWS, _MIN_NAME, _STACK_LINES = 3, 12, 10
+_DIFFERENCE = 0.1
+"""Spread of the ranks' compute time from which the short report shows the ranks without a verdict on one."""
+_FLAT = 0.03
+_MAX_CHARACTERS = 2000
+"""Of one text: a name may have millions."""
+_SHADES = "█▓▒░▚/=:·"
+"""Parts of a bar where there are no colours."""
+_HEAT_SHADES, _HEAT_RANKS, _HEAT_COLUMNS = "·░▒▓█", 8, 64
+_ASCII = str.maketrans("█▓▒░▚·│…", "#%+-x.|~")
+
+
+def show(report: Report, file: IO[str], run_dir: str) -> None:
+    """Print the report: colours and the terminal's width on a terminal, plain text elsewhere."""
+    if file.isatty():
+        console = Console(file=file)
+        text = render(
+            report, run_dir, columns=console.width, color=console.color_system is not None and not console.no_color
+        )
+    else:
+        text = render(report, run_dir, columns=0, color=False)
+    try:
+        text.encode(getattr(file, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = text.translate(_ASCII).encode("ascii", "replace").decode()
+    file.write(text)
+
+
+def render(report: Report, run_dir: str, *, columns: int, color: bool) -> str:
+    """Return the whole report as text for a terminal of `columns`, 0 for none, with its escape sequences if `color`."""
+    return _as_text(_whole(report, run_dir, columns or _PLAIN_WIDTH, color=color), color=color)
+
+
+def render_short(report: Report, run_dir: str, *, columns: int, color: bool, page: str = "") -> str:
+    """Return what rank 0 prints at the end of a run. page: the run's page, if one will be written."""
+    return _as_text(short_lines(report, run_dir, columns or _PLAIN_WIDTH, color=color, page=page), color=color)
+
+
+def _as_text(lines: Iterable[Text], *, color: bool) -> str:
+    file = io.StringIO()
+    console = Console(
+        file=file, width=10_000, force_terminal=color, color_system="standard" if color else None, highlight=False
+    )
+    for line in lines:
+        line.rstrip()
+        console.print(line, no_wrap=True, overflow="ignore", crop=False)
+    return file.getvalue()
+
+
+def short_lines(report: Report, run_dir: str, width: int, *, color: bool, page: str = "") -> list[Text]:
+    """Return the lines of the short report."""
+    found = headlines(report, run_dir)
+    main = overall(found)
+    now = [each for each in found if not each.is_over and each is not main]
+    if main is not None and main.severity == GOOD:
+        now = [each for each in now if each.kind != "compute_bound"]  # the bar of the step has its figures
+    lines = [_title(report), Text("")]
+    if main is not None:
+        row = report["verdicts"][found.index(main)]
+        lines += [*_block(main, width), *list(_stacks(row, width))[:_STACK_LINES]]
+    lines += _profiles(report, run_dir)
+    lines += [_one_line(each, width) for each in now[:_ALSO]]
+    also = dict.fromkeys(each.status for each in now[_ALSO:] if each.severity != GOOD)
+    lines += _field("also", ", ".join(also), width) if also else []
+    over = [each for each in found if each.is_over]
+    if over:
+        lines.append(_one_line(over[0], width, "earlier", f", and {len(over) - 1} more" * (len(over) > 1)))
+    lines += [Text(""), *_steps(report, width), *_bars(report, main, width, color=color)]
+    end = [Text(""), *_lost(report), _raw("full report", f"torchlens-perf report {printable(run_dir)}")]
+    if page:
+        end.append(_raw("web page", printable(page)))
+    made = {table.key: table for table in tables(report)}
+    if "out_of_memory" in made:
+        lines += [Text(""), *_table(made["out_of_memory"], width, 5)]
+    ranks = next((table for key, table in made.items() if key in ("device_times", "ranks")), None)
+    if ranks is not None and ranks.rows > 1 and (_are_slow(found) or _differ(ranks)):
+        room = SHORT_LINES - len(lines) - len(end) - 4  # an empty line, title and headings, and the line on the rest
+        rows = min(ranks.first or ranks.rows, max(_MIN_ROWS, room))
+        lines += [Text(""), *_table(ranks, width, rows)]
+    return [*lines, *end]
+
+
+def _whole(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator[Text]:
+    found = headlines(report, run_dir)
+    yield _title(report)
+    for each, row in zip(found, report["verdicts"], strict=True):
+        if not each.is_over:
+            yield Text("")
+            yield from _block(each, width, held_words(row["held"], report["run"]["started"]))
+            yield from _stacks(row, width)
+    over = [(each, row) for each, row in zip(found, report["verdicts"], strict=True) if each.is_over]
+    if over:
+        yield Text("")
+    for each, row in over[:_EARLIER]:
+        held = held_words(row["held"], report["run"]["started"])
+        yield from _field("earlier", f"{each.sentence} {held}", width)
+    if len(over) > _EARLIER:
+        yield from _field("", f"{len(over) - _EARLIER} more: --json", width)
+    yield Text("")
+    yield from _steps(report, width)
+    start = startup_words(report["run"])
+    if start:
+        yield from _field("start", start, width)
+    yield from _bars(report, overall(found), width, color=color)
+    yield from _heat(report["heat"], width)
+    for table in tables(report):
+        yield Text("")
+        yield from _table(table, width, table.first or table.rows)
+        if table.note:
+            yield from _wrapped(table.note, width, 2, "dim")
+    quality = report["quality"]
+    overhead = quality["overhead_share"]
+    cost = "overhead not measured" if overhead is None else f"overhead {_small(overhead)} of step time"
+    yield Text("")
+    yield from _field("recording", f"{_records(report)}; {cost}", width)
+    for note in quality["notes"][:_NOTES]:
+        yield from _field("note", note, width)
+    if len(quality["notes"]) > _NOTES:
+        yield from _field("", f"{len(quality['notes']) - _NOTES} more notes: --json", width)
+    yield _raw("directory", printable(run_dir))
+
+
+def _small(share: float) -> str:
+    return "<0.01%" if 0 < share < 0.0001 else f"{share:.2%}"
+
+
+def _title(report: Report) -> Text:
+    """Return the run: program, ranks, steps, and whether it runs."""
+    run, steps = report["run"], report["steps"]
+    unit = "forward pass" if steps["inference"] else "step"
+    words = [ranks_words(run), counted(steps["count"], unit)]
+    words += [f"attempt {run['attempt']}"] if run["attempt"] else []
+    lasted_s = _lasted_s(report)
+    state, comma, rest = state_words(run).replace("all of them", "all ranks").partition(", ")
+    after = ""
+    if lasted_s is not None and not state.startswith("silent"):
+        after = f"{' for' if run['live'] else ' after'} {duration(lasted_s)}"
+    program = f"{_inert(run['program'])}  " if run["program"] else ""
+    text = f"{program}{', '.join(words)}, {state}{after}{comma}{rest}"
+    return Text.assemble(("torchlens_perf  ", "bold"), _inert(text))
+
+
+def _lasted_s(report: Report) -> float | None:
+    run = report["run"]
+    try:
+        since, until = map(datetime.datetime.fromisoformat, (run["started"] or "", run["last_step_at"] or ""))
+    except ValueError:
+        return None
+    return (until - since).total_seconds()
+
+
+def _block(head: Headline, width: int, held: str = "") -> list[Text]:
+    """Return a verdict with one line for each question: who and where, how much, why, what next.
+
+    held: since when it has held, for a report that has room for it.
+    """
+    style, facts, places = SEVERITIES[head.severity].terminal, dict(head.facts), _places(head)
+    lines = _pieces(head.status, places, width, style, "bold") if places else []
+    lines = lines or _field(head.status, head.sentence, width, style)
+    lines += _field("cost", _cost(head), width, text_style="bold") if head.cost else []
+    if places:
+        seen = f" Seen {facts['seen']}." if "seen" in facts and not held else ""
+        lines += _field("evidence", f"{head.sentence}{seen}", width)
+    if held:
+        lines += _field("held", held.removeprefix("Held "), width)
+    lines += _field("next", head.action, width) if head.action else []
+    return [*lines, _raw("", head.command)] if head.command else lines
+
+
+def _places(head: Headline) -> list[str]:
+    """Return where something is: the rank, the phase and the modules, and the steps."""
+    facts = dict(head.facts)
+    ranks = [f"{name} {facts[name]}" for name in ("rank", "ranks") if name in facts]
+    parts = [facts[name] for name in ("phase", "in", "waits for", "module", "modules") if name in facts]
+    return [each for each in (*ranks, ", ".join(parts), facts.get("steps", "")) if each]
+
+
+def _cost(head: Headline) -> str:
+    others = dict(head.facts).get("together with")
+    return f"{head.cost}, together with {others}" if others else head.cost
+
+
+def _one_line(head: Headline, width: int, label: str = "", more: str = "") -> Text:
+    """Return a verdict that is not the most important one in a line: where it is and its cost, or its sentence.
+
+    label: of the line, instead of the status. more: words at its end.
+    """
+    places = _places(head)
+    if label and places:
+        places[0] = f"{head.status} {places[0]}"
+    if "rank" in dict(head.facts) or "ranks" in dict(head.facts):
+        places[1:1] = [_cost(head)] * bool(head.cost)
+        text = f"{', '.join(places)}{more}"
+    else:
+        text = f"{head.sentence}{more}"
+        if len(text) > width - 2 - _LABEL:
+            text = f"{_first_sentence(head.sentence)}{more}"
+    style = "dim" if label else SEVERITIES[head.severity].terminal
+    line = _labelled(label or head.status, text, style)
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _first_sentence(text: str) -> str:
+    head, point, rest = text.partition(". ")
+    return f"{head}." if point and rest else text
+
+
+def _stacks(row: VerdictRow, width: int) -> Iterator[Text]:
+    evidence = row["evidence"]
+    for rank, stack in evidence.stacks.items() if isinstance(evidence, HangEvidence | PastEvidence) else ():
+        lines = stack.lines or [f"none: {stack.reason}"]
+        yield from _field("stack", f"of rank {rank}, innermost call first", width)
+        for line in lines:
+            yield from _wrapped(line, width, 2 + _LABEL)
+
+
+def _profiles(report: Report, run_dir: str) -> list[Text]:
+    """Return where the newest profiles are."""
+    paths = [each["files"][TRACE]["path"] for each in report["captures"] if TRACE in each["files"]]
+    return [_raw("profile", printable(f"{run_dir}/{path}")) for path in paths[-_PROFILES:]]
+
+
+def _steps(report: Report, width: int) -> list[Text]:
+    """Return how long steps take, how many there are a second, and whether that changes."""
+    steps = report["steps"]
+    if not steps["count"]:
+        return []
+    if steps["p50_s"] is None:
+        every = "all of them " if steps["count"] > 1 else ""
+        return _field("step", f"{every}warm-up{warm_up_words(steps)}", width)
+    quantiles = (("p50", steps["p50_s"]), ("p95", steps["p95_s"]), ("max", steps["max_s"]))
+    words = [f"{name} {duration(value)}" for name, value in quantiles if value is not None]
+    if steps["mean_s"]:
+        words.append(f"{1 / steps['mean_s']:.3g} steps/s")
+    if steps["trend"] is not None:
+        change = steps["trend"]["change"]
+        slower = f"{'slower' if change > 0 else 'faster'} {percent(abs(change))}"
+        words.append(f"trend {'flat' if abs(change) < _FLAT else slower}")
+    words += ["device clock"] * (steps["by"] == DEVICE)
+    words += [f"{steps['micro_steps']} micro-steps"] * (steps["micro_steps"] > 1)
+    return _pieces("step", words, width)
+
+
+def _bars(report: Report, main: Headline | None, width: int, *, color: bool) -> list[Text]:
+    """Return the parts of a typical step as bars: the mean of all ranks, or the slow rank that `main` is about."""
+    by_device = report["run"]["judged_by"] == DEVICE
+    parts = {rank["rank"]: found for rank in report["ranks"] if (found := _parts(rank, by_device=by_device))}
+    slow = next((rank for rank in leading(report) if rank in parts), None)
+    bars = {"time": _mean(parts.values())}
+    if main is not None and main.kind == "straggler" and slow is not None and len(parts) > 1:
+        others = _mean([found for rank, found in parts.items() if rank != slow])
+        bars = {f"rank {slow}": parts[slow], "other ranks": others}
+    longest = max((sum(found.values()) for found in bars.values()), default=0.0)
+    seen = [part for part in PARTS if any(found.get(part, 0.0) > 0.005 * longest for found in bars.values())]
+    if not seen:
+        return []
+    shade = {part: _SHADES[0] if color else _SHADES[at % len(_SHADES)] for at, part in enumerate(seen)}
+    style = {part: PARTS[part].color.terminal for part in seen}
+    room, lines = max(10, width - 2 - _LABEL), []
+    for label, found in bars.items():
+        line, filled, sum_s = _labelled(label, ""), 0, 0.0
+        for part in seen:
+            sum_s += found.get(part, 0.0)
+            cells = max(0, round(room * sum_s / longest) - filled)
+            filled += cells
+            line.append(shade[part] * cells, style=style[part])
+        lines.append(line)
+    legend, used = _labelled("", ""), 0
+    for part in seen:
+        share = f" {percent(bars['time'].get(part, 0.0) / longest)}" if "time" in bars else ""
+        words = f" {PARTS[part].name}{share}   "
+        if used + 1 + len(words.rstrip()) > room and used:
+            lines.append(legend)
+            legend, used = _labelled("", ""), 0
+        legend.append(shade[part], style=style[part]).append(words)
+        used += 1 + len(words)
+    return [*lines, legend]
+
+
+def _parts(rank: Rank, *, by_device: bool) -> dict[str, float]:
+    """Return the parts of a rank's typical step in seconds, by the clock that it is judged by."""
+    if not by_device:
+        return host_parts(rank)
+    return dict(rank["device"]["parts"]) if rank["device"] is not None else {}
+
+
+def _mean(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    found = list(parts)
+    names = (*RECORDED_PARTS, "cpu")
+    return {part: sum(each.get(part, 0.0) for each in found) / len(found) for part in names} if found else {}
+
+
+def _are_slow(found: Sequence[Headline]) -> bool:
+    """Return whether ranks are slow, or have too much work."""
+    return any(each.kind in ("straggler", "imbalance") for each in found)
+
+
+def _differ(table: Table) -> bool:
+    """Return whether the compute times of the ranks differ."""
+    column = next((column for column in table.columns if column.title == table.ranged), None)
+    values = [value for value in column.values if isinstance(value, float)] if column is not None else []
+    return len(values) > 1 and max(values) - min(values) > _DIFFERENCE * statistics.median(values)
+
+
+def _lost(report: Report) -> list[Text]:
+    """Return what was lost; nothing where all was recorded."""
+    quality = report["quality"]
+    whole = not (quality["lost"] or quality["too_deep"]) and (quality["coverage"] >= 1 or not report["steps"]["count"])
+    return [] if whole else [_labelled("data lost", _records(report), "bold yellow")]
+
+
+def _records(report: Report) -> str:
+    quality = report["quality"]
+    complete = f"{quality['coverage']:.1%} of steps complete" if report["steps"]["count"] else "no step was recorded"
+    return f"{quality['records']:,} records, {quality['lost']:,} lost, {complete}"
+
+
+def _table(table: Table, width: int, rows: int) -> list[Text]:
+    """Return a table with its first rows, and the columns that there is room for.
+
+    Where all times have one unit, it is in the title instead of the headings.
+    """
+    shown = table.head(rows)
+    units = {column.unit for column in shown.columns if column.unit}
+    unit = units.pop() if len(units) == 1 else ""
+    columns = [(column.title if unit else column.heading, column) for column in shown.columns]
+    while _width(columns) > width and any(column.optional for _, column in columns):
+        columns.remove(max(columns, key=lambda each: each[1].optional))
+    cells = [column.texts() for _, column in columns]
+    widths = [max(map(cell_len, (heading, *texts))) for (heading, _), texts in zip(columns, cells, strict=True)]
+    names = [at for at, (_, column) in enumerate(columns) if column.is_text]
+    while names and sum(widths) + 2 * len(widths) > width and max(widths[at] for at in names) > _MIN_NAME:
+        widths[max(names, key=lambda at: widths[at])] -= 1
+    lines = [Text(f"  {table.title}{f', {unit}' if unit else ''}", style="bold"),
+             _row([heading for heading, _ in columns], columns, widths, "dim")]  # fmt: skip
+    for row in range(shown.rows):
+        folded = [chop_cells(_inert(texts[row]), room) or [""] for texts, room in zip(cells, widths, strict=True)]
+        style = SEVERITIES[BAD].terminal if row in shown.slow else ""
+        for at in range(max(map(len, folded))):
+            lines.append(_row([each[at] if at < len(each) else "" for each in folded], columns, widths, style))
+    rest = table.rest(shown.rows)
+    return [*lines, Text(f"  {rest}", style="dim")] if rest else lines
+
+
+def _width(columns: Sequence[tuple[str, Column]]) -> int:
+    return sum(2 + max(map(cell_len, (heading, *column.texts()))) for heading, column in columns)
+
+
+def _row(texts: Sequence[str], columns: Sequence[tuple[str, Column]], widths: Sequence[int], style: str) -> Text:
+    line = Text()
+    for text, (_, column), width in zip(texts, columns, widths, strict=True):
+        gap = " " * (width - cell_len(text))
+        shown = style or ("dim" if text in (EMPTY, NOT_MEASURED) else "")
+        line.append(f"  {text}{gap}" if column.is_text else f"  {gap}{text}", style=shown)
+    return line
+
+
+def _heat(heat: Heat | None, width: int) -> Iterator[Text]:
+    """Yield each rank's excess compute time over the run: of the slow ranks, and those with most excess."""
+    if heat is None or len(heat["first_steps"]) < 4:
+        return
+    shown = sorted(heat["ranks"], key=lambda rank: (not rank["slow"], -_excess(rank), rank["rank"]))[:_HEAT_RANKS]
+    if not any(rank["slow"] or _excess(rank) >= EXCESS_BOUNDS[0] for rank in shown):
+        return
+    first = heat["first_steps"]
+    together = -(-len(first) // max(4, min(_HEAT_COLUMNS, width - _LABEL - 4)))
+    yield Text("")
+    yield Text("  Excess compute time over the run, share of the other ranks' median", style="bold")
+    for rank in shown:
+        line = _labelled(f"rank {rank['rank']}", "│")
+        for at in range(0, len(first), together):
+            values = [value for value in rank["excess"][at : at + together] if value is not None]
+            if values:
+                level = sum(statistics.fmean(values) >= bound for bound in EXCESS_BOUNDS)
+                line.append(_HEAT_SHADES[level], style=EXCESS_STYLES[level])
+            else:
+                line.append(" ")
+        yield line.append("│")
+    begin, end = str(first[0]), str(first[-1])
+    cells = -(-len(first) // together)
+    yield _labelled("step", f" {begin}{end.rjust(max(len(end) + 1, cells - len(begin)))}")
+    scale = "   ".join(f"{shade} {bound:.0%}" for shade, bound in zip(_HEAT_SHADES[1:], EXCESS_BOUNDS, strict=True))
+    left = len(heat["ranks"]) - len(shown)
+    yield _labelled("", f" {scale} and more{f'   ({left} more ranks)' if left else ''}")
+
+
+def _excess(rank: HeatRank) -> float:
+    values = [value for value in rank["excess"] if value is not None]
+    return statistics.fmean(values) if values else 0.0
+
+
+def _inert(text: str) -> str:
+    """Return text that cannot drive or fill the terminal."""
+    text = printable(text)
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
+
+
+def _labelled(label: str, text: str, style: str = "dim", text_style: str = "") -> Text:
+    gap = "  " if len(label) >= _LABEL else ""
+    return Text.assemble("  ", (f"{label:<{_LABEL}}{gap}", style), (_inert(text), text_style))
+
+
+def _field(label: str, text: str, width: int, style: str = "dim", text_style: str = "") -> list[Text]:
+    """Return a label and the text beside it, in as many lines as it takes."""
+    begin = max(_LABEL, len(label) + 2)
+    first, *rest = textwrap.wrap(_inert(text), max(20, width - 2 - begin), break_on_hyphens=False) or [""]
+    lines = [_labelled(label, first, style, text_style)]
+    if rest:
+        room = max(20, width - 2 - _LABEL)
+        lines += [_labelled("", each, "", text_style) for each in textwrap.wrap(" ".join(rest), room)]
+    return lines
+
+
+def _pieces(label: str, pieces: Sequence[str], width: int, style: str = "dim", text_style: str = "") -> list[Text]:
+    """Return a label and short texts beside it, each of them on one line."""
+    room = width - 2 - max(_LABEL, len(label) + 2)
+    gap = "   " if len("   ".join(pieces)) <= room else "  "
+    texts = [""]
+    for piece in map(_inert, pieces):
+        longer = f"{texts[-1]}{gap if texts[-1] else ''}{piece}"
+        texts[len(texts) - (not texts[-1] or len(longer) <= room) :] = [longer if len(longer) <= room else piece]
+    return [_labelled("" if at else label, text, style, text_style) for at, text in enumerate(texts)]
+
+
+def _wrapped(text: str, width: int, indent: int, style: str = "") -> Iterator[Text]:
+    for line in textwrap.wrap(_inert(text), max(20, width - indent)):
+        yield Text(" " * indent + line, style=style)
+
+
+def _raw(label: str, text: str) -> Text:
+    """Return a line that is to be copied: it is not wrapped."""
+    return _labelled(label, text)
