@@ -340,8 +340,8 @@
     rows() {
       const head = ["rank", "lane", "kind", "name", "start_us", "duration_us", "wait_us", "last_to_arrive"];
       const row = ({ rank, lane, kind, name, start_us, left, right, waitUntil, isLast }) => {
-        const us = (ms) => Math.round(ms * 1e4) / 10;
-        return [rank, lane, kind, name, start_us, us(right - left), waitUntil ? us(waitUntil - left) : "", isLast ? 1 : ""];
+        const inUs = (ms) => Math.round(ms * 1e4) / 10;
+        return [rank, lane, kind, name, start_us, inUs(right - left), waitUntil ? inUs(waitUntil - left) : "", isLast ? 1 : ""];
       };
       return [head, ...this.laid.spans.map(row)];
     }
