@@ -365,13 +365,14 @@ def exported(tab: Tab, figure: Any, kind: str) -> bytes:
     return Path(waiting.value.path()).read_bytes()
 
 
-def test_every_chart_is_exported(tab_of: TabOf, wide_file: Path) -> None:
-    """Each as a PNG of its size and a CSV with numbers, by keys."""
+@pytest.mark.parametrize("half", [0, 1])
+def test_every_chart_is_exported(tab_of: TabOf, wide_file: Path, half: int) -> None:
+    """Each as a PNG of its size and a CSV with numbers, by keys. A tab of Chromium saves ten files in a row."""
     tab = tab_of(wide_file).open()
     tab.show_all()
     figures = tab.page.locator("main figure")
     assert figures.count() == 8
-    for figure in figures.all():
+    for figure in figures.all()[4 * half :][:4]:
         figure.scroll_into_view_if_needed()
         tab.settle()
         picture = exported(tab, figure, "PNG")
