@@ -31,7 +31,7 @@ def slow_rank_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif("SHOTS" not in os.environ, reason="SHOTS=1 writes the pictures into docs/images")
 @pytest.mark.parametrize("name", ["light", "dark", "phone"])
 def test_shots(name: str, tab_of: TabOf, slow_rank_page: Path) -> None:
-    tab = tab_of(slow_rank_page, dark=name == "dark", phone=name == "phone").open("#verdicts;step=120;rank=3")
+    tab = tab_of(slow_rank_page, dark=name == "dark", phone=name == "phone").open()
     IMAGES.mkdir(exist_ok=True)
     path = IMAGES / f"page-{name}.png"
     tab.page.set_viewport_size({"width": 390, "height": 1600} if name == "phone" else {"width": 1280, "height": 1700})

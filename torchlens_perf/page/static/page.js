@@ -299,7 +299,7 @@
       const choices = [
         ["Show", "quantity", [...steps.quantities.keys()].map((key) => [key, torchlens.quantityWords(key)])],
         [
-          "grouped by",
+          "Group by",
           "group",
           [
             ["none", "nothing"],
@@ -308,7 +308,7 @@
           ],
         ],
         [
-          "ordered by",
+          "Order by",
           "order",
           [
             ["slowness", "slowness"],
@@ -322,9 +322,9 @@
         bar.append(label);
       }
       bar.append(
-        torchlens.button("zoom in", () => this.zoomBy(0.5)),
-        torchlens.button("zoom out", () => this.zoomBy(2)),
-        torchlens.button("all", () => this.showAll()),
+        torchlens.button("Zoom in", () => this.zoomBy(0.5)),
+        torchlens.button("Zoom out", () => this.zoomBy(2)),
+        torchlens.button("All steps", () => this.showAll()),
       );
       this.controlled = () => {
         for (const [key, select, first] of selects) {
