@@ -303,7 +303,7 @@ class TestTerminal:
         assert max(len(line) for line in text.splitlines() if "export " not in line) <= 118
         assert not any(line.endswith(" ") for line in text.splitlines())
         assert text.endswith("  directory   /runs/1\n")
-        assert "Rank 1 (node-a) is slow in the backward pass" in " ".join(text.split())
+        assert "SLOW RANK rank 1 (node-a) backward since step 0" in " ".join(text.split())
 
     def test_colours_in_a_terminal(self, run: RunDirectory) -> None:
         """In a terminal: colours, and its width."""
@@ -314,12 +314,12 @@ class TestTerminal:
     def test_bars_show_the_shares(self, run: RunDirectory) -> None:
         """Of the slow rank and of the other one, with the same length for the same time."""
         lines = render(self.value(run), "/runs/1", columns=86, color=False).partition("Excess")[0].splitlines()
-        bars = {line[2:13].strip(): line[14:] for line in lines if line.startswith(("  rank 1  ", "  other ranks "))}
+        bars = {line[2:13].strip(): line[14:] for line in lines if line.startswith(("  rank 1  ", "  rank 0  "))}
 
         # 1, 4, 16, 2 and 1 of 24 ms; 1, 4, 6, 12 and 1 of 24 ms.
         assert bars == {
             "rank 1": "█" * 3 + "▓" * 12 + "▒" * 48 + "░" * 6 + "▚" * 3,
-            "other ranks": "█" * 3 + "▓" * 12 + "▒" * 18 + "░" * 36 + "▚" * 3,
+            "rank 0": "█" * 3 + "▓" * 12 + "▒" * 18 + "░" * 36 + "▚" * 3,
         }
 
     def test_slow_rank_comes_first(self, run: RunDirectory) -> None:

@@ -52,7 +52,7 @@ def test_slow_node_names_its_ranks(tmp_path: Path) -> None:
     found = first(simulated(tmp_path, "node:node=1,share=0.15", ranks=16))
 
     assert found.status == "SLOW NODE"
-    assert dict(found.facts)["ranks"] == "8-15"
+    assert dict(found.facts)["ranks"] == "8-15 (node-0001)"
 
 
 def test_run_without_finding_is_ok(tmp_path: Path) -> None:

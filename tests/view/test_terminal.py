@@ -25,6 +25,7 @@ from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.start.process import write_report
 from torchlens_perf.verdicts.node_state import NodeState
+from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
 from torchlens_perf.verdicts.words.hang import RankStack
 from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.terminal import SHORT_LINES, SHORT_LINES_OK, render, render_short, show
@@ -69,7 +70,7 @@ class TestPlantedJobs:
         assert lines[0].startswith("torchlens_perf  simulation  2 ranks, 120 steps, ended after ")
         assert re.fullmatch(r"  SLOW RANK   rank 1 \(node-0000\)   forward   since step 0", lines[2])
         assert re.fullmatch(r"  cost        [0-9.]+ ms per step = \d+% of step time", lines[3])
-        assert re.search(r"it computes [0-9.]+ ms per step, the other rank [0-9.]+ ms\.", words(text))
+        assert re.search(r" evidence It computes [0-9.]+ ms per step, the other rank [0-9.]+ ms\.", words(text))
         assert "Seen in 15 of 15 windows." in words(text)
         assert "\n  next        compare the model on rank 1: " in text
         assert "\n              export TORCHLENS_PERF_CAPTURE=verdict  # then start the job again" in text
@@ -185,6 +186,22 @@ def test_what_is_over_is_one_line() -> None:
 
     assert re.search(r"\n  earlier     Waiting for data takes 5", short(node([over])))
     assert re.search(r"\n  earlier     SLOW RANK rank [23] \(h\), [0-9.]+ ms per step = .*\n", text)
+
+
+def test_cause_of_a_slow_rank_has_its_own_line() -> None:
+    seen = Diagnosis((), ("garbage collection", "memory pressure"), (), {}, {})
+    gc = Cause("gc", "it collects garbage for 9 ms a step", "freeze the heap.", 0.8, {})
+    state = node([usual(160)] * 2, findings(episode(1, 20, last_step=159), last_step=159, compared=2))
+    (group,) = state.findings.groups
+    reports = {}
+    for name, causes in (("none", ()), ("gc", (gc,))):
+        diagnosed = dataclasses.replace(group, diagnosis=dataclasses.replace(seen, causes=causes))
+        state.findings = dataclasses.replace(state.findings, groups=(diagnosed,))
+        reports[name] = short(state)
+
+    assert "\n  cause       none found among garbage collection, memory pressure.\n" in reports["none"]
+    assert "\n  cause       it collects garbage for 9 ms a step (which explains 80% of it).\n" in reports["gc"]
+    assert "\n  next        freeze the heap.\n" in reports["gc"]
 
 
 def test_ranks_that_differ_are_shown_without_a_verdict() -> None:

@@ -141,7 +141,8 @@ def _facts(row: VerdictRow) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if ranks:
         host = (row["where"] or {}).get("host.name")
-        at = f" ({host})" if host and len(ranks) == 1 else ""
+        of_one_host = len(ranks) == 1 or getattr(evidence, "scope", "") == "node"
+        at = f" ({host})" if host and of_one_host else ""
         found.append(("rank" if len(ranks) == 1 else "ranks", f"{ranges(ranks)}{at}"))
     if kind in _BOTTLENECKS:
         found.append(("waits for" if kind == "lack_of_cpu" else "in", _BOTTLENECKS[kind]))
