@@ -34,6 +34,10 @@ def test_wrapped_text_keeps_all_words() -> None:
     assert " ".join(each.plain.strip() for each in Terminal().lines([Text(words)], 9)) == words
 
 
+def test_wrapped_lines_are_indented_as_the_first() -> None:
+    assert [each.plain.rstrip() for each in Terminal().lines([Text("  one two three")], 10)] == ["  one two", "  three"]
+
+
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [(0, ""), (0.01, "▏"), (0.13, "▏"), (0.52, "▌"), (1, "█"), (2.7, "██▊"), (-3, "")],

@@ -5,11 +5,18 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import amount, duration, duration_or_dash, percent, steps_whole
+from torchlens_perf.analysis.statistics.quantities import (
+    amount,
+    counted,
+    duration,
+    duration_or_dash,
+    percent,
+    steps_whole,
+)
 from torchlens_perf.top.overview import clock_time
 from torchlens_perf.top.ranks import blocks
 from torchlens_perf.top.text import line, signed
@@ -75,22 +82,14 @@ def _position(rank: Rank, report: Report) -> Iterator[str]:
         yield f"{at}in step {now['step']} for {duration(now['step_s'])}, {place(now['inside'])}{within}"
     elif rank["state"] == "died":
         yield f"died {place(rank['inside'])}"
-    if rank["last_step"] is not None:
-        step = ", ".join(f"{name} {duration_or_dash(rank['step_s'][field])}" for name, field in _QUANTILES)
-        own = duration_or_dash(rank["own_s"]["p50_s"])
-        yield f"{rank['steps']} steps, the last one {rank['last_step']}; step {step}; without comm wait p50 {own}"
     if last is not None:
         yield f"last to arrive in {percent(last['share'])} of {last['joined']:,} collectives"
-    used = "memory not measured"
+    used = "not measured"
     if memory["last_bytes"] is not None and memory["max_bytes"] is not None:
-        used = f"memory {amount(memory['last_bytes'], 'B')}, peak {amount(memory['max_bytes'], 'B')}"
+        used = f"{amount(memory['last_bytes'], 'B')}, peak {amount(memory['max_bytes'], 'B')}"
+    yield f"memory {used}"
     whole = steps_whole(rank["coverage"], any_step=rank["last_step"] is not None)
-    yield f"{used}; data: {rank['lost']:,} records lost, {whole}"
-
-
-_QUANTILES: tuple[tuple[str, Literal["p50_s", "p95_s", "max_s"]], ...] = (
-    ("p50", "p50_s"), ("p95", "p95_s"), ("max", "max_s"),
-)  # fmt: skip
+    yield f"{counted(rank['steps'], 'step')} recorded, step p50 {duration_or_dash(rank['step_s']['p50_s'])}; {whole}"
 
 
 def _step(rank: Rank, report: Report, others: set[int]) -> Table | None:

@@ -36,7 +36,9 @@ def rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list[int]]
     table = (device_table if report["run"]["judged_by"] == DEVICE else rank_table)(report)
     table = table or Table("ranks", "Ranks", [], noun="rank")
     known = {column.title: column for column in table.columns}
-    ranks = _numbers(known["rank"].values if "rank" in known else [rank["rank"] for rank in report["ranks"]])
+    ranks = [rank["rank"] for rank in report["ranks"]]
+    if "rank" in known:
+        ranks = [rank for rank in known["rank"].values if isinstance(rank, int)]
     missing = sorted({rank["rank"] for rank in report["ranks"]}.difference(ranks if table.columns else ()))
     ranks = [*ranks, *missing] if table.columns else missing
     columns = [Column("rank", ranks, Quantity.TEXT)]
@@ -46,17 +48,13 @@ def rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list[int]]
         columns.append(dataclasses.replace(column, values=[*column.values, *blank], marks=marks))
         if column.title == "compute" and len(ranks) > 1:
             columns += _excess_columns(ranks, columns[-1], view.populations, report)
-    if bad:
+    if any(row["kind"] in ("hang", "died") for row in report["verdicts"]):
         columns[1:1] = _inside(ranks, report)
     rows = range(len(ranks))
     order = sorted(rows, key=lambda row: ranks[row] if by_number else (ranks[row] not in bad, row))
     slow = frozenset(row for row in rows if ranks[row] in bad)
     found = dataclasses.replace(table, columns=columns, slow=slow, first=None)
     return part(found, order), [ranks[row] for row in order]
-
-
-def _numbers(values: Sequence[Value]) -> list[int]:
-    return [value for value in values if isinstance(value, int)]
 
 
 def _excess_columns(

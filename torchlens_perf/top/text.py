@@ -30,8 +30,7 @@ class Terminal:
         """Return texts as lines that are no wider than the terminal. Texts with `no_wrap` are cut off."""
         lines = []
         for text in texts:
-            wrapped = [text] if text.no_wrap or text.cell_len <= width else text.wrap(_console, max(1, width))
-            for line in wrapped:
+            for line in [text] if text.no_wrap else _wrapped(text, max(1, width)):
                 if self.ascii_only and not line.plain.isascii():
                     plain = line.plain.translate(_ASCII)
                     line.plain = "".join(c if c.isascii() else "?" * (cell_len(c) > 0) for c in plain)
@@ -39,6 +38,14 @@ class Terminal:
                 line.truncate(width, overflow="crop" if self.ascii_only else "ellipsis")
                 lines.append(line)
         return lines
+
+
+def _wrapped(text: Text, width: int) -> Iterable[Text]:
+    """Yield the lines of a text, all of them indented as the first."""
+    indent = min(len(text.plain) - len(text.plain.lstrip(" ")), width // 2)
+    for line in text[indent:].wrap(_console, width - indent):
+        line.pad_left(indent)
+        yield line
 
 
 def line(*parts: str | tuple[str, str] | Text) -> Text:
