@@ -76,7 +76,7 @@ def test_every_rank_has_a_row_with_its_difference(view: View) -> None:
     cells = next(each for each in table.columns if each.title == "vs others").texts()
 
     for lines in (screen(view), frame(view)):
-        rows = {int(line.split()[line.startswith("▶")]): line for line in lines if re.match(r"[▶ ] +\d+ ", line)}
+        rows = {int(line.split()[line.startswith("▶")]): line for line in lines if re.match(r"[▶ ] {1,8}\d+ ", line)}
         assert list(rows) == ranks
         assert all(f" {cell} " in rows[rank] for rank, cell in zip(ranks, cells, strict=True))
 

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.report.test_held import node
+from tests.verdicts.words.test_bottleneck import BASE
 from tests.view.test_headline import simulated
+from torchlens_perf.report.build import build
 from torchlens_perf.verdicts.words.report import Report
-from torchlens_perf.view.specs import Column, Table
+from torchlens_perf.view.specs import Column, Quantity, Table
 from torchlens_perf.view.tables import tables
 
 TITLES_OF_SEVERAL_RANKS = {"rank", "comm wait", "last to arrive"}
@@ -113,3 +116,16 @@ def test_keys_are_unique_and_columns_have_all_rows(slow: Report) -> None:
     for table in made:
         assert {len(each.values) for each in table.columns} == {table.rows}, table.key
         assert table.first is None or table.first <= 8, table.key
+
+
+def test_columns_of_a_rank_add_up_to_its_step() -> None:
+    """CPU contention is a column of its own, and in no phase."""
+    steps = [{**BASE, "forward": 24.0, "cpu": 20.0}] * 60
+    table = found(build("r", [node([steps])]), "ranks")
+    seconds = {each.title: each.values[0] for each in table.columns if each.quantity is Quantity.DURATION}
+    step_s, compute_s = seconds.pop("step"), seconds.pop("compute")
+
+    assert seconds["CPU contention"] == pytest.approx(0.020)
+    assert seconds["forward"] == pytest.approx(0.004)
+    assert sum(seconds.values()) == pytest.approx(step_s)  # type: ignore[arg-type]
+    assert compute_s == pytest.approx(step_s - 0.020)  # type: ignore[operator]

@@ -150,6 +150,20 @@ def test_64_ranks_with_a_slow_one_fit_30_lines(tmp_path: Path) -> None:
     assert "\n  56 more ranks, compute " in whole
 
 
+def test_run_with_all_that_there_may_be_fits_30_lines() -> None:
+    """Fewer ranks are shown where other lines take the room."""
+    slow = [episode(rank, 20, last_step=159) for rank in range(4)]
+    past = [episode(rank, 20, 50) for rank in range(4, 8)]
+    seen = Diagnosis((), ("garbage collection", "memory pressure", "waits for a CPU", "waits for a disk"), (), {}, {})
+    state = with_all(node([usual(160)] * 24, findings(*slow, *past, last_step=159)))
+    groups = tuple(dataclasses.replace(group, diagnosis=seen) for group in state.findings.groups)
+    state.findings = dataclasses.replace(state.findings, groups=groups)
+    text = short(state, page=f"{LONG}/report.html")
+
+    assert text.count("\n") == SHORT_LINES
+    assert re.search(r"\n     0  .*\n     1  .*\n  22 more ranks, compute 16.0 ms\n", text)
+
+
 def test_report_of_1024_ranks_is_bounded(tmp_path: Path) -> None:
     report = simulated(tmp_path, "constant:rank=3,share=0.25", ranks=8)
     report["ranks"] = [{**report["ranks"][at % 8], "rank": at} for at in range(1024)]

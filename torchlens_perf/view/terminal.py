@@ -37,7 +37,7 @@ SHORT_LINES, SHORT_LINES_OK = 30, 18
 _PLAIN_WIDTH = 118
 _LABEL = 12
 _ALSO, _EARLIER, _NOTES, _PROFILES = 2, 4, 20, 2
-_MIN_ROWS, _MIN_NAME, _STACK_LINES = 3, 12, 10
+_MIN_NAME, _STACK_LINES = 12, 10
 _DIFFERENCE = 0.1
 """Spread of the ranks' compute time from which the short report shows the ranks without a verdict on one."""
 _FLAT = 0.03
@@ -119,8 +119,8 @@ def short_lines(report: Report, run_dir: str, width: int, *, color: bool, page: 
     ranks = next((table for key, table in made.items() if key in ("device_times", "ranks")), None)
     if ranks is not None and ranks.rows > 1 and (_are_slow(found) or _differ(ranks)):
         room = SHORT_LINES - len(lines) - len(end) - 4  # an empty line, title and headings, and the line on the rest
-        rows = min(ranks.first or ranks.rows, max(_MIN_ROWS, room))
-        lines += [Text(""), *table_lines(ranks, width, rows)]
+        rows = min(ranks.first or ranks.rows, room)
+        lines += [Text(""), *table_lines(ranks, width, rows)] if rows > 0 else []
     return [*lines, *end]
 
 
