@@ -39,7 +39,7 @@ def test_once(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", str(live.run.path), "--once"]) == 0
     out, err = capsys.readouterr()
 
-    assert "Rank 3 (node-0000) is slow" in out
+    assert "SLOW RANK   rank 3 (node-0000)" in out
     assert "  4 ranks" in out
     assert "\x1b" not in out
     assert err == ""
@@ -159,7 +159,7 @@ def test_dumb_terminal(live: LiveSimulation) -> None:
         text = terminal.written.decode()
 
     assert code == 0
-    assert "Rank 3 (node-0000) is slow" in text
+    assert "SLOW RANK   rank 3 (node-0000)" in text
     assert "\x1b" not in text
     assert "Traceback" not in text
 

@@ -26,7 +26,7 @@ def told(title: str, report: dict[str, Any], alerts: Iterable[Alert] = ()) -> st
 
 def _figures(row: dict[str, Any]) -> str:
     """Return what else a verdict has, with three digits."""
-    left_out = ("text", "explanation", "held", "evidence", "where")
+    left_out = ("text", "explanation", "cause", "held", "evidence", "where")
     values = ((name, value) for name, value in row.items() if name not in left_out and value is not False)
     return ", ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in values)
 

@@ -81,7 +81,7 @@ def test_nothing_is_cut_off(planted: LiveSimulation, size: tuple[int, int]) -> N
     assert len(lines) == size[1]
     assert lines[0].startswith("simulation  run  8 ranks")
     assert re.search(
-        r"cost [\d.]+ ms per step = \d+% of job time evidence Rank 3 \(node-0000\) .* next .* --rank 3 ──", text
+        r"cost [\d.]+ ms per step = \d+% of step time evidence Rank 3 computes .* next .* --rank 3 ──", text
     )
     assert re.search(r"▶ 3 .*\d+ \d+ \+[\d.]+ █", text)
     assert all(f"█ {part}" in text for part in ("forward", "backward", "optimizer", "comm wait"))

@@ -85,8 +85,8 @@ def test_command_profiles_the_next_run_when_the_job_has_ended(tmp_path: Path) ->
 def test_the_first_finding_gives_the_status_of_the_run(tmp_path: Path) -> None:
     report = simulated(tmp_path, "constant:rank=3,share=0.25")
     slow, *_ = headlines(report)
-    fine = Headline("none", "OK", GOOD, (), None, None, "", "", "", is_over=False)
-    over = Headline("long_steps", "LONG STEPS", WARNING, (), None, None, "", "", "", is_over=True)
+    fine = Headline("none", "OK", GOOD, (), None, None, "", "", "", "", is_over=False)
+    over = Headline("long_steps", "LONG STEPS", WARNING, (), None, None, "", "", "", "", is_over=True)
 
     assert overall([over, fine, slow]) is slow
     assert overall([over, fine]) is fine

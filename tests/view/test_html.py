@@ -26,6 +26,7 @@ SLOW = Headline(
     cost_s_per_step=0.0229,
     cost_share=0.27,
     sentence="Rank 13 computes 249 ms per step.",
+    cause="none found (checked: disk)",
     action="profile it.",
     command="torchlens-perf capture RUN --rank 13",
     is_over=False,

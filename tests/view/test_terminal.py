@@ -70,7 +70,7 @@ class TestPlantedJobs:
         assert lines[0].startswith("torchlens_perf  simulation  2 ranks, 120 steps, ended after ")
         assert re.fullmatch(r"  SLOW RANK   rank 1 \(node-0000\)   forward   since step 0", lines[2])
         assert re.fullmatch(r"  cost        [0-9.]+ ms per step = \d+% of step time", lines[3])
-        assert re.search(r" evidence It computes [0-9.]+ ms per step, the other rank [0-9.]+ ms\.", words(text))
+        assert re.search(r" evidence Rank 1 computes [0-9.]+ ms per step, the other rank [0-9.]+ ms\.", words(text))
         assert "Seen in 15 of 15 windows." in words(text)
         assert "\n  next        compare the model on rank 1: " in text
         assert "\n              export TORCHLENS_PERF_CAPTURE=verdict  # then start the job again" in text
@@ -213,7 +213,7 @@ def test_cause_of_a_slow_rank_has_its_own_line() -> None:
         state.findings = dataclasses.replace(state.findings, groups=(diagnosed,))
         reports[name] = short(state)
 
-    assert "\n  cause       none found among garbage collection, memory pressure.\n" in reports["none"]
+    assert "\n  cause       none found (checked: garbage collection, memory pressure)\n" in reports["none"]
     assert "\n  cause       it collects garbage for 9 ms a step (which explains 80% of it).\n" in reports["gc"]
     assert "\n  next        freeze the heap.\n" in reports["gc"]
 

@@ -104,6 +104,8 @@ def _card(headline: Headline) -> str:
     if cost and share is not None:
         lines.append(f"<b>{duration(cost)}</b> lost per step, <b>{percent(share)}</b> of step time")
     lines.append(_escaped(headline.sentence))
+    if headline.cause:
+        lines.append(f"<b>Cause:</b> {_escaped(headline.cause)}")
     if headline.action:
         lines.append(f"<b>Next:</b> {_escaped(headline.action)}")
     if headline.command:

@@ -72,6 +72,8 @@ class Headline:
     """Of the time of a step; both are None where the cost is not known or there is none."""
     sentence: str
     """The finding in words, without the cost where that is in the fields above."""
+    cause: str
+    """Why, or what was checked in vain; "" where no cause was looked for."""
     action: str
     """What to do, in a sentence; "" where there is nothing to do."""
     command: str
@@ -113,6 +115,7 @@ def headline(row: VerdictRow, report: Report, run_dir: str = "") -> Headline:
         cost_s_per_step=row["cost_s_per_step"] or None,
         cost_share=row["cost_share"] or None,
         sentence=printable(row["explanation"] or sentence),
+        cause=printable(row["cause"]),
         action=printable(action),
         command=_command(row, report, run_dir),
         is_over=row["is_over"],

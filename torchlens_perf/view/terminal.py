@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import io
-import re
 import statistics
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,11 +40,6 @@ _MIN_NAME, _STACK_LINES = 12, 10
 _DIFFERENCE = 0.1
 """Spread of the ranks' compute time from which the short report shows the ranks without a verdict on one."""
 _FLAT = 0.03
-_SLOW_RANK = re.compile(
-    r"(?:Rank \d+(?: \([^(),]*\))? is slow|Node [^ (]+ is slow \([^)]*\), most of all rank \d+,) in [^:]*: "
-    r"(?P<evidence>.*?\.)(?: (?P<cause>(?:No cause found|Because|Seen on it alone).*))?"
-)
-"""The sentence on a slow rank or node whose place before the colon is known from the headline's facts."""
 _MAX_CHARACTERS = 2000
 """Of one text: a name may have millions."""
 _SHADES = "█▓▒░▚/=:·"
@@ -204,22 +198,12 @@ def verdict_lines(head: Headline, width: int, held: str = "") -> list[Text]:
     lines += _field("cost", _cost(head), width, text_style="bold") if head.cost else []
     if places:
         seen = f" Seen {facts['seen']}." if "seen" in facts and not held else ""
-        evidence, cause = _evidence_and_cause(head)
-        lines += _field("evidence", f"{evidence}{seen}", width)
-        lines += _field("cause", cause, width) if cause else []
+        lines += _field("evidence", f"{head.sentence}{seen}", width)
+        lines += _field("cause", head.cause, width) if head.cause else []
     if held:
         lines += _field("held", held.removeprefix("Held "), width)
     lines += _field("next", head.action, width) if head.action else []
     return [*lines, _raw("", head.command)] if head.command else lines
-
-
-def _evidence_and_cause(head: Headline) -> tuple[str, str]:
-    """Return the sentence without the place that is shown above it, and the cause of a slow rank."""
-    found = _SLOW_RANK.fullmatch(head.sentence) if head.kind == "straggler" else None
-    if found is None:
-        return head.sentence, ""
-    evidence, cause = found["evidence"], found["cause"] or ""
-    return evidence[0].upper() + evidence[1:], cause.removeprefix("Because ").replace("No cause found", "none found")
 
 
 def _places(head: Headline) -> list[str]:

@@ -67,7 +67,7 @@ def _diagnosis(key: str, rank: int | None, diagnosis: Mapping[str, Any] | None) 
         ],
     )
     return details(
-        f"Causes: {len(causes) or 'none found'}",
+        "Causes and measurements",
         tag("ol", causes) if causes else None,
         tag("p", f"Checked: {checked}. Not measured: {missing}."),
         table(spec) if signals else None,

@@ -323,21 +323,24 @@ class JudgedVerdict(Verdict):
     episode: Episode | None = dataclasses.field(default=None, compare=False)
     """The time in which its rank is, or was, slow; None for other kinds. It is in no report."""
     explanation: str = ""
-    """The text without cost and time, which the fields have; "" where that is the whole text."""
+    """What was measured, without place, cost, time and cause, which fields have; "" where that is the whole text."""
+    cause: str = ""
+    """Why a rank is slow, or what was checked in vain; "" where no cause was looked for."""
 
     def facts(self) -> dict[str, Any]:
         """Return the fields that a report has."""
         return {
             "kind": self.kind, "rank": self.rank, "phase": self.phase, "cost_s_per_step": self.cost_s_per_step,
             "cost_share": self.cost_share, "since_step": self.since_step, "confidence": self.confidence,
-            "text": self.sentence, "explanation": self.explanation or self.text, "evidence": self.evidence,
+            "text": self.sentence, "explanation": self.explanation or self.text, "cause": self.cause,
+            "evidence": self.evidence,
         }  # fmt: skip
 
 
 def judged(
     kind: str, rank: int | None, phase: str | None, cost_s_per_step: float | None, cost_share: float | None,
     since_step: int | None, confidence: float, sentence: str, evidence: Evidence, episode: Episode | None = None,
-    explanation: str = "",
+    explanation: str = "", cause: str = "",
 ) -> JudgedVerdict:  # fmt: skip
     """Return a verdict. kind: one of EVIDENCE. sentence: with what to do after "Next: "."""
     said = sentence_and_action(sentence)
@@ -352,5 +355,6 @@ def judged(
         confidence,
         evidence,
         episode,
-        explanation.strip(),
+        explanation,
+        cause,
     )

@@ -409,7 +409,9 @@ class VerdictFacts(TypedDict):
     confidence: float
     text: str
     explanation: str
-    """The text without its cost, its time and what to do, for a headline that shows these as numbers."""
+    """What was measured, for a headline that shows place, cost, time, cause and what to do apart from it."""
+    cause: str
+    """Why a rank is slow, or what was checked in vain; "" where no cause was looked for."""
     where: dict[str, str] | None
     """Who knows the rank by which name: host, scheduler, container, cloud."""
     held: Held | None

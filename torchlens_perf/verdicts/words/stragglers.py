@@ -193,7 +193,9 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
     it = "it" if straggler.kind == "rank" else f"rank {episode.rank}"
     against = _against(episode, it, findings.compared)
     found = f"{who} in {phase_name(episode.phase)}: {against}{where}{_pattern(episode)}."
-    because = _because(straggler, lacks_cpu=context.lacks_cpu)
+    because, cause = _because(straggler, lacks_cpu=context.lacks_cpu)
+    named = _against(episode, f"rank {episode.rank}", findings.compared)
+    explanation = f"{named[0].upper()}{named[1:]}{where}{_pattern(episode)}."
     action = causes[0].action if causes else _next_action(episode, modules, straggler)
     text = f"{found} {cost}, {since}. {because}Next: {action}"
     evidence = StragglerEvidence(
@@ -217,38 +219,39 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
     confidence, since_step = _confidence(episode), episode.since_step
     return judged(
         "straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence, episode,
-        f"{found} {because}",
+        explanation, cause,
     )  # fmt: skip
 
 
-def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> str:
-    """What is behind it, with its evidence; or what was looked at in vain. lacks_cpu: see SlowRankContext."""
+def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> tuple[str, str]:
+    """Return the causes, or what was checked in vain: as sentences, and in short. lacks_cpu: see SlowRankContext."""
     diagnosis = straggler.diagnosis
     if diagnosis is None:
-        return ""
+        return "", ""
     if not diagnosis.causes:
-        looked_at = [each for each in diagnosis.looked_at if not (lacks_cpu and each == WAITS_FOR_CPU)]
-        return f"No cause found among {', '.join(looked_at)}. " if looked_at else ""
-    text = ""
+        checked = ", ".join(each for each in diagnosis.looked_at if not (lacks_cpu and each == WAITS_FOR_CPU))
+        return (f"No cause found among {checked}. ", f"none found (checked: {checked})") if checked else ("", "")
+    text, short = "", []
     for cause in diagnosis.causes:
         if cause.explains is None:
             text += f"Seen on it alone: {cause.text}; {cause.action} "
+            short.append(f"seen on it alone: {cause.text}")
         else:
-            begin = "Also, " if text else "Because "
-            text += f"{begin}{cause.text} (which explains {percent(min(1.0, cause.explains))} of it). "
-    return text
+            explains = percent(min(1.0, cause.explains))
+            text += f"{'Also, ' if text else 'Because '}{cause.text} (which explains {explains} of it). "
+            short.append(f"{cause.text} (explains {explains})")
+    return text, "; ".join(short)
 
 
 def _against(episode: Episode, it: str, ranks: int) -> str:
     """Return the time of a slow rank and of the other ranks. it: what the sentence calls the slow rank."""
-    others = "the other rank" if ranks == 2 else "the other ranks"
+    others, its = "the other rank" if ranks == 2 else "the other ranks", "its" if it == "it" else f"{it}'s"
     if episode.phase == "cpu":
-        return (
-            f"its thread was ready but had no CPU for {duration(episode.excess_ns / 1e9)} a step more than on {others}"
-        )
+        more = duration(episode.excess_ns / 1e9)
+        return f"{its} thread was ready but had no CPU for {more} a step more than on {others}"
     mine, theirs = duration(episode.work_ns / 1e9), duration(episode.others_work_ns / 1e9)
     if episode.by_host:
-        return f"its host needs {mine} a step against {theirs} on {others}, and the device waits for it"
+        return f"{its} host needs {mine} a step against {theirs} on {others}, and the device waits for it"
     if episode.phase in _COMPUTING:
         return f"{it} computes {mine} per step, {others} {theirs}"
     return f"{it} takes {mine} per step without communication wait, {others} {theirs}"
