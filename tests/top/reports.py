@@ -42,8 +42,8 @@ def verdict(kind: str, text: str, **facts: Any) -> dict[str, Any]:
     """A row of `verdicts`."""
     values: dict[str, Any] = {
         "kind": kind, "rank": None, "phase": None, "cost_s_per_step": None, "cost_share": None,
-        "lost_s": None, "since_step": None, "confidence": 0.9, "text": text, "explanation": "", "cause": "", "evidence": {},
-        "where": None, "held": None, "is_over": kind.endswith(("_ended", "_transient")),
+        "lost_s": None, "since_step": None, "confidence": 0.9, "text": text, "explanation": "", "cause": "",
+        "evidence": {}, "where": None, "held": None, "is_over": kind.endswith(("_ended", "_transient")),
     }  # fmt: skip
     return {**values, **facts}
 
