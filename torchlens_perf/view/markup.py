@@ -65,12 +65,3 @@ def raw(name: str, text: str, **attributes: str) -> Element:
 def html(element: Element) -> str:
     """Return the element as text. Scripts and styles are written as they are."""
     return ElementTree.tostring(element, encoding="unicode", method="html")
-
-
-def name(text: str, longest: int = 48) -> Child:
-    """Return a name from the run; a long one loses its middle, and has the whole of it in a title."""
-    text = printable(text)
-    if len(text) <= longest:
-        return tag("span", text, class_="name")
-    half = longest // 2
-    return tag("span", f"{text[:half]}…{text[-half:]}", class_="name", title=safe(text))

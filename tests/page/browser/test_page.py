@@ -119,3 +119,12 @@ def test_theme_is_chosen_and_kept_in_the_address(tab_of: TabOf, file: Path) -> N
 
     assert "theme=dark" in tab.address()
     assert tab.value("getComputedStyle(document.body).backgroundColor") != light
+
+
+def test_link_to_a_heading_is_seen_when_it_has_the_focus(tab_of: TabOf, file: Path) -> None:
+    tab = tab_of(file).open()
+    link = tab.page.locator("#ranks .here")
+
+    assert link.evaluate("each => getComputedStyle(each).opacity") == "0"
+    link.focus()
+    assert link.evaluate("each => each === document.activeElement && getComputedStyle(each).opacity") == "1"

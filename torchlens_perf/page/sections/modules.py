@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
     from torchlens_perf.verdicts.words.report import Module
 
-_MAX_ROWS, _MAX_BARS, _FEW_RANKS = 40, 6, 4
+_MAX_BARS, _FEW_RANKS = 6, 4
 _VISIBLE_GAP = 0.1  # Share of the largest gap from which a module of the slow rank is marked.
 _VISIBLE = 0.01  # Share of the longest bar. Shorter ones are in the table only.
 
