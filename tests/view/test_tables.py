@@ -9,7 +9,9 @@ import pytest
 from tests.report.test_held import node
 from tests.verdicts.words.test_bottleneck import BASE
 from tests.view.test_headline import simulated
+from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.report.build import build
+from torchlens_perf.verdicts.words.evidence import StragglerEvidence
 from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view.specs import Column, Quantity, Table
 from torchlens_perf.view.tables import tables
@@ -129,3 +131,13 @@ def test_columns_of_a_rank_add_up_to_its_step() -> None:
     assert seconds["forward"] == pytest.approx(0.004)
     assert sum(seconds.values()) == pytest.approx(step_s)  # type: ignore[arg-type]
     assert compute_s == pytest.approx(step_s - 0.020)  # type: ignore[operator]
+
+
+def test_table_says_what_a_rank_computes_since_it_is_slow(tmp_path: Path) -> None:
+    report = simulated(tmp_path, "constant:rank=3,share=0.25,since=60")
+    row = report["verdicts"][0]
+
+    assert isinstance(row["evidence"], StragglerEvidence)
+    assert row["held"] is not None
+    expected = f"Since step {row['held']['since_step']}, compute of rank 3 is {duration(row['evidence'].work_s)}."
+    assert expected in found(report, "ranks").note

@@ -214,7 +214,7 @@ def test_cause_of_a_slow_rank_has_its_own_line() -> None:
         reports[name] = short(state)
 
     assert "\n  cause       none found (checked: garbage collection, memory pressure)\n" in reports["none"]
-    assert "\n  cause       it collects garbage for 9 ms a step (which explains 80% of it).\n" in reports["gc"]
+    assert "\n  cause       it collects garbage for 9 ms a step (explains 80%)\n" in reports["gc"]
     assert "\n  next        freeze the heap.\n" in reports["gc"]
 
 

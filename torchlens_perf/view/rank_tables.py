@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.run.records import PARTS as RECORDED_PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.evidence import StragglerEvidence
 from torchlens_perf.verdicts.words.order import ranks_of
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value
 from torchlens_perf.view.theme import PARTS
@@ -77,8 +79,20 @@ def rank_table(report: Report) -> Table | None:
     clock = ", host clock" if report["run"]["device"] is not None else ""
     title = f"Typical step of each rank{clock}" if several else f"Typical step{clock}"
     missing = sorted({part for rank in ranks for part in rank["not_measured"]})
-    note = f"{', '.join(PARTS[part].name for part in missing)}: not measured; part of backward." if missing else ""
+    notes = [_slow_later(report)] if by_host else []
+    notes += [f"{', '.join(PARTS[part].name for part in missing)}: not measured; part of backward."] if missing else []
+    note = " ".join(filter(None, notes))
     return Table("ranks", title, columns, slow, first, note, "rank", "compute" if by_host else "step")
+
+
+def _slow_later(report: Report) -> str:
+    """Return why the table and the verdict on a slow rank differ: the rank is slow in a part of the run only."""
+    for row in report["verdicts"]:
+        evidence, held = row["evidence"], row["held"]
+        if isinstance(evidence, StragglerEvidence) and held is not None and held["since_step"] and not row["is_over"]:
+            since, compute = held["since_step"], duration(evidence.work_s)
+            return f"Whole run. Since step {since}, compute of rank {row['rank']} is {compute}."
+    return ""
 
 
 def device_table(report: Report) -> Table | None:
