@@ -184,7 +184,7 @@ class VerdictTimes:
         everywhere = kind != "lack_of_cpu" or bool(found.judged.all())
         if not everywhere and len(rest) < _MIN_WINDOWS:
             return None
-        use_s, rest_s = (_mean([each.measured_s(kind) for each in some]) for some in (inside, rest))
+        use_s, rest_s = (_mean([each.wait(kind).seconds for each in some]) for some in (inside, rest))
         if not rest or use_s < _CLEARLY * rest_s:
             return None
         held, step_s = self._stretch(found), _mean([each.step_s for each in inside])

@@ -20,6 +20,7 @@ from torchlens_perf.verdicts.words.evidence import (
     StragglerEvidence,
 )
 from torchlens_perf.verdicts.words.order import ended_in_it, ranks_of
+from torchlens_perf.view.rank_tables import largest_section
 from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, PARTS, WARNING
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def headline(row: VerdictRow, report: Report, run_dir: str = "") -> Headline:
         kind=row["kind"],
         status=status,
         severity=NEUTRAL if row["is_over"] else severity,
-        facts=tuple((name, printable(text)) for name, text in _facts(row)),
+        facts=tuple((name, printable(text)) for name, text in _facts(row, report)),
         cost_s_per_step=row["cost_s_per_step"] or None,
         cost_share=row["cost_share"] or None,
         sentence=printable(row["explanation"] or sentence),
@@ -138,7 +139,7 @@ def _status(row: VerdictRow) -> tuple[str, str]:
     return status, severity
 
 
-def _facts(row: VerdictRow) -> list[tuple[str, str]]:
+def _facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
     """Return what a verdict is about, as name and text."""
     kind, evidence, ranks, held = row["kind"].removesuffix(OVER), row["evidence"], ranks_of(row), row["held"]
     found: list[tuple[str, str]] = []
@@ -148,7 +149,9 @@ def _facts(row: VerdictRow) -> list[tuple[str, str]]:
         at = f" ({host})" if host and of_one_host else ""
         found.append(("rank" if len(ranks) == 1 else "ranks", f"{ranges(ranks)}{at}"))
     if kind in _BOTTLENECKS:
-        found.append(("waits for" if kind == "lack_of_cpu" else "in", _BOTTLENECKS[kind]))
+        section = largest_section(report, row["cost_s_per_step"] or 0.0) if kind == "host_bound" else ""
+        where = f"section {section}" if section else _BOTTLENECKS[kind]
+        found.append(("waits for" if kind == "lack_of_cpu" else "in", where))
     elif row["phase"] is not None and kind != "long_steps":
         found.append(("phase", phase_words(row["phase"])))
     if kind in ("none", "compute_bound", "not_compared"):

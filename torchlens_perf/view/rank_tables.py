@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FIRST_ROWS = 8
 _FIRST_SLOW, _FIRST_EQUAL = 5, 4
+_MOST = 0.5
 _WORTH_A_COLUMN = 0.02
 """Share of a step."""
 _SHOWN_PARTS = tuple(part for part in RECORDED_PARTS if part != "tool")
@@ -256,6 +257,19 @@ def step_parts(rank: Rank, *, by_device: bool) -> dict[str, float]:
     if not by_device:
         return host_parts(rank)
     return dict(rank["device"]["parts"]) if rank["device"] is not None else {}
+
+
+def largest_section(report: Report, seconds: float) -> str:
+    """Return the user's section that takes at least half of this time of host code; "" where none does."""
+    found = ((each["host_s_per_typical_step"] or 0.0, each["name"]) for each in report["sections"])
+    most_s, name = max(found, default=(0.0, ""))
+    return name if most_s and most_s >= _MOST * seconds else ""
+
+
+def part_name(report: Report, part: str, seconds: float) -> str:
+    """Return the name of a part of the step, with the section that host code is mostly in. seconds: of the part."""
+    section = largest_section(report, seconds) if part == "host" else ""
+    return f"{PARTS[part].name} (section {section})" if section else PARTS[part].name
 
 
 def mean_parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

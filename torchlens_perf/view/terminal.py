@@ -23,7 +23,7 @@ from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
 from torchlens_perf.verdicts.words.verdict import warm_up_words
 from torchlens_perf.view.headline import Headline, headlines, overall
-from torchlens_perf.view.rank_tables import leading, mean_parts, step_parts
+from torchlens_perf.view.rank_tables import leading, mean_parts, part_name, step_parts
 from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Column, Table
 from torchlens_perf.view.tables import tables
 from torchlens_perf.view.theme import BAD, EXCESS_BOUNDS, EXCESS_STYLES, GOOD, PARTS, SEVERITIES
@@ -314,7 +314,8 @@ def bar_lines(report: Report, main: Headline | None, width: int, *, color: bool,
     legend, used = _labelled("", ""), 0
     for part in seen:
         share = f" {percent(bars['time'].get(part, 0.0) / longest)}" if "time" in bars else ""
-        words = f" {PARTS[part].name}{share}   "
+        name = part_name(report, part, bars["time"].get(part, 0.0)) if "time" in bars else PARTS[part].name
+        words = f" {printable(name)}{share}   "
         if used + 1 + len(words.rstrip()) > room and used:
             lines.append(legend)
             legend, used = _labelled("", ""), 0

@@ -12,7 +12,7 @@ from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
 from torchlens_perf.view.html import status_chip
 from torchlens_perf.view.markup import Child, Element, tag
-from torchlens_perf.view.rank_tables import mean_parts, step_parts
+from torchlens_perf.view.rank_tables import mean_parts, part_name, step_parts
 from torchlens_perf.view.theme import PARTS
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def key_figures(report: Report, status: Headline | None) -> Element | None:
     if total:
         tiles.append(_tile(percent(sum(parts.get(part, 0.0) for part in _COMPUTE) / total), "of a step is compute"))
     tiles.append(_compared(report))
-    bar = _bar({part: value / total for part, value in parts.items()}, report) if total else None
+    bar = _bar(parts, total, report) if total else None
     return tag("section", tiles, bar, class_="tiles", id="figures", aria_label="Key figures")
 
 
@@ -84,7 +84,8 @@ def _tile(number: str, words: str, severity: str = "") -> Element:
     return tag("p", tag("b", number), " ", words, class_=f"tile {severity}".rstrip())
 
 
-def _bar(shares: dict[str, float], report: Report) -> Element:
+def _bar(parts: dict[str, float], total: float, report: Report) -> Element:
+    shares = {part: value / total for part, value in parts.items()}
     several = report["run"]["world_size"] > 1
     order = [part for part in PARTS if shares.get(part)]
     bars, at = [], 0.0
@@ -92,7 +93,7 @@ def _bar(shares: dict[str, float], report: Report) -> Element:
         bars.append(tag("rect", x=100 * at, y=0, width=100 * shares[part], height=4, class_=f"part-{part}"))
         at += shares[part]
     legend: list[Child] = [
-        tag("li", _swatch(part), f"{PARTS[part].name} ", tag("b", percent(shares[part])))
+        tag("li", _swatch(part), f"{part_name(report, part, parts[part])} ", tag("b", percent(shares[part])))
         for part in order
         if shares[part] >= _SMALLEST_NAMED
     ]

@@ -10,7 +10,7 @@ from torchlens_perf.page.sections.section import RANK_TABLES, by_prominence, nam
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.view.html import section
 from torchlens_perf.view.markup import Element, tag
-from torchlens_perf.view.rank_tables import step_parts
+from torchlens_perf.view.rank_tables import part_name, step_parts
 from torchlens_perf.view.theme import PARTS as NAMES
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ def _bars(report: Report, ranks: list[Rank], *, by_device: bool, hidden: bool) -
     if not rows:
         return None
     clock = "device" if by_device else "host"
-    return bars(f"phases-{clock}", f"Typical step by part ({clock} clock)", rows, _words(rows, hidden=hidden))
+    return bars(f"phases-{clock}", f"Typical step by part ({clock} clock)", rows, _words(rows, report, hidden=hidden))
 
 
-def _words(rows: list[Bar], *, hidden: bool) -> str:
+def _words(rows: list[Bar], report: Report, *, hidden: bool) -> str:
     """Return the largest part, or what takes longer on the slow rank.
 
     hidden: devices that wait hide what their hosts do, so that this clock cannot tell.
@@ -76,4 +76,5 @@ def _words(rows: list[Bar], *, hidden: bool) -> str:
             )
     sums = {part: sum(row.seconds.get(part, 0.0) for row in rows) for part in parts}
     largest = max(sums, key=lambda part: sums[part])
-    return f"Largest part: {NAMES[largest].name}, {percent(sums[largest] / total)}."
+    name = part_name(report, largest, sums[largest] / len(rows))
+    return f"Largest part: {name}, {percent(sums[largest] / total)}."

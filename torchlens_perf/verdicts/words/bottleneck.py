@@ -73,8 +73,6 @@ class Spent:
     computing: Use
     waits: list[Use]
     """The rest, the most first."""
-    measured_lack_s: float
-    """How long a thread was ready and had no CPU, also where that is too little to be a use of its own."""
 
     @property
     def limit(self) -> Use:
@@ -96,10 +94,6 @@ class Spent:
         """That of a kind."""
         return next(each for each in self.waits if each.kind == kind)
 
-    def measured_s(self, kind: str) -> float:
-        """Return the seconds of a kind of wait, also where another part of the step includes them."""
-        return self.measured_lack_s if kind == _LACK.kind else self.wait(kind).seconds
-
     def without(self, kind: str) -> Spent:
         """The same step, where the cause of one kind of wait is the subject of another verdict."""
         return dataclasses.replace(self, waits=[each for each in self.waits if each.kind != kind])
@@ -117,20 +111,17 @@ def spent(
     device: they are by the device's clock, which lacks a CPU where it waits for the host: between the phases.
     """
     lack = {part: min(parts_s.get(part, 0.0), lack_s.get(part, 0.0)) for part in (_GAP if device else OWN_PARTS)}
-    measured_lack_s = sum(lack.values())
-    if measured_lack_s < _WORTH_NAMING * step_s:
-        lack = {}  # it stays in the parts, as the table has them
     left = {part: seconds - lack.get(part, 0.0) for part, seconds in parts_s.items()}
     computing = {part: left[part] for part in _COMPUTE if left.get(part, 0.0) > 0}
     largest = max(computing, key=lambda part: computing[part], default="forward")
     parts = sorted(computing.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for part, seconds in parts)
-    what = f"Computing ({shown})" if shown and not lack else "Computing"
+    what = f"Computing ({shown})" if shown and sum(lack.values()) < _WORTH_NAMING * step_s else "Computing"
     waits = [dataclasses.replace(_LACK, seconds=sum(lack.values()))]
     waits += [dataclasses.replace(each, seconds=left.get(each.phase, 0.0)) for each in _WAITS]
     waits.sort(key=lambda use: -use.seconds)
     use = Use("compute_bound", largest, sum(computing.values()), what, look_at)
-    return Spent(step_s, use, waits, measured_lack_s)
+    return Spent(step_s, use, waits)
 
 
 def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[JudgedVerdict]:
@@ -378,7 +369,7 @@ def _in_sections(report: Facts, use: Use, step_s: float) -> list[Use]:
         return [dataclasses.replace(use, what=what, action=_section_action(max(sections)[1]))]
     seconds, name = min(most)
     action = _section_action(name)
-    if use.seconds < whole_s:  # it is without the time in which there was no CPU, as no section is
+    if use.seconds < _NEARLY * whole_s:  # it is without the time in which there was no CPU, as no section is
         return [dataclasses.replace(use, what=f'{use.what}, most of it in section "{name}",', action=action)]
     seconds = min(seconds, use.seconds)
     found = [dataclasses.replace(use, seconds=seconds, what=f'Section "{name}"', action=action)]
