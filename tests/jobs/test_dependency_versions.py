@@ -95,7 +95,7 @@ def test_it_works(environment: Environment, receiver: Receiver, tmp_path: Path) 
     assert value["verdicts"][0]["rank"] == 1
     assert "replayed 1600 steps" in environment.succeeds("torchlens-perf", "sidecar", out)
     assert json.loads(environment.succeeds("torchlens-perf", "report", "--schema"))["$defs"]
-    assert "Rank 1 (" in environment.succeeds("torchlens-perf", "top", "--once", out)
+    assert "rank 1 (" in environment.succeeds("torchlens-perf", "top", "--once", out)
     assert environment.succeeds("python", "-c", TOP, str(out)) == "drawn\n"
     broken = [
         line for line in environment.succeeds("torchlens-perf", "doctor").splitlines() if line.startswith("broken")

