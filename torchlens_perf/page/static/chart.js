@@ -210,7 +210,10 @@
         gap: 4,
         ticks: { stroke: colours.rule, size: 4, width: 1 },
         grid: { show: hasGrid, stroke: colours.rule, width: 1 },
-        values: (_, found) => found.map((value) => (value === null ? "" : text(value))),
+        values: (_, found) => {
+          const texts = found.map((value) => (value === null ? "" : text(value)));
+          return texts.map((each, at) => (each === texts[at - 1] ? "" : each)); // two ticks never read the same
+        },
         ...(splits ? { splits } : {}),
         incrs: incrs ?? INCREMENTS,
         ...(space ? { space } : {}),
