@@ -112,9 +112,10 @@ def short_lines(report: Report, run_dir: str, width: int, *, color: bool, page: 
         lines += [Text(""), *table_lines(made["out_of_memory"], width, 5)]
     ranks = next((table for key, table in made.items() if key in ("device_times", "ranks")), None)
     if ranks is not None and ranks.rows > 1 and (_are_slow(found) or _differ(ranks)):
-        room = SHORT_LINES - len(lines) - len(end) - 4  # an empty line, title and headings, and the line on the rest
-        rows = min(ranks.first or ranks.rows, room)
-        lines += [Text(""), *table_lines(ranks, width, rows)] if rows > 0 else []
+        note = list(_wrapped(ranks.note, width, 2, "dim")) if ranks.note else []
+        # Besides the rows: an empty line, title and headings, and the line on the rest.
+        rows = min(ranks.first or ranks.rows, SHORT_LINES - len(lines) - len(end) - len(note) - 4)
+        lines += [Text(""), *table_lines(ranks, width, rows), *note] if rows > 0 else []
     return [*lines, *end]
 
 
