@@ -145,7 +145,9 @@ def test_it_says_what_the_report_says(text: str, shown: Contents) -> None:
     assert headline.cost_s_per_step is not None
     assert headline.cost_share is not None
     assert steps["p50_s"] is not None
-    assert f"{duration(headline.cost_s_per_step)} lost per step {percent(headline.cost_share)} of step time" in page
+    assert (
+        f"{duration(headline.cost_s_per_step)} {headline.per_step} {percent(headline.cost_share)} of step time" in page
+    )
     assert f"{percent(headline.cost_share)} of step time lost" in page
     assert f"{duration(steps['p50_s'])} step p50" in page
     assert "8 of 8 ranks compared" in page
@@ -280,7 +282,7 @@ def test_a_run_without_steps(shown: Contents) -> None:
     assert [attributes["id"] for tag, attributes in page.elements if tag == "section"] == ["verdicts", "quality"]
     words = " ".join(page.all_text().split())
     assert "no step was recorded" in words
-    assert "of steps whole" not in words
+    assert "of steps complete" not in words
 
 
 def test_cards_say_where(shown: Contents) -> None:

@@ -116,7 +116,7 @@ def test_what_it_says(report: dict[str, Any]) -> None:
     (first,) = headlines(report, "/runs/one")
 
     assert "SLOW RANK rank 1" in page.words
-    assert f"{duration(first.cost_s_per_step)} lost per step, {percent(first.cost_share)} of step time" in page.words
+    assert f"{duration(first.cost_s_per_step)} {first.per_step}, {percent(first.cost_share)} of step time" in page.words
     for words in (first.sentence, f"Next: {first.action}", " ".join(first.command.split())):
         assert words in page.words
     assert page.words.index(first.sentence) < page.words.index("p50")

@@ -24,7 +24,7 @@ from torchlens_perf.run.place.node import node_name
 from torchlens_perf.run.sidecar_status import read_status
 from torchlens_perf.watch import Watch
 
-WRITING = "torchlens_perf: writing the report ... (Ctrl-C skips it)\n"
+WRITING = "torchlens_perf: writing the report ... (Ctrl-C to skip)\n"
 # At the sidecar's start: sleeps at once, or when something is imported.
 SLOW = """
 import sys, time

@@ -135,8 +135,8 @@ def test_straggler_in_words(run: RunDirectory) -> None:
     assert verdict["confidence"] > 0.8
     assert verdict["text"] == (
         f"Rank 1 ({HOST}) is slow in the backward pass: it computes 22.0 ms per step, the other rank 12.0 ms. "
-        "It costs the job 10.0 ms a step (42%), since the start. Next: compare the model on rank 1: its input sizes, "
-        "then clocks and neighbours on that machine."
+        "It costs the job 10.0 ms a step (42%), since the start. Next: compare the input sizes of the model on "
+        "rank 1 with other ranks', then the clock speed and other processes of its host."
     )
 
 
@@ -157,8 +157,8 @@ def test_straggler_with_its_module(run: RunDirectory) -> None:
 
     assert verdict["evidence"].modules == ("block",)
     assert verdict["evidence"].module_excess_s == pytest.approx(0.008, rel=0.01)
-    assert "most of it in block (+8.00 ms a step)" in verdict["text"]
-    assert "Next: compare block on rank 1" in verdict["text"]
+    assert "most of the difference is in block (+8.00 ms a step)" in verdict["text"]
+    assert "Next: compare the input sizes of block on rank 1" in verdict["text"]
 
 
 def test_sixty_short_steps_are_too_few(run: RunDirectory) -> None:

@@ -141,8 +141,8 @@ def test_ranks_that_were_not_seen_are_not_in_the_title(run: RunDirectory) -> Non
 @pytest.mark.parametrize(
     ("before_s", "compile_s", "interactive", "first", "words"),
     [
-        (200.0, 138.0, False, "startup", "200 s since the process started; then"),
-        (200.0, 0.0, False, "startup", "200 s since the process started; then"),
+        (200.0, 138.0, False, "startup", "200 s since the process started; warm-up steps"),
+        (200.0, 0.0, False, "startup", "200 s since the process started; warm-up steps"),
         (20.0, 15.0, False, "", "20.0 s since the process started"),
         (9000.0, 0.0, True, "", "9000 s since the kernel or the interpreter started"),
     ],
@@ -163,7 +163,7 @@ def test_long_start_is_a_verdict(
     kinds = [verdict["kind"] for verdict in report["verdicts"]]
     assert ("startup" in kinds) is bool(first)
     line = startup_words(report["run"])
-    assert line.startswith(f"before the first recorded step: {words}")
+    assert line.startswith(f"startup {words}")
     assert line in " ".join(render(report, "/r", columns=200, color=False).split())
     assert ("torch.compile took" in line) is bool(compile_s)
     if first:
@@ -202,7 +202,7 @@ def test_long_start_is_no_verdict_before_an_ordinary_step(steps: int, run: RunDi
 
     assert "startup" not in [verdict["kind"] for verdict in report["verdicts"]]
     assert "more than usual" not in render(report, "/r", columns=100, color=False)
-    assert startup_words(report["run"]).startswith("before the first recorded step: 200 s")
+    assert startup_words(report["run"]).startswith("startup 200 s")
 
 
 def test_start_is_unknown_of_simulated_clocks(run: RunDirectory) -> None:

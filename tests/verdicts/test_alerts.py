@@ -402,7 +402,7 @@ def test_modules_are_in_the_sentence_where_there_is_a_report() -> None:
     (alert,) = FindingLog("run").changes(
         0, findings(episode()), None, PLACES, NOW_NS, context=lambda: SlowRankContext([module])
     )
-    assert "most of it in blocks.3" in alert.sentence
+    assert "most of the difference is in blocks.3" in alert.sentence
 
 
 def test_counts_by_class() -> None:

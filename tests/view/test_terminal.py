@@ -71,9 +71,9 @@ class TestPlantedJobs:
         assert re.fullmatch(r"  SLOW RANK   rank 1 \(node-0000\)   forward   since step 0", lines[2])
         assert re.fullmatch(r"  cost        [0-9.]+ ms per step = \d+% of step time", lines[3])
         assert re.search(r" evidence Rank 1 computes [0-9.]+ ms per step, the other rank [0-9.]+ ms\.", words(text))
-        assert "Seen in 15 of 15 windows." in words(text)
-        assert "\n  next        compare the model on rank 1: " in text
-        assert "\n              export TORCHLENS_PERF_CAPTURE=verdict  # then start the job again" in text
+        assert "Seen in 100% of these steps." in words(text)
+        assert "\n  next        compare the input sizes of the model on rank 1 " in text
+        assert "\n              export TORCHLENS_PERF_CAPTURE=verdict  # then rerun the job" in text
         assert lines[-1] == f"  full report torchlens-perf report {LONG}"
         rows = [line.split()[0] for line in text.partition("  rank  step")[2].splitlines()[1:3]]
         assert rows == ["1", "0"]
@@ -190,7 +190,9 @@ def test_second_and_third_verdict_have_one_line() -> None:
     text = short(node([loop] * 2, findings(last_step=199, compared=2)))
 
     assert text.splitlines()[2].startswith("  LONG STEPS  ")
-    assert re.search(r"\n  BOTTLENECK  Waiting for data .*\n  LONG STEPS  .*\n\n  step ", text)
+    assert re.search(
+        r"\n  BOTTLENECK  data loading, [0-9.]+ ms per step \(\d+%\), .*\n  LONG STEPS  .*\n\n  step ", text
+    )
 
 
 def test_what_is_over_is_one_line() -> None:
@@ -198,8 +200,10 @@ def test_what_is_over_is_one_line() -> None:
     slow = findings(episode(3, 20, 50), episode(2, 60, 90), last_step=159)
     text = short(node([usual(160)] * 4, slow))
 
-    assert re.search(r"\n  earlier     Waiting for data takes 5", short(node([over])))
-    assert re.search(r"\n  earlier     SLOW RANK rank [23] \(h\), [0-9.]+ ms per step = .*\n", text)
+    assert re.search(
+        r"\n  earlier     data loading, [0-9.]+ ms per step \(5\d%\), from step 0 to 319\n", short(node([over]))
+    )
+    assert re.search(r"\n  earlier     SLOW RANK rank [23] \(h\), [0-9.]+ ms per step \(.*\n", text)
 
 
 def test_cause_of_a_slow_rank_has_its_own_line() -> None:

@@ -102,7 +102,7 @@ def _card(headline: Headline) -> str:
     lines = [_title(headline)]
     cost, share = headline.cost_s_per_step, headline.cost_share
     if cost and share is not None:
-        lines.append(f"<b>{duration(cost)}</b> lost per step, <b>{percent(share)}</b> of step time")
+        lines.append(f"<b>{duration(cost)}</b> {headline.per_step}, <b>{percent(share)}</b> of step time")
     lines.append(_escaped(headline.sentence))
     if headline.cause:
         lines.append(f"<b>Cause:</b> {_escaped(headline.cause)}")

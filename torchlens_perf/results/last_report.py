@@ -154,7 +154,7 @@ def _wait(mailbox: Mailbox, late: LateReport, timeout_s: float | None, patient: 
                 break
             if not said and now_s >= began_s + SHORT_TIMEOUT_S:
                 said = True
-                output.say("torchlens_perf: writing the report ... (Ctrl-C skips it)\n")
+                output.say("torchlens_perf: writing the report ... (Ctrl-C to skip)\n")
     except KeyboardInterrupt:
         return mailbox.news()
     return text

@@ -82,6 +82,11 @@ class Headline:
     is_over: bool
 
     @property
+    def per_step(self) -> str:
+        """What the cost per step is: "lost per step", or "per step" for a part of the step that does its work."""
+        return "per step" if self.kind in WASTE else "lost per step"
+
+    @property
     def cost(self) -> str:
         """The cost in words; "" where there is none."""
         if not self.cost_s_per_step or self.cost_share is None:
@@ -163,7 +168,9 @@ def _facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
         found.append(("together with", rank_list(evidence.slow_too)))
     if held is not None and held["since_step"] is not None:
         found.append(("steps", steps_words(held["since_step"], held["until_step"])))
-        if held["windows_judged"]:
+        if isinstance(evidence, StragglerEvidence):
+            found.append(("seen", f"in {percent(evidence.share_of_steps)} of these steps"))
+        elif held["windows_judged"]:
             found.append(("seen", f"in {held['windows_held']} of {held['windows_judged']} windows"))
     elif row["since_step"] is not None:
         found.append(("steps", steps_words(row["since_step"], None)))
@@ -171,7 +178,7 @@ def _facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
 
 
 def fact_text(name: str, text: str) -> str:
-    """Return a fact as words: "rank 13", "since step 40", "seen in 14 of 14 windows"."""
+    """Return a fact as words: "rank 13", "since step 40", "seen in 97% of these steps"."""
     return text if name == "steps" else f"{name} {text}"
 
 
@@ -189,4 +196,4 @@ def _command(row: VerdictRow, report: Report, run_dir: str) -> str:
         return f"torchlens-perf capture {shlex.quote(run_dir)} --rank {rank}" if run_dir else ""
     if row["kind"] != "straggler" or any(each["rank"] == rank for each in report["captures"]):
         return ""
-    return "export TORCHLENS_PERF_CAPTURE=verdict  # then start the job again: its slow rank is profiled by itself"
+    return "export TORCHLENS_PERF_CAPTURE=verdict  # then rerun the job: the slow rank is profiled automatically"

@@ -30,7 +30,12 @@ def card(headline: Headline, key: str, *more: Child) -> Element:
     cost, share = headline.cost_s_per_step, headline.cost_share
     number = None
     if cost and share is not None:
-        words: list[Child] = [tag("b", duration(cost)), " lost per step ", tag("b", percent(share)), " of step time"]
+        words: list[Child] = [
+            tag("b", duration(cost)),
+            f" {headline.per_step} ",
+            tag("b", percent(share)),
+            " of step time",
+        ]
         number = tag("p", *words, class_="cost")
     return tag(
         "article",

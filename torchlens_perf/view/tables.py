@@ -197,7 +197,7 @@ def step_class_table(report: Report) -> Table | None:
         Column("outlier steps", [_kind(each) for each in rows], Quantity.TEXT),
         Column("count", [each["count"] for each in rows], Quantity.NUMBER, help="Of a rank, mean over the ranks."),
         Column("duration", [each["mean_s"] for each in rows], help="The mean."),
-        Column("longer by", [each["more_s"] for each in rows], help="Than the typical step, mean."),
+        Column("excess", [each["more_s"] for each in rows], help="Than the typical step, mean."),
         Column("share", [each["share"] for each in rows], Quantity.SHARE, help="Of the time of all steps."),
         Column("mostly in", [phase_words(each["part"]) or None for each in rows], Quantity.TEXT, 0.3),
     ]

@@ -226,10 +226,10 @@ def headline_line(head: Headline, width: int, label: str = "", more: str = "") -
     label: of the line, instead of the status. more: words at its end.
     """
     places = _places(head)
-    if label and places:
+    if label and places and not {"in", "waits for"}.intersection(dict(head.facts)):
         places[0] = f"{head.status} {places[0]}"
-    if "rank" in dict(head.facts) or "ranks" in dict(head.facts):
-        places[1:1] = [_cost(head)] * bool(head.cost)
+    if {"rank", "ranks", "in", "waits for"}.intersection(dict(head.facts)):
+        places[1:1] = [_cost(head).replace(" = ", " (").replace(" of step time", ")")] * bool(head.cost)
         text = f"{', '.join(places)}{more}"
     else:
         text = f"{head.sentence}{more}"

@@ -198,7 +198,7 @@ def test_a_step_is_chosen_by_a_click(tab: Tab) -> None:
     tab.settle()
     tab.show("step")
     assert tab.value(f"{tab.named('step')}.trace.step") == recorded[-1]
-    tab.page.get_by_role("button", name="recorded before").click()
+    tab.page.get_by_role("button", name="Previous recorded step").click()
     tab.settle()
     assert tab.view()["step"] == max(step for step in recorded if step < recorded[-1])
 
@@ -281,7 +281,7 @@ def test_the_keyboard_walks_through_the_heat_map(tab: Tab) -> None:
     assert tab.view()["zoom"] is None
     tab.page.keyboard.press("Enter")
     tab.settle()
-    assert tab.value("document.activeElement.getAttribute('aria-roledescription')") == "time line"
+    assert tab.value("document.activeElement.getAttribute('aria-roledescription')") == "timeline"
     place.focus()
     tab.page.keyboard.press("Escape")
     tab.settle()

@@ -57,7 +57,8 @@ def test_a_slow_rank() -> None:
     assert verdict.sentence == (
         "Rank 3 (node-0) is slow in the backward pass: it computes 80.0 ms per step, the other ranks 60.0 ms. "
         "It costs the job 15.0 ms a step (15%), since step 100. "
-        "Next: compare the model on rank 3: its input sizes, then clocks and neighbours on that machine."
+        "Next: compare the input sizes of the model on rank 3 with other ranks', then the clock speed and other "
+        "processes of its host."
     )
     assert (verdict.kind, verdict.rank, verdict.phase, verdict.since_step) == ("straggler", 3, "backward", 100)
     assert (verdict.cost_s_per_step, verdict.cost_share) == pytest.approx((0.015, 0.15))
@@ -121,10 +122,20 @@ def test_two_ranks_and_the_start() -> None:
     ("phase", "words", "next_words", "cause"),
     [
         ("data", "in data loading:", "look at rank 3's loader", "slow_data"),
-        ("forward", "in the forward pass:", "compare the model on rank 3", "slow_compute"),
-        ("recompute", "in recomputing activations:", "compare rank 3's input sizes", "slow_compute"),
-        ("backward", "in the backward pass:", "compare the model on rank 3", "slow_compute"),
-        ("compute", "in computing, forward and backward alike:", "its clocks, temperature", "slow_compute"),
+        ("forward", "in the forward pass:", "compare the input sizes of the model on rank 3", "slow_compute"),
+        (
+            "recompute",
+            "in recomputing activations:",
+            "compare the input sizes and the clock speed of rank 3",
+            "slow_compute",
+        ),
+        ("backward", "in the backward pass:", "compare the input sizes of the model on rank 3", "slow_compute"),
+        (
+            "compute",
+            "in computing, forward and backward alike:",
+            "compare the input sizes of the model on rank 3",
+            "slow_compute",
+        ),
         ("optimizer", "in the optimizer:", "holds more parameters", "slow_compute"),
         ("host", "in host code between the phases:", "logging, checkpoints, .item(), garbage", "slow_host"),
         ("cpu", "in getting a CPU:", "what else runs on rank 3's CPUs", "slow_host"),
@@ -184,8 +195,8 @@ class TestModules:
         )
         verdict = verdict_on(episode(phase="forward"), context)
 
-        assert ", most of it in block (+15.0 ms a step). " in verdict.sentence
-        assert "Next: compare block on rank 3" in verdict.sentence
+        assert "; most of the difference is in block (+15.0 ms a step). " in verdict.sentence
+        assert "Next: compare the input sizes of block on rank 3" in verdict.sentence
         assert verdict.evidence.modules == ("block",)
         assert verdict.evidence.module_excess_s == pytest.approx(0.015)
 
@@ -194,7 +205,7 @@ class TestModules:
         others = {str(rank): 0.010 for rank in range(8)}
         verdict = verdict_on(episode(phase="forward"), self.context(module("block", {**others, "3": 0.059})))
 
-        assert ", most of it in block. It costs the job" in verdict.sentence
+        assert "; most of the difference is in block. It costs the job" in verdict.sentence
         assert "49" not in verdict.sentence
 
     def test_several_together(self) -> None:
@@ -340,8 +351,8 @@ def test_modules_of_a_rank_of_another_node() -> None:
         (elsewhere, told), (here, told), (elsewhere, little),
     )]  # fmt: skip
 
-    assert "most of it in layers.7 (+15.0 ms a step)" in verdicts[0].sentence
-    assert "Next: compare layers.7 on rank 3" in verdicts[0].sentence
+    assert "most of the difference is in layers.7 (+15.0 ms a step)" in verdicts[0].sentence
+    assert "Next: compare the input sizes of layers.7 on rank 3" in verdicts[0].sentence
     assert [verdict.evidence.modules for verdict in verdicts] == [("layers.7",), ("layers.2",), ()]
 
 

@@ -30,7 +30,7 @@ def amount(count: float, unit: str) -> str:
 
 def steps_whole(share: float, *, any_step: bool) -> str:
     """What a coverage is worth. any_step: whether a step was recorded; without one there is no share of steps."""
-    return f"{share:.1%} of steps whole" if any_step else "no step was recorded"
+    return f"{share:.1%} of steps complete" if any_step else "no step was recorded"
 
 
 def steps_words(since_step: int, until_step: int | None) -> str:

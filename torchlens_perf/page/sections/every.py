@@ -86,7 +86,7 @@ def _collectives(contents: Contents) -> Element | None:
 def _step(contents: Contents) -> Element | None:
     if not contents["traces"]["steps"]:
         return None
-    return section("step", "One step", figure("step", "Time line of one step", None))
+    return section("step", "One step", figure("step", "Timeline of one step", None))
 
 
 def _memory(contents: Contents) -> Element | None:

@@ -52,7 +52,7 @@ def key_figures(report: Report, status: Headline | None) -> Element | None:
     tiles: list[Element | None] = (
         []
         if status is None or status.cost_share is None
-        else [_tile(percent(status.cost_share), "of step time lost", status.severity)]
+        else [_tile(percent(status.cost_share), _of_step_time(status), status.severity)]
     )
     tiles.append(_tile(duration(steps["p50_s"]), f"step p50{_p95(report)}"))
     if steps["mean_s"]:
@@ -61,10 +61,18 @@ def key_figures(report: Report, status: Headline | None) -> Element | None:
     parts = mean_parts(found for rank in report["ranks"] if (found := step_parts(rank, by_device=by_device)))
     total = sum(parts.values())
     if total:
-        tiles.append(_tile(percent(sum(parts.get(part, 0.0) for part in _COMPUTE) / total), "of a step is compute"))
+        share = sum(parts.get(part, 0.0) for part in _COMPUTE) / total
+        tiles.append(_tile(percent(share), "of a step in forward, backward and optimizer"))
     tiles.append(_compared(report))
     bar = _bar(parts, total, report) if total else None
     return tag("section", tiles, bar, class_="tiles", id="figures", aria_label="Key figures")
+
+
+def _of_step_time(status: Headline) -> str:
+    """Return what the share of the step is: a loss, or the part that the step spends most time in."""
+    facts = dict(status.facts)
+    place = facts.get("in") or facts.get("waits for")
+    return f"of step time in {place}" if place else "of step time lost"
 
 
 def _p95(report: Report) -> str:

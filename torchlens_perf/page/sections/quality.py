@@ -19,7 +19,7 @@ def quality(contents: Contents) -> Element:
     """Return the section with the figures of recording, the notes, and what the page leaves out."""
     thinned = contents["thinned"]
     budget = amount(thinned["budget_bytes"], "B")
-    bounds = f"Charts hold at most {budget} of data, exact to {LOG_STEP / 2:.1%}. The run directory holds all records."
+    bounds = f"Charts hold at most {budget} of data, exact to {LOG_STEP / 2:.1%}. The run directory has all records."
     notes, left_out = contents["report"]["quality"]["notes"], thinned["sentences"]
     return section(
         "quality",
@@ -36,10 +36,10 @@ def _figures(report: Report) -> Table:
     rows = {
         "records": f"{found['records']:,}",
         "lost records": f"{found['lost']:,}",
-        "coverage of the worst rank": steps_whole(found["coverage"], any_step=report["steps"]["count"] > 0),
+        "lowest coverage of a rank": steps_whole(found["coverage"], any_step=report["steps"]["count"] > 0),
         "overhead in the training process": NOT_MEASURED if share is None else f"{share:.2%} of the steps' time",
-        **({"hooks per step, mean over the ranks": duration(sum(tool_s) / len(tool_s))} if tool_s else {}),
-        "CPU time of the sidecars": duration(found["sidecar_cpu_s"]),
+        **({"hook time per step (mean)": duration(sum(tool_s) / len(tool_s))} if tool_s else {}),
+        "sidecar CPU time": duration(found["sidecar_cpu_s"]),
     }
     measures = Column("measure", list(rows), Quantity.TEXT)
     return Table(

@@ -1,4 +1,4 @@
-// Which step the time line shows, in words and tables: as page/sections/step.py does for the first one.
+// Which step the timeline shows, in words and tables: as page/sections/step.py does for the first one.
 {
   const { duration, short, element } = torchlens;
   const MOST_COLLECTIVES = 24;
@@ -72,8 +72,8 @@
       const set = (step) => page.view.set({ step });
       const { label, select } = torchlens.choice("Step", "recorded-step", [], (value) => set(Number(value)));
       this.select = select;
-      this.before = torchlens.button("\u2039 recorded before", () => this.next(-1));
-      this.after = torchlens.button("recorded after \u203a", () => this.next(1));
+      this.before = torchlens.button("\u2039 Previous recorded step", () => this.next(-1));
+      this.after = torchlens.button("Next recorded step \u203a", () => this.next(1));
       this.element = element("div", { className: "controls" }, label, this.before, this.after);
       if (page.isLive) {
         this.any = element("input", { type: "number", min: "0", name: "any-step", size: "8" });
@@ -144,7 +144,7 @@
     }
   }
 
-  // The tables of the step below its time line.
+  // The tables of the step below its timeline.
   class StepTables {
     constructor(figure, chart) {
       this.figure = figure;

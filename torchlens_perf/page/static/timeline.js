@@ -76,8 +76,8 @@
       this.tables = new torchlens.StepTables(figure, this);
       this.status = element("p", { className: "hidden-words", role: "status" });
       figure.append(this.status);
-      const attributes = { tabindex: "0", role: "application", "aria-roledescription": "time line" };
-      for (const [key, value] of Object.entries({ ...attributes, "aria-label": `Time line of one step. ${HINT}` })) {
+      const attributes = { tabindex: "0", role: "application", "aria-roledescription": "timeline" };
+      for (const [key, value] of Object.entries({ ...attributes, "aria-label": `Timeline of one step. ${HINT}` })) {
         this.place.setAttribute(key, value);
       }
       this.place.addEventListener("keydown", (event) => this.key(event));

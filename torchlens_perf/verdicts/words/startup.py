@@ -28,10 +28,10 @@ def startup_words(run: Run) -> str:
     if start is None:
         return ""
     rank = f", rank {start['rank']}" if run["world_size"] > 1 else ""
-    warm_up = f"; then {duration(start['warm_up_s'])} of warm-up steps" if start["warm_up_s"] else ""
+    warm_up = f"; warm-up steps {duration(start['warm_up_s'])}" if start["warm_up_s"] else ""
     compiling = f"; torch.compile took {duration(start['compile_s'])} of the run" if start["compile_s"] else ""
     since = "since the kernel or the interpreter started" if start["interactive"] else "since the process started"
-    return f"before the first recorded step: {duration(start['before_first_step_s'])} {since}{rank}{warm_up}{compiling}"
+    return f"startup {duration(start['before_first_step_s'])} {since}{rank}{warm_up}{compiling}"
 
 
 def startup_verdicts(report: Facts) -> list[JudgedVerdict]:

@@ -179,7 +179,7 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
     else:
         who = f"Rank {episode.rank} ({host}) is slow" if host else f"Rank {episode.rank} is slow"
     modules, module_excess_s = _modules_of(context, straggler)
-    where = f", most of it in {', '.join(map(module_label, modules))}" if modules else ""
+    where = f"; most of the difference is in {', '.join(map(module_label, modules))}" if modules else ""
     if modules and module_excess_s <= _ALL_OF_IT * episode.phase_excess_ns / 1e9:
         where += f" (+{duration(module_excess_s)} a step)"
     cost_s, share = None if straggler.cost_ns is None else straggler.cost_ns / 1e9, straggler.cost_share
@@ -286,12 +286,14 @@ def _next_action(episode: Episode, modules: list[str], straggler: StragglerGroup
             f"compare the host of rank {rank}: its CPU's clock, what else runs there, and what its Python code does in "
             f"{phase_name(episode.phase)}."
         )
+    compare = (
+        f"compare the input sizes of {what} on rank {rank} with other ranks', then the clock speed and other processes "
+        "of its host."
+    )
     actions = {
         "data": f"look at rank {rank}'s loader: its workers, its storage, and the size of its batches.",
-        "forward": f"compare {what} on rank {rank}: its input sizes, then clocks and neighbours on that machine.",
-        "recompute": f"compare rank {rank}'s input sizes and its machine's clocks with the others'.",
-        "backward": f"compare {what} on rank {rank}: its input sizes, then clocks and neighbours on that machine.",
-        "compute": f"compare rank {rank}'s input sizes with the others', then its clocks, temperature and neighbours.",
+        **dict.fromkeys(("forward", "backward", "compute"), compare),
+        "recompute": f"compare the input sizes and the clock speed of rank {rank} with other ranks'.",
         "optimizer": f"see whether rank {rank} holds more parameters or offloads them.",
         "host": f"look for what only rank {rank} does between the phases: logging, checkpoints, .item(), garbage "
         "collection.",
