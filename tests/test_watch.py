@@ -21,11 +21,11 @@ from torch import nn
 import torchlens_perf as perf
 from tests.support.processes import report, run, wait_for_sidecar
 from tests.support.recording import recorded
+from tests.view.test_terminal import SHORT_LINES_OK
 from torchlens_perf.hooks.collective import another_has_tapped
 from torchlens_perf.recorder import rank_metadata
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.view.terminal import SHORT_LINES_OK
 from torchlens_perf.watch import running
 
 

@@ -48,7 +48,7 @@ def test_torchrun_flag(workers: str, unwatched: dict[str, list[str]], tmp_path: 
     assert value["quality"]["lost"] == 0
     assert "data" in value["ranks"][0]["phases"]
     # Where the machine is busy, rank 0 does not wait for the report, and says how to see it.
-    assert done.stderr.count("torchlens_perf  train.py, run ") + done.stderr.count("the report is not ready") == 1
+    assert done.stderr.count("torchlens_perf  train.py  2 ranks") + done.stderr.count("the report is not ready") == 1
     assert str(runs(tmp_path)[0].path) in done.stderr
 
 

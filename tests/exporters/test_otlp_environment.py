@@ -222,7 +222,7 @@ def test_wrong_value(
     ended = sidecar(**told)
     assert (0, expected) == (ended.returncode, arrived(receiver))
     assert logged in ended.log
-    assert "run directory" in ended.report
+    assert "\n  directory   " in ended.report
 
 
 def everything_written(run: RunDirectory) -> str:

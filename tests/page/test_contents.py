@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
+from tests.support.page_matrices import Steps, decoded
 from tests.support.reports import as_json
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.page.contents import Contents, Matrix
-from torchlens_perf.page.decoded import Steps
 from torchlens_perf.page.document import html
 from torchlens_perf.page.gather import device_grid
 from torchlens_perf.page.gather.run_contents import contents
-from torchlens_perf.page.matrix import LOG_STEP, decoded
+from torchlens_perf.page.matrix import LOG_STEP
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.records import PARTS
@@ -49,7 +49,7 @@ def test_the_report_in_it_is_the_report(simulated: RunDirectory, shown: Contents
     """All but the heat map, which the matrices replace; as `report --json` has it."""
     expected = {**as_json(run_report(simulated)), "heat": None}
 
-    assert json.loads(json.dumps(shown["report"])) == expected
+    assert json.loads(json.dumps(shown["thinned_report"])) == expected
 
 
 def test_matrices_are_the_steps_in_the_run_directory(simulated: RunDirectory, shown: Contents) -> None:

@@ -35,15 +35,19 @@ def test_it_fits(many: Contents) -> None:
     assert many["report"]["verdicts"][0]["rank"] == SLOW_RANK
 
 
-def test_tables_have_the_rows_that_matter(many: Contents) -> None:
-    """The named rank is among those that are left, and so is every rank of the whole steps; that is said."""
-    rows = {rank["rank"] for rank in many["report"]["ranks"]}
+def test_scripts_have_the_ranks_that_matter(many: Contents) -> None:
+    """The slow rank and every rank of the whole steps are left in the JSON; tables and figures have all ranks."""
+    rows = {rank["rank"] for rank in many["thinned_report"]["ranks"]}
     shown = {trace["rank"] for trace in many["traces"]["steps"][0]["ranks"]}
 
     assert SLOW_RANK in shown <= rows
     assert len(rows) < RANKS
-    assert any(line.startswith(f"Tables show {len(rows)} of {RANKS} ranks") for line in many["thinned"]["sentences"])
-    assert all(set(module["by_rank"]) <= set(map(str, rows)) for module in many["report"]["modules"])
+    assert any(
+        line.startswith(f"Interaction with ranks is limited to {len(rows)} of {RANKS}: ")
+        for line in many["thinned"]["sentences"]
+    )
+    assert all(set(module["by_rank"]) <= set(map(str, rows)) for module in many["thinned_report"]["modules"])
+    assert len(many["report"]["ranks"]) == RANKS
 
 
 def test_whole_steps_of_several_nodes(many: Contents) -> None:

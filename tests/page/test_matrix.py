@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from torchlens_perf.page.matrix import SMALLEST_S, decoded, encoded
+from tests.support.page_matrices import decoded
+from torchlens_perf.page.matrix import SMALLEST_S, encoded
 
 DURATIONS = st.one_of(st.floats(0, 1e7, allow_nan=False), st.just(float("nan")), st.floats(1e-9, 1e-3))
 

@@ -122,7 +122,7 @@ def test_what_it_says(report: dict[str, Any]) -> None:
     assert page.words.index(first.sentence) < page.words.index("p50")
     for name in ("p50_s", "p95_s", "p99_s", "max_s"):
         assert duration(report["steps"][name]) in page.words
-    assert f"{report['quality']['overhead_share']:.2%} of the steps' time" in page.words
+    assert f"{report['quality']['overhead_share']:.2%} of step time" in page.words
     assert "something is not measured" in page.words
     assert "run directory: /runs/one" in page.words
     assert re.search(r"as of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", page.words)

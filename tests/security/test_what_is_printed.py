@@ -117,7 +117,7 @@ def test_notes_and_names(state: dict[str, Any], tmp_path: Path) -> None:
     assert_harmless(shown, 100 + len(str(run.path)))
     assert "?]8;;http://evil/?\\train.py" in shown
     assert "?[2J?[31mred" in shown
-    assert "Rank 1 (node-0000) is slow in computing" in shown
+    assert "SLOW RANK   rank 1 (node-0000)" in shown
 
 
 @given(text=hostile)

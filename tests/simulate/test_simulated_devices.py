@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from tests.simulate.test_simulated_runs import verdicts
+from tests.support.page_matrices import Steps
 from tests.support.ranks import make_run
 from tests.support.reports import checked
 from tests.support.simulations import judged, simulation
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.page.decoded import Steps
 from torchlens_perf.page.document.html import document
 from torchlens_perf.page.gather import device_grid
 from torchlens_perf.page.gather.run_contents import contents

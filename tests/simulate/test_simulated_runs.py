@@ -217,7 +217,7 @@ def test_command_makes_a_run_and_reports(tmp_path: Path, capsys: pytest.CaptureF
     assert command("--topology", "dp=4,tp=2", "--fault", fault, "--steps", "120", "--out", str(out)) == 0
 
     said = capsys.readouterr().out
-    assert "Rank 3 (node-0000) is slow in the forward pass" in said
+    assert "SLOW RANK   rank 3 (node-0000)   forward" in said
     assert "since step 40" in said
     assert f"simulated: {fault}" in said
     assert "Rank 3" in RunDirectory(out).report.read_text()

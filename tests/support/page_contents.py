@@ -82,6 +82,7 @@ def _matrices(ranks: int, steps: int, slow_rank: int, since: int, *, devices: bo
             "width": 1, "first_steps": number.tolist(), "started_s": np.cumsum(np.nanmax(step, axis=0)).tolist(),
             "flags": flags,
         },
+        "is_compared": True,
         "places": [
             {
                 "rank": rank, "host": _host(rank), "local_rank": rank % NODE_SIZE,

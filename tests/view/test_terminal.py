@@ -28,10 +28,12 @@ from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
 from torchlens_perf.verdicts.words.hang import RankStack
 from torchlens_perf.verdicts.words.report import Report
-from torchlens_perf.view.terminal import SHORT_LINES, SHORT_LINES_OK, render, render_short, show
+from torchlens_perf.view.terminal import SHORT_LINES, render, render_short, show
 
 LONG = "/lustre/projects/some-team/experiments/torchlens-perf/20261122-223230-760cafb6"
 COPIED = ("full report", "web page", "torchlens-perf capture", "export TORCHLENS_PERF_CAPTURE")
+SHORT_LINES_OK = 18
+"""The most lines of a short report in which nothing is wrong."""
 
 
 def short(report: NodeState | Report, columns: int = 80, **more: Any) -> str:

@@ -75,6 +75,8 @@ class StepMatrices(TypedDict):
     columns: Columns
     places: list[Place]
     """The rows, sorted by rank."""
+    is_compared: bool
+    """Whether any rank has an excess of work over others that do the same."""
     step: Matrix
     bands: StepBands
     slow: list[SlowTime]
@@ -186,12 +188,14 @@ class Contents(TypedDict):
 
     schema: int
     report: Report
-    """As `report --json`; its heat map is left out, the matrices hold more."""
+    """As `report --json`."""
+    thinned_report: Report
+    """The report that the JSON has: without its heat map, as the matrices have more, and as small as it must be."""
     steps: StepMatrices | None
     traces: StepTraces
     telemetry: list[Series]
     headlines: list[Headline]
-    """Of each of the report's verdicts, in the same order. Not in the JSON, as `tables`."""
+    """Of each of the report's verdicts, in the same order. Not in the JSON, nor are `tables`."""
     tables: list[Table]
     thinned: Thinned
     written: str

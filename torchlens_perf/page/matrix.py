@@ -29,14 +29,3 @@ def encoded(values_s: npt.NDArray[np.floating]) -> Matrix:
     codes[known] = np.clip(np.rint(logs[known]) + _FIRST, _FIRST, _LAST)
     packed = zlib.compress(codes.tobytes(), 9)
     return {"smallest_s": SMALLEST_S, "log_step": LOG_STEP, "codes": base64.b64encode(packed).decode()}
-
-
-def decoded(matrix: Matrix, ranks: int) -> npt.NDArray[np.float64]:
-    """What encoded() was given, to within half of log_step; NaN is what was not measured. Raises ValueError."""
-    codes = np.frombuffer(zlib.decompress(base64.b64decode(matrix["codes"])), "<u2").reshape(ranks, -1)
-    values: npt.NDArray[np.float64] = matrix["smallest_s"] * np.exp(
-        (codes.astype(np.float64) - _FIRST) * matrix["log_step"]
-    )
-    values[codes == _NOT_MEASURED] = np.nan
-    values[codes == _ZERO] = 0.0
-    return values

@@ -13,7 +13,7 @@ import html
 import json
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent
+from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent, small_percent
 from torchlens_perf.errors import printable
 from torchlens_perf.page.small_charts import image, parts_chart, step_chart
 from torchlens_perf.report.run_report import run_report
@@ -68,7 +68,7 @@ def cell(report: Report, run_dir: str) -> str:
     quantiles = {"p50": steps["p50_s"], "p95": steps["p95_s"], "p99": steps["p99_s"], "max": steps["max_s"]}
     numbers = {unit: str(steps["count"]), **{name: duration_or_dash(value) for name, value in quantiles.items()}}
     overhead = quality["overhead_share"]
-    numbers["overhead"] = "not measured" if overhead is None else f"{overhead:.2%} of the steps' time"
+    numbers["overhead"] = "not measured" if overhead is None else f"{small_percent(overhead)} of step time"
     numbers["CPU time of sidecars"] = duration(quality["sidecar_cpu_s"])
     numbers["lost records"] = str(quality["lost"])
     heads = "".join(f"<th>{_escaped(name)}</th>" for name in numbers)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import duration, steps_whole
+from torchlens_perf.analysis.statistics.quantities import duration, small_percent, steps_whole
 from torchlens_perf.top.pace import curve, pace_words, step_times
 from torchlens_perf.top.ranks import rank_list
 from torchlens_perf.top.text import Terminal, cursor_lines, fitting, line, rule
@@ -176,7 +176,7 @@ def quality_line(report: Report, width: int) -> Text:
     parts = [
         f"  data: {quality['lost']:,} of {quality['records'] + quality['lost']:,} records lost",
         steps_whole(quality["coverage"], any_step=report["steps"]["count"] > 0),
-        f"overhead {NOT_MEASURED if overhead is None else 'below 0.01%' if overhead < 0.0001 else f'{overhead:.2%}'}",
+        f"overhead {NOT_MEASURED if overhead is None else small_percent(overhead)}",
         f"{count} note{'s' if count != 1 else ''}" if count else "",
         f"sidecars {duration(quality['sidecar_cpu_s'])} of CPU time",
     ]

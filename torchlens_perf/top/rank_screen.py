@@ -54,7 +54,7 @@ def rank_lines(view: View, number: int, width: int) -> list[Text]:
     found = [_step(rank, report, others), _modules(report, number, others), *_of_rank(rank, report)]
     for table in (table for table in found if table is not None):
         lines += [line(), *table_lines(table, width, table.first or table.rows)]
-        lines += [Text(f"  {table.note}", style="dim")] if table.note else []
+        lines += [Text(f"  {inert(table.note)}", style="dim")] if table.note else []
         if table.key == "step" and number in heat and others:
             lines += [line(("  over the run  ", "dim"), blocks(heat[number], width - 20))]
     return lines

@@ -46,7 +46,7 @@ def collective_table(report: Report) -> Table | None:
         Column("last to arrive", [rank for rank, _ in last], Quantity.TEXT, 0.1, "The rank the others wait for most."),
         Column("of operations", [share for _, share in last], Quantity.SHARE, 0.2, "In which share of the operations."),
     ]  # fmt: skip
-    if not any(rank for rank, _ in last):
+    if all(rank is None for rank, _ in last):
         del columns[-2:]
     first = _FIRST_ROWS if len(rows) > _FIRST_ROWS else None
     note = " ".join(_notes(rows[:_FIRST_ROWS]))

@@ -93,7 +93,7 @@ class Column:
         if self.quantity is Quantity.RATE:
             return amount(value, "B/s")
         if self.quantity is Quantity.NUMBER:
-            return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+            return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"
         smallest = 10.0**-digits
         if 0 < abs(value) / scale < smallest / 2:
             return f"<{smallest:.{digits}f}"  # a measured value is not shown as zero

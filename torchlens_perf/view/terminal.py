@@ -13,7 +13,14 @@ from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import counted, duration, percent, printable
+from torchlens_perf.analysis.statistics.quantities import (
+    counted,
+    duration,
+    long_duration,
+    percent,
+    printable,
+    small_percent,
+)
 from torchlens_perf.run.captures import TRACE
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.evidence import PastEvidence
@@ -31,8 +38,8 @@ from torchlens_perf.view.theme import BAD, EXCESS_BOUNDS, EXCESS_STYLES, GOOD, P
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Heat, HeatRank, Report, VerdictRow
 
-SHORT_LINES, SHORT_LINES_OK = 30, 18
-"""The most lines of the short report, and of one in which nothing is wrong."""
+SHORT_LINES = 30
+"""The most lines of the short report."""
 _PLAIN_WIDTH = 118
 _LABEL = 12
 _ALSO, _EARLIER, _NOTES, _PROFILES = 2, 4, 20, 2
@@ -104,9 +111,9 @@ def short_lines(report: Report, run_dir: str, width: int, *, color: bool, page: 
     if over:
         lines.append(headline_line(over[0], width, "earlier", f", and {len(over) - 1} more" * (len(over) > 1)))
     lines += [Text(""), *_steps(report, width), *bar_lines(report, main, width, color=color)]
-    end = [Text(""), *_lost(report), _raw("full report", f"torchlens-perf report {printable(run_dir)}")]
+    end = [Text(""), *_lost(report), _labelled("full report", f"torchlens-perf report {printable(run_dir)}")]
     if page:
-        end.append(_raw("web page", printable(page)))
+        end.append(_labelled("web page", printable(page)))
     made = {table.key: table for table in tables(report)}
     if "out_of_memory" in made:
         lines += [Text(""), *table_lines(made["out_of_memory"], width, 5)]
@@ -149,18 +156,14 @@ def _whole(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator
             yield from _wrapped(table.note, width, 2, "dim")
     quality = report["quality"]
     overhead = quality["overhead_share"]
-    cost = "overhead not measured" if overhead is None else f"overhead {_small(overhead)} of step time"
+    cost = "overhead not measured" if overhead is None else f"overhead {small_percent(overhead)} of step time"
     yield Text("")
     yield from _field("recording", f"{_records(report)}; {cost}", width)
     for note in quality["notes"][:_NOTES]:
         yield from _field("note", note, width)
     if len(quality["notes"]) > _NOTES:
         yield from _field("", f"{len(quality['notes']) - _NOTES} more notes: --json", width)
-    yield _raw("directory", printable(run_dir))
-
-
-def _small(share: float) -> str:
-    return "<0.01%" if 0 < share < 0.0001 else f"{share:.2%}"
+    yield _labelled("directory", printable(run_dir))
 
 
 def _title(report: Report) -> Text:
@@ -173,7 +176,7 @@ def _title(report: Report) -> Text:
     state, comma, rest = state_words(run).replace("all of them", "all ranks").partition(", ")
     after = ""
     if lasted_s is not None and not state.startswith("silent"):
-        after = f"{' for' if run['live'] else ' after'} {duration(lasted_s)}"
+        after = f"{' for' if run['live'] else ' after'} {long_duration(lasted_s)}"
     program = f"{inert(run['program'])}  " if run["program"] else ""
     text = f"{program}{', '.join(words)}, {state}{after}{comma}{rest}"
     return Text.assemble(("torchlens_perf  ", "bold"), inert(text))
@@ -204,7 +207,7 @@ def verdict_lines(head: Headline, width: int, held: str = "") -> list[Text]:
     if held:
         lines += _field("held", held.removeprefix("Held "), width)
     lines += _field("next", head.action, width) if head.action else []
-    return [*lines, _raw("", head.command)] if head.command else lines
+    return [*lines, _labelled("", head.command)] if head.command else lines
 
 
 def _places(head: Headline) -> list[str]:
@@ -258,7 +261,7 @@ def stack_lines(row: VerdictRow, width: int) -> Iterator[Text]:
 def _profiles(report: Report, run_dir: str) -> list[Text]:
     """Return where the newest profiles are."""
     paths = [each["files"][TRACE]["path"] for each in report["captures"] if TRACE in each["files"]]
-    return [_raw("profile", printable(f"{run_dir}/{path}")) for path in paths[-_PROFILES:]]
+    return [_labelled("profile", printable(f"{run_dir}/{path}")) for path in paths[-_PROFILES:]]
 
 
 def _steps(report: Report, width: int) -> list[Text]:
@@ -366,8 +369,8 @@ def table_lines(table: Table, width: int, rows: int) -> list[Text]:
     names = [at for at, (_, column) in enumerate(columns) if column.is_text]
     while names and sum(widths) + 2 * len(widths) > width and max(widths[at] for at in names) > _MIN_NAME:
         widths[max(names, key=lambda at: widths[at])] -= 1
-    lines = [Text(f"  {table.title}{f', {unit}' if unit else ''}", style="bold"),
-             _row([heading for heading, _ in columns], columns, widths, "dim")]  # fmt: skip
+    lines = [Text(f"  {inert(table.title)}{f', {unit}' if unit else ''}", style="bold"),
+             _row([inert(heading) for heading, _ in columns], columns, widths, "dim")]  # fmt: skip
     for row in range(shown.rows):
         folded = [chop_cells(inert(texts[row]), room) or [""] for texts, room in zip(cells, widths, strict=True)]
         style = SEVERITIES[BAD].terminal if row in shown.slow else ""
@@ -460,8 +463,3 @@ def _pieces(label: str, pieces: Sequence[str], width: int, style: str = "dim", t
 def _wrapped(text: str, width: int, indent: int, style: str = "") -> Iterator[Text]:
     for line in textwrap.wrap(inert(text), max(20, width - indent)):
         yield Text(" " * indent + line, style=style)
-
-
-def _raw(label: str, text: str) -> Text:
-    """Return a line that is to be copied: it is not wrapped."""
-    return _labelled(label, text)

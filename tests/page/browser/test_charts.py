@@ -14,10 +14,9 @@ from tests.page.browser.conftest import WIDE_RANKS, WIDE_SINCE, WIDE_SLOW, WIDE_
 from tests.page.browser.tab import Tab, need_browser
 from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
 from tests.support.page_contents import enlarged
+from tests.support.page_matrices import Steps, decoded
 from torchlens_perf.analysis.statistics.quantities import amount, duration, percent
 from torchlens_perf.page.contents import Contents
-from torchlens_perf.page.decoded import Steps
-from torchlens_perf.page.matrix import decoded
 from torchlens_perf.view.theme import FULL_EXCESS, MIN_EXCESS
 
 need_browser()

@@ -12,9 +12,9 @@ from tests.page.browser.conftest import WIDE_RANKS, WIDE_SINCE, WIDE_SLOW, WIDE_
 from tests.page.browser.tab import Tab, need_browser
 from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
 from tests.support.page_contents import LATE_RANK, LATE_STEPS
+from tests.support.page_matrices import Steps
 from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.page.contents import Contents
-from torchlens_perf.page.decoded import Steps
 
 need_browser()
 

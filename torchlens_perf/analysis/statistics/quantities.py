@@ -19,6 +19,20 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if abs(share) >= 0.1 else f"{share:.1%}"
 
 
+def small_percent(share: float) -> str:
+    """Return a share that is usually far below one percent; a measured one is not shown as zero."""
+    return "<0.01%" if 0 < share < 0.0001 else f"{share:.2%}"
+
+
+def long_duration(seconds: float) -> str:
+    """Return how long a run took: "2 h 01 min", "4 min 10 s", or as `duration` where it is less than a minute."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else duration(seconds)
+
+
 def amount(count: float, unit: str) -> str:
     """So many bytes, or bytes a second: three figures, in powers of a thousand."""
     for prefix in ("", "K", "M", "G", "T"):

@@ -113,7 +113,8 @@ def by_address(styles: Sequence[str]) -> list[Element]:
 
 def as_json(contents: Contents) -> str:
     """Return what scripts need of the contents. ASCII: U+2028 and its like are escaped."""
-    data = {key: value for key, value in contents.items() if key not in ("headlines", "tables")}
+    data = {key: value for key, value in contents.items() if key not in ("headlines", "tables", "thinned_report")}
+    data["report"] = contents["thinned_report"]
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 

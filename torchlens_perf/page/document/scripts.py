@@ -7,7 +7,6 @@ import json
 from importlib import resources
 
 from torchlens_perf.view import theme
-from torchlens_perf.view.theme import style_sheet
 
 _STATIC = "static"
 # In the order in which each needs those before it. The library is uPlot, see static/vendor/NOTICE.md.
@@ -34,5 +33,5 @@ def page_style() -> str:
 def static(name: str) -> str:
     """Return a file of the page. theme.css is made from the theme."""
     if name == "theme.css":
-        return style_sheet()
+        return theme.style_sheet()
     return (resources.files("torchlens_perf.page") / _STATIC / name).read_text("utf-8")

@@ -73,7 +73,8 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
         traces = whole_steps(run, processes, node_of, ranks, steps, uncomparable, left, notes, with_others=True)
     return {
         "schema": SCHEMA,
-        "report": shown,
+        "report": plain,
+        "thinned_report": shown,
         "steps": matrices,
         "traces": traces,
         "telemetry": series,

@@ -116,9 +116,14 @@ def step_matrices(
         if hidden:
             work[by_device] = np.nan
 
+    places = [_place(rank, processes[rank]) for rank in ranks]
+    rows_of: dict[str, list[int]] = {}
+    for row, place in enumerate(places):
+        rows_of.setdefault(place["population"], []).append(row)
     return {
         "columns": _columns(grid),
-        "places": [_place(rank, processes[rank]) for rank in ranks],
+        "places": places,
+        "is_compared": any((np.isfinite(work[rows]).sum(axis=0) > 1).any() for rows in rows_of.values()),
         "step": encoded(grid.step_ns / steps / 1e9),
         "bands": {
             **{name: _rounded(grid.quantile_s(share)) for name, share in QUANTILES.items()},  # type: ignore[typeddict-item]

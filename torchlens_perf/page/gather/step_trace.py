@@ -43,29 +43,24 @@ class Names:
 
 
 class Traced(NamedTuple):
-    """What became of a rank's records."""
+    """A rank's step."""
 
     trace: RankTrace
     left_out: int
-    """Spans, the shortest."""
-    longest_left_out_us: float
+    """How many spans, the shortest ones."""
 
 
-def rank_trace(rank: int, of: Records, names: Names, offset_us: float | None, *, modules: bool = True) -> Traced | None:
-    """The step that these records are of; None if its end is not among them. modules: whether modules are shown."""
+def rank_trace(rank: int, of: Records, names: Names, offset_us: float | None) -> Traced | None:
+    """Return the step that these records are of; None if its end is not among them."""
     records = of.records
     ends = records[records["kind"] == Kind.STEP]
     if not len(ends):
         return None
     begin_ns, duration_ns = int(ends[-1]["start_ns"]), int(ends[-1]["duration_ns"])
     spans = records[records["kind"] != Kind.STEP]
-    if not modules:
-        spans = spans[~np.isin(spans["kind"], (Kind.MODULE, Kind.MODULE_BACKWARD))]
-    left_out, longest_left_out_us = 0, 0.0
-    if len(spans) > MAX_SPANS:
+    left_out = max(0, len(spans) - MAX_SPANS)
+    if left_out:
         order = np.argsort(-spans["duration_ns"], kind="stable")
-        left_out = len(spans) - MAX_SPANS
-        longest_left_out_us = float(spans["duration_ns"][order[MAX_SPANS]]) / 1e3
         spans = spans[np.sort(order[:MAX_SPANS])]
     lanes = _lanes(spans)
     rows = []
@@ -80,7 +75,7 @@ def rank_trace(rank: int, of: Records, names: Names, offset_us: float | None, *,
         "duration_us": round(duration_ns / 1e3, 1),
         "rows": rows,
     }
-    return Traced(trace, left_out, longest_left_out_us)
+    return Traced(trace, left_out)
 
 
 def _lanes(spans: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:

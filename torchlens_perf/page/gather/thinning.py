@@ -58,8 +58,8 @@ def thinned_report(report: Report, named: Collection[int], budget_bytes: int, no
         report = _of_ranks(report, kept)
     if len(report["ranks"]) < len(ranks):
         notes.append(
-            f"Tables show {len(report['ranks'])} of {len(ranks)} ranks: those that are named, those with the most own "
-            "time, and others evenly; matrices and verdicts are about all."
+            f"Interaction with ranks is limited to {len(report['ranks'])} of {len(ranks)}: reported ranks, the slowest "
+            "ranks and an even sample. Verdicts, tables and the heat map have all ranks."
         )
     return report
 

@@ -113,16 +113,18 @@ def _step_row(
     clock = clocks.of(ranks)
     begins = {each.rank: _begin_ns(each, clock) for each in ranks if each.rank in clock.offset_ns}
     first_ns = min(begins.values())
-    found = []
+    found, left_out = [], 0
     for each in ranks:
         offset_us = (begins[each.rank] - first_ns) / 1e3 if each.rank in begins else None
         traced = rank_trace(each.rank, each.records, names, offset_us)
         if traced is not None:
             found.append(traced.trace)
+            left_out += traced.left_out
+    short = f"The {left_out:,} shortest spans are left out." if left_out else ""
     return {
         "step": step,
         "why": why,
-        "clock": clock.words,
+        "clock": " ".join(filter(None, (clock.words, short))),
         "ranks": found,
         "ranks_left_out": world_size - len(found),
         "collectives": [],

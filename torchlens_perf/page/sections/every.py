@@ -6,10 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from torchlens_perf.analysis.statistics.quantities import amount, duration, steps_words
-from torchlens_perf.page.decoded import Steps
 from torchlens_perf.page.sections.modules import modules
 from torchlens_perf.page.sections.phases import phases
 from torchlens_perf.page.sections.quality import quality
@@ -30,7 +27,7 @@ _UNITS = {"By": "bytes", "By/s": "bytes per second", "Cel": "°C", "Hz": "MHz", 
 
 def _heat(contents: Contents) -> Element | None:
     matrices = contents["steps"]
-    if matrices is None or len(matrices["places"]) < 2 or not np.isfinite(Steps(matrices).excess()).any():
+    if matrices is None or not matrices["is_compared"]:
         return None
     few = len(matrices["places"]) < _FEWEST_RANKS
     title = "Compute time per step" if few else "Compute time compared with the other ranks"
@@ -79,14 +76,10 @@ def _of_tables(contents: Contents, key: str, title: str, *tables: str) -> Elemen
     return section(key, title, found) if found else None
 
 
-def _collectives(contents: Contents) -> Element | None:
-    return _of_tables(contents, "collectives", "Collectives and links", "collectives", "slow_links")
-
-
 def _step(contents: Contents) -> Element | None:
     if not contents["traces"]["steps"]:
         return None
-    return section("step", "One step", figure("step", "Timeline of one step", None))
+    return section("step", "One step", figure("step", "Timeline of one step", None), tables_of(contents, "captures"))
 
 
 def _memory(contents: Contents) -> Element | None:

@@ -26,8 +26,8 @@ def modules(contents: Contents) -> Element | None:
     found = tables_of(contents, "modules", "sections", "device_sections")
     if not found:
         return None
-    rows = report["modules"][:_MAX_BARS]
-    on_device = any(row["device_s"] is not None for row in rows)
+    on_device = any(row["device_own_by_rank"] for row in report["modules"])
+    rows = [row for row in report["modules"] if row["device_own_by_rank"] or not on_device][:_MAX_BARS]
     shown = _bars(rows, named_ranks(report), on_device=on_device) if rows else None
     note = tag("p", "Modules inside of these are not timed.", class_="note")
     return section("modules", "Modules and sections", shown, found, note if report["run"]["deeper_modules"] else None)

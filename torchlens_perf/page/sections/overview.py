@@ -6,7 +6,7 @@ import datetime
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
+from torchlens_perf.analysis.statistics.quantities import counted, duration, long_duration, percent
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
@@ -129,7 +129,9 @@ def _state(run: Run) -> str:
     if ended is None:
         return words
     words = f"{words} {_time(ended):%H:%M}"
-    return words if run["started"] is None else f"{words}, ran {_span(_time(ended) - _time(run['started']))}"
+    if run["started"] is None:
+        return words
+    return f"{words}, ran {long_duration((_time(ended) - _time(run['started'])).total_seconds())}"
 
 
 def minute(text: str) -> str:
@@ -144,11 +146,3 @@ def _time(text: str) -> datetime.datetime:
     except ValueError:
         return datetime.datetime.min.replace(tzinfo=datetime.timezone.utc)
     return found.astimezone(datetime.timezone.utc)
-
-
-def _span(span: datetime.timedelta) -> str:
-    minutes, seconds = divmod(max(0, round(span.total_seconds())), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount, duration, steps_whole
+from torchlens_perf.analysis.statistics.quantities import amount, duration, small_percent, steps_whole
 from torchlens_perf.page.matrix import LOG_STEP
 from torchlens_perf.view.html import section, table
 from torchlens_perf.view.markup import Element, tag
@@ -37,7 +37,7 @@ def _figures(report: Report) -> Table:
         "records": f"{found['records']:,}",
         "lost records": f"{found['lost']:,}",
         "lowest coverage of a rank": steps_whole(found["coverage"], any_step=report["steps"]["count"] > 0),
-        "overhead in the training process": NOT_MEASURED if share is None else f"{share:.2%} of the steps' time",
+        "overhead in the training process": NOT_MEASURED if share is None else f"{small_percent(share)} of step time",
         **({"hook time per step (mean)": duration(sum(tool_s) / len(tool_s))} if tool_s else {}),
         "sidecar CPU time": duration(found["sidecar_cpu_s"]),
     }

@@ -53,7 +53,7 @@
   torchlens.csv = (rows) => {
     const cell = (value) => {
       if (typeof value === "number") return Number.isFinite(value) ? String(value) : "";
-      const text = short(value ?? "", 400).replace(/^(?=[=+@-])/, "'");
+      const text = short(value ?? "", 400).replace(/^(?=[=+@-])(?![+-]?[\d.]|-$)/, "'");
       return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
     };
     return rows.map((row) => `${row.map(cell).join(",")}\r\n`).join("");

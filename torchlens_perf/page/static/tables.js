@@ -45,7 +45,7 @@
   const SCALES = { n: 1e-9, u: 1e-6, m: 1e-3, K: 1e3, M: 1e6, G: 1e9, T: 1e12 };
 
   function number(text) {
-    const found = /^([+\u2212-]?)[<>~= ]*([\d.,]+)(?: of ([\d.,]+))?(?:\s*([numKMGT])(?:s|B|Hz))?/.exec(text);
+    const found = /^([+\u2212-]?)[<>~= ]*([\d.,]+(?:e[+-]\d+)?)(?: of ([\d.,]+))?(?:\s*([numKMGT])(?:s|B|Hz))?/.exec(text);
     if (!found) return null;
     const [value, total] = [found[2], found[3] ?? "1"].map((each) => Number(each.replaceAll(",", "")));
     return ((/[\u2212-]/.test(found[1]) ? -1 : 1) * value * (SCALES[found[4]] ?? 1)) / total;
@@ -63,13 +63,20 @@
     shorten(table);
   }
 
+  // A cell without the mark of the order, and with the whole of a shortened name.
+  function written(cell) {
+    const named = cell.querySelector(".name[title]");
+    const arrow = cell.querySelector(".arrow")?.textContent ?? "";
+    return named ? named.title : cell.textContent.slice(0, cell.textContent.length - arrow.length).trim();
+  }
+
   torchlens.sortable = (table) => {
     const heads = [...(table.tHead?.rows[0]?.cells ?? [])];
     const tools = table.closest(".table")?.querySelector(".tools");
     if (!tools || tools.querySelector(".csv")) return;
     const title = table.caption.textContent;
     const save = torchlens.button("CSV", () => {
-      const rows = [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent.trim()));
+      const rows = [...table.rows].map((row) => [...row.cells].map(written));
       torchlens.save(`${title}.csv`, new Blob([torchlens.csv(rows)], { type: "text/csv" }));
     });
     save.className = "csv";

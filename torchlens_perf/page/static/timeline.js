@@ -150,8 +150,12 @@
       const box = (left, right, top, bottom) => [x(left), top, Math.max(0.75, x(right) - x(left)), bottom - top];
       const frame = (span) => ctx.strokeRect(...box(span.left, span.right, span.y, span.y + ROW));
       for (const { rank, begin, end, top, hostBottom, bottom } of laid.ranks) {
-        ctx.fillStyle = colours.mark;
-        if (this.slow.has(rank)) ctx.fillRect(0, top - 3, width, bottom - top + 6);
+        if (this.slow.has(rank)) {
+          ctx.globalAlpha = 0.12;
+          ctx.fillStyle = colours.slower;
+          ctx.fillRect(0, top - 3, width, bottom - top + 6);
+          ctx.globalAlpha = 1;
+        }
         ctx.fillStyle = colours.raised;
         ctx.fillRect(...box(begin, end, top, hostBottom));
       }

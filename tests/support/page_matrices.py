@@ -1,14 +1,17 @@
-"""A page's matrices as arrays, and the excess of each rank. Pure."""
+"""The matrices of a page's contents, decoded as its scripts decode them."""
 
 from __future__ import annotations
 
+import base64
 import functools
+import zlib
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.page.matrix import decoded
+from torchlens_perf.page.contents import Matrix
+from torchlens_perf.page.matrix import _FIRST, _NOT_MEASURED, _ZERO
 from torchlens_perf.verdicts.stragglers.excess import relative_excess
 
 if TYPE_CHECKING:
@@ -17,6 +20,17 @@ if TYPE_CHECKING:
     from torchlens_perf.page.contents import StepMatrices
 
     Floats = npt.NDArray[np.float64]
+
+
+def decoded(matrix: Matrix, ranks: int) -> npt.NDArray[np.float64]:
+    """What encoded() was given, to within half of log_step; NaN is what was not measured. Raises ValueError."""
+    codes = np.frombuffer(zlib.decompress(base64.b64decode(matrix["codes"])), "<u2").reshape(ranks, -1)
+    values: npt.NDArray[np.float64] = matrix["smallest_s"] * np.exp(
+        (codes.astype(np.float64) - _FIRST) * matrix["log_step"]
+    )
+    values[codes == _NOT_MEASURED] = np.nan
+    values[codes == _ZERO] = 0.0
+    return values
 
 
 class Steps:
