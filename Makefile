@@ -18,14 +18,15 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 		--logs-specs torchlens_perf examples/train_gpt.py
+	@echo; echo "  browser     $(DEMO)/bin/torchlens-perf serve"; echo "  terminal    $(DEMO)/bin/torchlens-perf top"
 
 # The caller's torch, and with it the GPU, is used if it is one that we support; else the CPU build is installed.
 $(DEMO)/ready: pyproject.toml setup.py MANIFEST.in $(shell find torchlens_perf -type f -not -name '*.so' -not -name '*.pyc')
 	$(PYTHON) -m venv $(DEMO)
 	@site=$$($(DEMO)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	if $(PYTHON) scripts/usable_torch.py > $$site/caller.pth; then \
-		echo "using torch from $$(cat $$site/caller.pth)"; $(DEMO)/bin/python -m pip install -q .; \
-	else rm $$site/caller.pth; $(DEMO)/bin/python -m pip install -q '.[demo]'; fi
+		echo "using torch from $$(cat $$site/caller.pth)"; $(DEMO)/bin/python -m pip install -q ".[serve,top]"; \
+	else rm $$site/caller.pth; $(DEMO)/bin/python -m pip install -q '.[demo,serve,top]'; fi
 	$(DEMO)/bin/torchlens-perf build-tap
 	touch $@
 
