@@ -51,8 +51,10 @@ def tab_of(browser: Any) -> Iterator[TabOf]:
 
 
 def written(folder: Path, name: str, of: Contents) -> Path:
+    """Write the page. Scripts get the report as a test has changed it."""
     path = folder / f"{name}.html"
-    path.write_text(document(of), "utf-8")
+    thinned: Any = {**of["report"], "heat": None}
+    path.write_text(document({**of, "thinned_report": thinned}), "utf-8")
     return path
 
 

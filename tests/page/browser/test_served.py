@@ -14,6 +14,7 @@ from tests.page.browser.tab import Tab, need_browser
 from tests.support.leftovers import eventually
 from tests.support.live_simulation import LiveSimulation
 from tests.support.page_server import PageServer
+from torchlens_perf.analysis.statistics.quantities import percent
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.captures import TRACE, Outcome
 
@@ -91,8 +92,8 @@ def test_the_page_follows_its_run(tab: Tab, live: LiveSimulation, server: PageSe
     assert steps(tab) == first + BLOCK
     assert (tab.view()["rank"], tab.view()["steps"]) == (2, [10, 60])
     assert tab.page.inner_text("#verdicts") != before
-    windows = tab.value("torchlensPage.contents.report.verdicts[0].held.windows_judged")
-    assert f"of {windows} windows" in tab.page.inner_text("#verdicts")
+    share = tab.value("torchlensPage.contents.report.verdicts[0].evidence.share_of_steps")
+    assert f"in {percent(share)} of these steps" in tab.page.inner_text("#verdicts")
     live.ends()
     tab.until(f"{STATUS} === 'Ended'")
     assert "ended" in tab.page.inner_text("header .facts")
@@ -149,7 +150,7 @@ def test_a_capture_by_the_button(tab: Tab, live: LiveSimulation) -> None:
     tab.page.click("#captures summary")
     tab.page.fill("input[name=ranks]", "1, 3")
     tab.page.fill("input[name=steps]", "2")
-    tab.page.get_by_role("button", name="Profile").click()
+    tab.page.get_by_role("button", name="Profile", exact=True).click()
     tab.until("document.getElementById('capture-status').textContent.includes('Waiting for rank 1, 3.')")
     (request,) = capture_files.read_requests(live.run.captures)[0]
     assert (request.ranks, request.steps, request.python, request.forced) == ((1, 3), 2, False, False)
@@ -167,7 +168,7 @@ def test_a_capture_by_the_button(tab: Tab, live: LiveSimulation) -> None:
     goes_on(live)
     tab.until("document.querySelectorAll('#captured a').length === 2")
     tab.page.fill("input[name=ranks]", "77")
-    tab.page.get_by_role("button", name="Profile").click()
+    tab.page.get_by_role("button", name="Profile", exact=True).click()
     tab.until("document.querySelector('#capture-status .problem')?.textContent.includes('no rank 77')")
 
 
