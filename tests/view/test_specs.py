@@ -71,3 +71,7 @@ def test_rows_that_are_not_shown_are_counted_with_their_range() -> None:
     assert table.rest(1) == "3 more ranks, compute 245 to 251 ms"
     assert table.rest(3) == "1 more rank, compute 250 ms"
     assert table.rest(4) == ""
+
+
+def test_large_numbers_have_no_exponent() -> None:
+    assert Column("signal", [4540.2, 0.0123, 1576], Quantity.NUMBER).texts() == ["4,540", "0.0123", "1,576"]

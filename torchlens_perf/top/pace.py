@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent
+from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent, rounded
 from torchlens_perf.top.text import BLOCKS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.hang import HangEvidence
@@ -31,7 +31,7 @@ def pace_words(report: Report, seen_s: float | None) -> list[str]:
         left = left_s(made, total, sum(means) / len(means) if means else None, windows_s)
         words += [f"{' or '.join(dict.fromkeys(map(time_left, left)))} left"] if left else []
         now_s = seen_s or (windows_s[-1] if windows_s else None)
-        words += [f"{1 / now_s:,.3g} steps/s", f"now {duration(now_s)}"] if now_s else []
+        words += [f"{rounded(1 / now_s)} steps/s", f"now {duration(now_s)}"] if now_s else []
     if steps["p50_s"] is not None:
         words += [f"p50 {duration(steps['p50_s'])}", f"p95 {duration_or_dash(steps['p95_s'])}"]
         words += [f"max {duration_or_dash(steps['max_s'])}"]

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
-from torchlens_perf.analysis.statistics.quantities import amount, percent, printable
+from torchlens_perf.analysis.statistics.quantities import amount, percent, printable, rounded
 
 NOT_MEASURED = "not measured"
 """A cell whose value is missing. A cell that does not apply is None."""
@@ -93,7 +93,7 @@ class Column:
         if self.quantity is Quantity.RATE:
             return amount(value, "B/s")
         if self.quantity is Quantity.NUMBER:
-            return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"
+            return f"{value:,}" if isinstance(value, int) else rounded(value)
         smallest = 10.0**-digits
         if 0 < abs(value) / scale < smallest / 2:
             return f"<{smallest:.{digits}f}"  # a measured value is not shown as zero

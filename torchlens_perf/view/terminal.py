@@ -19,6 +19,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     long_duration,
     percent,
     printable,
+    rounded,
     small_percent,
 )
 from torchlens_perf.run.captures import TRACE
@@ -275,7 +276,7 @@ def _steps(report: Report, width: int) -> list[Text]:
     quantiles = (("p50", steps["p50_s"]), ("p95", steps["p95_s"]), ("max", steps["max_s"]))
     words = [f"{name} {duration(value)}" for name, value in quantiles if value is not None]
     if steps["mean_s"]:
-        words.append(f"{1 / steps['mean_s']:.3g} steps/s")
+        words.append(f"{rounded(1 / steps['mean_s'])} steps/s")
     if steps["trend"] is not None:
         change = steps["trend"]["change"]
         slower = f"{'slower' if change > 0 else 'faster'} {percent(abs(change))}"

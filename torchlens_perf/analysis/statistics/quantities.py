@@ -24,6 +24,11 @@ def small_percent(share: float) -> str:
     return "<0.01%" if 0 < share < 0.0001 else f"{share:.2%}"
 
 
+def rounded(value: float) -> str:
+    """Return a number with three figures, without an exponent: "4,540", "19.4"."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
 def long_duration(seconds: float) -> str:
     """Return how long a run took: "2 h 01 min", "4 min 10 s", or as `duration` where it is less than a minute."""
     minutes, rest = divmod(max(0, round(seconds)), 60)

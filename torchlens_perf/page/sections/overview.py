@@ -6,7 +6,7 @@ import datetime
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import counted, duration, long_duration, percent
+from torchlens_perf.analysis.statistics.quantities import counted, duration, long_duration, percent, rounded
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
@@ -56,7 +56,7 @@ def key_figures(report: Report, status: Headline | None) -> Element | None:
     )
     tiles.append(_tile(duration(steps["p50_s"]), f"step p50{_p95(report)}"))
     if steps["mean_s"]:
-        tiles.append(_tile(f"{1 / steps['mean_s']:.3g}", "steps per second"))
+        tiles.append(_tile(rounded(1 / steps["mean_s"]), "steps per second"))
     by_device = report["run"]["judged_by"] == DEVICE
     parts = mean_parts(found for rank in report["ranks"] if (found := step_parts(rank, by_device=by_device)))
     total = sum(parts.values())
