@@ -144,4 +144,4 @@ def _modules(report: Report, number: int, others: set[int]) -> Table | None:
     if not rows:
         return None
     table = _compared("modules", "Modules, forward time per step", "module", rows, sum(row[1] for row in rows))
-    return dataclasses.replace(table, first=_MAX_MODULES if len(rows) > _MAX_MODULES else None, noun="module")
+    return dataclasses.replace(table, first=_MAX_MODULES, noun="module")

@@ -7,7 +7,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from torchlens_perf.top.text import BLOCKS, bar, part, signed
+from torchlens_perf.verdicts.stragglers.excess import excess_over_others
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.order import ranks_of
 from torchlens_perf.view.rank_tables import device_table, rank_table
@@ -78,16 +81,16 @@ def _excess_columns(
 
 
 def _excess(ranks: Sequence[int], compute: Sequence[Value], populations: Mapping[int, str]) -> list[float | None]:
-    by_population: dict[str | None, list[tuple[float, int]]] = defaultdict(list)
+    rows_of: dict[str | None, list[int]] = defaultdict(list)
     for row, (rank, seconds) in enumerate(zip(ranks, compute, strict=True)):
         if isinstance(seconds, float):
-            by_population[populations.get(rank)].append((seconds, row))
+            rows_of[populations.get(rank)].append(row)
     found: list[float | None] = [None] * len(ranks)
-    for ordered in map(sorted, by_population.values()):
-        for at, (seconds, row) in enumerate(ordered):
-            others = ordered[:at] + ordered[at + 1 :]
-            if others:
-                found[row] = seconds - (others[(len(others) - 1) // 2][0] + others[len(others) // 2][0]) / 2
+    for rows in rows_of.values():
+        if len(rows) > 1:
+            above = excess_over_others(np.array([[compute[row]] for row in rows], float))
+            for row, seconds in zip(rows, above[:, 0].tolist(), strict=True):
+                found[row] = seconds
     return found
 
 

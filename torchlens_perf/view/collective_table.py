@@ -48,10 +48,9 @@ def collective_table(report: Report) -> Table | None:
     ]  # fmt: skip
     if all(rank is None for rank, _ in last):
         del columns[-2:]
-    first = _FIRST_ROWS if len(rows) > _FIRST_ROWS else None
     note = " ".join(_notes(rows[:_FIRST_ROWS]))
     slow = frozenset(at for at, row in enumerate(rows) if row["slowest_rank"] in late)
-    return Table("collectives", "Collectives", columns, slow, first, note, "collective", "comm wait")
+    return Table("collectives", "Collectives", columns, slow, _FIRST_ROWS, note, "collective", "comm wait")
 
 
 def slow_link_table(report: Report) -> Table | None:
@@ -67,8 +66,8 @@ def slow_link_table(report: Report) -> Table | None:
         Column("operations", [each.operations for each in links], Quantity.NUMBER, 0.5),
         Column("total cost", [each.cost_ns / 1e9 for each in links]),
     ]
-    slow, first = frozenset(range(len(links))), _FIRST_ROWS if len(links) > _FIRST_ROWS else None
-    return Table("slow_links", "Slow links", columns, slow, first, noun="link", ranged="transfer")
+    slow = frozenset(range(len(links)))
+    return Table("slow_links", "Slow links", columns, slow, _FIRST_ROWS, noun="link", ranged="transfer")
 
 
 def ranks_words(row: Collective) -> str:

@@ -49,8 +49,7 @@ def gpu_table(report: Report) -> Table | None:
         values = [gpu[field] for gpu in gpus]  # type: ignore[literal-required]
         if any(value is not None for value in values):
             columns.append(Column(title, values, Quantity.SHARE, 0.6))
-    first = _FIRST_ROWS if len(gpus) > _FIRST_ROWS else None
-    return Table("gpus", "GPUs", columns, first=first, noun="GPU", ranged="of max clock")
+    return Table("gpus", "GPUs", columns, first=_FIRST_ROWS, noun="GPU", ranged="of max clock")
 
 
 def _rounded(value: float | None, unit: float = 1.0) -> int | None:
@@ -90,5 +89,4 @@ def port_table(report: Report) -> Table | None:
         Column("port", [port["port"] for port in ports], Quantity.TEXT),
         Column("errors", words, Quantity.TEXT, help="That the port counted during the run."),
     ]
-    first = _FIRST_ROWS if len(ports) > _FIRST_ROWS else None
-    return Table("ports", "Network ports with errors", columns, first=first, noun="port")
+    return Table("ports", "Network ports with errors", columns, first=_FIRST_ROWS, noun="port")

@@ -51,7 +51,7 @@ def rank_table(report: Report) -> Table | None:
     timed = [rank for rank in report["ranks"] if rank["typical"] is not None]
     if not timed:
         return None
-    ranks, slow, first = _ordered(timed, slow_ranks(report), _compute_s)
+    ranks, slow, first = _ordered(timed, slow_ranks(report), compute_s)
     several = report["run"]["world_size"] > 1
     steps_s = [rank["typical"]["s"] for rank in ranks if rank["typical"]]
     unit_of = max(steps_s) / 3
@@ -59,7 +59,7 @@ def rank_table(report: Report) -> Table | None:
     columns.append(Column("step", steps_s, unit_of=unit_of, optional=0.15, help="The mean of the typical steps."))
     by_host = report["run"]["judged_by"] != DEVICE  # a device's work is not part of the host's step
     if by_host:
-        columns.append(Column("compute", [_compute_s(rank) for rank in ranks], unit_of=unit_of, help=_COMPUTE))
+        columns.append(Column("compute", [compute_s(rank) for rank in ranks], unit_of=unit_of, help=_COMPUTE))
     seen = {part for rank in ranks for part in (*rank["phases"], *rank["not_measured"])}
     for part in [part for part in _SHOWN_PARTS if part in seen and (several or part != "communication")]:
         shares = [rank["phases"][part]["share"] for rank in ranks if part in rank["phases"]]
@@ -223,7 +223,8 @@ def _rank_columns(ranks: Sequence[Rank]) -> list[Column]:
     return columns
 
 
-def _compute_s(rank: Rank) -> float:
+def compute_s(rank: Rank) -> float:
+    """Return the compute time of a typical step, else the step without communication wait; 0 where there is none."""
     typical = rank["typical"]
     if typical is None:
         return 0.0

@@ -111,7 +111,7 @@ class Table:
     slow: frozenset[int] = frozenset()
     """Rows, by index, that a verdict is about."""
     first: int | None = None
-    """How many rows matter; the rest is behind "show all". None: all of them."""
+    """How many rows matter at most; the rest is behind "show all". None: all of them."""
     note: str = ""
     """Sentences below the table."""
     noun: str = "row"

@@ -77,7 +77,7 @@ def _compared_modules(report: Report, slow: VerdictRow) -> Table | None:
     ]  # fmt: skip
     marked = frozenset(row for row, (name, _, _) in enumerate(found) if name in evidence.modules)
     return Table(
-        "modules", f"Modules, {what} per step", columns, marked, _first(found), noun="module", ranged="difference"
+        "modules", f"Modules, {what} per step", columns, marked, _FIRST_ROWS, noun="module", ranged="difference"
     )
 
 
@@ -114,7 +114,7 @@ def _all_modules(report: Report) -> Table | None:
         columns.append(Column("backward p50", backward_s, optional=0.4, help="With the modules inside of it."))
     columns.append(Column("calls", [each["calls"] for each in rows], Quantity.NUMBER, 0.8))
     ranged = "device per step" if on_device else "forward per step"
-    return Table("modules", "Modules", columns, first=_first(rows), noun="module", ranged=ranged)
+    return Table("modules", "Modules", columns, first=_FIRST_ROWS, noun="module", ranged=ranged)
 
 
 def _name(module: Module) -> str:
@@ -139,7 +139,7 @@ def section_table(report: Report) -> Table | None:
         columns.append(Column("outside phases", host_s, optional=0.5, help="Part of it that is outside of all phases."))
     if any(each["device_s"] for each in rows):
         columns.append(Column("device p50", [each["device_s"] and each["device_s"]["p50_s"] for each in rows]))
-    return Table("sections", "Sections", columns, first=_first(rows), noun="section", ranged="per step")
+    return Table("sections", "Sections", columns, first=_FIRST_ROWS, noun="section", ranged="per step")
 
 
 def device_section_table(report: Report) -> Table | None:
@@ -170,7 +170,7 @@ def device_section_table(report: Report) -> Table | None:
         )
         columns.append(Column("outlier", [_outlier(each) for each in windows], Quantity.TEXT,
                               help="A rank that is at least 5 robust deviations above that median."))  # fmt: skip
-    return Table("device_sections", "Device sections", columns, first=_first(rows), noun="section", ranged="p50")
+    return Table("device_sections", "Device sections", columns, first=_FIRST_ROWS, noun="section", ranged="p50")
 
 
 def _slowest(mean_s: Mapping[str, float]) -> tuple[str | None, float | None]:
@@ -206,7 +206,7 @@ def step_class_table(report: Report) -> Table | None:
     columns.append(Column("steps", [_steps(each["steps"]) for each in rows], Quantity.TEXT, 0.6))
     note = f"{steps['alike']} of {steps['count']} steps are typical, {steps['warm_up']} are warm-up."
     return Table(
-        "outlier_steps", "Outlier steps", columns, first=_first(rows), note=note, noun="kind", ranged="duration"
+        "outlier_steps", "Outlier steps", columns, first=_FIRST_ROWS, note=note, noun="kind", ranged="duration"
     )
 
 
@@ -238,7 +238,7 @@ def cause_table(report: Report) -> Table | None:
             missing = ", ".join(diagnosis.not_measured)
             note = f"Not measured: {missing}." if missing else ""
             title = f"Signals of rank {row['rank']} while it is slow"
-            return Table("causes", title, columns, first=_first(names), note=note, noun="signal")
+            return Table("causes", title, columns, first=_FIRST_ROWS, note=note, noun="signal")
     return None
 
 
@@ -258,8 +258,9 @@ def out_of_memory_table(report: Report) -> Table | None:
                 columns.append(Column("new blocks", [each["new_blocks"] for each in blocks], Quantity.NUMBER, 0.5))
                 note = f"New blocks: allocated within the last {events} allocations and frees. {note}"
             title = f"Memory of rank {evidence['rank']} when it ran out"
-            first = _FIRST_SITES if len(blocks) > _FIRST_SITES else None
-            return Table("out_of_memory", title, columns, first=first, note=note, noun="allocation site", ranged="size")
+            return Table(
+                "out_of_memory", title, columns, first=_FIRST_SITES, note=note, noun="allocation site", ranged="size"
+            )
     return None
 
 
@@ -275,7 +276,7 @@ def capture_table(report: Report) -> Table | None:
         Column("paused", [each["paused_s"] for each in rows], optional=0.5, help="Training paused to write the files."),
     ]
     note = "Traces open in ui.perfetto.dev. Paths are inside the run directory."
-    return Table("captures", "Profiles", columns, first=_first(rows), note=note, noun="profile")
+    return Table("captures", "Profiles", columns, first=_FIRST_ROWS, note=note, noun="profile")
 
 
 def _captured_steps(each: Capture) -> str | None:
@@ -287,7 +288,3 @@ def _trace(each: Capture) -> str:
     if TRACE in each["files"]:
         return each["files"][TRACE]["path"]
     return f"none: {each['ended'] or each['left_out'].get(TRACE, 'unknown reason')}"
-
-
-def _first(rows: Sequence[object]) -> int | None:
-    return _FIRST_ROWS if len(rows) > _FIRST_ROWS else None

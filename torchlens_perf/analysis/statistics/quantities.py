@@ -62,10 +62,5 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
-def of_typical_step(seconds: float) -> str:
-    """Return what a part takes of a typical step; "none" for one that runs in other steps only."""
-    return duration(seconds) if seconds else "none"
-
-
 def duration_or_dash(seconds: float | None) -> str:
     return "-" if seconds is None else duration(seconds)

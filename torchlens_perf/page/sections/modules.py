@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, printable
+from torchlens_perf.analysis.statistics.quantities import duration
 from torchlens_perf.page.sections.bars import Bar, bars
 from torchlens_perf.page.sections.section import named_ranks, tables_of
 from torchlens_perf.view.html import section
@@ -42,7 +43,7 @@ def _bars(rows: Sequence[Module], named: Sequence[int], *, on_device: bool) -> E
     gaps: list[tuple[float, str]] = []
     for row in rows:
         known = {int(rank): value for rank, value in _by_rank(row, on_device=on_device).items()}
-        heading = safe(printable(row["name"]))
+        heading = safe(row["name"])
         if len(known) < 2:
             made.append(
                 Bar(
@@ -53,7 +54,7 @@ def _bars(rows: Sequence[Module], named: Sequence[int], *, on_device: bool) -> E
             )
             continue
         slowest = max(known, key=lambda rank: known[rank])
-        middle = _middle([value for rank, value in known.items() if rank != slowest])
+        middle = statistics.median([value for rank, value in known.items() if rank != slowest])
         others = "the others" if len(known) > 2 else "the other"
         said = f"{heading} takes {duration(known[slowest])} on rank {slowest}, {duration(middle)} on {others}"
         gaps.append((known[slowest] - middle, said))
@@ -74,7 +75,7 @@ def _bars(rows: Sequence[Module], named: Sequence[int], *, on_device: bool) -> E
 
 
 def _by_rank(row: Module, *, on_device: bool) -> Mapping[str, float]:
-    return row["device_own_by_rank"] if on_device and row["device_own_by_rank"] else row["by_rank"]
+    return row["device_own_by_rank"] if on_device else row["by_rank"]
 
 
 def _slowest_s(row: Module, *, on_device: bool) -> float:
@@ -83,7 +84,7 @@ def _slowest_s(row: Module, *, on_device: bool) -> float:
 
 def _gap(row: Module, *, on_device: bool) -> float:
     values = sorted(_by_rank(row, on_device=on_device).values())
-    return values[-1] - _middle(values[:-1]) if len(values) > 1 else 0.0
+    return values[-1] - statistics.median(values[:-1]) if len(values) > 1 else 0.0
 
 
 def _of(value: float, *, slow: bool) -> dict[str, float]:
@@ -92,8 +93,3 @@ def _of(value: float, *, slow: bool) -> dict[str, float]:
 
 def _a_step(row: Module, *, on_device: bool) -> float:
     return (row["device_own_s_per_step"] or 0.0) if on_device else row["own_s_per_step"]
-
-
-def _middle(values: list[float]) -> float:
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2

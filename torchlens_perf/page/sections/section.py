@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.verdicts.words.order import ranks_of
 from torchlens_perf.view.html import table
+from torchlens_perf.view.rank_tables import compute_s
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
@@ -37,11 +38,3 @@ def by_prominence(report: Report) -> list[Rank]:
     return sorted(
         report["ranks"], key=lambda rank: (order.get(rank["rank"], len(order)), -compute_s(rank), rank["rank"])
     )
-
-
-def compute_s(rank: Rank) -> float:
-    """Return the compute time of a typical step, else the step without communication wait; 0 where there is none."""
-    typical = rank["typical"]
-    if typical is None:
-        return 0.0
-    return typical["own_s"] if typical["work_s"] is None else typical["work_s"]
