@@ -102,12 +102,17 @@ def server(behaves: Callable[[socket.socket], None], context: ssl.SSLContext | N
 
     def serve(connection: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            behaves(connection if context is None else context.wrap_socket(connection, server_side=True))
+            if context is not None:
+                connection.do_handshake()  # type: ignore[attr-defined]
+            behaves(connection)
 
     def accept() -> None:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = listening.accept()
+                if context is not None:
+                    connection = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                # Keep the wrapped socket: an unclosed one warns later, in the middle of another test.
                 accepted.append(connection)
                 threading.Thread(target=serve, args=(connection,), daemon=True).start()
 
