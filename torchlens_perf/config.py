@@ -187,8 +187,9 @@ class Config:
     """Push NVTX ranges when a tool listens; without one they cost nothing."""
 
     telemetry: bool = True
-    """Read clocks, power, temperatures and errors of the GPUs in use by NVML, and the counters of InfiniBand ports. The
-    sidecar does that; the training process only names its GPUs."""
+    """Read CPU time, memory, disk and network of the ranks' processes, clocks, power, temperatures and errors of the
+    GPUs in use by NVML, and the counters of InfiniBand ports. The sidecar does that; the training process only names
+    its GPUs."""
 
     ring_records: int = 65536
     """Capacity of the ring file, in records of 64 bytes; rounded up to a power of two."""

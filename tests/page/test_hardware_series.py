@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import identity_of, make_run
-from torchlens_perf.analysis.statistics.hardware import GpuSample, LinkSample
+from torchlens_perf.analysis.statistics.hardware import GpuSample, LinkSample, ProcessSample
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.page.gather.hardware_series import MAX_POINTS, hardware_series, within
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.store.samples import GPUS, LINKS, SampleWriter
+from torchlens_perf.store.samples import GPUS, LINKS, PROCESSES, SampleWriter
 from torchlens_perf.verdicts.node_state import ProcessState
 
 SECOND = 10**9
@@ -112,3 +112,23 @@ def test_what_does_not_fit_is_said(run: RunDirectory) -> None:
     assert [each["title"] for each in kept] == ["SM clock", "SM clock"]
     assert notes == ["Of 4 quantities that were measured over time, 2 are shown."]
     assert within(every, 10_000, []) == sorted(every, key=lambda each: each["title"])
+
+
+def test_processes_and_their_node(run: RunDirectory) -> None:
+    """Each shown rank has its CPU time and memory. Ranks of one node share one series of its network."""
+    samples = [
+        ProcessSample(
+            rank, second * SECOND, BEGIN_NS + second * SECOND, cpu_ns=3 * second * SECOND // 2,
+            resident_bytes=1000, network_received_bytes=500 * second,
+        )
+        for second in range(3)
+        for rank in (0, 1)
+    ]  # fmt: skip
+    SampleWriter(run, NODE).write({PROCESSES: samples}, 1 << 20)
+    found = series_of(run, [1])
+
+    assert found["CPU used, in percent of one core", "rank 1"]["value"] == [None, 150, 150]
+    assert found["Resident memory, with workers", "rank 1"]["value"] == [1000, 1000, 1000]
+    assert found["Network received, all interfaces", NODE]["value"] == [None, 500, 500]
+    assert {where for _, where in found} == {"rank 1", NODE}
+    assert not [title for title, _ in found if title.startswith("Disk")]  # not measured: no series of zeros

@@ -115,12 +115,15 @@ class Sidecar:
             self._joined = run_id
 
     def measure(self) -> None:
-        """Sample the GPUs that live processes compute on, and the node's network ports, when that is due."""
-        live = [source.state for source in self.sources.live()]
+        """Sample live processes, the GPUs that they compute on, and the node's network ports, when that is due."""
+        sources = self.sources.live()
+        live = [source.state for source in sources]
         if not live or not self.sources.setting("telemetry"):
             return
         with self.contain_errors("reading the hardware's telemetry"):
-            found = self.telemetry.sample(dict.fromkeys(gpu["uuid"] for state in live for gpu in state.gpus))
+            uuids = dict.fromkeys(gpu["uuid"] for state in live for gpu in state.gpus)
+            pids = {each.state.identity.rank: each.state.identity.pid for each in sources if not each.simulated}
+            found = self.telemetry.sample(uuids, pids)
             if found is not None and self._exporter is not None:
                 self._exporter.measured(live[0].identity, found)
         self._note(self.telemetry.notes)

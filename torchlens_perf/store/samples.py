@@ -14,7 +14,7 @@ from torchlens_perf.store.writer import Writer
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
 
-GPUS, LINKS = "gpus", "links"
+GPUS, LINKS, PROCESSES = "gpus", "links", "processes"
 _LEFT_OUT = ("grown", "monotonic_ns", "unix_ns")
 _TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 
@@ -25,7 +25,7 @@ class SampleWriter:
     def __init__(self, run: RunDirectory, node: str) -> None:
         self._run = run
         self._node = node
-        self._writer = Writer([run.path / GPUS, run.path / LINKS], node)
+        self._writer = Writer([run.path / folder for folder in (GPUS, LINKS, PROCESSES)], node)
 
     @property
     def dropped_files(self) -> int:
@@ -33,7 +33,7 @@ class SampleWriter:
         return self._writer.removed_files
 
     def write(self, samples: Mapping[str, Sequence[Any]], cap_bytes: int) -> None:
-        """Write a file into each of these folders, GPUS and LINKS, that has samples. Raise OSError on a full disk.
+        """Write a file into each of these folders, such as GPUS, that has samples. Raise OSError on a full disk.
 
         samples: dataclasses of one class for each folder, with `monotonic_ns` and `unix_ns`.
         """

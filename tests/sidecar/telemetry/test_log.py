@@ -83,7 +83,7 @@ class Rig:
     def seconds(self, count: int, *uuids: str) -> None:
         """Lets time pass, and looks four times a second."""
         for _ in range(4 * count):
-            self.log.sample(uuids)
+            self.log.sample(uuids, {})
             self.now_ns += SECOND // 4
 
 

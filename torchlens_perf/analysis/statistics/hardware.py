@@ -1,4 +1,4 @@
-"""Samples of a node's GPUs and network ports, and what a stretch of them says. Pure: who reads them is elsewhere.
+"""Samples of a node's GPUs, network ports and processes, and statistics over them. Pure functions and values.
 
 None stands for what the hardware or its driver does not report, or this process may not read; it is never shown as 0.
 """
@@ -143,7 +143,27 @@ LINK_COUNTERS = (
     "congestion_notifications", *LINK_ERRORS,
 )  # fmt: skip
 
-Sample = GpuSample | LinkSample
+
+@dataclasses.dataclass(frozen=True)
+class ProcessSample:
+    """What a rank's process and its child processes have used up to one instant. Counters begin with the process."""
+
+    rank: int
+    monotonic_ns: int
+    unix_ns: int
+    cpu_ns: int | None = None
+    """CPU time of all threads; a process that keeps two cores busy gains 2e9 a second."""
+    resident_bytes: int | None = None
+    """Pages that several processes share count once for each."""
+    read_bytes: int | None = None
+    """Read from disks and file systems; what the page cache had is not in it."""
+    written_bytes: int | None = None
+    network_received_bytes: int | None = None
+    """Of all interfaces but loopback in the process's network namespace, which ranks of one node share."""
+    network_transmitted_bytes: int | None = None
+
+
+Sample = GpuSample | LinkSample | ProcessSample
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What was measured over time beside the steps: GPUs, network ports, device memory, lack of a CPU."""
+"""Series over time that are not step times: processes, GPUs, network, device memory, CPU contention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.hardware import LINK_ERRORS
 from torchlens_perf.page.contents import Columns, Series
 from torchlens_perf.store.reader import Files, concatenated, noted_in, numbers
-from torchlens_perf.store.samples import GPUS, LINKS
+from torchlens_perf.store.samples import GPUS, LINKS, PROCESSES
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -61,6 +61,16 @@ _LINK = {
     "received_bytes": _Quantity("Network received", "By/s", _RATE),
     **{name: _Quantity(f"Network port: {name.replace('_', ' ')}", "1", _COUNT) for name in LINK_ERRORS},
 }
+_PROCESS = {
+    "cpu_ns": _Quantity("CPU used, in percent of one core", "%", _SHARE),
+    "resident_bytes": _Quantity("Resident memory, with workers", "By", _GAUGE),
+    "read_bytes": _Quantity("Disk read", "By/s", _RATE),
+    "written_bytes": _Quantity("Disk written", "By/s", _RATE),
+}
+_NAMESPACE = {
+    "network_received_bytes": _Quantity("Network received, all interfaces", "By/s", _RATE),
+    "network_transmitted_bytes": _Quantity("Network transmitted, all interfaces", "By/s", _RATE),
+}
 
 
 def hardware_series(
@@ -71,7 +81,7 @@ def hardware_series(
     begin_unix_ns: int,
     notes: list[str],
 ) -> list[Series]:
-    """Return series of the GPUs that these ranks compute on, and of the ports of their nodes.
+    """Return series of these ranks' processes and GPUs, and of their nodes' network.
 
     notes: gets a line for each file that cannot be read.
     """
@@ -83,6 +93,15 @@ def hardware_series(
             found += _series(table, _GPU, f"rank {rank_of[uuid]}", rank_of[uuid], begin_unix_ns)
     for (host, port), table in _tables(Files(run.path / LINKS, nodes, noted_in(notes)), "device", _LINK):
         found += _series(table, _LINK, f"{host} {port}", None, begin_unix_ns)
+    hosts = set[str]()
+    for (host, rank), table in _tables(
+        Files(run.path / PROCESSES, nodes, noted_in(notes)), "rank", _PROCESS | _NAMESPACE
+    ):
+        if int(rank) in ranks:
+            found += _series(table, _PROCESS, f"rank {rank}", int(rank), begin_unix_ns)
+        if host not in hosts:  # ranks of one node share its interfaces
+            hosts.add(host)
+            found += _series(table, _NAMESPACE, host, None, begin_unix_ns)
     return found
 
 

@@ -1,1 +1,1 @@
-"""The node's hardware over time: GPUs and InfiniBand."""
+"""Samples over time of a node's GPUs, network ports and processes."""

@@ -7,7 +7,7 @@ samples(), and telemetry.gpu_signals() for what they say.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 from torchlens_perf.analysis.statistics.hardware import (
@@ -16,6 +16,7 @@ from torchlens_perf.analysis.statistics.hardware import (
     Hardware,
     LinkSample,
     LinkTotals,
+    ProcessSample,
     Sample,
     Telemetry,
 )
@@ -23,12 +24,15 @@ from torchlens_perf.run.clock import Anchor, HostClock
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry
 from torchlens_perf.sidecar.telemetry.infiniband import LinkTelemetry
-from torchlens_perf.store.samples import GPUS, LINKS, SampleWriter
+from torchlens_perf.sidecar.telemetry.processes import sample_processes
+from torchlens_perf.store.samples import GPUS, LINKS, PROCESSES, SampleWriter
 
 _SECOND_NS = 1_000_000_000
 _GPU_PERIOD_NS = _SECOND_NS
 _LINK_PERIOD_NS = 5 * _SECOND_NS  # a counter of a port is a question to its firmware
 _MIN_REST = 20  # times what a round has taken
+_PROCESS_PERIOD_NS = _SECOND_NS
+_MAX_PROCESS_SHARE = 100  # reading /proc takes at most one part in so many of a core
 _MAX_SAMPLES = 900  # of a GPU, or a port, in memory
 _MAX_UNWRITTEN = 20_000  # while the run directory cannot be written
 _FIRST_FILE_NS, _LAST_FILE_NS = 10 * _SECOND_NS, 120 * _SECOND_NS  # between files, in a young and in an old run
@@ -54,7 +58,7 @@ class TelemetryLog:
         self._links = links if links is not None else LinkTelemetry()
         self._now = now if now is not None else HostClock().anchor
         self._writer = SampleWriter(run, host)
-        self._gpu_due_ns = self._link_due_ns = 0
+        self._gpu_due_ns = self._link_due_ns = self._process_due_ns = 0
         self._begun_ns: int | None = None
         self._written_ns = 0
         self._recent: dict[str, deque[GpuSample]] = {}
@@ -64,8 +68,11 @@ class TelemetryLog:
         self._losses, self._slow = Counter(saved.losses), Counter(saved.slow_samples)  # by earlier sidecars
         self._lost, self._dropped = saved.lost_samples, saved.dropped_files
 
-    def sample(self, uuids: Collection[str]) -> Hardware | None:
-        """Samples these GPUs, and all ports, if it is time to; None if it is not, or nothing is there."""
+    def sample(self, uuids: Collection[str], pids: Mapping[int, int]) -> Hardware | None:
+        """Sample GPUs, all ports and processes that are due. Return those of the hardware, or None.
+
+        pids: process ids by rank.
+        """
         now = self._now()
         gpus: dict[str, GpuSample] = {}
         links: dict[str, LinkSample] = {}
@@ -76,6 +83,11 @@ class TelemetryLog:
             links = self._links.sample(now.monotonic_ns, now.unix_ns)
             took_ns = self._now().monotonic_ns - now.monotonic_ns
             self._link_due_ns = now.monotonic_ns + max(_LINK_PERIOD_NS, _MIN_REST * took_ns)
+        if pids and now.monotonic_ns >= self._process_due_ns:
+            began_ns = self._now().monotonic_ns
+            self._add_unwritten(now, sample_processes(pids, now.monotonic_ns, now.unix_ns))
+            took_ns = self._now().monotonic_ns - began_ns
+            self._process_due_ns = now.monotonic_ns + max(_PROCESS_PERIOD_NS, _MAX_PROCESS_SHARE * took_ns)
         if not gpus and not links:
             return None
         self._keep(now, gpus, links)
@@ -90,7 +102,10 @@ class TelemetryLog:
         for name, link in links.items():
             self._link_totals.setdefault(name, LinkTotals()).add(link)
             self._recent_links.setdefault(name, deque(maxlen=_MAX_SAMPLES)).append(link)
-        self._unwritten += [*gpus.values(), *links.values()]
+        self._add_unwritten(now, [*gpus.values(), *links.values()])
+
+    def _add_unwritten(self, now: Anchor, samples: Sequence[Sample]) -> None:
+        self._unwritten += samples
         over = len(self._unwritten) - _MAX_UNWRITTEN
         if over > 0:
             del self._unwritten[:over]
@@ -130,9 +145,11 @@ class TelemetryLog:
         if not final and now_ns - self._written_ns < period_ns:
             return
         self._written_ns = now_ns
-        gpus = [sample for sample in self._unwritten if isinstance(sample, GpuSample)]
-        links = [sample for sample in self._unwritten if isinstance(sample, LinkSample)]
-        self._writer.write({GPUS: gpus, LINKS: links}, telemetry_bytes(disk_bytes))
+        kinds = {GPUS: GpuSample, LINKS: LinkSample, PROCESSES: ProcessSample}
+        samples = {
+            folder: [each for each in self._unwritten if isinstance(each, kind)] for folder, kind in kinds.items()
+        }
+        self._writer.write(samples, telemetry_bytes(disk_bytes))
         self._unwritten.clear()
 
     def totals(self) -> Telemetry:

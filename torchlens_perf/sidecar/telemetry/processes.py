@@ -1,0 +1,68 @@
+"""CPU time, memory, disk and network of the ranks' processes, from /proc (proc(5)). No library, no rights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from torchlens_perf.analysis.statistics.hardware import ProcessSample
+from torchlens_perf.run.processes import stat_fields, text_of
+
+_TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def sample_processes(
+    pids: Mapping[int, int], monotonic_ns: int, unix_ns: int, proc: str = "/proc"
+) -> list[ProcessSample]:
+    """Return a sample of each rank's process and its children, such as data loader workers.
+
+    pids: process ids by rank. Processes that have ended are left out.
+    """
+    found = []
+    for rank, pid in pids.items():
+        parent = stat_fields(f"{proc}/{pid}/stat")
+        if not parent:
+            continue
+        children = text_of(f"{proc}/{pid}/task/{pid}/children").split()
+        stats = [parent, *(fields for child in children if (fields := stat_fields(f"{proc}/{child}/stat")))]
+        # Fields 14 to 17 are the process's CPU time and that of its ended children, field 24 is its resident pages.
+        ticks = sum(int(value) for fields in stats for value in fields[11:15])
+        io = [_numbers(f"{proc}/{process}/io") for process in (pid, *children)]
+        sent = _network(f"{proc}/{pid}/net/dev")
+        found.append(
+            ProcessSample(
+                rank=rank,
+                monotonic_ns=monotonic_ns,
+                unix_ns=unix_ns,
+                cpu_ns=ticks * _TICK_NS,
+                resident_bytes=sum(int(fields[21]) for fields in stats) * _PAGE_BYTES,
+                read_bytes=_total(io, "read_bytes"),
+                written_bytes=_total(io, "write_bytes"),
+                network_received_bytes=sent[0] if sent else None,
+                network_transmitted_bytes=sent[1] if sent else None,
+            )
+        )
+    return found
+
+
+def _numbers(path: str) -> dict[str, int]:
+    """Return the fields of a file with lines such as `read_bytes: 4096`; empty if it cannot be read."""
+    pairs = (line.partition(":") for line in text_of(path).splitlines())
+    return {name: int(value) for name, _, value in pairs}
+
+
+def _total(processes: list[dict[str, int]], name: str) -> int | None:
+    """Return a sum over processes, or None if the first one's value cannot be read."""
+    if name not in processes[0]:
+        return None
+    return sum(each.get(name, 0) for each in processes)
+
+
+def _network(path: str) -> tuple[int, int] | None:
+    """Return bytes received and transmitted by all interfaces of a network namespace except loopback."""
+    lines = [line.split() for line in text_of(path).replace(":", " ").splitlines()[2:]]
+    counts = [(int(fields[1]), int(fields[9])) for fields in lines if fields[0] != "lo"]
+    if not counts:
+        return None
+    return sum(received for received, _ in counts), sum(transmitted for _, transmitted in counts)
