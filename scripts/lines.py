@@ -18,7 +18,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
         "training side",
         ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),
         8900,
-        11844,
+        11846,
     ),
     ("store", ("store",), 1600, 735),
     ("run", ("run",), 3000, 4597),

@@ -13,9 +13,12 @@ import torchlens_perf as perf
 from tests.results.test_results import Loop, training
 from tests.support.live_simulation import LiveSimulation
 from tests.support.processes import run as run_command
+from tests.support.ranks import make_run
+from torchlens_perf.analysis.statistics.hardware import ProcessSample
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.results import ask
 from torchlens_perf.results.run import Run
+from torchlens_perf.store.samples import PROCESSES, SampleWriter
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def test_table_without_rows(planted: Run, caplog: pytest.LogCaptureFixture) -> N
     """A run without GPUs has an empty table of them; another name is an error."""
     assert planted.table("gpus", "pyarrow").num_rows == 0
     assert "has no gpus yet" in caplog.text
-    with pytest.raises(ConfigError, match=r"^name='modules': must be 'steps', 'spans', 'gpus' or 'links'"):
+    with pytest.raises(ConfigError, match=r"^name='modules': must be 'steps', 'spans', 'gpus', 'links' or 'processes'"):
         planted.table("modules")
 
 
@@ -105,3 +108,11 @@ def test_loading_imports_no_torch(planted: Run, tmp_path: Path) -> None:
     )
     done = run_command([sys.executable, "-c", code, str(planted.run_dir)], tmp_path)
     assert done.stdout == "4 False False\n", done.stderr
+
+
+def test_table_of_processes(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    sample = ProcessSample(3, 5, 7, cpu_ns=11)
+    SampleWriter(run, "node-0").write({PROCESSES: [sample]}, 1 << 20)
+    (row,) = perf.load(run.path).table("processes", "pyarrow").to_pylist()
+    assert (row["rank"], row["cpu_ns"], row["resident_bytes"]) == (3, 11, None)

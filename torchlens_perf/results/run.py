@@ -49,7 +49,9 @@ class Run(HasResults):
         found: dict[str, Any] = json.loads(child.output("report", str(self.run_dir), "--json"))
         return found
 
-    def table(self, name: Literal["steps", "spans", "gpus", "links"], backend: Backend | None = None) -> Any:
+    def table(
+        self, name: Literal["steps", "spans", "gpus", "links", "processes"], backend: Backend | None = None
+    ) -> Any:
         """Return a table of the run directory as a frame; columns: docs/run-directory.md. backend: see step_table().
 
         Raise ConfigError for another name.

@@ -64,7 +64,7 @@ _MAX_TRIES = 5  # in a folder that a sidecar which ends may just then remove
 _T = TypeVar("_T")
 
 
-TABLES = ("steps", "spans", "gpus", "links")
+TABLES = ("steps", "spans", "gpus", "links", "processes")
 """Folders of the run directory with Parquet files, each a table."""
 
 
