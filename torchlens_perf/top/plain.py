@@ -35,23 +35,21 @@ class PlainTop:
         look: RunReader.look. rest: waits until the next look.
         """
         shown: View | None = None
-        pace_due_s = 0.0
+        pace_due_s = time.monotonic()
         while shown is None or not shown.has_ended:
             view = look()
             if view is shown:
                 rest()
                 continue
-            is_frame = shown is None or shown.report is None or view.has_ended
-            if is_frame or shown is None:
+            if shown is None or shown.report is None or view.has_ended:
                 self.once(view)
+                pace_due_s = time.monotonic() + _PACE_EVERY_S
             else:
                 self._print(self._news(view, shown))
-            if time.monotonic() >= pace_due_s:
-                if not is_frame and view.report is not None:
-                    self._print(
-                        [line("   ".join([overview.run_state(view)[0], *pace_words(view.report, view.seen_s)]))]
-                    )
-                pace_due_s = time.monotonic() + _PACE_EVERY_S
+                if view.report is not None and time.monotonic() >= pace_due_s:
+                    words = [overview.run_state(view)[0], *pace_words(view.report, view.seen_s)]
+                    self._print([line("   ".join(words))])
+                    pace_due_s = time.monotonic() + _PACE_EVERY_S
             shown = view
 
     def _news(self, view: View, before: View) -> Iterable[Text]:

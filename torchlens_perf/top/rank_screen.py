@@ -135,12 +135,11 @@ def _median(values: Iterable[float]) -> float | None:
 
 def _modules(report: Report, number: int, others: set[int]) -> Table | None:
     """Return forward times of modules without inner modules, beside the median of other ranks."""
-    rows: list[tuple[str, float, float | None]] = []
-    for module in report["modules"]:
-        here = module["by_rank"].get(str(number))
-        if here is not None:
-            of_others = _median(seconds for rank, seconds in module["by_rank"].items() if int(rank) in others)
-            rows.append((module["name"], here, of_others))
+    rows = [
+        (module["name"], here, _median(seconds for rank, seconds in module["by_rank"].items() if int(rank) in others))
+        for module in report["modules"]
+        if (here := module["by_rank"].get(str(number))) is not None
+    ]
     if not rows:
         return None
     table = _compared("modules", "Modules, forward time per step", "module", rows, sum(row[1] for row in rows))

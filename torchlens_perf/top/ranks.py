@@ -38,12 +38,11 @@ def rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list[int]]
     }
     table = (device_table if report["run"]["judged_by"] == DEVICE else rank_table)(report)
     table = table or Table("ranks", "Ranks", [], noun="rank")
-    known = {column.title: column for column in table.columns}
-    ranks = [rank["rank"] for rank in report["ranks"]]
-    if "rank" in known:
-        ranks = [rank for rank in known["rank"].values if isinstance(rank, int)]
-    missing = sorted({rank["rank"] for rank in report["ranks"]}.difference(ranks if table.columns else ()))
-    ranks = [*ranks, *missing] if table.columns else missing
+    every = [rank["rank"] for rank in report["ranks"]]
+    titled = (column.values for column in table.columns if column.title == "rank")
+    known = next(titled, every if table.columns else ())
+    missing = sorted(set(every).difference(known))
+    ranks = [*(rank for rank in known if isinstance(rank, int)), *missing]
     columns = [Column("rank", ranks, Quantity.TEXT)]
     for column in (each for each in table.columns if each.title != "rank"):
         blank = len(missing) * [None]  # these ranks have no typical step yet

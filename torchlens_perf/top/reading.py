@@ -56,7 +56,7 @@ class _Node:
     state: NodeState | None
     problem: str
     changed_s: float
-    longest_s: float = 0.0
+    longest_s: float
     """The longest time between two changes."""
 
 
@@ -90,7 +90,8 @@ class RunReader:
             return self._view
         made, trouble = self._view, ""
         try:
-            if self._load_changed(began_s) or made.report is None:
+            self._load_changed(began_s)
+            if not self._is_made:
                 made = self._made()
             trouble = self._silent(began_s) or self._unreadable()
         except RunStoreError as error:
@@ -104,8 +105,8 @@ class RunReader:
         self._due_s = began_s + (self._monotonic() - began_s) * (1 + _IDLE_RATIO)
         return self._view
 
-    def _load_changed(self, now_s: float) -> bool:
-        """Load files that changed; return whether the view lacks some. Raises RunStoreError where there is no file."""
+    def _load_changed(self, now_s: float) -> None:
+        """Load files that changed. Raises RunStoreError where there is no file."""
         stamps = self._stamps()
         if not stamps:
             self._nodes.clear()
@@ -117,7 +118,6 @@ class RunReader:
             if path not in self._nodes or self._nodes[path].stamp != stamp:
                 self._load(path, stamp, now_s)
                 self._is_made = False
-        return not self._is_made
 
     def _made(self) -> View:
         states = [node.state for node in self._nodes.values() if node.state is not None]
@@ -163,13 +163,13 @@ class RunReader:
             state = node_state.load(path)
         except RunStoreError as error:
             problem = str(error)
+        changed_s, longest_s = now_s, 0.0
         if before is not None:
             longest_s = max(before.longest_s, now_s - before.changed_s)
-            self._nodes[path] = _Node(stamp, state, problem, now_s, longest_s)
-            return
-        # The age of a file that is seen for the first time. A clock of another node may be ahead.
-        saved_s = state.saved_unix_ns / 1e9 if state is not None and state.saved_unix_ns else stamp[1] / 1e9
-        self._nodes[path] = _Node(stamp, state, problem, now_s - max(0.0, self._unix() - saved_s))
+        else:  # A clock of another node may be ahead.
+            saved_s = state.saved_unix_ns / 1e9 if state is not None and state.saved_unix_ns else stamp[1] / 1e9
+            changed_s -= max(0.0, self._unix() - saved_s)
+        self._nodes[path] = _Node(stamp, state, problem, changed_s, longest_s)
 
     def _silent(self, now_s: float) -> str:
         """Return words on nodes with running ranks that have written nothing for long."""
