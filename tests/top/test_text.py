@@ -81,6 +81,19 @@ def test_chosen_row_is_in_view(at: int, first: int) -> None:
     assert [each.split()[1] for each in lines if each.startswith("▶")] == [str(at)]
 
 
+@pytest.mark.parametrize("at", [0, 5, 19])
+def test_chosen_row_has_the_mark_where_names_are_folded(at: int) -> None:
+    """On 40 columns a name takes two lines. Only whole rows are shown, and no more lines than there is room for."""
+    names = [f"run-{row:02d}-{'x' * 25}" for row in range(20)]
+    columns = [Column("state", ["ended"] * 20, Quantity.TEXT), Column("run", names, Quantity.TEXT)]
+    lines = [each.plain for each in cursor_lines(Table("runs", "Runs", columns), 40, 9, at)]
+
+    assert lines[0] == f"  Runs, {at + 1} of 20"
+    assert [each.split()[2] for each in lines if each.startswith("▶")] == [names[at][:31]]
+    assert len(lines) == 8
+    assert max(map(cell_len, lines)) <= 40
+
+
 def test_as_many_parts_as_fit() -> None:
     assert fitting(["first", "", "a long second part", "third"], 16) == "first   third"
     assert fitting(["a long first part"], 3) == "a long first part"

@@ -45,8 +45,8 @@ def overview(view: View, width: int, height: int, terminal: Terminal, ranks: Tab
     chart = 1 + max(0, min(room - rows, _MAX_CHART - 1))
     room -= chart - 1
     lines += pace_lines(view, width, chart)
-    lines += cursor_lines(ranks, width, min(room, rows), cursor)
-    return [*lines, *below, *_more(report, width, room - rows)][:height]
+    table = cursor_lines(ranks, width, room, cursor)
+    return [*lines, *table, *below, *_more(report, width, room - len(table))][:height]
 
 
 def _more(report: Report, width: int, room: int) -> list[Text]:

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from torchlens_perf.view.specs import Column, Table
+from torchlens_perf.view.specs import Column, Quantity, Table
 from torchlens_perf.view.terminal import inert, table_lines
 
 BLOCKS, _EIGHTHS = " ▁▂▃▄▅▆▇█", " ▏▎▍▌▋▊▉█"
@@ -97,14 +97,18 @@ def part(table: Table, rows: Sequence[int]) -> Table:
 def cursor_lines(table: Table, width: int, height: int, at: int) -> list[Text]:
     """Return a table with as many rows as there is room for, among them the chosen one with a mark."""
     rows = min(table.rows, height - 2)
-    if rows < 1:
-        return []
-    first = max(0, min(at - rows // 2, table.rows - rows))
-    title = f"{table.title}, {at + 1} of {table.rows}" if rows < table.rows else table.title
-    shown = dataclasses.replace(part(table, range(first, first + rows)), title=title)
-    lines = table_lines(shown, width, rows)
-    lines[2 + at - first] = line("▶", lines[2 + at - first][1:])
-    return lines
+    while rows > 0:
+        first = max(0, min(at - rows // 2, table.rows - rows))
+        title = f"{table.title}, {at + 1} of {table.rows}" if rows < table.rows else table.title
+        shown = part(table, range(first, first + rows))
+        mark = Column("", ["▶" if row == at - first else " " for row in range(rows)], Quantity.TEXT)
+        shown = dataclasses.replace(shown, title=title, columns=[mark, *shown.columns])
+        heading, *lines = table_lines(shown, width + 3, rows)
+        if len(lines) < height or rows == 1:
+            # The mark takes the place of the margin.
+            return [heading, *(line(each.plain[2], each[4:]) for each in lines)][:height]
+        rows = max(1, rows * (height - 1) // len(lines))  # fewer rows where names are folded
+    return []
 
 
 def rule(title: str, width: int) -> Text:
