@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_nothing_is_cut_off(planted: LiveSimulation, size: tuple[int, int]) -> N
         terminal.type(f"{TOP} {planted.run.path}", "Enter")
         terminal.sees("q quit")
         terminal.sees("SLOW RANK rank 3")
-        lines = terminal.lines()
+        lines = terminal.sees("█ comm wait")  # the last that is drawn of what is looked for
 
     text = " ".join(" ".join(lines).split())
     assert len(lines) == size[1]
@@ -91,14 +92,17 @@ def test_nothing_is_cut_off(planted: LiveSimulation, size: tuple[int, int]) -> N
 @pytest.mark.long
 def test_resized(planted: LiveSimulation) -> None:
     """While it runs, to any size and back."""
+
+    def is_drawn(shown: list[str], columns: int, lines: int, keys: str) -> bool:
+        """Whether all of a screen of this size is there: the first line is as wide as the terminal."""
+        return len(shown) == lines and len(shown[0]) == columns and shown[-1].endswith(keys)
+
     with Tmux(120, 40) as terminal:
         terminal.type(f"{TOP} {planted.run.path}", "Enter")
-        before = terminal.sees("Enter open")
-        for columns, lines in ((60, 16), (20, 5), (200, 60)):
+        terminal.sees(lambda shown: is_drawn(shown, 120, 40, "r runs"))
+        for columns, lines, keys in ((60, 16, "o order"), (20, 5, "? help"), (200, 60, "r runs"), (120, 40, "r runs")):
             terminal.resize(columns, lines)
-            terminal.sees(lambda shown, lines=lines: len(shown) == lines and shown[-1].startswith("q quit"))
-        terminal.resize(120, 40)
-        terminal.sees(lambda lines: len(lines) == 40 and lines[-1] == before[-1])
+            terminal.sees(partial(is_drawn, columns=columns, lines=lines, keys=keys))
 
 
 def test_without_colour(planted: LiveSimulation) -> None:
