@@ -186,7 +186,7 @@ def test_list_can_be_sorted_and_filtered(tmp_path: Path, runs: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/runs/nothing/", "/nothing", "/runs/done/nothing"])
 def test_address_without_a_page_leads_to_the_list(viewer: Viewer, path: str) -> None:
-    answer = viewer.ask(path, accept="text/html")
+    answer = viewer.answer_of_page(path, accept="text/html")
     assert answer.status == 404
     assert "<h1>Not found</h1>" in answer.text
     (link,) = re.findall(r'<a href="([^"]*)">All runs', answer.text)

@@ -8,12 +8,11 @@ from urllib.parse import urlencode
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.errors import printable
 from torchlens_perf.page.document.html import LIVE_POLICY, by_address, head
-from torchlens_perf.serve.run_list import LARGEST_FIRST, SORTS, Found, Listed, RunLine
+from torchlens_perf.serve.run_list import LARGEST_FIRST, SORTS, Listed, RunLine
 from torchlens_perf.serve.run_names import address
 from torchlens_perf.serve.static_files import LIST_SCRIPT, STYLE, static_address
 from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
 from torchlens_perf.view.markup import Child, Element, html, tag
-from torchlens_perf.view.theme import NEUTRAL
 
 ROOT = "../../"
 """The list's address as seen from a run's page."""
@@ -78,32 +77,23 @@ def whole_page(title: str, body: Element, root: str, more: Child = None) -> str:
     return f"<!DOCTYPE html>\n{html(whole)}\n"
 
 
-def _cells(line: RunLine | Found, now_s: float) -> list[Element]:
+def _cells(line: RunLine, now_s: float) -> list[Element]:
     """Return the cells of a row, one for each of _COLUMNS."""
-    program = line.program if isinstance(line, RunLine) else ""
-    run = tag("small", line.name) if program else line.name
-    link = tag("a", [program, " "] if program else None, run, href=f"runs/{address(line.name)}/", title=line.name)
-    if isinstance(line, Found):
-        texts: list[Child] = [_status("READING", NEUTRAL), link, *[None] * (len(_COLUMNS) - 2)]
-    else:
-        ranks = f"{line.seen} of {line.ranks}" if line.ranks and line.seen < line.ranks else _number(line.ranks)
-        texts = [
-            _status(line.status, line.severity),
-            link,
-            tag("span", percent(line.cost_share), title=line.cost) if line.cost_share else None,
-            tag("span", line.sentence, title=line.sentence),
-            duration(line.step_s) if line.step_s else None,
-            ranks,
-            _number(line.hosts),
-            _number(line.steps),
-            _state(line, now_s),
-            line.started.replace("T", " ")[:16],
-        ]
+    run = tag("small", line.name) if line.program else line.name
+    ranks = f"{line.seen} of {line.ranks}" if line.ranks and line.seen < line.ranks else _number(line.ranks)
+    texts: list[Child] = [
+        tag("span", line.status, class_=f"chip {line.severity}"),
+        tag("a", f"{line.program} ".lstrip(), run, href=f"runs/{address(line.name)}/", title=line.name),
+        tag("span", percent(line.cost_share), title=line.cost) if line.cost_share else None,
+        tag("span", line.sentence, title=line.sentence),
+        duration(line.step_s) if line.step_s else None,
+        ranks,
+        _number(line.hosts),
+        _number(line.steps),
+        _state(line, now_s),
+        line.started.replace("T", " ")[:16],
+    ]
     return [tag("td", text, class_=f"run-{key}") for (key, _), text in zip(_COLUMNS, texts, strict=True)]
-
-
-def _status(words: str, severity: str) -> Element:
-    return tag("span", words, class_=f"chip {severity}")
 
 
 def _number(value: int | None) -> str:

@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from torchlens_perf.errors import DAMAGED_DATA, RunStoreError, TorchlensPerfError, printable
 from torchlens_perf.report.run_report import run_report
@@ -25,18 +25,14 @@ _MIN_IDLE_RATIO = 4  # looking at the folder takes a quarter of the time at most
 _TIMEOUT_S = 1.0  # then a viewer is shown what is known
 _FIND_WITHIN_S, _READ_WITHIN_S = 120.0, 60.0
 _READ_S = 0.5  # of one call to a reader
-_MAX_LINES = 20_000  # kept
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """A run directory that is not read yet."""
+class Found(NamedTuple):
+    """A run directory."""
 
     name: str
     changed_ns: int
-    """UNIX time by the disk's clock at which a node last wrote its state; 0 where it is not known."""
-    problem: str = ""
-    """Why the folder cannot be looked at."""
+    """UNIX time by the disk's clock at which a node last wrote its state; 0 if the folder cannot be looked at."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +40,10 @@ class RunLine:
     """What the list shows of a run."""
 
     name: str
-    changed_ns: int
+    changed_ns: int = -1
     """As in Found: another value means that the run must be read again."""
-    status: str = "UNREADABLE"
-    severity: str = BAD
+    status: str = "READING"
+    severity: str = NEUTRAL
     sentence: str = ""
     """The verdict, or why the run cannot be read."""
     cost: str = ""
@@ -83,7 +79,7 @@ LARGEST_FIRST = ("cost", "step", "ranks", "hosts", "steps", "started")
 class Listed:
     """One page of the list."""
 
-    lines: list[RunLine | Found]
+    lines: list[RunLine]
     page: int
     """From 0."""
     pages: int
@@ -104,7 +100,7 @@ class RunList:
         """found: the result of find_runs() a moment ago."""
         self._folder, self._readers = folder, readers
         self._found, self._looked_unix_s, self._problem = list(found), time.time(), ""
-        self._lines: OrderedDict[str, RunLine] = OrderedDict()
+        self._lines: dict[str, RunLine] = {}
         self._next_s = time.monotonic() + _LOOK_INTERVAL_S
         self._looking: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -127,14 +123,15 @@ class RunList:
             pages = max(1, -(-len(found) // ROWS))
             page = min(max(0, page), pages - 1)
             shown = found[page * ROWS : (page + 1) * ROWS]
-            unread = [each for each in (found if is_sorted else shown) if self._line(each) is None]
+            wanted = found if is_sorted else shown
+            unread = [each for each in wanted if self._line(each).changed_ns != each.changed_ns]
             if unread and self._reading is None:
                 self._reading = asyncio.create_task(self._read(unread[:ROWS]))
             left_s = deadline_s - time.monotonic()
             if self._reading is None or left_s <= 0:
                 break
             await asyncio.wait({self._reading}, timeout=left_s)
-        lines = [self._line(each) or each for each in shown]
+        lines = [self._line(each) for each in shown]
         return Listed(lines, page, pages, len(found), len(self._found), len(unread), self._looked_unix_s, self._problem)
 
     def close(self) -> None:
@@ -143,18 +140,17 @@ class RunList:
             if task is not None:
                 task.cancel()
 
-    def _line(self, found: Found) -> RunLine | None:
-        line = self._lines.get(found.name)
-        return line if line is not None and line.changed_ns == found.changed_ns else None
+    def _line(self, found: Found) -> RunLine:
+        """Return the newest line. The run may have changed since."""
+        return self._lines.get(found.name) or RunLine(found.name)
 
     def _matches(self, found: Found, words: str) -> bool:
-        line = self._lines.get(found.name)
-        texts = [found.name] if line is None else [line.name, line.program, line.status, line.state]
-        return any(words in text.casefold() for text in texts)
+        line = self._line(found)
+        return any(words in text.casefold() for text in (line.name, line.program, line.status, line.state))
 
     def _sorted(self, found: Sequence[Found], sort: str) -> list[Found]:
         key = sort.removeprefix("-")
-        values = {each.name: SORTS[key](line) for each in found if (line := self._lines.get(each.name)) is not None}
+        values = {name: SORTS[key](line) for name, line in self._lines.items()}
         known = [each for each in found if values.get(each.name) is not None]
         known.sort(key=lambda each: values[each.name], reverse=(key in LARGEST_FIRST) != sort.startswith("-"))  # type: ignore[arg-type,return-value]
         return known + [each for each in found if values.get(each.name) is None]
@@ -164,6 +160,7 @@ class RunList:
         try:
             self._found = await self._readers.call(find_runs, self._folder, within_s=_FIND_WITHIN_S)
             self._looked_unix_s, self._problem = time.time(), ""
+            self._lines = {each.name: line for each in self._found if (line := self._lines.get(each.name))}
         except ReadError as error:
             self._problem = str(error)
         finally:
@@ -174,16 +171,13 @@ class RunList:
     async def _read(self, runs: Sequence[Found]) -> None:
         """Read some runs in their order. A disk that does not answer costs one line."""
         try:
-            while missing := [each for each in runs if self._line(each) is None]:
+            while runs:
                 try:
-                    lines = await self._readers.call(lines_of, self._folder, missing, _READ_S, within_s=_READ_WITHIN_S)
+                    lines = await self._readers.call(lines_of, self._folder, runs, _READ_S, within_s=_READ_WITHIN_S)
                 except ReadError as error:
-                    lines = [RunLine(missing[0].name, missing[0].changed_ns, sentence=str(error))]
-                for line in lines:
-                    self._lines[line.name] = line
-                    self._lines.move_to_end(line.name)
-            while len(self._lines) > _MAX_LINES:
-                self._lines.popitem(last=False)
+                    lines = [_unreadable(runs[0], error)]
+                self._lines |= {line.name: line for line in lines}
+                runs = runs[len(lines) :]
         finally:
             self._reading = None
 
@@ -210,8 +204,8 @@ def find_runs(folder: str, advanced: Callable[[int, int | None], object] = lambd
             found.append(Found(name, changed_ns(os.path.join(folder, name))))
         except NoSuchError:
             continue
-        except OSError as error:
-            found.append(Found(name, 0, printable(error.strerror or str(error))))
+        except OSError:
+            found.append(Found(name, 0))
     return sorted(found, key=lambda run: (-run.changed_ns, run.name))
 
 
@@ -237,29 +231,28 @@ def lines_of(folder: str, found: Sequence[Found], budget_s: float) -> list[RunLi
     for each in found:
         if lines and time.monotonic() - began_s > budget_s:
             break
-        lines.append(_line(folder if is_one else os.path.join(folder, each.name), each))
+        lines.append(_read_line(folder if is_one else os.path.join(folder, each.name), each))
     return lines
 
 
-def _line(path: str, found: Found) -> RunLine:
-    if found.problem:
-        return RunLine(found.name, found.changed_ns, sentence=found.problem)
+def _unreadable(found: Found, error: Exception) -> RunLine:
+    words = str(error) if isinstance(error, TorchlensPerfError) else f"{type(error).__name__}: {error}"
+    return RunLine(*found, "UNREADABLE", BAD, printable(words)[:_MAX_PROBLEM])
+
+
+def _read_line(path: str, found: Found) -> RunLine:
     try:
         run = run_directory(path)
         if not any(run.nodes.glob("*.json")):
             waiting = "No step has been recorded yet."
-            return RunLine(found.name, found.changed_ns, "STARTING", NEUTRAL, waiting, is_live=True, state="starting")
+            return RunLine(*found, "STARTING", NEUTRAL, waiting, is_live=True, state="starting")
         report = run_report(run)
         verdict = overall(headlines(report))
-    except (TorchlensPerfError, OSError) as error:
-        return RunLine(found.name, found.changed_ns, sentence=printable(str(error))[:_MAX_PROBLEM])
-    except DAMAGED_DATA as error:  # the other lines are shown
-        problem = printable(f"{type(error).__name__}: {error}")[:_MAX_PROBLEM]
-        return RunLine(found.name, found.changed_ns, sentence=problem)
+    except (TorchlensPerfError, OSError, *DAMAGED_DATA) as error:  # the other lines are shown
+        return _unreadable(found, error)
     about, steps = report["run"], report["steps"]
     return RunLine(
-        found.name,
-        found.changed_ns,
+        *found,
         verdict.status if verdict is not None else "NO VERDICT",
         verdict.severity if verdict is not None else NEUTRAL,
         verdict.sentence if verdict is not None else "",
