@@ -103,7 +103,7 @@ class Viewer(Stranger):
         return answer
 
     def post(self, path: str, **fields: str) -> Answer:
-        return self.ask(path, "POST", urlencode(fields), Origin=f"http://{self.host}")
+        return self.ask(f"{path}?{urlencode(fields)}", "POST", Origin=f"http://{self.host}")
 
     def news(self, run: str) -> News:
         """What the server reports of a run, each change once."""

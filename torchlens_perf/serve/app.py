@@ -7,7 +7,7 @@
     /runs/ID/api/contents           the same as JSON, see page/contents.py
     /runs/ID/api/news               the newest page's version, and problems, see follow.py
     /runs/ID/api/step/N             any step, span by span
-    /runs/ID/api/captures           POST ranks, steps: asks for a capture; /ID: what came of it
+    /runs/ID/api/captures           POST ?ranks=&steps=: asks for a capture; /ID: what came of it
     /runs/ID/captures/ID/RANK/FILE  its files
     /api/counts                     what the server has read so far
     /static/FILE                    styles and scripts
@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import gzip
 import os
@@ -23,7 +22,6 @@ import re
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -45,9 +43,7 @@ if TYPE_CHECKING:
 _QUICK, _SLOW, _LISTING = 2, 2, 1  # readers for what takes milliseconds, for whole runs, and for the list
 _PATIENCE_S = 3.0  # of who opens a run that takes long to read
 _MAX_FOLLOWED = 16  # runs of which the newest page is held ready, besides those that somebody looks at
-_MAX_BODY_BYTES = 10_000
 _STEP_WITHIN_S, _CAPTURE_WITHIN_S, _BLOCK_WITHIN_S = 60.0, 30.0, 30.0
-_BODY_WITHIN_S = 10.0
 _STEP = re.compile(r"[0-9]{1,18}")  # what fits into a column of the files
 _FOR_EVER = "private, max-age=31536000, immutable"
 
@@ -155,13 +151,7 @@ class Server:
     # -- captures
 
     async def _ask(self, request: Request) -> Response:
-        try:
-            body = await asyncio.wait_for(_body(request), _BODY_WITHIN_S)
-        except asyncio.TimeoutError:
-            return JSONResponse({"problem": f"the request did not arrive within {_BODY_WITHIN_S:g} s"}, 408)
-        if len(body) > _MAX_BODY_BYTES:
-            return JSONResponse({"problem": "that is too long"}, 413)
-        asked = {key: values[0] for key, values in parse_qs(body.decode(errors="replace")).items()}
+        asked = request.query_params
         ranks, steps = asked.get("ranks", "").replace(" ", ""), asked.get("steps", "")
         if not ranks or not steps.isdecimal() or len(steps) > 9:
             return JSONResponse({"problem": "a capture needs ranks, such as 5 or 0-3, and a number of steps"}, 400)
@@ -198,16 +188,6 @@ class Server:
             "content-disposition": f'attachment; filename="{parts[-1]}"',  # one of few known names
         }
         return StreamingResponse(blocks(), media_type="application/octet-stream", headers=headers)
-
-
-async def _body(request: Request) -> bytes:
-    """The request's body, or its begin where it is too long."""
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > _MAX_BODY_BYTES:
-            break
-    return body
 
 
 def _packed(request: Request, packed: bytes, media_type: str, headers: dict[str, str] | None = None) -> Response:

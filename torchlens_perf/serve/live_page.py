@@ -118,6 +118,4 @@ def _form() -> Element:
         tag("p", [part for field in fields for part in (field, " ")]),
         tag("div", id="capture-status", role="status"),
         id="capture",
-        method="post",
-        action="api/captures",
     )

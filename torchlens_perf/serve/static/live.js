@@ -119,7 +119,7 @@
     button.disabled = true;
     try {
       said.replaceChildren("Requesting \u2026");
-      const asked = await json("api/captures", { method: "POST", body: new URLSearchParams(new FormData(form)) });
+      const asked = await json(`api/captures?${new URLSearchParams(new FormData(form))}`, { method: "POST" });
       const which = `rank${asked.ranks.length > 1 ? "s" : ""} ${asked.ranks.join(", ")}`;
       await followCapture(asked, `Requested: ${which}, ${asked.steps} step${asked.steps > 1 ? "s" : ""} from step ${asked.from_step} on.`);
     } catch (error) {
