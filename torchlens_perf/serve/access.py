@@ -15,9 +15,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from torchlens_perf.page.document.html import LIVE_POLICY
@@ -68,16 +69,15 @@ class Guard:
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = {name.lower() for name, _ in message["headers"]}
-                more = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message["headers"] = [*message["headers"], *(each for each in more if each[0] not in given)]
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        answer = self._refusal(scope, headers)
+        answer = self._refusal(scope, Headers(scope=scope))
         await (self._app if answer is None else answer)(scope, receive, with_headers)
 
-    def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         """The answer in place of the requested one; None where the request may pass."""
         host, reads = headers.get("host", "").lower(), scope["method"] in _READS
         if not self._is_ours(host):
