@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import os
 import re
@@ -35,7 +34,7 @@ from torchlens_perf.serve.list_page import ROOT, list_page, message_page
 from torchlens_perf.serve.live_page import step_as_json
 from torchlens_perf.serve.readers import Readers
 from torchlens_perf.serve.run_list import Found, RunList
-from torchlens_perf.serve.run_names import ReadError, address, name_in, path_of
+from torchlens_perf.serve.run_names import ReadError, address, name_in
 from torchlens_perf.serve.static_files import NAMES, digest, media_type, packed
 
 if TYPE_CHECKING:
@@ -78,9 +77,6 @@ class Server:
 
     def close(self) -> None:
         """End the readers."""
-        for follower in self._followers.values():
-            follower.close()
-        self._list.close()
         for readers in (self._quick, self._slow, self._listing):
             readers.close()
 
@@ -113,18 +109,16 @@ class Server:
         return _packed(request, packed(name), media_type(name), {"cache-control": _FOR_EVER} if is_newest else {})
 
     async def _counts(self, request: Request) -> Response:
-        readers = (self._quick, self._slow, self._listing)
         runs = {
             address(os.path.basename(path)): {"looks": each.looks, "readings": each.readings}
             for path, each in self._followers.items()
         }
-        calls, calls_now = sum(each.calls for each in readers), sum(each.busy for each in readers)
-        return JSONResponse({"runs": runs, "calls": calls, "calls_now": calls_now})
+        return JSONResponse({"runs": runs})
 
     # -- a run that goes on
 
     async def _news(self, request: Request) -> Response:
-        return JSONResponse(dataclasses.asdict(self._follower(request).news()))
+        return JSONResponse(self._follower(request).news())
 
     async def _step(self, request: Request) -> Response:
         run, step = self._run(request), request.path_params["step"]
@@ -146,7 +140,10 @@ class Server:
 
     def _run(self, request: Request) -> str:
         """The path of the run that is asked for, which may not be there. Raises ReadError for what is no name."""
-        return path_of(self._folder, name_in(request.scope["raw_path"]), is_one=self._is_one)
+        name = name_in(request.scope["raw_path"])
+        if not name or (self._is_one and name != os.path.basename(self._folder)):
+            raise ReadError(404, f"There is no run {printable(name)[:100]} here.")
+        return self._folder if self._is_one else os.path.join(self._folder, name)
 
     # -- captures
 

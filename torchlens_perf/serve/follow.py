@@ -7,7 +7,6 @@ quarter of the time at most. While no viewer asks, nothing is looked at.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -27,17 +26,6 @@ _TIMEOUT_S = 1.0  # then a viewer is shown the page before
 _LOOK_WITHIN_S, _READ_WITHIN_S = 5.0, 300.0
 _GONE = 404
 _WATCHED_S = 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class News:
-    """What a viewer is told each second."""
-
-    version: str
-    """The newest page's; "" before there is one."""
-    is_live: bool
-    problem: str
-    """Why the run cannot be read, or that it is silent; "" if all is well."""
 
 
 def look(path: str) -> tuple[str, float]:
@@ -77,8 +65,11 @@ class Follower:
             raise self.problem
         return self.rendered
 
-    def news(self) -> News:
-        """Return what is known now. What has changed since the last look follows in the next second."""
+    def news(self) -> dict[str, object]:
+        """Return what is known now. What has changed since the last look follows in the next second.
+
+        version: of the newest page, "" before there is one. problem: why the run cannot be read, or that it is silent.
+        """
         self._look_if_due()
         is_live = self.rendered is None or self.rendered.is_live
         silent_s = self._clock() - self._changed_s
@@ -87,12 +78,8 @@ class Follower:
             problem = str(self.problem)
         elif self.rendered is not None and is_live and silent_s > SILENT_S:
             problem = f"no new data for {ago(silent_s)}. No rank has ended, and no sidecar writes its state"
-        return News(self.rendered.version if self.rendered is not None else "", is_live, problem)
-
-    def close(self) -> None:
-        """Cancel the look that is under way."""
-        if self._looking is not None:
-            self._looking.cancel()
+        version = self.rendered.version if self.rendered is not None else ""
+        return {"version": version, "is_live": is_live, "problem": problem}
 
     def _look_if_due(self) -> asyncio.Task[None] | None:
         """Return the look that is under way, if any."""

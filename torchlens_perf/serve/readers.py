@@ -9,35 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import importlib
 import os
+import resource
 import signal
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
 
 from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable
-from torchlens_perf.serve.memory_limit import limit_memory
 from torchlens_perf.serve.run_names import NoSuchError, ReadError
 from torchlens_perf.store.without_pandas import hide_pandas
 
 _LOWEST_PRIORITY = 19
 _START_S = 60.0
 """Of a new process, besides the time that a call may take."""
+_MAX_BYTES = 8 << 30
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _T = TypeVar("_T")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Answer(Generic[_T]):
-    value: _T
-
-
-@dataclasses.dataclass(frozen=True)
-class _Problem:
-    status: int
-    text: str
 
 
 class Readers:
@@ -45,64 +36,49 @@ class Readers:
 
     def __init__(self, most: int) -> None:
         """most: so many calls at a time; others wait."""
-        self._most = most
-        self._limiter: CapacityLimiter | None = None  # made where the loop runs
+        self._free = asyncio.Semaphore(most)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.calls = 0
-
-    @property
-    def busy(self) -> int:
-        """How many calls there are now, with those that wait."""
-        return len(self._tasks)
 
     async def call(
         self, function: Callable[..., _T], *arguments: object, within_s: float, late: str = "its disk did not answer"
     ) -> _T:
         """What function(*arguments) returns in a reader; all must be picklable, and the function at a module's top.
 
-        within_s: from now on, with the time that it waits for a reader. late: what is said where it takes longer.
-        Raises ReadError then, and for whatever the function raises.
+        within_s: for a reader to be free, and then for its answer. late: what is said where that takes longer. Raises
+        ReadError then, and for whatever the function raises.
         """
-        self.calls += 1
-        begun, ready = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        begun, ready = loop.create_future(), loop.create_future()
         task = asyncio.ensure_future(self._called_in_reader(begun, ready, function, arguments))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         # Not wait_for(): that waits until the reader is gone, and one that sleeps in the kernel survives a kill.
+        for reached, limit_s, problem in (
+            (begun, within_s, "all readers are busy; ask again in a moment"),
+            (ready, _START_S, "no process could be started to read it"),
+            (task, within_s, f"{late} within {within_s:g} s"),
+        ):
+            await asyncio.wait({task, reached}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and not reached.done():
+                task.cancel()
+                raise ReadError(503, problem)
         try:
-            done, _ = await asyncio.wait({task}, timeout=within_s)
-            if not done and begun.is_set() and not ready.is_set():  # a new process: that takes long on a busy machine
-                started = asyncio.ensure_future(ready.wait())
-                await asyncio.wait({task, started}, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
-                started.cancel()
-                if ready.is_set():
-                    done, _ = await asyncio.wait({task}, timeout=within_s)
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        if not done:
-            task.cancel()
-            why = "all readers are busy; ask again in a moment"
-            if begun.is_set():
-                why = f"{late} within {within_s:g} s" if ready.is_set() else "no process could be started to read it"
-            raise ReadError(503, why)
-        try:
-            answer = task.result()
+            return task.result()
         except BrokenWorkerProcess:
             raise ReadError(503, "its reader was ended from outside; is there too little memory?") from None
-        if isinstance(answer, _Problem):
-            raise ReadError(answer.status, answer.text)
-        return answer.value
 
     async def _called_in_reader(
-        self, begun: asyncio.Event, ready: asyncio.Event, function: Callable[..., _T], arguments: tuple[object, ...]
-    ) -> _Answer[_T] | _Problem:
-        self._limiter = self._limiter or CapacityLimiter(self._most)
-        async with self._limiter:
-            begun.set()
+        self,
+        begun: asyncio.Future[None],
+        ready: asyncio.Future[None],
+        function: Callable[..., _T],
+        arguments: tuple[object, ...],
+    ) -> _T:
+        async with self._free:
+            begun.set_result(None)
             # The process that has ended its last call takes the next one.
             await to_process.run_sync(_start, function.__module__, cancellable=True, limiter=CapacityLimiter(1))
-            ready.set()
+            ready.set_result(None)
             return await to_process.run_sync(_called, function, arguments, cancellable=True, limiter=CapacityLimiter(1))
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
@@ -111,7 +87,7 @@ class Readers:
             task.exception()  # somebody has heard of it, or nobody waits any more
 
     def close(self) -> None:
-        """Ends what still reads."""
+        """End what still reads. Calls raise asyncio.CancelledError."""
         for task in list(self._tasks):
             task.cancel()
 
@@ -126,18 +102,34 @@ def _start(module: str) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
 
 
-def _called(function: Callable[..., _T], arguments: tuple[object, ...]) -> _Answer[_T] | _Problem:
-    """In the reader. Problems are values: not every exception can be unpickled."""
+def _called(function: Callable[..., _T], arguments: tuple[object, ...]) -> _T:
+    """In the reader. Not every exception can be unpickled; ReadError can."""
     try:
-        return _Answer(function(*arguments))
+        return function(*arguments)
     except NoSuchError as error:
-        return _Problem(404, printable(str(error)))
+        status, words = 404, str(error)
     except ConfigError as error:
-        return _Problem(400, printable(str(error)))
+        status, words = 400, str(error)
     except (TorchlensPerfError, OSError) as error:
-        return _Problem(503, printable(str(error)))
+        status, words = 503, str(error)
     except MemoryError:
         gib = limit_memory() / (1 << 30)
-        return _Problem(503, f"it takes more than {gib:.1f} GiB of memory to read, the limit of a reader")
-    except Exception as error:  # some cannot be unpickled: this run cannot be shown, others can
-        return _Problem(500, printable(f"this cannot be read: {type(error).__name__}: {error}"))
+        status, words = 503, f"it takes more than {gib:.1f} GiB of memory to read, the limit of a reader"
+    except Exception as error:  # this run cannot be shown, others can
+        status, words = 500, f"this cannot be read: {type(error).__name__}: {error}"
+    raise ReadError(status, printable(words))
+
+
+def limit_memory() -> int:
+    """Limit this process to half of the machine's or the container's memory, and to 8 GiB. Return the limit in bytes.
+
+    More raises MemoryError. The limit counts what can be written (RLIMIT_DATA): libraries reserve far more addresses
+    than they use. A lower limit of the user's stays.
+    """
+    limits = [_MAX_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
+    with contextlib.suppress(OSError, ValueError):  # "max", or no such file
+        limits.append(int(_CGROUP_LIMIT.read_text()) // 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = min(limits + [each for each in (soft, hard) if each != resource.RLIM_INFINITY])
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    return limit

@@ -134,12 +134,6 @@ class RunList:
         lines = [self._line(each) for each in shown]
         return Listed(lines, page, pages, len(found), len(self._found), len(unread), self._looked_unix_s, self._problem)
 
-    def close(self) -> None:
-        """Cancel what is under way."""
-        for task in (self._looking, self._reading):
-            if task is not None:
-                task.cancel()
-
     def _line(self, found: Found) -> RunLine:
         """Return the newest line. The run may have changed since."""
         return self._lines.get(found.name) or RunLine(found.name)

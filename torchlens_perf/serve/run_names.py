@@ -17,8 +17,11 @@ class ReadError(TorchlensPerfError):
     """Why there is no answer, in words for the viewer, with a status of HTTP."""
 
     def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
+        super().__init__(status, text)  # all arguments: it is pickled
         self.status = status
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class NoSuchError(TorchlensPerfError):
@@ -35,13 +38,6 @@ def name_in(raw_path: bytes) -> str:
     parts = raw_path.split(b"/")
     name = os.fsdecode(unquote_to_bytes(parts[2])) if len(parts) > 2 else ""
     return "" if name in (".", "..") or "/" in name or "\0" in name or len(name) > 255 else name
-
-
-def path_of(folder: str, name: str, *, is_one: bool) -> str:
-    """Where the run of this name is. folder: of runs, or a run if is_one. Touches no disk; raises ReadError."""
-    if not name or (is_one and name != os.path.basename(folder)):
-        raise ReadError(404, f"There is no run {printable(name)[:100]} here.")
-    return folder if is_one else os.path.join(folder, name)
 
 
 def opened(path: str) -> int:
