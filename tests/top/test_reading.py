@@ -14,7 +14,8 @@ import pytest
 from tests.support.live_simulation import LiveSimulation
 from tests.top.reports import add_node, report_of
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.top.reading import SILENT_S, RunReader
+from torchlens_perf.top.reading import RunReader
+from torchlens_perf.verdicts.words.run_state import SILENT_S
 
 HOST = "node-0000"
 
@@ -141,7 +142,7 @@ def test_a_sidecar_that_writes_nothing_more(live: LiveSimulation) -> None:
     clock.now_s += SILENT_S - 1
     assert reader.look() is view
     clock.now_s += 62
-    assert reader.look().trouble.startswith("no new data from node-0000 for 2 min or more: the sidecar has ended")
+    assert reader.look().trouble.startswith("no new data from node-0000 for 2 minutes or more: the sidecar has ended")
     live.goes_on()
     assert reader.look().trouble == ""
 
@@ -151,7 +152,7 @@ def test_a_file_that_was_old_already(live: LiveSimulation) -> None:
     live.goes_on()
     reader = RunReader(live.run, unix=lambda: time.time() + 3600)
 
-    assert "no new data from node-0000 for 6" in reader.look().trouble
+    assert "no new data from node-0000 for 1 hour or more" in reader.look().trouble
 
 
 def test_a_sidecar_that_writes_rarely_is_not_silent(live: LiveSimulation) -> None:

@@ -85,7 +85,9 @@ class Guard:
         if not self._is_token(headers.get(TOKEN_HEADER, "")):
             if reads and scope["path"].startswith("/static/"):
                 return None
-            return _opening_page(scope) if reads and "/api/" not in scope["path"] else _refused()
+            if reads and "/api/" not in scope["path"]:
+                return _opening_page(scope)
+            return PlainTextResponse(f"{_NEEDS_TOKEN}\n", 403)
         if not reads and headers.get("origin", "").lower() not in (f"http://{host}", f"https://{host}"):
             return PlainTextResponse(_OTHER_ORIGIN, 403)
         scope.setdefault("state", {})[LET_IN] = True
@@ -104,14 +106,9 @@ class Guard:
         return hmac.compare_digest(text.encode("utf-8", "surrogateescape"), self._token.encode())
 
 
-def _refused() -> Response:
-    return PlainTextResponse(f"{_NEEDS_TOKEN}\n", 403)
-
-
 def _opening_page(scope: Scope) -> Response:
     """The same for every address, whether there is something or not: it asks for the page with the token."""
-    steps_up = scope["raw_path"].count(b"/") - 1
-    root = "../" * steps_up
+    root = "../" * (scope["raw_path"].count(b"/") - 1)
     script = tag("script", src=static_address(OPENING_SCRIPT, root))
     body = tag("body", tag("main", tag("p", _NEEDS_TOKEN, id="needs-token")), script)
     return HTMLResponse(whole_page("Token needed", body, root), headers=PAGE_HEADERS)

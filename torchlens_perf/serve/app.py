@@ -35,7 +35,7 @@ from torchlens_perf.serve.live_page import step_as_json
 from torchlens_perf.serve.readers import Readers
 from torchlens_perf.serve.run_list import Found, RunList
 from torchlens_perf.serve.run_names import ReadError, address, name_in
-from torchlens_perf.serve.static_files import NAMES, digest, media_type, packed
+from torchlens_perf.serve.static_files import NAMES, STYLE, digest, packed
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -105,8 +105,9 @@ class Server:
         name = request.path_params["file"]
         if name not in NAMES:
             return PlainTextResponse("there is no such file\n", 404)
-        is_newest = request.query_params.get("v") == digest(name)
-        return _packed(request, packed(name), media_type(name), {"cache-control": _FOR_EVER} if is_newest else {})
+        headers = {"cache-control": _FOR_EVER} if request.query_params.get("v") == digest(name) else {}
+        kind = "text/css" if name == STYLE else "text/javascript"
+        return _packed(request, packed(name), kind, headers)
 
     async def _counts(self, request: Request) -> Response:
         runs = {

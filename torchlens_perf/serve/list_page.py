@@ -110,10 +110,9 @@ def _state(line: RunLine, now_s: float) -> Child:
 def _heading(key: str, title: str, search: str, sort: str) -> Element:
     if key not in SORTS:
         return tag("th", title, class_=f"run-{key}", scope="col")
-    is_key = sort.removeprefix("-") == key
     address_ = _query(search, f"-{key}" if sort == key else key)
     order = None
-    if is_key:
+    if sort.removeprefix("-") == key:
         order = "descending" if (key in LARGEST_FIRST) != sort.startswith("-") else "ascending"
     return tag("th", tag("a", title, href=address_), class_=f"run-{key}", scope="col", aria_sort=order)
 

@@ -31,11 +31,6 @@ def packed(name: str) -> bytes:
     return gzip.compress(_text(name).encode(), 9, mtime=0)
 
 
-def media_type(name: str) -> str:
-    """Return the media type of a file."""
-    return "text/css" if name == STYLE else "text/javascript"
-
-
 def _text(name: str) -> str:
     if name == STYLE:
         return f"{page_style()}\n{_own('live.css')}"

@@ -14,6 +14,7 @@ from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.report.run_report import report_of
 from torchlens_perf.top.pace import SeenSteps
 from torchlens_perf.verdicts import node_state
+from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
 from torchlens_perf.view.headline import Headline, headlines
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState, ProcessState
     from torchlens_perf.verdicts.words.report import Report
 
-SILENT_S = 60.0  # a live sidecar writes every few seconds; of many ranks, more rarely
 _IDLE_RATIO = 4.0  # idle time after a look, as a multiple of what it took: of large jobs, a fifth of a processor
 _Stamp = tuple[int, int, int]
 
@@ -184,11 +184,8 @@ class RunReader:
             return ""
         longest = max(silent, key=lambda host: silent[host])
         more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
-        minutes = f"{silent[longest] // 60:.0f} min"  # not in seconds: the words would change with each look
-        return (
-            f"no new data from {longest}{more} for {minutes} or more: the sidecar has ended, or cannot write. The "
-            "figures are old"
-        )
+        words = f"no new data from {longest}{more} for {ago(silent[longest])} or more"
+        return f"{words}: the sidecar has ended, or cannot write. The figures are old"
 
     def _unreadable(self) -> str:
         """Return words on files that cannot be used, where others can."""
