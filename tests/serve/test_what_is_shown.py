@@ -29,7 +29,7 @@ pytestmark = pytest.mark.distributed
 def cells(page: str) -> list[dict[str, str]]:
     """Return the rows of the list as text by column."""
     rows = re.findall(r"<tr>(<td.*?)</tr>", page)
-    found = [re.findall(r'<td class="run-(\w+)">(.*?)</td>', row) for row in rows]
+    found = [re.findall(r'<td class="run-(?!tick)(\w+)">(.*?)</td>', row) for row in rows]
     return [{key: re.sub(r"<[^>]*>", "", text).strip() for key, text in row} for row in found]
 
 

@@ -29,8 +29,9 @@ def list_page(folder: str, listed: Listed, search: str, sort: str) -> str:
     looked = time.strftime("%H:%M:%S", time.localtime(listed.looked_unix_s))
     which = f"{listed.matching} of {listed.total} runs match" if search else f"{listed.total} runs"
     newest: Child = [" \u00b7 ", tag("a", "sort by last change", href=_query(search, ""))] if sort else None
-    rows = [tag("tr", _cells(line, now_s)) for line in listed.lines]
-    head_row = tag("tr", [_heading(key, title, search, sort) for key, title in _COLUMNS])
+    rows = [tag("tr", _tick(line), _cells(line, now_s)) for line in listed.lines]
+    ticks = tag("th", class_="run-tick", scope="col", aria_label="Compare")
+    head_row = tag("tr", ticks, [_heading(key, title, search, sort) for key, title in _COLUMNS])
     runs = tag(
         "table",
         tag("caption", f"{which}, updated {looked}", newest),
@@ -43,7 +44,12 @@ def list_page(folder: str, listed: Listed, search: str, sort: str) -> str:
         empty = f"There is no run in {printable(folder)} yet. A run appears when its first rank starts recording."
     body = tag(
         "body",
-        tag("header", tag("h1", "Runs ", tag("small", printable(folder))), _filter(search, sort)),
+        tag(
+            "header",
+            tag("h1", "Runs ", tag("small", printable(folder))),
+            _filter(search, sort),
+            tag("p", id="compared", role="status"),
+        ),
         tag(
             "main",
             tag("p", f"This list may be old: {listed.problem}", class_="problem", role="status")
@@ -75,6 +81,18 @@ def whole_page(title: str, body: Element, root: str, more: Child = None) -> str:
     styles = [more, by_address([static_address(STYLE, root)])]
     whole = tag("html", head(f"{title} \u00b7 torchlens_perf", LIVE_POLICY, styles), body, lang="en")
     return f"<!DOCTYPE html>\n{html(whole)}\n"
+
+
+def _tick(line: RunLine) -> Element:
+    """Return the cell to choose a run for a comparison of step times (list.js)."""
+    box = tag(
+        "input",
+        type="checkbox",
+        value=line.name,
+        data_step=f"{line.step_s:.6g}" if line.step_s else None,
+        aria_label=f"Compare {line.program} {line.name}",
+    )
+    return tag("td", box, class_="run-tick")
 
 
 def _cells(line: RunLine, now_s: float) -> list[Element]:

@@ -195,6 +195,34 @@ def test_the_list_follows_its_folder(tab: Tab, live: LiveSimulation, server: Pag
     assert (tab.problems, foreign(tab, server)) == ([], [])
 
 
+def test_step_times_of_two_ticked_runs(tab: Tab, live: LiveSimulation) -> None:
+    """Ticks last when the list is renewed. A third tick removes the first."""
+    tab.until("document.querySelector('main').textContent.includes('SLOW RANK')")
+    with (
+        LiveSimulation(live.run.path.with_name("faster"), 2) as faster,
+        LiveSimulation(live.run.path.with_name("third"), 2) as third,
+    ):
+        for run in (faster, third):
+            run.goes_on(4)
+            run.sidecar.keep()
+        tab.until("[...document.querySelectorAll('main td.run-step')].filter((cell) => cell.textContent).length === 3")
+        steps = {name: float(tab.page.locator(f"input[value={name}]").get_attribute("data-step") or 0)
+                 for name in ("live", "faster", "third")}  # fmt: skip
+        tab.page.check("input[value=live]")
+        assert tab.page.inner_text("#compared") == ""
+        tab.page.check("input[value=faster]")
+        change = 100 * (steps["faster"] / steps["live"] - 1)
+        shown = tab.page.inner_text("#compared")
+        assert shown.startswith("live: step p50 ")
+        assert shown.endswith(f"({change:.1f}%)".replace("-", "\u2212"))
+        tab.value("document.querySelector('main').dataset.old = ''")
+        tab.until("document.querySelector('main').dataset.old === undefined")
+        assert tab.page.inner_text("#compared") == shown
+        tab.page.check("input[value=third]")
+        assert tab.page.locator("main input:checked").count() == 2
+        assert not tab.page.is_checked("input[value=live]")
+
+
 def test_phone_shows_status_program_and_cost(tab: Tab) -> None:
     """Within its width, and in rows of one line."""
     tab.until("document.querySelector('main').textContent.includes('SLOW RANK')")

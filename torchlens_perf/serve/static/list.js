@@ -2,7 +2,26 @@
 {
   const READING_MS = 1000, USUAL_MS = 5000, TYPING_MS = 300;
   const form = document.querySelector("form[role=search]");
+  const ticked = new Map(); // The steps of at most two runs, by name, in the order of ticking.
   let typing = 0;
+
+  // The list is replaced when it is renewed, so ticks are kept here.
+  function showTicks() {
+    for (const box of document.querySelectorAll("main input")) box.checked = ticked.has(box.value);
+    const runs = [...ticked].map(([name, { text }]) => `${name}: ${text ? `step p50 ${text}` : "no step time"}`);
+    const [first, second] = [...ticked.values()].map(({ seconds }) => seconds);
+    const change = first && second ? ` (${(100 * (second / first - 1)).toFixed(1).replace("-", "\u2212")}%)` : "";
+    document.getElementById("compared").textContent = ticked.size === 2 ? `${runs.join(" \u00b7 ")}${change}` : "";
+  }
+
+  document.addEventListener("change", ({ target }) => {
+    if (!target.matches("main input")) return;
+    const text = target.closest("tr").querySelector(".run-step").textContent;
+    if (target.checked) ticked.set(target.value, { text, seconds: Number(target.dataset.step) });
+    else ticked.delete(target.value);
+    if (ticked.size > 2) ticked.delete(ticked.keys().next().value);
+    showTicks();
+  });
 
   async function renew() {
     const answer = await torchlensAsk(location.pathname + location.search);
@@ -10,6 +29,7 @@
     const next = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
     const focused = document.activeElement?.getAttribute("href");
     document.querySelector("main").replaceWith(document.adoptNode(next));
+    showTicks();
     if (focused) document.querySelector(`main a[href="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
   }
 
