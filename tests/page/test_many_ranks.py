@@ -12,7 +12,7 @@ from benchmarks.page_scale import write_run
 from torchlens_perf.page.contents import Contents
 from torchlens_perf.page.document.html import as_json, document
 from torchlens_perf.page.gather.run_contents import contents
-from torchlens_perf.page.gather.thinning import thinned_grids, thinned_report
+from torchlens_perf.page.gather.thinning import thinned_grid, thinned_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.simulation import Topology
 
@@ -86,15 +86,13 @@ def test_last_rank_of_a_collective_stays_in_its_row(many: Contents) -> None:
 @dataclasses.dataclass
 class _Grid:
     width: int
-    flags: range
 
+    @property
+    def flags(self) -> range:
+        return range(1000 // self.width)
 
-class _Grids:
-    def __init__(self, width: int) -> None:
-        self.host = _Grid(width, range(1000 // width))
-
-    def widened(self) -> _Grids:
-        return _Grids(2 * self.host.width)
+    def widened(self) -> _Grid:
+        return _Grid(2 * self.width)
 
 
 @pytest.mark.parametrize("budget_bytes", [10_000, 1000, 600, 100, 3, 0])
@@ -102,14 +100,14 @@ def test_widths_that_cannot_fit_are_skipped(budget_bytes: int) -> None:
     """The narrowest columns that fit are found without making those that are far too many."""
     made = []
 
-    def made_of(grids: Any) -> str:
-        made.append(grids.host.width)
-        return "x" * len(grids.host.flags)
+    def made_of(grid: Any) -> str:
+        made.append(grid.width)
+        return "x" * len(grid.flags)
 
-    grids, text = thinned_grids(cast("Any", _Grids(1)), made_of, budget_bytes, [])
+    grid, text = thinned_grid(cast("Any", _Grid(1)), made_of, budget_bytes, [])
     widths = [1 << power for power in range(10)]
     fitting = [width for width in widths if 1000 // width + 2 <= budget_bytes]
 
-    assert grids.host.width == min(fitting, default=widths[-1])
-    assert len(text) == 1000 // grids.host.width
+    assert grid.width == min(fitting, default=widths[-1])
+    assert len(text) == 1000 // grid.width
     assert len(made) <= 3

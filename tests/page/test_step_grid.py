@@ -129,3 +129,11 @@ def test_steps_beyond_the_range_are_left_out() -> None:
     grid = grid_of(batch, later)
 
     assert grid.steps.sum() == len(batch.row)
+
+
+def test_steps_beyond_the_range_in_the_last_column_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_grid, "MAX_COLUMNS", 10)
+    batch = steps()
+    later = dataclasses.replace(batch, step=batch.step + 1)
+
+    assert grid_of(later).steps.sum() == len(batch.row) - RANKS

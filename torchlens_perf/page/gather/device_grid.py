@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,9 +12,10 @@ from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
 from torchlens_perf.analysis.statistics.step_bins import concatenate
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.page.gather.step_grid import Batch, StepGrid
-from torchlens_perf.run.ring import Kind
+from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.store.reader import noted_in
 from torchlens_perf.store.segments import all_records
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.own_time import own_work_ns
 
 if TYPE_CHECKING:
@@ -31,31 +32,32 @@ _KINDS = (
 )  # fmt: skip
 
 
-class Grids(NamedTuple):
-    """Steps by the hosts' clocks, and by the devices' where ranks are judged by those; of the same windows."""
-
-    host: StepGrid
-    device: StepGrid | None
-
-    def widened(self) -> Grids:
-        """Both with windows twice as wide."""
-        return Grids(self.host.widened(), None if self.device is None else self.device.widened())
-
-
 def device_grid(
     run: RunDirectory,
     processes: Mapping[int, ProcessState],
     node_of: Mapping[int, str],
     empty: StepGrid,
     notes: list[str],
+    *,
+    hidden: bool,
 ) -> StepGrid | None:
-    """The steps of these processes, which are judged by their devices; None where that would take too long.
+    """The steps of the processes that are judged by their devices; None where none is.
 
     node_of: each rank's node, as in names of files. empty: a grid of all ranks' rows without steps. notes: gets a line
-    for each file that cannot be read.
+    for each file that cannot be read. hidden: devices hide what their hosts do, so work is known only where each step
+    of all ranks is.
     """
-    if sum(each.statistics.counted_steps for each in processes.values()) > MAX_STEPS:
+    processes = {rank: each for rank, each in processes.items() if each.judged_by == DEVICE}
+    if not processes:
         return None
+    if sum(each.statistics.counted_steps for each in processes.values()) > MAX_STEPS:
+        for rank, process in processes.items():
+            empty.add(_batch_of_windows(process, empty.row_of[rank], empty.width, hidden=hidden))
+        width = max(each.judged_windows().width for each in processes.values())
+        notes.append(
+            f"Steps by the devices' clocks are medians over {width} steps, as there are too many to show each."
+        )
+        return empty
     rank_of = {each.identity.key: rank for rank, each in processes.items()}
     nodes = {each.identity.key: node_of[rank] for rank, each in processes.items()}
     joins = {key: DeviceSteps() for key in rank_of}
@@ -87,4 +89,27 @@ def _batch(table: StepTable, row: int, work_ns: npt.NDArray[np.int64]) -> Batch:
         ready_ns=unknown,
         memory_bytes=unknown,
         flags=table.flags,
+    )
+
+
+def _batch_of_windows(process: ProcessState, row: int, column_width: int, *, hidden: bool) -> Batch:
+    """One step for each window. A window that is wider than a column of the grid has a step in each of its columns."""
+    windows = process.judged_windows()
+    offsets = np.arange(0, windows.width, column_width)
+    at = np.repeat(np.arange(len(windows.first_step)), len(offsets))
+    # The last step of each window and column: the first ones may be warm-up.
+    step = windows.first_step[at] + np.tile(offsets, len(windows.first_step)) + min(windows.width, column_width) - 1
+    known = windows.work_steps > 0
+    work_ns = np.divide(windows.work_sum_ns, windows.work_steps, out=np.zeros(len(known)), where=known)
+    unknown = np.full(len(at), -1)
+    return Batch(
+        row=np.full(len(at), row),
+        step=np.minimum(step, process.statistics.last_step or 0),
+        start_ns=unknown,
+        duration_ns=windows.duration_ns[at].astype(np.int64),
+        work_ns=work_ns[at].astype(np.int64),
+        parts_ns=windows.parts_ns[at].astype(np.int64),
+        ready_ns=unknown,
+        memory_bytes=unknown,
+        flags=np.where(known[at] & (not hidden), 0, int(Flag.EVALUATION)),
     )

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from torchlens_perf.page.contents import SCHEMA, Contents, Series, SlowTime, StepMatrices, StepTraces
-from torchlens_perf.page.gather.device_grid import Grids, device_grid
+from torchlens_perf.page.gather.device_grid import device_grid
 from torchlens_perf.page.gather.hardware_series import hardware_series, rank_series, within
 from torchlens_perf.page.gather.step_choice import chosen_ranks, chosen_steps
 from torchlens_perf.page.gather.step_matrices import begin_unix_ns, slow_times, step_grid, step_matrices
-from torchlens_perf.page.gather.thinning import size_bytes, thinned_grids, thinned_report
+from torchlens_perf.page.gather.thinning import size_bytes, thinned_grid, thinned_report
 from torchlens_perf.page.gather.whole_steps import whole_steps
 from torchlens_perf.report.run_report import report_and_states
 from torchlens_perf.store.segments import kept_steps
 from torchlens_perf.verdicts.latest_attempt import latest_attempt
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
-from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.version import VERSION
 from torchlens_perf.view.headline import headlines
 from torchlens_perf.view.tables import tables
 
 if TYPE_CHECKING:
-    from torchlens_perf.page.gather.step_grid import StepGrid
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.verdicts.node_state import NodeState, ProcessState
     from torchlens_perf.verdicts.words.report import Report
@@ -55,15 +52,11 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
     traces: StepTraces = {"names": [], "steps": []}
     if grid is not None:
         room = int(_MATRICES * min(budget_bytes, _OF_WHAT_IS_LEFT * (budget_bytes - size_bytes(shown))))
-
-        def made(of: Grids) -> StepMatrices:
-            return step_matrices(of, processes, slow, hidden=hidden)
-
         own = plain["steps"]["own_time"]
         hidden = own is not None and own["is_hidden"]
-        grids = Grids(grid, _device(run, processes, node_of, grid, notes))
-        grids, fitting = thinned_grids(grids, made, room, notes)
-        grid, matrices = grids.host, fitting
+        grid.device = device_grid(run, processes, node_of, grid.empty(), notes, hidden=hidden)
+        grid, fitting = thinned_grid(grid, lambda of: step_matrices(of, processes, slow), room, notes)
+        matrices = fitting
         series += rank_series(grid, fitting["columns"], processes, ranks)
     series = within(series, int(_SERIES * budget_bytes), notes)
     if grid is not None:
@@ -113,25 +106,6 @@ def _ranks_of(
 def _as_plain(report: Report) -> Report:
     """The same with numbers of Python's, as JSON wants them."""
     return cast("Report", msgspec.to_builtins(report, enc_hook=lambda number: number.item(), str_keys=True))
-
-
-def _device(
-    run: RunDirectory,
-    processes: Mapping[int, ProcessState],
-    node_of: Mapping[int, str],
-    grid: StepGrid,
-    notes: list[str],
-) -> StepGrid | None:
-    judged = {rank: each for rank, each in processes.items() if each.judged_by == DEVICE}
-    if not judged:
-        return None
-    found = device_grid(run, judged, node_of, grid.empty(), notes)
-    if found is None:
-        width = max(each.judged_windows().width for each in judged.values())
-        notes.append(
-            f"Steps by the devices' clocks are medians over {width} steps, as there are too many to show each."
-        )
-    return found
 
 
 def _named(report: Report, slow: list[SlowTime]) -> set[int]:

@@ -76,6 +76,8 @@ class StepGrid:
         self.single_ns = np.zeros(last - self.first_single + 1)
         """Of each step from `first_single` on, the longest duration of a rank; 0 where there is none."""
         self.single_flags = np.zeros(len(self.single_ns), np.int64)
+        self.device: StepGrid | None = None
+        """The steps by the devices' clocks, of ranks that are judged by those; None where no rank is."""
 
     def empty(self) -> StepGrid:
         """One of the same ranks and steps, without any; before it is widened."""
@@ -88,11 +90,11 @@ class StepGrid:
 
     def add(self, batch: Batch) -> None:
         """Steps that are not in the grid's range are left out."""
-        column = (batch.step - self.first) // self.width
-        inside = (column >= 0) & (column < len(self.flags))
+        _, _, first, last, _ = self._range
+        inside = (batch.step >= first) & (batch.step <= last)
         if not inside.all():
             batch = Batch(**{field.name: getattr(batch, field.name)[inside] for field in dataclasses.fields(Batch)})
-            column = column[inside]
+        column = (batch.step - self.first) // self.width
         at = (batch.row, column)
         np.add.at(self.steps, at, 1)
         np.add.at(self.step_ns, at, batch.duration_ns)
@@ -154,4 +156,5 @@ class StepGrid:
         wider.flags = np.bitwise_or.reduce(paired(self.flags, 0, 0), axis=1)
         wider.longest_ns = np.fmax.reduce(paired(self.longest_ns, np.nan, 0), axis=1)
         wider._counts = paired(self._counts, 0, 0).sum(axis=1)
+        wider.device = None if self.device is None else self.device.widened()
         return wider

@@ -9,7 +9,6 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.page.contents import Columns, Place, SlowTime, StepMatrices
-from torchlens_perf.page.gather.device_grid import Grids
 from torchlens_perf.page.gather.step_grid import QUANTILES, Batch, StepGrid
 from torchlens_perf.page.matrix import encoded
 from torchlens_perf.run.records import PARTS
@@ -20,7 +19,6 @@ from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.statistics.rank import Windows
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.stragglers.findings import Findings
@@ -98,24 +96,11 @@ def _batch(rows: Any, work: str, row_of: Mapping[str, int], begin_ns: Mapping[st
     )
 
 
-def step_matrices(
-    grids: Grids, processes: Mapping[int, ProcessState], slow: list[SlowTime], *, hidden: bool
-) -> StepMatrices:
-    """The grids as the page holds them.
-
-    hidden: devices hide what their hosts do. Without each step of all ranks, work is not known then.
-    """
-    grid, ranks = grids.host, sorted(processes)
-    steps = np.where(grid.steps > 0, grid.steps, np.nan)
-    by_device = [row for row, rank in enumerate(ranks) if processes[rank].judged_by == DEVICE]
-    if grids.device is not None:
-        work, device_parts = mixed_work_s(grid, grids.device, by_device), mean_parts_s(grids.device)
-    else:
-        windows = {row: processes[ranks[row]].judged_windows() for row in by_device}
-        work, device_parts = work_s(grid, windows), device_parts_s(grid, windows)
-        if hidden:
-            work[by_device] = np.nan
-
+def step_matrices(grid: StepGrid, processes: Mapping[int, ProcessState], slow: list[SlowTime]) -> StepMatrices:
+    """The grid as the page holds it."""
+    ranks = sorted(processes)
+    work = _work_s(grid, [row for row, rank in enumerate(ranks) if processes[rank].judged_by == DEVICE])
+    device_parts = {} if grid.device is None else _mean_parts_s(grid.device)
     places = [_place(rank, processes[rank]) for rank in ranks]
     rows_of: dict[str, list[int]] = {}
     for row, place in enumerate(places):
@@ -124,72 +109,36 @@ def step_matrices(
         "columns": _columns(grid),
         "places": places,
         "is_compared": any((np.isfinite(work[rows]).sum(axis=0) > 1).any() for rows in rows_of.values()),
-        "step": encoded(grid.step_ns / steps / 1e9),
+        "step": encoded(_mean_s(grid.step_ns, grid.steps)),
         "bands": {
             **{name: _rounded(grid.quantile_s(share)) for name, share in QUANTILES.items()},  # type: ignore[typeddict-item]
             "max_s": _rounded(grid.longest_ns / 1e9),
         },
         "slow": slow,
         "work": encoded(work),
-        "parts": {part: encoded(values) for part, values in mean_parts_s(grid).items() if np.nansum(values)},
-        "device_parts": {part: encoded(values) for part, values in device_parts.items() if np.nansum(values)},
+        "parts": {part: encoded(values) for part, values in _mean_parts_s(grid).items()},
+        "device_parts": {part: encoded(values) for part, values in device_parts.items()},
         "memory_bytes": _memory(grid),
     }
 
 
-def mixed_work_s(host: StepGrid, device: StepGrid, by_device: Sequence[int]) -> Floats:
+def _work_s(grid: StepGrid, by_device: list[int]) -> Floats:
     """[ranks, columns]: mean work of the steps that are compared; of these rows by the device's clock."""
-    sums, counts = host.work_ns.copy(), host.compared.astype(np.float64)
-    rows = list(by_device)
-    sums[rows], counts[rows] = device.work_ns[rows], device.compared[rows]
-    mean_s: Floats = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0) / 1e9
-    return mean_s
+    sums, counts = grid.work_ns.copy(), grid.compared.copy()
+    if grid.device is not None:
+        sums[by_device], counts[by_device] = grid.device.work_ns[by_device], grid.device.compared[by_device]
+    return _mean_s(sums, counts)
 
 
-def mean_parts_s(grid: StepGrid) -> dict[str, Floats]:
-    """By part, [ranks, columns]."""
-    steps = np.where(grid.steps > 0, grid.steps, np.nan)
-    return {part: grid.parts_ns[at] / steps / 1e9 for at, part in enumerate(PARTS)}
+def _mean_parts_s(grid: StepGrid) -> dict[str, Floats]:
+    """By part that occurs, [ranks, columns]."""
+    return {part: _mean_s(grid.parts_ns[at], grid.steps) for at, part in enumerate(PARTS) if grid.parts_ns[at].any()}
 
 
-def work_s(grid: StepGrid, windows: Mapping[int, Windows]) -> Floats:
-    """[ranks, columns]: mean work of the steps that are compared. windows: of the rows that are judged by a device."""
-    sums, counts = grid.work_ns.copy(), grid.compared.astype(np.float64)
-    for row, each in windows.items():
-        known = each.work_steps > 0
-        means = np.divide(each.work_sum_ns, each.work_steps, out=np.full(len(known), np.nan), where=known)
-        sums[row], counts[row] = _spread(grid, each, means, np.where(known, each.work_steps, 0))
-    mean_s: Floats = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0) / 1e9
-    return mean_s
-
-
-def device_parts_s(grid: StepGrid, windows: Mapping[int, Windows]) -> dict[str, Floats]:
-    """By part, [ranks, columns]: medians over the windows that are kept of a device's steps."""
-    if not windows:
-        return {}
-    found = {part: np.full(grid.step_ns.shape, np.nan) for part in PARTS}
-    for row, each in windows.items():
-        for at, part in enumerate(PARTS):
-            sums, counts = _spread(grid, each, each.parts_ns[:, at], np.ones(len(each.first_step)))
-            found[part][row] = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0) / 1e9
-    return found
-
-
-def _spread(
-    grid: StepGrid, windows: Windows, values: Floats, weights: npt.NDArray[np.floating[Any]]
-) -> tuple[Floats, Floats]:
-    """Values of windows, summed in the grid's columns with their weights, and the sums of those.
-
-    A window that is wider than a column stands in each of its columns.
-    """
-    sums, counts = np.zeros((2, len(grid.flags)))
-    values, weights = np.nan_to_num(values), weights.astype(np.float64)
-    for offset in range(0, max(windows.width, 1), grid.width):
-        column = (windows.first_step + offset - grid.first) // grid.width
-        inside = (column >= 0) & (column < len(sums))
-        np.add.at(sums, column[inside], (values * weights)[inside])
-        np.add.at(counts, column[inside], weights[inside])
-    return sums, counts
+def _mean_s(sums_ns: Floats, counts: npt.NDArray[np.integer[Any]]) -> Floats:
+    """NaN where nothing was counted."""
+    means: Floats = np.divide(sums_ns, counts, out=np.full(sums_ns.shape, np.nan), where=counts > 0) / 1e9
+    return means
 
 
 def _columns(grid: StepGrid) -> Columns:

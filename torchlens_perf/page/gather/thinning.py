@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from torchlens_perf.page.gather.device_grid import Grids
+    from torchlens_perf.page.gather.step_grid import StepGrid
     from torchlens_perf.verdicts.words.report import Report
 
 _MAX_MODULES = 64
@@ -21,22 +21,21 @@ def size_bytes(value: Any) -> int:
     return len(json.dumps(value, separators=(",", ":")))
 
 
-def thinned_grids(
-    grids: Grids, made_of: Callable[[Grids], _T], budget_bytes: int, notes: list[str]
-) -> tuple[Grids, _T]:
-    """The grids with as wide windows as it takes for what is made of them to fit, and that."""
-    made = made_of(grids)
-    narrow = grids.host.width
-    while (size := size_bytes(made)) > budget_bytes and len(grids.host.flags) > 1:
+def thinned_grid(
+    grid: StepGrid, made_of: Callable[[StepGrid], _T], budget_bytes: int, notes: list[str]
+) -> tuple[StepGrid, _T]:
+    """The grid with as wide windows as it takes for what is made of it to fit, and that."""
+    made = made_of(grid)
+    narrow = grid.width
+    while (size := size_bytes(made)) > budget_bytes and len(grid.flags) > 1:
         # Twice the width gives about half the size. Widths that are sure not to fit are skipped: each takes seconds.
         for _ in range(max(1, int(math.log2(size / max(1, budget_bytes))))):
-            grids = grids.widened() if len(grids.host.flags) > 1 else grids
-        made = made_of(grids)
-    width = grids.host.width
-    if width > 1:
-        why = "to keep the page small" if width > narrow else "as there are too many steps to show each"
-        notes.append(f"Columns of ranks by steps are means over {width} steps, {why}.")
-    return grids, made
+            grid = grid.widened() if len(grid.flags) > 1 else grid
+        made = made_of(grid)
+    if grid.width > 1:
+        why = "to keep the page small" if grid.width > narrow else "as there are too many steps to show each"
+        notes.append(f"Columns of ranks by steps are means over {grid.width} steps, {why}.")
+    return grid, made
 
 
 def thinned_report(report: Report, named: Collection[int], budget_bytes: int, notes: list[str]) -> Report:
