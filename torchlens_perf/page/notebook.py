@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import html
 import json
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash, percent, small_percent
+from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash
 from torchlens_perf.errors import printable
+from torchlens_perf.page.sections.section import named_ranks
 from torchlens_perf.page.small_charts import image, parts_chart, step_chart
 from torchlens_perf.report.run_report import run_report
-from torchlens_perf.run.verdicts import Summary, Verdict, sentence_and_action
+from torchlens_perf.run.verdicts import Summary, Verdict, overhead_words, sentence_and_action
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
-from torchlens_perf.view.headline import fact_text, headlines, overall
-from torchlens_perf.view.rank_tables import step_parts
+from torchlens_perf.view.headline import headlines, overall
+from torchlens_perf.view.html import details, line
+from torchlens_perf.view.markup import Element, html, tag
+from torchlens_perf.view.rank_tables import parts_by_rank
+from torchlens_perf.view.specs import inert
 from torchlens_perf.view.terminal import render
 from torchlens_perf.view.theme import SEVERITIES
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 64 << 10
 """Of the HTML, whatever is in a run: a notebook keeps each output, and a live one gets it once a second."""
 _MAX_VERDICTS, _MAX_NOTES, _MAX_CHARACTERS = 6, 8, 600
+_ATTRIBUTES = ("alt", "open", "src", "style")
 
 
 def results_of(run: RunDirectory) -> str:
@@ -54,88 +58,72 @@ def results(report: Report, run_dir: str, text: str) -> str:
 
 def cell(report: Report, run_dir: str) -> str:
     """The HTML of a cell; less than MAX_BYTES."""
-    run, steps, quality = report["run"], report["steps"], report["quality"]
+    run = report["run"]
     program = f"{run['program']}, " if run["program"] else ""
     title = f"{program}run {run['id']}: {ranks_words(run)}, {state_words(run)}"
-    parts = [f"<p><b>torchlens_perf</b>&ensp;{_escaped(title)}</p>"]
     found = headlines(report, run_dir)
     first = overall(found)
     shown = sorted(found, key=lambda each: (each is not first, each.is_over))[:_MAX_VERDICTS]
-    parts += [_card(each) if each is first else _line(each) for each in shown]
-    named = [verdict["rank"] for verdict in report["verdicts"] if verdict["rank"] is not None]
-    parts += [f"<p>{image(svg, says)}</p>" for svg, says in _charts(report, named)]
-    unit = "forward passes" if steps["inference"] else "steps"
-    quantiles = {"p50": steps["p50_s"], "p95": steps["p95_s"], "p99": steps["p99_s"], "max": steps["max_s"]}
-    numbers = {unit: str(steps["count"]), **{name: duration_or_dash(value) for name, value in quantiles.items()}}
-    overhead = quality["overhead_share"]
-    numbers["overhead"] = "not measured" if overhead is None else f"{small_percent(overhead)} of step time"
-    numbers["CPU time of sidecars"] = duration(quality["sidecar_cpu_s"])
-    numbers["lost records"] = str(quality["lost"])
-    heads = "".join(f"<th>{_escaped(name)}</th>" for name in numbers)
-    values = "".join(f"<td>{_escaped(value)}</td>" for value in numbers.values())
-    parts.append(f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{values}</tr></tbody></table>")
-    notes = [*quality["notes"][:_MAX_NOTES]]
-    if len(quality["notes"]) > len(notes):
-        notes.append(f"{len(quality['notes']) - len(notes)} more: torchlens-perf report")
-    if notes:
-        rows = "".join(f"<li>{_escaped(note)}</li>" for note in notes)
-        parts.append(
-            f"<details><summary>notes on data quality: {len(quality['notes'])}</summary><ul>{rows}</ul></details>"
-        )
-    parts.append(f"<p><small>as of {_escaped(_as_of())}; run directory: {_escaped(run_dir)}</small></p>")
-    return f"<div>{''.join(parts)}</div>"
+    over = [_verdict(each, is_open=False) for each in shown if each.is_over]
+    made = tag(
+        "div",
+        tag("p", tag("b", "torchlens_perf"), f" {title}"),
+        [_verdict(each, is_open=each is first) for each in shown if not each.is_over],
+        details(f"Earlier in this run ({len(over)})", over) if over else None,
+        [tag("p", image(svg, says)) for svg, says in _charts(report)],
+        _numbers(report),
+        _notes(report["quality"]["notes"]),
+        tag("p", tag("small", f"as of {_as_of()}; run directory: {run_dir}")),
+    )
+    for each in made.iter():
+        each.text, each.tail = inert(each.text or "", _MAX_CHARACTERS), inert(each.tail or "", _MAX_CHARACTERS)
+        each.attrib = {name: value for name, value in each.attrib.items() if name in _ATTRIBUTES}
+    return html(made)
 
 
-def _charts(report: Report, named: Sequence[int]) -> list[tuple[str, str]]:
-    """By the devices' clocks, where the steps are."""
-    on_device = report["steps"]["by"] == DEVICE
+def _verdict(headline: Headline, *, is_open: bool) -> Element:
+    made = line(headline, "")
+    if is_open:
+        made.set("open", "")
+    edge = f"border-left: 4px solid {SEVERITIES[headline.severity].light}; padding-left: 10px; margin: 6px 0px"
+    return tag("div", made, style=edge)
+
+
+def _charts(report: Report) -> list[tuple[str, str]]:
+    """By the clock that ranks are judged by."""
+    on_device = report["run"]["judged_by"] == DEVICE
     charts = []
     if report["history"] is not None:
         charts.append(step_chart(report["history"], " on the device" if on_device else ""))
-    parts_s = {rank["rank"]: found for rank in report["ranks"] if (found := step_parts(rank, by_device=on_device))}
-    bars = parts_chart(parts_s, "a step on the device" if on_device else "typical step", named)
+    title = "a step on the device" if on_device else "typical step"
+    several = report["run"]["world_size"] > 1
+    bars = parts_chart(parts_by_rank(report), title, named_ranks(report), labelled=several)
     return charts if bars is None else [*charts, bars]
 
 
-def _card(headline: Headline) -> str:
-    """Return a verdict in full: status and facts, cost, sentence, what to do, command."""
-    lines = [_title(headline)]
-    cost, share = headline.cost_s_per_step, headline.cost_share
-    if cost and share is not None:
-        lines.append(f"<b>{duration(cost)}</b> {headline.per_step}, <b>{percent(share)}</b> of step time")
-    lines.append(_escaped(headline.sentence))
-    if headline.cause:
-        lines.append(f"<b>Cause:</b> {_escaped(headline.cause)}")
-    if headline.action:
-        lines.append(f"<b>Next:</b> {_escaped(headline.action)}")
-    if headline.command:
-        lines.append(f"<code>{_escaped(headline.command)}</code>")
-    return _edged(headline, "<br>".join(lines))
+def _numbers(report: Report) -> Element:
+    steps, quality = report["steps"], report["quality"]
+    unit = "forward passes" if steps["inference"] else "steps"
+    quantiles = {"p50": steps["p50_s"], "p95": steps["p95_s"], "p99": steps["p99_s"], "max": steps["max_s"]}
+    numbers = {
+        unit: str(steps["count"]),
+        **{name: duration_or_dash(value) for name, value in quantiles.items()},
+        "overhead": overhead_words(quality["overhead_share"]),
+        "CPU time of sidecars": duration(quality["sidecar_cpu_s"]),
+        "lost records": str(quality["lost"]),
+    }
+    heads = tag("tr", [tag("th", name) for name in numbers])
+    values = tag("tr", [tag("td", value) for value in numbers.values()])
+    return tag("table", tag("thead", heads), tag("tbody", values))
 
 
-def _line(headline: Headline) -> str:
-    """Return a verdict as one line that opens."""
-    over = " (over)" if headline.is_over else ""
-    cost = f", {_escaped(headline.cost)}" if headline.cost else ""
-    action = f"<br><b>Next:</b> {_escaped(headline.action)}" if headline.action else ""
-    summary = f"<summary>{_title(headline)}{cost}{over}</summary>"
-    return _edged(headline, f"<details>{summary}{_escaped(headline.sentence)}{action}</details>")
-
-
-def _title(headline: Headline) -> str:
-    facts = "".join(f"&ensp;{_escaped(fact_text(*fact))}" for fact in headline.facts)
-    return f"<b>{_escaped(headline.status)}</b>{facts}"
-
-
-def _edged(headline: Headline, text: str) -> str:
-    edge = SEVERITIES[headline.severity].light
-    return f'<div style="border-left: 4px solid {edge}; padding-left: 10px; margin: 6px 0px">{text}</div>'
-
-
-def _escaped(text: str) -> str:
-    """Inert, on one line and not too long, whoever has written it."""
-    text = printable(text)
-    return html.escape(text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}...")
+def _notes(notes: Sequence[str]) -> Element | None:
+    if not notes:
+        return None
+    left = len(notes) - _MAX_NOTES
+    rest = [f"{left} more: torchlens-perf report"] if left > 0 else []
+    rows = [tag("li", each) for each in (*notes[:_MAX_NOTES], *rest)]
+    return details(f"notes on data quality: {len(notes)}", tag("ul", rows))
 
 
 def _summary(report: Report, run_dir: str) -> Summary:

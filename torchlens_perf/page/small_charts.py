@@ -7,12 +7,14 @@ on it. An image cannot know the notebook's theme: it is transparent, in greys th
 from __future__ import annotations
 
 import base64
-import html
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+from xml.etree import ElementTree
 
 from torchlens_perf.analysis.statistics.quantities import duration
-from torchlens_perf.errors import printable
+from torchlens_perf.page.sections.bars import parts_words, stacked, swatch
+from torchlens_perf.view.markup import Element, raw, tag
+from torchlens_perf.view.specs import Bar
 from torchlens_perf.view.theme import FASTER, PARTS
 
 if TYPE_CHECKING:
@@ -26,13 +28,14 @@ _LETTER = 6.2  # width of one, in pixels: for what is to fit
 _STYLE = (
     "text{font:11px system-ui,sans-serif;fill:#777777}.t{font-weight:600}.g{stroke:#77777755}"
     f".l{{fill:none;stroke:{FASTER.light};stroke-width:1.6}}.b{{fill:{FASTER.light};fill-opacity:.3}}"
+    + "".join(f".part-{key}{{fill:{part.color.light}}}" for key, part in PARTS.items())
 )
 
 
-def image(svg: str, says: str) -> str:
+def image(svg: str, says: str) -> Element:
     """An <img> with the picture in it. says: the same in words."""
     data = base64.b64encode(svg.encode()).decode()
-    return f'<img alt="{html.escape(printable(says))}" src="data:image/svg+xml;base64,{data}" style="max-width: 100%">'
+    return tag("img", alt=says, src=f"data:image/svg+xml;base64,{data}", style="max-width: 100%")
 
 
 def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
@@ -61,61 +64,55 @@ def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
     parts = [_text(8, 15, f"step time{where}" + (": median of the ranks, and their range" if several else ""), "t")]
     for share in (0.0, 0.5, 1.0):
         y = _TOP + _PLOT_HEIGHT * (1 - share)
-        label = "0" if not share else duration(top_s * share)
-        parts.append(f'<path class="g" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"/>')
-        parts.append(_text(_LEFT - 6, y + 4, label, "m", "end"))
+        parts.append(tag("path", class_="g", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"))
+        parts.append(_text(_LEFT - 6, y + 4, duration(top_s * share) if share else "0", anchor="end"))
     if several:
         there = [at(*point) for point in zip(steps, slowest_s, strict=True)]
         back = [at(*point) for point in zip(reversed(steps), reversed(fastest_s), strict=True)]
-        parts.append(f'<polygon class="b" points="{" ".join(there + back)}"/>')
+        parts.append(tag("polygon", class_="b", points=" ".join(there + back)))
     points = [at(*point) for point in zip(steps, median_s, strict=True)]
     if len(points) == 1:
         across, down = points[0].split(",")
-        parts.append(f'<circle cx="{across}" cy="{down}" r="2.5" fill="{FASTER.light}"/>')
-    parts.append(f'<polyline class="l" points="{" ".join(points)}"/>')
-    parts.append(_text(_LEFT, height - 6, f"step {first}", "m"))
-    parts.append(_text(WIDTH - _RIGHT, height - 6, f"step {last}", "m", "end"))
+        parts.append(tag("circle", cx=across, cy=down, r="2.5", fill=FASTER.light))
+    parts.append(tag("polyline", class_="l", points=" ".join(points)))
+    parts.append(_text(_LEFT, height - 6, f"step {first}"))
+    parts.append(_text(WIDTH - _RIGHT, height - 6, f"step {last}", anchor="end"))
     return _svg(height, parts), says
 
 
 def parts_chart(
-    known: Mapping[int, Mapping[str, float]], title: str, first: Sequence[int] = ()
+    known: Mapping[int, Mapping[str, float]], title: str, first: Sequence[int] = (), *, labelled: bool = True
 ) -> tuple[str, str] | None:
     """What a step of each rank is spent on, of MAX_BARS ranks at most. Returns SVG, and it in words.
 
-    known: by rank, the seconds of each part. first: ranks to show before others. None where no rank is known.
+    known: by rank, the seconds of each part. first: ranks to show before others. labelled: with the ranks' numbers.
+    None where no rank is known.
     """
     shown = _chosen(list(known), [rank for rank in first if rank in known])
     if not shown:
         return None
-    names = [part for part in PARTS if any(known[rank].get(part, 0.0) > 0 for rank in shown)]
-    step_s = {rank: sum(known[rank].values()) for rank in shown}
-    longest_s = max(step_s.values()) or 1.0
+    bars = [
+        Bar(f"rank {rank}" * labelled, {part: known[rank][part] for part in PARTS if known[rank].get(part)})
+        for rank in shown
+    ]
+    longest_s = max(bar.total for bar in bars) or 1.0
     width = WIDTH - _LEFT - _RIGHT - 60
     of = f", {len(shown)} of {len(known)} ranks" if len(known) > len(shown) else ""
-    parts, words = [_text(8, 15, f"{title}, by part{of}", "t")], []
-    for row, rank in enumerate(shown):
-        y, x = _TOP + row * (_BAR + _BAR_GAP), float(_LEFT)
-        parts.append(_text(_LEFT - 6, y + 11, f"rank {rank}", "m", "end"))
-        for part in names:
-            length = width * known[rank].get(part, 0.0) / longest_s
-            if length > 0:
-                parts.append(
-                    f'<path d="M{x:.1f} {y}h{length:.1f}v{_BAR}h-{length:.1f}z" fill="{PARTS[part].color.light}"/>'
-                )
-                x += length
-        parts.append(_text(x + 5, y + 11, duration(step_s[rank]), "m"))
-        of_rank = ", ".join(
-            f"{PARTS[part].name} {duration(known[rank][part])}" for part in names if known[rank].get(part)
-        )
-        words.append(f"rank {rank} {duration(step_s[rank])}: {of_rank}")
-    y, x = _TOP + len(shown) * (_BAR + _BAR_GAP) + 12, float(_LEFT)
-    for name, color in ((PARTS[part].name, PARTS[part].color.light) for part in names):
-        if x + 13 + _LETTER * len(name) > WIDTH:
+    drawn = [_text(8, 15, f"{title}, by part{of}", "t")]
+    for row, bar in enumerate(bars):
+        y = _TOP + row * (_BAR + _BAR_GAP)
+        drawn.append(_text(_LEFT - 6, y + 11, bar.label, anchor="end"))
+        drawn.append(_placed(stacked(bar, longest_s, shares=False), _LEFT, y, width, _BAR))
+        drawn.append(_text(_LEFT + width * bar.total / longest_s + 5, y + 11, duration(bar.total)))
+    y, x = _TOP + len(bars) * (_BAR + _BAR_GAP) + 12, float(_LEFT)
+    for part in [part for part in PARTS if any(part in bar.seconds for bar in bars)]:
+        taken = 13 + _LETTER * len(PARTS[part].name)
+        if x + taken > WIDTH:
             x, y = float(_LEFT), y + 16
-        parts.append(f'<path d="M{x:.1f} {y - 8}h9v9h-9z" fill="{color}"/>' + _text(x + 13, y, name, "m"))
-        x += 13 + _LETTER * len(name) + 12
-    return _svg(round(y) + 10, parts), f"{title.capitalize()}, by part{of}. {'; '.join(words)}."
+        drawn += [_placed(swatch(part), x, y - 8, 9, 9), _text(x + 13, y, PARTS[part].name)]
+        x += taken + 12
+    words = "; ".join(f"{bar.label} {duration(bar.total)}: {parts_words(bar)}".strip() for bar in bars)
+    return _svg(y + 10, drawn), f"{title.capitalize()}, by part{of}. {words}."
 
 
 def _chosen(ranks: list[int], first: list[int]) -> list[int]:
@@ -128,13 +125,17 @@ def _chosen(ranks: list[int], first: list[int]) -> list[int]:
     return sorted([*chosen, *(others[i * len(others) // room] for i in range(room))])
 
 
-def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
-    where = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}"{where}>{html.escape(printable(text))}</text>'
+def _text(x: float, y: float, text: str, kind: str | None = None, anchor: str | None = None) -> Element:
+    return tag("text", text, class_=kind, x=x, y=y, text_anchor=anchor)
 
 
-def _svg(height: int, parts: Sequence[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}">'
-        f"<style>{_STYLE}</style>{''.join(parts)}</svg>"
-    )
+def _placed(inside: Element, x: float, y: float, width: float, height: float) -> Element:
+    return tag("svg", inside, x=x, y=y, width=width, height=height)
+
+
+def _svg(height: float, parts: Sequence[Element]) -> str:
+    drawn = tag(
+        "svg", raw("style", _STYLE), parts, xmlns="http://www.w3.org/2000/svg", width=WIDTH, height=height,
+        viewBox=f"0 0 {WIDTH} {height}",
+    )  # fmt: skip
+    return ElementTree.tostring(drawn, encoding="unicode")

@@ -26,5 +26,4 @@ def name_tracer(pid: int) -> bool:
 
     What was named before is forgotten: the kernel keeps one. A forked child does not inherit it.
     """
-    result: int = ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
-    return result == 0
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0) == 0)

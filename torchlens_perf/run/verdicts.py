@@ -14,6 +14,13 @@ def sentence_and_action(text: str) -> tuple[str, str]:
     return sentence, action
 
 
+def overhead_words(share: float | None) -> str:
+    """Return what this tool cost the training process; a measured cost is not shown as zero."""
+    if share is None:
+        return "not measured"
+    return f"{share:.2%} of step time" if share >= 0.0001 or not share else "<0.01% of step time"
+
+
 class _Sentence:
     text: str
     next: str
@@ -136,14 +143,8 @@ class Summary:
         """The verdicts, then the numbers in a line."""
         if self.missing:
             return f"torchlens_perf: {self.missing}"
+        steps_s = {"p50": self.step_p50_s, "p95": self.step_p95_s, "max": self.step_max_s}
+        times = ", ".join(f"{name} {1e3 * value:.4g} ms" for name, value in steps_s.items() if value is not None)
         lines = [each.sentence for each in self.verdicts]
-        times = [
-            f"{name} {1e3 * value:.4g} ms"
-            for name, value in (("p50", self.step_p50_s), ("p95", self.step_p95_s), ("max", self.step_max_s))
-            if value is not None
-        ]
-        cost = "not measured" if self.overhead_share is None else f"{self.overhead_share:.2%} of the steps' time"
-        lines.append(
-            f"{self.steps} step{'s' * (self.steps != 1)}{': ' * bool(times)}{', '.join(times)}; this tool cost {cost}"
-        )
-        return "\n".join(lines)
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}{': ' * bool(times)}{times}"
+        return "\n".join([*lines, f"{steps}; overhead {overhead_words(self.overhead_share)}"])

@@ -11,8 +11,7 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.words.run_state import DIED
-from torchlens_perf.view.specs import Column, Quantity, Table
-from torchlens_perf.view.terminal import inert
+from torchlens_perf.view.specs import Column, Quantity, Table, inert
 
 _RECENT_S = 900.0  # older runs are listed without reading their files: a folder may hold hundreds
 _MOST, _MAX_NAME, _MAX_ABOUT = 50, 32, 60

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import duration, small_percent, steps_whole
+from torchlens_perf.analysis.statistics.quantities import duration, steps_whole
+from torchlens_perf.run.verdicts import overhead_words
 from torchlens_perf.top.pace import curve, pace_words, step_times
 from torchlens_perf.top.ranks import rank_list
 from torchlens_perf.top.text import Terminal, cursor_lines, fitting, line, rule
 from torchlens_perf.verdicts.words.over import held_words
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_of
 from torchlens_perf.view.headline import Headline, overall
-from torchlens_perf.view.specs import NOT_MEASURED, Table
+from torchlens_perf.view.specs import Table, inert
 from torchlens_perf.view.tables import tables
-from torchlens_perf.view.terminal import bar_lines, headline_line, inert, stack_lines, table_lines, verdict_lines
+from torchlens_perf.view.terminal import bar_lines, headline_line, stack_lines, table_lines, verdict_lines
 from torchlens_perf.view.theme import BAD, GOOD, SEVERITIES, WARNING
 
 if TYPE_CHECKING:
@@ -172,11 +173,11 @@ def pace_lines(view: View, width: int, height: int) -> list[Text]:
 def quality_line(report: Report, width: int) -> Text:
     """Return what was lost, and the overhead."""
     quality = report["quality"]
-    overhead, count = quality["overhead_share"], len(quality["notes"])
+    count = len(quality["notes"])
     parts = [
         f"  data: {quality['lost']:,} of {quality['records'] + quality['lost']:,} records lost",
         steps_whole(quality["coverage"], any_step=report["steps"]["count"] > 0),
-        f"overhead {NOT_MEASURED if overhead is None else small_percent(overhead)}",
+        f"overhead {overhead_words(quality['overhead_share'])}",
         f"{count} note{'s' if count != 1 else ''}" if count else "",
         f"sidecars {duration(quality['sidecar_cpu_s'])} of CPU time",
     ]

@@ -27,8 +27,8 @@ from torchlens_perf.verdicts.words.over import held_words
 from torchlens_perf.view.collective_table import collective_table
 from torchlens_perf.view.hardware_tables import gpu_table
 from torchlens_perf.view.rank_tables import cpu_table, memory_table, step_parts
-from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
-from torchlens_perf.view.terminal import inert, stack_lines, table_lines, verdict_lines
+from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, inert
+from torchlens_perf.view.terminal import stack_lines, table_lines, verdict_lines
 from torchlens_perf.view.theme import MIN_EXCESS, PARTS
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from torchlens_perf.view.specs import Column, Quantity, Table
-from torchlens_perf.view.terminal import inert, table_lines
+from torchlens_perf.view.specs import Column, Quantity, Table, inert
+from torchlens_perf.view.terminal import table_lines
 
 BLOCKS, _EIGHTHS = " ▁▂▃▄▅▆▇█", " ▏▎▍▌▋▊▉█"
 _ASCII = str.maketrans("─│▶…·▁▂▃▄▅▆▇█▏▎▍▌▋▊▉▓▒░▚", "-|>~._.-~=+*#...--==%+-x")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
 from torchlens_perf.view.headline import fact_text
-from torchlens_perf.view.markup import Child, Element, safe, tag
-from torchlens_perf.view.specs import Column, Table
+from torchlens_perf.view.markup import Child, Element, tag
+from torchlens_perf.view.specs import Column, Table, inert
 
 if TYPE_CHECKING:
     from torchlens_perf.view.headline import Headline
@@ -19,7 +19,7 @@ _MAX_ROWS = 512
 
 def status_chip(headline: Headline) -> Element:
     """Return the status word in the colour of its severity."""
-    return tag("span", headline.status, class_=f"chip {headline.severity}")
+    return tag("b", headline.status, class_=f"chip {headline.severity}")
 
 
 def card(headline: Headline, key: str, *more: Child) -> Element:
@@ -150,7 +150,7 @@ def shortened(text: str, longest: int) -> Child:
     if len(text) <= longest:
         return text
     half = longest // 2
-    return tag("span", f"{text[:half]}…{text[-half:]}", title=safe(text))
+    return tag("span", f"{text[:half]}…{text[-half:]}", title=inert(text))
 
 
 def section(key: str, title: str, *children: Child) -> Element:
@@ -160,10 +160,10 @@ def section(key: str, title: str, *children: Child) -> Element:
     return tag("section", heading, *children, id=key, aria_labelledby=f"{key}-title")
 
 
-def figure(chart: str | None, title: str, caption: Child, **data: str) -> Element:
+def figure(chart: str | None, title: str, caption: Child, *inside: Child, **data: str) -> Element:
     """Return a figure with its title and one sentence. chart: what scripts draw between the two; None for others."""
     note = tag("p", "This chart needs JavaScript.", class_="note unscripted") if chart is not None else None
-    return tag("figure", tag("h3", title), note, tag("figcaption", caption), data_chart=chart, **data)
+    return tag("figure", tag("h3", title), note, *inside, tag("figcaption", caption), data_chart=chart, **data)
 
 
 def details(summary: Child, *children: Child) -> Element:

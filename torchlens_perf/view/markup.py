@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from xml.etree import ElementTree
 
-from torchlens_perf.errors import printable
-
-LONGEST_TEXT = 2000
-"""Characters of one text."""
+from torchlens_perf.analysis.statistics.quantities import printable
+from torchlens_perf.view.specs import inert
 
 Element = ElementTree.Element
 Child = Element | str | None | Iterable["Child"]
@@ -32,7 +30,7 @@ def _append(parent: Element, children: Iterable[Child]) -> None:
         if child is None:
             continue
         if isinstance(child, str):
-            text = safe(child)
+            text = inert(child)
             if len(parent):
                 parent[-1].tail = (parent[-1].tail or "") + text
             else:
@@ -41,12 +39,6 @@ def _append(parent: Element, children: Iterable[Child]) -> None:
             parent.append(child)
         else:
             _append(parent, child)
-
-
-def safe(text: str) -> str:
-    """Return one line of bounded length, without characters that reverse text or control a terminal."""
-    text = printable(text)
-    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"
 
 
 def number(value: float) -> str:

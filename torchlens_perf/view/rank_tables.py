@@ -254,10 +254,18 @@ def host_parts(rank: Rank) -> dict[str, float]:
 
 
 def step_parts(rank: Rank, *, by_device: bool) -> dict[str, float]:
-    """Return the parts of a rank's typical step in seconds, by the clock that it is judged by."""
+    """Return the parts of a rank's typical step in seconds, by the host's or the device's clock."""
     if not by_device:
         return host_parts(rank)
     return dict(rank["device"]["parts"]) if rank["device"] is not None else {}
+
+
+def parts_by_rank(report: Report, *, by_device: bool | None = None) -> dict[int, dict[str, float]]:
+    """Return the parts of each rank's typical step. by_device: None for the clock that ranks are judged by."""
+    if by_device is None:
+        by_device = report["run"]["judged_by"] == DEVICE
+    found = {rank["rank"]: step_parts(rank, by_device=by_device) for rank in report["ranks"]}
+    return {rank: parts for rank, parts in found.items() if parts}
 
 
 def largest_section(report: Report, seconds: float) -> str:

@@ -1,16 +1,25 @@
-"""Tables as values that every renderer draws: columns with a quantity each, and the rows that matter. Pure."""
+"""Tables, stacked bars and texts as values that every renderer draws. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torchlens_perf.analysis.statistics.quantities import amount, percent, printable, rounded
 
 NOT_MEASURED = "not measured"
 """A cell whose value is missing. A cell that does not apply is None."""
 EMPTY = "-"
+
+_LONGEST_TEXT = 2000
+"""Characters of one text: a name may have millions."""
+
+
+def inert(text: str, longest: int = _LONGEST_TEXT) -> str:
+    """Return one line of bounded length, without characters that reverse text or control a terminal."""
+    text = printable(text)
+    return text if len(text) <= longest else f"{text[:longest]}…"
 
 
 class Quantity(enum.Enum):
@@ -145,3 +154,30 @@ class Table:
                 span = least if least == most else f"{least} to {most}"
                 return f"{words}, {column.title} {span} {column.unit}".rstrip()
         return words
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A stacked bar: seconds by part, in the order to draw."""
+
+    label: str
+    seconds: Mapping[str, float]
+    rank: int | None = None
+    """The rank that a click chooses."""
+    slow: bool = False
+    heading: str = ""
+    """Text above this bar and those that follow."""
+
+    @property
+    def total(self) -> float:
+        """The length of the bar in seconds."""
+        return sum(self.seconds.values())
+
+    def segments(self, longest: float) -> list[tuple[str, float, float]]:
+        """Return each part that takes time, where it begins, and its length, as shares of the longest bar."""
+        found, begin = [], 0.0
+        for part, seconds in self.seconds.items():
+            if seconds > 0:
+                found.append((part, begin / longest, seconds / longest))
+                begin += seconds
+        return found

@@ -13,16 +13,9 @@ from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import (
-    counted,
-    duration,
-    long_duration,
-    percent,
-    printable,
-    rounded,
-    small_percent,
-)
+from torchlens_perf.analysis.statistics.quantities import counted, duration, long_duration, percent, printable, rounded
 from torchlens_perf.run.captures import TRACE
+from torchlens_perf.run.verdicts import overhead_words
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.evidence import PastEvidence
 from torchlens_perf.verdicts.words.hang import HangEvidence
@@ -31,8 +24,8 @@ from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
 from torchlens_perf.verdicts.words.verdict import warm_up_words
 from torchlens_perf.view.headline import Headline, headlines, overall
-from torchlens_perf.view.rank_tables import leading, mean_parts, part_name, step_parts
-from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Column, Table
+from torchlens_perf.view.rank_tables import leading, mean_parts, part_name, parts_by_rank
+from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Bar, Column, Table, inert
 from torchlens_perf.view.tables import tables
 from torchlens_perf.view.theme import BAD, EXCESS_BOUNDS, EXCESS_STYLES, GOOD, PARTS, SEVERITIES
 
@@ -48,8 +41,6 @@ _MIN_NAME, _STACK_LINES = 12, 10
 _DIFFERENCE = 0.1
 """Spread of the ranks' compute time from which the short report shows the ranks without a verdict on one."""
 _FLAT = 0.03
-_MAX_CHARACTERS = 2000
-"""Of one text: a name may have millions."""
 _SHADES = "█▓▒░▚/=:·"
 """Parts of a bar where there are no colours."""
 _HEAT_SHADES, _HEAT_RANKS, _HEAT_COLUMNS = "·░▒▓█", 8, 64
@@ -156,10 +147,9 @@ def _whole(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator
         if table.note:
             yield from _wrapped(table.note, width, 2, "dim")
     quality = report["quality"]
-    overhead = quality["overhead_share"]
-    cost = "overhead not measured" if overhead is None else f"overhead {small_percent(overhead)} of step time"
     yield Text("")
-    yield from _field("recording", f"{_records(report)}; {cost}", width)
+    cost = overhead_words(quality["overhead_share"])
+    yield from _field("recording", f"{_records(report)}; overhead {cost}", width)
     for note in quality["notes"][:_NOTES]:
         yield from _field("note", note, width)
     if len(quality["notes"]) > _NOTES:
@@ -291,8 +281,7 @@ def bar_lines(report: Report, main: Headline | None, width: int, *, color: bool,
 
     each: up to how many ranks have a bar each.
     """
-    by_device = report["run"]["judged_by"] == DEVICE
-    parts = {rank["rank"]: found for rank in report["ranks"] if (found := step_parts(rank, by_device=by_device))}
+    parts = parts_by_rank(report)
     slow = next((rank for rank in leading(report) if rank in parts), None)
     bars = {"time": mean_parts(parts.values())}
     if main is not None and main.kind == "straggler" and slow is not None and len(parts) > 1:
@@ -309,10 +298,9 @@ def bar_lines(report: Report, main: Headline | None, width: int, *, color: bool,
     style = {part: PARTS[part].color.terminal for part in seen}
     room, lines = max(10, width - 2 - _LABEL), []
     for label, found in bars.items():
-        line, filled, sum_s = _labelled(label, ""), 0, 0.0
-        for part in seen:
-            sum_s += found.get(part, 0.0)
-            cells = max(0, round(room * sum_s / longest) - filled)
+        line, filled = _labelled(label, ""), 0
+        for part, begin, length in Bar(label, {part: found.get(part, 0.0) for part in seen}).segments(longest):
+            cells = max(0, round(room * (begin + length)) - filled)
             filled += cells
             line.append(shade[part] * cells, style=style[part])
         lines.append(line)
@@ -426,12 +414,6 @@ def _heat(heat: Heat | None, width: int) -> Iterator[Text]:
 def _excess(rank: HeatRank) -> float:
     values = [value for value in rank["excess"] if value is not None]
     return statistics.fmean(values) if values else 0.0
-
-
-def inert(text: str) -> str:
-    """Return text that cannot drive or fill the terminal."""
-    text = printable(text)
-    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
 def _labelled(label: str, text: str, style: str = "dim", text_style: str = "") -> Text:

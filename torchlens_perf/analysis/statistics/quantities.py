@@ -19,11 +19,6 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if abs(share) >= 0.1 else f"{share:.1%}"
 
 
-def small_percent(share: float) -> str:
-    """Return a share that is usually far below one percent; a measured one is not shown as zero."""
-    return "<0.01%" if 0 < share < 0.0001 else f"{share:.2%}"
-
-
 def rounded(value: float) -> str:
     """Return a number with three figures, without an exponent: "4,540", "19.4"."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,94 +1,46 @@
-"""Horizontal bars as HTML: one row per bar, drawn once, for pages with and without scripts. Pure.
+"""Horizontal bars as SVG: one row per bar, drawn once, for pages with and without scripts, and for notebooks. Pure.
 
 A bar is an SVG as wide as its place, whose lengths are per cent: the page's policy allows no inline styles.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
 from torchlens_perf.view.html import figure, shortened
-from torchlens_perf.view.markup import Element, safe, tag
+from torchlens_perf.view.markup import Element, tag
+from torchlens_perf.view.specs import Bar, inert
 from torchlens_perf.view.theme import PARTS
 
-_FULL = 100.0
-_LABELLED = 9.0  # Per cent of the width from which a segment shows its share.
+_LABELLED = 0.09
+"""Share of the width from which a segment shows its share."""
+_NAMES = {key: part.name for key, part in PARTS.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Bar:
-    """One bar: a label, seconds by part in the order to draw, and the rank that a click chooses."""
-
-    label: str
-    seconds: Mapping[str, float]
-    rank: int | None = None
-    slow: bool = False
-    note: str = ""
-    """Text after the value."""
-    heading: str = ""
-    """Text above this bar and those that follow."""
-
-
-def bars(key: str, title: str, rows: Sequence[Bar], caption: str, *, names: Mapping[str, str] | None = None) -> Element:
+def bars(key: str, title: str, rows: Sequence[Bar], caption: str, *, names: Mapping[str, str] = _NAMES) -> Element:
     """Return a figure with bars on one scale.
 
-    key: the id of the figure. caption: the sentence below. names: by part what the legend calls it; the parts of a step
-    have their names in the theme.
+    key: the id of the figure. caption: the sentence below. names: by part what the legend calls it. Only parts of a
+    step show their shares: other totals have no parts that are compared.
     """
-    shares = names is None  # Of a step; other totals have no parts that are compared.
-    names = names if names is not None else {part: of.name for part, of in PARTS.items()}
-    longest = max((sum(row.seconds.values()) for row in rows), default=0.0) or 1.0
-    seen = list(dict.fromkeys(part for row in rows for part, value in row.seconds.items() if value > 0))
-    legend = [
-        tag(
-            "li", _svg(tag("rect", width="100%", height="100%", class_=f"part-{part}"), "swatch"), names.get(part, part)
-        )
-        for part in seen
-    ]
-    made = figure(None, title, caption)
-    made.set("id", key)
-    made.set("class", "of-bars")
-    inside = [
-        tag("ul", legend, class_="legend", aria_label="Legend") if len(seen) > 1 else None,
-        tag("div", [part for row in rows for part in _row(row, longest, names, shares=shares)], class_="bars"),
-    ]
-    for at, each in enumerate(part for part in inside if part is not None):
-        made.insert(1 + at, each)
-    return made
+    longest = max((row.total for row in rows), default=0.0) or 1.0
+    seen = list(dict.fromkeys(part for row in rows for part, _, _ in row.segments(longest)))
+    legend = tag("ul", [tag("li", swatch(part), names[part]) for part in seen], class_="legend", aria_label="Legend")
+    drawn = tag("div", [_row(row, longest, names) for row in rows], class_="bars")
+    inside = [legend if len(seen) > 1 else None, drawn]
+    return figure(None, title, caption, *inside, id=key, class_="of-bars")
 
 
-def _row(row: Bar, longest: float, names: Mapping[str, str], *, shares: bool) -> list[Element]:
-    total = sum(row.seconds.values())
-    segments: list[Element] = []
-    at = 0.0
-    for part, value in row.seconds.items():
-        if value <= 0:
-            continue
-        left, width = _FULL * at / longest, _FULL * value / longest
-        share = percent(value / total)
-        words = f"{names.get(part, part)}: {duration(value)}" + (f" ({share})" if shares else "")
-        segments.append(
-            tag(
-                "rect", tag("title", words), x=f"{left:.2f}%", width=f"{width:.2f}%", height="100%",
-                class_=f"part-{part}", data_part=part, data_value=f"{value:.6g}",
-            )
-        )  # fmt: skip
-        if shares and width >= _LABELLED:
-            look = f"share on-{part}"
-            segments.append(tag("text", share, x=f"{left + width / 2:.2f}%", y="72%", class_=look, aria_hidden="true"))
-        at += value
-    known = ", ".join(f"{names.get(part, part)} {duration(value)}" for part, value in row.seconds.items() if value > 0)
-    drawn = _svg(segments, "bar")
+def _row(row: Bar, longest: float, names: Mapping[str, str]) -> list[Element]:
+    drawn = stacked(row, longest, names, shares=names is _NAMES)
     drawn.set("role", "img")
-    drawn.set("aria-label", safe(f"{row.label}: {known}"))
-    values = [duration(total), *([row.note] if row.note else [])]
+    drawn.set("aria-label", inert(f"{row.label}: {parts_words(row, names)}" if row.label else parts_words(row, names)))
     made = tag(
         "div",
         tag("span", row.label, class_="label", title=row.label),
         drawn,
-        tag("span", " · ".join(values), class_="value"),
+        tag("span", duration(row.total), class_="value"),
         class_="slow" if row.slow else None,
         data_label=row.label if not row.heading else f"{row.heading} {row.label}",
         data_rank=None if row.rank is None else str(row.rank),
@@ -96,5 +48,32 @@ def _row(row: Bar, longest: float, names: Mapping[str, str], *, shares: bool) ->
     return [made] if not row.heading else [tag("p", shortened(row.heading, 64), class_="name"), made]
 
 
-def _svg(inside: Sequence[Element] | Element, look: str) -> Element:
-    return tag("svg", inside, class_=look, aria_hidden="true" if look == "swatch" else None)
+def stacked(
+    bar: Bar, longest: float, names: Mapping[str, str] = _NAMES, *, shares: bool = True, look: str = "bar"
+) -> Element:
+    """Return one bar. longest: the total of a bar that is as wide as the place. look: the class of the SVG."""
+    segments = []
+    for part, begin, width in bar.segments(longest):
+        share = percent(bar.seconds[part] / bar.total)
+        words = f"{names[part]}: {duration(bar.seconds[part])}" + (f" ({share})" if shares else "")
+        segments.append(
+            tag(
+                "rect", tag("title", words), x=f"{begin:.2%}", width=f"{width:.2%}", height="100%",
+                class_=f"part-{part}", data_part=part, data_value=f"{bar.seconds[part]:.6g}",
+            )
+        )  # fmt: skip
+        if shares and width >= _LABELLED:
+            place, kind = f"{begin + width / 2:.2%}", f"share on-{part}"
+            segments.append(tag("text", share, x=place, y="72%", class_=kind, aria_hidden="true"))
+    return tag("svg", segments, class_=look)
+
+
+def parts_words(bar: Bar, names: Mapping[str, str] = _NAMES) -> str:
+    """Return the same in words: "data 1.00 ms, forward 4.00 ms"."""
+    return ", ".join(f"{names[part]} {duration(seconds)}" for part, seconds in bar.seconds.items() if seconds > 0)
+
+
+def swatch(part: str) -> Element:
+    """Return the colour of a part for a legend."""
+    rect = tag("rect", width="100%", height="100%", class_=f"part-{part}")
+    return tag("svg", rect, class_="swatch", aria_hidden="true")

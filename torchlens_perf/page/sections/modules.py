@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration
-from torchlens_perf.page.sections.bars import Bar, bars
+from torchlens_perf.page.sections.bars import bars
 from torchlens_perf.page.sections.section import named_ranks, tables_of
 from torchlens_perf.view.html import section
-from torchlens_perf.view.markup import Element, safe, tag
+from torchlens_perf.view.markup import Element, tag
+from torchlens_perf.view.specs import Bar, inert
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
@@ -43,7 +44,7 @@ def _bars(rows: Sequence[Module], named: Sequence[int], *, on_device: bool) -> E
     gaps: list[tuple[float, str]] = []
     for row in rows:
         known = {int(rank): value for rank, value in _by_rank(row, on_device=on_device).items()}
-        heading = safe(row["name"])
+        heading = inert(row["name"])
         if len(known) < 2:
             made.append(
                 Bar(

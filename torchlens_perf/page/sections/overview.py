@@ -7,12 +7,13 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import counted, duration, long_duration, percent, rounded
-from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.page.sections.bars import stacked, swatch
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
 from torchlens_perf.view.html import status_chip
-from torchlens_perf.view.markup import Child, Element, tag
-from torchlens_perf.view.rank_tables import mean_parts, part_name, step_parts
+from torchlens_perf.view.markup import Element, tag
+from torchlens_perf.view.rank_tables import mean_parts, part_name, parts_by_rank
+from torchlens_perf.view.specs import Bar
 from torchlens_perf.view.theme import PARTS
 
 if TYPE_CHECKING:
@@ -57,15 +58,14 @@ def key_figures(report: Report, status: Headline | None) -> Element | None:
     tiles.append(_tile(duration(steps["p50_s"]), f"step p50{_p95(report)}"))
     if steps["mean_s"]:
         tiles.append(_tile(rounded(1 / steps["mean_s"]), "steps per second"))
-    by_device = report["run"]["judged_by"] == DEVICE
-    parts = mean_parts(found for rank in report["ranks"] if (found := step_parts(rank, by_device=by_device)))
-    total = sum(parts.values())
-    if total:
-        share = sum(parts.get(part, 0.0) for part in _COMPUTE) / total
+    parts = mean_parts(parts_by_rank(report).values())
+    bar = Bar("", {part: parts[part] for part in PARTS if parts.get(part)})
+    if bar.total:
+        share = sum(parts[part] for part in _COMPUTE) / bar.total
         tiles.append(_tile(percent(share), "of a step in forward, backward and optimizer"))
     tiles.append(_compared(report))
-    bar = _bar(parts, total, report) if total else None
-    return tag("section", tiles, bar, class_="tiles", id="figures", aria_label="Key figures")
+    drawn = _bar(bar, report) if bar.total else None
+    return tag("section", tiles, drawn, class_="tiles", id="figures", aria_label="Key figures")
 
 
 def _of_step_time(status: Headline) -> str:
@@ -92,27 +92,16 @@ def _tile(number: str, words: str, severity: str = "") -> Element:
     return tag("p", tag("b", number), " ", words, class_=f"tile {severity}".rstrip())
 
 
-def _bar(parts: dict[str, float], total: float, report: Report) -> Element:
-    shares = {part: value / total for part, value in parts.items()}
-    several = report["run"]["world_size"] > 1
-    order = [part for part in PARTS if shares.get(part)]
-    bars, at = [], 0.0
-    for part in order:
-        bars.append(tag("rect", x=100 * at, y=0, width=100 * shares[part], height=4, class_=f"part-{part}"))
-        at += shares[part]
-    legend: list[Child] = [
-        tag("li", _swatch(part), f"{part_name(report, part, parts[part])} ", tag("b", percent(shares[part])))
-        for part in order
-        if shares[part] >= _SMALLEST_NAMED
+def _bar(bar: Bar, report: Report) -> Element:
+    legend = [
+        tag("li", swatch(part), f"{part_name(report, part, bar.seconds[part])} ", tag("b", percent(share)))
+        for part, _, share in bar.segments(bar.total)
+        if share >= _SMALLEST_NAMED
     ]
-    words = f"Where a step's time goes{' (mean of ranks)' if several else ''}"
-    picture = tag("svg", bars, viewBox="0 0 100 4", preserveAspectRatio="none", aria_hidden="true", class_="shares")
-    return tag("div", words, picture, tag("ul", legend, class_="legend"), class_="tile shares")
-
-
-def _swatch(part: str) -> Element:
-    rect = tag("rect", width=10, height=10, class_=f"part-{part}")
-    return tag("svg", rect, viewBox="0 0 10 10", aria_hidden="true", class_="swatch")
+    words = f"Where a step's time goes{' (mean of ranks)' if report['run']['world_size'] > 1 else ''}"
+    drawn = stacked(bar, bar.total, shares=False, look="shares")
+    drawn.set("aria-hidden", "true")
+    return tag("div", words, drawn, tag("ul", legend, class_="legend"), class_="tile shares")
 
 
 def _device(report: Report) -> str:

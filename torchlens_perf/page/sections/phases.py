@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import duration, percent
-from torchlens_perf.page.sections.bars import Bar, bars
+from torchlens_perf.page.sections.bars import bars
 from torchlens_perf.page.sections.section import RANK_TABLES, by_prominence, named_ranks, tables_of
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.view.html import section
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.rank_tables import part_name, step_parts
+from torchlens_perf.view.specs import Bar
 from torchlens_perf.view.theme import PARTS as NAMES
 
 if TYPE_CHECKING:
@@ -41,10 +42,12 @@ def phases(contents: Contents) -> Element | None:
 
 def _bars(report: Report, ranks: list[Rank], *, by_device: bool, hidden: bool) -> Element | None:
     named = named_ranks(report)
-    found = {rank["rank"]: parts for rank in ranks if (parts := step_parts(rank, by_device=by_device))}
+    several = report["run"]["world_size"] > 1
+    found = {rank["rank"]: step_parts(rank, by_device=by_device) for rank in ranks}
     rows = [
-        Bar(f"rank {rank}", {part: parts[part] for part in NAMES if parts.get(part)}, rank, rank in named)
+        Bar(f"rank {rank}" * several, {part: parts[part] for part in NAMES if parts.get(part)}, rank, rank in named)
         for rank, parts in found.items()
+        if parts
     ]
     if not rows:
         return None

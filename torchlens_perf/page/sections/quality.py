@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount, duration, small_percent, steps_whole
+from torchlens_perf.analysis.statistics.quantities import amount, duration, steps_whole
 from torchlens_perf.page.matrix import LOG_STEP
+from torchlens_perf.run.verdicts import overhead_words
 from torchlens_perf.view.html import section, table
 from torchlens_perf.view.markup import Element, tag
-from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
+from torchlens_perf.view.specs import Column, Quantity, Table
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
@@ -31,13 +32,12 @@ def quality(contents: Contents) -> Element:
 
 def _figures(report: Report) -> Table:
     found = report["quality"]
-    share = found["overhead_share"]
     tool_s = [rank["phases"]["tool"]["mean_s"] for rank in report["ranks"] if "tool" in rank["phases"]]
     rows = {
         "records": f"{found['records']:,}",
         "lost records": f"{found['lost']:,}",
         "lowest coverage of a rank": steps_whole(found["coverage"], any_step=report["steps"]["count"] > 0),
-        "overhead in the training process": NOT_MEASURED if share is None else f"{small_percent(share)} of step time",
+        "overhead in the training process": overhead_words(found["overhead_share"]),
         **({"hook time per step (mean)": duration(sum(tool_s) / len(tool_s))} if tool_s else {}),
         "sidecar CPU time": duration(found["sidecar_cpu_s"]),
     }
