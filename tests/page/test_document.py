@@ -170,6 +170,7 @@ def test_single_process_has_no_ranks(alone: Contents) -> None:
     assert ">rank<" not in text.partition('id="contents"')[0]
     assert "ranks compared" not in words
     assert "of 1 ranks" not in words
+    assert "rank 0" not in text.partition('id="phases-host"')[2].partition("</figure>")[0]
     assert "clock. " not in words
 
 

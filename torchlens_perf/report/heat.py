@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.run_windows import RunWindows
     from torchlens_perf.verdicts.words.report import Heat
 
-_TAGS = {
+TAGS = {
     "checkpoint": Flag.CHECKPOINT, "evaluation": Flag.EVALUATION, "compile": Flag.COMPILED, "capture": Flag.CAPTURED,
 }  # fmt: skip
 
@@ -41,7 +41,7 @@ def heat(windows: RunWindows | None, findings: Findings, places: Mapping[int, Pl
     return {
         "width": windows.width,
         "first_steps": windows.first_steps.tolist(),
-        "tags": [[name for name, flag in _TAGS.items() if found & flag] for found in windows.tags],
+        "tags": [[name for name, flag in TAGS.items() if found & flag] for found in windows.tags],
         "ranks": [
             {"rank": rank, "excess": row, "slow": slow[rank]} for rank, row in zip(windows.ranks, rounded, strict=True)
         ],

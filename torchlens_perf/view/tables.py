@@ -15,7 +15,7 @@ from torchlens_perf.view.collective_table import collective_table, slow_link_tab
 from torchlens_perf.view.hardware_tables import gpu_table, port_table
 from torchlens_perf.view.headline import phase_words
 from torchlens_perf.view.rank_tables import cpu_table, device_table, memory_table, rank_table
-from torchlens_perf.view.specs import Column, Quantity, Table
+from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.evidence import LongSteps
@@ -229,17 +229,24 @@ def cause_table(report: Report) -> Table | None:
         evidence = row["evidence"]
         diagnosis = evidence.diagnosis if isinstance(evidence, StragglerEvidence) else None
         if diagnosis is not None and diagnosis.signals and not row["is_over"]:
-            names = list(diagnosis.signals)
-            columns = [
-                Column("signal", [name.replace("_", " ") for name in names], Quantity.TEXT),
-                Column(f"rank {row['rank']}", [diagnosis.signals[name] for name in names], Quantity.NUMBER),
-                Column("other ranks", [diagnosis.others_signals.get(name) for name in names], Quantity.NUMBER),
-            ]
             missing = ", ".join(diagnosis.not_measured)
             note = f"Not measured: {missing}." if missing else ""
-            title = f"Signals of rank {row['rank']} while it is slow"
-            return Table("causes", title, columns, first=_FIRST_ROWS, note=note, noun="signal")
+            return signal_table("causes", row["rank"], diagnosis.signals, diagnosis.others_signals, note)
     return None
+
+
+def signal_table(
+    key: str, rank: int | None, signals: Mapping[str, float], others: Mapping[str, float], note: str = ""
+) -> Table:
+    """Return the signals of a slow rank, beside the median of the other ranks."""
+    columns = [
+        Column("signal", [name.replace("_", " ") for name in signals], Quantity.TEXT),
+        Column(f"rank {rank}", list(signals.values()), Quantity.NUMBER),
+        Column("other ranks", [others.get(name, NOT_MEASURED) for name in signals], Quantity.NUMBER,
+               help="Median of the other ranks."),
+    ]  # fmt: skip
+    title = f"Signals of rank {rank} while it is slow"
+    return Table(key, title, columns, first=_FIRST_ROWS, note=note, noun="signal")
 
 
 def out_of_memory_table(report: Report) -> Table | None:

@@ -13,19 +13,18 @@ from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import counted, duration, long_duration, percent, printable, rounded
+from torchlens_perf.analysis.statistics.quantities import counted, long_duration, percent, printable
 from torchlens_perf.run.captures import TRACE
 from torchlens_perf.run.verdicts import overhead_words
-from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.evidence import PastEvidence
 from torchlens_perf.verdicts.words.hang import HangEvidence
 from torchlens_perf.verdicts.words.over import held_words
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
-from torchlens_perf.verdicts.words.verdict import warm_up_words
 from torchlens_perf.view.headline import Headline, headlines, overall
 from torchlens_perf.view.rank_tables import leading, mean_parts, part_name, parts_by_rank
 from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Bar, Column, Table, inert
+from torchlens_perf.view.step_words import step_words
 from torchlens_perf.view.tables import tables
 from torchlens_perf.view.theme import BAD, EXCESS_BOUNDS, EXCESS_STYLES, GOOD, PARTS, SEVERITIES
 
@@ -40,7 +39,6 @@ _ALSO, _EARLIER, _NOTES, _PROFILES = 2, 4, 20, 2
 _MIN_NAME, _STACK_LINES = 12, 10
 _DIFFERENCE = 0.1
 """Spread of the ranks' compute time from which the short report shows the ranks without a verdict on one."""
-_FLAT = 0.03
 _SHADES = "█▓▒░▚/=:·"
 """Parts of a bar where there are no colours."""
 _HEAT_SHADES, _HEAT_RANKS, _HEAT_COLUMNS = "·░▒▓█", 8, 64
@@ -256,24 +254,7 @@ def _profiles(report: Report, run_dir: str) -> list[Text]:
 
 
 def _steps(report: Report, width: int) -> list[Text]:
-    """Return how long steps take, how many there are a second, and whether that changes."""
-    steps = report["steps"]
-    if not steps["count"]:
-        return []
-    if steps["p50_s"] is None:
-        every = "all of them " if steps["count"] > 1 else ""
-        return _field("step", f"{every}warm-up{warm_up_words(steps)}", width)
-    quantiles = (("p50", steps["p50_s"]), ("p95", steps["p95_s"]), ("max", steps["max_s"]))
-    words = [f"{name} {duration(value)}" for name, value in quantiles if value is not None]
-    if steps["mean_s"]:
-        words.append(f"{rounded(1 / steps['mean_s'])} steps/s")
-    if steps["trend"] is not None:
-        change = steps["trend"]["change"]
-        slower = f"{'slower' if change > 0 else 'faster'} {percent(abs(change))}"
-        words.append(f"trend {'flat' if abs(change) < _FLAT else slower}")
-    words += ["device clock"] * (steps["by"] == DEVICE)
-    words += [f"{steps['micro_steps']} micro-steps"] * (steps["micro_steps"] > 1)
-    return _pieces("step", words, width)
+    return _pieces("step", step_words(report), width) if report["steps"]["count"] else []
 
 
 def bar_lines(report: Report, main: Headline | None, width: int, *, color: bool, each: int = 0) -> list[Text]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.page.contents import SlowTime
-from torchlens_perf.run.ring import Flag
+from torchlens_perf.report.heat import TAGS
 from torchlens_perf.verdicts.words.order import has_ended
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ MAX_RANKS = 16  # of a larger job: those that are slow, those that wait for them
 _SLOW, _WAITING, _USUAL = 6, 4, 3
 _MAX_SLOW_TIMES = 8
 _RECENT = 10  # the newest steps are one part in so many of all
-_KINDS = {"checkpoint": Flag.CHECKPOINT, "evaluation": Flag.EVALUATION, "compile": Flag.COMPILED}
 
 
 def chosen_steps(
@@ -52,7 +51,7 @@ def chosen_steps(
         add(usual & (numbers < each["since_step"]), f"typical before rank {each['rank']} was slow", typical=True)
     if not now:
         add(usual, "typical", typical=True)
-    for kind, flag in _KINDS.items():
+    for kind, flag in TAGS.items():
         add(there & ((grid.single_flags & flag) != 0) & (numbers >= warm_from), f"longest with {kind}")
     ends = numbers[there]
     if len(ends):

@@ -11,6 +11,7 @@ from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.page.contents import Columns, Place, SlowTime, StepMatrices
 from torchlens_perf.page.gather.step_grid import QUANTILES, Batch, StepGrid
 from torchlens_perf.page.matrix import encoded
+from torchlens_perf.report.heat import TAGS
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.store.reader import Files, ParquetFile, coded, noted_in
@@ -30,10 +31,7 @@ _PARTS = tuple(f"{part}_ns" for part in PARTS)
 _COLUMNS = ("process", "step", "start_ns", "duration_ns", "own_ns", "ready_ns", "memory_bytes", "flags", *_PARTS)
 _WORK = "work_ns"  # missing in run directories of earlier versions
 _NO_WORK = "Recorded by an earlier version: what is shown as work may hold lack of a CPU."
-_FLAGS = {
-    "checkpoint": Flag.CHECKPOINT, "evaluation": Flag.EVALUATION, "compile": Flag.COMPILED, "capture": Flag.CAPTURED,
-    "garbage collection": Flag.COLLECTED,
-}  # fmt: skip
+_FLAGS = {**TAGS, "garbage collection": Flag.COLLECTED}
 
 
 def unix_offset_ns(process: ProcessState) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount, duration, steps_words
+from torchlens_perf.analysis.statistics.quantities import amount, counted, rounded, steps_words
 from torchlens_perf.page.sections.modules import modules
 from torchlens_perf.page.sections.phases import phases
 from torchlens_perf.page.sections.quality import quality
@@ -14,6 +14,7 @@ from torchlens_perf.page.sections.section import RANK_TABLES, tables_of
 from torchlens_perf.page.sections.verdicts import verdicts
 from torchlens_perf.view.html import figure, section
 from torchlens_perf.view.markup import Element, tag
+from torchlens_perf.view.step_words import step_words
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents, Series, SlowTime
@@ -22,7 +23,14 @@ if TYPE_CHECKING:
 _FEWEST_RANKS = 5
 """Fewer are compared by lines, see page.js."""
 _MAX_TIMES, _MAX_CHARTS = 3, 16
-_UNITS = {"By": "bytes", "By/s": "bytes per second", "Cel": "°C", "Hz": "MHz", "1": "count"}
+_UNITS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "By": ("bytes", lambda value: amount(value, "B")),
+    "By/s": ("bytes per second", lambda value: amount(value, "B/s")),
+    "Cel": ("°C", lambda value: f"{value:.0f} °C"),
+    "Hz": ("MHz", lambda value: f"{value / 1e6:.0f} MHz"),
+    "1": ("count", rounded),
+}
+"""By UCUM unit: its name beside an axis, and a value in words."""
 
 
 def _heat(contents: Contents) -> Element | None:
@@ -45,23 +53,10 @@ def _slow_words(slow: Sequence[SlowTime]) -> str:
 def _steps(contents: Contents) -> Element | None:
     if contents["steps"] is None:
         return None
-    return section("steps", "Step time", figure("steps", "Step time over the run", _step_words(contents["report"])))
-
-
-def _step_words(report: Report) -> str:
-    found = report["steps"]
-    unit = "forward passes" if found["inference"] else "steps"
-    if found["p50_s"] is None:
-        return f"{found['count']} {unit}, all of them warm-up."
-    text = f"{found['count']} {unit}: p50 {duration(found['p50_s'])}"
-    if found["p95_s"] is not None and found["max_s"] is not None:
-        text += f", p95 {duration(found['p95_s'])}, longest {duration(found['max_s'])}"
-    trend = found["trend"]
-    if trend is not None:
-        change = trend["change"]
-        word = "steady" if abs(change) < 0.03 else "slower" if change > 0 else "faster"
-        text += f"; {word} over the run ({change:+.1%})"
-    return f"{text}."
+    report = contents["report"]
+    count = counted(report["steps"]["count"], "forward pass" if report["steps"]["inference"] else "step")
+    words = f"{count}: {', '.join(step_words(report))}."
+    return section("steps", "Step time", figure("steps", "Step time over the run", words))
 
 
 def _ranks(contents: Contents) -> Element | None:
@@ -121,8 +116,8 @@ def _telemetry(contents: Contents) -> Element | None:
 def _series_chart(title: str, of: Sequence[Series]) -> Element:
     """Return the place of a line chart of one quantity."""
     unit = of[0]["unit"]
-    label = _UNITS.get(unit, unit)
-    return figure("telemetry", title, _mean_words(of, _shown_as(unit)), data_title=title, data_unit=label)
+    label, show = _UNITS.get(unit, (unit, lambda value: f"{rounded(value)} {unit}"))
+    return figure("telemetry", title, _mean_words(of, show), data_title=title, data_unit=label)
 
 
 def _mean_words(of: Sequence[Series], show: Callable[[float], str]) -> str:
@@ -137,21 +132,6 @@ def _mean_words(of: Sequence[Series], show: Callable[[float], str]) -> str:
     if len(means) == 1:
         return f"Mean: {show(means[low])} on {low}."
     return f"Mean: from {show(means[low])} on {low} to {show(means[high])} on {high}."
-
-
-def _shown_as(unit: str) -> Callable[[float], str]:
-    """Return what writes a value with its unit, which is a UCUM unit."""
-    if unit == "By":
-        return lambda value: amount(value, "B")
-    if unit == "By/s":
-        return lambda value: amount(value, "B/s")
-    if unit == "Hz":
-        return lambda value: f"{value / 1e6:.0f} MHz"
-    if unit == "Cel":
-        return lambda value: f"{value:.0f} °C"
-    if unit in ("1", "%"):
-        return lambda value: f"{value:.3g}{' %' if unit == '%' else ''}"
-    return lambda value: f"{value:.3g} {unit}"
 
 
 SECTIONS: tuple[tuple[str, str, Callable[[Contents], Element | None]], ...] = (

@@ -9,7 +9,7 @@ from torchlens_perf.analysis.statistics.quantities import percent
 from torchlens_perf.view.headline import overall
 from torchlens_perf.view.html import card, details, line, section, table
 from torchlens_perf.view.markup import Child, Element, tag
-from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
+from torchlens_perf.view.tables import signal_table
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
@@ -56,21 +56,12 @@ def _diagnosis(key: str, rank: int | None, diagnosis: Mapping[str, Any] | None) 
         for each in diagnosis["causes"]
     ]
     checked, missing = (", ".join(diagnosis[key]) or "nothing" for key in ("looked_at", "not_measured"))
-    signals, others = diagnosis["signals"], diagnosis["others_signals"]
-    spec = Table(
-        f"{key}-signals",
-        f"Measurements of rank {rank} while it is slow, and the median of other ranks",
-        [
-            Column("signal", [name.replace("_", " ") for name in signals], Quantity.TEXT),
-            Column(f"rank {rank}", list(signals.values()), Quantity.NUMBER),
-            Column("other ranks", [others.get(name, NOT_MEASURED) for name in signals], Quantity.NUMBER),
-        ],
-    )
+    signals = diagnosis["signals"]
     return details(
         "Causes and measurements",
         tag("ol", causes) if causes else None,
         tag("p", f"Checked: {checked}. Not measured: {missing}."),
-        table(spec) if signals else None,
+        table(signal_table(f"{key}-signals", rank, signals, diagnosis["others_signals"])) if signals else None,
     )
 
 

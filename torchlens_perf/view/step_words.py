@@ -1,0 +1,32 @@
+"""The times of all steps in words. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import duration, percent, rounded
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.verdict import warm_up_words
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import Report
+
+_FLAT = 0.03
+
+
+def step_words(report: Report) -> list[str]:
+    """Return how long steps take, how many there are a second, and whether that changes."""
+    steps = report["steps"]
+    if steps["p50_s"] is None:
+        every = "all of them " if steps["count"] > 1 else ""
+        return [f"{every}warm-up{warm_up_words(steps)}"]
+    quantiles = (("p50", steps["p50_s"]), ("p95", steps["p95_s"]), ("max", steps["max_s"]))
+    words = [f"{name} {duration(value)}" for name, value in quantiles if value is not None]
+    if steps["mean_s"]:
+        words.append(f"{rounded(1 / steps['mean_s'])} steps/s")
+    if steps["trend"] is not None:
+        change = steps["trend"]["change"]
+        slower = f"{'slower' if change > 0 else 'faster'} {percent(abs(change))}"
+        words.append(f"trend {'flat' if abs(change) < _FLAT else slower}")
+    words += ["device clock"] * (steps["by"] == DEVICE)
+    return [*words, *[f"{steps['micro_steps']} micro-steps"] * (steps["micro_steps"] > 1)]
