@@ -16,9 +16,9 @@ import numpy as np
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import run_windows
 from torchlens_perf.report.collective_rows import arrived_last, collective_rows, python_tap_notes
-from torchlens_perf.report.device_times import device_notes, device_sections, device_times
+from torchlens_perf.report.device_times import device_losses, device_sections, device_times
 from torchlens_perf.report.distribution import distribution
-from torchlens_perf.report.gpu_rows import gpu_rows, link_rows, telemetry_notes
+from torchlens_perf.report.gpu_rows import gpu_rows, link_rows
 from torchlens_perf.report.heat import heat
 from torchlens_perf.report.memory_rows import memory_notes, memory_of
 from torchlens_perf.report.module_rows import module_rows, section_rows
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     )
 
 SCHEMA = 2
+_REMOVED = "were removed to stay below disk_bytes"
 # A mark inside a step costs so much more than the tight loop's 0.1 us: caches are cold there (docs/performance.md).
 MARK_NS = 400.0
 
@@ -385,18 +386,17 @@ def _quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -> Qual
     notes = list(dict.fromkeys(note for node in nodes for note in (*node.notes, *node.passing_notes)))
     for rank in sorted(processes):
         notes += [note for note in _rank_notes(processes[rank]) if note not in notes]
-    notes += [*telemetry_notes(nodes), *python_tap_notes(nodes, processes.values())]
-    missing = _missing_ranks(processes)
-    if missing:
-        notes.append(missing)
-    dropped = sum(node.dropped_segments for node in nodes)
-    if dropped:
-        notes.append(
-            f"{dropped} oldest segments of records were removed to stay below disk_bytes; statistics hold them"
-        )
     unwritten = sum(node.unwritten_records for node in nodes)
-    if unwritten:
-        notes.append(f"{unwritten} records could not be written to the run directory; statistics hold them")
+    lost_samples = sum(node.telemetry.lost_samples for node in nodes)
+    dropped_files = sum(node.telemetry.dropped_files for node in nodes)
+    dropped_segments = sum(node.dropped_segments for node in nodes)
+    notes += _count_notes(
+        (lost_samples, "samples of GPUs and ports could not be written to the run directory; totals hold them"),
+        (dropped_files, f"oldest files of telemetry {_REMOVED}; totals hold them"),
+        (dropped_segments, f"oldest segments of records {_REMOVED}; statistics hold them"),
+        (unwritten, "records could not be written to the run directory; statistics hold them"),
+    )
+    notes += [*python_tap_notes(nodes, processes.values()), *filter(None, [_missing_ranks(processes)])]
     return {
         "records": sum(s.records for s in statistics),
         "lost": sum(s.lost for s in statistics) + unwritten,
@@ -424,22 +424,24 @@ def _overhead_share(processes: dict[int, ProcessState]) -> float | None:
     return ours_ns / (steps.count + warm_up.count) / (taken.sum_ns / taken.count)
 
 
+def _count_notes(*counts: tuple[object, str], about: str = "") -> list[str]:
+    """Return a note for each count that is not 0. counts: how many, and of what."""
+    return [f"{about}{count} {what}" for count, what in counts if count]
+
+
 def _rank_notes(process: ProcessState) -> list[str]:
-    rank, statistics = process.identity.rank, process.statistics
-    notes = list(process.notes)
-    if statistics.lost:
-        notes.append(
-            f"rank {rank}: {statistics.lost} records were overwritten before they were read; raise ring_records"
-        )
-    if process.unbalanced:
-        notes.append(f"rank {rank}: {process.unbalanced} spans never ended (an exception in the optimizer, or tasks)")
-    if process.too_deep:
-        notes.append(f"rank {rank}: {process.too_deep} spans nested deeper than {MAX_FRAMES} levels were not recorded")
+    about = f"rank {process.identity.rank}: "
+    notes = [*process.notes]
     if process.names_lost:
-        notes.append(f"rank {rank}: more distinct names than fit; the surplus is shown as (other)")
-    if process.internal_errors:
-        notes.append(f"rank {rank}: {process.internal_errors} errors of ours were kept away from training; see its log")
-    notes += device_notes(process)
+        notes.append(f"{about}more distinct names than fit; the surplus is shown as (other)")
+    notes += _count_notes(
+        (process.statistics.lost, "records were overwritten before they were read; raise ring_records"),
+        (process.unbalanced, "spans never ended (an exception in the optimizer, or tasks)"),
+        (process.too_deep, f"spans nested deeper than {MAX_FRAMES} levels were not recorded"),
+        (process.internal_errors, "errors of ours were kept away from training; see its log"),
+        *device_losses(process),
+        about=about,
+    )
     if not process.native:
         notes.append("recorded by the Python implementation, not the native recorder: see torchlens-perf doctor")
     return notes

@@ -99,17 +99,11 @@ def device_sections(processes: dict[int, ProcessState]) -> list[DeviceSection]:
     return sorted(rows, key=lambda row: -row["calls"] * (row["device_s"]["mean_s"] or 0.0))
 
 
-def device_notes(process: ProcessState) -> list[str]:
-    """What of a rank's device times is missing, and why."""
-    rank, statistics = process.identity.rank, process.statistics
-    notes: list[str] = []
-    if statistics.device.stamped_lost:
-        notes.append(f"rank {rank}: {statistics.device.stamped_lost} times of device sections were overwritten")
-    stray = statistics.device.stray_records
-    if stray:
-        notes.append(f"rank {rank}: windows of device sections were lost: {stray} records are of none that is whole")
-    for field, reason in _NOT_TIMED.items():
-        count = process.device.get(field, 0)
-        if count:
-            notes.append(f"rank {rank}: {count} {reason}")
-    return notes
+def device_losses(process: ProcessState) -> list[tuple[object, str]]:
+    """Return how often something of a rank's device times is missing, and what."""
+    device = process.statistics.device
+    return [
+        (device.stamped_lost, "times of device sections were overwritten"),
+        (device.stray_records, "records of device sections belong to incomplete windows and were dropped"),
+        *((process.device.get(field, 0), reason) for field, reason in _NOT_TIMED.items()),
+    ]

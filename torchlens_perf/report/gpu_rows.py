@@ -74,15 +74,3 @@ def link_rows(nodes: list[NodeState]) -> list[Link]:
                 }
             )
     return rows
-
-
-def telemetry_notes(nodes: list[NodeState]) -> list[str]:
-    """What of it was lost."""
-    notes = []
-    lost = sum(node.telemetry.lost_samples for node in nodes)
-    dropped = sum(node.telemetry.dropped_files for node in nodes)
-    if lost:
-        notes.append(f"{lost} samples of GPUs and ports could not be written to the run directory; totals hold them")
-    if dropped:
-        notes.append(f"{dropped} oldest files of telemetry were removed to stay below disk_bytes; totals hold them")
-    return notes
