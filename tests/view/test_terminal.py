@@ -163,7 +163,9 @@ def test_run_with_all_that_there_may_be_fits_30_lines() -> None:
     text = short(state, page=f"{LONG}/report.html")
 
     assert text.count("\n") == SHORT_LINES
-    assert re.search(r"\n     0  .*\n  23 more ranks, compute 16.0 ms\n  Whole run\. Since step", text)
+    assert re.search(
+        r"\n     0  .*\n  23 more ranks, compute 16.0 ms\n  Typical steps of the whole run\. Since step", text
+    )
 
 
 def test_report_of_1024_ranks_is_bounded(tmp_path: Path) -> None:

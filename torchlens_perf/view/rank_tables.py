@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash
 from torchlens_perf.run.records import PARTS as RECORDED_PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.evidence import StragglerEvidence
@@ -57,9 +57,11 @@ def rank_table(report: Report) -> Table | None:
     unit_of = max(steps_s) / 3
     columns = _rank_columns(ranks) if several else []
     columns.append(Column("step", steps_s, unit_of=unit_of, optional=0.15, help="The mean of the typical steps."))
+    notes: list[str] = []
     by_host = report["run"]["judged_by"] != DEVICE  # a device's work is not part of the host's step
     if by_host:
         columns.append(Column("compute", [compute_s(rank) for rank in ranks], unit_of=unit_of, help=_COMPUTE))
+        notes.append(_compute_note(report, {rank["rank"]: compute_s(rank) for rank in ranks}))
     seen = {part for rank in ranks for part in (*rank["phases"], *rank["not_measured"])}
     for part in [part for part in _SHOWN_PARTS if part in seen and (several or part != "communication")]:
         shares = [rank["phases"][part]["share"] for rank in ranks if part in rank["phases"]]
@@ -80,19 +82,23 @@ def rank_table(report: Report) -> Table | None:
     clock = ", host clock" if report["run"]["device"] is not None else ""
     title = f"Typical step of each rank{clock}" if several else f"Typical step{clock}"
     missing = sorted({part for rank in ranks for part in rank["not_measured"]})
-    notes = [_slow_later(report)] if by_host else []
     notes += [f"{', '.join(PARTS[part].name for part in missing)}: not measured; part of backward."] if missing else []
     note = " ".join(filter(None, notes))
     return Table("ranks", title, columns, slow, first, note, "rank", "compute" if by_host else "step")
 
 
-def _slow_later(report: Report) -> str:
-    """Return why the table and the verdict on a slow rank differ: the rank is slow in a part of the run only."""
+def _compute_note(report: Report, compute_s: Mapping[int, float | None]) -> str:
+    """Return how the verdict on a slow rank and the table differ: by the mean of its slow steps and a typical step.
+
+    compute_s: by rank, as the table has it.
+    """
     for row in report["verdicts"]:
-        evidence, held = row["evidence"], row["held"]
-        if isinstance(evidence, StragglerEvidence) and held is not None and held["since_step"] and not row["is_over"]:
-            since, compute = held["since_step"], duration(evidence.work_s)
-            return f"Whole run. Since step {since}, compute of rank {row['rank']} is {compute}."
+        evidence, rank, since = row["evidence"], row["rank"], row["held"] and row["held"]["since_step"]
+        if isinstance(evidence, StragglerEvidence) and rank is not None and since is not None and not row["is_over"]:
+            mean = duration(evidence.work_s)
+            if mean == duration_or_dash(compute_s.get(rank)):
+                return ""
+            return f"Typical steps of the whole run. Since step {since}, rank {rank} computes {mean} (mean)."
     return ""
 
 
@@ -113,10 +119,12 @@ def device_table(report: Report) -> Table | None:
     unit_of = max(each["step_s"]["p50_s"] or 0.0 for each in times) / 3
     columns = _rank_columns(ranks) if several else []
     columns.append(Column("step", [each["step_s"]["p50_s"] for each in times], unit_of=unit_of, help="The median."))
+    notes: list[str] = []
     if judged:
         work_s = [each["work_s"] and each["work_s"]["p50_s"] for each in times]
         help_ = "Median step without communication wait, with the device's waits for its host."
         columns.append(Column("compute", work_s, unit_of=unit_of, optional=0.1, help=help_))
+        notes.append(_compute_note(report, dict(zip((rank["rank"] for rank in ranks), work_s, strict=True))))
     for part in _SHOWN_PARTS:
         values = [_device_phase(each, part, judged=judged) for each in times]
         if any(values):
@@ -136,8 +144,8 @@ def device_table(report: Report) -> Table | None:
         columns.append(Column("starved passes", [each["caught_up"] for each in times], Quantity.SHARE, 0.95, help_))
     clocks = " and ".join(sorted({str(each["clock"]) for each in times if each["clock"]}))
     title = f"Typical step of {'each rank' if several else 'the device'}, device clock"
-    ranged = "compute" if judged else "step"
-    return Table("device_times", title, columns, slow, first, f"Measured by {clocks}." * bool(clocks), "rank", ranged)
+    note = " ".join(filter(None, (*notes, f"Measured by {clocks}." if clocks else "")))
+    return Table("device_times", title, columns, slow, first, note, "rank", "compute" if judged else "step")
 
 
 def cpu_table(report: Report) -> Table | None:
