@@ -20,7 +20,7 @@ def write(value: Mapping[str, Any], file: IO[str]) -> None:
 
 def plain(value: object) -> Any:
     """Convert dataclasses, Structs and what they hold to JSON's types; NumPy's numbers to Python's."""
-    return msgspec.to_builtins(value, enc_hook=lambda number: number.item())
+    return msgspec.to_builtins(value, enc_hook=lambda number: number.item(), str_keys=True)
 
 
 def schema() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +10,7 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.hardware import LINK_ERRORS
 from torchlens_perf.page.contents import Columns, Series
+from torchlens_perf.page.gather.thinning import size_bytes
 from torchlens_perf.store.reader import Files, concatenated, noted_in, numbers
 from torchlens_perf.store.samples import GPUS, LINKS, PROCESSES
 
@@ -141,7 +141,7 @@ def within(series: Sequence[Series], budget_bytes: int, notes: list[str]) -> lis
         places[each["where"]] += 1
     kept, used_bytes = list[Series](), 0
     for _, each in sorted(order, key=lambda item: item[0]):
-        used_bytes += len(json.dumps(each, separators=(",", ":")))
+        used_bytes += size_bytes(each)
         if used_bytes > budget_bytes:
             notes.append(f"Of {len(series)} quantities that were measured over time, {len(kept)} are shown.")
             break

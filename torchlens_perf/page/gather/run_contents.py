@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from typing import TYPE_CHECKING, cast
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from torchlens_perf.page.contents import SCHEMA, Contents, Series, SlowTime, StepMatrices, StepTraces
 from torchlens_perf.page.gather.device_grid import device_grid
@@ -15,6 +13,7 @@ from torchlens_perf.page.gather.step_choice import chosen_ranks, chosen_steps
 from torchlens_perf.page.gather.step_matrices import begin_unix_ns, slow_times, step_grid, step_matrices
 from torchlens_perf.page.gather.thinning import size_bytes, thinned_grid, thinned_report
 from torchlens_perf.page.gather.whole_steps import whole_steps
+from torchlens_perf.report import report_json
 from torchlens_perf.report.run_report import report_and_states
 from torchlens_perf.store.segments import kept_steps
 from torchlens_perf.verdicts.latest_attempt import latest_attempt
@@ -41,7 +40,7 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
     report, states = report_and_states(run)
     processes, node_of, slow, uncomparable = _ranks_of(states)
     notes: list[str] = []
-    plain = _as_plain(report)
+    plain: Report = report_json.plain(report)
     ranks = chosen_ranks(plain, slow, node_of)
     named = _named(plain, slow)
     shown = thinned_report({**plain, "heat": None}, {*named, *ranks}, int(_REPORT * budget_bytes), notes)
@@ -86,7 +85,7 @@ def one_step(run: RunDirectory, step: int) -> StepTraces:
     """
     report, states = report_and_states(run)
     processes, node_of, slow, uncomparable = _ranks_of(states)
-    ranks = chosen_ranks(_as_plain(report), slow, node_of)
+    ranks = chosen_ranks(report_json.plain(report), slow, node_of)
     asked = [(step, "asked for")]
     return whole_steps(run, processes, node_of, ranks, asked, uncomparable, math.inf, notes=[], with_others=False)
 
@@ -101,11 +100,6 @@ def _ranks_of(
     findings = max((state.findings for state in states), key=lambda each: each.compared, default=NOTHING)
     uncomparable = {name for state in states for name in state.join.uncomparable()}
     return processes, node_of, slow_times(findings), uncomparable
-
-
-def _as_plain(report: Report) -> Report:
-    """The same with numbers of Python's, as JSON wants them."""
-    return cast("Report", msgspec.to_builtins(report, enc_hook=lambda number: number.item(), str_keys=True))
 
 
 def _named(report: Report, slow: list[SlowTime]) -> set[int]:

@@ -7,8 +7,8 @@ is waiting, which no clock is needed for.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.collectives.semantics import OperationKey, Waits, attribute, parse, semantics_of
@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from torchlens_perf.page.gather.node_clocks import RankRecords
 
 
-class _Call(NamedTuple):
-    key: OperationKey
-    number: int
-    ranks: tuple[int, ...]
-    start_ns: npt.NDArray[np.int64] | None
-    """None where the ranks have no common clock."""
-    duration_ns: npt.NDArray[np.int64]
-    bytes: int
-    asynchronous: bool
-    root: int | None
-
-
 def joined_by_step(
     ranks: Collection[RankRecords], shown: Collection[int], uncomparable: Collection[str]
 ) -> dict[int, list[CollectiveJoined]]:
@@ -42,18 +30,20 @@ def joined_by_step(
     Who came last is known where all ranks of the group are among `ranks`. shown: of them, those whose arrival and
     waiting is wanted. uncomparable: names of groups whose sequence numbers do not compare.
     """
-    calls: list[_Call] = []
     one_clock = len({each.node for each in ranks}) == 1
+    known, wanted = {each.rank for each in ranks}, set(shown)
+    places = _places([each for each in ranks if each.rank in wanted])
+    found: dict[int, list[tuple[int, CollectiveJoined]]] = defaultdict(list)
 
     def take(key: OperationKey, members: tuple[int, ...], rows: npt.NDArray[np.void], root: int | None) -> None:
-        blocks = semantics_of(key.operation).blocks
+        member = next((rank for rank in members if rank in wanted), None)
+        if member is None or key.group.name in uncomparable:
+            return
         for row in rows:
-            overlapped = bool(row["overlapped"].any()) and not blocks
-            starts = row["start_ns"] if one_clock else None
-            size = int(row["bytes"].max())
-            calls.append(
-                _Call(key, int(row["sequence"][0]), members, starts, row["duration_ns"], size, overlapped, root)
-            )
+            place = places.get((member, key.group.name, int(row["sequence"][0])))
+            if place is not None:
+                step, end_ns = place
+                found[step].append((end_ns, _row(key, members, row, root, known, wanted, one_clock=one_clock)))
 
     join = CollectiveJoin(take)
     join.set_ranks([each.rank for each in ranks])
@@ -64,15 +54,6 @@ def joined_by_step(
             records["start_ns"] = -records["duration_ns"]
         join.add(each.rank, records, each.records.names, each.groups, 0, str(each.rank))
     join.join()
-    places = _places([each for each in ranks if each.rank in shown])
-    known, wanted = {each.rank for each in ranks}, set(shown)
-    found: dict[int, list[tuple[int, CollectiveJoined]]] = defaultdict(list)
-    for call in calls:
-        member = next((rank for rank in call.ranks if rank in wanted), None)
-        place = places.get((member, call.key.group.name, call.number)) if member is not None else None
-        if place is not None and call.key.group.name not in uncomparable:
-            step, end_ns = place
-            found[step].append((end_ns, _row(call, known, wanted)))
     return {step: [row for _, row in sorted(rows, key=lambda each: each[0])] for step, rows in found.items()}
 
 
@@ -94,34 +75,39 @@ def _places(ranks: Collection[RankRecords]) -> Mapping[tuple[int, str, int], tup
     return found
 
 
-def _row(call: _Call, known: Collection[int], shown: Collection[int]) -> CollectiveJoined:
-    key, ranks = call.key, call.ranks
-    durations = call.duration_ns[None, :]
-    found = attribute(key.operation, durations, call.root)
+def _row(
+    key: OperationKey,
+    ranks: tuple[int, ...],
+    row: np.void,
+    root: int | None,
+    known: Collection[int],
+    shown: Collection[int],
+    *,
+    one_clock: bool,
+) -> CollectiveJoined:
+    durations, starts = row["duration_ns"], row["start_ns"]
+    semantics = semantics_of(key.operation)
+    found = attribute(key.operation, durations[None, :], root)
     whole = bool(key.members) and set(key.members) <= set(known)
     last = int(found.last[0])
-    if semantics_of(key.operation).waits is Waits.ALL:
-        arrival: list[float | None] = ((durations.max() - durations[0]) / 1e3).tolist()
-    elif call.start_ns is not None:
-        arrival = ((call.start_ns - call.start_ns.min()) / 1e3).tolist()
-    else:
-        arrival = [None] * len(ranks)
+    arrival_ns: list[int | None] = [None] * len(ranks)
+    if semantics.waits is Waits.ALL:
+        arrival_ns = (durations.max() - durations).tolist()
+    elif one_clock:
+        arrival_ns = (starts - starts.min()).tolist()
+
+    def of_shown(times_ns: Sequence[int | None]) -> dict[str, float | None]:
+        known_ns = {rank: ns for rank, ns in zip(ranks, times_ns, strict=True) if rank in shown}
+        return {str(rank): None if ns is None else round(ns / 1e3, 1) for rank, ns in known_ns.items()}
+
     return {
         "name": f"{key.operation} {key.dtype}".strip(),
         "group": key.group.description or key.group.name,
         "group_name": key.group.name,
-        "number": call.number,
-        "bytes": call.bytes,
-        "asynchronous": call.asynchronous,
+        "number": int(row["sequence"][0]),
+        "bytes": int(row["bytes"].max()),
+        "asynchronous": bool(row["overlapped"].any()) and not semantics.blocks,
         "last_rank": ranks[last] if whole and last >= 0 else None,
-        "arrival_us": {str(rank): _rounded(us) for rank, us in zip(ranks, arrival, strict=True) if rank in shown},
-        "wait_us": {
-            str(rank): _rounded(wait_ns / 1e3)
-            for rank, wait_ns in zip(ranks, found.wait_ns[0].tolist(), strict=True)
-            if rank in shown
-        },
+        "arrival_us": of_shown(arrival_ns),
+        "wait_us": of_shown(found.wait_ns[0].tolist()),
     }
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,36 +22,13 @@ _ROUNDED_US = 0.1
 MAX_SPANS = 600  # of one rank and step: the longest
 
 
-class Names:
-    """Each name once."""
+def rank_trace(
+    rank: int, of: Records, index_of: dict[str, int], offset_us: float | None
+) -> tuple[RankTrace, int] | None:
+    """Return the step that these records are of, and how many spans are left out; None if its end is not among them.
 
-    def __init__(self) -> None:
-        self._index: dict[str, int] = {}
-
-    def index(self, name: str) -> int:
-        return self._index.setdefault(name, len(self._index))
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def forget(self, count: int) -> None:
-        """All but the first so many."""
-        self._index = {name: at for name, at in self._index.items() if at < count}
-
-    def all(self) -> list[str]:
-        return list(self._index)
-
-
-class Traced(NamedTuple):
-    """A rank's step."""
-
-    trace: RankTrace
-    left_out: int
-    """How many spans, the shortest ones."""
-
-
-def rank_trace(rank: int, of: Records, names: Names, offset_us: float | None) -> Traced | None:
-    """Return the step that these records are of; None if its end is not among them."""
+    index_of: the number of each name; new ones are added.
+    """
     records = of.records
     ends = records[records["kind"] == Kind.STEP]
     if not len(ends):
@@ -68,14 +45,14 @@ def rank_trace(rank: int, of: Records, names: Names, offset_us: float | None) ->
         chosen = spans[lanes == lane]
         if len(chosen):
             chosen = chosen[np.lexsort((-chosen["duration_ns"], chosen["start_ns"]))]
-            rows.append(_row(_LANES[lane], chosen, of.names, names, begin_ns))
+            rows.append(_row(_LANES[lane], chosen, of.names, index_of, begin_ns))
     trace: RankTrace = {
         "rank": rank,
         "offset_us": None if offset_us is None else round(offset_us, 1),
         "duration_us": round(duration_ns / 1e3, 1),
         "rows": rows,
     }
-    return Traced(trace, left_out)
+    return trace, left_out
 
 
 def _lanes(spans: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
@@ -87,7 +64,7 @@ def _lanes(spans: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
     return lanes
 
 
-def _row(lane: str, spans: npt.NDArray[np.void], texts: list[str], names: Names, begin_ns: int) -> SpanRow:
+def _row(lane: str, spans: npt.NDArray[np.void], texts: list[str], index_of: dict[str, int], begin_ns: int) -> SpanRow:
     on_device = spans["kind"] == Kind.DEVICE  # its own kind is what the span is on the host
     kinds = np.where(on_device, spans["value0"].astype(np.int64), spans["kind"].astype(np.int64)).tolist()
     start_us = np.round((spans["start_ns"] - begin_ns) / 1e3, 1)
@@ -98,7 +75,7 @@ def _row(lane: str, spans: npt.NDArray[np.void], texts: list[str], names: Names,
     return {
         "lane": lane,
         "kind": [kind_name(kind) for kind in kinds],
-        "name": [names.index(texts[name_id]) for name_id in spans["name_id"].tolist()],
+        "name": [index_of.setdefault(texts[name_id], len(index_of)) for name_id in spans["name_id"].tolist()],
         "start_us": start_us.tolist(),
         "duration_us": duration_us.tolist(),
         "depth": depth.tolist(),

@@ -11,7 +11,7 @@ from torchlens_perf.page.contents import StepTraceRow, StepTraces
 from torchlens_perf.page.gather.node_clocks import CommonClock, NodeClocks, RankRecords
 from torchlens_perf.page.gather.step_collectives import joined_by_step
 from torchlens_perf.page.gather.step_matrices import unix_offset_ns
-from torchlens_perf.page.gather.step_trace import Names, rank_trace
+from torchlens_perf.page.gather.step_trace import rank_trace
 from torchlens_perf.page.gather.thinning import size_bytes as size_of
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.store.reader import Files, noted_in
@@ -55,19 +55,18 @@ def whole_steps(
                 of_steps[step].append(each._replace(records=records))
     collectives = joined_by_step(of_ranks, ranks, uncomparable)
     clocks = NodeClocks(of_steps.values(), uncomparable)
-    names, rows, used_bytes, left_out = Names(), list[StepTraceRow](), 0, 0
+    index_of, rows, used_bytes, left_out = dict[str, int](), list[StepTraceRow](), 0, 0
     for step, why in steps:
-        known = len(names)
-        row = _step_row(step, why, of_steps[step], len(processes), names, clocks)
+        with_its_own = dict(index_of)
+        row = _step_row(step, why, of_steps[step], len(processes), with_its_own, clocks)
         if row is None:
             continue
         row["collectives"] = collectives.get(step, [])
-        size = size_of(row) + size_of(names.all()[known:])
+        size = size_of(row) + size_of(list(with_its_own)[len(index_of) :])
         if used_bytes + size > budget_bytes:
-            names.forget(known)
             left_out += 1
             continue
-        used_bytes += size
+        index_of, used_bytes = with_its_own, used_bytes + size
         rows.append(row)
     if left_out:
         notes.append(f"Of {left_out + len(rows)} steps that were to be shown whole, {left_out} are left out.")
@@ -76,7 +75,7 @@ def whole_steps(
             f"Whole steps show {len(ranks)} of {len(processes)} ranks: those that were slow, those that wait most on "
             "their nodes, and usual ones."
         )
-    return {"names": names.all(), "steps": rows}
+    return {"names": list(index_of), "steps": rows}
 
 
 def _rank_records(
@@ -105,7 +104,7 @@ def _by_step(read: Records) -> dict[int, Records]:
 
 
 def _step_row(
-    step: int, why: str, ranks: Sequence[RankRecords], world_size: int, names: Names, clocks: NodeClocks
+    step: int, why: str, ranks: Sequence[RankRecords], world_size: int, index_of: dict[str, int], clocks: NodeClocks
 ) -> StepTraceRow | None:
     """Without its collectives."""
     if not ranks:
@@ -116,10 +115,10 @@ def _step_row(
     found, left_out = [], 0
     for each in ranks:
         offset_us = (begins[each.rank] - first_ns) / 1e3 if each.rank in begins else None
-        traced = rank_trace(each.rank, each.records, names, offset_us)
+        traced = rank_trace(each.rank, each.records, index_of, offset_us)
         if traced is not None:
-            found.append(traced.trace)
-            left_out += traced.left_out
+            found.append(traced[0])
+            left_out += traced[1]
     short = f"The {left_out:,} shortest spans are left out." if left_out else ""
     return {
         "step": step,
