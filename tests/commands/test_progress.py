@@ -24,7 +24,7 @@ from torchlens_perf.commands import doctor, tap_build
 from torchlens_perf.commands.cli import _parser, main
 from torchlens_perf.commands.doctor import LIMITED, OK, Check
 from torchlens_perf.commands.progress import Progress
-from torchlens_perf.report.run_report import run_report
+from torchlens_perf.report.run_report import report_and_states
 from torchlens_perf.run.directory import find_sidecar_lock
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.replay import replay
@@ -207,7 +207,7 @@ def test_how_far_a_replay_and_a_report_are(tmp_path: Path) -> None:
         assert calls == [(place + 1, count) for place in range(count)]
         assert count >= 3
         calls.clear()
-        run_report(run, lambda *call: calls.append(call))
+        report_and_states(run, lambda *call: calls.append(call))
         assert calls == [(1, 1)]
 
 

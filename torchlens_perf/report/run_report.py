@@ -18,29 +18,27 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Report
 
 
-def run_report(run: RunDirectory, advanced: Callable[[int, int], object] = lambda done, total: None) -> Report:
+def run_report(run: RunDirectory) -> Report:
     """The report as its files tell it now. A node's file that cannot be used costs that node only, and is noted.
 
-    advanced: called with the number of nodes' files that are read, and of all.
     Raises RunStoreError if there are none, or none can be used.
     """
-    return report_and_states(run, advanced)[0]
+    return report_and_states(run)[0]
 
 
 def report_and_states(
     run: RunDirectory, advanced: Callable[[int, int], object] = lambda done, total: None
 ) -> tuple[Report, list[NodeState]]:
-    """run_report(), and the nodes' states that it is made of. Raises RunStoreError likewise."""
+    """run_report(), and the nodes' states that it is made of. Raises RunStoreError likewise.
+
+    advanced: called with the number of nodes' files that are read, and of all.
+    """
     unusable: list[str] = []
-    return _of_states(run, node_state.load_all(run, unusable, advanced), unusable)
+    return report_of(run, node_state.load_all(run, unusable, advanced), unusable)
 
 
-def report_of(run: RunDirectory, states: list[NodeState], unusable: Sequence[str] = ()) -> Report:
+def report_of(run: RunDirectory, states: list[NodeState], unusable: Sequence[str]) -> tuple[Report, list[NodeState]]:
     """The same of nodes' states that are loaded. unusable: why each of the others could not be."""
-    return _of_states(run, states, unusable)[0]
-
-
-def _of_states(run: RunDirectory, states: list[NodeState], unusable: Sequence[str]) -> tuple[Report, list[NodeState]]:
     unusable, requests = list(unusable), list[str]()
     captured = captures(run, requests)
     try:

@@ -124,7 +124,7 @@ class RunReader:
         problems = [node.problem for node in self._nodes.values() if node.state is None]
         if not states:
             raise RunStoreError(problems[-1])
-        report = report_of(self._run, states, problems)
+        report, states = report_of(self._run, states, problems)
         shown = {(rank["rank"], rank["attempt"], rank["pid"]) for rank in report["ranks"]}
         every = [process for state in states for process in state.processes.values()]
         processes = {who.rank: each for each in every if ((who := each.identity).rank, who.attempt, who.pid) in shown}

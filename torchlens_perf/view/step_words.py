@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, percent, rounded
+from torchlens_perf.analysis.statistics.quantities import counted, duration, percent, rounded
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.verdict import warm_up_words
 
@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Report
 
 _FLAT = 0.03
+
+
+def steps_made(report: Report) -> str:
+    """Return how many steps there are: "150 steps", or "1 forward pass" in inference."""
+    return counted(report["steps"]["count"], "forward pass" if report["steps"]["inference"] else "step")
 
 
 def step_words(report: Report) -> list[str]:

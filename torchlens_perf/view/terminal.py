@@ -13,7 +13,7 @@ from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import counted, long_duration, percent, printable
+from torchlens_perf.analysis.statistics.quantities import long_duration, percent, printable, steps_whole
 from torchlens_perf.run.captures import TRACE
 from torchlens_perf.run.verdicts import overhead_words
 from torchlens_perf.verdicts.words.evidence import PastEvidence
@@ -24,7 +24,7 @@ from torchlens_perf.verdicts.words.startup import startup_words
 from torchlens_perf.view.headline import Headline, headlines, overall
 from torchlens_perf.view.rank_tables import leading, mean_parts, part_name, parts_by_rank
 from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Bar, Column, Table, inert
-from torchlens_perf.view.step_words import step_words
+from torchlens_perf.view.step_words import step_words, steps_made
 from torchlens_perf.view.tables import tables
 from torchlens_perf.view.theme import BAD, EXCESS_BOUNDS, EXCESS_STYLES, GOOD, PARTS, SEVERITIES
 
@@ -157,9 +157,8 @@ def _whole(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator
 
 def _title(report: Report) -> Text:
     """Return the run: program, ranks, steps, and whether it runs."""
-    run, steps = report["run"], report["steps"]
-    unit = "forward pass" if steps["inference"] else "step"
-    words = [ranks_words(run), counted(steps["count"], unit)]
+    run = report["run"]
+    words = [ranks_words(run), steps_made(report)]
     words += [f"attempt {run['attempt']}"] if run["attempt"] else []
     lasted_s = _lasted_s(report)
     state, comma, rest = state_words(run).replace("all of them", "all ranks").partition(", ")
@@ -319,7 +318,7 @@ def _lost(report: Report) -> list[Text]:
 
 def _records(report: Report) -> str:
     quality = report["quality"]
-    complete = f"{quality['coverage']:.1%} of steps complete" if report["steps"]["count"] else "no step was recorded"
+    complete = steps_whole(quality["coverage"], any_step=report["steps"]["count"] > 0)
     return f"{quality['records']:,} records, {quality['lost']:,} lost, {complete}"
 
 

@@ -96,10 +96,11 @@ def _mean_work(windows: Windows, width: int, first: int, columns: int) -> Floats
 
 def _means(values: Floats, windows: Windows, width: int, first: int, columns: int) -> Floats:
     """[columns, values]: of each column's windows; NaN where there is none."""
-    return _column_means(values, (windows.first_step - first) // width, columns)
+    return column_means(values, (windows.first_step - first) // width, columns)
 
 
-def _column_means(values: Floats, at: npt.NDArray[np.int64], columns: int) -> Floats:
+def column_means(values: Floats, at: npt.NDArray[np.int64], columns: int) -> Floats:
+    """[columns, values]: means of the rows of values by their column, `at`; NaN where there is none."""
     count = np.bincount(at, minlength=columns)[:, None]
     sums = np.zeros((columns, values.shape[1]))
     np.add.at(sums, at, values)
@@ -110,7 +111,7 @@ def _column_means(values: Floats, at: npt.NDArray[np.int64], columns: int) -> Fl
 def _mean_lack(windows: Windows, width: int, first: int, columns: int) -> Floats:
     measured = [(step, parts) for step, lack in windows.lack_ns.items() if (parts := all_parts(lack)) is not None]
     at = (np.array([step for step, _ in measured], np.int64) - first) // width
-    return _column_means(np.array([parts for _, parts in measured]).reshape(-1, len(PARTS)), at, columns)
+    return column_means(np.array([parts for _, parts in measured]).reshape(-1, len(PARTS)), at, columns)
 
 
 def _tags(windows: list[Windows], width: int, first: int, columns: int) -> tuple[int, ...]:

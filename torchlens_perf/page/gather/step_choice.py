@@ -11,6 +11,7 @@ from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.page.contents import SlowTime
 from torchlens_perf.report.heat import TAGS
 from torchlens_perf.verdicts.words.order import has_ended
+from torchlens_perf.view.rank_tables import compute_s
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -82,22 +83,16 @@ def chosen_ranks(report: Report, slow: Sequence[SlowTime], node_of: Mapping[int,
         return sorted(rows)
     named = [verdict["rank"] for verdict in report["verdicts"] if verdict["rank"] in rows]
     named += [each["rank"] for each in reversed(slow) if each["rank"] in rows]
-    by_own = sorted(rows, key=lambda rank: -_typical(rows[rank], "own_s"))
-    chosen = list(dict.fromkeys([*(rank for rank in named if rank is not None), *by_own]))[:_SLOW]
+    by_compute = sorted(rows, key=lambda rank: -compute_s(rows[rank]))
+    chosen = list(dict.fromkeys([*(rank for rank in named if rank is not None), *by_compute]))[:_SLOW]
     nodes = list(dict.fromkeys(node_of[rank] for rank in chosen))[:2]
     near = [rank for rank in rows if node_of[rank] in nodes and rank not in chosen]
     chosen += sorted(near, key=lambda rank: -_waiting(rows[rank]))[:_WAITING]
-    middle = _typical(rows[by_own[len(by_own) // 2]], "own_s")
-    usual = sorted(
-        (rank for rank in near if rank not in chosen), key=lambda r: abs(_typical(rows[r], "own_s") - middle)
-    )
+    middle = compute_s(rows[by_compute[len(by_compute) // 2]])
+    usual = sorted((rank for rank in near if rank not in chosen), key=lambda r: abs(compute_s(rows[r]) - middle))
     chosen += usual[:_USUAL]
-    elsewhere = next((rank for rank in by_own[len(by_own) // 2 :] if rank not in chosen), None)
+    elsewhere = next((rank for rank in by_compute[len(by_compute) // 2 :] if rank not in chosen), None)
     return sorted([*chosen, *([elsewhere] if elsewhere is not None else [])])[:MAX_RANKS]
-
-
-def _typical(rank: Rank, field: str) -> float:
-    return float(rank["typical"][field]) if rank["typical"] is not None else 0.0  # type: ignore[literal-required]
 
 
 def _waiting(rank: Rank) -> float:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchlens_perf.view.rank_tables import compute_s
+
 if TYPE_CHECKING:
     from torchlens_perf.page.gather.step_grid import StepGrid
     from torchlens_perf.verdicts.words.report import Report
@@ -48,11 +50,11 @@ def thinned_report(report: Report, named: Collection[int], budget_bytes: int, no
         notes.append(f"Of {len(modules)} modules, the {_MAX_MODULES} that take most time are shown.")
     ranks = report["ranks"]
     count = len(ranks)
-    by_own = sorted(ranks, key=lambda each: -(each["typical"]["own_s"] if each["typical"] is not None else 0.0))
+    by_compute = sorted(ranks, key=lambda each: -compute_s(each))
     while size_bytes(report) > budget_bytes and count > _FEWEST_RANKS:
         count = max(_FEWEST_RANKS, count // 2)
         every = max(1, 2 * len(ranks) // count)
-        order = [*sorted(named), *(each["rank"] for each in (*by_own[: count // 2], *ranks[::every], *by_own))]
+        order = [*sorted(named), *(each["rank"] for each in (*by_compute[: count // 2], *ranks[::every], *by_compute))]
         kept = set(list(dict.fromkeys(order))[: max(count, len(set(named)))])
         report = _of_ranks(report, kept)
     if len(report["ranks"]) < len(ranks):

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount, counted, rounded, steps_words
+from torchlens_perf.analysis.statistics.quantities import amount, rounded, steps_words
 from torchlens_perf.page.sections.modules import modules
 from torchlens_perf.page.sections.phases import phases
 from torchlens_perf.page.sections.quality import quality
@@ -14,7 +14,7 @@ from torchlens_perf.page.sections.section import RANK_TABLES, tables_of
 from torchlens_perf.page.sections.verdicts import verdicts
 from torchlens_perf.view.html import figure, section
 from torchlens_perf.view.markup import Element, tag
-from torchlens_perf.view.step_words import step_words
+from torchlens_perf.view.step_words import step_words, steps_made
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents, Series, SlowTime
@@ -53,9 +53,7 @@ def _slow_words(slow: Sequence[SlowTime]) -> str:
 def _steps(contents: Contents) -> Element | None:
     if contents["steps"] is None:
         return None
-    report = contents["report"]
-    count = counted(report["steps"]["count"], "forward pass" if report["steps"]["inference"] else "step")
-    words = f"{count}: {', '.join(step_words(report))}."
+    words = f"{steps_made(contents['report'])}: {', '.join(step_words(contents['report']))}."
     return section("steps", "Step time", figure("steps", "Step time over the run", words))
 
 

@@ -6,7 +6,7 @@ import datetime
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import counted, duration, long_duration, percent, rounded
+from torchlens_perf.analysis.statistics.quantities import duration, long_duration, percent, rounded
 from torchlens_perf.page.sections.bars import stacked, swatch
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
@@ -14,6 +14,7 @@ from torchlens_perf.view.html import status_chip
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.rank_tables import mean_parts, part_name, parts_by_rank
 from torchlens_perf.view.specs import Bar
+from torchlens_perf.view.step_words import steps_made
 from torchlens_perf.view.theme import PARTS
 
 if TYPE_CHECKING:
@@ -27,14 +28,13 @@ _SMALLEST_NAMED = 0.005
 
 def header(report: Report, status: Headline | None) -> Element:
     """Return the program, the status, and the facts of the run."""
-    run, steps = report["run"], report["steps"]
-    unit = "forward pass" if steps["inference"] else "step"
+    run = report["run"]
     facts = [
         ranks_words(run),
         _device(report),
         *([f"started {minute(run['started'])}"] if run["started"] else []),
         _state(run),
-        counted(steps["count"], unit),
+        steps_made(report),
         *([f"attempt {run['attempt']}"] if run["attempt"] else []),
         *([words] if (words := startup_words(run)) else []),
     ]
