@@ -169,10 +169,6 @@ def for_alerts(nodes: list[NodeState]) -> SlowRankContext:
     return SlowRankContext(module_rows(processes), _device(processes), _judged_by(processes), last)
 
 
-def _counted_steps(processes: dict[int, ProcessState]) -> int:
-    return max((process.statistics.counted_steps for process in processes.values()), default=0)
-
-
 def _places(processes: dict[int, ProcessState]) -> dict[int, Placement]:
     return {rank: each.place for rank, each in processes.items()}
 
@@ -267,7 +263,7 @@ def _steps(processes: dict[int, ProcessState], windows: dict[int, Windows], find
     by_device = bool(processes) and all(process.judged_by == DEVICE for process in processes.values())
     of_each = [each.statistics.device.judged if by_device else each.statistics.step for each in processes.values()]
     return {
-        "count": _counted_steps(processes),
+        "count": max((process.statistics.counted_steps for process in processes.values()), default=0),
         "by": DEVICE if by_device else HOST,
         **distribution(merged(of_each)),
         "warm_up_max_s": warm_up.max_ns / 1e9 if warm_up.count else None,

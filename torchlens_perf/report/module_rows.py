@@ -24,8 +24,8 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
     own_s = {rank: _own_s_of_modules(process) for rank, process in processes.items()}
     on_device_s = {rank: own_device_times(process) for rank, process in processes.items()}
     for name in _all_names(processes, "modules"):
-        calls = _by_rank(name, {rank: process.statistics.modules for rank, process in processes.items()})
-        backwards = _by_rank(name, {rank: process.statistics.module_backwards for rank, process in processes.items()})
+        calls = _by_rank(processes, "modules", name)
+        backwards = _by_rank(processes, "module_backwards", name)
         whole, backward = merged(calls.values()), merged(backwards.values())
         device = merged(process.statistics.device.modules.get(name, Sketch()) for process in processes.values())
         by_rank = {str(rank): own_s[rank].get(name, 0.0) for rank in calls}
@@ -64,7 +64,7 @@ def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
     alike = {rank: process.statistics.typical_length() for rank, process in processes.items()}
     whole_ns: dict[str, int] = {}
     for name in _all_names(processes, "sections"):
-        calls = _by_rank(name, {rank: process.statistics.sections for rank, process in processes.items()})
+        calls = _by_rank(processes, "sections", name)
         whole = merged(calls.values())
         whole_ns[name] = whole.sum_ns
         device = merged(process.statistics.device.sections.get(name, Sketch()) for process in processes.values())
@@ -85,12 +85,10 @@ def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
     return sorted(rows, key=lambda row: (-row["s_per_step"], -whole_ns[row["name"]]))
 
 
-def _by_rank(name: str, tables: dict[int, dict[str, Sketch]]) -> dict[int, Sketch]:
-    return {rank: table[name] for rank, table in tables.items() if name in table}
+def _by_rank(processes: dict[int, ProcessState], table: str, name: str) -> dict[int, Sketch]:
+    tables = {rank: getattr(process.statistics, table) for rank, process in processes.items()}
+    return {rank: of_rank[name] for rank, of_rank in tables.items() if name in of_rank}
 
 
 def _all_names(processes: dict[int, ProcessState], table: str) -> list[str]:
-    names: dict[str, None] = {}
-    for process in processes.values():
-        names.update(dict.fromkeys(getattr(process.statistics, table)))
-    return list(names)
+    return list(dict.fromkeys(name for each in processes.values() for name in getattr(each.statistics, table)))

@@ -30,13 +30,8 @@ def card(headline: Headline, key: str, *more: Child) -> Element:
     cost, share = headline.cost_s_per_step, headline.cost_share
     number = None
     if cost and share is not None:
-        words: list[Child] = [
-            tag("b", duration(cost)),
-            f" {headline.per_step} ",
-            tag("b", percent(share)),
-            " of step time",
-        ]
-        number = tag("p", *words, class_="cost")
+        first, second = tag("b", duration(cost)), tag("b", percent(share))
+        number = tag("p", first, f" {headline.per_step} ", second, " of step time", class_="cost")
     return tag(
         "article",
         number,
@@ -89,13 +84,16 @@ def table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> El
     cells: elements to show in place of text, by the title of their column.
     """
     of, spec = spec.rows, spec.head(_MAX_ROWS)
-    texts = [_texts(column, (cells or {}).get(column.title)) for column in spec.columns]
+    texts: list[Sequence[Child]] = [
+        (cells or {}).get(column.title) or [shortened(text, _LONGEST_CELL) for text in column.texts()]
+        for column in spec.columns
+    ]
     first = spec.rows if spec.first is None or spec.first >= spec.rows else spec.first
     body = [
         tag(
             "tr",
             [
-                _cell(column, text[row], is_head=at == 0)
+                tag("td" if at else "th", text[row], scope=None if at else "row", class_=_class(column))
                 for at, (column, text) in enumerate(zip(spec.columns, texts, strict=True))
             ],
             class_=" ".join(filter(None, ("slow" * (row in spec.slow), "rest" * (row >= first)))) or None,
@@ -123,22 +121,10 @@ def table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> El
     )
 
 
-def _texts(column: Column, elements: Sequence[Child] | None) -> Sequence[Child]:
-    if elements is not None:
-        return elements
-    return [shortened(text, _LONGEST_CELL) for text in column.texts()]
-
-
 def _head(column: Column) -> Element:
     title: Child = tag("abbr", column.title, title=column.help) if column.help else column.title
     unit: Child = [" ", tag("small", column.unit)] if column.unit else None
     return tag("th", title, unit, scope="col", class_=_class(column))
-
-
-def _cell(column: Column, text: Child, *, is_head: bool) -> Element:
-    if is_head:
-        return tag("th", text, scope="row", class_=_class(column))
-    return tag("td", text, class_=_class(column))
 
 
 def _class(column: Column) -> str | None:

@@ -28,7 +28,10 @@ _DEVICE_HELP = {
     "data": "Time between the phases in which the device waited for the data loader.",
     "host": "Time between the phases in which the device waited for other host code.",
 }
-_COMM_WAIT = "Time blocked in communication until other ranks arrive, and in transfers."
+_HOST_HELP = {
+    "communication": "Time blocked in communication until other ranks arrive, and in transfers.",
+    "host": "Python and other host code between the phases.",
+}
 
 
 def slow_ranks(report: Report) -> dict[int, int]:
@@ -67,7 +70,11 @@ def rank_table(report: Report) -> Table | None:
         shares = [rank["phases"][part]["share"] for rank in ranks if part in rank["phases"]]
         left_out = 0.4 if part == "communication" else 1 - max(shares, default=0.0)
         values = [_phase(rank, part) for rank in ranks]
-        columns.append(Column(PARTS[part].name, values, unit_of=unit_of, optional=max(0.2, left_out), help=_help(part)))
+        columns.append(
+            Column(
+                PARTS[part].name, values, unit_of=unit_of, optional=max(0.2, left_out), help=_HOST_HELP.get(part, "")
+            )
+        )
     contention_s = [_contention_s(rank) for rank in ranks]
     if any((seconds or 0) >= _WORTH_A_COLUMN * step_s for seconds, step_s in zip(contention_s, steps_s, strict=True)):
         help_ = "Time in which the thread was runnable but not scheduled. It is in no other column."
@@ -301,7 +308,3 @@ def _device_phase(device: DeviceTimes, part: str, *, judged: bool) -> float | No
         return device["parts"].get(part)
     phase = device["phases"].get(part)
     return None if phase is None else phase["s_per_step"]
-
-
-def _help(part: str) -> str:
-    return {"communication": _COMM_WAIT, "host": "Python and other host code between the phases."}.get(part, "")
