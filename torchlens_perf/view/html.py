@@ -72,8 +72,8 @@ def _fact(name: str, text: str) -> Element:
 def _advice(headline: Headline) -> list[Element | None]:
     return [
         tag("p", headline.sentence, class_="finding"),
-        tag("p", tag("b", "Cause: "), headline.cause) if headline.cause else None,
-        tag("p", tag("b", "Next: "), headline.action, class_="action") if headline.action else None,
+        tag("p", tag("b", "Cause:"), f" {headline.cause}") if headline.cause else None,
+        tag("p", tag("b", "Next:"), f" {headline.action}", class_="action") if headline.action else None,
         tag("p", tag("code", headline.command), class_="command") if headline.command else None,
     ]
 
