@@ -18,12 +18,13 @@ from tests.support.reports import as_json
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.page.contents import Contents, Matrix
 from torchlens_perf.page.document import html
-from torchlens_perf.page.gather import device_grid
+from torchlens_perf.page.gather import device_grid, step_matrices
 from torchlens_perf.page.gather.run_contents import contents
 from torchlens_perf.page.matrix import LOG_STEP
 from torchlens_perf.report.run_report import run_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.records import PARTS
+from torchlens_perf.verdicts.stragglers.excess import relative_excess
 
 RANKS = 8
 
@@ -97,6 +98,24 @@ def test_the_planted_rank(shown: Contents) -> None:
     assert np.nanmean(excess[SLOW_RANK, SINCE_STEP + 2 :]) > 0.2
     assert np.nanmean(excess[SLOW_RANK, : SINCE_STEP - 2]) < 0.05
     assert np.nanmean(excess[others]) < 0.05
+
+
+def test_work_is_compared_with_what_the_judgement_compares_it_with(shown: Contents) -> None:
+    """The median of the other ranks, to within what a matrix promises."""
+    matrices = shown["steps"]
+    assert matrices is not None
+    steps = Steps(matrices)
+    judged = relative_excess(steps.work_s)
+
+    assert np.isfinite(judged).any()
+    np.testing.assert_allclose(steps.excess(), judged, atol=1.5 * LOG_STEP)
+
+
+def test_ranks_of_other_populations_are_not_compared() -> None:
+    work = np.array([[1.0, 2.0], [1.0, np.nan], [3.0, 4.0], [5.0, 6.0], [1.0, 0.0]])
+    others = step_matrices._others_s(work, ["first", "first", "last", "last", "alone"])
+
+    np.testing.assert_allclose(others, [[1.0, np.nan], [1.0, np.nan], [5.0, 6.0], [3.0, 4.0], [np.nan] * 2])
 
 
 def test_whole_steps_are_the_records(simulated: RunDirectory, shown: Contents) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from torchlens_perf.page.contents import Contents, SlowTime, StepMatrices
 from torchlens_perf.page.matrix import encoded
+from torchlens_perf.verdicts.stragglers.excess import relative_excess
 from torchlens_perf.view.rank_tables import rank_table
 
 NODE_SIZE, TENSOR_PARALLEL = 8, 4
@@ -69,6 +70,7 @@ def _matrices(ranks: int, steps: int, slow_rank: int, since: int, *, devices: bo
         for values in (step, work, *parts.values()):
             values[LATE_RANK, :LATE_STEPS] = np.nan
     order = ("data", "forward", "backward", "optimizer", "communication", "host")
+    compared_work = np.where(compared, work, np.nan)
     slow: SlowTime = {"rank": slow_rank, "phase": "forward", "since_step": since, "until_step": None}
     columns = -(-steps // -(-steps // MAX_MEMORY_COLUMNS))
     flags: list[list[str]] = [[] for _ in range(steps)]
@@ -86,7 +88,7 @@ def _matrices(ranks: int, steps: int, slow_rank: int, since: int, *, devices: bo
         "places": [
             {
                 "rank": rank, "host": _host(rank), "local_rank": rank % NODE_SIZE,
-                "mesh": {"dp": rank // TENSOR_PARALLEL, "tp": rank % TENSOR_PARALLEL}, "population": "all",
+                "mesh": {"dp": rank // TENSOR_PARALLEL, "tp": rank % TENSOR_PARALLEL},
             }
             for rank in range(ranks)
         ],
@@ -96,7 +98,8 @@ def _matrices(ranks: int, steps: int, slow_rank: int, since: int, *, devices: bo
             "max_s": np.nanmax(step, axis=0).tolist(),
         },
         "slow": [slow],
-        "work": encoded(np.where(compared, work, np.nan)),
+        "work": encoded(compared_work),
+        "others": encoded(compared_work / (1 + relative_excess(compared_work))),
         "parts": {part: encoded(parts[part]) for part in order},
         "device_parts": {part: encoded(0.98 * parts[part]) for part in order} if devices else {},
         "memory_bytes": memory.tolist(),

@@ -5,14 +5,12 @@ from __future__ import annotations
 import base64
 import functools
 import zlib
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchlens_perf.page.contents import Matrix
 from torchlens_perf.page.matrix import _FIRST, _NOT_MEASURED, _ZERO
-from torchlens_perf.verdicts.stragglers.excess import relative_excess
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -50,10 +48,5 @@ class Steps:
 
     def excess(self) -> Floats:
         """Of each rank's work, above the median of the other ranks' that do the same, as a share of that."""
-        found = np.full(self.work_s.shape, np.nan)
-        populations: dict[str, list[int]] = defaultdict(list)
-        for row, place in enumerate(self._of["places"]):
-            populations[place["population"]].append(row)
-        for rows in populations.values():
-            found[rows] = relative_excess(self.work_s[rows])
-        return found
+        excess: Floats = self.work_s / decoded(self._of["others"], len(self.ranks)) - 1
+        return excess

@@ -47,8 +47,6 @@ class Place(TypedDict):
     local_rank: int | None
     mesh: dict[str, int]
     """Its coordinate in each dimension of the device mesh, where process groups tell it: {"dp": 1, "tp": 0}."""
-    population: str
-    """Ranks with the same text do the same work: excess is work above the median of the others of them."""
 
 
 class StepBands(TypedDict):
@@ -84,6 +82,8 @@ class StepMatrices(TypedDict):
     """Own time without lack of CPU; what ranks are compared by. Of steps that are compared: without the warm-up, and
     without steps that evaluate, save, compile, are sampled or captured; so it may be "not measured" where step is not.
     By the device's clock for ranks that are judged by it."""
+    others: Matrix
+    """What work is compared with: the median of the other ranks of the population. Excess is work / others - 1."""
     parts: dict[str, Matrix]
     """By part (run.records.PARTS), in the order to stack them in. A part that no step has is left out."""
     device_parts: dict[str, Matrix]
@@ -184,7 +184,7 @@ class Thinned(TypedDict):
 
 
 class Contents(TypedDict):
-    """All that a page shows."""
+    """All that a page shows. The JSON also has `named_ranks` and `prominent_ranks`, see document.html.as_json()."""
 
     schema: int
     report: Report

@@ -26,7 +26,7 @@ def hostile(of: Contents) -> Contents:
     made: Any = copy.deepcopy(of)
     for at, place in enumerate(made["steps"]["places"]):
         name = HOSTILE[at % len(HOSTILE)]
-        place["host"], place["population"] = name, HOSTILE[0]
+        place["host"] = name
         place["mesh"] = dict.fromkeys(HOSTILE, at)
     for at, slow in enumerate(made["steps"]["slow"]):
         slow["phase"] = HOSTILE[at % len(HOSTILE)]

@@ -11,6 +11,7 @@ from urllib.parse import quote
 from torchlens_perf.page.document.scripts import page_script, page_style
 from torchlens_perf.page.sections.every import SECTIONS
 from torchlens_perf.page.sections.overview import header, key_figures, minute
+from torchlens_perf.page.sections.section import by_prominence, named_ranks
 from torchlens_perf.view.headline import overall
 from torchlens_perf.view.markup import Element, html, raw, tag
 from torchlens_perf.view.theme import FASTER, SLOWER
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from torchlens_perf.page.contents import Contents
     from torchlens_perf.view.markup import Child
+
+_MAX_LINES = 16
 
 
 def _policy(style: str, script: str, form: str, *more: str) -> str:
@@ -112,9 +115,14 @@ def by_address(styles: Sequence[str]) -> list[Element]:
 
 
 def as_json(contents: Contents) -> str:
-    """Return what scripts need of the contents. ASCII: U+2028 and its like are escaped."""
+    """Return what scripts need of the contents. ASCII: U+2028 and its like are escaped.
+
+    `named_ranks` are those that verdicts are about. `prominent_ranks` have lines in charts.
+    """
     data = {key: value for key, value in contents.items() if key not in ("headlines", "tables", "thinned_report")}
     data["report"] = contents["thinned_report"]
+    data["named_ranks"] = named_ranks(contents["report"])
+    data["prominent_ranks"] = [rank["rank"] for rank in by_prominence(contents["report"])[:_MAX_LINES]]
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 

@@ -15,6 +15,7 @@ from torchlens_perf.report.heat import TAGS
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.store.reader import Files, ParquetFile, coded, noted_in
+from torchlens_perf.verdicts.stragglers.excess import relative_excess
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 
 if TYPE_CHECKING:
@@ -99,14 +100,11 @@ def step_matrices(grid: StepGrid, processes: Mapping[int, ProcessState], slow: l
     ranks = sorted(processes)
     work = _work_s(grid, [row for row, rank in enumerate(ranks) if processes[rank].judged_by == DEVICE])
     device_parts = {} if grid.device is None else _mean_parts_s(grid.device)
-    places = [_place(rank, processes[rank]) for rank in ranks]
-    rows_of: dict[str, list[int]] = {}
-    for row, place in enumerate(places):
-        rows_of.setdefault(place["population"], []).append(row)
+    others = _others_s(work, [processes[rank].place.population for rank in ranks])
     return {
         "columns": _columns(grid),
-        "places": places,
-        "is_compared": any((np.isfinite(work[rows]).sum(axis=0) > 1).any() for rows in rows_of.values()),
+        "places": [_place(rank, processes[rank]) for rank in ranks],
+        "is_compared": bool(np.isfinite(others).any()),
         "step": encoded(_mean_s(grid.step_ns, grid.steps)),
         "bands": {
             **{name: _rounded(grid.quantile_s(share)) for name, share in QUANTILES.items()},  # type: ignore[typeddict-item]
@@ -114,6 +112,7 @@ def step_matrices(grid: StepGrid, processes: Mapping[int, ProcessState], slow: l
         },
         "slow": slow,
         "work": encoded(work),
+        "others": encoded(others),
         "parts": {part: encoded(values) for part, values in _mean_parts_s(grid).items()},
         "device_parts": {part: encoded(values) for part, values in device_parts.items()},
         "memory_bytes": _memory(grid),
@@ -126,6 +125,16 @@ def _work_s(grid: StepGrid, by_device: list[int]) -> Floats:
     if grid.device is not None:
         sums[by_device], counts[by_device] = grid.device.work_ns[by_device], grid.device.compared[by_device]
     return _mean_s(sums, counts)
+
+
+def _others_s(work: Floats, populations: Sequence[str]) -> Floats:
+    """[ranks, columns]: the work that each value is compared with, which is the median of the other ranks."""
+    others = np.full(work.shape, np.nan)
+    for population in dict.fromkeys(populations):
+        rows = [row for row, each in enumerate(populations) if each == population]
+        relative = 1 + relative_excess(work[rows])
+        others[rows] = np.divide(work[rows], relative, out=np.full(relative.shape, np.nan), where=relative > 0)
+    return others
 
 
 def _mean_parts_s(grid: StepGrid) -> dict[str, Floats]:
@@ -159,7 +168,6 @@ def _place(rank: int, process: ProcessState) -> Place:
         "host": process.identity.host,
         "local_rank": process.identity.local_rank,
         "mesh": dict(placement.coordinates),
-        "population": placement.population,
     }
 
 

@@ -5,7 +5,6 @@
   const ZERO = 1;
   const FIRST = 2;
   const CODES = 1 << 16;
-  const FEW_RANKS = 16; // as verdicts/stragglers/excess.py: of more, one does not move the median
 
   async function inflated(text) {
     const packed = atob(text);
@@ -39,55 +38,22 @@
     return values;
   }
 
-  function median(ascending) {
-    const middle = ascending.length >> 1;
-    return ascending.length % 2 ? ascending[middle] : (ascending[middle - 1] + ascending[middle]) / 2;
-  }
-  torchlens.median = (values) => (values.length ? median(Float64Array.from(values).sort()) : NaN);
-
-  // The median of the others, for one of the ascending values.
-  function medianOfOthers(ascending, value) {
-    let place = 0;
-    while (ascending[place] < value) place++;
-    const at = (index) => ascending[index < place ? index : index + 1];
-    const others = ascending.length - 1;
-    return (at((others - 1) >> 1) + at(others >> 1)) / 2;
-  }
-
-  // How much more work each rank has than the median of the others that do the same, as a share of that median.
-  function excess(work, places, columns) {
-    const shares = new Float32Array(work.length).fill(NaN);
-    const populations = new Map();
-    places.forEach(({ population }, row) => {
-      if (!populations.has(population)) populations.set(population, []);
-      populations.get(population).push(row * columns);
-    });
-    for (const starts of populations.values()) {
-      const present = new Float32Array(starts.length);
-      for (let column = 0; column < columns; column++) {
-        let count = 0;
-        for (const start of starts) {
-          const value = work[start + column];
-          if (value === value) present[count++] = value;
-        }
-        if (count < 2) continue;
-        const ascending = present.subarray(0, count).sort();
-        const middle = count > FEW_RANKS ? median(ascending) : NaN;
-        for (const start of starts) {
-          const value = work[start + column];
-          if (value !== value) continue;
-          const others = count > FEW_RANKS ? middle : medianOfOthers(ascending, value);
-          if (others > 0) shares[start + column] = value / others - 1;
-        }
-      }
+  // The index of the last of the ascending values that is not above this one; 0 where all are.
+  torchlens.indexOf = (ascending, value) => {
+    let low = 0;
+    let high = ascending.length - 1;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (ascending[middle] <= value) low = middle;
+      else high = middle - 1;
     }
-    return shares;
-  }
+    return low;
+  };
 
   // [ranks, columns] of all that is known of steps.
   class Steps {
     constructor(steps, matrices) {
-      Object.assign(this, matrices); // step, work, parts, device_parts; codes and seconds of step
+      Object.assign(this, matrices); // step, work, others, parts, device_parts; codes and seconds of step
       this.places = steps.places;
       this.ranks = steps.places.length;
       this.rowOf = new Map(steps.places.map((place, row) => [place.rank, row]));
@@ -102,7 +68,7 @@
       this.begin = this.first[0] ?? 0;
       this.end = this.columns ? this.first[this.columns - 1] + this.width : this.begin + 1;
       this.quantities = new Map([
-        ["excess", null],
+        ["excess", this.work.map((work, at) => work / this.others[at] - 1)],
         ["step", this.step],
         ["work", this.work],
       ]);
@@ -111,22 +77,12 @@
     }
 
     values(quantity) {
-      if (quantity === "excess" && this.quantities.get("excess") === null) {
-        this.quantities.set("excess", excess(this.work, this.places, this.columns));
-      }
       return this.quantities.get(quantity);
     }
 
     // The column that a step is in; the nearest one where it is in none.
     column(step) {
-      let low = 0;
-      let high = this.columns - 1;
-      while (low < high) {
-        const middle = (low + high + 1) >> 1;
-        if (this.first[middle] <= step) low = middle;
-        else high = middle - 1;
-      }
-      return low;
+      return torchlens.indexOf(this.first, step);
     }
 
     // Columns [from, until) of the steps [since, end); all without a selection.
@@ -198,14 +154,15 @@
     const values = async (matrix) => decoded(await codesOf(matrix), tableOf(matrix));
     const named = async (matrices) =>
       new Map(await Promise.all(Object.entries(matrices).map(async ([name, matrix]) => [name, await values(matrix)])));
-    const [codes, work, parts, device_parts] = await Promise.all([
+    const [codes, work, others, parts, device_parts] = await Promise.all([
       codesOf(steps.step),
       values(steps.work),
+      values(steps.others),
       named(steps.parts),
       named(steps.device_parts),
     ]);
     const seconds = tableOf(steps.step);
-    return new Steps(steps, { codes, seconds, step: decoded(codes, seconds), work, parts, device_parts });
+    return new Steps(steps, { codes, seconds, step: decoded(codes, seconds), work, others, parts, device_parts });
   };
 
   // What the heat map can show: [key, words, whether it is a share].
@@ -217,26 +174,4 @@
     return torchlens.partWord(key);
   };
   torchlens.quantityText = (key, value) => (key === "excess" ? signed(value) : duration(value));
-
-  // Ranks that verdicts are about, in their order; as page/sections/ranks.py.
-  const NAMED = new Set(["straggler", "hang", "out_of_memory", "hang_ended", "straggler_transient", "straggler_ended"]);
-  torchlens.namedRanks = ({ verdicts }) => {
-    const found = new Set();
-    for (const { kind, rank, evidence } of verdicts) {
-      if (!NAMED.has(kind) || rank === null) continue;
-      found.add(rank);
-      if (Array.isArray(evidence?.ranks)) for (const other of evidence.ranks) found.add(other);
-    }
-    return found;
-  };
-
-  // The report's ranks: named ones first, then by the time that they do not wait; as page/sections/ranks.py.
-  torchlens.byProminence = (report) => {
-    const order = new Map([...torchlens.namedRanks(report)].map((rank, place) => [rank, place]));
-    const own = ({ typical }) => (typical === null ? 0 : (typical.work_s ?? typical.own_s));
-    const place = ({ rank }) => order.get(rank) ?? order.size;
-    return [...report.ranks].sort(
-      (one, other) => place(one) - place(other) || own(other) - own(one) || one.rank - other.rank,
-    );
-  };
 }

@@ -34,11 +34,16 @@
     return Float32Array.from(known).sort();
   }
 
+  function middle(values) {
+    const sorted = sampled(values);
+    return sorted[sorted.length >> 1];
+  }
+
   // Where colour begins: at the smallest excess that a verdict would report, and above the noise of single steps.
   function smallestExcess(report, steps) {
     const detectable = report.verdicts.find(({ kind }) => kind === "none")?.evidence?.detectable_s;
-    const least = detectable ? detectable / torchlens.median(sampled(steps.work)) : MIN_EXCESS;
-    const noise = NOISE * torchlens.median(sampled(steps.values("excess").map(Math.abs)));
+    const least = detectable ? detectable / middle(steps.work) : MIN_EXCESS;
+    const noise = NOISE * middle(steps.values("excess").map(Math.abs));
     return Math.min(FULL_SCALE / 2, Math.max(least || MIN_EXCESS, noise || 0));
   }
 

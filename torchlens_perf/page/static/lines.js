@@ -153,7 +153,7 @@
       const { colours, view } = this;
       this.data = this.lines();
       if (!this.data.length) return null;
-      const slow = torchlens.namedRanks(this.page.contents.report);
+      const slow = new Set(this.page.contents.named_ranks);
       const isFew = this.data.length <= 4;
       const look = ({ rank }, at) => {
         if (slow.has(rank)) return { stroke: colours.slower, width: 2 };
@@ -218,14 +218,8 @@
     hover(x, y) {
       const found = this.data
         .map(({ label, x: xs, y: ys }) => {
-          let low = 0;
-          let high = xs.length - 1;
-          while (low < high) {
-            const middle = (low + high + 1) >> 1;
-            if (xs[middle] <= x) low = middle;
-            else high = middle - 1;
-          }
-          return { label, at: xs[low], value: ys[low], far: Math.abs(ys[low] - y) };
+          const at = torchlens.indexOf(xs, x);
+          return { label, at: xs[at], value: ys[at], far: Math.abs(ys[at] - y) };
         })
         .filter(({ at, value }) => at !== undefined && value !== null);
       if (!found.length) return null;
@@ -286,11 +280,7 @@
     lines() {
       const { steps } = this;
       if (!steps.memory_bytes) return [];
-      const prominent = torchlens
-        .byProminence(this.page.contents.report)
-        .map(({ rank }) => rank)
-        .filter((rank) => steps.rowOf.has(rank))
-        .slice(0, MOST_LINES);
+      const prominent = this.page.contents.prominent_ranks.filter((rank) => steps.rowOf.has(rank));
       if (steps.rowOf.has(this.view.rank) && !prominent.includes(this.view.rank)) prominent.push(this.view.rank);
       return prominent
         .map((rank) => {
@@ -313,11 +303,10 @@
     othersText = "others";
 
     lines() {
-      const { telemetry, report } = this.page.contents;
-      const named = torchlens.namedRanks(report);
+      const { telemetry, named_ranks: named } = this.page.contents;
       const of = telemetry.filter(({ title }) => title === this.figure.dataset.title);
       this.unit = of[0]?.unit ?? "1";
-      const isFirst = ({ rank }) => named.has(rank) || rank === this.view.rank;
+      const isFirst = ({ rank }) => named.includes(rank) || rank === this.view.rank;
       return of
         .sort((one, other) => isFirst(other) - isFirst(one))
         .slice(0, MOST_LINES)

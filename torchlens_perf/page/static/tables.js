@@ -144,7 +144,7 @@
     ofSelection() {
       const { steps, contents, view } = this.page;
       const range = steps.range(view.now.steps);
-      const named = torchlens.namedRanks(contents.report);
+      const named = new Set(contents.named_ranks);
       const [excess, wait] = [steps.values("excess"), steps.parts.get("communication")];
       const mean = (values, row) => (values ? steps.mean(values, row, range) : NaN);
       const down = (value) => (Number.isNaN(value) ? -Infinity : value);

@@ -113,7 +113,7 @@
       const { spans, labels, begin, end, height } = this.laid;
       this.window = isSame ? before : [begin, end];
       if (!isSame) this.pinned = this.pointed = null;
-      this.slow = torchlens.namedRanks(this.page.contents.report);
+      this.slow = new Set(this.page.contents.named_ranks);
       const kinds = new Set(spans.map(({ kind }) => kind));
       const word = (kind) => torchlens.partWord(PARTS[kind] ?? kind).replace(/[_-]/, " ");
       const marks = [];
