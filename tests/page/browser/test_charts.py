@@ -127,7 +127,8 @@ def test_memory_is_scaled_to_the_data_with_its_peak(tab_of: TabOf, wide_file: Pa
     assert memory.max() < high < memory.max() * 1.2
     painted = tab.value(f"""(() => {{ const chart = {tab.named("memory")}, found = [];
         chart.paintPeak({{ fillText: text => found.push(text), measureText: () => ({{ width: 0 }}), beginPath() {{}},
-        arc() {{}}, fill() {{}} }}, chart.plot, 500, {memory.max():.0f}); return found; }})()""")
+        arc() {{}}, fill() {{}} }}, {{ x: () => 0, y: () => 0, width: 500 }}, {memory.max():.0f});
+        return found; }})()""")
     assert painted == [f"peak {amount(memory.max(), 'B')}, rank {WIDE_SLOW}"]
 
 
@@ -175,13 +176,13 @@ def test_healthy_ranks_are_blank(tab_of: TabOf, wide_file: Path) -> None:
 def test_few_ranks_are_lines(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
     """Below five ranks, each has a line of its compute time."""
     tab = tab_of(written(tmp_path, "few", enlarged(shown, 2, 100, 1, 40))).open("#heat")
-    heat = tab.named("heat")
-    assert tab.value(f"{heat}.data.map(({{label}}) => label)") == ["rank 0", "rank 1"]
-    work = tab.value(f"{heat}.data[1].y[50]")
+    compute = tab.named("compute")
+    assert tab.value(f"{compute}.data.map(({{label}}) => label)") == ["rank 0", "rank 1"]
+    work = tab.value(f"{compute}.data[1].y[50]")
     assert work == pytest.approx(tab.value("torchlensPage.steps.work[150]"))
-    tab.page.mouse.move(*tab.at("heat", 50.4, work))
+    tab.page.mouse.move(*tab.at("compute", 50.4, work))
     assert f"rank 1: {duration(work)}" in tab.tip()
-    assert tab.value(f"{heat}.heading.textContent") == "Compute time per step"
+    assert tab.value(f"{compute}.heading.textContent") == "Compute time per step"
     assert tab.problems == []
 
 
@@ -394,7 +395,10 @@ def exported(tab: Tab, figure: Any, kind: str) -> bytes:
 
 @pytest.mark.parametrize("part", [slice(0, 4), slice(4, None)], ids=["first", "last"])
 def test_every_chart_is_exported(tab_of: TabOf, wide_file: Path, part: slice) -> None:
-    """Each as a PNG of its size and a CSV with numbers, by keys. Chromium allows a tab some ten downloads at once."""
+    """Each as a PNG of twice its size and a CSV with numbers, by keys.
+
+    Chromium allows a tab some ten downloads at once.
+    """
     tab = tab_of(wide_file).open()
     tab.show_all()
     figures = tab.page.locator("main figure")
@@ -405,11 +409,24 @@ def test_every_chart_is_exported(tab_of: TabOf, wide_file: Path, part: slice) ->
         picture = exported(tab, figure, "PNG")
         assert picture[:8] == b"\x89PNG\r\n\x1a\n"
         width, height = (int.from_bytes(picture[at : at + 4], "big") for at in (16, 20))
-        assert width > 300
-        assert height > 80
+        place = figure.locator(".chart, .bars").bounding_box()
+        assert width >= 2 * int(place["width"])
+        assert height >= 2 * int(place["height"])
         rows = list(csv.reader(exported(tab, figure, "CSV").decode().splitlines()))
         assert len(rows) > 1
         assert {len(row) for row in rows} == {len(rows[0])}
+    assert tab.problems == []
+
+
+def test_a_chart_without_data_offers_no_export(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
+    made: Any = enlarged(shown, 8, 20, 1, 5)
+    made["steps"]["memory_bytes"] = [[None] for _ in range(8)]
+    tab = tab_of(written(tmp_path, "no-memory", made)).open("#memory")
+    for button in tab.show("memory").get_by_role("button").all():
+        button.click()
+
+    assert tab.show("memory").locator(".exports:visible").count() == 0
+    assert tab.show("steps").locator(".exports:visible").count() == 1
     assert tab.problems == []
 
 

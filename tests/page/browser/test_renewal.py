@@ -88,7 +88,7 @@ def test_ranks_and_charts_that_come_later(tab: Tab, shown: Contents) -> None:
 def test_lines_become_a_heat_map_when_ranks_come(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
     """A young run of few ranks has lines; the newer page of more ranks has rows."""
     tab = tab_of(written(tmp_path, "few", enlarged(shown, 2, 60, 1, 20))).open("#heat")
-    assert tab.value(f"{tab.named('heat')}.data.length") == 2
+    assert tab.value(f"{tab.named('compute')}.data.length") == 2
     tab.page.evaluate("newer => torchlensPage.update(newer)", document(enlarged(shown, 8, 60, 1, 20)))
     tab.settle()
     assert len(tab.value(f"{tab.named('heat')}.order")) == 8

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.page.browser.conftest import WIDE_RANKS, WIDE_SINCE, WIDE_SLOW, WIDE_STEPS, TabOf
+from tests.page.browser.conftest import WIDE_RANKS, WIDE_SINCE, WIDE_SLOW, WIDE_STEPS, TabOf, written
 from tests.page.browser.tab import Tab, need_browser
 from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
 from tests.support.page_contents import LATE_RANK, LATE_STEPS
@@ -339,6 +339,15 @@ def test_zoom_is_one_for_all_charts_of_steps(tab_of: TabOf, wide_file: Path) -> 
     assert zoomed(tab, "steps") == [0, WIDE_STEPS]
 
 
+def test_zoom_of_a_page_without_steps_does_nothing(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
+    tab = tab_of(written(tmp_path, "without-steps", {**shown, "steps": None})).open("#step;zoom=3-9;step=4")
+    tab.page.locator(".selection button").last.click()
+    tab.settle()
+
+    assert tab.problems == []
+    assert tab.page.get_by_role("button", name="show all steps").count() == 0
+
+
 def test_theme(tab: Tab) -> None:
     """As the system, light or dark; charts are drawn in its colours."""
     tab.show("steps")
@@ -377,8 +386,9 @@ def test_tables_are_sorted_by_their_numbers(tab: Tab) -> None:
         assert wait.get_attribute("aria-sort") == direction
         first = table.locator("tbody tr").first.locator("th").inner_text()
         assert (first == str(SLOW_RANK)) == (direction == "ascending")
-    made = """(() => { const table = torchlens.table("t", ["a", "b"], [["x", "5 ms"], ["y", "-"], ["z", "1.2 s"], ["u",
-        "900 us"], ["v", "not measured"], ["w", "7 of 10 (70%)"]]).querySelector("table"); document.body.append(table);
+    made = """(() => { const rows = [["x", "5 ms"], ["y", "-"], ["z", "1.2 s"], ["u", "900 us"], ["v", "not measured"],
+          ["w", "7 of 10 (70%)"]], columns = [["a", row => row[0], "text"], ["b", row => row[1]]];
+        const table = torchlens.table("t", rows, columns).querySelector("table"); document.body.append(table);
         const read = () => [...table.tBodies[0].rows].map(row => row.cells[0].textContent).join("");
         const button = table.querySelectorAll("button")[1]; button.click(); const down = read(); button.click();
         const up = read(); table.remove(); return [down, up]; })()"""

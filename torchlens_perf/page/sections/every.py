@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Report
 
 _FEWEST_RANKS = 5
-"""Fewer are compared by lines, see page.js."""
+"""Fewer are compared by lines."""
 _MAX_TIMES, _MAX_CHARTS = 3, 16
 _UNITS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "By": ("bytes", lambda value: amount(value, "B")),
@@ -38,8 +38,10 @@ def _heat(contents: Contents) -> Element | None:
     if matrices is None or not matrices["is_compared"]:
         return None
     few = len(matrices["places"]) < _FEWEST_RANKS
-    title = "Compute time per step" if few else "Compute time compared with the other ranks"
-    return section("heat", "Ranks by step", figure("heat", title, _slow_words(matrices["slow"])))
+    chart, title = (
+        ("compute", "Compute time per step") if few else ("heat", "Compute time compared with the other ranks")
+    )
+    return section("heat", "Ranks by step", figure(chart, title, _slow_words(matrices["slow"])))
 
 
 def _slow_words(slow: Sequence[SlowTime]) -> str:

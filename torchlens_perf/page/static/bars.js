@@ -2,7 +2,7 @@
 {
   // The picture of bars as they are on the screen.
   function picture(figure, legend) {
-    const ratio = devicePixelRatio || 1;
+    const ratio = torchlens.exportRatio();
     const colours = torchlens.colours();
     const box = figure.querySelector(".bars").getBoundingClientRect();
     const made = torchlens.element("canvas", { width: Math.ceil(box.width * ratio), height: Math.ceil(box.height * ratio) });
@@ -43,7 +43,7 @@
         getComputedStyle(item.querySelector("rect")).fill,
         item.textContent,
       ]);
-    torchlens.exports(figure, () => figure.querySelector("h3").textContent, table, () => picture(figure, legend()));
+    torchlens.exports(figure, table, () => picture(figure, legend()));
     figure.addEventListener("click", ({ target }) => {
       const rank = target.closest?.("[data-rank]")?.dataset.rank;
       if (rank !== undefined) page.view.set({ rank: Number(rank) });

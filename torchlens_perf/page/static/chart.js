@@ -27,9 +27,11 @@
       addEventListener("scroll", () => this.hide(), { passive: true });
     }
 
+    // lines: null for none.
     show(lines, [x, y]) {
+      this.element.hidden = !lines;
+      if (!lines) return;
       this.element.replaceChildren(...lines.map((text) => element("div", { text })));
-      this.element.hidden = false;
       const { offsetWidth: width, offsetHeight: height } = this.element;
       const { clientWidth, clientHeight } = document.documentElement;
       this.element.style.left = `${Math.max(8, x + 14 + width > clientWidth - 8 ? x - width - 14 : x + 14)}px`;
@@ -58,6 +60,9 @@
     };
     return rows.map((row) => `${row.map(cell).join(",")}\r\n`).join("");
   };
+
+  // Pixels of a picture for one of the page.
+  torchlens.exportRatio = () => Math.max(2, devicePixelRatio || 1);
 
   // The title and the legend above a picture. legend: [colour, text] each; picture: a canvas of this pixel ratio.
   torchlens.framed = (title, legend, picture, ratio) => {
@@ -94,26 +99,36 @@
     return made;
   };
 
-  // Buttons beside the title of a figure. rows() returns a table, picture() a canvas.
-  torchlens.exports = (figure, title, rows, picture) => {
-    const name = () => (title().toLowerCase().match(/[a-z0-9]+/g) ?? ["chart"]).join("-").slice(0, 60);
-    const png = () => picture().toBlob((blob) => torchlens.save(`${name()}.png`, blob));
+  // Buttons beside the title of a figure. rows() returns a table, picture() a canvas or the promise of one.
+  torchlens.exports = (figure, rows, picture) => {
+    const heading = figure.querySelector("h3");
+    const name = () => (heading.textContent.toLowerCase().match(/[a-z0-9]+/g) ?? ["chart"]).join("-").slice(0, 60);
+    const png = async () => (await picture()).toBlob((blob) => torchlens.save(`${name()}.png`, blob));
     const csv = () => torchlens.save(`${name()}.csv`, new Blob([torchlens.csv(rows())], { type: "text/csv" }));
     const buttons = [["PNG", png], ["CSV", csv]].map(([text, pressed]) => {
       const made = torchlens.button(text, pressed);
-      made.setAttribute("aria-label", `Save "${short(title(), 60)}" as ${text}`);
+      made.setAttribute("aria-label", `Save "${short(heading.textContent, 60)}" as ${text}`);
       return made;
     });
-    const head = element("div", { className: "chart-head" }, element("span", { className: "exports" }, ...buttons));
-    const heading = figure.querySelector("h3");
+    const exports = element("span", { className: "exports" }, ...buttons);
+    const head = element("div", { className: "chart-head" }, exports);
     heading.before(head);
     head.prepend(heading);
+    return exports;
   };
 
   // -- charts
 
+  // A light ground of a colour.
+  torchlens.shade = (ctx, colour, opacity, left, top, width, height) => {
+    ctx.globalAlpha = opacity;
+    ctx.fillStyle = colour;
+    ctx.fillRect(left, top, width, height);
+    ctx.globalAlpha = 1;
+  };
+
   // A chart in a figure of the page. A subclass has options(): data, series, axes and what is painted; shape(): a text,
-  // upon whose change it is built anew; follow(changed): what a change of the view needs; hover(), click(), brush().
+  // upon whose change it is built anew; selectedWords(): a caption for a selection; hover(), click(), brush().
   class Chart {
     static FOLLOWS = [];
 
@@ -126,7 +141,8 @@
       this.legend = element("ul", { className: "legend", "aria-label": "Legend" });
       this.heading.after(this.place, this.legend);
       this.tip = new Tip(this.place);
-      torchlens.exports(figure, () => this.heading.textContent, () => this.rows(), () => this.picture());
+      this.exports = torchlens.exports(figure, () => this.rows(), () => this.picture());
+      this.exports.hidden = true;
       this.asked = new Set(["theme"]); // What has changed since the last drawing.
       this.isNear = false;
       this.observer = new IntersectionObserver(
@@ -171,7 +187,6 @@
     shape() {
       return "";
     }
-    follow() {}
 
     async draw() {
       const changed = this.asked;
@@ -181,64 +196,70 @@
         this.built = shape;
         this.build();
       } else if (this.constructor.FOLLOWS.some((key) => changed.has(key))) {
-        this.follow(changed);
         if (changed.has("zoom") && this.isOverSteps) this.scale(...this.page.window);
         else this.plot.redraw(false);
       }
+      if (this.selectedWords) this.say(this.view.steps ? this.selectedWords() : this.found);
     }
 
     build() {
       this.colours = torchlens.colours();
       this.font = getComputedStyle(document.body).fontFamily;
-      const options = this.options();
+      this.drawn = this.options();
       const old = this.plot;
-      this.plot = options ? this.made(options) : undefined;
+      this.plot = this.drawn ? this.made(this.drawn, this.place) : undefined;
       old?.destroy();
-      this.place.hidden = !options;
-      if (options) this.gestures(this.plot.over);
+      this.place.hidden = this.exports.hidden = !this.plot;
+      if (this.plot) this.gestures(this.plot.over);
     }
 
-    made({ data, series, bands, x, y, height, under, over }) {
-      const { colours, font } = this;
-      const axis = ({ label, text, splits, incrs, isWide = false, hasGrid = true, space }) => ({
+    // size: times the size on the screen.
+    made({ data, series, bands, x, y, height, under, over }, place, size = 1) {
+      const { colours } = this;
+      const font = `${12 * size}px ${this.font}`;
+      const axis = ({ label, text, splits, incrs, hasGrid = true, space = 30 }) => ({
         stroke: colours.text,
-        font: `12px ${font}`,
-        labelFont: `12px ${font}`,
+        font,
+        labelFont: font,
         label,
-        labelSize: 18,
-        labelGap: 2,
-        gap: 4,
-        ticks: { stroke: colours.rule, size: 4, width: 1 },
-        grid: { show: hasGrid, stroke: colours.rule, width: 1 },
+        labelSize: 18 * size,
+        labelGap: 2 * size,
+        gap: 4 * size,
+        ticks: { stroke: colours.rule, size: 4 * size, width: size },
+        grid: { show: hasGrid, stroke: colours.rule, width: size },
         values: (_, found) => {
           const texts = found.map((value) => (value === null ? "" : text(value)));
           return texts.map((each, at) => (each === texts[at - 1] ? "" : each)); // two ticks never read the same
         },
-        ...(splits ? { splits } : {}),
+        splits,
         incrs: incrs ?? INCREMENTS,
-        ...(space ? { space } : {}),
-        ...(isWide ? { size: (_, found) => 12 + Math.max(0, ...(found ?? []).map((each) => this.textWidth(each))) } : {}),
+        space: space * size,
       });
-      const ranged = ({ range, isDown }) => ({ time: false, range, ...(isDown ? { dir: -1 } : {}) });
+      const ranged = ({ range, isDown }) => ({ time: false, range, dir: isDown ? -1 : 1 });
+      const widest = (_, found) => size * (12 + Math.max(0, ...(found ?? []).map((each) => this.textWidth(each))));
+      const line = ({ width = 1, dash = [], ...more }) => ({
+        points: { show: false },
+        width: width * size,
+        dash: dash.map((each) => each * size),
+        ...more,
+      });
+      const painted = (paint) => (paint ? [(plot) => this.clipped(plot, size, paint)] : []);
       const options = {
-        width: this.width,
-        height: height + 42,
-        padding: [8, 18, 0, 0],
+        width: this.width * size,
+        height: (height + 42) * size,
+        padding: [8 * size, 18 * size, 0, 0],
         legend: { show: false },
         cursor: { drag: { x: false, y: false }, y: false, points: { show: false } },
         scales: { x: ranged(x), y: ranged(y) },
         axes: [
-          { ...axis({ hasGrid: false, space: this.isNarrow ? 60 : 80, ...x }), size: 24 },
-          axis({ isWide: true, ...y }),
+          { ...axis({ hasGrid: false, space: this.isNarrow ? 60 : 80, ...x }), size: 24 * size },
+          { ...axis(y), size: widest },
         ],
-        series: [{}, ...series.map((each) => ({ points: { show: false }, ...each }))],
+        series: [{}, ...series.map(line)],
         bands,
-        hooks: {
-          drawClear: under ? [(plot) => this.clipped(plot, under)] : [],
-          draw: over ? [(plot) => this.clipped(plot, over)] : [],
-        },
+        hooks: { drawClear: painted(under), draw: painted(over) },
       };
-      const plot = new uPlot(options, data, this.place);
+      const plot = new uPlot(options, data, place);
       plot.over.style.touchAction = "pan-y pinch-zoom"; // A finger scrolls the page over it.
       return plot;
     }
@@ -249,10 +270,12 @@
       return this.measure.measureText(text ?? "").width;
     }
 
-    // Paints inside of the plot area, in CSS pixels from its corner. paint: gets ctx, the plot, width and height.
-    clipped(plot, paint) {
+    // Paints inside of the plot area, in pixels of the screen from its corner. paint: gets ctx and the area, whose x()
+    // and y() turn values into places.
+    clipped(plot, size, paint) {
       const { ctx, bbox } = plot;
-      const ratio = uPlot.pxRatio;
+      const ratio = uPlot.pxRatio * size;
+      const placed = (scale) => (value) => plot.valToPos(value, scale) / size;
       ctx.save();
       ctx.beginPath();
       ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
@@ -260,8 +283,9 @@
       ctx.translate(bbox.left, bbox.top);
       ctx.scale(ratio, ratio);
       ctx.font = `11px ${this.font}`;
+      ctx.lineWidth = 1.5;
       [ctx.textAlign, ctx.textBaseline] = ["start", "alphabetic"];
-      paint(ctx, plot, bbox.width / ratio, bbox.height / ratio);
+      paint(ctx, { x: placed("x"), y: placed("y"), width: bbox.width / ratio, height: bbox.height / ratio });
       ctx.restore();
     }
 
@@ -273,10 +297,17 @@
     clear() {
       this.plot?.destroy();
       this.plot = undefined;
+      this.exports.hidden = true;
     }
 
-    picture() {
-      return torchlens.framed(this.heading.textContent, this.entries ?? [], this.plot.ctx.canvas, uPlot.pxRatio);
+    // Drawn anew for export, with at least two pixels for one of the page.
+    async picture() {
+      const size = Math.max(1, torchlens.exportRatio() / uPlot.pxRatio);
+      const plot = this.made(this.drawn, element("div"), size);
+      await null; // uPlot draws in a microtask.
+      const made = torchlens.framed(this.heading.textContent, this.entries, plot.ctx.canvas, uPlot.pxRatio * size);
+      plot.destroy();
+      return made;
     }
 
     // entries: [colour, text] each; null is no colour.
@@ -294,69 +325,68 @@
     // -- gestures: hover, click, drag, Ctrl and wheel, double click
 
     gestures(over) {
-      const valueOf = ({ clientX, clientY }) => {
+      const placeOf = ({ clientX, clientY }) => {
         const box = over.getBoundingClientRect();
-        return [this.plot.posToVal(clientX - box.left, "x"), this.plot.posToVal(clientY - box.top, "y"), clientX - box.left];
+        const left = clientX - box.left;
+        return { left, x: this.plot.posToVal(left, "x"), y: this.plot.posToVal(clientY - box.top, "y") };
       };
       const mark = (left, width) => this.plot?.setSelect({ left, top: 0, width, height: over.clientHeight }, false);
+      const point = (event, { x, y }) => this.tip.show(this.hover(x, y), [event.clientX, event.clientY]);
       let pressed = null;
-      const point = (event) => {
-        const [x, y] = valueOf(event);
-        const lines = this.hover(x, y);
-        if (lines) this.tip.show(lines, [event.clientX, event.clientY]);
-        else this.tip.hide();
+      const released = () => {
+        pressed = null;
+        mark(0, 0);
       };
-      over.addEventListener("pointerdown", (event) => {
-        if (event.button !== 0) return;
-        pressed = valueOf(event);
-        over.setPointerCapture(event.pointerId);
-      });
-      over.addEventListener("pointermove", (event) => {
-        const now = valueOf(event);
-        if (pressed && Math.abs(now[2] - pressed[2]) > DRAG) {
-          const left = Math.max(0, Math.min(now[2], pressed[2]));
-          const width = Math.min(over.clientWidth, Math.max(now[2], pressed[2])) - left;
-          mark(left, width);
-        }
-        point(event);
-      });
-      over.addEventListener("pointerup", (event) => {
-        if (!pressed) return;
-        const now = valueOf(event);
-        const began = pressed;
-        pressed = null;
-        mark(0, 0);
-        if (Math.abs(now[2] - began[2]) > DRAG) this.brush(Math.min(began[0], now[0]), Math.max(began[0], now[0]), event);
-        else {
-          this.click(now[0], now[1]);
-          point(event);
-        }
-      });
-      over.addEventListener("pointercancel", () => {
-        pressed = null;
-        mark(0, 0);
-      });
-      over.addEventListener("pointerleave", () => {
-        this.tip.hide();
-        this.leave();
-      });
-      over.addEventListener("dblclick", () => this.whole());
-      over.addEventListener(
-        "wheel",
-        (event) => {
+      const handlers = {
+        pointerdown: (event) => {
+          if (event.button !== 0) return;
+          pressed = placeOf(event);
+          over.setPointerCapture(event.pointerId);
+        },
+        pointermove: (event) => {
+          const now = placeOf(event);
+          if (pressed && Math.abs(now.left - pressed.left) > DRAG) {
+            const left = Math.max(0, Math.min(now.left, pressed.left));
+            mark(left, Math.min(over.clientWidth, Math.max(now.left, pressed.left)) - left);
+          }
+          point(event, now);
+        },
+        pointerup: (event) => {
+          if (!pressed) return;
+          const now = placeOf(event);
+          const began = pressed;
+          released();
+          if (Math.abs(now.left - began.left) > DRAG) {
+            this.brush(Math.min(began.x, now.x), Math.max(began.x, now.x), event);
+          } else {
+            this.click(now.x, now.y);
+            point(event, now);
+          }
+        },
+        pointercancel: released,
+        pointerleave: () => {
+          this.tip.hide();
+          this.leave();
+        },
+        dblclick: () => this.whole(),
+        wheel: (event) => {
           if (!event.ctrlKey && !event.metaKey) return; // Without a key, the page scrolls.
           event.preventDefault();
-          this.zoomBy(event.deltaY < 0 ? 0.8 : 1.25, valueOf(event)[0]);
+          this.zoomBy(event.deltaY < 0 ? 0.8 : 1.25, placeOf(event).x);
         },
-        { passive: false },
-      );
+      };
+      for (const [name, handler] of Object.entries(handlers)) over.addEventListener(name, handler, { passive: false });
     }
 
     hover() {
       return null;
     }
     leave() {}
-    click() {}
+    click(x) {
+      if (this.isOverSteps && x >= this.steps.begin && x < this.steps.end) {
+        this.page.view.set({ step: Math.floor(x) });
+      }
+    }
     brush(low, high, event) {
       if (!this.isOverSteps) return;
       if (event.shiftKey) this.page.zoom(low, high);
@@ -372,6 +402,23 @@
       this.plot.setScale("x", { min, max });
     }
 
+    // -- the keyboard
+
+    // Makes the chart reachable by keys. keys: by the name of each, what it does.
+    onKeys(role, hint, more) {
+      const attributes = { tabindex: "0", role: "application", "aria-roledescription": role, "aria-label": hint };
+      for (const [key, value] of Object.entries(attributes)) this.place.setAttribute(key, value);
+      const keys = { "+": () => this.zoomBy(0.5), "-": () => this.zoomBy(2), 0: () => this.whole(), ...more };
+      keys["="] = keys["+"];
+      this.place.addEventListener("blur", () => this.tip.hide());
+      this.place.addEventListener("keydown", (event) => {
+        const name = event.key.length === 1 ? event.key.toLowerCase() : event.key;
+        if (event.ctrlKey || event.metaKey || event.altKey || !this.plot || !Object.hasOwn(keys, name)) return;
+        keys[name](event);
+        event.preventDefault();
+      });
+    }
+
     // -- charts over steps: one axis, one zoom, one selection
 
     stepAxis() {
@@ -383,21 +430,24 @@
       };
     }
 
+    // What is selected, on the horizontal axis.
+    selected() {
+      return this.isOverSteps ? this.view.steps : null;
+    }
+
     // The selected steps, and the chosen one.
-    paintSelection(ctx, plot, height) {
+    paintSelection(ctx, { x, height }) {
       const { steps, view, colours } = this;
-      const at = (step) => plot.valToPos(step, "x");
-      if (view.steps) {
-        const [left, right] = view.steps.map(at);
-        ctx.fillStyle = ctx.strokeStyle = colours.link;
-        ctx.globalAlpha = 0.12;
-        ctx.fillRect(left, 0, right - left, height);
-        ctx.globalAlpha = 1;
+      const selected = this.selected();
+      if (selected) {
+        const [left, right] = selected.map(x);
+        torchlens.shade(ctx, colours.link, 0.12, left, 0, right - left, height);
+        ctx.strokeStyle = colours.link;
         ctx.strokeRect(left, -2, right - left, height + 4);
       }
-      if (view.step !== null && view.step >= steps.begin && view.step < steps.end) {
+      if (this.isOverSteps && view.step !== null && view.step >= steps.begin && view.step < steps.end) {
         ctx.fillStyle = colours.text;
-        ctx.fillRect(at(steps.first[steps.column(view.step)] + steps.width / 2) - 0.75, 0, 1.5, height);
+        ctx.fillRect(x(steps.first[steps.column(view.step)] + steps.width / 2) - 0.75, 0, 1.5, height);
       }
     }
   }
@@ -416,13 +466,13 @@
   };
 
   // Letters at the bottom of the plot; where they are too dense, every so many.
-  torchlens.paintFlags = (ctx, plot, steps, height) => {
+  torchlens.paintFlags = (ctx, { x: at, height }, steps) => {
     let last = -Infinity;
     ctx.textAlign = "center";
     for (let column = 0; column < steps.columns; column++) {
       const text = steps.flags[column].map((flag) => FLAGS.get(flag)?.[0] ?? "").join("");
       if (!text) continue;
-      const x = plot.valToPos(steps.first[column] + steps.width / 2, "x");
+      const x = at(steps.first[column] + steps.width / 2);
       if (x - last < 9 * text.length) continue;
       ctx.fillText(text, x, height - 4);
       last = x;

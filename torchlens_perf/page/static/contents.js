@@ -80,6 +80,12 @@
       return this.quantities.get(quantity);
     }
 
+    // A rank's values, with null for what was not measured.
+    row(values, row) {
+      const found = values.subarray(row * this.columns, (row + 1) * this.columns);
+      return Array.from(found, (value) => (value === value ? value : null));
+    }
+
     // The column that a step is in; the nearest one where it is in none.
     column(step) {
       return torchlens.indexOf(this.first, step);

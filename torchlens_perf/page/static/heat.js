@@ -151,18 +151,36 @@
 
     constructor(page, figure) {
       super(page, figure);
-      this.controls = element("div");
-      this.place.before(this.controls);
-      this.renewed();
+      const labels = { quantity: "Show", group: "Group by", order: "Order by" };
+      this.choices = Object.entries(labels).map(([key, label]) => [
+        key,
+        torchlens.choice(label, key, (value) => page.view.set({ [key]: value })),
+      ]);
+      const controls = element(
+        "div",
+        { className: "controls" },
+        ...this.choices.map(([, { label }]) => label),
+        torchlens.button("Zoom in", () => page.zoomBy(0.5)),
+        torchlens.button("Zoom out", () => page.zoomBy(2)),
+        torchlens.button("All steps", () => page.showAll()),
+      );
+      this.place.before(controls);
       this.keys();
     }
 
-    renewed() {
-      super.renewed();
-      if (!this.controls) return;
-      const controls = this.page.heatControls();
-      this.controls.replaceWith(controls);
-      this.controls = controls;
+    // What can be chosen: [key, words] each.
+    alternatives() {
+      const { steps } = this;
+      const dimensions = [...new Set(steps.places.flatMap(({ mesh }) => Object.keys(mesh)))];
+      return {
+        quantity: [...steps.quantities.keys()].map((key) => [key, torchlens.quantityWords(key)]),
+        group: [
+          ["none", "nothing"],
+          ["node", "node"],
+          ...dimensions.map((each) => [`mesh ${each}`, `mesh: ${short(each, 24)}`]),
+        ],
+        order: ["slowness", "rank"].map((key) => [key, key]),
+      };
     }
 
     shape() {
@@ -219,6 +237,8 @@
 
     options() {
       const { steps, colours } = this;
+      const alternatives = this.alternatives();
+      for (const [key, choice] of this.choices) choice.show(alternatives[key], this.view[key]);
       this.smallest = smallestExcess(this.page.contents.report, steps);
       this.order = this.sorted();
       this.placeOf = new Map(this.order.map((row, at) => [row, at]));
@@ -250,7 +270,7 @@
           hasGrid: false,
         },
         height: this.rowsHeight + 16,
-        over: (ctx, plot, width, height) => this.paint(ctx, plot, width, height),
+        over: (ctx, area) => this.paint(ctx, area),
       };
     }
 
@@ -260,7 +280,7 @@
     }
 
     // The cells in sight, frames around slow times, lines between groups, and what is selected.
-    paint(ctx, plot, width, height) {
+    paint(ctx, { x, y, width, height }) {
       const { steps, order, colours } = this;
       const [start, end] = this.page.window;
       const from = steps.column(Math.max(steps.begin, Math.floor(start)));
@@ -273,8 +293,6 @@
       this.cells ??= document.createElement("canvas");
       [this.cells.width, this.cells.height] = [shown.width, shown.height];
       this.cells.getContext("2d").putImageData(image, 0, 0);
-      const x = (step) => plot.valToPos(step, "x");
-      const y = (at) => plot.valToPos(at, "y");
       const left = x(steps.first[from]);
       const right = x(steps.first[from] + shown.width * shown.across * steps.width);
       ctx.imageSmoothingEnabled = false;
@@ -284,7 +302,6 @@
         if (this.groupOf(order[at]) !== this.groupOf(order[at - 1])) ctx.fillRect(0, y(at) - 0.5, width, 1);
       }
       ctx.strokeStyle = colours.slower;
-      ctx.lineWidth = 1.5;
       for (const { rank, since_step, until_step } of steps.slow) {
         const at = this.placeOf.get(steps.rowOf.get(rank));
         if (at === undefined) continue;
@@ -292,8 +309,8 @@
         ctx.strokeRect(begin, y(at), x(until_step ?? steps.end) - begin, y(at + 1) - y(at));
       }
       ctx.fillStyle = colours.text;
-      torchlens.paintFlags(ctx, plot, steps, height);
-      this.paintSelection(ctx, plot, height);
+      torchlens.paintFlags(ctx, { x, height }, steps);
+      this.paintSelection(ctx, { x, height });
       const at = this.placeOf.get(steps.rowOf.get(this.view.rank));
       if (at === undefined) return;
       ctx.strokeStyle = colours.text;
@@ -347,11 +364,6 @@
       ];
     }
 
-    async draw() {
-      await super.draw();
-      this.say(this.view.steps ? this.selectedWords() : this.found);
-    }
-
     selectedWords() {
       const { steps, view } = this;
       const values = steps.values("excess");
@@ -380,24 +392,14 @@
     // -- the keyboard
 
     keys() {
-      const { page, place } = this;
+      const { page } = this;
       const hint =
         "Ranks by step. Left and right arrows choose a step, up and down a rank, with Shift a range of steps; " +
         "Enter opens the step; plus and minus zoom, 0 shows all; Escape clears the selection.";
-      const arrows = {
-        ArrowLeft: [-1, 0],
-        ArrowRight: [1, 0],
-        ArrowUp: [0, -1],
-        ArrowDown: [0, 1],
-        Home: [-Infinity, 0],
-        End: [Infinity, 0],
-      };
-      const attributes = { tabindex: "0", role: "application", "aria-roledescription": "heat map", "aria-label": hint };
-      for (const [key, value] of Object.entries(attributes)) place.setAttribute(key, value);
       const clamp = (value, most) => Math.max(0, Math.min(most, value));
       let anchor = null; // The step from which Shift selects.
 
-      const walk = ([across, down], isSelecting) => {
+      const walk = (across, down) => ({ shiftKey: isSelecting }) => {
         const { steps } = page;
         const view = page.view.now;
         const at = this.placeOf.get(steps.rowOf.get(view.rank));
@@ -417,22 +419,19 @@
           const [x, y] = [step + 0.5, this.placeOf.get(row) + 0.5];
           const lines = this.hover(x, y);
           const box = this.plot.over.getBoundingClientRect();
-          if (lines) this.tip.show(lines, [box.x + this.plot.valToPos(x, "x"), box.y + this.plot.valToPos(y, "y")]);
+          this.tip.show(lines, [box.x + this.plot.valToPos(x, "x"), box.y + this.plot.valToPos(y, "y")]);
         });
       };
 
-      place.addEventListener("blur", () => this.tip.hide());
-      place.addEventListener("keydown", (event) => {
-        if (event.ctrlKey || event.metaKey || event.altKey || !this.order) return;
-        const { key } = event;
-        if (Object.hasOwn(arrows, key)) walk(arrows[key], event.shiftKey);
-        else if (key === "Enter" && page.view.now.step !== null) page.openStep();
-        else if (key === "Escape") page.clear();
-        else if (key === "+" || key === "=") page.zoomBy(0.5);
-        else if (key === "-") page.zoomBy(2);
-        else if (key === "0") page.showAll();
-        else return;
-        event.preventDefault();
+      this.onKeys("heat map", hint, {
+        ArrowLeft: walk(-1, 0),
+        ArrowRight: walk(1, 0),
+        ArrowUp: walk(0, -1),
+        ArrowDown: walk(0, 1),
+        Home: walk(-Infinity, 0),
+        End: walk(Infinity, 0),
+        Enter: () => page.view.now.step !== null && page.openStep(),
+        Escape: () => page.clear(),
       });
     }
   }

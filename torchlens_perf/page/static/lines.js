@@ -26,7 +26,7 @@
       const { steps, colours, view } = this;
       const { bands } = steps;
       const row = steps.rowOf.get(view.rank);
-      const own = row === undefined ? steps.first.map(() => null) : this.valuesOf(row);
+      const own = row === undefined ? steps.first.map(() => null) : steps.row(steps.step, row);
       this.x = steps.first.map((first) => first + steps.width / 2);
       this.warmUp = Math.min(steps.end, steps.begin + (this.page.contents.report.steps.warm_up ?? 0));
       const isWarm = (_, at) => steps.first[at] >= this.warmUp;
@@ -55,42 +55,27 @@
         x: this.stepAxis(),
         y: { label: "step time", text: tick, range: [0, top], space: 40 },
         height: 220,
-        under: (ctx, plot, width, height) => this.paintTimes(ctx, plot, height),
-        over: (ctx, plot, width, height) => {
-          this.paintSelection(ctx, plot, height);
+        under: (ctx, area) => this.paintTimes(ctx, area),
+        over: (ctx, area) => {
+          this.paintSelection(ctx, area);
           ctx.fillStyle = colours.text;
-          torchlens.paintFlags(ctx, plot, steps, height);
+          torchlens.paintFlags(ctx, area, steps);
         },
       };
     }
 
-    valuesOf(row) {
-      const { steps } = this;
-      const values = steps.step.subarray(row * steps.columns, (row + 1) * steps.columns);
-      return Array.from(values, (value) => (value === value ? value : null));
-    }
-
     // The warm-up as a grey ground, and slow times as labelled bars at the top.
-    paintTimes(ctx, plot, height) {
+    paintTimes(ctx, { x: at, height }) {
       const { steps, colours } = this;
-      const at = (step) => plot.valToPos(step, "x");
       ctx.fillStyle = colours.raised;
       ctx.fillRect(at(steps.begin), 0, at(this.warmUp) - at(steps.begin), height);
       for (const [place, { rank, since_step, until_step }] of steps.slow.slice(0, 3).entries()) {
         const left = Math.max(0, at(Math.max(since_step, steps.begin)));
         const right = at(until_step ?? steps.end);
-        ctx.globalAlpha = 0.25;
-        ctx.fillStyle = colours.slower;
-        ctx.fillRect(left, place * 16, right - left, 15);
-        ctx.globalAlpha = 1;
+        torchlens.shade(ctx, colours.slower, 0.25, left, place * 16, right - left, 15);
         ctx.fillStyle = colours.text;
         ctx.fillText(`rank ${rank} slow`, left + 4, place * 16 + 12);
       }
-    }
-
-    click(x) {
-      const { begin, end } = this.steps;
-      if (x >= begin && x < end) this.page.view.set({ step: Math.floor(x) });
     }
 
     hover(x) {
@@ -112,11 +97,6 @@
         ...(first < this.warmUp ? ["warm-up"] : []),
         ...(steps.flags[column].length ? [`also: ${short(steps.flags[column].join(", "), 80)}`] : []),
       ];
-    }
-
-    async draw() {
-      await super.draw();
-      this.say(this.view.steps ? this.selectedWords() : this.found);
     }
 
     selectedWords() {
@@ -141,7 +121,7 @@
 
   // -- one line for each rank, GPU or port
 
-  // A subclass has lines(): {label, rank, x, y} each; axes(): x and y; text(): a value with its unit.
+  // A subclass has lines(): {label, rank, x, y} each; axis(): of x; label: of y; text(): a value with its unit.
   class Lines extends torchlens.Chart {
     static FOLLOWS = ["steps", "step", "zoom"];
 
@@ -166,19 +146,22 @@
       this.explain(isFew ? named : [...stands, [colours.dim, this.othersText]]);
       const order = [...this.data.keys()].sort((one, other) => looks[one].width - looks[other].width);
       const known = this.data.flatMap(({ y }) => y.filter((value) => value !== null));
-      const [low, high] = known.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
-      const { x, y } = this.axes();
+      const low = known.reduce((one, other) => Math.min(one, other), Infinity);
+      const high = known.reduce((one, other) => Math.max(one, other), -Infinity);
       return {
         data: uPlot.join(order.map((at) => [this.data[at].x, this.data[at].y])),
         series: order.map((at) => looks[at]),
-        x,
-        y: { range: this.range(low, high), text: torchlens.tick((value) => this.text(value)), space: 34, ...y },
+        x: this.axis(),
+        y: {
+          label: this.label,
+          range: this.range(low, high),
+          text: torchlens.tick((value) => this.text(value)),
+          space: 34,
+        },
         height: 150,
-        over: (ctx, plot, width, height) => {
-          const selected = this.selected();
-          if (this.isOverSteps) this.paintSelection(ctx, plot, height);
-          else if (selected) this.paintTime(ctx, plot, selected, height);
-          if (this.hasPeak) this.paintPeak(ctx, plot, width, high);
+        over: (ctx, area) => {
+          this.paintSelection(ctx, area);
+          if (this.hasPeak) this.paintPeak(ctx, area, high);
         },
       };
     }
@@ -191,27 +174,15 @@
       return [from, high + 0.18 * (high - from || 1)];
     }
 
-    paintTime(ctx, plot, times, height) {
-      const [left, right] = times.map((time) => plot.valToPos(time, "x"));
-      ctx.fillStyle = this.colours.link;
-      ctx.globalAlpha = 0.12;
-      ctx.fillRect(left, 0, right - left, height);
-      ctx.globalAlpha = 1;
-    }
-
-    paintPeak(ctx, plot, width, high) {
+    paintPeak(ctx, area, high) {
       const { label, x, y } = this.data.find((each) => each.y.includes(high));
-      const [left, top] = [plot.valToPos(x[y.indexOf(high)], "x"), plot.valToPos(high, "y")];
+      const [left, top] = [area.x(x[y.indexOf(high)]), area.y(high)];
       const text = `peak ${this.text(high)}, ${short(label, 24)}`;
       ctx.fillStyle = this.colours.text;
       ctx.beginPath();
       ctx.arc(left, top, 3, 0, 2 * Math.PI);
       ctx.fill();
-      ctx.fillText(text, Math.max(2, Math.min(left - 4, width - ctx.measureText(text).width - 4)), top - 7);
-    }
-
-    selected() {
-      return null;
+      ctx.fillText(text, Math.max(2, Math.min(left - 4, area.width - ctx.measureText(text).width - 4)), top - 7);
     }
 
     // The lines nearest to the pointer.
@@ -247,27 +218,23 @@
       const first = this.steps.first[this.steps.column(x)];
       return stepsText(first, first + this.steps.width);
     }
-    click(x) {
-      const { begin, end } = this.steps;
-      if (x >= begin && x < end) this.page.view.set({ step: Math.floor(x) });
+    axis() {
+      return this.stepAxis();
     }
   }
 
   // Compute time of two to four ranks: a heat map of so few rows tells less.
   class Compute extends OverSteps {
+    label = "compute";
+
     lines() {
       const { steps } = this;
       return steps.places.map(({ rank }, row) => ({
         label: `rank ${rank}`,
         rank,
         x: Array.from(steps.first),
-        y: Array.from(steps.work.subarray(row * steps.columns, (row + 1) * steps.columns), (value) =>
-          value === value ? value : null,
-        ),
+        y: steps.row(steps.work, row),
       }));
-    }
-    axes() {
-      return { x: this.stepAxis(), y: { label: "compute" } };
     }
     text(value) {
       return duration(value);
@@ -275,6 +242,7 @@
   }
 
   class Memory extends OverSteps {
+    label = "memory";
     hasPeak = true;
 
     lines() {
@@ -289,9 +257,6 @@
           return { label: `rank ${rank}`, rank, x: values.map((_, at) => steps.first[at * together]), y: values };
         })
         .filter(({ y }) => y.some((value) => value !== null));
-    }
-    axes() {
-      return { x: this.stepAxis(), y: { label: "memory" } };
     }
     text(value) {
       return torchlens.amount(value, "B");
@@ -312,11 +277,14 @@
         .slice(0, MOST_LINES)
         .map(({ where, rank, time_s, value }) => ({ label: where, rank, x: time_s, y: value }));
     }
-    axes() {
+    get label() {
+      return this.figure.dataset.unit;
+    }
+    axis() {
       const times = this.data.flatMap(({ x }) => [x[0], x[x.length - 1]]).filter((time) => time !== undefined);
       const range = [Math.min(0, ...times), Math.max(1e-9, ...times)];
       const text = (x) => String(Number(x.toPrecision(6)));
-      return { x: { label: "seconds since the first step", text, range }, y: { label: this.figure.dataset.unit } };
+      return { label: "seconds since the first step", text, range };
     }
     text(value) {
       return torchlens.measured(value, this.unit);

@@ -4,6 +4,8 @@
   const MOST_COLLECTIVES = 24;
   const FIRST_COLLECTIVES = 8;
   const MOST_OPTIONS = 80;
+  const us = (value) => (typeof value === "number" ? duration(value / 1e6) : "not known");
+  const most = (values) => values.reduce((one, other) => (one === null || other > one ? other : one), null);
 
   // In its waits on the training thread.
   function blockedUs({ rows }) {
@@ -16,7 +18,6 @@
 
   // Who was waited for, and how long.
   torchlens.stepFinding = ({ step, ranks, collectives }) => {
-    const us = (value) => duration(value / 1e6);
     const blocked = new Map();
     for (const { last_rank, asynchronous, wait_us } of collectives) {
       if (last_rank === null || asynchronous) continue;
@@ -27,16 +28,16 @@
     const longest = ranks.reduce((one, other) => (other.duration_us > one.duration_us ? other : one));
     let text = `Step ${step} takes ${us(longest.duration_us)} on rank ${longest.rank}`;
     if (blocked.size) {
-      const most = (waits) => [...waits].reduce((one, other) => (other[1] > one[1] ? other : one));
+      const longestOf = (waits) => [...waits].reduce((one, other) => (other[1] > one[1] ? other : one));
       const [last, [waiter, wait]] = [...blocked]
-        .map(([rank, waits]) => [rank, most(waits)])
+        .map(([rank, waits]) => [rank, longestOf(waits)])
         .reduce((one, other) => (other[1][1] > one[1][1] ? other : one));
       text += `; rank ${waiter} waits ${us(wait)} for rank ${last}`;
     } else if (ranks.length > 1) {
       const waits = ranks.map((rank) => [blockedUs(rank), rank.rank]).sort(([one], [other]) => one - other);
-      const [[least_us, least], [most_us, most]] = [waits[0], waits[waits.length - 1]];
-      if (most_us) text += `; rank ${most} has the longest comm wait, ${us(most_us)}`;
-      if (most_us && least_us) text += `, rank ${least} the shortest, ${us(least_us)}`;
+      const [[least_us, shortest], [most_us, longest]] = [waits[0], waits[waits.length - 1]];
+      if (most_us) text += `; rank ${longest} has the longest comm wait, ${us(most_us)}`;
+      if (most_us && least_us) text += `, rank ${shortest} the shortest, ${us(least_us)}`;
     }
     return `${text}.`;
   };
@@ -70,11 +71,10 @@
       this.fetched = new Map();
       this.missing = new Map(); // what was asked for and not recorded, by which version of the contents
       const set = (step) => page.view.set({ step });
-      const { label, select } = torchlens.choice("Step", "recorded-step", [], (value) => set(Number(value)));
-      this.select = select;
+      this.choice = torchlens.choice("Step", "recorded-step", (value) => set(Number(value)));
       this.before = torchlens.button("\u2039 Previous recorded step", () => this.next(-1));
       this.after = torchlens.button("Next recorded step \u203a", () => this.next(1));
-      this.element = element("div", { className: "controls" }, label, this.before, this.after);
+      this.element = element("div", { className: "controls" }, this.choice.label, this.before, this.after);
       if (page.isLive) {
         this.any = element("input", { type: "number", min: "0", name: "any-step", size: "8" });
         this.any.addEventListener("change", () => {
@@ -134,104 +134,62 @@
       const at = all.findIndex(({ step }) => step === trace?.step);
       const from = Math.max(0, Math.min(at - MOST_OPTIONS / 2, all.length - MOST_OPTIONS));
       const shown = all.slice(from, from + MOST_OPTIONS);
-      this.select.replaceChildren(
-        ...shown.map(({ step, why }) => torchlens.option(step, `${step}: ${short(why, 60)}`)),
-      );
-      if (trace) this.select.value = String(trace.step);
+      const options = shown.map(({ step, why }) => [step, `${step}: ${short(why, 60)}`]);
+      this.choice.show(options, trace?.step);
       this.before.disabled = at <= 0;
       this.after.disabled = at < 0 || at === all.length - 1;
       if (this.any && document.activeElement !== this.any) this.any.value = trace?.step ?? "";
     }
   }
 
-  // The tables of the step below its timeline.
-  class StepTables {
-    constructor(figure, chart) {
-      this.figure = figure;
-      this.chart = chart;
+  function collectivesTable({ step, collectives, ranks_left_out }) {
+    if (!collectives.length) {
+      return element("p", { className: "note", text: `No collective of step ${step} was joined over its ranks.` });
     }
-
-    show(trace) {
-      this.made?.remove();
-      const shown = trace ?? this.chart.page.contents.traces.steps[0];
-      this.made = element("div", {}, ...(shown.ranks.length > 1 ? [this.collectives(shown), this.ranks(shown)] : []));
-      this.figure.after(this.made);
-    }
-
-    collectives({ step, collectives, ranks_left_out }) {
-      const longest = ranks_left_out ? "longest wait of those shown" : "longest wait";
-      if (!collectives.length) {
-        return element("p", {
-          className: "note",
-          text: `No collective of step ${step} was joined over its ranks.`,
-        });
-      }
-      const shown = collectives.slice(0, MOST_COLLECTIVES);
-      const us = (value) => duration(value / 1e6);
-      const rows = shown.map(({ name, group, number, bytes, last_rank, arrival_us, wait_us, asynchronous }) => {
-        const known = (values) => Object.entries(values).filter(([, value]) => value !== null);
-        const waits = known(wait_us);
-        const arrivals = known(arrival_us).map(([, value]) => value);
-        const [rank, wait] = waits.reduce((one, other) => (other[1] > one[1] ? other : one), [null, 0]);
-        return [
-          short(name),
-          short(group, 24),
-          String(number),
-          bytes === null ? "-" : torchlens.amount(bytes, "B"),
-          last_rank === null ? "not known" : String(last_rank),
-          arrivals.length ? us(Math.max(...arrivals)) : "not known",
-          wait > 0 ? `${us(wait)} (rank ${rank})` : "none",
-          asynchronous ? "yes" : "no",
-        ];
-      });
-      const headers = [
-        "collective",
-        "group",
-        "number",
-        "bytes",
-        "last to arrive",
-        "after the first rank",
-        longest,
-        "asynchronous",
-      ];
-      const which = shown.length < collectives.length ? `, ${shown.length} of ${collectives.length}` : "";
-      return torchlens.table(
-        `Collectives of step ${step} that were joined over its ranks, in the order of their ends${which}`,
-        headers,
-        rows,
-        { texts: [0, 1], first: FIRST_COLLECTIVES },
-      );
-    }
-
-    ranks({ step, ranks, collectives }) {
-      const us = (value) => duration(value / 1e6);
-      const rows = ranks.map(({ rank, offset_us, duration_us, rows: lanes }) => {
-        const waits = collectives
-          .filter(({ asynchronous }) => !asynchronous)
-          .map(({ wait_us }) => wait_us[rank])
-          .filter((wait) => typeof wait === "number");
-        return [
-          String(rank),
-          offset_us === null ? "not known" : us(offset_us),
-          us(duration_us),
-          waits.length ? us(waits.reduce((sum, wait) => sum + wait, 0)) : "-",
-          String(collectives.filter(({ last_rank }) => last_rank === rank).length),
-          String(lanes.reduce((sum, { kind }) => sum + kind.length, 0)),
-        ];
-      });
-      const headers = [
-        "rank",
-        "start after the first rank",
-        "step",
-        "wait in joined collectives",
-        "last to arrive in",
-        "spans",
-      ];
-      const made = element("details", {}, element("summary", { text: "The step as a table" }));
-      made.append(torchlens.table(`Step ${step} by rank`, headers, rows, { texts: [] }));
-      return made;
-    }
+    const shown = collectives.slice(0, MOST_COLLECTIVES);
+    const which = shown.length < collectives.length ? `, ${shown.length} of ${collectives.length}` : "";
+    const title = `Collectives of step ${step} that were joined over its ranks, in the order of their ends${which}`;
+    const longest = ({ wait_us }) => {
+      const wait = most(Object.values(wait_us));
+      return wait > 0 ? `${us(wait)} (rank ${Object.keys(wait_us).find((rank) => wait_us[rank] === wait)})` : "none";
+    };
+    const columns = [
+      ["collective", ({ name }) => short(name), "text"],
+      ["group", ({ group }) => short(group, 24), "text"],
+      ["number", ({ number }) => number],
+      ["bytes", ({ bytes }) => (bytes === null ? "-" : torchlens.amount(bytes, "B"))],
+      ["last to arrive", ({ last_rank }) => last_rank ?? "not known"],
+      ["after the first rank", ({ arrival_us }) => us(most(Object.values(arrival_us)))],
+      [ranks_left_out ? "longest wait of those shown" : "longest wait", longest],
+      ["asynchronous", ({ asynchronous }) => (asynchronous ? "yes" : "no")],
+    ];
+    return torchlens.table(title, shown, columns, { first: FIRST_COLLECTIVES });
   }
 
-  Object.assign(torchlens, { StepPicker, StepTables });
+  function ranksTable({ step, ranks, collectives }) {
+    const waited = ({ rank }) => {
+      const joined = collectives.filter(({ asynchronous }) => !asynchronous);
+      const waits = joined.map(({ wait_us }) => wait_us[rank]).filter((wait) => typeof wait === "number");
+      return waits.length ? us(waits.reduce((sum, wait) => sum + wait)) : "-";
+    };
+    return torchlens.table(`Step ${step} by rank`, ranks, [
+      ["rank", ({ rank }) => rank],
+      ["start after the first rank", ({ offset_us }) => us(offset_us)],
+      ["step", ({ duration_us }) => us(duration_us)],
+      ["wait in joined collectives", waited],
+      ["last to arrive in", ({ rank }) => collectives.filter(({ last_rank }) => last_rank === rank).length],
+      ["spans", ({ rows }) => rows.reduce((sum, { kind }) => sum + kind.length, 0)],
+    ]);
+  }
+
+  // The tables of a step below its timeline.
+  torchlens.stepTables = (trace) => {
+    const made = element("div");
+    if (trace.ranks.length < 2) return made;
+    const ranks = element("details", {}, element("summary", { text: "The step as a table" }), ranksTable(trace));
+    made.append(collectivesTable(trace), ranks);
+    return made;
+  };
+
+  Object.assign(torchlens, { StepPicker, us, most });
 }

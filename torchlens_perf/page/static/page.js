@@ -1,14 +1,13 @@
 // Start here: draws the charts into the page's figures, and keeps all of them showing the same view.
 {
-  const { short, element } = torchlens;
-  const FEWEST_RANKS = 5; // Fewer are compared by lines.
   const FEWEST_COLUMNS = 4;
   const CHARTS = {
-    heat: ({ steps }) => (steps.ranks < FEWEST_RANKS ? torchlens.Compute : torchlens.Heat),
-    steps: () => torchlens.StepTimes,
-    step: () => torchlens.Timeline,
-    memory: () => torchlens.Memory,
-    telemetry: () => torchlens.Telemetry,
+    heat: torchlens.Heat,
+    compute: torchlens.Compute,
+    steps: torchlens.StepTimes,
+    step: torchlens.Timeline,
+    memory: torchlens.Memory,
+    telemetry: torchlens.Telemetry,
   };
   const WITHOUT_STEPS = new Set(["step", "telemetry"]);
 
@@ -58,17 +57,12 @@
       });
     }
 
-    kindOf({ dataset }) {
-      return CHARTS[dataset.chart](this);
-    }
-
     // Finds figures and tables; again when the page's own parts have been renewed.
     settle() {
       for (const figure of document.querySelectorAll("figure[data-chart]")) {
         if (!this.steps && !WITHOUT_STEPS.has(figure.dataset.chart)) continue;
         if (this.charts.some((chart) => chart.figure === figure)) continue;
-        const Kind = this.kindOf(figure);
-        this.charts.push(new Kind(this, figure));
+        this.charts.push(new CHARTS[figure.dataset.chart](this, figure));
       }
       for (const figure of document.querySelectorAll("figure.of-bars")) torchlens.bars(this, figure);
       torchlens.chooseBar(this.view.now.rank);
@@ -115,7 +109,6 @@
       for (const chart of this.charts) chart.ask(changed);
       this.bar.show();
       this.rankTable?.follow(changed);
-      this.controlled?.();
       this.hold(top);
       this.draw();
     }
@@ -288,52 +281,6 @@
 
     heatPlace() {
       return document.querySelector("figure[data-chart=heat] .chart");
-    }
-
-    // What the heat map shows, and in which order.
-    heatControls() {
-      const { view, steps } = this;
-      const bar = element("div", { className: "controls" });
-      const selects = [];
-      const dimensions = [...new Set(steps.places.flatMap(({ mesh }) => Object.keys(mesh)))];
-      const choices = [
-        ["Show", "quantity", [...steps.quantities.keys()].map((key) => [key, torchlens.quantityWords(key)])],
-        [
-          "Group by",
-          "group",
-          [
-            ["none", "nothing"],
-            ["node", "node"],
-            ...dimensions.map((each) => [`mesh ${each}`, `mesh: ${short(each, 24)}`]),
-          ],
-        ],
-        [
-          "Order by",
-          "order",
-          [
-            ["slowness", "slowness"],
-            ["rank", "rank"],
-          ],
-        ],
-      ];
-      for (const [text, key, options] of choices) {
-        const { label, select } = torchlens.choice(text, key, options, (value) => view.set({ [key]: value }));
-        selects.push([key, select, options[0][0]]);
-        bar.append(label);
-      }
-      bar.append(
-        torchlens.button("Zoom in", () => this.zoomBy(0.5)),
-        torchlens.button("Zoom out", () => this.zoomBy(2)),
-        torchlens.button("All steps", () => this.showAll()),
-      );
-      this.controlled = () => {
-        for (const [key, select, first] of selects) {
-          select.value = view.now[key];
-          if (select.selectedIndex < 0) select.value = first;
-        }
-      };
-      this.controlled();
-      return bar;
     }
   }
 

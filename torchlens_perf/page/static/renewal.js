@@ -1,6 +1,6 @@
 // The page of a run that goes on: what is not a chart is taken from a newer page.
 {
-  // Which figure of its section this is.
+  // Which figure of the page this is.
   torchlens.figureName = ({ dataset }) => dataset.title ?? dataset.chart;
 
   // Puts the focus back to where it is now, in whatever has come there by then.
@@ -26,17 +26,13 @@
       const [old, next] = [document, newer].map((from) => from.querySelector(selector));
       if (old && next) old.replaceWith(document.adoptNode(next));
     }
-    const left = new Map(
-      [...newer.querySelectorAll("main > section")].map((section) => [section.id, document.adoptNode(section)]),
-    );
-    const inside = (root, figure) =>
-      [...(root?.querySelectorAll("figure[data-chart]") ?? [])].find(
-        (each) => torchlens.figureName(each) === torchlens.figureName(figure),
-      );
+    const figures = [...newer.querySelectorAll("figure[data-chart]")];
+    const nextOf = new Map(figures.map((figure) => [torchlens.figureName(figure), figure]));
+    const sections = [...newer.querySelectorAll("main > section")].map((section) => document.adoptNode(section));
     page.charts = page.charts.filter((chart) => {
       const { figure } = chart;
-      const next = inside(left.get(figure.closest("section").id), figure);
-      if (!next || !(chart instanceof page.kindOf(next))) {
+      const next = nextOf.get(torchlens.figureName(figure));
+      if (!next) {
         chart.remove();
         return false;
       }
@@ -46,7 +42,7 @@
       return true;
     });
     for (const old of main.querySelectorAll(":scope > section")) old.remove();
-    main.append(...left.values());
+    main.append(...sections);
     for (const summary of main.querySelectorAll("details > summary")) {
       if (open.has(summary.textContent)) summary.parentElement.open = true;
     }

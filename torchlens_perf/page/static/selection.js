@@ -43,7 +43,7 @@
         said.push(this.stepWords());
         drop(`step ${view.step}`, "step");
       }
-      if (view.zoom) buttons.push(torchlens.button("Show all steps", () => this.page.showAll()));
+      if (view.zoom && steps) buttons.push(torchlens.button("Show all steps", () => this.page.showAll()));
       this.element.classList.toggle("empty", !said.length && !buttons.length);
       const text = said.length ? `Selected: ${said.join("; ")}.` : "";
       if (this.status.textContent !== text) this.status.textContent = text;
@@ -120,10 +120,10 @@
       ["light", "Light theme"],
       ["dark", "Dark theme"],
     ];
-    const { select } = torchlens.choice("", "theme", options, (theme) => view.set({ theme }));
+    const { select, show } = torchlens.choice("", "theme", (theme) => view.set({ theme }));
     select.setAttribute("aria-label", "Theme");
     const follow = (now) => {
-      select.value = now.theme;
+      show(options, now.theme);
       torchlens.applyTheme(now);
     };
     follow(view.now);

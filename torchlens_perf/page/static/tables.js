@@ -4,31 +4,31 @@
   const FIRST_RANKS = 8;
   let made = 0;
 
-  // texts: columns that are not numbers; slow: rows that a verdict is about; first: how many rows are shown at once.
-  torchlens.table = (title, heads, rows, { texts = [0], slow = [], first = rows.length } = {}) => {
-    const cell = (name, text, at, attributes) =>
-      element(name, { ...attributes, ...(texts.includes(at) ? { className: "text" } : {}) }, text);
-    const head = element("tr", {}, ...heads.map((text, at) => cell("th", text, at, { scope: "col" })));
-    const body = rows.map((row, index) =>
-      element(
-        "tr",
-        slow.includes(index) ? { className: "slow" } : {},
-        ...row.map((text, at) => cell(at ? "td" : "th", text, at, at ? {} : { scope: "row" })),
-      ),
+  // columns: [title, text of a row, class] each; isSlow: whether a verdict is about a row; first: rows shown at once.
+  torchlens.table = (title, rows, columns, { isSlow = () => false, first = rows.length } = {}) => {
+    const heads = columns.map(([text, , className]) => element("th", { className, text, scope: "col" }));
+    const body = rows.map((row) => {
+      const [name, ...texts] = columns.map(([, text, className]) => ({ className, text: text(row) }));
+      const cells = texts.map((each) => element("td", each));
+      return element("tr", { className: isSlow(row) && "slow" }, element("th", { ...name, scope: "row" }), ...cells);
+    });
+    const table = element(
+      "table",
+      {},
+      element("caption", { text: title }),
+      element("thead", {}, element("tr", {}, ...heads)),
+      element("tbody", {}, ...body),
     );
-    const table = element("table", {}, element("caption", { text: title }));
-    table.append(element("thead", {}, head), element("tbody", {}, ...body));
     const scrolls = element("div", { className: "scrolls", tabindex: "0", role: "region", "aria-label": title }, table);
-    const whole = element("div", { className: "table", "data-first": first }, scrolls);
     const tools = element("p", { className: "tools" });
+    const whole = element("div", { className: "table", "data-first": first }, scrolls, tools);
     if (first < rows.length) {
       const id = `made-${++made}`;
-      const words = [["more", `Show all ${rows.length}`], ["less", `Show ${first}`]];
-      const spans = words.map(([className, text]) => element("span", { className, text }));
-      tools.append(element("label", { for: id, className: "button" }, ...spans));
-      scrolls.before(element("input", { type: "checkbox", id, className: "all" }));
+      const more = element("span", { className: "more", text: `Show all ${rows.length}` });
+      const less = element("span", { className: "less", text: `Show ${first}` });
+      tools.append(element("label", { for: id, className: "button" }, more, less));
+      whole.prepend(element("input", { type: "checkbox", id, className: "all" }));
     }
-    scrolls.after(tools);
     shorten(table);
     torchlens.sortable(table);
     return whole;
@@ -153,33 +153,24 @@
         (one, other) =>
           named.has(other.rank) - named.has(one.rank) || down(other.more) - down(one.more) || one.rank - other.rank,
       );
-      const body = rows.map(({ rank, host, row, more }) => [
-        String(rank),
-        short(host, 32),
-        duration(mean(steps.step, row)),
-        duration(mean(steps.work, row)),
-        signed(more),
-        duration(mean(wait, row)),
-        percent(mean(wait, row) / mean(steps.step, row)),
-      ]);
       const [since, until] = this.page.whole(view.now.steps);
       const whole = torchlens.table(
         `Mean of ${torchlens.steps(since, until)} by the host's clock, slowest ranks first`,
-        ["rank", "host", "step", "compute", "compared with other ranks", "comm wait", "share waited"],
-        body,
-        {
-          texts: [1],
-          slow: rows.flatMap(({ rank }, at) => (named.has(rank) ? [at] : [])),
-          first: FIRST_RANKS,
-        },
+        rows,
+        [
+          ["rank", ({ rank }) => rank],
+          ["host", ({ host }) => short(host, 32), "text"],
+          ["step", ({ row }) => duration(mean(steps.step, row))],
+          ["compute", ({ row }) => duration(mean(steps.work, row))],
+          ["compared with other ranks", ({ more }) => signed(more)],
+          ["comm wait", ({ row }) => duration(mean(wait, row))],
+          ["share waited", ({ row }) => percent(mean(wait, row) / mean(steps.step, row))],
+        ],
+        { isSlow: ({ rank }) => named.has(rank), first: FIRST_RANKS },
       );
       this.links(whole);
-      whole.append(
-        element("p", {
-          className: "note",
-          text: "Compute is of steps that are compared: without warm-up, evaluation, checkpoints and sampled steps.",
-        }),
-      );
+      const text = "Compute is of steps that are compared: without warm-up, evaluation, checkpoints and sampled steps.";
+      whole.append(element("p", { className: "note", text }));
       return whole;
     }
   };

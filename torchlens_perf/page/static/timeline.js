@@ -1,6 +1,6 @@
 // One step of all ranks: what each did when, on the host and on the device, and who waited for whom.
 {
-  const { duration, short, element } = torchlens;
+  const { duration, short, element, us } = torchlens;
   const ROW = 15;
   const GAP = 6;
   const DEEPEST = 12; // Deeper spans are left out.
@@ -8,7 +8,6 @@
   const LETTER = 6.3;
   const ON_DEVICE = "collectives on the device";
   const PARTS = { wait: "communication", closure: "host", module_backward: "module-backward" };
-  const us = (value) => duration(value / 1e6);
   const HINT =
     "Left and right arrows go from one collective to the next; W and S or plus and minus zoom, A and D move, 0 shows " +
     "the whole step; Page Up and Page Down go to the recorded step before and after.";
@@ -73,14 +72,23 @@
       this.steppicker = new torchlens.StepPicker(page, this);
       this.notes = element("p", { className: "note" });
       this.place.before(this.steppicker.element, this.notes);
-      this.tables = new torchlens.StepTables(figure, this);
       this.status = element("p", { className: "hidden-words", role: "status" });
       figure.append(this.status);
-      const attributes = { tabindex: "0", role: "application", "aria-roledescription": "timeline" };
-      for (const [key, value] of Object.entries({ ...attributes, "aria-label": `Timeline of one step. ${HINT}` })) {
-        this.place.setAttribute(key, value);
-      }
-      this.place.addEventListener("keydown", (event) => this.key(event));
+      const move = (share) => () => {
+        const by = share * (this.window[1] - this.window[0]);
+        this.show(this.window[0] + by, this.window[1] + by);
+      };
+      this.onKeys("timeline", `Timeline of one step. ${HINT}`, {
+        ArrowRight: () => this.next(1),
+        ArrowLeft: () => this.next(-1),
+        w: () => this.zoomBy(0.5),
+        s: () => this.zoomBy(2),
+        a: move(-1 / 4),
+        d: move(1 / 4),
+        PageUp: () => this.steppicker.next(-1),
+        PageDown: () => this.steppicker.next(1),
+        Escape: () => this.pin(null),
+      });
     }
 
     // The live page can ask for any step; a file has what it has.
@@ -88,19 +96,16 @@
       this.trace = await this.steppicker.trace();
       await super.draw();
       this.steppicker.show(this.trace);
-      this.tables.show(this.trace);
+      this.tables?.remove();
       if (!this.trace) return;
+      this.tables = torchlens.stepTables(this.trace);
+      this.figure.after(this.tables);
       this.say(torchlens.stepFinding(this.trace));
       this.notes.textContent = torchlens.stepNotes(this.trace, this.view);
     }
 
     shape() {
       return this.trace ? `${this.trace.step} ${this.trace.ranks.map(({ rank }) => rank)}` : "";
-    }
-
-    renewed() {
-      super.renewed();
-      if (this.tables) this.tables = new torchlens.StepTables(this.figure, this);
     }
 
     options() {
@@ -136,7 +141,7 @@
           hasGrid: false,
         },
         height,
-        over: (ctx, plot, width) => this.paint(ctx, plot, width),
+        over: (ctx, area) => this.paint(ctx, area),
       };
     }
 
@@ -144,18 +149,12 @@
       return this.colours[PARTS[kind] ?? kind] || this.colours.rule;
     }
 
-    paint(ctx, plot, width) {
+    paint(ctx, { x, width }) {
       const { colours, laid, view } = this;
-      const x = (ms) => plot.valToPos(ms, "x");
       const box = (left, right, top, bottom) => [x(left), top, Math.max(0.75, x(right) - x(left)), bottom - top];
       const frame = (span) => ctx.strokeRect(...box(span.left, span.right, span.y, span.y + ROW));
       for (const { rank, begin, end, top, hostBottom, bottom } of laid.ranks) {
-        if (this.slow.has(rank)) {
-          ctx.globalAlpha = 0.12;
-          ctx.fillStyle = colours.slower;
-          ctx.fillRect(0, top - 3, width, bottom - top + 6);
-          ctx.globalAlpha = 1;
-        }
+        if (this.slow.has(rank)) torchlens.shade(ctx, colours.slower, 0.12, 0, top - 3, width, bottom - top + 6);
         ctx.fillStyle = colours.raised;
         ctx.fillRect(...box(begin, end, top, hostBottom));
       }
@@ -289,28 +288,7 @@
       this.show(this.laid.begin, this.laid.end);
     }
 
-    // -- the keyboard, and zooming
-
-    key(event) {
-      if (event.ctrlKey || event.metaKey || event.altKey || !this.trace) return;
-      const long = this.window[1] - this.window[0];
-      const keys = {
-        ArrowRight: () => this.next(1),
-        ArrowLeft: () => this.next(-1),
-        w: () => this.zoomBy(0.5),
-        s: () => this.zoomBy(2),
-        a: () => this.show(this.window[0] - long / 4, this.window[1] - long / 4),
-        d: () => this.show(this.window[0] + long / 4, this.window[1] + long / 4),
-        0: () => this.whole(),
-        PageUp: () => this.steppicker.next(-1),
-        PageDown: () => this.steppicker.next(1),
-        Escape: () => this.pin(null),
-      };
-      const name = { "+": "w", "=": "w", "-": "s" }[event.key] ?? (event.key.length === 1 ? event.key.toLowerCase() : event.key);
-      if (!Object.hasOwn(keys, name)) return;
-      keys[name]();
-      event.preventDefault();
-    }
+    // -- moving and zooming
 
     next(by) {
       const keys = [...this.laid.joined.keys()];
@@ -319,9 +297,8 @@
       this.pinned = keys[at < 0 ? (by > 0 ? 0 : keys.length - 1) : (at + by + keys.length) % keys.length];
       this.point(this.pinned);
       const { name, group, number, last_rank, wait_us } = this.laid.joined.get(this.pinned);
-      const waits = Object.values(wait_us).filter((wait) => wait !== null);
       const last = last_rank === null ? "last to arrive: not known" : `last to arrive: rank ${last_rank}`;
-      const longest = waits.length ? us(Math.max(...waits)) : "not known";
+      const longest = us(torchlens.most(Object.values(wait_us)));
       this.status.textContent = `${short(name)} of ${short(group, 30)}, number ${number}: ${last}; longest wait ${longest}.`;
     }
 

@@ -94,13 +94,16 @@ const torchlens = {};
     return made;
   };
 
-  torchlens.option = (value, text) => torchlens.element("option", { value, text: torchlens.short(text, 80) });
-
-  // options: [value, text] each.
-  torchlens.choice = (label, name, options, chosen) => {
-    const select = torchlens.element("select", { name });
-    select.append(...options.map(([value, text]) => torchlens.option(value, text)));
+  // A select with its label. show() takes options, [value, text] each, and which of them is chosen.
+  torchlens.choice = (label, name, chosen) => {
+    const { element, short } = torchlens;
+    const select = element("select", { name });
     select.addEventListener("change", () => chosen(select.value));
-    return { label: torchlens.element("label", {}, `${label} `, select), select };
+    const show = (options, value) => {
+      select.replaceChildren(...options.map(([key, text]) => element("option", { value: key, text: short(text, 80) })));
+      select.value = value;
+      if (select.selectedIndex < 0) select.selectedIndex = 0;
+    };
+    return { label: element("label", {}, `${label} `, select), select, show };
   };
 }
