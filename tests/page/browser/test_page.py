@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.page.browser.conftest import WIDE_RANKS, WIDE_SLOW, TabOf
+from tests.page.browser.conftest import WIDE_RANKS, WIDE_SLOW, TabOf, written
 from tests.page.browser.tab import DESK, PHONE, Tab, need_browser
 from torchlens_perf.page.contents import Contents
+from torchlens_perf.view.specs import Column, Quantity, Table
 
 need_browser()
 
@@ -110,6 +111,20 @@ def test_table_is_saved_with_all_rows(tab_of: TabOf, wide_file: Path, tmp_path: 
     assert rows[0][0] == "rank"
     assert len(rows) == 1 + WIDE_RANKS
     assert rows[1][0] == str(WIDE_SLOW)
+
+
+def test_saved_table_has_whole_names(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
+    """Also where the page shows a shortened one, and where the table is sorted."""
+    names = [f"{each}{'.layer' * 20}" for each in "ab"]
+    table = Table("collectives", "Collectives", [Column("collective", names, Quantity.TEXT)])
+    tab = tab_of(written(tmp_path, "names", {**shown, "tables": [table]})).open()
+    section = tab.show("collectives")
+    section.get_by_role("columnheader").get_by_role("button").click()
+    with tab.page.expect_download() as download:
+        section.locator(".csv").click()
+    download.value.save_as(tmp_path / "names.csv")
+
+    assert (tmp_path / "names.csv").read_text("utf-8").split() == ["collective", *reversed(names)]
 
 
 def test_theme_is_chosen_and_kept_in_the_address(tab_of: TabOf, file: Path) -> None:

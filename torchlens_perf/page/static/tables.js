@@ -63,19 +63,13 @@
     shorten(table);
   }
 
-  // A cell without the mark of the order, and with the whole of a shortened name.
-  function written(cell) {
-    const named = cell.querySelector(".name[title]");
-    const arrow = cell.querySelector(".arrow")?.textContent ?? "";
-    return named ? named.title : cell.textContent.slice(0, cell.textContent.length - arrow.length).trim();
-  }
-
   torchlens.sortable = (table) => {
     const heads = [...(table.tHead?.rows[0]?.cells ?? [])];
     const tools = table.closest(".table")?.querySelector(".tools");
     if (!tools || tools.querySelector(".csv")) return;
     const title = table.caption.textContent;
     const save = torchlens.button("CSV", () => {
+      const written = (cell) => cell.querySelector("span[title]")?.title ?? cell.textContent; // a shortened name
       const rows = [...table.rows].map((row) => [...row.cells].map(written));
       torchlens.save(`${title}.csv`, new Blob([torchlens.csv(rows)], { type: "text/csv" }));
     });
@@ -84,18 +78,12 @@
     tools.append(save);
     if (table.tBodies[0].rows.length < 2) return;
     for (const [column, head] of heads.entries()) {
-      const arrow = element("span", { "aria-hidden": "true", className: "arrow" });
-      const button = element("button", { type: "button", className: "sorts" });
-      button.append(...head.childNodes);
-      head.append(button, arrow);
+      const button = element("button", { type: "button", className: "sorts" }, ...head.childNodes);
+      head.append(button);
       button.addEventListener("click", () => {
         const isDown = head.getAttribute("aria-sort") !== "descending";
-        for (const other of heads) {
-          other.removeAttribute("aria-sort");
-          other.querySelector(".arrow").textContent = "";
-        }
+        for (const other of heads) other.removeAttribute("aria-sort");
         head.setAttribute("aria-sort", isDown ? "descending" : "ascending");
-        arrow.textContent = isDown ? " \u2193" : " \u2191";
         sort(table, column, isDown);
       });
     }
