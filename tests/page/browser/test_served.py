@@ -113,7 +113,7 @@ def test_charts_come_with_what_they_show(tab_of: TabOf, tmp_path: Path) -> None:
         goes_on(live)
         tab.until("document.querySelector('#heat') !== null")
         tab.show("heat")
-        tab.until(f"Boolean({tab.named('heat')}?.plot)")
+        tab.until(f"Boolean({tab.named('compute')}?.plot)")
         assert tab.problems == []
 
 

@@ -11,10 +11,11 @@
     return new Proxy({}, { get: (_, name) => style.getPropertyValue(`--${name}`).trim() });
   };
 
+  // Red, green and blue of a colour of the theme, "#1b7f5a".
+  torchlens.channels = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+
   torchlens.isDark = (colour) => {
-    const found = /^#([0-9a-f]{2})([0-9a-f]{2})([0-9a-f]{2})/i.exec(colour);
-    if (!found) return false;
-    const [red, green, blue] = found.slice(1).map((part) => (parseInt(part, 16) / 255) ** 2.2);
+    const [red, green, blue] = torchlens.channels(colour).map((channel) => (channel / 255) ** 2.2);
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.19;
   };
 

@@ -1,41 +1,24 @@
 // The page's contents (contents.py): decoding, and what is computed from them. Draws nothing.
 {
   const { duration, signed } = torchlens;
-  const NOT_MEASURED = 0;
-  const ZERO = 1;
-  const FIRST = 2;
-  const CODES = 1 << 16;
 
   async function inflated(text) {
     const packed = atob(text);
     const bytes = new Uint8Array(packed.length);
     for (let at = 0; at < packed.length; at++) bytes[at] = packed.charCodeAt(at);
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-    return new Response(stream).arrayBuffer();
+    return new DataView(await new Response(stream).arrayBuffer());
   }
 
-  // Seconds by code. NaN is what was not measured.
-  function table({ smallest_s, log_step }) {
-    const seconds = new Float32Array(CODES);
-    for (let code = FIRST; code < CODES; code++) seconds[code] = smallest_s * Math.exp((code - FIRST) * log_step);
-    seconds[NOT_MEASURED] = NaN;
-    seconds[ZERO] = 0;
+  // Seconds of a matrix. NaN is what was not measured.
+  async function decoded({ codes, smallest_s, log_step }) {
+    const view = await inflated(codes);
+    const seconds = new Float32Array(view.byteLength / 2);
+    for (let at = 0; at < seconds.length; at++) {
+      const code = view.getUint16(2 * at, true);
+      seconds[at] = code > 1 ? smallest_s * Math.exp((code - 2) * log_step) : code === 1 ? 0 : NaN;
+    }
     return seconds;
-  }
-
-  const isLittleEndian = new Uint8Array(new Uint16Array([1]).buffer)[0] === 1;
-
-  async function codesOf(matrix) {
-    const buffer = await inflated(matrix.codes);
-    const codes = new Uint16Array(buffer);
-    if (!isLittleEndian) for (let at = 0; at < codes.length; at++) codes[at] = (codes[at] >> 8) | (codes[at] << 8);
-    return codes;
-  }
-
-  function decoded(codes, seconds) {
-    const values = new Float32Array(codes.length);
-    for (let at = 0; at < codes.length; at++) values[at] = seconds[codes[at]];
-    return values;
   }
 
   // The index of the last of the ascending values that is not above this one; 0 where all are.
@@ -53,7 +36,7 @@
   // [ranks, columns] of all that is known of steps.
   class Steps {
     constructor(steps, matrices) {
-      Object.assign(this, matrices); // step, work, others, parts, device_parts; codes and seconds of step
+      Object.assign(this, matrices); // step, work, others, parts, device_parts
       this.places = steps.places;
       this.ranks = steps.places.length;
       this.rowOf = new Map(steps.places.map((place, row) => [place.rank, row]));
@@ -114,64 +97,44 @@
 
     // Of all ranks' steps in these columns: how many there are, quantiles, and the longest with its place.
     spread([from, until]) {
-      const counts = new Uint32Array(CODES);
-      let count = 0;
-      let longest = 0;
-      let at = -1;
+      const found = [];
+      let longest = -1;
       for (let row = 0; row < this.ranks; row++) {
-        for (let index = row * this.columns + from; index < row * this.columns + until; index++) {
-          const code = this.codes[index];
-          if (code === NOT_MEASURED) continue;
-          counts[code]++;
-          count++;
-          if (code > longest) {
-            longest = code;
-            at = index;
-          }
+        for (let at = row * this.columns + from; at < row * this.columns + until; at++) {
+          const value = this.step[at];
+          if (value !== value) continue;
+          found.push(value);
+          if (longest < 0 || value > this.step[longest]) longest = at;
         }
       }
-      const quantile = (share) => {
-        let left = Math.max(1, Math.ceil(share * count));
-        let code = 0;
-        while (left > 0 && ++code < CODES) left -= counts[code];
-        return this.seconds[code];
-      };
-      if (!count) return null;
-      const row = Math.floor(at / this.columns);
+      if (!found.length) return null;
+      const sorted = Float32Array.from(found).sort();
+      const quantile = (share) => sorted[Math.max(1, Math.ceil(share * sorted.length)) - 1];
       return {
-        count,
+        count: sorted.length,
         p50_s: quantile(0.5),
         p95_s: quantile(0.95),
-        max_s: this.seconds[longest],
-        rank: this.places[row].rank,
-        column: at - row * this.columns,
+        max_s: this.step[longest],
+        rank: this.places[Math.floor(longest / this.columns)].rank,
+        column: longest % this.columns,
       };
     }
   }
 
   torchlens.read = async ({ steps }) => {
     if (!steps) return null;
-    const tables = new Map(); // all matrices of a page are usually coded alike
-    const tableOf = (matrix) => {
-      const key = `${matrix.smallest_s} ${matrix.log_step}`;
-      if (!tables.has(key)) tables.set(key, table(matrix));
-      return tables.get(key);
-    };
-    const values = async (matrix) => decoded(await codesOf(matrix), tableOf(matrix));
     const named = async (matrices) =>
-      new Map(await Promise.all(Object.entries(matrices).map(async ([name, matrix]) => [name, await values(matrix)])));
-    const [codes, work, others, parts, device_parts] = await Promise.all([
-      codesOf(steps.step),
-      values(steps.work),
-      values(steps.others),
-      named(steps.parts),
-      named(steps.device_parts),
-    ]);
-    const seconds = tableOf(steps.step);
-    return new Steps(steps, { codes, seconds, step: decoded(codes, seconds), work, others, parts, device_parts });
+      new Map(await Promise.all(Object.entries(matrices).map(async ([name, matrix]) => [name, await decoded(matrix)])));
+    return new Steps(steps, {
+      step: await decoded(steps.step),
+      work: await decoded(steps.work),
+      others: await decoded(steps.others),
+      parts: await named(steps.parts),
+      device_parts: await named(steps.device_parts),
+    });
   };
 
-  // What the heat map can show: [key, words, whether it is a share].
+  // What the heat map can show, in words.
   torchlens.quantityWords = (key) => {
     if (key === "excess") return "excess over the other ranks";
     if (key === "step") return "step time";

@@ -12,14 +12,8 @@
 
   // -- from a value to its colour
 
-  function channels(colour) {
-    const hex = /^#([0-9a-f]{6})/i.exec(colour);
-    if (hex) return [0, 2, 4].map((at) => parseInt(hex[1].slice(at, at + 2), 16));
-    return (colour.match(/[\d.]+/g) ?? [128, 128, 128]).slice(0, 3).map(Number);
-  }
-
-  function pixel([red, green, blue], opacity) {
-    return new Uint32Array(new Uint8Array([red, green, blue, Math.round(255 * opacity)]).buffer)[0];
+  function pixel(colour, opacity) {
+    return new Uint32Array(new Uint8Array([...torchlens.channels(colour), Math.round(255 * opacity)]).buffer)[0];
   }
 
   const cssColour = (value) => {
@@ -53,13 +47,13 @@
     constructor(quantity, values, colours, smallest) {
       this.isShare = quantity === "excess";
       this.smallest = smallest;
-      this.unknown = [0.08, 0.2].map((opacity) => pixel(channels(colours.dim), opacity));
+      this.unknown = [0.08, 0.2].map((opacity) => pixel(colours.dim, opacity));
       const ramp = (colour) =>
-        Array.from({ length: LEVELS }, (_, level) => pixel(channels(colour), 0.12 + (0.88 * (level + 1)) / LEVELS));
+        Array.from({ length: LEVELS }, (_, level) => pixel(colour, 0.12 + (0.88 * (level + 1)) / LEVELS));
       if (this.isShare) {
         [this.slower, this.faster] = [ramp(colours.slower), ramp(colours.faster)];
       } else {
-        this.palette = Array.from({ length: 256 }, (_, at) => pixel(channels(colours.text), 0.04 + (0.86 * at) / 255));
+        this.palette = Array.from({ length: 256 }, (_, at) => pixel(colours.text, 0.04 + (0.86 * at) / 255));
         this.range = usual(values);
       }
     }

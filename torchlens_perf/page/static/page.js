@@ -178,20 +178,12 @@
       this.steps = steps;
       this.version++;
       if (page) torchlens.renew(this, page);
-      if (steps) this.widen();
+      this.window = this.zoomed(); // Where all steps were seen, they still are.
       this.settle();
       for (const chart of this.charts) chart.ask(["contents"]);
       this.rankTable?.follow(new Set(["contents"]));
       this.hold(top);
       await this.draw();
-    }
-
-    // Where all steps were seen, they still are.
-    widen() {
-      const { begin, end } = this.steps;
-      this.window = this.view.now.zoom
-        ? [Math.max(begin, Math.min(this.window[0], end - 1)), Math.min(end, this.window[1])]
-        : [begin, end];
     }
 
     // -- steps
@@ -205,9 +197,8 @@
     // A brush over steps; what is less than a column is none.
     select(low, high) {
       const { begin, end, width } = this.steps;
-      const [least, most] = [Math.min(low, high), Math.max(low, high)];
-      const since = Math.max(begin, Math.floor(least));
-      const until = Math.min(end, Math.ceil(most));
+      const since = Math.max(begin, Math.floor(low));
+      const until = Math.min(end, Math.ceil(high));
       this.view.set({ steps: until - since >= Math.min(2, width) && until > since ? [since, until] : null });
     }
 
@@ -277,10 +268,6 @@
       return [...new Set([quantity, "excess", "step", "work"])].map(
         (key) => `${torchlens.quantityWords(key)}: ${torchlens.quantityText(key, steps.values(key)[at])}`,
       );
-    }
-
-    heatPlace() {
-      return document.querySelector("figure[data-chart=heat] .chart");
     }
   }
 

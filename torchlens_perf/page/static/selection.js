@@ -16,67 +16,46 @@
     }
 
     show() {
-      const {
-        view: { now: view },
-        steps,
-      } = this.page;
-      const { chips } = this;
+      const { page, chips } = this;
+      const { steps } = page;
+      const view = page.view.now;
       const said = [];
       const buttons = [];
-      const drop = (text, key) => {
-        const made = torchlens.button(`${text} \u2715`, () => this.page.view.set({ [key]: null }));
-        made.setAttribute("aria-label", `do not select ${text}`);
-        buttons.push(made);
+      const add = (words, name, key) => {
+        said.push(words);
+        const drop = torchlens.button(`${name} \u2715`, () => page.view.set({ [key]: null }));
+        drop.setAttribute("aria-label", `do not select ${name}`);
+        buttons.push(drop);
       };
       if (view.steps && steps) {
-        const [since, until] = this.page.whole(view.steps);
-        const count = until - since;
-        said.push(`${torchlens.steps(since, until)} (${count})`.replace(/^s/, "S"));
-        drop("steps", "steps");
-        buttons.push(torchlens.button("Zoom to them", () => this.page.zoom(since, until)));
+        const [since, until] = page.whole(view.steps);
+        add(`${torchlens.steps(since, until)} (${until - since})`.replace(/^s/, "S"), "steps", "steps");
+        buttons.push(torchlens.button("Zoom to them", () => page.zoom(since, until)));
       }
-      if (view.rank !== null) {
-        said.push(this.rankWords());
-        drop(`rank ${view.rank}`, "rank");
-      }
-      if (view.step !== null) {
-        said.push(this.stepWords());
-        drop(`step ${view.step}`, "step");
-      }
-      if (view.zoom && steps) buttons.push(torchlens.button("Show all steps", () => this.page.showAll()));
-      this.element.classList.toggle("empty", !said.length && !buttons.length);
+      if (view.rank !== null) add(this.rankWords(view), `rank ${view.rank}`, "rank");
+      if (view.step !== null) add(this.stepWords(view), `step ${view.step}`, "step");
+      if (view.zoom && steps) buttons.push(torchlens.button("Show all steps", () => page.showAll()));
+      this.element.classList.toggle("empty", !buttons.length);
       const text = said.length ? `Selected: ${said.join("; ")}.` : "";
       if (this.status.textContent !== text) this.status.textContent = text;
-      const focused = chips.contains(document.activeElement) ? [...chips.children].indexOf(document.activeElement) : -1;
+      const focused = [...chips.children].indexOf(document.activeElement);
       chips.replaceChildren(...buttons);
       if (focused >= 0) {
-        (chips.children[Math.min(focused, chips.children.length - 1)] ?? this.page.heatPlace())?.focus();
+        const heat = document.querySelector("figure[data-chart=heat] .chart");
+        (buttons[Math.min(focused, buttons.length - 1)] ?? heat)?.focus();
       }
       document.documentElement.style.setProperty("--selection-height", `${this.element.offsetHeight}px`);
     }
 
-    rankWords() {
-      const {
-        view: {
-          now: { rank },
-        },
-        steps,
-      } = this.page;
-      const row = steps?.rowOf.get(rank);
-      return row === undefined
-        ? `rank ${rank}, without steps on this page`
-        : `rank ${rank} on ${short(steps.places[row].host, 32)}`;
+    rankWords({ rank }) {
+      const place = this.page.steps?.places[this.page.steps.rowOf.get(rank)];
+      return place ? `rank ${rank} on ${short(place.host, 32)}` : `rank ${rank}, without steps on this page`;
     }
 
-    stepWords() {
-      const {
-        view: {
-          now: { rank, step, quantity },
-        },
-        steps,
-      } = this.page;
-      const row = steps?.rowOf.get(rank);
+    stepWords({ rank, step, quantity }) {
+      const { steps } = this.page;
       if (!steps || step < steps.begin || step >= steps.end) return `step ${step}, not on this page`;
+      const row = steps.rowOf.get(rank);
       if (row === undefined) return `step ${step}`;
       const shown = steps.quantities.has(quantity) ? quantity : "excess";
       return `step ${step}: ${this.page.figures(row, steps.column(step), shown).join(", ")}`;
@@ -122,12 +101,12 @@
     ];
     const { select, show } = torchlens.choice("", "theme", (theme) => view.set({ theme }));
     select.setAttribute("aria-label", "Theme");
-    const follow = (now) => {
-      show(options, now.theme);
+    show(options, view.now.theme);
+    torchlens.applyTheme(view.now);
+    view.watch((now) => {
+      select.value = now.theme;
       torchlens.applyTheme(now);
-    };
-    follow(view.now);
-    view.watch(follow);
+    });
     const link = torchlens.copyButton("Copy link to this view", () => view.address());
     return element("div", { className: "share" }, link, select);
   };

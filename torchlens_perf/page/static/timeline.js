@@ -146,7 +146,7 @@
     }
 
     colourOf(kind) {
-      return this.colours[PARTS[kind] ?? kind] || this.colours.rule;
+      return this.colours[`part-${PARTS[kind] ?? kind}`] || this.colours.rule;
     }
 
     paint(ctx, { x, width }) {

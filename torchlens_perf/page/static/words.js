@@ -6,11 +6,7 @@ const torchlens = {};
 {
   torchlens.duration = (seconds) => {
     if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "not measured";
-    for (const [scale, unit] of [
-      [1, "s"],
-      [1e-3, "ms"],
-      [1e-6, "us"],
-    ]) {
+    for (const [unit, scale] of Object.entries({ s: 1, ms: 1e-3, us: 1e-6 })) {
       if (Math.abs(seconds) >= scale) {
         const value = seconds / scale;
         const size = Math.abs(value);

@@ -2,19 +2,13 @@
 // Requests captures and shows their results.
 {
   const LEAST_GAP_MS = 1000, POLL_MS = 1000;
+  const { element } = torchlens;
   const root = document.documentElement, status = document.getElementById("live-status");
   let shown = root.dataset.version, news = null, isFetching = false, isHeld = false, problem = "";
 
-  function element(name, properties = {}, ...children) {
-    const made = Object.assign(document.createElement(name), properties);
-    made.append(...children);
-    return made;
-  }
-
   // -- what is said
 
-  const hold = element("button", { type: "button", textContent: "Pause" });
-  hold.addEventListener("click", () => {
+  const hold = torchlens.button("Pause", () => {
     isHeld = !isHeld;
     say();
     update();
@@ -123,7 +117,7 @@
       const which = `rank${asked.ranks.length > 1 ? "s" : ""} ${asked.ranks.join(", ")}`;
       await followCapture(asked, `Requested: ${which}, ${asked.steps} step${asked.steps > 1 ? "s" : ""} from step ${asked.from_step} on.`);
     } catch (error) {
-      said.replaceChildren(element("p", { className: "problem", textContent: error.message }));
+      said.replaceChildren(element("p", { className: "problem", text: error.message }));
     } finally {
       button.disabled = false;
     }
@@ -134,14 +128,14 @@
       const { outcomes, waiting, is_over: isOver } = await json(`api/captures/${encodeURIComponent(id)}`);
       const left = !waiting.length ? "Done." : isOver ? `No answer from rank ${waiting.join(", ")}. The sidecar of the run may have ended.`
         : `Waiting for rank ${waiting.join(", ")}.`;
-      said.replaceChildren(element("p", { textContent: `${words} ${left}` }), element("ul", {}, ...outcomes.map(outcomeLine)));
+      said.replaceChildren(element("p", { text: `${words} ${left}` }), element("ul", {}, ...outcomes.map(outcomeLine)));
       if (isOver) return;
       await new Promise((done) => setTimeout(done, POLL_MS));
     }
   }
 
   function outcomeLine({ rank, words, files }) {
-    const links = files.flatMap(({ name, bytes, address }) => [" ", element("a", { href: address, textContent: `${name} (${bytes} bytes)` })]);
+    const links = files.flatMap(({ name, bytes, address }) => [" ", element("a", { href: address, text: `${name} (${bytes} bytes)` })]);
     return element("li", {}, `rank ${rank}: ${words}.`, ...links);
   }
 }
