@@ -19,30 +19,20 @@
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.19;
   };
 
-  // Lines of text near a point of the window.
-  class Tip {
-    constructor(place) {
-      this.element = element("div", { className: "tip", "aria-hidden": "true" });
-      this.element.hidden = true;
-      place.after(this.element);
-      addEventListener("scroll", () => this.hide(), { passive: true });
-    }
+  const tip = element("div", { className: "tip", "aria-hidden": "true", hidden: "" });
+  document.body.append(tip);
+  addEventListener("scroll", () => torchlens.showTip(null), { passive: true });
 
-    // lines: null for none.
-    show(lines, [x, y]) {
-      this.element.hidden = !lines;
-      if (!lines) return;
-      this.element.replaceChildren(...lines.map((text) => element("div", { text })));
-      const { offsetWidth: width, offsetHeight: height } = this.element;
-      const { clientWidth, clientHeight } = document.documentElement;
-      this.element.style.left = `${Math.max(8, x + 14 + width > clientWidth - 8 ? x - width - 14 : x + 14)}px`;
-      this.element.style.top = `${Math.max(8, y + 14 + height > clientHeight - 8 ? y - height - 14 : y + 14)}px`;
-    }
-
-    hide() {
-      this.element.hidden = true;
-    }
-  }
+  // Shows lines of text near a point of the window. lines: null for none.
+  torchlens.showTip = (lines, [x, y] = [0, 0]) => {
+    tip.hidden = !lines;
+    if (!lines) return;
+    tip.replaceChildren(...lines.map((text) => element("div", { text })));
+    const { offsetWidth: width, offsetHeight: height } = tip;
+    const { clientWidth, clientHeight } = document.documentElement;
+    tip.style.left = `${Math.max(8, x + 14 + width > clientWidth - 8 ? x - width - 14 : x + 14)}px`;
+    tip.style.top = `${Math.max(8, y + 14 + height > clientHeight - 8 ? y - height - 14 : y + 14)}px`;
+  };
 
   // -- export
 
@@ -60,6 +50,10 @@
       return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
     };
     return rows.map((row) => `${row.map(cell).join(",")}\r\n`).join("");
+  };
+
+  torchlens.saveTable = (name, rows) => {
+    torchlens.save(`${name}.csv`, new Blob([torchlens.csv(rows)], { type: "text/csv" }));
   };
 
   // Pixels of a picture for one of the page.
@@ -105,7 +99,7 @@
     const heading = figure.querySelector("h3");
     const name = () => (heading.textContent.toLowerCase().match(/[a-z0-9]+/g) ?? ["chart"]).join("-").slice(0, 60);
     const png = async () => (await picture()).toBlob((blob) => torchlens.save(`${name()}.png`, blob));
-    const csv = () => torchlens.save(`${name()}.csv`, new Blob([torchlens.csv(rows())], { type: "text/csv" }));
+    const csv = () => torchlens.saveTable(name(), rows());
     const buttons = [["PNG", png], ["CSV", csv]].map(([text, pressed]) => {
       const made = torchlens.button(text, pressed);
       made.setAttribute("aria-label", `Save "${short(heading.textContent, 60)}" as ${text}`);
@@ -117,6 +111,15 @@
     head.prepend(heading);
     return exports;
   };
+
+  // -- what steps did besides training
+
+  const FLAGS = new Map([
+    ["checkpoint", ["S", "saved a checkpoint"]],
+    ["evaluation", ["E", "evaluation or no gradients"]],
+    ["compile", ["C", "compiled"]],
+    ["capture", ["P", "captured"]],
+  ]);
 
   // -- charts
 
@@ -141,7 +144,6 @@
       this.place = element("div", { className: "chart" });
       this.legend = element("ul", { className: "legend", "aria-label": "Legend" });
       this.heading.after(this.place, this.legend);
-      this.tip = new Tip(this.place);
       this.exports = torchlens.exports(figure, () => this.rows(), () => this.picture());
       this.exports.hidden = true;
       this.asked = new Set(["theme"]); // What has changed since the last drawing.
@@ -332,7 +334,7 @@
         return { left, x: this.plot.posToVal(left, "x"), y: this.plot.posToVal(clientY - box.top, "y") };
       };
       const mark = (left, width) => this.plot?.setSelect({ left, top: 0, width, height: over.clientHeight }, false);
-      const point = (event, { x, y }) => this.tip.show(this.hover(x, y), [event.clientX, event.clientY]);
+      const point = (event, { x, y }) => torchlens.showTip(this.hover(x, y), [event.clientX, event.clientY]);
       let pressed = null;
       const released = () => {
         pressed = null;
@@ -366,7 +368,7 @@
         },
         pointercancel: released,
         pointerleave: () => {
-          this.tip.hide();
+          torchlens.showTip(null);
           this.leave();
         },
         dblclick: () => this.whole(),
@@ -384,9 +386,7 @@
     }
     leave() {}
     click(x) {
-      if (this.isOverSteps && x >= this.steps.begin && x < this.steps.end) {
-        this.page.view.set({ step: Math.floor(x) });
-      }
+      if (this.isOverSteps && this.steps.has(x)) this.page.view.set({ step: Math.floor(x) });
     }
     brush(low, high, event) {
       if (!this.isOverSteps) return;
@@ -411,7 +411,7 @@
       for (const [key, value] of Object.entries(attributes)) this.place.setAttribute(key, value);
       const keys = { "+": () => this.zoomBy(0.5), "-": () => this.zoomBy(2), 0: () => this.whole(), ...more };
       keys["="] = keys["+"];
-      this.place.addEventListener("blur", () => this.tip.hide());
+      this.place.addEventListener("blur", () => torchlens.showTip(null));
       this.place.addEventListener("keydown", (event) => {
         const name = event.key.length === 1 ? event.key.toLowerCase() : event.key;
         if (event.ctrlKey || event.metaKey || event.altKey || !this.plot || !Object.hasOwn(keys, name)) return;
@@ -436,6 +436,46 @@
       return this.isOverSteps ? this.view.steps : null;
     }
 
+    // The options of a chart whose rows are painted by itself. labels: by their places from the top.
+    ofRows(begin, end, x, bottom, labels, height) {
+      return {
+        data: [[begin, end], [0, bottom]],
+        series: [{ paths: () => null }],
+        x,
+        y: {
+          range: [0, bottom],
+          isDown: true,
+          text: (y) => labels.get(y) ?? "",
+          splits: () => [...labels.keys()],
+          hasGrid: false,
+        },
+        height,
+        over: (ctx, area) => this.paint(ctx, area),
+      };
+    }
+
+    flagLegend() {
+      const found = new Set(this.steps.flags.flat());
+      return [...FLAGS].filter(([flag]) => found.has(flag)).map(([, words]) => [null, words.join(": ")]);
+    }
+
+    // Letters at the bottom of the plot; where they are too dense, every so many.
+    paintFlags(ctx, { x: at, height }) {
+      const { steps } = this;
+      let last = -Infinity;
+      ctx.fillStyle = this.colours.text;
+      ctx.textAlign = "center";
+      for (let column = 0; column < steps.columns; column++) {
+        const text = steps.flags[column].map((flag) => FLAGS.get(flag)?.[0] ?? "").join("");
+        if (!text) continue;
+        const x = at(steps.first[column] + steps.width / 2);
+        if (x - last < 9 * text.length) continue;
+        ctx.fillText(text, x, height - 4);
+        last = x;
+      }
+      ctx.textAlign = "start";
+    }
+
     // The selected steps, and the chosen one.
     paintSelection(ctx, { x, height }) {
       const { steps, view, colours } = this;
@@ -446,40 +486,12 @@
         ctx.strokeStyle = colours.link;
         ctx.strokeRect(left, -2, right - left, height + 4);
       }
-      if (this.isOverSteps && view.step !== null && view.step >= steps.begin && view.step < steps.end) {
+      if (this.isOverSteps && steps.has(view.step)) {
         ctx.fillStyle = colours.text;
         ctx.fillRect(x(steps.first[steps.column(view.step)] + steps.width / 2) - 0.75, 0, 1.5, height);
       }
     }
   }
-
-  // -- what steps did besides training
-
-  const FLAGS = new Map([
-    ["checkpoint", ["S", "saved a checkpoint"]],
-    ["evaluation", ["E", "evaluation or no gradients"]],
-    ["compile", ["C", "compiled"]],
-    ["capture", ["P", "captured"]],
-  ]);
-  torchlens.flagLegend = ({ flags }) => {
-    const found = new Set(flags.flat());
-    return [...FLAGS].filter(([flag]) => found.has(flag)).map(([, words]) => words.join(": "));
-  };
-
-  // Letters at the bottom of the plot; where they are too dense, every so many.
-  torchlens.paintFlags = (ctx, { x: at, height }, steps) => {
-    let last = -Infinity;
-    ctx.textAlign = "center";
-    for (let column = 0; column < steps.columns; column++) {
-      const text = steps.flags[column].map((flag) => FLAGS.get(flag)?.[0] ?? "").join("");
-      if (!text) continue;
-      const x = at(steps.first[column] + steps.width / 2);
-      if (x - last < 9 * text.length) continue;
-      ctx.fillText(text, x, height - 4);
-      last = x;
-    }
-    ctx.textAlign = "start";
-  };
 
   Object.assign(torchlens, { Chart });
 }

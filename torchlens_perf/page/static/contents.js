@@ -63,6 +63,15 @@
       return this.quantities.get(quantity);
     }
 
+    has(step) {
+      return step !== null && step >= this.begin && step < this.end;
+    }
+
+    // "step 7", or the steps of a wider column.
+    words(column) {
+      return torchlens.steps(this.first[column], this.first[column] + this.width);
+    }
+
     // A rank's values, with null for what was not measured.
     row(values, row) {
       const found = values.subarray(row * this.columns, (row + 1) * this.columns);

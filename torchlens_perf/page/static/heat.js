@@ -238,34 +238,21 @@
       this.placeOf = new Map(this.order.map((row, at) => [row, at]));
       this.scaling = new Scale(this.quantity, steps.values(this.quantity), colours, this.smallest);
       const count = this.order.length;
-      this.rowsHeight = Math.min(MOST_HEIGHT, Math.max(48, ROW * count));
-      const every = Math.max(1, Math.ceil((LABEL_ROOM * count) / this.rowsHeight));
-      const labels = Array.from({ length: Math.ceil(count / every) }, (_, at) => at * every + 0.5);
+      const height = Math.min(MOST_HEIGHT, Math.max(48, ROW * count));
+      const every = Math.max(1, Math.ceil((LABEL_ROOM * count) / height));
+      const places = Array.from({ length: Math.ceil(count / every) }, (_, at) => at * every + 0.5);
+      const labels = new Map(places.map((at) => [at, this.label(at)]));
       this.heading.textContent =
         this.quantity === "excess" ? "Compute time compared with the other ranks" : this.title(this.quantity);
-      const letters = torchlens.flagLegend(steps).map((words) => [null, words]);
       const outline = steps.slow.length ? [[colours.slower, "frame: slow rank"]] : [];
-      this.explain([...this.scaling.legend(this.quantity), ...outline, ...letters]);
+      this.explain([...this.scaling.legend(this.quantity), ...outline, ...this.flagLegend()]);
       this.more?.remove();
       if (steps.ranks > MOST_ROWS && this.view.group === "none") {
         const text = this.isCut ? `Show all ${steps.ranks}` : "Show the ranks that matter";
         this.more = torchlens.button(text, () => this.page.view.set({ rows: this.isCut ? "all" : "few" }));
         this.legend.before(this.more);
       }
-      return {
-        data: [[steps.begin, steps.end], [0, count]],
-        series: [{ paths: () => null }],
-        x: this.stepAxis(),
-        y: {
-          range: [0, count],
-          isDown: true,
-          text: (at) => this.label(at),
-          splits: () => labels,
-          hasGrid: false,
-        },
-        height: this.rowsHeight + 16,
-        over: (ctx, area) => this.paint(ctx, area),
-      };
+      return this.ofRows(steps.begin, steps.end, this.stepAxis(), count, labels, height + 16);
     }
 
     title(quantity) {
@@ -302,23 +289,20 @@
         const begin = x(Math.max(since_step, steps.begin));
         ctx.strokeRect(begin, y(at), x(until_step ?? steps.end) - begin, y(at + 1) - y(at));
       }
-      ctx.fillStyle = colours.text;
-      torchlens.paintFlags(ctx, { x, height }, steps);
+      this.paintFlags(ctx, { x, height });
       this.paintSelection(ctx, { x, height });
       const at = this.placeOf.get(steps.rowOf.get(this.view.rank));
       if (at === undefined) return;
       ctx.strokeStyle = colours.text;
       ctx.lineWidth = 2;
-      const step = this.view.step;
-      const hasStep = step !== null && step >= steps.begin && step < steps.end;
-      const first = hasStep ? steps.first[steps.column(step)] : steps.begin;
+      const hasStep = steps.has(this.view.step);
+      const first = hasStep ? steps.first[steps.column(this.view.step)] : steps.begin;
       const last = hasStep ? first + steps.width : steps.end;
       ctx.strokeRect(x(first) - 1, y(at), x(last) - x(first) + 2, y(at + 1) - y(at));
     }
 
     label(y) {
       const row = this.order[Math.floor(y)];
-      if (row === undefined) return "";
       const { rank } = this.steps.places[row];
       const group = this.groupOf(row);
       if (this.isNarrow) return String(rank);
@@ -328,7 +312,7 @@
     // The cell whose value is seen at this place.
     at(x, y) {
       const { steps, shown } = this;
-      if (!shown || !(x >= steps.begin && x < steps.end && y >= 0 && y < this.order.length)) return null;
+      if (!shown || !(steps.has(x) && y >= 0 && y < this.order.length)) return null;
       const down = Math.floor(y / shown.down);
       const across = Math.floor((steps.column(x) - shown.from) / shown.across);
       if (across < 0 || across >= shown.width) return null;
@@ -349,9 +333,8 @@
       const { steps, shown } = this;
       const { rank, host } = steps.places[at.row];
       const flags = steps.flags[at.column];
-      const first = steps.first[at.column];
       return [
-        `rank ${rank} on ${short(host, 40)}, ${torchlens.steps(first, first + steps.width)}`,
+        `rank ${rank} on ${short(host, 40)}, ${steps.words(at.column)}`,
         ...this.page.figures(at.row, at.column, this.quantity),
         ...(flags.length ? [`also: ${short(flags.join(", "), 80)}`] : []),
         ...(shown.down > 1 ? [`the largest of ${shown.down} ranks in this line`] : []),
@@ -411,9 +394,8 @@
         page.bringIntoZoom(step, step + steps.width);
         page.draw().then(() => {
           const [x, y] = [step + 0.5, this.placeOf.get(row) + 0.5];
-          const lines = this.hover(x, y);
           const box = this.plot.over.getBoundingClientRect();
-          this.tip.show(lines, [box.x + this.plot.valToPos(x, "x"), box.y + this.plot.valToPos(y, "y")]);
+          torchlens.showTip(this.hover(x, y), [box.x + this.plot.valToPos(x, "x"), box.y + this.plot.valToPos(y, "y")]);
         });
       };
 

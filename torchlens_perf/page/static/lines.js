@@ -1,6 +1,6 @@
 // Line charts: step time with its band, compute time of few ranks, memory, and hardware.
 {
-  const { duration, short, steps: stepsText } = torchlens;
+  const { duration, short } = torchlens;
   const HEADROOM = 1.6; // Times the highest 95th percentile. Longer steps leave the chart at its top.
   const MOST_LINES = 16;
   const MOST_IN_TIP = 6;
@@ -40,7 +40,7 @@
         ...(row === undefined ? [] : [[colours.chosen, `rank ${view.rank}`]]),
         ...(steps.slow.length ? [[colours.slower, "a rank is slow"]] : []),
         ...(this.warmUp > steps.begin ? [[colours.rule, "warm-up"]] : []),
-        ...torchlens.flagLegend(steps).map((words) => [null, words]),
+        ...this.flagLegend(),
       ]);
       return {
         data: [this.x, bands.p95_s, bands.p50_s, bands.p5_s, bands.max_s, own],
@@ -58,8 +58,7 @@
         under: (ctx, area) => this.paintTimes(ctx, area),
         over: (ctx, area) => {
           this.paintSelection(ctx, area);
-          ctx.fillStyle = colours.text;
-          torchlens.paintFlags(ctx, area, steps);
+          this.paintFlags(ctx, area);
         },
       };
     }
@@ -80,13 +79,12 @@
 
     hover(x) {
       const { steps, view } = this;
-      if (!(x >= steps.begin && x < steps.end)) return null;
+      if (!steps.has(x)) return null;
       const column = steps.column(x);
       const { bands } = steps;
-      const first = steps.first[column];
       const row = steps.rowOf.get(view.rank);
       return [
-        stepsText(first, first + steps.width),
+        steps.words(column),
         `median ${duration(bands.p50_s[column])}, p95 ${duration(bands.p95_s[column])}`,
         `longest ${duration(bands.max_s[column])}`,
         ...(row === undefined ? [] : [`rank ${view.rank}: ${duration(steps.step[row * steps.columns + column])}`]),
@@ -94,7 +92,7 @@
           .filter((slow) => slow.since_step <= x && x < (slow.until_step ?? steps.end))
           .slice(0, 3)
           .map((slow) => `rank ${slow.rank} is slow in ${short(slow.phase, 40)}`),
-        ...(first < this.warmUp ? ["warm-up"] : []),
+        ...(steps.first[column] < this.warmUp ? ["warm-up"] : []),
         ...(steps.flags[column].length ? [`also: ${short(steps.flags[column].join(", "), 80)}`] : []),
       ];
     }
@@ -102,10 +100,9 @@
     selectedWords() {
       const { steps, view } = this;
       const found = steps.spread(steps.range(view.steps));
-      const where = stepsText(...this.page.whole(view.steps));
+      const where = torchlens.steps(...this.page.whole(view.steps));
       if (!found) return `No step was measured in ${where}.`;
-      const first = steps.first[found.column];
-      const longest = `rank ${found.rank}, ${stepsText(first, first + steps.width)}`;
+      const longest = `rank ${found.rank}, ${steps.words(found.column)}`;
       const times = `p50 ${duration(found.p50_s)}, p95 ${duration(found.p95_s)}, longest ${duration(found.max_s)}`;
       return `Selected ${where}: ${times} (${longest}).`;
     }
@@ -215,8 +212,7 @@
     isOverSteps = true;
 
     where(x) {
-      const first = this.steps.first[this.steps.column(x)];
-      return stepsText(first, first + this.steps.width);
+      return this.steps.words(this.steps.column(x));
     }
     axis() {
       return this.stepAxis();

@@ -54,7 +54,7 @@
 
     stepWords({ rank, step, quantity }) {
       const { steps } = this.page;
-      if (!steps || step < steps.begin || step >= steps.end) return `step ${step}, not on this page`;
+      if (!steps?.has(step)) return `step ${step}, not on this page`;
       const row = steps.rowOf.get(rank);
       if (row === undefined) return `step ${step}`;
       const shown = steps.quantities.has(quantity) ? quantity : "excess";

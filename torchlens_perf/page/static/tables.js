@@ -70,8 +70,7 @@
     const title = table.caption.textContent;
     const save = torchlens.button("CSV", () => {
       const written = (cell) => cell.querySelector("span[title]")?.title ?? cell.textContent; // a shortened name
-      const rows = [...table.rows].map((row) => [...row.cells].map(written));
-      torchlens.save(`${title}.csv`, new Blob([torchlens.csv(rows)], { type: "text/csv" }));
+      torchlens.saveTable(title, [...table.rows].map((row) => [...row.cells].map(written)));
     });
     save.className = "csv";
     save.setAttribute("aria-label", `Save "${short(title)}" as CSV`);

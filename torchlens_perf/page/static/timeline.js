@@ -125,24 +125,9 @@
       if (spans.some(({ waitUntil }) => waitUntil)) marks.push([colours.ground, "hatched: waits for the last rank"]);
       if (spans.some(({ isLast }) => isLast)) marks.push([colours.text, "triangle: last to arrive"]);
       this.explain([...[...kinds].map((kind) => [this.colourOf(kind), word(kind)]), ...marks]);
-      return {
-        data: [[begin, end], [0, height]],
-        series: [{ paths: () => null }],
-        x: {
-          label: "time since the first rank began the step",
-          text: torchlens.tick((ms) => duration(ms / 1e3)),
-          range: () => this.window,
-        },
-        y: {
-          range: [0, height],
-          isDown: true,
-          text: (y) => labels.get(y) ?? "",
-          splits: () => [...labels.keys()],
-          hasGrid: false,
-        },
-        height,
-        over: (ctx, area) => this.paint(ctx, area),
-      };
+      const text = torchlens.tick((ms) => duration(ms / 1e3));
+      const x = { label: "time since the first rank began the step", text, range: () => this.window };
+      return this.ofRows(begin, end, x, height, labels, height);
     }
 
     colourOf(kind) {
