@@ -26,17 +26,12 @@
 
   torchlens.bars = (page, figure) => {
     if (figure.querySelector(".exports")) return;
+    const rows = [...figure.querySelectorAll(".bars > div")];
     const parts = [...new Set([...figure.querySelectorAll("rect[data-part]")].map(({ dataset }) => dataset.part))];
-    const valueOf = (row, part) => {
-      const found = row.querySelector(`rect[data-part="${CSS.escape(part)}"]`);
-      return found ? Number(found.dataset.value) : "";
-    };
+    const valueOf = (row, part) => row.querySelector(`rect[data-part="${CSS.escape(part)}"]`)?.dataset.value;
     const table = () => [
       ["label", ...parts.map((part) => `${part}_s`)],
-      ...[...figure.querySelectorAll(".bars > div")].map((row) => [
-        row.dataset.label,
-        ...parts.map((part) => valueOf(row, part)),
-      ]),
+      ...rows.map((row) => [row.dataset.label, ...parts.map((part) => valueOf(row, part))]),
     ];
     const legend = () =>
       [...figure.querySelectorAll("ul.legend li")].map((item) => [

@@ -104,6 +104,18 @@
       return count ? sum / count : NaN;
     }
 
+    // The mean of each row.
+    means(values, range) {
+      return this.places.map((_, row) => this.mean(values, row, range));
+    }
+
+    // Compares two rows: those in `slow` come first, then those with the larger of these means.
+    bySlowness(slow, means) {
+      const down = (value) => (value === value ? value : -Infinity);
+      return (one, other) =>
+        slow.has(other) - slow.has(one) || down(means[other]) - down(means[one]) || one - other;
+    }
+
     // Of all ranks' steps in these columns: how many there are, quantiles, and the longest with its place.
     spread([from, until]) {
       const found = [];

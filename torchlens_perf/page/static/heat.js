@@ -41,53 +41,44 @@
     return Math.min(FULL_SCALE / 2, Math.max(least || MIN_EXCESS, noise || 0));
   }
 
-  // Excess: orange is slower, blue faster, from the smallest excess on. Other quantities: the darker, the more.
-  // What was not measured is a chequered grey.
-  class Scale {
-    constructor(quantity, values, colours, smallest) {
-      this.isShare = quantity === "excess";
-      this.smallest = smallest;
-      this.unknown = [0.08, 0.2].map((opacity) => pixel(colours.dim, opacity));
-      const ramp = (colour) =>
-        Array.from({ length: LEVELS }, (_, level) => pixel(colour, 0.12 + (0.88 * (level + 1)) / LEVELS));
-      if (this.isShare) {
-        [this.slower, this.faster] = [ramp(colours.slower), ramp(colours.faster)];
-      } else {
-        this.palette = Array.from({ length: 256 }, (_, at) => pixel(colours.text, 0.04 + (0.86 * at) / 255));
-        this.range = usual(values);
-      }
+  // at(): the pixel of a value; legend: [colour, text] of each entry. Excess: orange is slower, blue faster, from the
+  // smallest excess on. Other quantities: the darker, the more. What was not measured is a chequered grey.
+  function scaleOf(quantity, values, colours, smallest) {
+    const { percent } = torchlens;
+    const ramp = (colour, levels, least, most) =>
+      Array.from({ length: levels }, (_, at) => pixel(colour, least + ((most - least) * (at + 1)) / levels));
+    const pick = (pixels, share) => pixels[Math.max(0, Math.min(pixels.length - 1, Math.floor(share * pixels.length)))];
+    const unknown = [0.08, 0.2].map((opacity) => pixel(colours.dim, opacity));
+    const made = (known, words, legend) => ({
+      at: (value, isOdd) => (value === value ? known(value) : unknown[isOdd]),
+      legend: [
+        ...legend.map(([value, text]) => [cssColour(known(value)), text]),
+        [cssColour(unknown[1]), words],
+      ],
+    });
+    if (quantity !== "excess") {
+      const [low, high] = usual(values);
+      const shades = ramp(colours.text, 256, 0.04, 0.9);
+      const marks = [0, 0.25, 0.5, 0.75, 1].map((share) => low + share * (high - low));
+      return made(
+        (value) => pick(shades, (value - low) / (high - low)),
+        "not measured",
+        marks.map((value) => [value, torchlens.quantityText(quantity, value)]),
+      );
     }
-
-    at(value, isOdd) {
-      if (value !== value) return this.unknown[isOdd];
-      if (this.isShare) {
-        const size = Math.abs(value);
-        if (size < this.smallest) return 0;
-        const level = Math.floor(((size - this.smallest) / (FULL_SCALE - this.smallest)) * LEVELS);
-        return (value > 0 ? this.slower : this.faster)[Math.min(LEVELS - 1, level)];
-      }
-      const [low, high] = this.range;
-      return this.palette[Math.max(0, Math.min(255, Math.round((255 * (value - low)) / (high - low))))];
-    }
-
-    // [colour, text] of each entry.
-    legend(quantity) {
-      const entry = (value, text) => [cssColour(this.at(value, 0)), text];
-      const unknown = [cssColour(this.unknown[1]), this.isShare ? "not compared" : "not measured"];
-      if (this.isShare) {
-        const shares = [FULL_SCALE, 0.1, this.smallest].filter((share, at) => at === 2 || share > this.smallest);
-        const text = (share, word) => `${torchlens.percent(share)}${share === FULL_SCALE ? " or more" : ""} ${word}`;
-        return [
-          ...shares.map((share) => entry(-share, text(share, "faster"))),
-          ["transparent", `within ${torchlens.percent(this.smallest)}`],
-          ...shares.reverse().map((share) => entry(share, text(share, "slower"))),
-          unknown,
-        ];
-      }
-      const [low, high] = this.range;
-      const values = [0, 0.25, 0.5, 0.75, 1].map((share) => low + share * (high - low));
-      return [...values.map((value) => entry(value, torchlens.quantityText(quantity, value))), unknown];
-    }
+    const [slower, faster] = [colours.slower, colours.faster].map((colour) => ramp(colour, LEVELS, 0.12, 1));
+    const share = (value) => (Math.abs(value) - smallest) / (FULL_SCALE - smallest);
+    const marks = [smallest, ...[0.1, FULL_SCALE].filter((mark) => mark > smallest)];
+    const text = (mark, word) => `${percent(mark)}${mark === FULL_SCALE ? " or more" : ""} ${word}`;
+    return made(
+      (value) => (share(value) < 0 ? 0 : pick(value > 0 ? slower : faster, share(value))),
+      "not compared",
+      [
+        ...marks.map((mark) => [-mark, text(mark, "faster")]).reverse(),
+        [0, `within ${percent(smallest)}`],
+        ...marks.map((mark) => [mark, text(mark, "slower")]),
+      ],
+    );
   }
 
   // From the 2nd to the 98th percentile, which rare steps do not move; from 0 unless the values lie close together.
@@ -203,17 +194,13 @@
       const { steps, view } = this;
       const rows = Array.from(steps.places.keys());
       const groups = rows.map((row) => this.groupOf(row));
-      const values = steps.values("excess");
-      const range = steps.range(view.steps);
+      const means = steps.means(steps.values("excess"), steps.range(view.steps));
       const [since, until] = view.steps ?? [steps.begin, steps.end];
       const slow = new Set();
       for (const { rank, since_step, until_step } of steps.slow) {
         if (since_step < until && (until_step ?? Infinity) > since) slow.add(steps.rowOf.get(rank));
       }
-      const means = rows.map((row) => steps.mean(values, row, range));
-      const down = (value) => (value === value ? value : -Infinity);
-      const bySlowness = (one, other) =>
-        slow.has(other) - slow.has(one) || down(means[other]) - down(means[one]) || one - other;
+      const bySlowness = steps.bySlowness(slow, means);
       this.isCut = steps.ranks > MOST_ROWS && view.rows === "few" && view.group === "none";
       let shown = rows;
       if (this.isCut) {
@@ -236,7 +223,7 @@
       this.smallest = smallestExcess(this.page.contents.report, steps);
       this.order = this.sorted();
       this.placeOf = new Map(this.order.map((row, at) => [row, at]));
-      this.scaling = new Scale(this.quantity, steps.values(this.quantity), colours, this.smallest);
+      this.scaling = scaleOf(this.quantity, steps.values(this.quantity), colours, this.smallest);
       const count = this.order.length;
       const height = Math.min(MOST_HEIGHT, Math.max(48, ROW * count));
       const every = Math.max(1, Math.ceil((LABEL_ROOM * count) / height));
@@ -245,7 +232,7 @@
       this.heading.textContent =
         this.quantity === "excess" ? "Compute time compared with the other ranks" : this.title(this.quantity);
       const outline = steps.slow.length ? [[colours.slower, "frame: slow rank"]] : [];
-      this.explain([...this.scaling.legend(this.quantity), ...outline, ...this.flagLegend()]);
+      this.explain([...this.scaling.legend, ...outline, ...this.flagLegend()]);
       this.more?.remove();
       if (steps.ranks > MOST_ROWS && this.view.group === "none") {
         const text = this.isCut ? `Show all ${steps.ranks}` : "Show the ranks that matter";
@@ -343,14 +330,11 @@
 
     selectedWords() {
       const { steps, view } = this;
-      const values = steps.values("excess");
-      const range = steps.range(view.steps);
       const where = torchlens.steps(...this.page.whole(view.steps));
-      const means = steps.places.map(({ rank }, row) => [steps.mean(values, row, range), rank]);
-      const known = means.filter(([mean]) => mean === mean);
-      if (!known.length) return `No rank was compared in ${where}.`;
-      const [mean, rank] = known.reduce((one, other) => (other[0] > one[0] ? other : one));
-      return `Selected ${where}: rank ${rank} has the largest excess, ${signed(mean)} on average.`;
+      const means = steps.means(steps.values("excess"), steps.range(view.steps));
+      const [row] = [...means.keys()].sort(steps.bySlowness(new Set(), means));
+      if (Number.isNaN(means[row])) return `No rank was compared in ${where}.`;
+      return `Selected ${where}: rank ${steps.places[row].rank} has the largest excess, ${signed(means[row])} on average.`;
     }
 
     rows() {

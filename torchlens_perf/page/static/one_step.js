@@ -18,7 +18,7 @@
 
   // Who was waited for, and how long.
   torchlens.stepFinding = ({ step, ranks, collectives }) => {
-    const blocked = new Map();
+    const blocked = new Map(); // by the rank that arrived last
     for (const { last_rank, asynchronous, wait_us } of collectives) {
       if (last_rank === null || asynchronous) continue;
       if (!blocked.has(last_rank)) blocked.set(last_rank, new Map());
@@ -28,16 +28,14 @@
     const longest = ranks.reduce((one, other) => (other.duration_us > one.duration_us ? other : one));
     let text = `Step ${step} takes ${us(longest.duration_us)} on rank ${longest.rank}`;
     if (blocked.size) {
-      const longestOf = (waits) => [...waits].reduce((one, other) => (other[1] > one[1] ? other : one));
-      const [last, [waiter, wait]] = [...blocked]
-        .map(([rank, waits]) => [rank, longestOf(waits)])
-        .reduce((one, other) => (other[1][1] > one[1][1] ? other : one));
+      const pairs = [...blocked].flatMap(([last, waits]) => [...waits].map(([waiter, wait]) => [wait, waiter, last]));
+      const [wait, waiter, last] = pairs.reduce((one, other) => (other[0] > one[0] ? other : one));
       text += `; rank ${waiter} waits ${us(wait)} for rank ${last}`;
     } else if (ranks.length > 1) {
       const waits = ranks.map((rank) => [blockedUs(rank), rank.rank]).sort(([one], [other]) => one - other);
-      const [[least_us, shortest], [most_us, longest]] = [waits[0], waits[waits.length - 1]];
-      if (most_us) text += `; rank ${longest} has the longest comm wait, ${us(most_us)}`;
-      if (most_us && least_us) text += `, rank ${shortest} the shortest, ${us(least_us)}`;
+      const [[least_us, least], [most_us, most]] = [waits[0], waits[waits.length - 1]];
+      if (most_us) text += `; rank ${most} has the longest comm wait, ${us(most_us)}`;
+      if (most_us && least_us) text += `, rank ${least} the shortest, ${us(least_us)}`;
     }
     return `${text}.`;
   };
@@ -108,15 +106,9 @@
       try {
         const answer = await (window.torchlensAsk ?? fetch)(`api/step/${step}`);
         if (!answer.ok) return;
-        const {
-          names,
-          steps: [trace],
-        } = await answer.json();
-        if (!trace) {
-          this.missing.set(step, this.page.version);
-          return;
-        }
-        this.fetched.set(step, { ...trace, names });
+        const { names, steps } = await answer.json();
+        if (steps.length) this.fetched.set(step, { ...steps[0], names });
+        else this.missing.set(step, this.page.version);
       } catch {
         /* the server is gone: the nearest step that is here is shown, and the words say so */
       }

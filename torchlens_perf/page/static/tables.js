@@ -131,29 +131,25 @@
     ofSelection() {
       const { steps, contents, view } = this.page;
       const range = steps.range(view.now.steps);
-      const named = new Set(contents.named_ranks);
-      const [excess, wait] = [steps.values("excess"), steps.parts.get("communication")];
+      const wait = steps.parts.get("communication");
       const mean = (values, row) => (values ? steps.mean(values, row, range) : NaN);
-      const down = (value) => (Number.isNaN(value) ? -Infinity : value);
-      const rows = steps.places.map(({ rank, host }, row) => ({ rank, host, row, more: mean(excess, row) }));
-      rows.sort(
-        (one, other) =>
-          named.has(other.rank) - named.has(one.rank) || down(other.more) - down(one.more) || one.rank - other.rank,
-      );
+      const means = steps.means(steps.values("excess"), range);
+      const slow = new Set(contents.named_ranks.map((rank) => steps.rowOf.get(rank)));
+      const rows = [...steps.places.keys()].sort(steps.bySlowness(slow, means));
       const [since, until] = this.page.whole(view.now.steps);
       const whole = torchlens.table(
         `Mean of ${torchlens.steps(since, until)} by the host's clock, slowest ranks first`,
         rows,
         [
-          ["rank", ({ rank }) => rank],
-          ["host", ({ host }) => short(host, 32), "text"],
-          ["step", ({ row }) => duration(mean(steps.step, row))],
-          ["compute", ({ row }) => duration(mean(steps.work, row))],
-          ["compared with other ranks", ({ more }) => signed(more)],
-          ["comm wait", ({ row }) => duration(mean(wait, row))],
-          ["share waited", ({ row }) => percent(mean(wait, row) / mean(steps.step, row))],
+          ["rank", (row) => steps.places[row].rank],
+          ["host", (row) => short(steps.places[row].host, 32), "text"],
+          ["step", (row) => duration(mean(steps.step, row))],
+          ["compute", (row) => duration(mean(steps.work, row))],
+          ["compared with other ranks", (row) => signed(means[row])],
+          ["comm wait", (row) => duration(mean(wait, row))],
+          ["share waited", (row) => percent(mean(wait, row) / mean(steps.step, row))],
         ],
-        { isSlow: ({ rank }) => named.has(rank), first: FIRST_RANKS },
+        { isSlow: (row) => slow.has(row), first: FIRST_RANKS },
       );
       this.links(whole);
       const text = "Compute is of steps that are compared: without warm-up, evaluation, checkpoints and sampled steps.";
