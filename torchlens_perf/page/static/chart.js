@@ -6,6 +6,8 @@
   const DRAG = 5; // Pixels before a press becomes a drag.
   const INCREMENTS = Array.from({ length: 27 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** (power - 12))).flat();
 
+  const measure = document.createElement("canvas").getContext("2d");
+
   torchlens.colours = () => {
     const style = getComputedStyle(document.documentElement);
     return new Proxy({}, { get: (_, name) => style.getPropertyValue(`--${name}`).trim() });
@@ -134,8 +136,6 @@
   // A chart in a figure of the page. A subclass has options(): data, series, axes and what is painted; shape(): a text,
   // upon whose change it is built anew; selectedWords(): a caption for a selection; hover(), click(), brush().
   class Chart {
-    static FOLLOWS = [];
-
     constructor(page, figure) {
       this.page = page;
       this.figure = figure;
@@ -198,9 +198,10 @@
       if (!this.plot || changed.has("theme") || changed.has("contents") || shape !== this.built) {
         this.built = shape;
         this.build();
-      } else if (this.constructor.FOLLOWS.some((key) => changed.has(key))) {
-        if (changed.has("zoom") && this.isOverSteps) this.scale(...this.page.window);
-        else this.plot.redraw(false);
+      } else if (changed.has("zoom") && this.isOverSteps) {
+        this.scale(...this.page.window);
+      } else {
+        this.plot.redraw(false);
       }
       if (this.selectedWords) this.say(this.view.steps ? this.selectedWords() : this.found);
     }
@@ -239,7 +240,9 @@
         space: space * size,
       });
       const ranged = ({ range, isDown }) => ({ time: false, range, dir: isDown ? -1 : 1 });
-      const widest = (_, found) => size * (12 + Math.max(0, ...(found ?? []).map((each) => this.textWidth(each))));
+      measure.font = font;
+      const widthOf = (text) => measure.measureText(text ?? "").width;
+      const widest = (_, found) => 12 * size + Math.max(0, ...(found ?? []).map(widthOf));
       const line = ({ width = 1, dash = [], ...more }) => ({
         points: { show: false },
         width: width * size,
@@ -265,12 +268,6 @@
       const plot = new uPlot(options, data, place);
       plot.over.style.touchAction = "pan-y pinch-zoom"; // A finger scrolls the page over it.
       return plot;
-    }
-
-    textWidth(text) {
-      this.measure ??= document.createElement("canvas").getContext("2d");
-      this.measure.font = `12px ${this.font}`;
-      return this.measure.measureText(text ?? "").width;
     }
 
     // Paints inside of the plot area, in pixels of the screen from its corner. paint: gets ctx and the area, whose x()

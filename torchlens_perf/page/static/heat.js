@@ -131,7 +131,6 @@
   // -- the chart
 
   class Heat extends torchlens.Chart {
-    static FOLLOWS = ["steps", "step", "rank", "zoom"];
     isOverSteps = true;
 
     constructor(page, figure) {
@@ -229,8 +228,9 @@
       const every = Math.max(1, Math.ceil((LABEL_ROOM * count) / height));
       const places = Array.from({ length: Math.ceil(count / every) }, (_, at) => at * every + 0.5);
       const labels = new Map(places.map((at) => [at, this.label(at)]));
+      const words = torchlens.quantityWords(this.quantity).replace(/^./, (letter) => letter.toUpperCase());
       this.heading.textContent =
-        this.quantity === "excess" ? "Compute time compared with the other ranks" : this.title(this.quantity);
+        this.quantity === "excess" ? "Compute time compared with the other ranks" : `${words} by rank and step`;
       const outline = steps.slow.length ? [[colours.slower, "frame: slow rank"]] : [];
       this.explain([...this.scaling.legend, ...outline, ...this.flagLegend()]);
       this.more?.remove();
@@ -240,11 +240,6 @@
         this.legend.before(this.more);
       }
       return this.ofRows(steps.begin, steps.end, this.stepAxis(), count, labels, height + 16);
-    }
-
-    title(quantity) {
-      const text = torchlens.quantityWords(quantity);
-      return `${text[0].toUpperCase()}${text.slice(1)} by rank and step`;
     }
 
     // The cells in sight, frames around slow times, lines between groups, and what is selected.
@@ -341,13 +336,9 @@
       const { steps } = this;
       const values = steps.values(this.quantity);
       const name = this.quantity === "excess" ? "excess_share" : `${this.quantity.replace(" ", "_")}_s`;
-      const rows = [["rank", "first_step", name]];
-      for (const row of this.order) {
-        for (let column = 0; column < steps.columns; column++) {
-          rows.push([steps.places[row].rank, steps.first[column], values[row * steps.columns + column]]);
-        }
-      }
-      return rows;
+      const rowOf = (row, first, column) => [steps.places[row].rank, first, values[row * steps.columns + column]];
+      const rows = this.order.flatMap((row) => steps.first.map((first, column) => rowOf(row, first, column)));
+      return [["rank", "first_step", name], ...rows];
     }
 
     // -- the keyboard

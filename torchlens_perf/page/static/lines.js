@@ -15,7 +15,6 @@
   // -- step time over the run
 
   class StepTimes extends torchlens.Chart {
-    static FOLLOWS = ["steps", "step", "rank", "zoom"];
     isOverSteps = true;
 
     shape() {
@@ -120,7 +119,8 @@
 
   // A subclass has lines(): {label, rank, x, y} each; axis(): of x; label: of y; text(): a value with its unit.
   class Lines extends torchlens.Chart {
-    static FOLLOWS = ["steps", "step", "zoom"];
+    isOverSteps = true;
+    othersText = "other ranks";
 
     shape() {
       return this.view.rank;
@@ -163,7 +163,12 @@
       };
     }
 
-    othersText = "other ranks";
+    axis() {
+      return this.stepAxis();
+    }
+    where(x) {
+      return this.steps.words(this.steps.column(x));
+    }
 
     // From zero, or where the values lie close together, around them.
     range(low, high) {
@@ -208,19 +213,8 @@
     }
   }
 
-  class OverSteps extends Lines {
-    isOverSteps = true;
-
-    where(x) {
-      return this.steps.words(this.steps.column(x));
-    }
-    axis() {
-      return this.stepAxis();
-    }
-  }
-
   // Compute time of two to four ranks: a heat map of so few rows tells less.
-  class Compute extends OverSteps {
+  class Compute extends Lines {
     label = "compute";
 
     lines() {
@@ -237,7 +231,7 @@
     }
   }
 
-  class Memory extends OverSteps {
+  class Memory extends Lines {
     label = "memory";
     hasPeak = true;
 
@@ -261,6 +255,7 @@
 
   // One quantity of hardware over time.
   class Telemetry extends Lines {
+    isOverSteps = false;
     othersText = "others";
 
     lines() {

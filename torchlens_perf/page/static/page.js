@@ -28,14 +28,12 @@
       this.draw();
       const redrawn = () => this.follow(new Set(["theme"]));
       matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawn);
-      // Paper is white.
-      for (const [name, theme] of [["beforeprint", "light"], ["afterprint", null]]) {
-        addEventListener(name, () => {
-          if (theme) document.documentElement.dataset.theme = theme;
-          else torchlens.applyTheme(this.view.now);
-          for (const chart of this.charts) if (chart.plot) chart.build();
-        });
-      }
+      const printed = (theme) => {
+        torchlens.applyTheme(theme);
+        for (const chart of this.charts) if (chart.plot) chart.build();
+      };
+      addEventListener("beforeprint", () => printed("light")); // Paper is white.
+      addEventListener("afterprint", () => printed(this.view.now.theme));
       let width = innerWidth;
       let waiting;
       addEventListener("resize", () => {
@@ -70,7 +68,7 @@
       const ranks = document.getElementById("ranks");
       if (ranks && !this.rankTable) {
         this.rankTable = new torchlens.RankTable(this, ranks);
-        this.rankTable.follow(new Set(torchlens.VIEW_KEYS));
+        this.rankTable.follow(new Set(["steps"]));
       }
       for (const code of document.querySelectorAll(".command > code:only-child")) {
         code.after(" ", torchlens.copyButton("Copy", code.textContent));

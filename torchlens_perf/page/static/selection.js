@@ -62,7 +62,7 @@
     }
   }
 
-  torchlens.applyTheme = ({ theme }) => {
+  torchlens.applyTheme = (theme) => {
     if (theme === "system") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = theme;
   };
@@ -102,10 +102,10 @@
     const { select, show } = torchlens.choice("", "theme", (theme) => view.set({ theme }));
     select.setAttribute("aria-label", "Theme");
     show(options, view.now.theme);
-    torchlens.applyTheme(view.now);
-    view.watch((now) => {
-      select.value = now.theme;
-      torchlens.applyTheme(now);
+    torchlens.applyTheme(view.now.theme);
+    view.watch(({ theme }) => {
+      select.value = theme;
+      torchlens.applyTheme(theme);
     });
     const link = torchlens.copyButton("Copy link to this view", () => view.address());
     return element("div", { className: "share" }, link, select);

@@ -65,8 +65,6 @@
   }
 
   class Timeline extends torchlens.Chart {
-    static FOLLOWS = ["rank"];
-
     constructor(page, figure) {
       super(page, figure);
       this.steppicker = new torchlens.StepPicker(page, this);

@@ -24,23 +24,10 @@
     return Number.isInteger(first) && Number.isInteger(last) && first <= last ? [first, last + 1] : null;
   }
 
-  function decoded(part) {
-    try {
-      return decodeURIComponent(part);
-    } catch {
-      return "";
-    }
-  }
-
   function parsed(hash) {
     const view = { ...DEFAULTS };
-    const [section, ...parts] = hash.replace(/^#/, "").split(";");
-    view.section = decoded(section);
-    for (const part of parts) {
-      const at = part.indexOf("=");
-      const key = part.slice(0, at);
-      const value = decoded(part.slice(at + 1));
-      if (at < 0 || !Object.hasOwn(DEFAULTS, key) || key === "section") continue;
+    for (const [key, value] of new URLSearchParams(`section=${hash.slice(1).replaceAll(";", "&")}`)) {
+      if (!Object.hasOwn(DEFAULTS, key)) continue;
       if (key === "steps" || key === "zoom") view[key] = steps(value);
       else if (key === "step" || key === "rank") view[key] = whole(value);
       else if (!Object.hasOwn(ONE_OF, key) || ONE_OF[key].includes(value)) view[key] = value;
@@ -117,5 +104,4 @@
   }
 
   torchlens.View = View;
-  torchlens.VIEW_KEYS = Object.keys(DEFAULTS);
 }
