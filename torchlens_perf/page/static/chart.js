@@ -102,12 +102,13 @@
     const name = () => (heading.textContent.toLowerCase().match(/[a-z0-9]+/g) ?? ["chart"]).join("-").slice(0, 60);
     const png = async () => (await picture()).toBlob((blob) => torchlens.save(`${name()}.png`, blob));
     const csv = () => torchlens.saveTable(name(), rows());
-    const buttons = [["PNG", png], ["CSV", csv]].map(([text, pressed]) => {
-      const made = torchlens.button(text, pressed);
-      made.setAttribute("aria-label", `Save "${short(heading.textContent, 60)}" as ${text}`);
-      return made;
-    });
-    const exports = element("span", { className: "exports" }, ...buttons);
+    const label = `Save "${short(heading.textContent, 60)}" as`;
+    const exports = element(
+      "span",
+      { className: "exports" },
+      torchlens.button("PNG", png, { "aria-label": `${label} PNG` }),
+      torchlens.button("CSV", csv, { "aria-label": `${label} CSV` }),
+    );
     const head = element("div", { className: "chart-head" }, exports);
     heading.before(head);
     head.prepend(heading);
@@ -295,6 +296,7 @@
     }
 
     clear() {
+      torchlens.showTip(null);
       this.plot?.destroy();
       this.plot = undefined;
       this.exports.hidden = true;
@@ -307,6 +309,7 @@
       await null; // uPlot draws in a microtask.
       const made = torchlens.framed(this.heading.textContent, this.entries, plot.ctx.canvas, uPlot.pxRatio * size);
       plot.destroy();
+      this.plot.redraw(false); // A chart remembers what it has painted last.
       return made;
     }
 

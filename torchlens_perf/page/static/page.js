@@ -84,15 +84,14 @@
         const card = document.getElementById(`verdict-${at + 1}`);
         if (!card || rank === null || since_step === null || card.querySelector("button.shows")) continue;
         const slow = this.steps.slow.find((each) => each.rank === rank && each.since_step === since_step);
-        const show = torchlens.button("Show in charts", () => {
+        const show = () => {
           const since = Math.max(this.steps.begin, Math.min(since_step, this.steps.end - 1));
           this.view.set({ rank, steps: [since, Math.max(since + 1, slow?.until_step ?? this.steps.end)] });
           this.go(document.getElementById("heat") ? "heat" : "steps");
-        });
-        show.className = "shows";
+        };
         const place = card.querySelector(".command") ?? torchlens.element("p", { className: "command" });
         if (!place.isConnected) card.querySelector(".finding").after(place);
-        place.append(" ", show);
+        place.append(" ", torchlens.button("Show in charts", show, { className: "shows" }));
       }
     }
 

@@ -23,9 +23,8 @@
       const buttons = [];
       const add = (words, name, key) => {
         said.push(words);
-        const drop = torchlens.button(`${name} \u2715`, () => page.view.set({ [key]: null }));
-        drop.setAttribute("aria-label", `do not select ${name}`);
-        buttons.push(drop);
+        const drop = () => page.view.set({ [key]: null });
+        buttons.push(torchlens.button(`${name} \u2715`, drop, { "aria-label": `do not select ${name}` }));
       };
       if (view.steps && steps) {
         const [since, until] = page.whole(view.steps);
@@ -83,12 +82,12 @@
 
   // text: what is copied at a press, or a function that returns it.
   torchlens.copyButton = (label, text) => {
-    const button = torchlens.button(label, async () => {
+    const pressed = async () => {
       await copy(typeof text === "function" ? text() : text);
       button.textContent = "Copied";
       setTimeout(() => (button.textContent = label), 1500);
-    });
-    button.className = "copies";
+    };
+    const button = torchlens.button(label, pressed, { className: "copies" });
     return button;
   };
 

@@ -68,13 +68,9 @@
     const tools = table.closest(".table")?.querySelector(".tools");
     if (!tools || tools.querySelector(".csv")) return;
     const title = table.caption.textContent;
-    const save = torchlens.button("CSV", () => {
-      const written = (cell) => cell.querySelector("span[title]")?.title ?? cell.textContent; // a shortened name
-      torchlens.saveTable(title, [...table.rows].map((row) => [...row.cells].map(written)));
-    });
-    save.className = "csv";
-    save.setAttribute("aria-label", `Save "${short(title)}" as CSV`);
-    tools.append(save);
+    const written = (cell) => cell.querySelector("span[title]")?.title ?? cell.textContent; // a shortened name
+    const save = () => torchlens.saveTable(title, [...table.rows].map((row) => [...row.cells].map(written)));
+    tools.append(torchlens.button("CSV", save, { className: "csv", "aria-label": `Save "${short(title)}" as CSV` }));
     if (table.tBodies[0].rows.length < 2) return;
     for (const [column, head] of heads.entries()) {
       const button = element("button", { type: "button", className: "sorts" }, ...head.childNodes);
@@ -103,13 +99,9 @@
         const head = row.cells[0];
         const rank = Number(head.textContent);
         if (!Number.isInteger(rank)) continue;
-        const button = torchlens.button(head.textContent, () =>
-          this.page.view.set({ rank: this.page.view.now.rank === rank ? null : rank }),
-        );
-        button.className = "picks";
-        button.dataset.rank = rank;
-        button.setAttribute("aria-label", `rank ${rank}`);
-        head.replaceChildren(button);
+        const pick = () => this.page.view.set({ rank: this.page.view.now.rank === rank ? null : rank });
+        const attributes = { className: "picks", "data-rank": rank, "aria-label": `rank ${rank}` };
+        head.replaceChildren(torchlens.button(head.textContent, pick, attributes));
       }
     }
 

@@ -84,8 +84,8 @@ const torchlens = {};
     return made;
   };
 
-  torchlens.button = (text, pressed) => {
-    const made = torchlens.element("button", { type: "button", text });
+  torchlens.button = (text, pressed, attributes = {}) => {
+    const made = torchlens.element("button", { type: "button", text, ...attributes });
     made.addEventListener("click", pressed);
     return made;
   };
