@@ -1,7 +1,7 @@
 // Bars are drawn in Python (page/sections/bars.py): here they get export buttons, and choose a rank by a click.
 {
   // The picture of bars as they are on the screen.
-  function picture(figure, legend) {
+  function picture(figure) {
     const ratio = torchlens.exportRatio();
     const colours = torchlens.colours();
     const box = figure.querySelector(".bars").getBoundingClientRect();
@@ -21,6 +21,8 @@
       const { x, y, height } = text.getBoundingClientRect();
       ctx.fillText(text.textContent, x, y + height / 2);
     }
+    const items = [...figure.querySelectorAll("ul.legend li")];
+    const legend = items.map((item) => [getComputedStyle(item.querySelector("rect")).fill, item.textContent]);
     return torchlens.framed(figure.querySelector("h3").textContent, legend, made, ratio);
   }
 
@@ -33,12 +35,7 @@
       ["label", ...parts.map((part) => `${part}_s`)],
       ...rows.map((row) => [row.dataset.label, ...parts.map((part) => valueOf(row, part))]),
     ];
-    const legend = () =>
-      [...figure.querySelectorAll("ul.legend li")].map((item) => [
-        getComputedStyle(item.querySelector("rect")).fill,
-        item.textContent,
-      ]);
-    torchlens.exports(figure, table, () => picture(figure, legend()));
+    torchlens.exports(figure, table, () => picture(figure));
     figure.addEventListener("click", ({ target }) => {
       const rank = target.closest?.("[data-rank]")?.dataset.rank;
       if (rank !== undefined) page.view.set({ rank: Number(rank) });

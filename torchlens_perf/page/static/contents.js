@@ -2,17 +2,13 @@
 {
   const { duration, signed } = torchlens;
 
-  async function inflated(text) {
-    const packed = atob(text);
+  // Seconds of a matrix. NaN is what was not measured.
+  async function decoded({ codes, smallest_s, log_step }) {
+    const packed = atob(codes);
     const bytes = new Uint8Array(packed.length);
     for (let at = 0; at < packed.length; at++) bytes[at] = packed.charCodeAt(at);
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-    return new DataView(await new Response(stream).arrayBuffer());
-  }
-
-  // Seconds of a matrix. NaN is what was not measured.
-  async function decoded({ codes, smallest_s, log_step }) {
-    const view = await inflated(codes);
+    const view = new DataView(await new Response(stream).arrayBuffer());
     const seconds = new Float32Array(view.byteLength / 2);
     for (let at = 0; at < seconds.length; at++) {
       const code = view.getUint16(2 * at, true);
@@ -156,10 +152,9 @@
   };
 
   // What the heat map can show, in words.
+  const WORDS = new Map([["excess", "excess over the other ranks"], ["step", "step time"], ["work", "compute"]]);
   torchlens.quantityWords = (key) => {
-    if (key === "excess") return "excess over the other ranks";
-    if (key === "step") return "step time";
-    if (key === "work") return "compute";
+    if (WORDS.has(key)) return WORDS.get(key);
     if (key.startsWith("device ")) return `${torchlens.partWord(key.slice(7))}, on the device`;
     return torchlens.partWord(key);
   };

@@ -159,8 +159,7 @@
       return {
         quantity: [...steps.quantities.keys()].map((key) => [key, torchlens.quantityWords(key)]),
         group: [
-          ["none", "nothing"],
-          ["node", "node"],
+          ...Object.entries({ none: "nothing", node: "node" }),
           ...dimensions.map((each) => [`mesh ${each}`, `mesh: ${short(each, 24)}`]),
         ],
         order: ["slowness", "rank"].map((key) => [key, key]),
@@ -195,10 +194,8 @@
       const groups = rows.map((row) => this.groupOf(row));
       const means = steps.means(steps.values("excess"), steps.range(view.steps));
       const [since, until] = view.steps ?? [steps.begin, steps.end];
-      const slow = new Set();
-      for (const { rank, since_step, until_step } of steps.slow) {
-        if (since_step < until && (until_step ?? Infinity) > since) slow.add(steps.rowOf.get(rank));
-      }
+      const isNow = ({ since_step, until_step }) => since_step < until && (until_step ?? Infinity) > since;
+      const slow = new Set(steps.slow.filter(isNow).map(({ rank }) => steps.rowOf.get(rank)));
       const bySlowness = steps.bySlowness(slow, means);
       this.isCut = steps.ranks > MOST_ROWS && view.rows === "few" && view.group === "none";
       let shown = rows;
@@ -382,7 +379,7 @@
         Home: walk(-Infinity, 0),
         End: walk(Infinity, 0),
         Enter: () => page.view.now.step !== null && page.openStep(),
-        Escape: () => page.clear(),
+        Escape: () => page.view.set({ steps: null, step: null, rank: null }),
       });
     }
   }

@@ -10,7 +10,6 @@
     { stroke: "text", width: 1.5, dash: [6, 4], word: " (dashed)" },
     { stroke: "dim", width: 1.5, dash: [2, 3], word: " (dotted)" },
   ];
-  const tick = torchlens.tick(duration);
 
   // -- step time over the run
 
@@ -52,7 +51,7 @@
         ],
         bands: [{ series: [1, 3], fill: colours.band }],
         x: this.stepAxis(),
-        y: { label: "step time", text: tick, range: [0, top], space: 40 },
+        y: { label: "step time", text: torchlens.tick(duration), range: [0, top], space: 40 },
         height: 220,
         under: (ctx, area) => this.paintTimes(ctx, area),
         over: (ctx, area) => {
@@ -141,20 +140,16 @@
       const named = this.data.map(({ label }, at) => [looks[at].stroke, short(label, 32) + (looks[at].word ?? "")]);
       const stands = named.filter((_, at) => looks[at].width >= 2);
       this.explain(isFew ? named : [...stands, [colours.dim, this.othersText]]);
+      const text = torchlens.tick((value) => this.text(value));
       const order = [...this.data.keys()].sort((one, other) => looks[one].width - looks[other].width);
-      const known = this.data.flatMap(({ y }) => y.filter((value) => value !== null));
-      const low = known.reduce((one, other) => Math.min(one, other), Infinity);
-      const high = known.reduce((one, other) => Math.max(one, other), -Infinity);
+      const known = this.data.flatMap(({ y }) => y.filter((value) => value !== null)).sort((one, other) => one - other);
+      const low = known[0] ?? 0;
+      const high = known[known.length - 1] ?? 1;
       return {
         data: uPlot.join(order.map((at) => [this.data[at].x, this.data[at].y])),
         series: order.map((at) => looks[at]),
         x: this.axis(),
-        y: {
-          label: this.label,
-          range: this.range(low, high),
-          text: torchlens.tick((value) => this.text(value)),
-          space: 34,
-        },
+        y: { label: this.label, text, range: this.range(low, high), space: 34 },
         height: 150,
         over: (ctx, area) => {
           this.paintSelection(ctx, area);

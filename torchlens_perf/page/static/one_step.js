@@ -9,11 +9,9 @@
 
   // In its waits on the training thread.
   function blockedUs({ rows }) {
-    let sum = 0;
-    for (const { lane, kind, duration_us } of rows) {
-      if (lane === "host") kind.forEach((each, at) => (sum += each === "wait" ? duration_us[at] : 0));
-    }
-    return sum;
+    const host = rows.filter(({ lane }) => lane === "host");
+    const waits = host.flatMap(({ kind, duration_us }) => duration_us.filter((_, at) => kind[at] === "wait"));
+    return waits.reduce((sum, wait) => sum + wait, 0);
   }
 
   // Who was waited for, and how long.

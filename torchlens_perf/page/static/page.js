@@ -199,10 +199,6 @@
       this.view.set({ steps: until - since >= Math.min(2, width) && until > since ? [since, until] : null });
     }
 
-    clear() {
-      this.view.set({ steps: null, step: null, rank: null });
-    }
-
     zoomed() {
       const { begin = 0, end = 1 } = this.steps ?? {};
       const zoom = this.view.now.zoom;
@@ -213,12 +209,10 @@
 
     // A wheel turns often: the charts follow once a frame.
     zoom(start, end) {
-      const { begin, end: last } = this.steps;
-      const least = Math.min(last - begin, FEWEST_COLUMNS * this.steps.width);
-      const size = Math.max(least, Math.min(last - begin, end - start));
-      const from = Math.max(begin, Math.min(last - size, start));
-      if (from === this.window[0] && from + size === this.window[1]) return;
-      this.window = [from, from + size];
+      const { begin, end: last, width } = this.steps;
+      const window = torchlens.inside([start, end], [begin, last], FEWEST_COLUMNS * width);
+      if (String(window) === String(this.window)) return;
+      this.window = window;
       this.zooms ??= requestAnimationFrame(() => {
         this.zooms = undefined;
         const next = this.zoomText();
@@ -240,7 +234,7 @@
       const [start, end] = this.window;
       const { step } = this.view.now;
       const middle = at ?? (step !== null && step >= start && step < end ? step + 0.5 : (start + end) / 2);
-      this.zoom(middle - (middle - start) * factor, middle + (end - middle) * factor);
+      this.zoom(...torchlens.zoomed(this.window, factor, middle));
     }
 
     showAll() {

@@ -6,12 +6,8 @@
       this.page = page;
       this.chips = element("span", { className: "chips" });
       this.status = element("span", { role: "status", className: "selected-words" });
-      this.element = element(
-        "div",
-        { className: "selection", "aria-label": "Selection", role: "group" },
-        this.status,
-        this.chips,
-      );
+      const attributes = { className: "selection", "aria-label": "Selection", role: "group" };
+      this.element = element("div", attributes, this.status, this.chips);
       document.querySelector("main")?.after(this.element);
     }
 
@@ -93,11 +89,7 @@
 
   // A link to this very view, and the theme.
   torchlens.share = (view) => {
-    const options = [
-      ["system", "System theme"],
-      ["light", "Light theme"],
-      ["dark", "Dark theme"],
-    ];
+    const options = Object.entries({ system: "System theme", light: "Light theme", dark: "Dark theme" });
     const { select, show } = torchlens.choice("", "theme", (theme) => view.set({ theme }));
     select.setAttribute("aria-label", "Theme");
     show(options, view.now.theme);

@@ -290,14 +290,11 @@
       const [start, end] = this.window;
       const spans = this.pinned ? (this.laid.byKey.get(this.pinned) ?? []) : [];
       const middle = at ?? (spans.length ? spans[0].left : (start + end) / 2);
-      this.show(middle - (middle - start) * factor, middle + (end - middle) * factor);
+      this.show(...torchlens.zoomed(this.window, factor, middle));
     }
 
     show(start, end) {
-      const { laid } = this;
-      const long = Math.min(laid.end - laid.begin, Math.max(1e-4, end - start));
-      const from = Math.max(laid.begin, Math.min(laid.end - long, start));
-      this.window = [from, from + long];
+      this.window = torchlens.inside([start, end], [this.laid.begin, this.laid.end], 1e-4);
       this.scale(...this.window);
     }
 

@@ -69,6 +69,16 @@ const torchlens = {};
   // "step 7" or "steps 8 to 15", of [since, until).
   torchlens.steps = (since, until) => (until - since > 1 ? `steps ${since} to ${until - 1}` : `step ${since}`);
 
+  // A range that is resized around a place, which stays where it is.
+  torchlens.zoomed = ([start, end], factor, at) => [at - (at - start) * factor, at + (end - at) * factor];
+
+  // A range moved and resized to lie inside of another one.
+  torchlens.inside = ([start, end], [first, last], least) => {
+    const size = Math.min(last - first, Math.max(least, end - start));
+    const from = Math.max(first, Math.min(last - size, start));
+    return [from, from + size];
+  };
+
   torchlens.partWord = (part) => TORCHLENS_THEME.parts[part] ?? part;
 
   const collator = new Intl.Collator("en", { numeric: true });
