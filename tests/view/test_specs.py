@@ -73,5 +73,12 @@ def test_rows_that_are_not_shown_are_counted_with_their_range() -> None:
     assert table.rest(4) == ""
 
 
+def test_range_of_hidden_rows_has_its_own_unit() -> None:
+    compute = Column("compute", [2.0, 0.005, 0.006])
+    table = Table("ranks", "Ranks", [compute], noun="rank", ranged="compute")
+    assert compute.unit == "s"
+    assert table.rest(1) == "2 more ranks, compute 5.00 to 6.00 ms"
+
+
 def test_large_numbers_have_no_exponent() -> None:
     assert Column("signal", [4540.2, 0.0123, 1576], Quantity.NUMBER).texts() == ["4,540", "0.0123", "1,576"]

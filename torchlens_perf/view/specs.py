@@ -150,9 +150,10 @@ class Table:
         for column in self.columns:
             values = [value for value in column.values[shown:] if isinstance(value, (int, float))]
             if column.title == self.ranged and values:
-                least, most = dataclasses.replace(column, values=[min(values), max(values)], marks=()).texts()
+                hidden = dataclasses.replace(column, values=[min(values), max(values)], marks=())
+                least, most = hidden.texts()
                 span = least if least == most else f"{least} to {most}"
-                return f"{words}, {column.title} {span} {column.unit}".rstrip()
+                return f"{words}, {column.title} {span} {hidden.unit}".rstrip()
         return words
 
 

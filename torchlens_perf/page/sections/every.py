@@ -129,9 +129,10 @@ def _mean_words(of: Sequence[Series], show: Callable[[float], str]) -> str:
     if not means:
         return "Not measured."
     low, high = min(means, key=lambda where: means[where]), max(means, key=lambda where: means[where])
+    least, most = show(means[low]), show(means[high])
     if len(means) == 1:
-        return f"Mean: {show(means[low])} on {low}."
-    return f"Mean: from {show(means[low])} on {low} to {show(means[high])} on {high}."
+        return f"Mean: {least} on {low}."
+    return f"Mean: from {least} on {low} to {most} on {high}." if least != most else f"Mean: {least} on each."
 
 
 SECTIONS: tuple[tuple[str, str, Callable[[Contents], Element | None]], ...] = (

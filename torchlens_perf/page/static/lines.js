@@ -32,7 +32,7 @@
       const room = 1.08 + 0.08 * Math.min(3, steps.slow.length);
       const top = room * Math.min(most(bands.max_s), HEADROOM * most(bands.p95_s)) || Math.max(0, ...bands.max_s) || 1;
       this.explain([
-        [colours.median, "median of all ranks"],
+        [colours.median, this.page.contents.report.run.world_size > 1 ? "median of all ranks" : "median"],
         [colours.band, "5th to 95th percentile"],
         [colours.thin, "longest"],
         ...(row === undefined ? [] : [[colours.chosen, `rank ${view.rank}`]]),
@@ -168,7 +168,7 @@
     // From zero, or where the values lie close together, around them.
     range(low, high) {
       const from = low < 0.5 * high ? Math.min(0, low) : low - 0.3 * (high - low || high * 0.1);
-      return [from, high + 0.18 * (high - from || 1)];
+      return [from, high + 0.18 * (high - from || 10)];
     }
 
     paintPeak(ctx, area, high) {
