@@ -33,7 +33,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ),
     ("analysis", ("analysis",), 3300, 4623),
     ("exporters", ("exporters",), 2600, 5165),
-    ("view", ("report", "view", "page", "top"), 6000, 10399),
+    ("view", ("report", "view", "page", "top"), 6000, 10401),
     ("serve", ("serve",), 1300, 1937),
     ("sidecar", ("sidecar",), 5400, 8253),
     ("simulate, commands", ("simulate", "commands"), 2200, 3294),
