@@ -37,12 +37,12 @@ SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: check $(TEST)/tap $(RECEIVER)/ready
 	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
-# What `make test` leaves out, to stay short. Figures go into docs/reliability.md. SHARE=0.1: a tenth of the longest.
+# What `make test` leaves out, to stay short. Figures go into docs/internals/reliability.md. SHARE=0.1: a tenth of the longest.
 test-long: $(TEST)/tap $(RECEIVER)/ready
 	EXAMPLES=400 FIGURES=1 $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
 	mkdir -p .venv-lowest && $(PYTHON) scripts/lowest_versions.py .venv-lowest
 
-# Under real launchers, on two nodes of this machine: as root, with the packages that docs/launchers.md lists.
+# Under real launchers, on two nodes of this machine: as root, with the packages that docs/guides/launchers.md lists.
 test-launchers: $(TEST)/tap $(FRAMEWORKS)/ready $(INTEL_MPI)/ready
 	FRAMEWORKS_PYTHON=$(CURDIR)/$(FRAMEWORKS)/bin/python I_MPI_ROOT=$(CURDIR)/$(INTEL_MPI) \
 		$(TEST)/bin/python -m pytest -m '' tests/jobs/launchers
@@ -106,7 +106,7 @@ $(PAGE)/ready: $(TEST)/ready
 	touch $@
 
 # A real Prometheus, which is Debian's: as root it is installed where it is missing. Dashboards, manifests; Slurm where
-# it is installed (docs/launchers.md).
+# it is installed (docs/guides/launchers.md).
 test-prometheus: $(TEST)/dashboards
 	$(TEST)/bin/python -m pytest -m '' tests/prometheus
 
@@ -115,7 +115,7 @@ $(TEST)/dashboards: $(TEST)/tap
 	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test,dashboards]'
 	touch $@
 
-# Real backends read back what they were sent (docs/backends.md). Needs some 4 GB; what cannot be installed is skipped, with the
+# Real backends read back what they were sent (docs/guides/backends.md). Needs some 4 GB; what cannot be installed is skipped, with the
 # reason. SHOTS=1: also docs/images.
 test-backends: $(TEST)/tap $(RECEIVER)/ready $(addsuffix /ready,$(BACKENDS)) $(if $(SHOTS),$(PAGE)/ready)
 	$(if $(SHOTS),$(PAGE),$(TEST))/bin/python -m pytest -m '' tests/backends

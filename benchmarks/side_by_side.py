@@ -5,7 +5,7 @@
 --tools: the interpreter of an environment with torch, Bokeh, traceml-ai, memray, pyinstrument, wandb and
 dask[distributed]. Each tool runs the job of side_by_side_training.py REPEATS times, in an order drawn anew in each
 round. --out gets the pages, a screenshot of each, with scripts and without, and the terminals as text. Tables:
-docs/side-by-side.md.
+docs/internals/side-by-side.md.
 """
 
 from __future__ import annotations

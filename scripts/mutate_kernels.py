@@ -1,6 +1,8 @@
 """Changes the kernels one place at a time and runs their tests, to see which changes no test notices.
 
-usage: mutate_kernels.py (in the test environment; some ten minutes). docs/gpu.md has what the last run found.
+usage: mutate_kernels.py (in the test environment, about ten minutes)
+
+docs/explanation/device-time.md has the results of the last run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes docs/semantics.md from torchlens_perf/exporters/semantics.py: python scripts/write_semantics.py
+"""Writes docs/reference/telemetry.md from torchlens_perf/exporters/semantics.py: python scripts/write_semantics.py
 
 tests/exporters/test_semantics.py holds the page against what is sent.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from torchlens_perf.exporters import JobPart, semantics
 from torchlens_perf.exporters.series_room import most_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "semantics.md"
+PAGE = Path(__file__).parents[1] / "docs/reference/telemetry.md"
 
 HEAD = """# Every name that is sent
 

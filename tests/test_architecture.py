@@ -122,8 +122,8 @@ def test_hooks_set_nothing_on_the_session() -> None:
 
 
 def test_named_tests_are_there() -> None:
-    """docs/reliability.md names the test that holds each promise. One that begins with :: is in the file before it."""
-    text, file, missing = (ROOT / "docs" / "reliability.md").read_text(), "", []
+    """Tests that docs/internals/reliability.md names exist. A name that begins with :: is in the file before it."""
+    text, file, missing = (ROOT / "docs/internals/reliability.md").read_text(), "", []
     for named in re.findall(r"`((?:\w+/)*test_\w+(?:::test_\w+)?|::test_\w+)`", text):
         path, _, function = named.partition("::")
         file = path or file

@@ -166,7 +166,7 @@ class Config:
     aggregate: Literal["sidecar", "device"] = "sidecar"
     """Who merges device sections over ranks: "sidecar", without any collective; "device", together with the parts of
     the device's steps, by two all-reduces in a group of our own, once in 64 steps. For the latter all ranks must make
-    the same steps: see docs/gpu.md."""
+    the same steps: see docs/explanation/device-time.md."""
 
     exchange: Literal["auto", "off"] | str = "auto"
     """How the sidecars of several nodes meet: "auto", node 0 takes a free port, which the others find in the run

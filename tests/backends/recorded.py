@@ -48,7 +48,7 @@ class Recorded:
         return [row for row in rows if row.get("kind") != "thread_time"]  # counters, no spans
 
     def spans(self) -> list[ReceivedSpan]:
-        """The spans of the sampled steps, with the ids and parents that docs/opentelemetry.md gives them."""
+        """The spans of the sampled steps, with the ids and parents that docs/guides/opentelemetry.md gives them."""
         steps = {(row["rank"], row["step"]): row for row in self.rows("steps")}
         sampled = traced_steps([step for _, step in steps], TRACE_EVERY)
         inside: dict[tuple[int, int], list[Row]] = defaultdict(list)

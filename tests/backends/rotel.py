@@ -24,7 +24,7 @@ class Rotel:
         self.server = Server(command, folder, self._is_up, exporter)
 
     def told(self, protocol: str) -> dict[str, str]:
-        """As docs/backends.md says it."""
+        """As docs/guides/backends.md says it."""
         port = self._grpc if protocol == "grpc" else self._http
         return {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}", "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
 

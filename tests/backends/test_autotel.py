@@ -39,7 +39,7 @@ class Autotel:
         self.server = Server(command, folder, lambda: is_up(f"{self.address}/healthz"))
 
     def told(self, protocol: str) -> dict[str, str]:
-        """As docs/backends.md says it."""
+        """As docs/guides/backends.md says it."""
         return {
             "OTEL_EXPORTER_OTLP_ENDPOINT": self.grpc if protocol == "grpc" else self.address,
             "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,

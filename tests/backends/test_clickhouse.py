@@ -21,7 +21,7 @@ from torchlens_perf.exporters import semantics
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600)]
 
-PAGE = (ROOT / "docs" / "backends.md").read_text()
+PAGE = (ROOT / "docs/guides/backends.md").read_text()
 _DOOR = Path(__file__).with_name("clickhouse_door.py")
 _NUMBERS = {
     semantics.STEP: int, semantics.RANK: int, semantics.MICRO_STEPS: int, semantics.OWN_SECONDS: float,
@@ -106,7 +106,7 @@ def test_trace_tree(found: list[ReceivedSpan], recorded: Recorded) -> None:
 
 def test_replay_doubles_rows(clickhouse: ClickHouse, found: list[ReceivedSpan], recorded: Recorded) -> None:
     """A table of MergeTree has no keys that are unique: each row is there twice after two replays. LIMIT 1 BY its ids
-    has it once, as docs/backends.md says."""
+    has it once, as docs/guides/backends.md says."""
     expected = len(recorded.spans())
     assert len(found) == _TWICE * expected
     once = "FROM (SELECT * FROM otel.otel_traces LIMIT 1 BY TraceId, SpanId)"
@@ -130,7 +130,7 @@ def test_resource(found: list[ReceivedSpan], recorded: Recorded) -> None:
 
 
 def test_slow_rank_in_sql(clickhouse: ClickHouse, recorded: Recorded) -> None:
-    """The query of docs/backends.md: the median of own times by rank, from the spans."""
+    """The query of docs/guides/backends.md: the median of own times by rank, from the spans."""
     query = PAGE.partition("```sql\n")[2].partition("```")[0].strip().rstrip(";")
     rows = clickhouse.ask(query)
     assert [int(row["rank"]) for row in rows] == [SLOW_RANK, 1 - SLOW_RANK]

@@ -38,7 +38,7 @@ class Mlflow:
         self.server = Server(command, folder, lambda: is_up(f"{self.address}/health"), told)
 
     def told(self) -> dict[str, str]:
-        """As docs/backends.md says it."""
+        """As docs/guides/backends.md says it."""
         return {
             "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{self.address}/v1/traces",
             "OTEL_EXPORTER_OTLP_HEADERS": "x-mlflow-experiment-id=0",
@@ -123,7 +123,7 @@ def test_wants_an_experiment(mlflow: Mlflow) -> None:
 
 
 def test_takes_traces_only(mlflow: Mlflow) -> None:
-    """It has no place for metrics and alerts, which docs/backends.md says."""
+    """It has no place for metrics and alerts, which docs/guides/backends.md says."""
     assert [status_of(f"{mlflow.address}/v1/{signal}") for signal in ("metrics", "logs")] == [404, 404]
 
 

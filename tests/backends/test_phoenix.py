@@ -35,7 +35,7 @@ class Phoenix:
         self.server = Server([str(program), "serve"], folder, lambda: is_up(f"{self.address}/healthz"), told)
 
     def told(self, protocol: str) -> dict[str, str]:
-        """As docs/backends.md says it."""
+        """As docs/guides/backends.md says it."""
         if protocol == "grpc":
             return {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self.grpc, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}
         return {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{self.address}/v1/traces"}
@@ -99,7 +99,7 @@ def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
 
 
 def test_drops_links_and_resource(phoenix: Phoenix, found: list[dict[str, Any]]) -> None:
-    """Phoenix keeps neither links nor resources, which docs/backends.md says: the rank is on the span."""
+    """Phoenix keeps neither links nor resources, which docs/guides/backends.md says: the rank is on the span."""
     assert not any("link" in key or "resource" in key for each in found for key in each)
     answer = get(f"{phoenix.address}/v1/projects/default/spans/otlpv1?limit=1000")
     assert {json.dumps(each["links"]) for each in answer["data"]} == {"null"}
@@ -108,7 +108,7 @@ def test_drops_links_and_resource(phoenix: Phoenix, found: list[dict[str, Any]])
 
 
 def test_takes_traces_only(phoenix: Phoenix) -> None:
-    """It has no place for metrics and alerts, which docs/backends.md says."""
+    """It has no place for metrics and alerts, which docs/guides/backends.md says."""
     assert [status_of(f"{phoenix.address}/v1/{signal}") for signal in ("metrics", "logs")] == [405, 405]
 
 

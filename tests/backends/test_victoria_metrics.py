@@ -36,7 +36,7 @@ class VictoriaMetrics:
         self.server = Server(command, folder, lambda: is_up(f"{self.address}/health"))
 
     def told(self) -> dict[str, str]:
-        """As docs/backends.md says it."""
+        """As docs/guides/backends.md says it."""
         return {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": f"{self.address}/opentelemetry/v1/metrics"}
 
     def ask(self, query: str) -> list[dict[str, Any]]:
@@ -126,12 +126,12 @@ def test_resource(victoria: VictoriaMetrics, recorded: Recorded) -> None:
 
 
 def test_takes_metrics_only(victoria: VictoriaMetrics) -> None:
-    """It has no place for spans and alerts, which docs/backends.md says."""
+    """It has no place for spans and alerts, which docs/guides/backends.md says."""
     for signal in ("traces", "logs"):
         assert status_of(f"{victoria.address}/opentelemetry/v1/{signal}") == 400
 
 
 def test_keeps_no_exemplars(victoria: VictoriaMetrics) -> None:
-    """VictoriaMetrics drops exemplars, which docs/backends.md says."""
+    """VictoriaMetrics drops exemplars, which docs/guides/backends.md says."""
     query = urllib.parse.urlencode({"query": "torch_train_step_duration_seconds_bucket", "start": 0})
     assert get(f"{victoria.address}/api/v1/query_exemplars?{query}")["data"] == []

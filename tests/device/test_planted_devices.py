@@ -1,6 +1,7 @@
 """Real ranks on the asynchronous device, a fault planted in one: its live sidecar names rank and phase.
 
-The campaign, benchmarks/planted_devices.py, has all faults, ways to train, and clean runs; docs/accuracy.md its result.
+The campaign in benchmarks/planted_devices.py has all faults, ways to train and clean runs. Its results are in
+docs/internals/accuracy.md.
 """
 
 from __future__ import annotations

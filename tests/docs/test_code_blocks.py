@@ -50,9 +50,9 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """,
 }
 PYTHON_NOT_RUN = {
-    "docs/frameworks.md": "needs the frameworks; tests/frameworks/test_jobs.py holds it against the jobs that it runs",
-    "docs/gpu.md": "needs a CUDA device; compiled here, and run by tests/device and `make gpu-check`",
-    "docs/notebook.md": "is run by tests/results/test_docs_notebook.py and tests/frameworks/test_notebook.py",
+    "docs/guides/frameworks.md": "needs the frameworks: tests/frameworks/test_jobs.py compares it with its jobs",
+    "docs/explanation/device-time.md": "needs a CUDA device: run by tests/device and `make gpu-check`",
+    "docs/guides/notebook.md": "is run by tests/results/test_docs_notebook.py and tests/frameworks/test_notebook.py",
 }
 # Programs that are parsed and not executed, by what their command begins with.
 NOT_EXECUTED = {
@@ -78,19 +78,19 @@ ELSEWHERE = {
     "ssh": "needs another machine",
 }
 PAGES_ELSEWHERE = {  # by what their commands are executed
-    "docs/prometheus.md": "tests/prometheus/test_docs.py",
-    "docs/kubernetes.md": "tests/prometheus/test_docs.py",
-    "docs/slurm.md": "tests/prometheus/test_docs.py",
+    "docs/guides/prometheus.md": "tests/prometheus/test_docs.py",
+    "docs/guides/kubernetes.md": "tests/prometheus/test_docs.py",
+    "docs/guides/slurm.md": "tests/prometheus/test_docs.py",
 }
-SQL_ELSEWHERE = {"docs/backends.md": "ClickHouse's, which tests/backends/test_clickhouse.py asks"}
+SQL_ELSEWHERE = {"docs/guides/backends.md": "ClickHouse's, which tests/backends/test_clickhouse.py asks"}
 NO_CODE = {
-    ("docs/slurm.md", "# slurm.conf"): "lines for a cluster's configuration: tests/prometheus/test_slurm.py",
+    ("docs/guides/slurm.md", "# slurm.conf"): "lines for a cluster's configuration: tests/prometheus/test_slurm.py",
     ("README.md", "training process"): "a drawing",
-    ("docs/opentelemetry.md", "train step"): "a drawing",
-    ("docs/opentelemetry.md", "the workflow's trace"): "a drawing",
-    ("docs/accuracy.md", "planted faults: 1 of 2"): "what simulate prints; tests/simulate/test_planted.py",
-    ("docs/opentelemetry.md", "OTLP: 219"): "what a report says; tests/exporters/test_delivery.py",
-    ("docs/run-directory.md", "/dev/shm/"): "a listing of what goes when a run ends; tests/run",
+    ("docs/guides/opentelemetry.md", "train step"): "a drawing",
+    ("docs/guides/opentelemetry.md", "the workflow's trace"): "a drawing",
+    ("docs/internals/accuracy.md", "planted faults: 1 of 2"): "what simulate prints; tests/simulate/test_planted.py",
+    ("docs/guides/opentelemetry.md", "OTLP: 219"): "what a report says; tests/exporters/test_delivery.py",
+    ("docs/reference/run-directory.md", "/dev/shm/"): "a listing of what goes when a run ends; tests/run",
 }
 SHELL = [block for block in BLOCKS if block.language in ("sh", "bash", "shell", "console")]
 # Indented blocks whose first word is a program, or a variable before one.

@@ -45,4 +45,4 @@ def test_every_page_is_found() -> None:
         if page not in reached:
             reached.add(page)
             waiting += [path for path, _ in links(page) if path.suffix == ".md"]
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {path.name for path in reached} == set()
+    assert {path.name for path in (ROOT / "docs").rglob("*.md")} - {path.name for path in reached} == set()

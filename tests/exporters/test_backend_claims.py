@@ -1,4 +1,4 @@
-"""docs/backends.md says what was seen to work, and names the test: each is there, and so is what it says to set."""
+"""Tests and variables that docs/guides/backends.md names exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.exporters.test_endpoint_comes_right import FAULTS
 from tests.support.processes import ROOT
 
-PAGE = (ROOT / "docs" / "backends.md").read_text()
+PAGE = (ROOT / "docs/guides/backends.md").read_text()
 COLUMNS = ["trace tree with all ranks", "links", "exemplars", "metrics", "alerts", "replay without doubles"]
 _FILE, _TEST = r"[a-z_/]+\.py", r"test_[a-z_0-9]+"
 

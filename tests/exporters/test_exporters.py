@@ -605,13 +605,13 @@ def test_in_memory_exporter_keeps_alerts() -> None:
 
 
 def test_page_names_what_is_sent() -> None:
-    """docs/opentelemetry.md has every name, every bucket bound, and the limits that the code has."""
-    page = (ROOT / "docs" / "opentelemetry.md").read_text()
+    """docs/guides/opentelemetry.md has every name, every bucket bound, and the limits that the code has."""
+    page = (ROOT / "docs/guides/opentelemetry.md").read_text()
     names = {value for name, value in vars(semantics).items() if name.isupper() and isinstance(value, str)}
     sources = {semantics.OPENTELEMETRY, semantics.NEMO_LENS, semantics.OURS, semantics.SCOPE}
     names -= {value for name, value in vars(semantics).items() if name.startswith("_") and isinstance(value, str)}
     missing = [name for name in sorted(names - sources) if not re.search(rf"(`| |^){name}(`| )", page)]
-    in_prometheus = (ROOT / "docs" / "prometheus.md").read_text()  # as it spells them, with units
+    in_prometheus = (ROOT / "docs/guides/prometheus.md").read_text()  # as it spells them, with units
     assert [name for name in missing if name.replace(".", "_") not in in_prometheus] == []
     bounds = re.search(r"Bucket bounds, in seconds: ([0-9., \n]+)\.", page)
     assert bounds

@@ -1,4 +1,4 @@
-"""Jobs of frameworks with the lines that docs/frameworks.md shows, a planted fault each, on really installed versions.
+"""Jobs of frameworks with the lines that docs/guides/frameworks.md shows and a planted fault each.
 
 Each job runs as it is without us, and with us: the same losses, bit for bit; the steps that the framework has counted;
 the verdict that the fault deserves. `make test-frameworks`.
@@ -25,7 +25,7 @@ from torchlens_perf.run.ring import Flag
 FOLDER = Path(__file__).parent
 ABORTS = "terminate called without an active exception"
 """A thread of torch's at the process's end: seen once in 60 ends of fsdp2_loop without us."""
-DOCS = ROOT / "docs" / "frameworks.md"
+DOCS = ROOT / "docs/guides/frameworks.md"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ def tagged(folder: Path) -> dict[str, list[int]]:
 
 
 def test_docs_show_what_runs() -> None:
-    """The lines between "paste" and "end" of each job are in docs/frameworks.md, and the other way round."""
+    """The lines between "paste" and "end" of each job are in docs/guides/frameworks.md, and the other way round."""
     shown = re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
 
     assert {name for name, _ in shown} == set(JOBS)

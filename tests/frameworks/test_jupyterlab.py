@@ -139,7 +139,7 @@ def until(page: Any, number: int, matches: str) -> str:
 
 
 def picture(page: Any, number: int, name: str) -> None:
-    """SHOTS=1: what docs/notebook.md shows; PAGE_SHOTS: to be looked at."""
+    """SHOTS=1: what docs/guides/notebook.md shows; PAGE_SHOTS: to be looked at."""
     folder = ROOT / "docs" / "images" if os.environ.get("SHOTS") else os.environ.get("PAGE_SHOTS")
     if folder:
         page.locator(".jp-Notebook .jp-Cell").nth(number).screenshot(path=Path(folder) / f"{name}.png")

@@ -283,7 +283,7 @@ def test_a_process_that_was_forked_from_the_kernel(kernel: Kernel) -> None:
 
 
 def test_the_example_of_the_docs(kernel: Kernel) -> None:
-    """Cell after cell, as it is in docs/notebook.md."""
+    """Cell after cell, as it is in docs/guides/notebook.md."""
     outputs = [kernel.run(block) for block in blocks()]
 
     assert [output.errors for output in outputs] == [[]] * len(outputs)

@@ -1,4 +1,4 @@
-"""The commands of docs/prometheus.md, kubernetes.md and slurm.md, run as they stand there."""
+"""The commands of docs/guides/prometheus.md, kubernetes.md and slurm.md, run as they stand there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.otlp_receiver import free_port
 from tests.support.processes import ROOT, clean_environ, runs
 from tests.support.prometheus_server import IS_THERE, MISSING
 
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "guides"
 _RETRY = "for i in $(seq 300); do curl -sf {} | grep -q torch_train_steps_total && break; sleep 0.2; done\n"
 
 

@@ -22,7 +22,7 @@ from torchlens_perf.config import from_environment
 
 TASK_PROLOG, EPILOG = DEPLOY / "slurm" / "task-prolog.sh", DEPLOY / "slurm" / "epilog.sh"
 NOBODY = 65534
-REASON = why_no_nodes() or ("" if shutil.which("slurmctld") else "Slurm is not installed: docs/launchers.md")
+REASON = why_no_nodes() or ("" if shutil.which("slurmctld") else "Slurm is not installed: docs/guides/launchers.md")
 
 
 def printed(**environment: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The example of docs/notebook.md runs as it stands there, block after block; here without a notebook."""
+"""The example of docs/guides/notebook.md runs as it stands there, block after block; here without a notebook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DISPLAY = "def display(watch):\n    print(watch._repr_mimebundle_()['text/plain'
 
 def blocks() -> list[str]:
     """The example's cells, as they are in the page."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "notebook.md").read_text(), re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/notebook.md").read_text(), re.DOTALL)
 
 
 def test_as_a_script(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/security.md names a test beside each claim: they are there."""
+"""docs/explanation/security.md names a test beside each claim: they are there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.processes import ROOT
 
 def test_named_tests_are_there() -> None:
     """Files and functions; and no test of this folder goes without a claim."""
-    text = (ROOT / "docs" / "security.md").read_text()
+    text = (ROOT / "docs/explanation/security.md").read_text()
     named = re.findall(r"`([a-z_/]+\.py)(?:::([a-z_0-9]+))?`", text)
     assert len(named) > 20
     for path, function in named:

@@ -20,7 +20,7 @@ from torchlens_perf.simulate.planted import answer as answer_of
 from torchlens_perf.simulate.simulation import Topology
 
 QUIET = ("--noise", "0.03")
-ACCURACY = Path(__file__).parents[2] / "docs/accuracy.md"
+ACCURACY = Path(__file__).parents[2] / "docs/internals/accuracy.md"
 
 
 def simulate(*arguments: str) -> int:

@@ -52,7 +52,7 @@ class Command:
 
 def pages() -> list[str]:
     """The README and all pages of docs/, as paths from the repository's root."""
-    return ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md"))]
+    return ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
 
 
 def blocks() -> list[Block]:

@@ -1,4 +1,4 @@
-"""What long tests have counted, written into docs/reliability.md by themselves: `make test-long` sets FIGURES.
+"""Write the counts of long tests into docs/internals/reliability.md, where `make test-long` sets FIGURES.
 
 Without FIGURES nothing is written. SHARE, from 0 to 1, makes the long forms shorter; the number that was run is in the
 table, beside the full one.
@@ -12,7 +12,7 @@ import os
 
 from tests.support.processes import ROOT
 
-FIGURES = ROOT / "docs" / "reliability.md"
+FIGURES = ROOT / "docs/internals/reliability.md"
 BEGIN, END = "<!-- figures: written by make test-long -->", "<!-- end of the figures -->"
 HEAD = ["| long form | run | of | seed | counted | minutes | date |", "|---|---|---|---|---|---|---|"]
 

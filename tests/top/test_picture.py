@@ -1,4 +1,4 @@
-"""The picture in docs/top.md: drawn by the application itself. PICTURE=1 draws it anew."""
+"""The picture in docs/guides/top.md: drawn by the application itself. PICTURE=1 draws it anew."""
 
 from __future__ import annotations
 

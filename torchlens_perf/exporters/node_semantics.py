@@ -1,4 +1,4 @@
-"""Names of what a node's sidecar has counted, in OpenTelemetry's manner: of /metrics only (docs/prometheus.md)."""
+"""Names of the sidecar's own metrics, which only /metrics exposes (docs/guides/prometheus.md)."""
 
 from __future__ import annotations
 

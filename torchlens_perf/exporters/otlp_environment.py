@@ -1,7 +1,8 @@
 """What OTEL_* variables ask for: which signals are sent, and through which exporter. Sidecar only.
 
 The variables of the SDK's providers and processors are read here, as it sets no provider; those of its exporters
-(OTEL_EXPORTER_OTLP_*) by the exporters themselves. docs/opentelemetry.md lists them. Without an endpoint there is no
+(OTEL_EXPORTER_OTLP_*) by the exporters themselves. docs/guides/opentelemetry.md lists them. Without an endpoint there
+is no
 exporter, and no network at all.
 """
 

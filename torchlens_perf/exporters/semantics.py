@@ -1,4 +1,4 @@
-"""Every name that leaves the sidecar, once: docs/opentelemetry.md has their use, docs/semantics.md all of them.
+"""Names of all exported metrics, spans, attributes and events; docs/reference/telemetry.md is generated from them.
 
 OpenTelemetry has no conventions for training; where it has a name we use it (service, host, process, k8s, hw), and
 units follow UCUM: seconds, bytes. NeMo Lens has names for ranks, which are sent besides ours.
@@ -134,7 +134,7 @@ def event_name(kind: str, change: str) -> str:
     return f"torch.train.{kind}.{change}"
 
 
-# -- what each name is: docs/semantics.md is made from this (scripts/write_semantics.py)
+# -- what each name is: docs/reference/telemetry.md is made from this (scripts/write_semantics.py)
 
 OPENTELEMETRY, NEMO_LENS, OURS = "OpenTelemetry", "NeMo Lens", "ours"
 

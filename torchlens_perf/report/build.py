@@ -68,7 +68,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 _REMOVED = "were removed to stay below disk_bytes"
-# A mark inside a step costs so much more than the tight loop's 0.1 us: caches are cold there (docs/performance.md).
+# A mark inside a step costs more than the 0.1 us of a tight loop, because caches are cold
+# (docs/internals/performance.md).
 MARK_NS = 400.0
 
 

@@ -1,7 +1,7 @@
 """w.on_verdict(): the user's callbacks, called at steps' ends with what the sidecar has named.
 
 The sidecar writes its newest alerts into a file beside the ring. Once in 50 ms at most, at a step's end, the training
-thread asks for that file's size and time, which is one call to the system (docs/performance.md).
+thread asks for that file's size and time, which is one call to the system (docs/internals/performance.md).
 """
 
 from __future__ import annotations

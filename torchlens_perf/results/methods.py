@@ -42,7 +42,7 @@ class HasResults(abc.ABC):
         return summary(self._recorded())
 
     def step_table(self, backend: Backend | None = None) -> Any:
-        """Return a frame with a row for each step and rank in the run directory; columns: docs/run-directory.md.
+        """Return a frame with a row per step and rank; docs/reference/run-directory.md describes the columns.
 
         backend: without it, pandas or polars, the one that is imported or else installed, or else pyarrow. Where there
         are no steps it is empty, and the log says why. Takes as long as summary(). Raises ConfigError for a backend
@@ -105,7 +105,8 @@ class ShowsResults(HasResults):
         logger: a SummaryWriter, a run of W&B, mlflow, a Hugging Face Trainer, an Accelerator, Lightning's Trainer,
         Fabric or one of its loggers, or a function of (figures: dict[str, float], step: int); several of
         them as a list. every_s: at most once in so long, at the end of a step, on the training thread. step: the step
-        number that the logger gets; without it, how many steps this watch has counted. The names: docs/frameworks.md.
+        number that the logger gets; without it, how many steps this watch has counted. Names are listed in
+        docs/guides/frameworks.md.
         On rank 0 alone; on the others this does nothing. What a logger raises is logged, and ends nothing. Raises
         ConfigError for what is no logger.
         """

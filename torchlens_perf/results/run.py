@@ -52,7 +52,9 @@ class Run(HasResults):
     def table(
         self, name: Literal["steps", "spans", "gpus", "links", "processes"], backend: Backend | None = None
     ) -> Any:
-        """Return a table of the run directory as a frame; columns: docs/run-directory.md. backend: see step_table().
+        """Return a table of the run directory as a frame. backend: see step_table().
+
+        docs/reference/run-directory.md describes the columns.
 
         Raise ConfigError for another name.
         """

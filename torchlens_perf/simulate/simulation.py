@@ -338,7 +338,7 @@ class RecordedNoise:
 
 @functools.cache
 def recorded_noise() -> RecordedNoise:
-    """The noise that ships with the package. docs/accuracy.md says where it was recorded."""
+    """The noise that ships with the package. docs/internals/accuracy.md says where it was recorded."""
     noise = resources.files("torchlens_perf.simulate").joinpath("recorded_noise.npz")
     with noise.open("rb") as file, np.load(file) as data:
         return RecordedNoise(

@@ -1,7 +1,8 @@
 """What the jobs of this folder share: a small model, its data with a planted fault, and what they print.
 
 The fault: examples are slow to come, on rank 1 of two ranks, or where there is one rank alone. What lies between
-"paste" and "end" is what docs/frameworks.md shows. Without us, a job runs with tests/frameworks/without in our place.
+"paste" and "end" is what docs/guides/frameworks.md shows. Without us, a job runs with tests/frameworks/without in our
+place.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def store() -> dict[str, str]:
 def need(*programs: str) -> None:
     missing = [program for program in programs if shutil.which(program) is None]
     if missing:
-        pytest.skip(f"not installed: {', '.join(missing)} (docs/launchers.md lists the packages)")
+        pytest.skip(f"not installed: {', '.join(missing)} (docs/guides/launchers.md lists the packages)")
 
 
 def check_numbers(done: Done, launcher: str) -> None:

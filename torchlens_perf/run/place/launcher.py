@@ -2,7 +2,8 @@
 
 A row belongs to a process where its variables are there and agree with the rank and world size that torch uses: a job
 of Slurm has SLURM_PROCID in its batch script too, and torchrun under srun has that of its agent. What no row says is
-None: it is found out from the ranks that turn up on a node. docs/launchers.md says where each row was read or run.
+None: it is found out from the ranks that turn up on a node. docs/guides/launchers.md says where each row was read or
+run.
 """
 
 from __future__ import annotations
