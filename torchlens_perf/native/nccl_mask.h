@@ -1,7 +1,7 @@
 /* Which events NCCL is asked for, in all of its communicators at once, and the state in which it is asked for none any more.
  *
  * NCCL finds a kernel's times by counting the works of each channel on the host and on the device. Some works only one of
- * the two counts: see "Timing is given up for good" in docs/internals/decisions.md. A kernel that is timed afterwards gets another one's
+ * the two counts: see docs/internals/decisions/0042-nccl-timing.md. A kernel that is timed afterwards gets another one's
  * times, or NCCL's thread waits for a count that never comes. So from the first such work on no kernel is timed, and for this
  * the calls and the sends are looked at from the first communicator on, also when nothing is timed.
  */

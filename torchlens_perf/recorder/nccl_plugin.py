@@ -146,7 +146,7 @@ def version() -> tuple[int, ...] | None:
 
 def steps_between(nccl: tuple[int, ...], *, asked_for: bool) -> int:
     """Of so many steps one is timed; 1: each of them. 0: none. asked_for: also with an NCCL of which it is not known
-    that timing harms nothing, see docs/internals/decisions.md.
+    that timing harms nothing, see docs/internals/decisions/0042-nccl-timing.md.
 
     Others report that timing costs 0.3 to 0.4 % with 2.28 to 2.30, and 10 % of a small all-reduce with 2.31
     (nccl#2355); 2.27 ran out of room in its proxy under all-to-all (nccl#2039).

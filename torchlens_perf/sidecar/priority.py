@@ -20,7 +20,7 @@ import time
 NICE = 5
 USUAL_GROUP, SLOW_GROUP, IDLE_GROUP = 0, 10, 19
 """Nice values of the session's group: while it works, while it prepares with a share of a processor that a job hardly
-misses, and while a thread of it is idle (docs/internals/decisions.md)."""
+misses, and while a thread of it is idle (docs/internals/decisions/0028-sidecar-works-rarely.md)."""
 _GROUP = "/proc/self/autogroup"  # not there where the kernel does not group by session
 _TRIES, _REST_S = 3, 0.05  # the kernel takes one change in a tenth of a second, of all users together
 _OOM_SCORE = "/proc/self/oom_score_adj"
