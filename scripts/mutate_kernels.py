@@ -2,7 +2,7 @@
 
 usage: mutate_kernels.py (in the test environment, about ten minutes)
 
-docs/explanation/device-time.md has the results of the last run.
+docs/internals/gpu.md has the results of the last run.
 """
 
 from __future__ import annotations

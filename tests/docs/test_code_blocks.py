@@ -51,7 +51,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 }
 PYTHON_NOT_RUN = {
     "docs/guides/frameworks.md": "needs the frameworks: tests/frameworks/test_jobs.py compares it with its jobs",
-    "docs/explanation/device-time.md": "needs a CUDA device: run by tests/device and `make gpu-check`",
+    "docs/guides/gpu.md": "needs a CUDA device: run by tests/device and `make gpu-check`",
     "docs/guides/notebook.md": "is run by tests/results/test_docs_notebook.py and tests/frameworks/test_notebook.py",
 }
 # Programs that are parsed and not executed, by what their command begins with.
@@ -86,6 +86,7 @@ SQL_ELSEWHERE = {"docs/guides/backends.md": "ClickHouse's, which tests/backends/
 NO_CODE = {
     ("docs/guides/slurm.md", "# slurm.conf"): "lines for a cluster's configuration: tests/prometheus/test_slurm.py",
     ("README.md", "training process"): "a drawing",
+    ("docs/guides/gpu.md", "Typical step of each rank"): "what a report says; tests/simulate/test_simulated_devices.py",
     ("docs/guides/opentelemetry.md", "train step"): "a drawing",
     ("docs/guides/opentelemetry.md", "the workflow's trace"): "a drawing",
     ("docs/internals/accuracy.md", "planted faults: 1 of 2"): "what simulate prints; tests/simulate/test_planted.py",

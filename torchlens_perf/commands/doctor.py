@@ -165,7 +165,7 @@ def _nccl() -> Iterator[Check]:
     elif other is not None:
         yield Check(LIMITED, subject, f"another plugin was chosen: {without}", f"ours is used without {other}")
     elif every[False] == 0:
-        remedy = f"TORCHLENS_PERF_NCCL=on times one step of {every[True]}, see docs/explanation/device-time.md"
+        remedy = f"TORCHLENS_PERF_NCCL=on times one step of {every[True]}, see docs/guides/gpu.md"
         yield Check(LIMITED, subject, f"not timed with this NCCL: {without}", remedy)
     else:
         finding = "timed by the device in every step, from the first communicator inside a watch on"
