@@ -86,6 +86,7 @@ SQL_ELSEWHERE = {"docs/guides/backends.md": "ClickHouse's, which tests/backends/
 NO_CODE = {
     ("docs/guides/slurm.md", "# slurm.conf"): "lines for a cluster's configuration: tests/prometheus/test_slurm.py",
     ("README.md", "training process"): "a drawing",
+    ("docs/explanation/how-it-works.md", "training process"): "a drawing",
     ("docs/explanation/verdicts.md", "SLOW RANK"): "what a report says; tests/simulate/test_planted.py",
     ("docs/guides/gpu.md", "Typical step of each rank"): "what a report says; tests/simulate/test_simulated_devices.py",
     ("docs/guides/opentelemetry.md", "train step"): "a drawing",
