@@ -5,7 +5,7 @@ tests/exporters/test_semantics.py holds the page against what is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torchlens_perf.exporters import JobPart, semantics
@@ -13,61 +13,93 @@ from torchlens_perf.exporters.series_room import most_ranks
 
 PAGE = Path(__file__).parents[1] / "docs/reference/telemetry.md"
 
-HEAD = """# Every name that is sent
+HEAD = """# Metrics, spans and events
 
-Written by `scripts/write_semantics.py` from `torchlens_perf/exporters/semantics.py`. What the names are for, and how to
-use them: [opentelemetry.md](opentelemetry.md). Names that only a scrape of `/metrics` sees are in
-[prometheus.md](prometheus.md#metrics).
+This page lists every name that is sent over OTLP. `scripts/write_semantics.py` generates it from
+`torchlens_perf/exporters/semantics.py`. How to send a run: [opentelemetry.md](../guides/opentelemetry.md). Names that
+exist only on `/metrics`: [prometheus.md](../guides/prometheus.md#metrics).
 
-- **From**: OpenTelemetry, its semantic conventions; NeMo Lens, NVIDIA's names for distributed training; ours, where
-  neither has one. A test compares the first with the package `opentelemetry-semantic-conventions`: names, units and
-  instruments.
-- **When**: what must be there. What has none is sent by every run; of events and their attributes, by every run that
-  has such an event.
-
-Not used, though they look near: `gen_ai.*`, which is about requests to models; `dl.iteration` of NeMo Lens, because a
-step here is counted from the start of recording, and a trainer's iteration from the start of training.
+- Names that begin with `torch` are defined by this package. `nv.dl.*` and `slurm.job.*` are names of NeMo Lens. All
+  others are OpenTelemetry's semantic conventions, except those with \\*.
+- **Condition**: what a run must have for the name to be sent. Without a condition, every run sends it; event
+  attributes come with the events that have them.
+- **Large job**: a job of more than {most_ranks} ranks with the default `export_limit`.
+- A device is a GPU on which torch computes. GPU metrics appear as far as the GPU reports them.
 """
 
 
 def page() -> str:
     """The page's text."""
-    events = (
-        (f"`{semantics.event_name(kind, change)}`", "INFO" if change == "ended" else "WARN")
-        for kind, changes in semantics.EVENTS.items()
-        for change in changes
-    )
+    names = [f"`{semantics.event_name(kind, each)}`" for kind, changes in semantics.EVENTS.items() for each in changes]
+    ends = [name for name in names if name.endswith(".ended`")]
+    hardware = [each for each in semantics.METRICS if each.name.startswith("hw.")]
+    explained = [each for each in semantics.ATTRIBUTES if each.meaning]
+    bounds = ", ".join(f"{bound:g}" for bound in semantics.DURATION_BOUNDS_S)
     parts = [
-        HEAD,
+        HEAD.format(most_ranks=most_ranks(JobPart().max_series)),
         "## Spans\n",
         _table(
-            ("span", "below", "", "when"),
+            ("span", "parent", "meaning", "condition"),
             ((f"`{each.name}`", each.parent, each.meaning, each.when) for each in semantics.SPANS),
         ),
-        "Below the root each rank has a span `rank N`: its step. Those below it have the names of what they are: of a"
-        " phase, module, section or collective.\n",
+        "Below the root, each rank has a span `rank N`: its step. Spans below that are named after their phase, module,"
+        " section or collective.\n",
         "## Metrics\n",
-        _table(
-            ("metric", "instrument", "unit", "attributes", "", "from", "when"),
-            (
-                (f"`{m.name}`", m.instrument, f"`{m.unit}`", _names(m.attributes), m.meaning, m.source, m.when)
-                for m in semantics.METRICS
-            ),
-        ),
-        f"Beyond {most_ranks(JobPart().max_series)} ranks, points have a rank only where it stands out.\n",
+        _metrics(each for each in semantics.METRICS if each not in hardware),
+        "In a large job, points have a rank only where it stands out. Bucket bounds of explicit histograms, in seconds:"
+        f" {bounds}.\n",
+        "### Hardware\n",
+        "Each point has `hw.id` and `hw.type`, and each point of a GPU also `hw.name`. A port is an InfiniBand or RoCE"
+        " port.\n",
+        _metrics(hardware, leave_out=(semantics.HARDWARE_ID, semantics.HARDWARE_TYPE, semantics.HARDWARE_NAME)),
         "## Attributes\n",
         _table(
-            ("attribute", "type", "on", "", "from", "when"),
-            ((f"`{a.name}`", a.kind, a.on, a.meaning, a.source, a.when) for a in semantics.ATTRIBUTES),
+            ("attribute", "type", "on", "meaning", "condition"),
+            ((_name(a), a.kind, a.on, a.meaning, a.when) for a in explained if a.on != "resource"),
         ),
+        "### Resource\n",
+        _table(
+            ("attribute", "type", "meaning"),
+            ((_name(a), a.kind, a.meaning) for a in explained if a.on == "resource"),
+        ),
+        "The resource also has these strings, where they are known:\n",
+        "\n".join(_unexplained()),
+        "",
         "## Events\n",
-        _table(("event", "severity"), events),
+        f"- WARN: {', '.join(name for name in names if name not in ends)}",
+        f"- INFO: {', '.join(ends)}",
+        "",
     ]
     return "\n".join(parts)
 
 
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+def _metrics(metrics: Iterable[semantics.Metric], leave_out: Sequence[str] = ()) -> str:
+    return _table(
+        ("metric", "type", "unit", "attributes", "meaning", "condition"),
+        (
+            (
+                _name(m),
+                m.instrument,
+                f"`{m.unit}`",
+                ", ".join(f"`{name}`" for name in m.attributes if name not in leave_out),
+                m.meaning,
+                m.when,
+            )
+            for m in metrics
+        ),
+    )
+
+
+def _unexplained() -> Iterator[str]:
+    """Lists the attributes whose names say it all, by what must be there."""
+    rest = [each for each in semantics.ATTRIBUTES if not each.meaning]
+    for when in dict.fromkeys(each.when for each in rest):
+        yield f"- {when}: {', '.join(_name(each) for each in rest if each.when == when)}"
+
+
+def _name(each: semantics.Metric | semantics.Attribute) -> str:
+    is_marked = each.source == semantics.OURS and not each.name.startswith("torch")
+    return f"`{each.name}`" + (r"\*" if is_marked else "")
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

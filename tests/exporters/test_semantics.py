@@ -17,6 +17,7 @@ from tests.exporters.test_exporters import assessment_of, batch_of, identity
 from tests.support.findings import episode, findings, hang
 from tests.support.otlp_collector import Collector, exporter_to
 from tests.support.otlp_receiver import ReceivedEvent, ReceivedPoint, ReceivedSpan, Receiver
+from tests.support.processes import ROOT
 from tests.support.recorded_run import TRACEPARENT, Sidecar
 from torchlens_perf.analysis.statistics.hardware import GpuSample, Hardware, LinkSample
 from torchlens_perf.analysis.statistics.memory import MemoryReading
@@ -227,6 +228,6 @@ def test_names_of_a_scrape_alone() -> None:
     """They are on the page of /metrics, and none of them is also sent."""
     names = [value for name, value in vars(node_semantics).items() if name.isupper()]
     assert len(names) > 10
-    text = (PAGE.parent / "prometheus.md").read_text()
+    text = (ROOT / "docs/guides/prometheus.md").read_text()
     assert [name for name in names if f"`{name.replace('.', '_')}" not in text] == []
     assert set(names) & (set(METRICS) | set(ATTRIBUTES)) == set()

@@ -173,147 +173,142 @@ class SpanName(NamedTuple):
 
 
 _EACH_RANK = (RANK,)
-_LARGE = "more ranks than have series of their own"
-_DEVICE, _GPU, _PORT = "a device", "a GPU that reports it", "an InfiniBand or RoCE port"
+_LARGE = "a large job"
+_DEVICE, _GPU, _PORT = "a device", "GPU", "port"
 _OF_GPU = (HARDWARE_ID, HARDWARE_NAME, HARDWARE_TYPE)
 _OF_PART = (HARDWARE_ID, HARDWARE_TYPE)
 
 SPANS = (
-    SpanName(SPAN_RUN, "the caller's span", "the run in one attempt, by rank 0", "a caller that is sampled"),
-    SpanName(SPAN_STEP, "", "a training step, as long as rank 0's; a trace of its own"),
-    SpanName(SPAN_INFERENCE_STEP, "", "the same of a forward pass in inference", "inference"),
+    SpanName(SPAN_RUN, "the caller's span", "one attempt of the run, on rank 0", "a sampled caller"),
+    SpanName(SPAN_STEP, "", "root of a training step's trace; as long as rank 0's step"),
+    SpanName(SPAN_INFERENCE_STEP, "", "root where a step is a forward pass", "inference"),
 )
 
 METRICS = (
-    Metric(STEP_DURATION, "histogram", "s", _EACH_RANK, "from one step's end to the next"),
-    Metric(STEP_OWN_TIME, "histogram", "s", _EACH_RANK, "the step without the time blocked in communication"),
-    Metric(PHASE_DURATION, "histogram", "s", (RANK, PHASE), "a phase in one step, without phases in it"),
-    Metric(DEVICE_DURATION, "histogram", "s", (RANK, PHASE), "a phase, or a step, on the device", when=_DEVICE),
+    Metric(STEP_DURATION, "histogram", "s", _EACH_RANK, "time from one step's end to the next"),
+    Metric(STEP_OWN_TIME, "histogram", "s", _EACH_RANK, "the step without communication wait and without this tool"),
+    Metric(PHASE_DURATION, "histogram", "s", (RANK, PHASE), "a phase in one step, nested phases excluded"),
+    Metric(DEVICE_DURATION, "histogram", "s", (RANK, PHASE), "device time of a phase, or of a whole `step`",
+        when=_DEVICE),
     Metric(STEPS, "counter", "{step}", _EACH_RANK, "steps finished"),
-    Metric(MEMORY, "gauge", "By", _EACH_RANK, "memory at the end of the last step"),
-    Metric(DEVICE_MEMORY, "gauge", "By", (RANK, MEMORY_STATE), "device memory by its allocator", when=_DEVICE),
-    Metric(ALLOC_RETRIES, "counter", "{retry}", _EACH_RANK, "allocations that had to free the cache", when=_DEVICE),
+    Metric(MEMORY, "gauge", "By", _EACH_RANK, "memory at the last step's end: on a device the allocated peak, else"
+        " resident"),
+    Metric(DEVICE_MEMORY, "gauge", "By", (RANK, MEMORY_STATE), "memory that torch's allocator reports", when=_DEVICE),
+    Metric(ALLOC_RETRIES, "counter", "{retry}", _EACH_RANK, "allocations that first had to free cached memory",
+        when=_DEVICE),
     Metric(OUT_OF_MEMORY, "counter", "{error}", _EACH_RANK, "out-of-memory errors", when=_DEVICE),
-    Metric(STRAGGLER_COST, "gauge", "s", (RANK, PHASE), "how much sooner a step would end", when="a slow rank"),
+    Metric(STRAGGLER_COST, "gauge", "s", (RANK, PHASE), "seconds a step would be shorter without the slow ranks",
+        when="a slow rank"),
     Metric(STRAGGLERS, "gauge", "{rank}", (STRAGGLER_CLASS,), "ranks that are slow now", when="ranks compared"),
-    Metric(
-        DETECTABLE,
-        "gauge",
-        "s",
-        (),
-        "the smallest excess in every step from the start that would be named by now",
-        when="ranks compared",
-    ),
-    Metric(RANKS_WORK, "gauge", "s", (OVER_RANKS,), "a step without waiting for others, over all ranks", when=_LARGE),
-    Metric(
-        RANKS_WAIT, "gauge", "s", (OVER_RANKS,), "a step's time blocked in communication, over all ranks", when=_LARGE
-    ),
-    Metric(STEPS_NOT_TRACED, "counter", "{step}", (), "steps that were to be sent as traces", when="no room for them"),
-    Metric(HANG_DURATION, "gauge", "s", (HANG_KIND,), "time without a step, while that is too long", when="a hang"),
-    Metric(GPU_BUSY, "gauge", "1", (*_OF_GPU, GPU_TASK), "share of the time with any kernel", OPENTELEMETRY, _GPU),
-    Metric(GPU_MEMORY, "up-down counter", "By", _OF_GPU, "memory in use, by all processes", OPENTELEMETRY, _GPU),
-    Metric(GPU_MEMORY_LIMIT, "up-down counter", "By", _OF_GPU, "memory", OPENTELEMETRY, _GPU),
-    Metric(GPU_IO, "counter", "By", (*_OF_GPU, DIRECTION, GPU_LINK), "bytes moved", OPENTELEMETRY, _GPU),
-    Metric(POWER, "gauge", "W", _OF_GPU, "power", OPENTELEMETRY, _GPU),
-    Metric(POWER_LIMIT, "gauge", "W", _OF_GPU, "what power is held below", when=_GPU),
+    Metric(DETECTABLE, "gauge", "s", (), "smallest slowdown of every step that would be reported by now",
+        when="ranks compared"),
+    Metric(RANKS_WORK, "gauge", "s", (OVER_RANKS,), "work of a step: quantiles over ranks", when=_LARGE),
+    Metric(RANKS_WAIT, "gauge", "s", (OVER_RANKS,), "communication wait of a step: quantiles over ranks", when=_LARGE),
+    Metric(STEPS_NOT_TRACED, "counter", "{step}", (), "steps chosen for a trace that exceeded the budget",
+        when="an exceeded budget"),
+    Metric(HANG_DURATION, "gauge", "s", (HANG_KIND,), "time since the last step", when="a hang"),
+    Metric(GPU_BUSY, "gauge", "1", (*_OF_GPU, GPU_TASK), "share of time with a running kernel", OPENTELEMETRY, _GPU),
+    Metric(GPU_MEMORY, "up-down counter", "By", _OF_GPU, "memory in use by all processes", OPENTELEMETRY, _GPU),
+    Metric(GPU_MEMORY_LIMIT, "up-down counter", "By", _OF_GPU, "total memory", OPENTELEMETRY, _GPU),
+    Metric(GPU_IO, "counter", "By", (*_OF_GPU, DIRECTION, GPU_LINK), "bytes over PCIe or NVLink", OPENTELEMETRY, _GPU),
+    Metric(POWER, "gauge", "W", _OF_GPU, "power draw", OPENTELEMETRY, _GPU),
+    Metric(POWER_LIMIT, "gauge", "W", _OF_GPU, "enforced power limit", when=_GPU),
     Metric(ENERGY, "counter", "J", _OF_GPU, "energy", OPENTELEMETRY, _GPU),
     Metric(TEMPERATURE, "gauge", "Cel", (*_OF_GPU, SENSOR), "temperature", OPENTELEMETRY, _GPU),
-    Metric(
-        ERRORS,
-        "counter",
-        "{error}",
-        (*_OF_GPU, ERROR_TYPE),
-        "errors of a GPU or a port",
-        OPENTELEMETRY,
-        f"{_GPU}, or {_PORT}",
-    ),
-    Metric(GPU_CLOCK, "gauge", "Hz", (*_OF_GPU, GPU_CLOCK_OF), "clock", when=_GPU),
+    Metric(ERRORS, "counter", "{error}", (*_OF_GPU, ERROR_TYPE), "errors by type", OPENTELEMETRY,
+        f"{_GPU}, or {_PORT}"),
+    Metric(GPU_CLOCK, "gauge", "Hz", (*_OF_GPU, GPU_CLOCK_OF), "clock frequency", when=_GPU),
     Metric(GPU_CLOCK_LIMIT, "gauge", "Hz", (*_OF_GPU, GPU_CLOCK_OF), "highest clock", when=_GPU),
-    Metric(GPU_THROTTLED, "counter", "s", (*_OF_GPU, THROTTLE_REASON), "time with clocks held down", when=_GPU),
-    Metric(GPU_SM_ACTIVE, "gauge", "1", _OF_GPU, "share of SMs that worked, by time", when=_GPU),
-    Metric(GPU_SM_OCCUPANCY, "gauge", "1", _OF_GPU, "share of the warps that SMs can hold", when=_GPU),
-    Metric(GPU_TENSOR_ACTIVE, "gauge", "1", _OF_GPU, "share of the time of tensor cores", when=_GPU),
-    Metric(GPU_DRAM_ACTIVE, "gauge", "1", _OF_GPU, "share of the memory's bandwidth", when=_GPU),
+    Metric(GPU_THROTTLED, "counter", "s", (*_OF_GPU, THROTTLE_REASON),
+        "time with reduced clocks; reasons may overlap", when=_GPU),
+    Metric(GPU_SM_ACTIVE, "gauge", "1", _OF_GPU, "share of SM time with work", when=_GPU),
+    Metric(GPU_SM_OCCUPANCY, "gauge", "1", _OF_GPU, "resident warps as a share of the maximum", when=_GPU),
+    Metric(GPU_TENSOR_ACTIVE, "gauge", "1", _OF_GPU, "share of time with tensor core work", when=_GPU),
+    Metric(GPU_DRAM_ACTIVE, "gauge", "1", _OF_GPU, "share of memory bandwidth in use", when=_GPU),
     Metric(NETWORK_IO, "counter", "By", (*_OF_PART, DIRECTION), "bytes sent and received", OPENTELEMETRY, _PORT),
     Metric(NETWORK_PACKETS, "counter", "{packet}", (*_OF_PART, DIRECTION), "packets", OPENTELEMETRY, _PORT),
     Metric(NETWORK_UP, "up-down counter", "1", _OF_PART, "1 if the port is up, else 0", OPENTELEMETRY, _PORT),
-    Metric(NETWORK_LIMIT, "up-down counter", "By/s", _OF_PART, "rate of the link", OPENTELEMETRY, _PORT),
-)
+    Metric(NETWORK_LIMIT, "up-down counter", "By/s", _OF_PART, "link bandwidth", OPENTELEMETRY, _PORT),
+)  # fmt: skip
 
 _SPAN, _ROOT, _STEP_SPAN, _BELOW, _EVENT, _POINT, _RESOURCE = (
     "spans",
-    "the root",
-    "a rank's step",
-    "all but the root",
+    "root",
+    "rank's step",
+    "all but root",
     "events",
     "points",
     "resource",
 )
 
 ATTRIBUTES = (
-    Attribute(RUN_ID, "string", f"{_SPAN}, {_EVENT}, {_RESOURCE}", "the run directory's name"),
-    Attribute(STEP, "int", f"{_SPAN}, links", "step, from 0"),
-    Attribute(RANK, "int", f"{_SPAN}, {_POINT}, {_EVENT}, {_RESOURCE}", "rank; on a root 0; of an alert the suspect"),
-    Attribute(RUN_STEPS, "int", SPAN_RUN, "steps that rank 0 made"),
-    Attribute(OWN_SECONDS, "double", _STEP_SPAN, "seconds without waiting for others and without this tool"),
-    Attribute(MICRO_STEPS, "int", _STEP_SPAN, "batches whose gradients were accumulated; at least 1"),
-    Attribute(SPAN_KIND, "string", _BELOW, "step (a rank's), data, forward, module, collective, ..."),
-    Attribute(ON_DEVICE, "boolean", _BELOW, "true: its times are the device's", when=_DEVICE),
-    Attribute(BYTES, "int", "collectives", "bytes of the tensors"),
-    Attribute(SEQUENCE, "int", "collectives", "how many of this group the rank issued before"),
-    Attribute(SAMPLED_BECAUSE, "string", _ROOT, "why the step is sent: first, number, slow or verdict"),
-    Attribute(RANKS_SENT, "string", _ROOT, "the ranks that are in the trace, as 0-7,12"),
-    Attribute(RANKS_LEFT_OUT, "int", _ROOT, "how many ranks are not; 0: all are in it"),
-    Attribute(STEPS_LEFT_OUT, "int", _ROOT, "steps that were to be sent since the last trace, and had no room"),
-    Attribute(
-        RANK_BECAUSE, "string", _STEP_SPAN, "why this rank: slow, arrived last, ...", when="not all ranks are sent"
-    ),
-    Attribute(SPANS_LEFT_OUT, "int", _STEP_SPAN, "its shortest spans, for which was no room", when="there were any"),
-    Attribute(OVER_RANKS, "string", _POINT, "which quantile over ranks", when=_LARGE),
-    Attribute(
-        OVER_COMPONENTS, "string", _POINT, "max or sum: of several components in one point", when="no room for each"
-    ),
-    Attribute(PHASE, "string", f"{_POINT}, {_EVENT}", "part of the step"),
-    Attribute(MEMORY_STATE, "string", _POINT, "allocated, reserved, inactive, peak, limit", when=_DEVICE),
-    Attribute(ALERT_UID, "string", _EVENT, "the same for the same event, also from a replay", OPENTELEMETRY),
-    Attribute(ALERT_ABOUT, "string", _EVENT, "the same for all events about one straggler, hang, imbalance"),
-    Attribute(RESTART_COUNT, "int", f"{_EVENT}, {_RESOURCE}", "which attempt of the run"),
-    Attribute(RANKS, "string", _EVENT, "all suspects, as 0-7"),
-    Attribute(SUSPECT_HOST, "string", _EVENT, "the suspect's host"),
-    Attribute(SINCE_STEP, "int", _EVENT, "the first slow step"),
-    Attribute(UNTIL_STEP, "int", _EVENT, "the first one that is not slow any more"),
-    Attribute(STRAGGLER_COST, "double", _EVENT, "seconds by which each step would be shorter"),
-    Attribute(COST_SHARE, "double", _EVENT, "the same as a share of the step"),
-    Attribute(STRAGGLER_CLASS, "string", f"{_POINT}, {_EVENT}", "slow_compute, slow_data, slow_host, more_work, ..."),
-    Attribute(STRAGGLER_CAUSES, "string", _EVENT, "what is behind it, the likeliest first", when="a cause was found"),
-    Attribute(STRAGGLER_SCOPE, "string", _EVENT, "rank, node, position or stage"),
-    Attribute(HANG_KIND, "string", f"{_POINT}, {_EVENT}", "missing, dead, stopped, ..."),
-    Attribute(HANG_DURATION, "double", _EVENT, "seconds without a step"),
-    Attribute(
-        HARDWARE_ID, "string", _POINT, "a GPU's UUID, or a port as mlx5_0/1", OPENTELEMETRY, f"{_GPU}, or {_PORT}"
-    ),
-    Attribute(HARDWARE_NAME, "string", _POINT, "a GPU's product name", OPENTELEMETRY, _GPU),
+    Attribute(RUN_ID, "string", f"{_SPAN}, {_EVENT}, {_RESOURCE}", "name of the run directory"),
+    Attribute(STEP, "int", f"{_SPAN}, links", "step number, from 0"),
+    Attribute(RANK, "int", f"{_SPAN}, {_POINT}, {_EVENT}, {_RESOURCE}",
+        "rank; 0 on a root; in events the first suspect"),
+    Attribute(RUN_STEPS, "int", SPAN_RUN, "steps of rank 0"),
+    Attribute(OWN_SECONDS, "double", _STEP_SPAN, "step in seconds, without communication wait and this tool"),
+    Attribute(MICRO_STEPS, "int", _STEP_SPAN, "accumulated backward passes; at least 1"),
+    Attribute(SPAN_KIND, "string", _BELOW, "step, data, forward, recompute, backward, optimizer, wait, closure,"
+        " module, module_backward, section, collective"),
+    Attribute(ON_DEVICE, "boolean", _BELOW, "true: the times are the device's", when=_DEVICE),
+    Attribute(BYTES, "int", "collectives", "bytes of its tensors"),
+    Attribute(SEQUENCE, "int", "collectives", "earlier collectives of this group on this rank"),
+    Attribute(SAMPLED_BECAUSE, "string", _ROOT, "first, number, slow or verdict"),
+    Attribute(RANKS_SENT, "string", _ROOT, "ranks in the trace, such as 0-7,12"),
+    Attribute(RANKS_LEFT_OUT, "int", _ROOT, "number of ranks that are not in the trace"),
+    Attribute(STEPS_LEFT_OUT, "int", _ROOT, "steps left out since the previous trace"),
+    Attribute(RANK_BECAUSE, "string", _STEP_SPAN, "slow, arrived last, most work, reference (median work), known",
+        when="omitted ranks"),
+    Attribute(SPANS_LEFT_OUT, "int", _STEP_SPAN, "number of omitted spans, the shortest", when="omitted spans"),
+    Attribute(OVER_RANKS, "string", _POINT, "min, median, p99 or max", when=_LARGE),
+    Attribute(OVER_COMPONENTS, "string", _POINT, "max or sum, if one point covers several components",
+        when="an exceeded limit"),
+    Attribute(PHASE, "string", f"{_POINT}, {_EVENT}", "data, forward, recompute, backward, optimizer, communication,"
+        " host or tool; of stragglers also compute (forward and backward alike), cpu (CPU contention) or gap (device"
+        " waits for host)"),
+    Attribute(MEMORY_STATE, "string", _POINT, "allocated, reserved, inactive, peak or limit", when=_DEVICE),
+    Attribute(ALERT_UID, "string", _EVENT, "id of the event, the same in a replay", OPENTELEMETRY),
+    Attribute(ALERT_ABOUT, "string", _EVENT, "id of the problem, the same from start to end"),
+    Attribute(RESTART_COUNT, "int", f"{_EVENT}, {_RESOURCE}", "attempt of the run, from 0"),
+    Attribute(RANKS, "string", _EVENT, "all suspects, such as 0-7"),
+    Attribute(SUSPECT_HOST, "string", _EVENT, "host of the first suspect"),
+    Attribute(SINCE_STEP, "int", _EVENT, "first slow step; of a hang, the step in progress"),
+    Attribute(UNTIL_STEP, "int", _EVENT, "first step after the slow ones"),
+    Attribute(STRAGGLER_COST, "double", _EVENT, "seconds each step would be shorter without the suspects"),
+    Attribute(COST_SHARE, "double", _EVENT, "that cost as a share of the step"),
+    Attribute(STRAGGLER_CLASS, "string", f"{_POINT}, {_EVENT}", "slow_compute, slow_data, slow_host, more_work; in"
+        " events also imbalance, slow_communication"),
+    Attribute(STRAGGLER_CAUSES, "string", _EVENT, "likely causes, the likeliest first", when="known causes"),
+    Attribute(STRAGGLER_SCOPE, "string", _EVENT, "rank, node, position (in the mesh) or stage"),
+    Attribute(HANG_KIND, "string", f"{_POINT}, {_EVENT}", "dead, stopped, silent, missing, uneven, device, mismatch,"
+        " together, blocked, unheard, apart or alone"),
+    Attribute(HANG_DURATION, "double", _EVENT, "seconds since the last step"),
+    Attribute(HARDWARE_ID, "string", _POINT, "UUID of a GPU, or a port such as mlx5_0/1", OPENTELEMETRY,
+        f"{_GPU}, or {_PORT}"),
+    Attribute(HARDWARE_NAME, "string", _POINT, "product name", OPENTELEMETRY, _GPU),
     Attribute(HARDWARE_TYPE, "string", _POINT, "gpu or network", OPENTELEMETRY, f"{_GPU}, or {_PORT}"),
     Attribute(SENSOR, "string", _POINT, "gpu or memory", OPENTELEMETRY, _GPU),
     Attribute(GPU_TASK, "string", _POINT, "general", OPENTELEMETRY, _GPU),
-    Attribute(
-        ERROR_TYPE, "string", _POINT, "xid, ecc_corrected, symbol_error, ...", OPENTELEMETRY, f"{_GPU}, or {_PORT}"
-    ),
+    Attribute(ERROR_TYPE, "string", _POINT, "GPU: xid, ecc_corrected, ecc_uncorrected, remapped_row, pcie_replay,"
+        " nvlink_replay, nvlink_recovery, nvlink_error; port: symbol_error, link_recovery, link_down, receive_error,"
+        " transmit_discard, link_integrity, out_of_sequence, packet_sequence, ack_timeout, receiver_not_ready,"
+        " retries_exceeded", OPENTELEMETRY, f"{_GPU}, or {_PORT}"),
     Attribute(DIRECTION, "string", _POINT, "transmit or receive", OPENTELEMETRY, f"{_GPU}, or {_PORT}"),
     Attribute(GPU_LINK, "string", _POINT, "pcie or nvlink", when=_GPU),
     Attribute(GPU_CLOCK_OF, "string", _POINT, "sm or memory", when=_GPU),
-    Attribute(THROTTLE_REASON, "string", _POINT, "power, thermal, ...", when=_GPU),
-    Attribute(
-        "service.name", "string", _RESOURCE, "OTEL_SERVICE_NAME, else the Slurm job, else the script", OPENTELEMETRY
-    ),
-    Attribute("service.instance.id", "string", _RESOURCE, "the process of the rank, or the node", OPENTELEMETRY),
-    Attribute("host.name", "string", _RESOURCE, "the node", OPENTELEMETRY),
-    Attribute("process.pid", "int", _RESOURCE, "of the rank", OPENTELEMETRY),
+    Attribute(THROTTLE_REASON, "string", _POINT, "power, thermal, sync_boost, board_limit, reliability, sw_thermal,"
+        " hw_thermal, hw_power_brake", when=_GPU),
+    Attribute("service.name", "string", _RESOURCE, "`OTEL_SERVICE_NAME`, else the Slurm job, else the script",
+        OPENTELEMETRY),
+    Attribute("service.instance.id", "string", _RESOURCE, "process of a rank, or node", OPENTELEMETRY),
+    Attribute("host.name", "string", _RESOURCE, "host name", OPENTELEMETRY),
+    Attribute("process.pid", "int", _RESOURCE, "process id; of ranks only", OPENTELEMETRY),
     Attribute("telemetry.sdk.language", "string", _RESOURCE, "python", OPENTELEMETRY),
-    Attribute("telemetry.sdk.name", "string", _RESOURCE, "opentelemetry, whose resource it is", OPENTELEMETRY),
-    Attribute("telemetry.sdk.version", "string", _RESOURCE, "its version", OPENTELEMETRY),
-    Attribute(LOCAL_RANK, "int", _RESOURCE, "rank on its node"),
-    Attribute(WORLD_SIZE, "int", _RESOURCE, "ranks in the job"),
+    Attribute("telemetry.sdk.name", "string", _RESOURCE, "opentelemetry", OPENTELEMETRY),
+    Attribute("telemetry.sdk.version", "string", _RESOURCE, "version of OpenTelemetry's SDK", OPENTELEMETRY),
+    Attribute(LOCAL_RANK, "int", _RESOURCE, "rank on its node; of ranks only"),
+    Attribute(WORLD_SIZE, "int", _RESOURCE, "number of ranks"),
     Attribute(LENS_RANK, "int", _RESOURCE, f"as {RANK}", NEMO_LENS),
     Attribute(LENS_LOCAL_RANK, "int", _RESOURCE, f"as {LOCAL_RANK}", NEMO_LENS),
     Attribute(LENS_WORLD_SIZE, "int", _RESOURCE, f"as {WORLD_SIZE}", NEMO_LENS),
@@ -342,7 +337,7 @@ ATTRIBUTES = (
             ("k8s.job.name", OPENTELEMETRY, "Kubernetes"),
         )
     ),
-)
+)  # fmt: skip
 
 EVENTS = {
     "straggler": ("started", "updated", "ended"),
