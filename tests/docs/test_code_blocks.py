@@ -90,9 +90,7 @@ NO_CODE = {
     ("docs/explanation/verdicts.md", "SLOW RANK"): "what a report says; tests/simulate/test_planted.py",
     ("docs/guides/gpu.md", "Typical step of each rank"): "what a report says; tests/simulate/test_simulated_devices.py",
     ("docs/guides/opentelemetry.md", "train step"): "a drawing",
-    ("docs/guides/opentelemetry.md", "the workflow's trace"): "a drawing",
     ("docs/internals/accuracy.md", "planted faults: 1 of 2"): "what simulate prints; tests/simulate/test_planted.py",
-    ("docs/guides/opentelemetry.md", "OTLP: 219"): "what a report says; tests/exporters/test_delivery.py",
     ("docs/reference/run-directory.md", "/dev/shm/"): "a listing of what goes when a run ends; tests/run",
 }
 SHELL = [block for block in BLOCKS if block.language in ("sh", "bash", "shell", "console")]

@@ -621,4 +621,4 @@ def test_pages_have_what_is_sent() -> None:
     assert all(kind.name.lower() in page for kind in kinds)
     guide = " ".join((ROOT / "docs/guides/opentelemetry.md").read_text().split())
     assert f"Beyond {MAX_RANK_SERIES} ranks" in guide
-    assert f"steps 0 to {FIRST_TRACED_STEPS - 1} and one of so many, by default {Config.trace_every} (" in guide
+    assert f"steps 0 to {FIRST_TRACED_STEPS - 1}, and one step in {Config.trace_every} (" in guide
