@@ -115,7 +115,7 @@ $(TEST)/dashboards: $(TEST)/tap
 	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test,dashboards]'
 	touch $@
 
-# Real backends read back what they were sent (docs/guides/backends.md). Needs some 4 GB; what cannot be installed is skipped, with the
+# Real backends read back what they were sent (docs/internals/backend-tests.md). Needs some 4 GB; what cannot be installed is skipped, with the
 # reason. SHOTS=1: also docs/images.
 test-backends: $(TEST)/tap $(RECEIVER)/ready $(addsuffix /ready,$(BACKENDS)) $(if $(SHOTS),$(PAGE)/ready)
 	$(if $(SHOTS),$(PAGE),$(TEST))/bin/python -m pytest -m '' tests/backends

@@ -1,4 +1,4 @@
-"""Tests and variables that docs/guides/backends.md names exist."""
+"""Tests and variables exist that docs/internals/backend-tests.md and docs/guides/backends.md name."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import pytest
 from tests.exporters.test_endpoint_comes_right import FAULTS
 from tests.support.processes import ROOT
 
-PAGE = (ROOT / "docs/guides/backends.md").read_text()
+GUIDE = (ROOT / "docs/guides/backends.md").read_text()
+PAGE = (ROOT / "docs/internals/backend-tests.md").read_text()
 COLUMNS = ["trace tree with all ranks", "links", "exemplars", "metrics", "alerts", "replay without doubles"]
 _FILE, _TEST = r"[a-z_/]+\.py", r"test_[a-z_0-9]+"
 
 
-def table(first_header: str) -> list[list[str]]:
-    """The cells of the table whose header begins so, its header first."""
-    (start,) = re.findall(rf"^\| {first_header} \|.*\n(?:\|.*\n)+", PAGE, re.MULTILINE)
+def table(first_header: str, page: str = PAGE) -> list[list[str]]:
+    """The cells of the page's table whose header begins so, its header first."""
+    (start,) = re.findall(rf"^\| {first_header} \|.*\n(?:\|.*\n)+", page, re.MULTILINE)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in start.splitlines()]
     return [rows[0], *rows[2:]]
 
@@ -42,6 +43,16 @@ def test_every_cell_is_backed() -> None:
             assert (re.match(r"works\b.*\(`", cell) and named) or re.match(r"does not: \w+", cell), f"{backend}: {cell}"
 
 
+def test_the_guide_says_yes_where_a_test_does() -> None:
+    """In the same rows and columns."""
+    _, *backed = table("backend .* trace tree with all ranks.*")
+    _, *claimed = table("backend .* traces .*", GUIDE)
+    assert len(claimed) == len(backed)
+    for (backend, *cells), (name, *claims) in zip(backed, claimed, strict=True):
+        assert backend.startswith(name.partition(",")[0])
+        assert [claim.startswith("yes") for claim in claims] == [cell.startswith("works") for cell in cells], name
+
+
 def test_named_tests_are_there() -> None:
     """All that are named with their file."""
     named = re.findall(rf"`({_FILE})(?:::({_TEST}))?`", PAGE)
@@ -64,14 +75,14 @@ def test_versions() -> None:
     versions = re.findall(r'="from_\w+ (?:trixie )?(\w[\w-]*)(?:==|@|=)([\w.]+)', script)
     assert len(versions) == 6
     for name, version in versions:
-        assert re.search(rf"(?<![\d.]){re.escape(version)}(?![\d])", PAGE), f"{name} {version}"
+        assert re.search(rf"(?<![\d.]){re.escape(version)}(?![\d])", GUIDE), f"{name} {version}"
 
 
 @pytest.mark.parametrize("name", ["mlflow", "phoenix", "autotel", "rotel", "victoria_metrics"])
 def test_what_to_set(name: str) -> None:
     """The variables of the page are those that the test sets, and no others; so are paths and headers."""
     title = {"autotel": "autotel-devtools", "victoria_metrics": "VictoriaMetrics", "mlflow": "MLflow"}.get(name, name)
-    (section,) = re.findall(rf"^## (?:Arize )?{title}\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL | re.IGNORECASE)
+    (section,) = re.findall(rf"^## (?:Arize )?{title}\n(.*?)(?=^## )", GUIDE, re.MULTILINE | re.DOTALL | re.IGNORECASE)
     lines = re.findall(r"^export (\w+)=(\S+)$", section, re.MULTILINE)
     tests = ROOT / "tests" / "backends"
     code = (tests / f"test_{name}.py").read_text() + (tests / "rotel.py").read_text() * (name == "rotel")
