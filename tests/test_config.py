@@ -78,6 +78,21 @@ def test_at_most_20_settings() -> None:
     assert kinds == {field.name: field.type for field in fields}
 
 
+def test_reference_lists_settings_with_their_defaults() -> None:
+    """docs/reference/settings.md has all keywords in their order, and all variables."""
+    page = (ROOT / "docs/reference/settings.md").read_text()
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| (\S+) \|", page, re.MULTILINE))
+    fields = configuration.public_fields()
+    assert list(rows) == [field.name for field in fields]
+    for field in fields:
+        shown = rows[field.name].strip("`").strip('"')
+        assert shown == (str(field.default).lower() if isinstance(field.default, bool) else str(field.default)), (
+            field.name
+        )
+    others = configuration.variables().keys() - {f"TORCHLENS_PERF_{field.name.upper()}" for field in fields}
+    assert [name for name in others if f"| `{name}` |" not in page] == []
+
+
 TYPED = """
 import torchlens_perf as perf
 from pathlib import Path
