@@ -1,1 +1,1 @@
-"""Samples over time of a node's GPUs, network ports and processes."""
+"""Samplers of a node's GPUs, network ports and processes."""

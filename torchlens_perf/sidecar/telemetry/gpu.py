@@ -1,7 +1,8 @@
-"""Clocks, power, temperatures, throttling, errors and activity of GPUs, by NVML. In the sidecar: no CUDA context.
+"""Sample clocks, power, temperatures, throttling, errors and activity of GPUs through NVML.
 
-Calls of NVML take microseconds, as long as the GPU answers; one that falls off the bus can hold a call for seconds.
-What they take is measured, and a GPU that answers slowly is asked more rarely.
+The sidecar needs no CUDA context for this. An NVML call takes microseconds while the GPU answers,
+but a GPU that falls off the bus can block a call for seconds. The duration of each sample is
+therefore measured, and a GPU that answers slowly is sampled less often.
 """
 
 from __future__ import annotations
@@ -31,38 +32,45 @@ _SECOND_NS = 1_000_000_000
 _SLOW_FIELDS_NS = 10 * _SECOND_NS
 _GPM_AGAIN_NS = 60 * _SECOND_NS
 _LONGEST_WAIT_NS = 60 * _SECOND_NS
-_SLOW_NS = 50_000_000  # of one GPU's sample: the sidecar has rings to read
-_MIN_REST = 20  # times what a slow sample has taken
-_MANY_SLOW = 3  # of them, before it is worth a note
+# The sidecar's only thread also reads the rings, so one GPU's sample must not take longer.
+_SLOW_SAMPLE_NS = 50_000_000
+_MIN_IDLE_RATIO = 20
+_SLOW_SAMPLES_BEFORE_NOTE = 3
 _GPU, _MIG = "GPU-", "MIG-"
 
 
 class GpuTelemetry:
-    """Samples the GPUs that it is asked for. Loads NVML with the first. Belongs to the sidecar's thread."""
+    """Sampler of the GPUs that the ranks use. Loads NVML at the first sample. Not thread-safe."""
 
     def __init__(self, clock_ns: Callable[[], int] = unstarved_ns) -> None:
-        """clock_ns: for how long calls take; a busy machine, on which the sidecar comes last, is no slow driver."""
+        """clock_ns: a clock for the duration of calls.
+
+        The default leaves out time without a CPU: a busy machine is not a slow driver.
+        """
         self._clock_ns = clock_ns
         self._nvml: Any = None  # pynvml, while the library is initialised
-        self._driver = ""  # its version
+        self._driver = ""  # version
         self._xids: Xids | None = None
         self._gpus: dict[str, _Gpu] = {}
         self._before: dict[str, GpuSample] = {}
         self._xid_counts: Counter[str] = Counter()
         self._last_xids: dict[str, int] = {}
-        self._library_wait = _Wait()
-        self._waits: dict[str, _Wait] = {}
+        self._library_backoff = _Backoff()
+        self._backoffs: dict[str, _Backoff] = {}
         self.facts: dict[str, GpuFacts] = {}
-        """Of the GPUs that were sampled, by UUID."""
+        """Facts about each sampled GPU, by UUID."""
         self.losses: Counter[str] = Counter()
-        """How often a GPU, by its UUID, was lost to the driver; of "", how often the driver was."""
+        """Times that the driver lost a GPU, by UUID. The key "" counts reloads of the driver."""
         self.slow_samples: Counter[str] = Counter()
         """Samples that took longer than 50 ms, by UUID."""
         self.notes: list[str] = []
-        """What is not measured, and why; each once."""
+        """Reasons why values are not measured, without duplicates."""
 
     def sample(self, uuids: Collection[str], monotonic_ns: int, unix_ns: int) -> dict[str, GpuSample]:
-        """A sample of each of these GPUs, but for those that are gone, or were slow. The times are now."""
+        """Return a sample of each of these GPUs, without lost GPUs and GPUs that were slow lately.
+
+        monotonic_ns, unix_ns: the current time on both clocks.
+        """
         unused = self._gpus.keys() - set(uuids)
         for uuid in unused:
             self._gpus.pop(uuid).close()
@@ -72,20 +80,21 @@ class GpuTelemetry:
         try:
             if unused:
                 self._renew_xids()
-            self._read_xids()  # first: that of a GPU that is lost just now is the last that it tells
+            # Read XIDs before sampling: if a GPU was just lost, its XID cannot be read later.
+            self._read_xids()
             for uuid in uuids:
-                if monotonic_ns >= self._waits.setdefault(uuid, _Wait()).until_ns:
+                if monotonic_ns >= self._backoffs.setdefault(uuid, _Backoff()).until_ns:
                     sample = self._sample(uuid, monotonic_ns, unix_ns)
                     if sample is not None:
                         samples[uuid] = self._before[uuid] = sample
-            self._library_wait.ended()
+            self._library_backoff.ended()
         except self._nvml.NVMLError as error:
             self._unload(error, monotonic_ns)
         return samples
 
     def _sample(self, uuid: str, monotonic_ns: int, unix_ns: int) -> GpuSample | None:
-        """None where the GPU is gone. Raises NVMLError where the driver is."""
-        nvml, wait = self._nvml, self._waits[uuid]
+        """Return a sample, or None if the GPU is lost. Raises NVMLError if the driver is unloaded."""
+        nvml, backoff = self._nvml, self._backoffs[uuid]
         begun_ns = self._clock_ns()
         try:
             gpu = self._gpus.get(uuid)
@@ -93,21 +102,22 @@ class GpuTelemetry:
             if gpu is None:
                 gpu = self._gpus[uuid] = _Gpu(nvml, uuid, self._driver, self._note)
                 self.facts[uuid] = gpu.facts
-                gpu.tells_xids = self._xids is not None and self._xids.add(gpu.handle)
-            xids = (self._xid_counts[uuid] if gpu.tells_xids else None, self._last_xids.get(uuid))
+                gpu.reports_xids = self._xids is not None and self._xids.add(gpu.handle)
+            xids = (self._xid_counts[uuid] if gpu.reports_xids else None, self._last_xids.get(uuid))
             sample = gpu.sample(self._before.get(uuid), monotonic_ns, unix_ns, *xids)
-            wait.ended()
+            backoff.ended()
         except nvml.NVMLError as error:
             if error.value in UNLOADED:
                 raise
             self._lose(uuid, error)
-            wait.failed(monotonic_ns)
+            backoff.failed(monotonic_ns)
             sample = None
         took_ns = self._clock_ns() - begun_ns
-        if opened and took_ns > _SLOW_NS:  # opening one may take long, once
-            wait.until_ns = max(wait.until_ns, monotonic_ns + _MIN_REST * took_ns)
+        # The first sample opens the GPU, which may take long once, so it is not counted as slow.
+        if opened and took_ns > _SLOW_SAMPLE_NS:
+            backoff.until_ns = max(backoff.until_ns, monotonic_ns + _MIN_IDLE_RATIO * took_ns)
             self.slow_samples[uuid] += 1
-            if self.slow_samples[uuid] == _MANY_SLOW:
+            if self.slow_samples[uuid] == _SLOW_SAMPLES_BEFORE_NOTE:
                 self._note(f"{uuid}: its driver takes {took_ns / 1e9:.2g} s to answer; it is asked more rarely")
         return sample
 
@@ -119,25 +129,25 @@ class GpuTelemetry:
                 self._last_xids[by_address[where]] = xid
 
     def _renew_xids(self) -> None:
-        """A set with a lost GPU in it tells nothing of the others either: a new one, of those that are there."""
+        """Replace the event set. A set with a lost GPU in it reports no XIDs of the other GPUs."""
         if self._xids is not None:
             self._xids.close()
         self._xids = Xids(self._nvml)
         for gpu in self._gpus.values():
-            gpu.tells_xids = self._xids.add(gpu.handle)
+            gpu.reports_xids = self._xids.add(gpu.handle)
 
     def _open(self, now_ns: int) -> bool:
-        """Whether the library is initialised; tries to, now and then."""
+        """Initialise NVML if it is time for another try. Return True if it is initialised."""
         if self._nvml is not None:
             return True
-        if now_ns < self._library_wait.until_ns:
+        if now_ns < self._library_backoff.until_ns:
             return False
         import pynvml
 
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            self._library_wait.failed(now_ns)
+            self._library_backoff.failed(now_ns)
             missing = error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
             remedy = "; in a container, set NVIDIA_DRIVER_CAPABILITIES to compute,utility" if missing else ""
             self._note(f"GPU telemetry is not measured: {error}{remedy}")
@@ -151,7 +161,7 @@ class GpuTelemetry:
     def _lose(self, uuid: str, error: Exception) -> None:
         gpu = self._gpus.pop(uuid, None)
         if gpu is None:
-            if uuid not in self.losses:  # else that was said
+            if uuid not in self.losses:  # A lost GPU already has a note.
                 self._note(f"{uuid}: no telemetry, as NVML cannot open it: {error}")
             return
         self.losses[uuid] += 1
@@ -161,18 +171,18 @@ class GpuTelemetry:
         self._note(f"{uuid}: no telemetry while the driver says: {error}; see the kernel's log (dmesg), {xid}")
 
     def _unload(self, error: Exception, now_ns: int) -> None:
-        """The driver was unloaded, or replaced: everything that the library gave us is void."""
+        """Discard all handles, which became invalid when the driver was unloaded or replaced."""
         self.losses[""] += 1
         self._note(f"GPU telemetry was interrupted, as the driver was reloaded: {error}")
         self.close()
-        self._library_wait.failed(now_ns)
+        self._library_backoff.failed(now_ns)
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
 
     def close(self) -> None:
-        """Frees everything, and shuts the library down. The next sample would load it again."""
+        """Free all handles and shut NVML down. The next sample would load it again."""
         if self._nvml is None:
             return
         for gpu in self._gpus.values():
@@ -186,7 +196,7 @@ class GpuTelemetry:
 
 
 def survey() -> tuple[str, int, int] | str:
-    """The driver's version, how many GPUs there are, and how many of them have GPM; or why NVML does not tell."""
+    """Return the driver's version, the number of GPUs and the number with GPM, or NVML's error."""
     import pynvml as nvml
 
     try:
@@ -208,10 +218,10 @@ def _has_gpm(nvml: Any, handle: Any) -> bool:
 
 
 class _Gpu:
-    """One GPU, while the driver has it."""
+    """The open handle of one GPU. It is valid until the driver loses the GPU."""
 
     def __init__(self, nvml: Any, uuid: str, driver: str, note: Callable[[str], None]) -> None:
-        """Raises NVMLError where NVML does not know it."""
+        """Raises NVMLError if NVML does not find the GPU."""
         self._nvml = nvml
         self._uuid = uuid
         self._note = note
@@ -222,7 +232,7 @@ class _Gpu:
         self._slow_values: dict[str, float] = {}
         self._slow_due_ns = self._gpm_due_ns = 0
         self._gpm: Gpm | None = None
-        self.tells_xids = False
+        self.reports_xids = False
         ask = self._getters.ask
         pci = ask("PciInfo")
         self.facts = GpuFacts(ask("Name"), _text(pci.busId) if pci is not None else None)
@@ -231,7 +241,10 @@ class _Gpu:
     def sample(
         self, before: GpuSample | None, monotonic_ns: int, unix_ns: int, xids: int | None, last_xid: int | None
     ) -> GpuSample:
-        """All that can be read now; slow fields are at most ten seconds old. Raises NVMLError where it is gone."""
+        """Return all values that can be read. Slow fields are at most ten seconds old.
+
+        Raises NVMLError if the GPU is lost.
+        """
         nvml, ask = self._nvml, self._getters.ask
         values: dict[str, Any] = {**self._read_slow(monotonic_ns), **self._fast.read(), **self._activity(monotonic_ns)}
         if "power_w" not in values:
@@ -244,7 +257,7 @@ class _Gpu:
         if memory is not None:
             values.update(memory_used_bytes=memory.used, memory_total_bytes=memory.total)
         temperature = ask("TemperatureV", nvml.NVML_TEMPERATURE_GPU)
-        if temperature is None:  # of a driver before 570
+        if temperature is None:  # Drivers before 570 lack TemperatureV.
             temperature = ask("Temperature", nvml.NVML_TEMPERATURE_GPU)
         values.update(
             sm_clock_hz=_hertz(ask("ClockInfo", nvml.NVML_CLOCK_SM)),
@@ -276,7 +289,7 @@ class _Gpu:
         return self._slow_values
 
     def _activity(self, now_ns: int) -> dict[str, float]:
-        """By GPM, if the GPU has it and nobody else is using it."""
+        """Return activity by GPM, or nothing if the GPU lacks GPM or another tool uses it."""
         try:
             if self._gpm is not None:
                 return self._gpm.read()
@@ -294,14 +307,14 @@ class _Gpu:
         return {}
 
     def close(self) -> None:
-        """Frees what NVML has allocated for us."""
+        """Free what NVML has allocated for this GPU."""
         if self._gpm is not None:
             self._gpm.close()
             self._gpm = None
 
 
-class _Wait:
-    """Until when something that failed is left alone: a second, two, four, up to a minute."""
+class _Backoff:
+    """A delay after failures: one second, then twice as long each time, up to a minute."""
 
     def __init__(self) -> None:
         self.until_ns = 0
@@ -316,7 +329,7 @@ class _Wait:
 
 
 def _handle(nvml: Any, uuid: str) -> Any:
-    """torch does not tell whether a UUID is that of a whole GPU or of a MIG instance."""
+    """Return NVML's handle of a GPU or MIG instance. torch reports both with the prefix "GPU-"."""
     try:
         return nvml.nvmlDeviceGetHandleByUUID(uuid)
     except nvml.NVMLError as error:

@@ -1,4 +1,7 @@
-"""Counters of InfiniBand and RoCE ports, as the kernel shows them in /sys/class/infiniband. No library, no rights."""
+"""Sample counters of InfiniBand and RoCE ports from /sys/class/infiniband.
+
+No library and no special permission is needed.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from torchlens_perf.analysis.statistics.hardware import LINK_COUNTERS, LinkSampl
 from torchlens_perf.run.processes import text_of
 
 ROOT = Path("/sys/class/infiniband")
-_WORD_BYTES = 4  # the data counters count words of four bytes
-_LOOK_AGAIN_NS = 60_000_000_000
+_WORD_BYTES = 4  # The data counters count words of four bytes.
+_RESCAN_PERIOD_NS = 60_000_000_000
 
-# A sample's field, the file below the port's folder that has it, and what one of it is.
+# Columns: field of LinkSample, file below the port's folder, factor from the file's unit.
 _COUNTERS = (
     ("transmitted_bytes", "counters/port_xmit_data", _WORD_BYTES),
     ("received_bytes", "counters/port_rcv_data", _WORD_BYTES),
@@ -35,24 +38,27 @@ _COUNTERS = (
 
 
 class LinkTelemetry:
-    """Samples all ports of the node."""
+    """Sampler of all ports of the node."""
 
     def __init__(self, root: Path = ROOT) -> None:
         self._root = root
         self._ports: list[Path] = []
-        self._look_ns = 0
-        self._absent: set[Path] = set()
+        self._rescan_due_ns = 0
+        self._missing: set[Path] = set()
         self._before: dict[Path, LinkSample] = {}
 
     def sample(self, monotonic_ns: int, unix_ns: int) -> dict[str, LinkSample]:
-        """A sample of each port, by its name. The times are now."""
-        if monotonic_ns >= self._look_ns:
-            self._look_ns = monotonic_ns + _LOOK_AGAIN_NS
+        """Return a sample of each port, by its name, such as "mlx5_0/1".
+
+        monotonic_ns, unix_ns: the current time on both clocks.
+        """
+        if monotonic_ns >= self._rescan_due_ns:
+            self._rescan_due_ns = monotonic_ns + _RESCAN_PERIOD_NS
             self._ports = ports(self._root)
         samples = {}
         for port in self._ports:
             state = text_of(port / "state")
-            if not state:  # its driver was unloaded
+            if not state:  # The adapter's driver was unloaded.
                 continue
             values = {name: self._count(port / file, unit) for name, file, unit in _COUNTERS}
             before = self._before.get(port)
@@ -72,22 +78,22 @@ class LinkTelemetry:
         return samples
 
     def _count(self, file: Path, unit: int) -> int | None:
-        """None where this adapter has no such counter, or has it only by name ("N/A")."""
-        if file in self._absent:
+        """Return a counter, or None if this adapter lacks it or its file contains "N/A"."""
+        if file in self._missing:
             return None
         text = text_of(file)
         if not text.isdigit():
-            self._absent.add(file)
+            self._missing.add(file)
             return None
         return int(text) * unit
 
 
 def ports(root: Path = ROOT) -> list[Path]:
-    """The folders of the node's ports, by adapter and number."""
+    """Return the folders of the node's ports, sorted by adapter and port number."""
     return sorted(path for path in root.glob("*/ports/*") if path.name.isdigit())
 
 
 def _rate_bits(text: str) -> int | None:
-    """Of a text such as "400 Gb/sec (4X NDR)"."""
+    """Return bits per second for a text such as "400 Gb/sec (4X NDR)"."""
     found = re.match(r"([0-9.]+) Gb/sec", text)
     return round(float(found.group(1)) * 1e9) if found is not None else None

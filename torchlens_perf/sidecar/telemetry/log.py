@@ -1,7 +1,7 @@
-"""A node's hardware while its ranks compute: sampled by the sidecar, kept for verdicts, report and export.
+"""Sample a node's hardware and processes, and keep the samples for verdicts, report and export.
 
-A sample is taken between two rounds of the sidecar, on its only thread. For a verdict on a stretch of time, ask for its
-samples(), and telemetry.gpu_signals() for what they say.
+The sidecar's only thread takes samples between two rounds. For a verdict on an interval, pass its
+samples() to telemetry.gpu_signals().
 """
 
 from __future__ import annotations
@@ -29,20 +29,24 @@ from torchlens_perf.store.samples import GPUS, LINKS, PROCESSES, SampleWriter
 
 _SECOND_NS = 1_000_000_000
 _GPU_PERIOD_NS = _SECOND_NS
-_LINK_PERIOD_NS = 5 * _SECOND_NS  # a counter of a port is a question to its firmware
-_MIN_REST = 20  # times what a round has taken
+# Ports are read less often than GPUs: each counter is a request to the adapter's firmware.
+_LINK_PERIOD_NS = 5 * _SECOND_NS
+_MIN_LINK_IDLE_RATIO = 20
 _PROCESS_PERIOD_NS = _SECOND_NS
-_MAX_PROCESS_SHARE = 100  # reading /proc takes at most one part in so many of a core
-_MAX_SAMPLES = 900  # of a GPU, or a port, in memory
-_MAX_UNWRITTEN = 20_000  # while the run directory cannot be written
-_FIRST_FILE_NS, _LAST_FILE_NS = 10 * _SECOND_NS, 120 * _SECOND_NS  # between files, in a young and in an old run
-_SHARE_OF_DISK = 16  # of disk_bytes, telemetry takes at most one part in so many
+# Reading /proc takes at most 1% of a core.
+_MIN_PROCESS_IDLE_RATIO = 100
+_MAX_SAMPLES_IN_MEMORY = 900  # per GPU or port
+# Samples pile up while the run directory cannot be written. The oldest are dropped.
+_MAX_UNWRITTEN = 20_000
+# Files are written more often in a young run, so that its first samples are soon on disk.
+_MIN_FILE_PERIOD_NS, _MAX_FILE_PERIOD_NS = 10 * _SECOND_NS, 120 * _SECOND_NS
+_DISK_DIVISOR = 16
 
 _T = TypeVar("_T", GpuSample, LinkSample)
 
 
 class TelemetryLog:
-    """Takes samples when they are due, and keeps what they say. Belongs to the sidecar's thread."""
+    """Sampler of GPUs, ports and processes that keeps recent samples and totals. Not thread-safe."""
 
     def __init__(
         self,
@@ -53,13 +57,13 @@ class TelemetryLog:
         links: LinkTelemetry | None = None,
         now: Callable[[], Anchor] | None = None,
     ) -> None:
-        """saved: what an earlier sidecar's totals() returned. gpus, links, now: None for the real ones."""
+        """saved: the totals() of an earlier sidecar. gpus, links, now: replaced in tests."""
         self._gpus = gpus if gpus is not None else GpuTelemetry()
         self._links = links if links is not None else LinkTelemetry()
         self._now = now if now is not None else HostClock().anchor
         self._writer = SampleWriter(run, host)
         self._gpu_due_ns = self._link_due_ns = self._process_due_ns = 0
-        self._begun_ns: int | None = None
+        self._first_sample_ns: int | None = None
         self._written_ns = 0
         self._recent: dict[str, deque[GpuSample]] = {}
         self._recent_links: dict[str, deque[LinkSample]] = {}
@@ -69,9 +73,9 @@ class TelemetryLog:
         self._lost, self._dropped = saved.lost_samples, saved.dropped_files
 
     def sample(self, uuids: Collection[str], pids: Mapping[int, int]) -> Hardware | None:
-        """Sample GPUs, all ports and processes that are due. Return those of the hardware, or None.
+        """Sample GPUs, ports and processes if they are due. Return GPU and port samples, or None.
 
-        pids: process ids by rank.
+        uuids: GPUs to sample. pids: process ids by rank.
         """
         now = self._now()
         gpus: dict[str, GpuSample] = {}
@@ -82,12 +86,12 @@ class TelemetryLog:
         if now.monotonic_ns >= self._link_due_ns:
             links = self._links.sample(now.monotonic_ns, now.unix_ns)
             took_ns = self._now().monotonic_ns - now.monotonic_ns
-            self._link_due_ns = now.monotonic_ns + max(_LINK_PERIOD_NS, _MIN_REST * took_ns)
+            self._link_due_ns = now.monotonic_ns + max(_LINK_PERIOD_NS, _MIN_LINK_IDLE_RATIO * took_ns)
         if pids and now.monotonic_ns >= self._process_due_ns:
             began_ns = self._now().monotonic_ns
             self._add_unwritten(now, sample_processes(pids, now.monotonic_ns, now.unix_ns))
             took_ns = self._now().monotonic_ns - began_ns
-            self._process_due_ns = now.monotonic_ns + max(_PROCESS_PERIOD_NS, _MAX_PROCESS_SHARE * took_ns)
+            self._process_due_ns = now.monotonic_ns + max(_PROCESS_PERIOD_NS, _MIN_PROCESS_IDLE_RATIO * took_ns)
         if not gpus and not links:
             return None
         self._keep(now, gpus, links)
@@ -97,11 +101,11 @@ class TelemetryLog:
     def _keep(self, now: Anchor, gpus: Mapping[str, GpuSample], links: Mapping[str, LinkSample]) -> None:
         for uuid, gpu in gpus.items():
             self._gpu_totals.setdefault(uuid, GpuTotals()).add(gpu)
-            self._recent.setdefault(uuid, deque(maxlen=_MAX_SAMPLES)).append(gpu)
+            self._recent.setdefault(uuid, deque(maxlen=_MAX_SAMPLES_IN_MEMORY)).append(gpu)
             self._facts[uuid] = self._gpus.facts[uuid]
         for name, link in links.items():
             self._link_totals.setdefault(name, LinkTotals()).add(link)
-            self._recent_links.setdefault(name, deque(maxlen=_MAX_SAMPLES)).append(link)
+            self._recent_links.setdefault(name, deque(maxlen=_MAX_SAMPLES_IN_MEMORY)).append(link)
         self._add_unwritten(now, [*gpus.values(), *links.values()])
 
     def _add_unwritten(self, now: Anchor, samples: Sequence[Sample]) -> None:
@@ -110,38 +114,44 @@ class TelemetryLog:
         if over > 0:
             del self._unwritten[:over]
             self._lost += over
-        if self._begun_ns is None:
-            self._begun_ns = self._written_ns = now.monotonic_ns
+        if self._first_sample_ns is None:
+            self._first_sample_ns = self._written_ns = now.monotonic_ns
 
     def samples(self, uuid: str, since_ns: int, until_ns: int) -> list[GpuSample]:
-        """Those of a GPU within a stretch of CLOCK_MONOTONIC, of the last quarter of an hour."""
+        """Return samples of a GPU between two times of CLOCK_MONOTONIC.
+
+        Samples are kept for a quarter of an hour.
+        """
         return _within(self._recent.get(uuid, ()), since_ns, until_ns)
 
     def link_samples(self, name: str, since_ns: int, until_ns: int) -> list[LinkSample]:
-        """Those of a port, as "mlx5_0/1", likewise, of the last hour."""
+        """Return samples of a port, such as "mlx5_0/1", between two times of CLOCK_MONOTONIC.
+
+        Samples are kept for about an hour.
+        """
         return _within(self._recent_links.get(name, ()), since_ns, until_ns)
 
     def pci_bus_id(self, uuid: str) -> str:
-        """Where a GPU is in its machine, as "00000000:18:00.0"; "" if that is not known."""
+        """Return a GPU's PCI bus id, such as "00000000:18:00.0", or "" if it is not known."""
         known = self._facts.get(uuid)
         return (known.pci_bus_id if known is not None else None) or ""
 
     @property
     def links(self) -> list[str]:
-        """The ports that there are samples of."""
+        """Names of the ports that have samples."""
         return list(self._recent_links)
 
     @property
     def notes(self) -> list[str]:
-        """What is not measured, and why."""
+        """Reasons why values are not measured."""
         return self._gpus.notes
 
     def write(self, disk_bytes: int, *, final: bool = False) -> None:
-        """Writes what is new, if it is time to or the run is over. Raises OSError on a full disk."""
-        if not self._unwritten or self._begun_ns is None:
+        """Write new samples if a file is due or the run is over. Raises OSError on a full disk."""
+        if not self._unwritten or self._first_sample_ns is None:
             return
         now_ns = self._now().monotonic_ns
-        period_ns = min(_LAST_FILE_NS, max(_FIRST_FILE_NS, (now_ns - self._begun_ns) // 20))
+        period_ns = min(_MAX_FILE_PERIOD_NS, max(_MIN_FILE_PERIOD_NS, (now_ns - self._first_sample_ns) // 20))
         if not final and now_ns - self._written_ns < period_ns:
             return
         self._written_ns = now_ns
@@ -153,7 +163,7 @@ class TelemetryLog:
         self._unwritten.clear()
 
     def totals(self) -> Telemetry:
-        """What all samples of the run say, for the node's state. Its totals are not copied."""
+        """Return the totals of all samples of the run, for the node's state. They are not copies."""
         return Telemetry(
             gpus=self._gpu_totals,
             facts=self._facts,
@@ -173,5 +183,5 @@ def _within(samples: Collection[_T], since_ns: int, until_ns: int) -> list[_T]:
 
 
 def telemetry_bytes(disk_bytes: int) -> int:
-    """How much of a node's disk_bytes telemetry may take."""
-    return disk_bytes // _SHARE_OF_DISK
+    """Return the part of a node's disk_bytes that telemetry may use."""
+    return disk_bytes // _DISK_DIVISOR

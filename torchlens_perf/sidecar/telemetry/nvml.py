@@ -1,7 +1,7 @@
-"""What NVML reports about one GPU, call by call: fields in one batch, activity by GPM, and XIDs. Only for gpu.py.
+"""Wrap the NVML calls that gpu.py uses: batches of fields, activity by GPM, and XIDs.
 
-What a GPU, its driver or our rights do not give is remembered and not asked for again. Errors that say that the GPU, or
-the driver, is gone are raised.
+A value that the GPU, its driver or our permissions do not provide is not requested again. Errors
+that mean that the GPU or the driver is gone are raised.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import Any, NamedTuple
 
 # Codes of NVMLError. The GPU has fallen off the bus, needs a reset, or is not there.
 LOST = frozenset({15, 16, 28})
-# The driver was unloaded, or is another one than the library's.
+# The driver was unloaded, or its version differs from the library's.
 UNLOADED = frozenset({1, 9, 18})
 GONE = LOST | UNLOADED
-# It would be the same the next time: invalid (a field that is newer than the driver), not supported, no permission,
-# no such function, another version of a structure, deprecated.
+# A retry would fail in the same way: invalid (a field that is newer than the driver), not supported,
+# no permission, no such function, another version of a structure, deprecated.
 NEVER = frozenset({2, 3, 4, 13, 25, 26})
 
 _ALL_LINKS = 0xFFFFFFFF
 _VALUE_OF_TYPE = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 _MAX_LINKS = 18
-_MAX_XIDS = 64  # that are taken at once: a GPU that floods us must not keep us
+# Limit of XIDs per call, so that a GPU that reports without end does not block the sidecar.
+_MAX_XIDS = 64
 
 
 class Field(NamedTuple):
-    """A field of nvmlDeviceGetFieldValues, and what of a GpuSample it is, or is a part of."""
+    """A field of nvmlDeviceGetFieldValues, and the field of GpuSample to which it adds."""
 
     name: str
     id: int
@@ -52,11 +53,13 @@ FAST_FIELDS = (
     Field("nvlink_transmitted_bytes", 138, 1024, _ALL_LINKS),
     Field("nvlink_received_bytes", 139, 1024, _ALL_LINKS),
 )
-# NVIDIA has renumbered these, to the ids of settings of power smoothing and back: by src/nvml.h of
-# github.com/NVIDIA/nvidia-settings, whose tags are drivers' versions, 251 to 253 from 575.51.02 to 580.76.05, and 269
-# to 271 from 580.82.07 to 610.43.02; none before.
+# NVIDIA has renumbered these fields. In some drivers their ids are settings of power smoothing.
+# According to src/nvml.h of github.com/NVIDIA/nvidia-settings, whose tags are driver versions, the
+# ids are 251 to 253 from 575.51.02 to 580.76.05 and 269 to 271 from 580.82.07 to 610.43.02.
+# Earlier drivers lack them.
 _THROTTLE_TIMES = ("throttle_sw_thermal_ns", "throttle_hw_thermal_ns", "throttle_hw_power_brake_ns")
-_FIRST_THROTTLE_TIMES = (((580, 82), 269), ((575, 51), 251))  # the driver, and the first id; the newest driver first
+# Oldest driver and id of the first throttle time, newest driver first.
+_THROTTLE_TIME_IDS = (((580, 82), 269), ((575, 51), 251))
 SLOW_FIELDS = (
     Field("ecc_corrected", 3),
     Field("ecc_uncorrected", 4),
@@ -69,14 +72,14 @@ SLOW_FIELDS = (
 )
 
 
-def _of_links(**fields: int) -> tuple[Field, ...]:
+def _per_link(**fields: int) -> tuple[Field, ...]:
     return tuple(Field(name, number, 1, link) for name, number in fields.items() for link in range(_MAX_LINKS))
 
 
-# Errors of NVLink, by how a GPU reports them: as Hopper, as Blackwell, and, for older ones, as sums over the links.
+# Fields for errors of NVLink: on Hopper, on Blackwell, and on older GPUs as sums over the links.
 NVLINK_FIELDS = (
-    _of_links(nvlink_replays=161, nvlink_recoveries=162, nvlink_errors=163),
-    _of_links(nvlink_recoveries=215, nvlink_errors=208),
+    _per_link(nvlink_replays=161, nvlink_recoveries=162, nvlink_errors=163),
+    _per_link(nvlink_recoveries=215, nvlink_errors=208),
     (
         Field("nvlink_replays", 52),
         Field("nvlink_recoveries", 59),
@@ -85,23 +88,26 @@ NVLINK_FIELDS = (
     ),
 )
 
-# GPM's metrics, in percent.
+# Ids of GPM metrics, which are percentages.
 _ACTIVITY = {1: "busy", 2: "sm_active", 3: "sm_occupancy", 5: "tensor_active", 10: "dram_active"}
 
 
 def fast_fields(driver: str) -> tuple[Field, ...]:
-    """What is asked for each second. driver: its version, as "580.82.07"; where it is not known, only what has the same
-    id in all drivers."""
+    """Return the fields that are read each second.
+
+    driver: the version, such as "580.82.07". If it is not known, only the fields that have the same
+    id in all drivers are returned.
+    """
     numbers = driver.split(".")
     version = tuple(int(each) for each in numbers[:2]) if all(each.isdigit() for each in numbers[:2]) else (0,)
-    first_id = next((number for since, number in _FIRST_THROTTLE_TIMES if version >= since), None)
+    first_id = next((number for since, number in _THROTTLE_TIME_IDS if version >= since), None)
     if first_id is None:
         return FAST_FIELDS
     return FAST_FIELDS + tuple(Field(name, first_id + place) for place, name in enumerate(_THROTTLE_TIMES))
 
 
 class Fields:
-    """Fields of one GPU, asked for in one call. Those that it does not have are left out of the next."""
+    """Fields of one GPU, read in one call. Fields that the GPU lacks are left out of later calls."""
 
     def __init__(self, nvml: Any, handle: Any, fields: Sequence[Field]) -> None:
         self._nvml = nvml
@@ -109,7 +115,10 @@ class Fields:
         self._fields = list(fields)
 
     def read(self) -> dict[str, float]:
-        """By name; parts of the same quantity are added up. Raises NVMLError where the GPU is gone."""
+        """Return values by name, as sums of fields of the same name.
+
+        Raises NVMLError if the GPU is gone.
+        """
         if not self._fields:
             return {}
         try:
@@ -137,7 +146,7 @@ class Fields:
 
 
 def nvlink_fields(nvml: Any, handle: Any) -> Fields:
-    """The fields in which this GPU reports errors of NVLink; none where it has no NVLink."""
+    """Return the fields in which this GPU reports errors of NVLink. Empty without NVLink."""
     for fields in NVLINK_FIELDS:
         asked = Fields(nvml, handle, fields)
         if asked.read():
@@ -146,7 +155,7 @@ def nvlink_fields(nvml: Any, handle: Any) -> Fields:
 
 
 class Getters:
-    """NVML's functions of one GPU. One that it does not support is not called again."""
+    """The nvmlDeviceGet functions for one GPU. Unsupported functions are called only once."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml
@@ -154,7 +163,10 @@ class Getters:
         self._never: set[tuple[object, ...]] = set()
 
     def ask(self, name: str, *arguments: object) -> Any:
-        """The answer of nvmlDeviceGet`name`; None where there is none. Raises NVMLError where the GPU is gone."""
+        """Return the result of nvmlDeviceGet`name`, or None if it is not available.
+
+        Raises NVMLError if the GPU is gone.
+        """
         if (name, *arguments) in self._never:
             return None
         try:
@@ -168,13 +180,13 @@ class Getters:
 
 
 class Gpm:
-    """Activity of a GPU between two samples of its performance monitors: Hopper and later.
+    """Activity of a GPU between two samples of its performance monitors. Needs Hopper or later.
 
-    Other tools use the same monitors, not always side by side. A refusal is no error of ours: activity is then absent.
+    Some tools reserve these monitors. NVML then refuses, and the activity is missing.
     """
 
     def __init__(self, nvml: Any, handle: Any) -> None:
-        """Raises NVMLError where there is no GPM, or it is not ours to use."""
+        """Raises NVMLError if the GPU has no GPM or the process may not use it."""
         self._nvml = nvml
         self._handle = handle
         self._samples: list[Any] = []
@@ -194,7 +206,7 @@ class Gpm:
             raise
 
     def read(self) -> dict[str, float]:
-        """Shares of the time since the last call. Raises NVMLError."""
+        """Return activity as shares of the time since the last call. Raises NVMLError."""
         older, newer = self._samples
         self._nvml.nvmlGpmSampleGet(self._handle, newer)
         self._samples = [newer, older]
@@ -209,22 +221,24 @@ class Gpm:
 
     def close(self) -> None:
         for sample in self._samples:
-            with contextlib.suppress(self._nvml.NVMLError):  # the library may have been shut down under us
+            # Another user of NVML in this process may have shut the library down.
+            with contextlib.suppress(self._nvml.NVMLError):
                 self._nvml.nvmlGpmSampleFree(sample)
         self._samples.clear()
 
 
 class Xids:
-    """The driver's reports of errors, of all GPUs that were added. Asked for, never waited for."""
+    """XIDs, the driver's error reports, of all added GPUs. Reading them never blocks."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
         self._set: Any = None
-        with contextlib.suppress(nvml.NVMLError):  # then no GPU can be added, and each says None
+        # Without an event set, add() returns False for every GPU.
+        with contextlib.suppress(nvml.NVMLError):
             self._set = nvml.nvmlEventSetCreate()
 
     def add(self, handle: Any) -> bool:
-        """Whether the driver reports XIDs of this GPU from now on."""
+        """Register a GPU. Return True if the driver reports its XIDs from now on."""
         if self._set is None:
             return False
         try:
@@ -232,11 +246,14 @@ class Xids:
         except self._nvml.NVMLError as error:
             if error.value in UNLOADED:
                 raise
-            return False  # not supported, no right to it, or lost: which its own calls say
+            return False  # Not supported or not permitted. If the GPU is lost, its other calls fail.
         return True
 
     def read(self) -> Iterator[tuple[int, int]]:
-        """The address of the GPU's handle and the XID, of each since the last call. Raises NVMLError if all is gone."""
+        """Yield the handle's address and the XID of each report since the last call.
+
+        Raises NVMLError if the driver is unloaded.
+        """
         if self._set is None:
             return
         for _ in range(_MAX_XIDS):
@@ -245,7 +262,8 @@ class Xids:
             except self._nvml.NVMLError as error:
                 if error.value in UNLOADED:
                     raise
-                return  # a timeout: there are no more; or one of the GPUs is lost, and hides the others' XIDs
+                # Either there are no more reports, or a lost GPU hides those of the others.
+                return
             yield address(event.device), int(event.eventData)
 
     def close(self) -> None:
@@ -256,5 +274,5 @@ class Xids:
 
 
 def address(handle: Any) -> int:
-    """A number that distinguishes one handle from another."""
+    """Return a handle's address, which identifies it."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0

@@ -1,4 +1,7 @@
-"""CPU time, memory, disk and network of the ranks' processes, from /proc (proc(5)). No library, no rights."""
+"""Sample CPU time, memory, disk and network of the ranks' processes from /proc (proc(5)).
+
+No library and no special permission is needed.
+"""
 
 from __future__ import annotations
 
