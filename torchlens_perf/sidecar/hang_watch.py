@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, Progress, find_hang
 from torchlens_perf.sidecar.device_waits import DeviceWaits
-from torchlens_perf.sidecar.host.stacks import asked_stack, python_stack
+from torchlens_perf.sidecar.host.stacks import python_stack, stack_by_signal
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack, described
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _stacks(hang: Hang, processes: Mapping[int, tuple[Identity, str]]) -> dict[i
             identity, stack_file = processes[rank]
             stack = python_stack(identity.pid)
             if not stack.lines and stack_file:
-                stack = asked_stack(identity.pid, Path(stack_file), identity.process_started)
+                stack = stack_by_signal(identity.pid, Path(stack_file), identity.process_started)
             stacks[rank] = RankStack(tuple(stack.lines), stack.reason)
     return stacks
 

@@ -24,11 +24,11 @@ from torchlens_perf.run.processes import process_started
 from torchlens_perf.sidecar.host.stacks import (
     MAX_LINES,
     Stack,
-    asked_stack,
     find_py_spy,
     process_state,
     python_stack,
     source_line,
+    stack_by_signal,
 )
 
 needs_py_spy = pytest.mark.skipif(find_py_spy() is None, reason="py-spy is not installed")
@@ -444,13 +444,13 @@ def test_asked_by_signal(tmp_path: Path) -> None:
         assert process.stdout.readline() == "ready\n"
         (file,) = (tmp_path / "runs").rglob("*.stack")
         started = process_started(process.pid) or 0
-        stack = asked_stack(process.pid, file, started)
+        stack = stack_by_signal(process.pid, file, started)
         assert "in stuck" in stack.lines[0], stack
-        assert asked_stack(process.pid, file, started).lines == stack.lines
+        assert stack_by_signal(process.pid, file, started).lines == stack.lines
         output, _ = process.communicate("\n", timeout=60)
         assert output == "True\n"
         assert not file.exists()
-        assert asked_stack(process.pid, file, started).reason
+        assert stack_by_signal(process.pid, file, started).reason
     finally:
         process.kill()
         process.wait()
@@ -467,7 +467,7 @@ def test_never_asked_if_it_would_end_by_it(listens: bool, start: Start, tmp_path
     started = process_started(process.pid)
     assert started is not None
 
-    stack = asked_stack(process.pid, file, started - 1 if listens else started, timeout_s=0.1)
+    stack = stack_by_signal(process.pid, file, started - 1 if listens else started, timeout_s=0.1)
 
     assert stack.reason.startswith("it could not be asked: ")
     assert file.read_bytes() == b""

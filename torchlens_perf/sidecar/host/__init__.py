@@ -1,1 +1,1 @@
-"""What Linux tells of the ranks and their node: processes, control groups, neighbours."""
+"""Readers of Linux's data about the ranks and their node: processes, control groups, neighbours."""

@@ -1,6 +1,7 @@
-"""The control group of a process: its limits, what it uses of them, and how much it waits. Version 1 and 2.
+"""Read the limits, usage and stall times of a process's control group, version 1 or 2.
 
-Linux, Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst; pressure stall information: accounting/psi.rst.
+See Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst in Linux, and accounting/psi.rst for
+pressure stall information.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from torchlens_perf.run.processes import text_of
 
 _ROOT = Path("/sys/fs/cgroup")
 _PRESSURE = Path("/proc/pressure")
-_NO_LIMIT = 1 << 60  # version 1 says so by a very large number
+_NO_LIMIT = 1 << 60  # Version 1 represents "no limit" by a very large number.
 
 
 class ControlGroup:
-    """Reads the files of one process's group anew at each question; None for what the kernel does not tell.
+    """The control group of one process. Each call reads the group's files again.
 
-    Which group it is, and which limits there are, is looked up once.
+    Methods return None if the kernel does not provide the value. The group and the folders that have
+    a memory limit are looked up once.
     """
 
     def __init__(self, pid: int, *, proc: Path = Path("/proc"), root: Path = _ROOT, pressure: Path = _PRESSURE) -> None:
-        """Raises OSError where there is no such process."""
+        """Raises OSError if there is no such process."""
         self._pressure = pressure
         paths: dict[str, str] = {}
         for line in (proc / str(pid) / "cgroup").read_text().splitlines():
@@ -30,50 +32,60 @@ class ControlGroup:
             paths.update((controller, path) for controller in controllers.split(","))
         self._is_v2 = "memory" not in paths
         self.path = paths.get("" if self._is_v2 else "memory", "/")
-        """The group's name in its hierarchy, that of its memory."""
+        """Path of the group in the hierarchy of the memory controller."""
         self._memory = self._folder(root if self._is_v2 else root / "memory", self.path)
         self._cpu = self._memory if self._is_v2 else self._folder(root / "cpu", paths.get("cpu", "/"))
         self._limits = list(self._memory_limits(root))
 
     @staticmethod
     def _folder(root: Path, path: str) -> Path:
-        """In a container, the path may be the host's, which is not visible: there the root is the container's group."""
+        """Return the group's folder.
+
+        In a container, the path may be the host's, which is not visible. The root is then the
+        container's own group.
+        """
         folder = root / path.lstrip("/")
         return folder if folder.is_dir() else root
 
     def memory_limit_share(self) -> float | None:
-        """Used memory by the limit, of the group or of one around it; None without a limit."""
+        """Return used memory divided by the limit of the group or a parent, whichever is higher."""
         return max((used / limit for used, limit in self._memory_used()), default=None)
 
     def memory_left_bytes(self) -> int | None:
-        """How much more memory the group may use, by its own limit or one around it; None without a limit."""
+        """Return the bytes that are left below the limits of the group and its parents."""
         return min((limit - used for used, limit in self._memory_used()), default=None)
 
     def refaults(self) -> int | None:
-        """Pages that were evicted and needed again so far."""
+        """Return the number of pages so far that were evicted and then needed again."""
         fields = _fields(self._memory / "memory.stat")
         found = [int(fields[name]) for name in ("workingset_refault_anon", "workingset_refault_file") if name in fields]
         return sum(found) if found else None
 
     def quota_periods(self) -> tuple[int, int] | None:
-        """How many periods of its CPU quota the group has run in so far, and in how many it has used it up; None
-        without a quota. (Its throttled time adds up over CPUs: it is no share of the time.)"""
+        """Return the periods of the CPU quota so far, and those in which the quota was used up.
+
+        The throttled time is not used, because it adds up over CPUs and is not a share of the time.
+        """
         fields = _fields(self._cpu / "cpu.stat")
         periods = int(fields.get("nr_periods", 0))
         return (periods, int(fields["nr_throttled"])) if periods else None
 
     def stall_us(self, resource: str) -> int | None:
-        """How long so far at least one task of the group, or else of the node, has waited for "memory" or "io"."""
+        """Return the total time in which at least one task of the group waited for a resource.
+
+        resource: "memory" or "io". Without a value for the group, the node's is returned.
+        """
         for path in (self._memory / f"{resource}.pressure", self._pressure / resource):
             some = text_of(path).partition("\n")[0]
-            if some:  # else there is no such file, or pressure accounting is switched off
+            if some:  # The text is empty if the kernel does not account for pressure.
                 return int(some.rpartition("total=")[2])
         return None
 
     def _memory_used(self) -> Iterator[tuple[int, int]]:
-        """Of each limit, what is used of it, and the limit, in bytes.
+        """Yield used bytes and the limit, for each limit of the group and its parents.
 
-        Without pages of files that were not used again: they fill any group that reads files, and are let go first.
+        Inactive file pages do not count as used: they fill any group that reads files, and the kernel
+        reclaims them first.
         """
         for folder, limit in self._limits:
             used = _integer(folder / ("memory.current" if self._is_v2 else "memory.usage_in_bytes"))
@@ -83,7 +95,7 @@ class ControlGroup:
                 yield max(0, used - droppable), limit
 
     def _memory_limits(self, root: Path) -> Iterator[tuple[Path, int]]:
-        """Of this group and those around it, the folders of those that have a limit, and that."""
+        """Yield folder and limit of this group and its parents, without groups that have no limit."""
         most = "memory.max" if self._is_v2 else "memory.limit_in_bytes"
         for folder in (self._memory, *self._memory.parents):
             if folder.is_relative_to(root):
@@ -94,7 +106,7 @@ class ControlGroup:
 
 def _integer(path: Path) -> int | None:
     text = text_of(path)
-    return int(text) if text.isdigit() else None  # "max"
+    return int(text) if text.isdigit() else None  # The file may contain "max".
 
 
 def _fields(path: Path) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""What the kernel tells of a rank's process: waits for CPUs and disks, memory pressure, neighbours. In the sidecar.
+"""Measure waits for CPUs and disks, memory pressure and neighbours of each rank's process.
 
-Read from /proc (proc(5)), /sys and control groups; nothing of it touches the training process. That a thread waits for
-a disk is seen by looking at its state several times a second: the kernel's own account of it (delayacct) is off by
-default since Linux 5.14.
+All data comes from /proc (proc(5)), /sys and control groups. Nothing touches the training process.
+Waits for a disk are found by sampling the thread's state several times a second: the kernel's own
+accounting of them (delayacct) is off by default since Linux 5.14.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from torchlens_perf.run.processes import stat_fields, text_of
 from torchlens_perf.sidecar.host.cgroup import ControlGroup
 from torchlens_perf.sidecar.host.neighbours import TICKS_PER_S, Neighbours
 
-_WAITS = 0.02  # share of the time without a CPU from which on it is looked who has it
-_GROUP_EVERY_S = 10.0  # between two looks at which control group a process is in
-_MIN_S = 0.5
-_TRACKER = "resource_tracker"  # of multiprocessing: in its command line
-_LOOK_EVERY_S = 0.15  # between two looks at who waits for a disk
+# Neighbours are sampled only while a rank lacks a CPU for this share of the time.
+_MIN_CPU_WAIT_SHARE = 0.02
+_GROUP_PERIOD_S = 10.0
+_MIN_INTERVAL_S = 0.5
+# Part of the command line of multiprocessing's helper process.
+_TRACKER = "resource_tracker"
+_DISK_WAIT_PERIOD_S = 0.15
 _CPUS = Path("/sys/devices/system/cpu")
 
 
 @dataclasses.dataclass
 class _Counters:
-    """What only grows, at one moment."""
+    """Monotonically increasing counters of a process at one time."""
 
     now_s: float
     wait_ns: int | None
@@ -42,7 +44,7 @@ class _Counters:
 @dataclasses.dataclass
 class _Process:
     pid: int
-    looks: int = 0
+    disk_wait_samples: int = 0
     in_disk_wait: int = 0
     before: _Counters | None = None
     group: ControlGroup | None = None
@@ -53,64 +55,67 @@ class _Process:
 
 
 class HostMetrics:
-    """Belongs to the sidecar's thread."""
+    """Sampler of the host signals of the ranks' processes. Not thread-safe."""
 
     def __init__(self, proc: Path = Path("/proc"), cpus: Path = _CPUS) -> None:
         self._proc = proc
         self._cpu_folder = cpus
         self._processes: dict[int, _Process] = {}
         self._neighbours = Neighbours(proc)
-        self._looking_for_neighbours = False
-        self._looked_s = float("-inf")
+        self._samples_neighbours = False
+        self._disk_wait_s = float("-inf")
 
     def update(self, pids: Iterable[int], now_s: float) -> None:
-        """Whether these processes wait for a disk at this instant. May be called more often than it looks."""
-        if now_s - self._looked_s < _LOOK_EVERY_S:
+        """Sample which of these processes wait for a disk, if the last sample is old enough."""
+        if now_s - self._disk_wait_s < _DISK_WAIT_PERIOD_S:
             return
-        self._looked_s = now_s
+        self._disk_wait_s = now_s
         for pid in pids:
             process = self._processes.setdefault(pid, _Process(pid))
-            with contextlib.suppress(OSError, IndexError):  # it has ended
+            with contextlib.suppress(OSError, IndexError):  # The process may have ended.
                 process.in_disk_wait += self._waits_for_disk(process)
-                process.looks += 1
+                process.disk_wait_samples += 1
 
     def sample(self, gc_ns: Mapping[int, int], now_s: float) -> dict[int, dict[str, float]]:
-        """The signals since the last call, by process. gc_ns: of each process, how long it has collected garbage.
+        """Return the signals since the last call, by pid. gc_ns: total time of garbage collection by pid.
 
-        Without those of a process that has ended or that was not sampled before.
+        Processes that have ended, or that are sampled for the first time, are left out.
         """
         for pid in self._processes.keys() - gc_ns.keys():
             del self._processes[pid]
         found, waits = {}, False
         for pid, collected_ns in gc_ns.items():
             process = self._processes.setdefault(pid, _Process(pid))
-            if process.before is None or now_s - process.before.now_s >= _MIN_S:
+            if process.before is None or now_s - process.before.now_s >= _MIN_INTERVAL_S:
                 try:
                     self._sample(process, collected_ns, now_s)
                 except (OSError, IndexError, ValueError):
-                    continue  # it has ended
+                    continue  # The process has ended.
             if process.newest:
                 found[pid] = process.newest
-                waits |= process.newest.get("cpu_wait_share", 0.0) >= _WAITS
-        if self._looking_for_neighbours and self._neighbours.update(now_s):
+                waits |= process.newest.get("cpu_wait_share", 0.0) >= _MIN_CPU_WAIT_SHARE
+        if self._samples_neighbours and self._neighbours.update(now_s):
             job = self._job()
             for pid, signals in found.items():
                 signals["neighbour_share"] = self._neighbours.busy_share(self._processes[pid].cpus, job)
-        self._looking_for_neighbours = waits
+        self._samples_neighbours = waits
         return found
 
     def busiest_neighbour(self, pid: int) -> str:
-        """The program, none of the job's, that used most of this process's CPUs lately; "" if none is known."""
+        """Return the program outside the job that recently used this process's CPUs most.
+
+        Returns "" if no such program is known.
+        """
         process = self._processes.get(pid)
         return self._neighbours.busiest(process.cpus, self._job()) if process is not None else ""
 
     def cpus(self, pid: int) -> int:
-        """How many CPUs a process may use; 0 where that is not known."""
+        """Return how many CPUs a process may use, or 0 if that is not known."""
         process = self._processes.get(pid)
         return len(process.cpus) if process is not None else 0
 
     def workers(self, pid: int) -> int:
-        """How many child processes it has, without those that only keep the books of multiprocessing."""
+        """Return the number of child processes, without multiprocessing's resource tracker."""
         process = self._processes.get(pid)
         children = process.children if process is not None else []
         return sum(_TRACKER not in text_of(self._proc / str(child) / "cmdline") for child in children)
@@ -122,11 +127,11 @@ class HostMetrics:
     # -- parts
 
     def _job(self) -> dict[int, set[int]]:
-        """All ranks of this node with their loaders' workers, and the CPUs that they may use."""
+        """Return the CPUs that this node's ranks and their data loader workers may use, by pid."""
         return {pid: each.cpus for each in self._processes.values() for pid in (each.pid, *each.children)}
 
     def _sample(self, process: _Process, gc_ns: int, now_s: float) -> None:
-        if now_s - process.group_s > _GROUP_EVERY_S:
+        if now_s - process.group_s > _GROUP_PERIOD_S:
             process.group, process.group_s = ControlGroup(process.pid, proc=self._proc), now_s
             process.cpus = os.sched_getaffinity(process.pid)
         process.children = self._children(process.pid)
@@ -134,7 +139,7 @@ class HostMetrics:
         if process.before is not None:
             process.newest = self._signals(process, process.before, counters)
         process.before = counters
-        process.looks = process.in_disk_wait = 0
+        process.disk_wait_samples = process.in_disk_wait = 0
 
     def _signals(self, process: _Process, before: _Counters, now: _Counters) -> dict[str, float]:
         assert process.group is not None
@@ -144,8 +149,8 @@ class HostMetrics:
             "kernel_share": (now.kernel_ticks - before.kernel_ticks) / TICKS_PER_S / elapsed_s,
             "major_faults_per_s": max(0, now.major_faults - before.major_faults) / elapsed_s,
         }
-        if process.looks:
-            signals["disk_wait_share"] = process.in_disk_wait / process.looks
+        if process.disk_wait_samples:
+            signals["disk_wait_share"] = process.in_disk_wait / process.disk_wait_samples
         grown = (
             ("cpu_wait_share", now.wait_ns, before.wait_ns, 1e9),
             ("refaults_per_s", now.refaults, before.refaults, 1.0),
@@ -180,27 +185,36 @@ class HostMetrics:
         )
 
     def _waits_for_disk(self, process: _Process) -> bool:
-        """The main thread, or while it sleeps one of its loader's workers."""
+        """Return True if the main thread waits, or if it sleeps and one of its workers waits."""
         state = self._stat(process.pid)[0]
         return state == b"D" or (state == b"S" and any(self._stat(child)[:1] == [b"D"] for child in process.children))
 
     def _stat(self, pid: int | str) -> list[bytes]:
-        """Fields of the stat file of a process or PID/task/TID, from the third on, the state; [] if it has ended."""
+        """Return the fields of a stat file from the third one, the state, or [] if it has ended.
+
+        pid: a process id, or "PID/task/TID" for a thread.
+        """
         return stat_fields(f"{self._proc}/{pid}/stat")
 
     def _wait_ns(self, pid: int) -> int | None:
-        """How long the main thread has been ready without a CPU (Documentation/scheduler/sched-stats.rst)."""
+        """Return the main thread's run-queue wait (Documentation/scheduler/sched-stats.rst)."""
         try:
             return int((self._proc / str(pid) / "task" / str(pid) / "schedstat").read_text().split()[1])
         except FileNotFoundError:
-            return None  # a kernel without CONFIG_SCHED_INFO
+            return None  # The kernel was built without CONFIG_SCHED_INFO.
 
     def _children(self, pid: int) -> list[int]:
-        """Those that the main thread has started: the loader's workers; none without CONFIG_PROC_CHILDREN."""
+        """Return the children of the main thread, such as data loader workers.
+
+        The list is empty if the kernel was built without CONFIG_PROC_CHILDREN.
+        """
         return [int(child) for child in text_of(self._proc / f"{pid}/task/{pid}/children").split()]
 
     def _clock_share(self, pid: int) -> float | None:
-        """Of the CPU that its main thread ran on last; None where the machine does not tell, as most virtual ones."""
+        """Return the clock rate of the main thread's last CPU as a share of its maximum.
+
+        Returns None if the kernel does not show clock rates, as in most virtual machines.
+        """
         folder = self._cpu_folder / f"cpu{int(self._stat(pid)[36])}" / "cpufreq"
         try:
             now, most = (int((folder / name).read_text()) for name in ("scaling_cur_freq", "cpuinfo_max_freq"))

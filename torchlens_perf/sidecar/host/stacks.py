@@ -1,8 +1,8 @@
-"""What a process that hangs is doing: its Python stack, read from outside by py-spy, and its state in the kernel.
+"""Read the Python stack of a process from outside with py-spy, and its state in the kernel.
 
-py-spy runs with `--nonblocking`: it reads the process's memory, and neither attaches to it nor pauses it. Its usual way
-(ptrace) pauses a running process for 0.4 ms, and fails on one that is stopped. Nothing is installed in the training
-process: no signal handler, no `faulthandler`.
+py-spy runs with `--nonblocking`: it reads the process's memory and neither attaches to the process
+nor pauses it. Its default (ptrace) pauses a running process for 0.4 ms and fails on a stopped one.
+py-spy needs no signal handler and no `faulthandler` in the training process.
 """
 
 from __future__ import annotations
@@ -24,34 +24,40 @@ from torchlens_perf.run.ring import STACK_SIGNAL
 
 MAX_LINES = 15
 _MAX_BYTES = 1 << 20
-_TRIES = 3  # a process that runs meanwhile may change its frames under the reader
-_KILLED_WITHIN_S = 0.5
-_MAX_WORDS = 200  # characters of py-spy's own explanation
+# A running process may change its frames while py-spy reads them, so a failed read is repeated.
+_TRIES = 3
+_KILL_TIMEOUT_S = 0.5
+_MAX_TEXT_CHARACTERS = 200
 _STATES = {"T": "stopped", "t": "traced", "D": "uninterruptible", "Z": "dead", "X": "dead", "x": "dead"}
-_REFUSALS = ("permission denied", "operation not permitted")  # of the kernel, and of a container's seccomp profile
+# Errors from the kernel, and from a container's seccomp profile.
+_REFUSALS = ("permission denied", "operation not permitted")
 _IN_CONTAINER = "in a container `docker run --cap-add=SYS_PTRACE`"
-_FILTERED = "2"  # as in /proc/PID/status, of seccomp
+_SECCOMP_FILTER_MODE = "2"  # value of "Seccomp:" in /proc/PID/status
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The Python stack of a process's main thread, or why there is none."""
+    """The Python stack of a process's main thread, or the reason why it could not be read."""
 
     lines: tuple[str, ...]
-    """Frames as "function (file:line)", the innermost first: at most MAX_LINES, and then how many more there are."""
+    """Frames as "function (file:line)", innermost first.
+
+    After MAX_LINES frames, one line gives the number of omitted frames.
+    """
     reason: str
-    """Why `lines` is empty; else ""."""
+    """The reason why `lines` is empty, otherwise ""."""
     gil_holder: str = ""
-    """Name of the thread that holds the GIL, if that is another one: the main thread may be waiting for it."""
+    """Name of another thread that holds the GIL. The main thread may be waiting for it."""
     innermost: tuple[str, int] | None = None
-    """File and line of the innermost frame, where py-spy knows it."""
+    """File and line of the innermost frame, if py-spy reports them."""
 
 
 def process_state(pid: int, started: int | None = None) -> str:
-    """One of "running", "stopped" (SIGSTOP), "traced" (by a debugger), "uninterruptible" (state D) and "dead".
+    """Return the state of the process's main thread.
 
-    It is the state of the main thread. started: when the process began, in clock ticks after boot
-    (identity.process_started); another process with that pid counts as dead.
+    It is "running", "stopped" (SIGSTOP), "traced" (by a debugger), "uninterruptible" (state D) or
+    "dead". started: when the process began, in clock ticks after boot (identity.process_started).
+    If another process has that pid now, the state is "dead".
     """
     state, began = process_stat(pid)
     if not state or (started is not None and began != started):
@@ -60,22 +66,25 @@ def process_state(pid: int, started: int | None = None) -> str:
 
 
 def find_py_spy() -> str | None:
-    """The py-spy program: of this Python's environment, or else on PATH; None if there is none."""
+    """Return the path of py-spy in this Python's environment or on PATH, or None."""
     return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
 
 
 def python_stack(pid: int, timeout_s: float = 5.0, program: str | None = None) -> Stack:
-    """The stack of a process of this node. Blocks for at most about timeout_s; usually for 10 to 40 ms.
+    """Return the stack of a process of this node, usually within 10 to 40 ms.
 
-    The process is not paused; one that is stopped is read as it is, and stays stopped.
-    program: py-spy, where find_py_spy() would not find it. Raises nothing.
+    Blocks for at most about timeout_s and raises no exception. The process is not paused, and a
+    stopped process stays stopped. program: the path of py-spy, by default from find_py_spy().
     """
     answer, reason = _dump(pid, timeout_s, program)
     return Stack((), reason) if reason else _main_thread(pid, answer)
 
 
 def python_stacks(pid: int, timeout_s: float = 5.0) -> str:
-    """The stacks of all of its threads, as text; or why there are none. As python_stack() otherwise."""
+    """Return the stacks of all threads as text, or the reason why they could not be read.
+
+    Otherwise the same as python_stack().
+    """
     answer, reason = _dump(pid, timeout_s, None)
     if reason:
         return f"none: {reason}"
@@ -89,9 +98,10 @@ def python_stacks(pid: int, timeout_s: float = 5.0) -> str:
 
 
 def source_line(stack: Stack, timeout_s: float = 1.0) -> str:
-    """The innermost frame's line of source, as it is on disk now; "" if it cannot be read in time.
+    """Return the innermost frame's line of source, as it is on disk now.
 
-    By another process: where the disk hangs, that one does, and not the sidecar.
+    Returns "" if the line cannot be read in time. Another process reads it, so that a hung disk does
+    not block the sidecar.
     """
     if stack.innermost is None:
         return ""
@@ -100,11 +110,11 @@ def source_line(stack: Stack, timeout_s: float = 1.0) -> str:
         succeeded, answer, _ = _run(["sed", "-n", f"{line}{{p;q}}", "--", path], timeout_s)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return answer.decode("utf-8", "replace").strip()[:_MAX_WORDS] if succeeded else ""
+    return answer.decode("utf-8", "replace").strip()[:_MAX_TEXT_CHARACTERS] if succeeded else ""
 
 
 def _dump(pid: int, timeout_s: float, program: str | None) -> tuple[bytes, str]:
-    """py-spy's answer, or why there is none."""
+    """Return py-spy's output, or the reason why it failed."""
     program = program or find_py_spy()
     if program is None:
         return b"", "py-spy is not installed: pip install py-spy"
@@ -127,15 +137,16 @@ def _dump(pid: int, timeout_s: float, program: str | None) -> tuple[bytes, str]:
     return b"", f"py-spy: {_last_cause(errors)}"
 
 
-def asked_stack(pid: int, path: Path, started: int, timeout_s: float = 1.0) -> Stack:
-    """What the process writes into `path` upon SIGUSR2 (hooks/stack.py), most recent call first.
+def stack_by_signal(pid: int, path: Path, started: int, timeout_s: float = 1.0) -> Stack:
+    """Send SIGUSR2 and return the stack that the process writes to `path` (hooks/stack.py).
 
-    Raises nothing. started: as in process_state(); a process that is another one, or does not catch the signal, which
-    would end it, gets none.
+    Frames come innermost first. Raises no exception. started: as in process_state(). The signal would
+    end a process that does not catch it. It is sent only if the process catches it, and only if the
+    process with that pid is still the same.
     """
     try:
         before = path.stat().st_size
-        # Right before, because who asks may have waited for py-spy meanwhile.
+        # Check right before sending: the caller may have waited for py-spy in the meantime.
         if not is_in("SigCgt", STACK_SIGNAL, pid):
             return Stack((), "it could not be asked: it does not listen to SIGUSR2")
         if process_state(pid, started) == "dead":
@@ -144,7 +155,7 @@ def asked_stack(pid: int, path: Path, started: int, timeout_s: float = 1.0) -> S
         deadline_s = time.monotonic() + timeout_s
         while path.stat().st_size == before and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        time.sleep(0.02)  # it writes line by line
+        time.sleep(0.02)  # The process writes the stack line by line.
         with open(path, "rb") as file:
             file.seek(before)
             lines = file.read(_MAX_BYTES).decode("utf-8", "replace").splitlines()
@@ -155,7 +166,10 @@ def asked_stack(pid: int, path: Path, started: int, timeout_s: float = 1.0) -> S
 
 
 def _run(command: list[str], timeout_s: float) -> tuple[bool, bytes, str]:
-    """Whether it succeeded, what it wrote, and its errors. Raises OSError, or TimeoutExpired once it is killed."""
+    """Run a command. Return True if it succeeded, its output and its errors.
+
+    Raises OSError, or TimeoutExpired after killing the process.
+    """
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -167,10 +181,10 @@ def _run(command: list[str], timeout_s: float) -> tuple[bool, bytes, str]:
         answer, errors = process.communicate(timeout=max(0.0, timeout_s))
     except subprocess.TimeoutExpired:
         process.kill()
-        # Not subprocess.run, which then waits for good: who reads a process that is stuck in the kernel may get stuck
-        # there too, where no signal arrives.
+        # subprocess.run() would wait without a limit here. py-spy, reading a process that is stuck in
+        # the kernel, may get stuck there too, where SIGKILL does not take effect.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=_KILLED_WITHIN_S)
+            process.communicate(timeout=_KILL_TIMEOUT_S)
         raise
     return process.returncode == 0, answer, errors.decode("utf-8", "replace")
 
@@ -178,7 +192,7 @@ def _run(command: list[str], timeout_s: float) -> tuple[bool, bytes, str]:
 def _main_thread(pid: int, answer: bytes) -> Stack:
     try:
         threads = json.loads(answer)
-        # It has no name where threading was not imported. Before Python 3.11, threads have no id.
+        # The main thread has no name if threading was not imported, and no id before Python 3.11.
         mains = [each for each in threads if each["os_thread_id"] == pid]
         mains += [each for each in threads if each["thread_name"] == "MainThread"]
         frames = [frame for main in mains[:1] for frame in main["frames"]]
@@ -199,7 +213,7 @@ def _line(frame: dict[str, Any]) -> str:
 
 
 def _not_permitted(pid: int) -> str:
-    """Return which of the kernel's rules for reading another process's memory forbids it, and how to permit it."""
+    """Return which kernel rule forbids reading the process's memory, and how to permit it."""
     scope, us = text_of(tracer.YAMA), os.geteuid()
     them = text_of(f"/proc/{pid}/status").partition("\nUid:\t")[2].split("\t")[0]
     if us and them and them != str(us):
@@ -211,7 +225,7 @@ def _not_permitted(pid: int) -> str:
     elif scope == "3":
         why = "kernel.yama.ptrace_scope is 3, which only a reboot ends"
         how = "kernel.yama.ptrace_scope = 1 in /etc/sysctl.d, and a reboot"
-    elif text_of("/proc/self/status").partition("\nSeccomp:\t")[2][:1] == _FILTERED:
+    elif text_of("/proc/self/status").partition("\nSeccomp:\t")[2][:1] == _SECCOMP_FILTER_MODE:
         why, how = "the container's seccomp profile or its capabilities refuse it", _IN_CONTAINER
     else:
         why = "it has rights that its sidecar lacks, or is not dumpable (prctl(2))"
@@ -220,6 +234,6 @@ def _not_permitted(pid: int) -> str:
 
 
 def _last_cause(errors: str) -> str:
-    """The innermost cause: py-spy prints an error, "Caused by:", and one cause a line."""
+    """Return the innermost cause. py-spy prints an error, "Caused by:", and one cause per line."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    return (lines or ["no answer"])[-1].removeprefix("Error: ")[:_MAX_WORDS]
+    return (lines or ["no answer"])[-1].removeprefix("Error: ")[:_MAX_TEXT_CHARACTERS]
