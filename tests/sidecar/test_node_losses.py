@@ -131,7 +131,7 @@ def test_ring_whose_process_died_before_it_said_who_it_is(run: RunDirectory) -> 
     run.register_ring(HOST, dead.path)
     finish(run)
 
-    assert any("died while it said who it is; 0 records" in note for note in report(run)["quality"]["notes"])
+    assert any("died before it wrote its metadata; 0 records" in note for note in report(run)["quality"]["notes"])
     assert not dead.path.exists()  # else a finished run could not be replayed
     dead.close()
 

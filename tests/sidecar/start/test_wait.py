@@ -18,7 +18,7 @@ from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.rings import waiting
 from torchlens_perf.sidecar.rings.waiting import FULL
-from torchlens_perf.sidecar.start.wait import FILLING, LOOK_S, PRELOAD_AFTER_S, SHORT_RUN_S, STARVED_S, wait
+from torchlens_perf.sidecar.start.wait import FILLING, POLL_INTERVAL_S, PRELOAD_AFTER_S, SHORT_RUN_S, STARVED_S, wait
 
 
 def registrations(run: RunDirectory) -> str:
@@ -94,8 +94,8 @@ def test_a_run_that_goes_on_is_read_after_some_seconds(run: RunDirectory, ranks:
         rank.steps(10, **WORK)
     waited = Waited(run)
 
-    assert SHORT_RUN_S <= waited.took_s < SHORT_RUN_S + 2 * LOOK_S
-    assert [preload.begun_s for preload in waited.preloads] == [pytest.approx(PRELOAD_AFTER_S, abs=2 * LOOK_S)]
+    assert SHORT_RUN_S <= waited.took_s < SHORT_RUN_S + 2 * POLL_INTERVAL_S
+    assert [preload.begun_s for preload in waited.preloads] == [pytest.approx(PRELOAD_AFTER_S, abs=2 * POLL_INTERVAL_S)]
     assert waited.preloads[0].hurries_s == []
     assert len(waited.rings) == ranks
     for rank in made:
@@ -110,7 +110,7 @@ def test_goes_on_at_once(run: RunDirectory, event: str, tmp_path: Path) -> None:
     ranks = [] if event == "comes later and closes" else [Rank(run, 0), Rank(run, 1)]
 
     def at(waited_s: float) -> None:
-        if not 1.0 <= waited_s < 1.0 + LOOK_S:
+        if not 1.0 <= waited_s < 1.0 + POLL_INTERVAL_S:
             return
         if event == "closes":
             for rank in ranks:
@@ -169,8 +169,8 @@ def test_a_processor_is_taken_from_training_late(run: RunDirectory, impatient: b
     rank.close()
     (preload,) = waited.preloads
 
-    assert waited.took_s == pytest.approx(SHORT_RUN_S if impatient else 2 * STARVED_S, abs=2 * LOOK_S)
-    assert preload.hurries_s == ([] if impatient else [pytest.approx(STARVED_S, abs=2 * LOOK_S)])
+    assert waited.took_s == pytest.approx(SHORT_RUN_S if impatient else 2 * STARVED_S, abs=2 * POLL_INTERVAL_S)
+    assert preload.hurries_s == ([] if impatient else [pytest.approx(STARVED_S, abs=2 * POLL_INTERVAL_S)])
     assert preload.groups == ([] if impatient else [priority.SLOW_GROUP])
 
 
@@ -180,7 +180,7 @@ def test_begins_when_all_is_imported(run: RunDirectory) -> None:
     waited = Waited(run, imports_s=8.0)
     rank.close()
 
-    assert waited.took_s == pytest.approx(PRELOAD_AFTER_S + 8.0, abs=2 * LOOK_S)
+    assert waited.took_s == pytest.approx(PRELOAD_AFTER_S + 8.0, abs=2 * POLL_INTERVAL_S)
     assert waited.preloads[0].hurries_s == []
 
 
@@ -193,14 +193,14 @@ def test_a_filling_ring_is_prepared_for(run: RunDirectory, steps: int) -> None:
         rank.steps(steps, **WORK)
 
     waited = Waited(run, fill, imports_s=1000.0)
-    ring_s = 4096 / (steps * 5) * LOOK_S  # until it is full
+    ring_s = 4096 / (steps * 5) * POLL_INTERVAL_S  # until it is full
 
     (preload,) = waited.preloads
 
-    assert preload.begun_s == pytest.approx(min(PRELOAD_AFTER_S, FILLING * ring_s), abs=2 * LOOK_S)
-    assert preload.hurries_s == [pytest.approx(FILLING * ring_s, abs=2 * LOOK_S)]
+    assert preload.begun_s == pytest.approx(min(PRELOAD_AFTER_S, FILLING * ring_s), abs=2 * POLL_INTERVAL_S)
+    assert preload.hurries_s == [pytest.approx(FILLING * ring_s, abs=2 * POLL_INTERVAL_S)]
     assert preload.groups == [priority.SLOW_GROUP if steps == 1 else priority.USUAL_GROUP]
-    assert waited.took_s == pytest.approx(FULL * ring_s, abs=2 * LOOK_S)
+    assert waited.took_s == pytest.approx(FULL * ring_s, abs=2 * POLL_INTERVAL_S)
     rank.close()
 
 
@@ -211,7 +211,7 @@ def test_a_job_of_several_nodes_is_not_kept_waiting(run: RunDirectory, imports_s
     waited = Waited(run, imports_s=imports_s, impatient=True)
     rank.close()
 
-    assert waited.took_s == pytest.approx(min(SHORT_RUN_S, PRELOAD_AFTER_S + imports_s), abs=2 * LOOK_S)
+    assert waited.took_s == pytest.approx(min(SHORT_RUN_S, PRELOAD_AFTER_S + imports_s), abs=2 * POLL_INTERVAL_S)
 
 
 def test_a_hang_is_found_as_early_as_without_the_wait(run: RunDirectory) -> None:
@@ -236,7 +236,7 @@ def test_a_hang_is_found_as_early_as_without_the_wait(run: RunDirectory) -> None
     for rank in ranks:
         rank.close()
 
-    assert found[True] == pytest.approx(began_s - SHORT_RUN_S, abs=LOOK_S)
+    assert found[True] == pytest.approx(began_s - SHORT_RUN_S, abs=POLL_INTERVAL_S)
     assert found[False] >= began_s
 
 

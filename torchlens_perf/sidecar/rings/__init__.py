@@ -1,1 +1,1 @@
-"""Ring files in, segments out: what the sidecar reads, and where it keeps the records."""
+"""Readers of the ranks' ring files and out-of-memory tables."""

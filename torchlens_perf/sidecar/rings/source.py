@@ -1,4 +1,4 @@
-"""One ring file as the sidecar reads it: how far it is read, counted and kept, and what waits for its step's end."""
+"""Track how far one ring file has been read, counted and saved, and hold incomplete steps."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
-HOLD_S = 2.0  # for so long a step of a timed device waits for the device's times
-USUAL_STEPS = 32  # from which a rank's usual step time is taken
+# Time for which a step of a timed device waits for the device's times.
+HOLD_S = 2.0
+# Number of steps for a rank's usual step time.
+USUAL_STEPS = 32
 
 
 @dataclasses.dataclass
@@ -36,19 +38,20 @@ class RingSource:
     state: ProcessState
     settings: dict[str, Any]
     kept: int  # sequence number of the last record in a segment
-    generation: int  # of the node's processes, see analysis/statistics/restarts.py
+    generation: int  # the node's process generation, see analysis/statistics/restarts.py
     judged: JudgedSteps
     waiting: list[tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]] = dataclasses.field(default_factory=list)
-    # Read to its end, after which nothing more comes. Never taken from the saved state: it says that the process
-    # has ended, but what an earlier sidecar had read of it was lost with that sidecar.
+    # True once all records are read and the process has ended. This is not taken from the saved state:
+    # records that an earlier sidecar had read but not saved were lost with that sidecar.
     read_to_end: bool = False
-    settled: bool = False  # read to its end, and all of it is accounted for
+    settled: bool = False  # read to its end, and all records are accounted for
     ended_monotonic_s: float = 0.0
     job_store: tuple[str, int] | None = None
     stack_file: str = ""
-    simulated: bool = False  # if so, the kernel's figures are those of the process that writes it, not of the rank
-    joins: bool = False  # whether it was added to the join of collectives
-    delayed_until: int = -1  # the last step that a capture held up
+    # True if a simulation writes the ring. The kernel's figures then describe the simulation, not a rank.
+    simulated: bool = False
+    joins: bool = False  # True once the process was added to the join of collectives
+    delayed_until: int = -1  # last step that a capture delayed
     durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=USUAL_STEPS))
     step_s: float = dataclasses.field(default_factory=time.monotonic)  # when the step in progress was first seen
     mark_s: float = 0.0  # when something was last seen to be recorded
@@ -61,13 +64,16 @@ class RingSource:
         if head != self._head:
             self._head, self.mark_s = head, now_s
 
-    def waited(self, ring: WaitingRing) -> None:
-        """How far the ring was, and since when, while nobody read it."""
+    def continue_from(self, ring: WaitingRing) -> None:
+        """Take over the progress that was seen before the ring was read."""
         self._step, self.step_s, self._head, self.mark_s = ring.step, ring.step_s, ring.head, ring.mark_s
 
     def delayed_by_capture(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-        """By record of whole steps, whether a capture held it up: the others wait for its writing in the first
-        collective of the step after it."""
+        """Return a mask of the records, of whole steps, that a capture delayed.
+
+        The step after a captured one is delayed too: in its first collective, other ranks wait while
+        the captured rank writes its files.
+        """
         captured = (records["kind"] == Kind.STEP) & (records["flags"] & Flag.CAPTURED != 0)
         steps = records["step"][captured].astype(np.int64)
         steps = np.unique([*steps, *(steps + 1), self.delayed_until])
@@ -75,17 +81,17 @@ class RingSource:
         return np.isin(records["step"], steps)
 
     def has_ended(self) -> str:
-        """How the process has ended: "closed" or "died"; "" while it runs."""
+        """Return how the process has ended, "closed" or "died", or "" while it runs."""
         if self.reader.counter(ring.STATE) == State.CLOSED:
             return "closed"
         identity = self.state.identity
-        # A ring that was closed between the two checks is closed, not dead.
+        # The process may have closed the ring and ended between the two checks.
         if process_started(identity.pid) != identity.process_started:
             return "closed" if self.reader.counter(ring.STATE) == State.CLOSED else "died"
         return ""
 
     def whereabouts(self, now_ns: int) -> Whereabouts | None:
-        """What the process is doing just now; None where it has ended, or its clock is none of this node's.
+        """Return what the process is doing now, or None if it has ended or is simulated.
 
         now_ns: CLOCK_MONOTONIC.
         """
@@ -93,16 +99,19 @@ class RingSource:
             return None
         step, spans = self.reader.counter(ring.STEP), self.reader.open_spans()
         if not spans:
-            return None  # recording has not begun
+            return None  # Recording has not begun.
         for_s = [max(0.0, (now_ns - span.start_ns) / 1e9) for span in spans]
         inside = tuple(span.name for span in spans[1:])
         return Whereabouts(step, for_s[0], inside, for_s[-1] if inside else None)
 
     def whole_steps(self, now_s: float) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
-        """Takes out the records of whole steps, and their sequence numbers; all of them, once it is read to its end.
+        """Remove and return the records of whole steps, and their sequence numbers.
 
-        If a device is timed, the last step stays for the next call: the device's times arrive one step later. It does
-        not stay once the step in progress takes long, because that step may never end. now_s: the monotonic clock.
+        Once the ring is read to its end, all records are returned. If a device is timed, the last step
+        stays for the next call, because the device's times arrive one step later. It does not stay
+        once the step in progress takes long, because that step may never end.
+
+        now_s: the monotonic clock.
         """
         if not self.waiting:
             return np.zeros(0, ring.record_dtype()), np.zeros(0, np.int64)
@@ -115,20 +124,24 @@ class RingSource:
         return records[:cut], sequences[:cut]
 
     def later_records(self) -> npt.NDArray[np.void]:
-        """Those that wait for their step's end: some may be about steps that were taken out."""
+        """Return the records that wait for their step's end. Some may be about earlier steps."""
         return self.waiting[0][0] if self.waiting else np.zeros(0, ring.record_dtype())
 
     def count_up_to(self, last: int, counted: int) -> int:
-        """Moves on what the statistics know of: so many of the records up to number `last` were `counted` now.
+        """Advance the number of the last counted record to `last`. Return how many records are lost.
 
-        Returns how many were not, and are lost; the same whoever reads a part of the ring again.
+        counted: the number of records that were counted now. If a part of the ring is read again, its
+        records are not counted as lost again.
         """
         lost = max(0, last - self.state.counted - counted)
         self.state.counted = max(self.state.counted, last)
         return lost
 
     def forget_oldest(self, most: int) -> int:
-        """Lets go of what waits for its step's end, but for the newest. Returns how many records are lost by it."""
+        """Drop the oldest records that wait for their step's end. Return how many are lost.
+
+        most: the number of newest records to keep.
+        """
         surplus = sum(len(records) for records, _ in self.waiting) - most
         if surplus <= 0:
             return 0
@@ -138,7 +151,7 @@ class RingSource:
 
     @property
     def unkept_share(self) -> float:
-        """How much of the ring the records would fill that are read and in no segment yet."""
+        """Records that are read but in no segment yet, as a share of the ring's capacity."""
         return (self.reader.cursor - 1 - self.kept) / self.reader.capacity
 
     @property

@@ -1,4 +1,4 @@
-"""All ring files of one node of a run: opens those that come, reads them, and knows whether more may come."""
+"""Open and read all ring files of one node of a run."""
 
 from __future__ import annotations
 
@@ -35,13 +35,15 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 _FIRST_RING_TIMEOUT_S = 60.0
 _MISSING_RANKS_TIMEOUT_S = 30.0
-_MAX_GENERATIONS = 32  # of a node's ranks, whose statistics are kept: 10 KB a rank and more
-_LIST_EVERY_S = 30.0
-_CLOCK_TICK_NS = 50_000_000  # more than any kernel's
+# Limit of process generations whose statistics stay in the state, which take 10 KB a rank or more.
+_MAX_GENERATIONS = 32
+_LIST_INTERVAL_S = 30.0
+# Longer than the tick of any kernel, which is the resolution of a file's modification time.
+_CLOCK_TICK_NS = 50_000_000
 
 
 class RingSources:
-    """Belongs to the sidecar's thread. Iterating gives those that could be opened, in the order of their coming."""
+    """The node's ring files. Iterates over the opened ones in the order of opening. Not thread-safe."""
 
     def __init__(
         self,
@@ -52,10 +54,10 @@ class RingSources:
         began: Callable[[Identity, int], None],
         waiting: Mapping[str, WaitingRing],
     ) -> None:
-        """state: has the processes that earlier sidecars knew, as have generations; both get new ones.
+        """state, generations: contain the processes from earlier sidecars. New processes are added.
 
-        began: called before the first ring of other processes is read: of another attempt, or with other nodes.
-        waiting: by path, how far rings were while this sidecar only waited.
+        began: called before the first ring of a new process generation is read.
+        waiting: rings that were watched before this sidecar began to read, by path.
         """
         self._run = run
         self._host = host
@@ -63,14 +65,14 @@ class RingSources:
         self._began = began
         self._sources: dict[Path, RingSource] = {}
         self._unreadable: set[Path] = set()
-        self._damaged: set[Path] = set()  # and they were opened
-        self._unfilled: set[Path] = set()  # registered by processes that live, and that have not said who they are
+        self._damaged: set[Path] = set()  # opened rings with invalid contents
+        self._unfilled: set[Path] = set()  # rings of live processes without metadata so far
         self._kept_rings: list[Path] = []
         self._local_rings: list[Path] = []
         self._local_changes_ns: list[int] = []
-        self._listed_s = -_LIST_EVERY_S
+        self._listed_s = -_LIST_INTERVAL_S
         damaged: list[str] = []
-        self._kept_before = last_sequences(run, host, damaged)
+        self._saved_before = last_sequences(run, host, damaged)
         state.notes += [note for note in damaged if note not in state.notes]
         self._generations = generations
         self._waiting = waiting
@@ -79,18 +81,18 @@ class RingSources:
         return iter(self._sources.values())
 
     def newest(self) -> Iterator[RingSource]:
-        """Those of the processes that run now, or ran last."""
+        """Iterate over the rings of the newest process generation."""
         return filter(self.is_newest, self)
 
     def is_newest(self, source: RingSource) -> bool:
         return source.generation == self._generations.newest != UNRELATED
 
     def live(self) -> list[RingSource]:
-        """Those that are not read to their ends."""
+        """Return the rings that are not read to their end."""
         return [source for source in self if not source.read_to_end]
 
     def read(self) -> float:
-        """Copies new records out of the rings. Returns how full the fullest was, as a share of its capacity."""
+        """Copy new records out of the rings. Return the highest fill level."""
         self._open_new_rings()
         fullest = 0.0
         for source in self.live():
@@ -98,7 +100,7 @@ class RingSources:
             try:
                 batch = source.reader.read(final=bool(final))
             except (RingError, ValueError, IndexError, OverflowError) as error:
-                self._read_none(source, error)
+                self._note_damage(source, error)
             else:
                 if len(batch.records):
                     source.waiting.append((batch.records, batch.sequences))
@@ -108,8 +110,8 @@ class RingSources:
                 source.ended_monotonic_s = time.monotonic()
         return fullest
 
-    def _read_none(self, source: RingSource, error: Exception) -> None:
-        """Somebody else has written into the ring. Those of the other ranks are read."""
+    def _note_damage(self, source: RingSource, error: Exception) -> None:
+        """Note that a ring was damaged, by another program. Rings of other ranks are still read."""
         if source.path not in self._damaged:
             self._damaged.add(source.path)
             rank = source.state.identity.rank
@@ -117,22 +119,25 @@ class RingSources:
             logger.warning("%s is damaged: %s", source.path, error)
 
     def max_unkept_share(self) -> float:
-        """Of the ring with most records that are read and in no segment yet, how much of it they would fill."""
+        """Return the highest RingSource.unkept_share, or 0 without rings."""
         return max((source.unkept_share for source in self), default=0.0)
 
     def setting(self, name: str) -> int:
-        """The value that the ranks were configured with; the default if no ring has it."""
+        """Return the ranks' value of a setting, or its default if no ring has it."""
         for source in self:
             if name in source.settings:
                 return int(source.settings[name])
         return int(getattr(Config(), name))
 
     def of(self, key: str) -> RingSource:
-        """That of a process, by Identity.key."""
+        """Return the ring of a process. key: its Identity.key."""
         return next(source for source in self if source.state.identity.key == key)
 
     def has_more_to_come(self, waited_s: float, *, ends: bool = False) -> bool:
-        """Whether a process runs, or may still start. waited_s: how long the sidecar has run. ends: none may start."""
+        """Return True if a process runs or may still start.
+
+        waited_s: how long the sidecar has run. ends: do not wait for new processes.
+        """
         sources = list(self)
         if ends:
             return bool(self._unfilled or self.live())
@@ -145,35 +150,38 @@ class RingSources:
         last = max(sources, key=lambda source: (source.generation, source.ended_monotonic_s))
         identity = last.state.identity
         launcher_began = process_started(identity.launcher_pid)
-        # A process that began later has only got its number.
+        # If the process with the launcher's pid began later than the rank, the pid was reused.
         launcher_lives = launcher_began is not None and launcher_began <= identity.process_started
         died = any(s.state.ended == "died" and s.generation == last.generation for s in sources)
         if identity.elastic and died and launcher_lives:
-            return True  # torchrun may start them again
+            return True  # torchrun may restart the processes.
         present = sum(source.generation == last.generation for source in sources)
         if present < (identity.local_world_size or 0) and launcher_lives:
             return time.monotonic() - last.ended_monotonic_s < _MISSING_RANKS_TIMEOUT_S
         return False
 
     def has_unread_rings(self) -> bool:
-        """Whether a ring has been registered that this sidecar has not read."""
+        """Return True if a registered ring exists that this sidecar has not read."""
         known = self._sources.keys() | self._unreadable
         return any(path not in known and path.exists() for path in self._run.registered_rings(self._host))
 
     def _registered(self) -> list[Path]:
-        """Those in the run directory are looked for more rarely: its disk may be far away, and they come without us."""
+        """Return the paths of all registered rings.
+
+        The run directory is listed rarely, because its disk may be slow.
+        """
         now_s = time.monotonic()
-        if now_s - self._listed_s >= _LIST_EVERY_S:
+        if now_s - self._listed_s >= _LIST_INTERVAL_S:
             self._listed_s = now_s
-            with contextlib.suppress(OSError):  # a disk that does not answer just now: those that are known
+            with contextlib.suppress(OSError):  # On an error, the last list stays in use.
                 self._kept_rings = self._run.kept_rings(self._host)
         changes_ns = self._run.local_changes_ns()
         if changes_ns != self._local_changes_ns:
             self._local_rings = self._run.local_rings()
-            # What comes in the same tick of the file system's clock does not change the time.
+            # A ring that is registered in the same clock tick would not change the modification time.
             settled = max(changes_ns) < time.time_ns() - _CLOCK_TICK_NS
             self._local_changes_ns = changes_ns if settled else []
-        # What was seen in the first seconds is open: it can be read, whoever has removed it since.
+        # Rings from the waiting phase are open, so they can be read even if their files were removed.
         seen = [Path(path) for path, ring in self._waiting.items() if ring.is_open]
         return self._kept_rings + list(dict.fromkeys([*seen, *self._local_rings]))
 
@@ -193,10 +201,10 @@ class RingSources:
                     records = reader.counter(ring.HEAD)
                     reader.close()
                     if writer_lives(path):
-                        self._unfilled.add(path)  # it is about to replace them
+                        self._unfilled.add(path)  # The process is about to write its metadata.
                         continue
-                    path.unlink(missing_ok=True)  # nobody will ever know whose records these are
-                    raise RingError(f"its process died while it said who it is; {records} records were in it")
+                    path.unlink(missing_ok=True)  # Without metadata, the records' rank is unknown.
+                    raise RingError(f"its process died before it wrote its metadata; {records} records were in it")
                 self._sources[path] = self._new_source(path, reader, metadata)
             except FileNotFoundError:
                 self._unreadable.add(path)
@@ -207,9 +215,10 @@ class RingSources:
                 logger.warning("%s could not be read: %s", path, error)
 
     def _forget_oldest(self) -> None:
-        """The state would grow with each restart of a job, and is written every few seconds.
+        """Remove the oldest ended processes from the state if it has too many.
 
-        The report shows each rank's newest process.
+        The state grows with each restart of a job and is written every few seconds. The report only
+        shows each rank's newest process.
         """
         known = self._state.processes
         local_ranks = len({process.identity.rank for process in known.values()})
@@ -229,7 +238,8 @@ class RingSources:
             self._run.remove_ring(path)
         elif writer_lives(path):
             why = "it was removed while its process runs, of which nothing is known"
-        if why:  # else an earlier sidecar has read it to its end, and removed it
+        # Without a reason, an earlier sidecar has read the ring to its end and removed it.
+        if why:
             self._state.notes.append(f"ring file {path.name} could not be read: {why}")
             logger.warning("%s could not be read: %s", path, why)
 
@@ -243,7 +253,7 @@ class RingSources:
             state = ProcessState(identity, Anchor(*metadata["anchor"].values()), RankStatistics())
             self._forget_oldest()
             self._state.processes[identity.key] = state
-        kept = self._kept_before.get(identity.key, -1)
+        kept = self._saved_before.get(identity.key, -1)
         reader.cursor = min(kept, state.counted) + 1
         logger.info("reading %s from record %d", path, reader.cursor)
         source = RingSource(
@@ -251,6 +261,6 @@ class RingSources:
         )
         reader.hold()
         if str(path) in self._waiting:
-            source.waited(self._waiting[str(path)])
+            source.continue_from(self._waiting[str(path)])
             self._waiting[str(path)].close()
         return source

@@ -1,4 +1,7 @@
-"""A ring file before it is read. Imports next to nothing, as the sidecar's first seconds need it (start/wait.py)."""
+"""Watch a ring file's header before the ring is read.
+
+This module imports very little, because start/wait.py needs it in the sidecar's first seconds.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,26 @@ import os
 from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.rings import memory
 
-FULL = 1 / 2  # share of a ring from which on it is read: the rest must last until that is done
-# Words of a ring's header, and how it begins: as in run/ring.py, which takes long to import.
+# Reading starts at this fill level. The rest of the ring must last until the first records are read.
+FULL = 1 / 2
+# The first bytes of a ring file and the positions of words in its header. They are the same as in
+# run/ring.py, which takes long to import.
 MAGIC, HEAD, STEP, STATE, CLOSED = b"TLPRING\0", 8, 9, 13, 1
 
 
 class WaitingRing:
-    """A ring file that is not read yet, as far as its header tells."""
+    """The position and state of a ring file that is not read yet, from its header."""
 
     def __init__(self, path: str, descriptor: int | None = None) -> None:
-        """descriptor: of one that is open. Raises OSError where it cannot be opened, ValueError where it is none."""
+        """descriptor: descriptor of the ring if it is already open.
+
+        Raises OSError if the file cannot be opened, and ValueError if it is not a ring file.
+        """
         self.step = self.head = -1
         self.step_s = self.mark_s = 0.0
-        """When this step, and the last record, was first seen: CLOCK_MONOTONIC."""
+        """Times on CLOCK_MONOTONIC at which the present step and the last record were first seen."""
         pid, _, started = path.removesuffix(".ring").rpartition("-")
-        self._pid, self._started = int(pid.rpartition("-")[2]), int(started)  # see Identity.key
+        self._pid, self._started = int(pid.rpartition("-")[2]), int(started)  # parts of Identity.key
         self.descriptor = memory.open_to_read(path) if descriptor is None else descriptor
         self.is_open = True
         header = os.pread(self.descriptor, 24, 0)
@@ -32,7 +40,7 @@ class WaitingRing:
         memory.hold(path, self.descriptor)
 
     def update(self, now_s: float) -> bool:
-        """Takes note of how far it is. Returns whether it should be read now."""
+        """Read the ring's position. Return True if it should be read now."""
         header = os.pread(self.descriptor, 8 * (STATE + 1), 0)
         head, step, state = (int.from_bytes(header[8 * word : 8 * word + 8], "little") for word in (HEAD, STEP, STATE))
         if step != self.step:
@@ -43,14 +51,17 @@ class WaitingRing:
 
     @property
     def filled(self) -> float:
-        """Which share of its capacity has been written, when it was last looked at."""
+        """Share of the ring's capacity that was written at the last update()."""
         return self.head / self._capacity
 
     def writer_lives(self) -> bool:
         return process_started(self._pid) == self._started
 
     def close(self) -> None:
-        """Once it is read by another one: what lies in anonymous memory is gone without. Again is harmless."""
+        """Close the descriptor, once a Reader has its own. May be called again.
+
+        A ring in anonymous memory is lost with its last descriptor.
+        """
         if self.is_open:
             self.is_open = False
             os.close(self.descriptor)

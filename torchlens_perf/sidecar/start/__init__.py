@@ -1,1 +1,1 @@
-"""How the sidecar begins: it waits with next to nothing imported, and imports on idle processors."""
+"""Start of the sidecar: wait with few imports, import on idle CPUs, then run as a process."""

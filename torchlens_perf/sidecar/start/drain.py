@@ -1,4 +1,4 @@
-"""A program that reads the rings of killed jobs into their run directories, see run/dead_runs.py."""
+"""Read the rings of killed jobs into their run directories, see run/dead_runs.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 
 def drain(dead: DeadRun) -> str:
-    """Reads its rings as a sidecar does, into its run directory if that is there still. Returns what was done."""
+    """Read a dead run's rings into its run directory, if that still exists. Return a description.
+
+    The rings are removed afterwards. Raises RunStoreError if the run directory cannot be written.
+    """
     act_for(dead.digest)
     name, bytes_ = dead.run_id, sum(ring.stat().st_size for ring in dead.rings)
     what = f"{len(dead.rings)} rings ({bytes_ >> 20} MB) of {name}, whose processes are dead, were "
@@ -37,7 +40,7 @@ def drain(dead: DeadRun) -> str:
 
 
 def _holds_records(path: Path) -> bool:
-    """Whether a ring is there, and somebody knows what of: rings of other versions nobody does."""
+    """Return True if a ring has records that this version can read."""
     try:
         reader = Reader(path)
     except (OSError, RingError):
@@ -49,14 +52,17 @@ def _holds_records(path: Path) -> bool:
 
 
 def main(old_s: float = OLD_S, but: str = "") -> int:
-    """Drain them one after the other, and wait for disks that do not answer. but: a run that is left alone."""
+    """Drain all dead runs one after the other. Blocks while a disk does not answer.
+
+    old_s: minimum age of a dead run. but: id of a run to skip.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     priority.lower()
     hide_pandas()
     for dead in list(find(old_s)):
-        if dead.rings[0].parent.name.rpartition(".")[0] != but and any(
-            ring.exists() for ring in dead.rings
-        ):  # else another one was faster
+        is_skipped = dead.rings[0].parent.name.rpartition(".")[0] == but
+        # Another process may have drained the run in the meantime.
+        if not is_skipped and any(ring.exists() for ring in dead.rings):
             try:
                 logger.info("%s", drain(dead))
             except (OSError, TorchlensPerfError) as error:

@@ -1,4 +1,4 @@
-"""Importing, on idle processors only, what a sidecar needs once it begins to read."""
+"""Import the modules that a sidecar needs for reading, on idle CPUs only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import time
 from torchlens_perf.run.processes import cpu_time_ns, process_stat
 from torchlens_perf.sidecar import priority
 
-# In the order in which they are needed. The exporters' are not among them: most runs have none.
+# In the order in which they are needed. Exporters are left out, because most runs have none.
 MODULES = (
     "numpy",
-    "numpy.ma",  # NumPy's first median imports it
+    "numpy.ma",  # The first call of numpy.median() imports it.
     "torchlens_perf.sidecar.start.process",
     "torchlens_perf.sidecar.loop",
     "torchlens_perf.sidecar.node",
@@ -21,61 +21,64 @@ MODULES = (
     "torchlens_perf.view.terminal",
     "torchlens_perf.report.build",
 )
-_LOOK_S = 0.1
-_STARVES = 1 / 3  # share of the time with a processor below which to begin anew, at the usual priority, is faster
-_MAX_S = 2.0  # where the kernel does not tell that
+_POLL_INTERVAL_S = 0.1
+# With a smaller share of a CPU, starting again at normal priority is faster than waiting.
+_MIN_CPU_SHARE = 1 / 3
+# Time limit if the kernel does not report the thread's CPU time.
+_TIMEOUT_S = 2.0
 
 
 class Preload:
-    """A thread that imports MODULES, and rests after each import for as long as that took."""
+    """A thread that imports MODULES and pauses after each import for as long as the import took."""
 
     def __init__(self) -> None:
         self._hurry = threading.Event()
-        self._one_at_a_time = threading.Lock()  # of the two threads, to change the group
+        self._group_lock = threading.Lock()  # Two threads change the group's nice value.
         self._thread = threading.Thread(target=self._import, name="imports", daemon=True)
         self._thread.start()
 
     def hurry(self, group: int) -> None:
-        """Without rests from now on, and the process's session with this nice value."""
-        with self._one_at_a_time:
+        """Import without pauses from now on, and give the process's session this nice value."""
+        with self._group_lock:
             self._hurry.set()
             priority.set_group(group)
 
     @property
     def is_done(self) -> bool:
-        """Whether all is imported."""
+        """True if the thread has ended."""
         return not self._thread.is_alive()
 
     def finish(self) -> bool:
-        """Waits for the rest of the imports, without rests. False: the thread gets no processor, and is not done."""
+        """Wait for the remaining imports. Return False if the thread gets too little CPU time."""
         self.hurry(priority.USUAL_GROUP)
-        deadline_s = time.monotonic() + _MAX_S
+        deadline_s = time.monotonic() + _TIMEOUT_S
         while True:
             began_s, before_ns = time.monotonic(), self._cpu_time_ns()
-            self._thread.join(_LOOK_S)
+            self._thread.join(_POLL_INTERVAL_S)
             if self.is_done:
                 return True
             now_s, now_ns = time.monotonic(), self._cpu_time_ns()
             if before_ns is None or now_ns is None:
-                starves = now_s > deadline_s
+                is_starved = now_s > deadline_s
             else:
-                starves = (now_ns - before_ns) / 1e9 < _STARVES * (now_s - began_s) and not self._sleeps()
-            if starves:
+                is_starved = (now_ns - before_ns) / 1e9 < _MIN_CPU_SHARE * (now_s - began_s) and not self._sleeps()
+            if is_starved:
                 return False
 
     def _cpu_time_ns(self) -> int | None:
         return cpu_time_ns(os.getpid(), self._thread.native_id)
 
     def _sleeps(self) -> bool:
-        """Whether it waits for a disk, say, and not for a processor."""
+        """Return True if the thread waits for something other than a CPU, such as a disk."""
         return process_stat(os.getpid(), self._thread.native_id)[0] != "R"
 
     def _import(self) -> None:
         priority.make_thread_idle()
-        with self._one_at_a_time:
+        with self._group_lock:
             if not self._hurry.is_set():
                 priority.set_group(priority.IDLE_GROUP)
-        with contextlib.suppress(ImportError):  # whoever needs it imports it again, and says so
+        # A failed import is repeated, and reported, by the code that needs the module.
+        with contextlib.suppress(ImportError):
             for name in MODULES:
                 began_s = time.monotonic()
                 __import__(name)

@@ -1,4 +1,4 @@
-"""The sidecar as a process: started by a rank, or by hand on a run whose rings or records are there."""
+"""Run the sidecar as a process, started by a rank or by hand on an existing run."""
 
 from __future__ import annotations
 
@@ -32,21 +32,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 Advanced: TypeAlias = Callable[[int, int], object]
-"""Called as advanced(done, total)."""
-_UNHEARD: AbstractContextManager[Advanced] = contextlib.nullcontext(lambda done, total: None)
+"""Progress callback, called as advanced(done, total)."""
+_NO_PROGRESS: AbstractContextManager[Advanced] = contextlib.nullcontext(lambda done, total: None)
 
 _MAX_LOG_BYTES = 1 << 20
-_AGAIN_S = 1.0  # between two tries to make the run directory
-_MAX_FAILURES, _LONGEST_REST_S = 10, 60.0  # of a sidecar that begins anew, ever more rarely: ten minutes in all
+_CREATE_RETRY_S = 1.0
+# A failing sidecar restarts with growing delays, which come to about six minutes in total.
+_MAX_RESTARTS, _MAX_RESTART_DELAY_S = 10, 60.0
 
 
 def attend(
     run_dir: str, host: str, lock_descriptor: int, rings: Mapping[str, WaitingRing], *, shared: bool = False
 ) -> int:
-    """Reads the node's rings until its ranks have ended. Returns the exit code.
+    """Read the node's rings until its ranks have ended. Return the exit code.
 
-    lock_descriptor: of the lock file, which the rank has locked that started this process. rings: how far they were
-    last, by path, see wait.py. shared: the run directory is for its group to read, too.
+    lock_descriptor: descriptor of the lock file. The rank that started this process has locked it.
+    rings: the rings' last seen positions by path, see wait.py. shared: True if the group may read the
+    run directory.
     """
     _log()
     hide_pandas()
@@ -72,18 +74,19 @@ def attend(
 
 
 def by_hand(
-    run_dir: Path, name: str | None, replaying: AbstractContextManager[Advanced] = _UNHEARD, *, quiet: bool = False
+    run_dir: Path, name: str | None, replaying: AbstractContextManager[Advanced] = _NO_PROGRESS, *, quiet: bool = False
 ) -> int:
-    """Reads a node's rings if there are any, else replays what is kept. Returns the exit code.
+    """Read a node's rings if there are any, otherwise replay saved records. Return the exit code.
 
-    name: the node's, or its host's; None: this node's. replaying: entered for a replay; it gets to know how far that
-    is. quiet: nothing is printed but what went wrong.
-    Raises RunStoreError for what is no run directory, or cannot be written, or has a sidecar already.
+    name: name of the node or of its host, by default this node's. replaying: context of a replay,
+    which provides its progress callback. quiet: print only errors. Raises RunStoreError if the folder
+    is not a run directory, cannot be written, or already has a sidecar.
     """
     _log(logging.WARNING if quiet else logging.INFO)
     termination.install()
     run = RunDirectory(run_dir)
-    if not run.nodes.is_dir() and not run.local_rings():  # nobody may have been able to make it
+    # Rings may exist without the run directory, if it could not be created.
+    if not run.nodes.is_dir() and not run.local_rings():
         raise RunStoreError(run.why_unreadable())
     host = _known_node(run, name)
     lock = locked(run)
@@ -102,7 +105,11 @@ def by_hand(
 
 
 def _known_node(run: RunDirectory, name: str | None) -> str:
-    """The node's name in file names. Its processes may have run before it was started anew, or in a container."""
+    """Return the node's name in file names.
+
+    It may differ from the present one: the node may have been restarted, or its processes may have
+    run in a container. Raises RunStoreError if several nodes match.
+    """
     exact = node_name() if name is None else name
     if run.node_rings(exact).exists() or run.local_rings():
         return exact
@@ -115,13 +122,13 @@ def _known_node(run: RunDirectory, name: str | None) -> str:
 
 
 def _log(level: int = logging.INFO) -> None:
-    handler = _Stderr()
+    handler = _CurrentStderr()
     handler.setFormatter(_PrintableLines("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
 
 
-class _Stderr(logging.Handler):
-    """Writes to what sys.stderr is then: while progress is shown, that is what writes above it."""
+class _CurrentStderr(logging.Handler):
+    """Handler that writes to the present sys.stderr, which a progress display may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -132,7 +139,7 @@ class _Stderr(logging.Handler):
 
 
 class _PrintableLines(logging.Formatter):
-    """A message is one line; what follows it are a traceback's."""
+    """Formatter that prints a message as one line, followed by the lines of its traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
@@ -142,7 +149,7 @@ class _PrintableLines(logging.Formatter):
 
 
 def locked(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLock:
-    """The node's lock for a sidecar of the run. Raises RunStoreError where another sidecar has it."""
+    """Acquire the node's lock for a sidecar of the run. Raises RunStoreError if it is taken."""
     lock = SidecarLock(sidecar_lock(run.run_id), lock_descriptor)
     if not lock.acquire():
         raise RunStoreError(f"a sidecar for {run.run_id} runs on this node already")
@@ -152,10 +159,11 @@ def locked(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLock
 def _read(
     run: RunDirectory, host: str, lock: SidecarLock, rings: Mapping[str, WaitingRing], *, attends: bool = False
 ) -> None:
-    # One thread for all of it: the kernel ends the child that builds the tap together with the thread that started it.
-    beside_the_job = ThreadPoolExecutor(1, initializer=priority.lower_thread) if attends else None
-    if beside_the_job is not None and not run.local_mailboxes(REPORT):
-        beside_the_job.submit(__import__, "torchlens_perf.sidecar.node").result()
+    # One low-priority thread does all the work, because the kernel ends the child that builds the tap
+    # together with the thread that started it.
+    background = ThreadPoolExecutor(1, initializer=priority.lower_thread) if attends else None
+    if background is not None and not run.local_mailboxes(REPORT):
+        background.submit(__import__, "torchlens_perf.sidecar.node").result()
     from torchlens_perf.exporters.otlp_environment import DeferredExporter, exporter_from_environment, wanted_signals
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.metrics_port import MetricsPort
@@ -170,19 +178,20 @@ def _read(
         sidecar, port = None, MetricsPort(exporter.spans_sent if exporter is not None else dict)
         try:
             sidecar = Sidecar(run, host, exporter, write_report, rings, tap)
-            again = run_sidecar(sidecar, lock, exporter, live_results, port, beside_the_job)
+            again = run_sidecar(sidecar, lock, exporter, live_results, port, background)
         except Exception:
             failures += 1
-            if not attends or failures > _MAX_FAILURES:  # by hand, somebody sees what is wrong
+            if not attends or failures > _MAX_RESTARTS:  # A user who started it by hand sees the error.
                 raise
-            rest_s = min(_LONGEST_REST_S, _AGAIN_S * 2**failures)
+            rest_s = min(_MAX_RESTART_DELAY_S, 2.0**failures)
             logger.exception("the sidecar has failed, and begins anew in %g s", rest_s)
             lock.write_status(f"has failed {failures} times, and begins anew (see its log)")
             if exporter is not None:
                 with guard("giving the exporter up"):
                     exporter.shutdown(0)
             if sidecar is not None:
-                with guard("leaving the other nodes"):  # else they would go on to send to the exchange of this one
+                # Otherwise other nodes would still send to the exchange of the failed sidecar.
+                with guard("leaving the other nodes"):
                     sidecar.leave_cluster()
             time.sleep(rest_s)
         finally:
@@ -202,7 +211,7 @@ def _replay(run: RunDirectory, lock: SidecarLock, replaying: AbstractContextMana
     exporter = exporter_from_environment(run)
     with replaying as advanced:
         if exporter is not None and waits:
-            # Else a backend that has taken the other steps would get them twice.
+            # A full replay would send steps again that the backend has already accepted.
             notes = delivered(run, exporter)
             done = f"sent {'a part of ' if notes else ''}what an endpoint had not taken"
         else:
@@ -218,16 +227,20 @@ def _replay(run: RunDirectory, lock: SidecarLock, replaying: AbstractContextMana
 
 
 def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
-    """Send the short report to rank 0 if that waits, for its terminal or a notebook's cell, and write report.txt."""
+    """Send the short report to rank 0 if it waits for one, and write report.txt.
+
+    asked: rank 0's request, for a terminal or a notebook's cell.
+    """
     from torchlens_perf.report.run_report import run_report
     from torchlens_perf.view.terminal import render, render_short
 
     report = run_report(run)
     mailbox = asked.get("mailbox", "")
-    if mailbox:  # first: the disk of the run directory may be slow
-        page = str(run.report.with_suffix(".html")) if asked.get("writes_page") else ""  # which is written after this
-        look = {"columns": asked.get("columns", 0), "color": asked.get("color", False)}
-        short = render_short(report, str(run.path), page=page, **look)
+    # Rank 0 gets its report before report.txt is written, because the run directory's disk may be slow.
+    if mailbox:
+        page = str(run.report.with_suffix(".html")) if asked.get("writes_page") else ""
+        style = {"columns": asked.get("columns", 0), "color": asked.get("color", False)}
+        short = render_short(report, str(run.path), page=page, **style)
         if asked.get("form") == "cell":
             from torchlens_perf.page.notebook import results
 
@@ -239,40 +252,40 @@ def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
 
 
 def live_results(run: RunDirectory) -> str:
-    """For those who look at the run while it goes on, see LiveResults. Raises RunStoreError."""
+    """Return the results of a run in progress, see LiveResults. Raises RunStoreError."""
     from torchlens_perf.page.notebook import results_of
 
     return results_of(run)
 
 
 def settle(run: RunDirectory, host: str, write_status: Callable[[str], None] = lambda doing: None) -> bool:
-    """Make the run directory. Return False once nobody records any more and it cannot be made.
+    """Create the run directory. Return False if that fails until no rank records any more.
 
-    The rank does not touch the run directory, because its disk may not answer; here nobody waits for that. A disk that
-    refuses is asked again for as long as a rank records. A rank that waits for a report meanwhile gets the reason.
-    Where the run directory was there and has become read-only, the rings stay; where it never was there, they go.
-    The sidecar's thread, with the lock. May block for as long as the disk does.
+    The sidecar creates it and not a rank, because the disk may not answer and no rank may wait for it.
+    After an error it tries again for as long as a rank records. A rank that waits for a report gets
+    the error. If the run directory exists but has become read-only, the rings are kept. If it never
+    existed, they are removed. The caller has the lock. May block for as long as the disk does.
     """
-    said = ""
+    last_error = ""
     while True:
         try:
             run.create()
-            _speak_in(keep_log(run, host))
+            _redirect_output(keep_log(run, host))
             return True
         except (OSError, RunStoreError) as error:
-            if str(error) != said:
-                said = str(error)
-                logger.error("%s", said)
+            if str(error) != last_error:
+                last_error = str(error)
+                logger.error("%s", last_error)
         write_status(CANNOT_WRITE)
         kept = where_kept(run) if _is_there(run.nodes) else ""
         for mailbox in run.local_mailboxes(REPORT):
             with contextlib.suppress(OSError):
-                deliver(str(mailbox), f"torchlens_perf: no report: {printable(said)}{kept}\n")
-        if not any(map(_is_written, run.local_rings())):
+                deliver(str(mailbox), f"torchlens_perf: no report: {printable(last_error)}{kept}\n")
+        if not any(map(_is_recording, run.local_rings())):
             for path in [] if kept else run.local_rings():
                 run.remove_ring(path)
             return False
-        time.sleep(_AGAIN_S)
+        time.sleep(_CREATE_RETRY_S)
 
 
 def _is_there(folder: Path) -> bool:
@@ -281,30 +294,33 @@ def _is_there(folder: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
-        return True  # its disk does not tell
+        return True  # The disk fails. Assume that the folder exists, so that the rings are kept.
     return True
 
 
 def keep_log(run: RunDirectory, host: str) -> Path:
-    """What sidecars have said on this node goes into the run directory. Returns its file. Raises OSError."""
-    log, until_now = run.node_log(host), sidecar_log(sidecar_lock(run.run_id))
+    """Move the log of this node's sidecars into the run directory. Return its path there.
+
+    Raises OSError.
+    """
+    log, local_log = run.node_log(host), sidecar_log(sidecar_lock(run.run_id))
     with contextlib.suppress(FileNotFoundError):
-        said = _end_of(until_now)
+        text = _end_of(local_log)
         with open(log, "ab", buffering=0, opener=ownership.open_to_append) as file:
-            file.write(said)
-        until_now.unlink()
+            file.write(text)
+        local_log.unlink()
     return log
 
 
 def _end_of(log: Path) -> bytes:
-    """The last _MAX_LOG_BYTES of a log. Raises OSError."""
+    """Return the last _MAX_LOG_BYTES of a log. Raises OSError."""
     with open(ownership.open_to_read(log), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_LOG_BYTES))
         return file.read(_MAX_LOG_BYTES)
 
 
-def _speak_in(log: Path) -> None:
-    """What this process says goes there from now on."""
+def _redirect_output(log: Path) -> None:
+    """Append stdout and stderr of this process to a log from now on."""
     descriptor = ownership.open_to_append(log)
     try:
         for stream in (sys.stdout, sys.stderr):
@@ -313,8 +329,8 @@ def _speak_in(log: Path) -> None:
         os.close(descriptor)
 
 
-def _is_written(path: Path) -> bool:
-    """Whether a ring's process lives and has not ended it."""
+def _is_recording(path: Path) -> bool:
+    """Return True if a ring's process is alive and has not closed the ring."""
     if not writer_lives(path):
         return False
     try:

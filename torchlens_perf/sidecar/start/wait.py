@@ -1,13 +1,18 @@
-"""A sidecar's first seconds: it waits, with next to nothing imported.
+"""Wait through a run's first seconds with as few imports as possible.
 
-A run that ends within SHORT_RUN_S is read once, at its end: to begin reading takes half a second of processor time,
-which training would miss. Until then this process looks at a few words of each ring's header, forty times a second.
-It goes on at once where a rank has ended, where a ring fills, where somebody asks for results, and where something is
-not as it should be.
+A run that ends within SHORT_RUN_S is read once, at its end. Starting to read takes half a second of
+CPU time, which training would lose. Until then this process reads a few words of each ring's header,
+forty times a second. It starts to read at once in these cases:
 
-Meanwhile a thread that gets idle processors only imports what comes next (preload.py), so that the report on a run of
-some seconds is there when the run ends. Where no processor is idle it has STARVED_S. To take one from threads that wait
-for one another costs a job twice what it gives: it is taken late, or where a ring fills, and slowly at first.
+- a rank has ended,
+- a ring fills up,
+- a user asks for results,
+- a ring cannot be read.
+
+In the meantime a thread imports the next modules on idle CPUs (preload.py), so that the report on a
+run of some seconds is ready when the run ends. If no CPU is idle, the thread waits for STARVED_S.
+Taking CPU time from ranks that wait for one another costs the job twice that time. It is therefore
+taken late or when a ring fills, and only a small share at first.
 """
 
 from __future__ import annotations
@@ -21,28 +26,34 @@ from torchlens_perf.run.sidecar_status import AT_ONCE, LOADS, SEVERAL_NODES, SHA
 from torchlens_perf.sidecar import priority, termination
 from torchlens_perf.sidecar.rings.waiting import WaitingRing
 
-TYPE_CHECKING = False  # as in typing, which takes long to import
+TYPE_CHECKING = False  # The same as in typing, whose import takes long.
 if TYPE_CHECKING:
     from torchlens_perf.sidecar.start.preload import Preload
 
 SHORT_RUN_S = 5.0
-STARVED_S = 10.0  # after which a starving thread gets a small share of a processor, and twice as long after, any
-FAST_FILL_S = 2.0  # a ring that fills within this time is soon full
+# After this time a starving import thread gets a small share of a CPU. After twice this time the
+# sidecar no longer waits.
+STARVED_S = 10.0
+# A ring that fills within this time will soon be full, so the imports run at normal priority.
+FAST_FILL_S = 2.0
 PRELOAD_AFTER_S = 0.5
-FILLING = 1 / 8  # share of a ring from which on what reads it is imported
-LOOK_S = 0.025
-_LOOK_AROUND_S = 0.25  # between two looks for new rings, and whether processes live
-_REGISTERED = ".registered"  # as in run/directory.py
-_ASKS = (".answer", ".view")  # as in run/mailbox.py
+# The imports begin at this fill level of a ring.
+FILLING = 1 / 8
+POLL_INTERVAL_S = 0.025
+_RESCAN_INTERVAL_S = 0.25
+# The same suffixes as in run/directory.py and run/mailbox.py, which take long to import.
+_REGISTERED = ".registered"
+_REQUESTS = (".answer", ".view")
 
 
 class Wait:
-    """The rings of one node until one of them should be read."""
+    """The rings of one node, watched until one of them should be read."""
 
     def __init__(self, folder: str, rings: Sequence[str] = ()) -> None:
-        """folder: of this node, where the rings are registered, see RunDirectory.register_ring().
+        """folder: this node's folder of registered rings, see RunDirectory.register_ring().
 
-        rings: "DESCRIPTOR:PATH" of those that this process had open before its exec: they may be nowhere else by now.
+        rings: "DESCRIPTOR:PATH" of the rings that this process had open before its exec. A ring in
+        anonymous memory may have no other descriptor any more.
         """
         self.rings: dict[str, WaitingRing] = {}
         for descriptor, _, path in (each.partition(":") for each in rings):
@@ -50,24 +61,24 @@ class Wait:
             self.rings[path] = WaitingRing(path, int(descriptor))
         self._folder = folder
         self._gone: set[str] = set()
-        self._asked = False
-        self._around_s = float("-inf")
+        self._has_request = False
+        self._rescanned_s = float("-inf")
 
     def update(self, now_s: float) -> bool:
-        """Returns whether to go on. now_s: CLOCK_MONOTONIC."""
-        around = now_s - self._around_s >= _LOOK_AROUND_S
+        """Return True if reading should start. now_s: CLOCK_MONOTONIC."""
+        rescans = now_s - self._rescanned_s >= _RESCAN_INTERVAL_S
         try:
-            if around:
-                self._around_s = now_s
+            if rescans:
+                self._rescanned_s = now_s
                 self._open_new()
-            due = [ring.update(now_s) or (around and not ring.writer_lives()) for ring in self.rings.values()]
+            due = [ring.update(now_s) or (rescans and not ring.writer_lives()) for ring in self.rings.values()]
         except (OSError, ValueError):
-            return True  # whoever reads it says what is wrong with it
-        return any(due) or self._asked
+            return True  # RingSources reports the error when it opens the ring.
+        return any(due) or self._has_request
 
     @property
     def fills(self) -> bool:
-        """Whether one of them may be full soon."""
+        """True if a ring may be full soon."""
         return any(ring.filled >= FILLING for ring in self.rings.values())
 
     def _open_new(self) -> None:
@@ -76,12 +87,12 @@ class Wait:
                 try:
                     self.rings[path] = WaitingRing(path)
                 except FileNotFoundError:
-                    self._gone.add(path)  # an earlier sidecar has read it to its end
+                    self._gone.add(path)  # An earlier sidecar has read this ring to its end.
 
     def _paths(self) -> list[str]:
-        """As RunDirectory.local_rings(). Sees whether somebody asks for results, too."""
+        """Return the same paths as RunDirectory.local_rings(). Also notes requests for results."""
         names = os.listdir(self._folder)
-        self._asked = any(name.endswith(_ASKS) for name in names)
+        self._has_request = any(name.endswith(_REQUESTS) for name in names)
         links = sorted(name for name in names if name.endswith(_REGISTERED))
         return [os.readlink(f"{self._folder}/{name}") for name in links]
 
@@ -94,11 +105,15 @@ def wait(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> tuple[dict[str, WaitingRing], Preload | None]:
-    """Waits until there is something to read; or for SHORT_RUN_S, and until all is imported; or twice STARVED_S.
+    """Wait until reading should start. Return the open rings by path, and the import thread if any.
 
-    With SIGTERM it goes on at once. folder: where the node's rings are registered. prepare: called once, when the run
-    is PRELOAD_AFTER_S old, or a ring fills. impatient: goes on as soon as that is done. now, sleep: the clock. Returns
-    how far the rings were last, by path, and what was begun. The rings stay open.
+    The wait ends when a ring should be read, on SIGTERM, after SHORT_RUN_S if all modules are
+    imported, and at the latest after twice STARVED_S.
+
+    folder: the folder of the node's registered rings.
+    prepare: starts the import thread. Called once, after PRELOAD_AFTER_S or when a ring fills.
+    impatient: do not wait for SHORT_RUN_S once all modules are imported.
+    now, sleep: the clock.
     """
     began_s, preload, hurries = now(), None, False
     rings, longest_s = Wait(folder), SHORT_RUN_S if impatient else 2 * STARVED_S
@@ -113,27 +128,32 @@ def wait(
                 break
         if termination.is_asked():
             break
-        sleep(LOOK_S)
+        sleep(POLL_INTERVAL_S)
     return rings.rings, preload
 
 
 def main(arguments: Sequence[str]) -> int:
-    """What recorder.sidecar.ensure() starts. Returns the exit code.
+    """Run the program that recorder.sidecar.ensure() starts. Return the exit code.
 
-    arguments: "sidecar", the run directory, "--host" and its name, "--lock-descriptor" and its number. Then,
-    SEVERAL_NODES: other nodes are to be met while the job runs. SHARED: the group may read. AT_ONCE: nothing is to be
-    waited for; rings follow.
+    arguments: "sidecar", the run directory, "--host" and its name, "--lock-descriptor" and its
+    number. These may follow:
+
+    - SEVERAL_NODES: the sidecar must connect to other nodes while the job runs.
+    - SHARED: the group may read the run directory.
+    - AT_ONCE: start without waiting. Rings follow as "DESCRIPTOR:PATH".
     """
     _, run, _, host, _, descriptor, *more = arguments
     termination.install()
-    if os.getpid() != os.getpgrp():  # the session is that of the shell which started this process
+    if os.getpid() != os.getpgrp():  # This process is still in the session of a shell.
         os.setsid()
     lock = int(descriptor)
-    folder = os.path.dirname(os.readlink(f"/proc/self/fd/{lock}"))  # the lock lies beside them
+    # The rings are registered in the folder of the lock.
+    folder = os.path.dirname(os.readlink(f"/proc/self/fd/{lock}"))
     if AT_ONCE in more:
         write_status(lock, LOADS)
         waiting = Wait(folder, more[more.index(AT_ONCE) + 1 :])
-        waiting.update(time.monotonic())  # opens the others: anonymous memory is gone with its process
+        # Open the other rings now: anonymous memory is freed when its process ends.
+        waiting.update(time.monotonic())
         rings = waiting.rings
     else:
         write_status(lock, "has not begun to read")
@@ -141,9 +161,11 @@ def main(arguments: Sequence[str]) -> int:
         rings, preload = wait(folder, _preload, impatient=SEVERAL_NODES in more)
         write_status(lock, LOADS)
         if preload is not None and not preload.finish() and not termination.is_asked():
-            # Other programs keep all processors busy, and what that thread has begun may take it minutes.
+            # Other programs keep all CPUs busy, and the idle thread's imports may take minutes. A
+            # thread cannot leave SCHED_IDLE, so this process starts again. The descriptors stay open,
+            # because a ring in anonymous memory would be lost without one.
             for ring in rings.values():
-                os.set_inheritable(ring.descriptor, True)  # what lies in anonymous memory would be gone
+                os.set_inheritable(ring.descriptor, True)
             opened = [f"{ring.descriptor}:{path}" for path, ring in rings.items()]
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], AT_ONCE, *opened])
     from torchlens_perf.sidecar.start.process import attend
