@@ -318,9 +318,9 @@ class Cluster:
 
     def _add_summaries(self, epoch: Epoch, payloads: list[bytes], received: list[Received], now_s: float) -> None:
         values = summary.unpack(payloads)
-        sound = summary.sound(values)
-        self._corrupt.update(received[index].node.rstrip("/") for index in np.flatnonzero(~sound).tolist())
-        values, received = values[sound], list(compress(received, sound.tolist()))
+        valid = summary.are_valid(values)
+        self._corrupt.update(received[index].node.rstrip("/") for index in np.flatnonzero(~valid).tolist())
+        values, received = values[valid], list(compress(received, valid.tolist()))
         chosen = self._of_generation(values, received, epoch.generation)
         if chosen.any():
             epoch.add_remote(values[chosen], list(compress(received, chosen.tolist())), now_s)

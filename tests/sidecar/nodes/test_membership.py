@@ -8,10 +8,10 @@ import pytest
 
 from torchlens_perf.sidecar.nodes.membership import (
     MAX_CONTROL_BYTES,
-    MAX_SAID,
+    MAX_GENERATIONS,
     ControlMessage,
     Membership,
-    matched,
+    match_generations,
 )
 from torchlens_perf.sidecar.nodes.membership import ProcessGeneration as Generation
 
@@ -29,18 +29,18 @@ def node(run_id: str = "run", *sets: tuple[float, int], leads: bool = False, siz
 def test_nearest_in_time() -> None:
     """A set belongs to the generation that began nearest to it, of as many ranks."""
     generations = [Generation(0, 0.0, 4), Generation(1, 100.0, 4), Generation(2, 200.0, 2)]
-    assert matched([Generation(0, 1.0, 4), Generation(1, 98.0, 4), Generation(2, 203.0, 2)], generations) == {
+    assert match_generations([Generation(0, 1.0, 4), Generation(1, 98.0, 4), Generation(2, 203.0, 2)], generations) == {
         0: 0,
         1: 1,
         2: 2,
     }
-    assert matched([Generation(0, 150.0, 2)], generations) == {0: 2}
-    assert matched([Generation(0, 0.0, 8)], generations) == {}
+    assert match_generations([Generation(0, 150.0, 2)], generations) == {0: 2}
+    assert match_generations([Generation(0, 0.0, 8)], generations) == {}
 
 
 def test_the_next_set_is_of_no_generation_yet() -> None:
     """A node's new processes are there before node 0's: they are not taken for those that they replace."""
-    assert matched([Generation(0, 1.0, 4), Generation(1, 60.0, 4)], [Generation(0, 0.0, 4)]) == {0: 0}
+    assert match_generations([Generation(0, 1.0, 4), Generation(1, 60.0, 4)], [Generation(0, 0.0, 4)]) == {0: 0}
 
 
 def test_counts_of_agents_differ() -> None:
@@ -109,7 +109,7 @@ def test_control_message_is_small() -> None:
     zero = node("é" * 1000, *((float(local), local) for local in range(200)), leads=True, size=1 << 20)
     data = zero.control(1e6).encode()
     assert len(data) <= MAX_CONTROL_BYTES
-    assert [each.number for each in ControlMessage.decode(data).generations] == [*range(200 - MAX_SAID, 200)]
+    assert [each.number for each in ControlMessage.decode(data).generations] == [*range(200 - MAX_GENERATIONS, 200)]
 
 
 @pytest.mark.parametrize(

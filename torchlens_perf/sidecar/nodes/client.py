@@ -1,4 +1,7 @@
-"""Nodes other than node 0: connect to node 0's sidecar, report to it, and reconnect whenever the connection is lost."""
+"""Connect to node 0's sidecar, send reports to it, and reconnect when the connection is lost.
+
+Sidecars of all nodes except node 0 use this module.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 
 class Sender:
-    """Belongs to one event loop."""
+    """The reporting end of the exchange. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -31,9 +34,9 @@ class Sender:
         name: tuple[str, str],
         tls: tuple[str, str] = ("", ""),
     ) -> None:
-        """lock: guards what this shares with the sidecar's thread. name: of this process, and of its node.
+        """lock: guards the data shared with the sidecar's thread. name: id of this process, and its node.
 
-        tls: the folder of certificates, and the name in node 0's.
+        tls: the folder of certificates, and the host name in node 0's certificate.
         """
         self._rendezvous = rendezvous
         self._timing = timing
@@ -43,14 +46,14 @@ class Sender:
         self._tls = tls
         self._channel: aio.Channel | None = None
         self._call: Any = None
-        self._instance = b""  # of the node 0 that has received the Outbox's posts
+        self._instance = b""  # id of the node 0 process that has received the Outbox's posts
         self._last: tuple[str, Address] | None = None
         self._not_before_s = 0.0
         self.reply = b""
         """Node 0's newest instructions."""
 
     async def turn(self) -> float:
-        """Report what node 0 lacks. Return after how many seconds to report again if nothing is posted before.
+        """Report what node 0 lacks. Return the seconds until the next report, unless a post comes first.
 
         Raises OSError.
         """
@@ -69,10 +72,10 @@ class Sender:
             raise
 
     async def leave(self) -> None:
-        """Report what is waiting and the end of this sidecar, and close everything. Raises OSError."""
+        """Send the waiting posts and the end of this sidecar, and close everything. Raises OSError."""
         try:
             if self._call is None and self._outbox.waiting:
-                # No new search: by now, the job's store has often ended.
+                # Use the last address without a new search, because the job's store has often ended.
                 await (self._connect(*self._last) if self._last else self._join())
             if self._call is not None:
                 while not await self._report(leaving=True):
@@ -82,7 +85,7 @@ class Sender:
             self._rendezvous.close()
 
     async def _report(self, leaving: bool = False) -> bool:
-        """Return whether node 0 knows that this sidecar is leaving."""
+        """Send one report. Return True if node 0 has received that this sidecar is leaving."""
         now_s = time.monotonic()
         with self._lock:
             report = self._outbox.report(now_s, leaving=leaving)
@@ -91,7 +94,7 @@ class Sender:
                 raise asyncio.InvalidStateError
             found = await asyncio.wait_for(self._exchange(encode(report)), self._timing.operation_s)
         except transport.ERRORS as error:
-            raise ConnectionError(await self._why(error)) from None
+            raise ConnectionError(await self._describe(error)) from None
         try:
             reply = decode_reply(found)
         except ValueError as error:
@@ -109,8 +112,8 @@ class Sender:
             raise asyncio.InvalidStateError
         return bytes(found)
 
-    async def _why(self, error: BaseException) -> str:
-        """Why the call has ended."""
+    async def _describe(self, error: BaseException) -> str:
+        """Return the reason why the call has ended."""
         if isinstance(error, asyncio.InvalidStateError) and self._call is not None and self._call.done():
             return transport.status(await self._call.code(), await self._call.details())
         if isinstance(error, asyncio.TimeoutError):
@@ -119,10 +122,11 @@ class Sender:
 
     # -- finding node 0
 
-    # Errors are kept as text: an error in a frame's variable keeps that frame, and so a call and its connection, alive.
+    # Errors are stored as text: an exception in a variable would keep its frame alive, and with it a
+    # call and its connection.
 
     async def _join(self) -> None:
-        """Connect to node 0's last address, else to any that is published."""
+        """Connect to node 0's last address, or to any published one if that fails."""
         candidates = [self._last] if self._last else []
         why = ""
         try:
@@ -157,7 +161,7 @@ class Sender:
         raise ConnectionError(why)
 
     async def _enter(self, host: str, address: Address) -> None:
-        """Open a channel and its call. Each end proves that it has the token before the other one sends anything."""
+        """Open a channel and a call. Each end proves that it has the token before the other sends data."""
         where, nonce = transport.target(host, address.port), os.urandom(transport.NONCE_BYTES)
         sender, node = self._name
         self._channel = self._open(where)
@@ -171,14 +175,14 @@ class Sender:
         )
         try:
             found = dict(await asyncio.wait_for(self._call.initial_metadata(), self._timing.connect_s))
-            if transport.PROOF not in found:  # the call was refused
+            if transport.PROOF not in found:  # Node 0 has refused the call.
                 await asyncio.wait_for(self._call.code(), self._timing.operation_s)
                 raise asyncio.InvalidStateError
         except transport.ERRORS as error:
-            raise ConnectionError(f"{where}: {await self._why(error)}") from None
+            raise ConnectionError(f"{where}: {await self._describe(error)}") from None
         instance, shown = found.get(transport.INSTANCE, b""), found[transport.PROOF]
         if not transport.same(shown, transport.proof(address.token, transport.INSTANCE, nonce + instance)):
-            raise ConnectionError(f"{where} is another one: it does not know the token of this job")
+            raise ConnectionError(f"{where} belongs to another job: it does not have this job's token")
         if instance != self._instance:
             with self._lock:
                 self._outbox.restart()

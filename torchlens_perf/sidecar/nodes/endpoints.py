@@ -1,4 +1,4 @@
-"""Where the nodes of a job can meet, and which addresses of this node are for that. No packet is sent here."""
+"""Choose the addresses of the exchange between nodes. This module sends no packets."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from pathlib import Path
 
 from torchlens_perf.config import ExchangeUrl
 
-_LOOPBACK = ("127.", "::1", "fe80:")  # or only valid together with an interface
-_FAR_AWAY = "192.0.2.1"  # reserved for documentation: what leads there is the default route
+_LOOPBACK = ("127.", "::1", "fe80:")  # "fe80:" is link-local, which needs the name of an interface.
+# This address is reserved for documentation, so it is reached by the default route.
+_FAR_AWAY = "192.0.2.1"
 
 
 @dataclasses.dataclass(frozen=True)
 class Endpoints:
-    """What the job says about where its nodes can meet."""
+    """The places where nodes can find node 0's sidecar, and the exchange's credentials."""
 
     job_store: tuple[str, int] | None = None
-    """Host and port of the job's TCPStore, as its training processes have them in MASTER_ADDR and MASTER_PORT."""
+    """Host and port of the job's TCPStore, from MASTER_ADDR and MASTER_PORT of the ranks."""
     folder: Path | None = None
-    """In the run directory, which nodes may share."""
+    """Folder in the run directory, which nodes may share."""
     coordinator: str = ""
-    """host:port where node 0 listens; "" for a free port, which it publishes."""
+    """host:port on which node 0 listens, or "" for a free port, which node 0 publishes."""
     token_file: str = ""
     tls_folder: str = ""
     tls_name: str = ""
@@ -30,9 +31,10 @@ class Endpoints:
 
     @classmethod
     def of(cls, job_store: tuple[str, int] | None, exchange: str, folder: Path, token: str = "") -> Endpoints | None:
-        """Return those of Config.exchange; None if it is off, or if the nodes share neither a store nor an address.
+        """Return the endpoints for the setting Config.exchange.
 
-        token: the one that is not in the URL. Raise ValueError for text that is no URL of an exchange.
+        Returns None if the exchange is off, or if there is neither a store nor an address. token: the
+        token, which is not part of the URL. Raises ValueError for an invalid URL.
         """
         url = ExchangeUrl("") if exchange in ("auto", "off") else ExchangeUrl.parse(exchange)
         if exchange == "off" or (job_store is None and not url.address):
@@ -41,13 +43,13 @@ class Endpoints:
 
     @property
     def text(self) -> str:
-        """For the log."""
+        """Description for the log."""
         known = [f"the job's store is {self.job_store[0]}:{self.job_store[1]}"] if self.job_store else []
         return "; ".join(known + ([f"node 0 is at {self.coordinator}"] if self.coordinator else []))
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[host]:port". Raises ValueError for another text."""
+    """Split "host:port" or "[host]:port". Raises ValueError for another text."""
     host, colon, port = text.strip().rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port[:9]) < 1 << 16) or " " in host:
@@ -56,14 +58,16 @@ def split_address(text: str) -> tuple[str, int]:
 
 
 def listen_on(places: Endpoints) -> tuple[list[str], int]:
-    """Addresses to try to listen on, in that order, and the port, 0 for any. "::" stands for all of this node's.
+    """Return the addresses to try to listen on, in this order, and the port, 0 for any.
 
-    With a coordinator, its own. Else the address of the interface that leads to the job's store: loopback only where
-    that is known by a loopback address itself, so that all nodes are on one machine.
+    "::" stands for all addresses of this node. With a coordinator, its own addresses are tried first.
+    Otherwise the result is the address of the interface that leads to the job's store. It is loopback
+    only if the store's address is loopback, which means that all nodes are on one machine.
     """
     if places.coordinator:
         host, port = split_address(places.coordinator)
-        return [*_addresses(host), "::"], port  # it may be the name of what forwards to this node
+        # The name may belong to a proxy that forwards to this node, so "::" is tried last.
+        return [*_addresses(host), "::"], port
     assert places.job_store is not None
     host = places.job_store[0]
     if host == "localhost":
@@ -71,26 +75,29 @@ def listen_on(places: Endpoints) -> tuple[list[str], int]:
     if host.startswith(("127.", "::1")):
         return [host], 0
     towards = next(filter(None, map(_own_address_towards, _addresses(host))), "")
-    # A name that stands for loopback here, as a machine's own often does, stands for something else on other nodes.
+    # A machine's own name often resolves to loopback, but to another address on other nodes.
     return ["::" if towards.startswith(_LOOPBACK) or not towards else towards], 0
 
 
 def known_as(places: Endpoints, listens_on: str) -> tuple[str, ...]:
-    """By what others may reach this node, the likeliest first."""
+    """Return the names and addresses under which others may reach this node, likeliest first."""
     host = split_address(places.coordinator)[0] if places.coordinator else (places.job_store or ("", 0))[0]
     if listens_on.startswith("127.") or listens_on == "::1":
         return (listens_on,)
     own = [listens_on]
     if listens_on == "::":
         own = [_own_address_towards(_FAR_AWAY) or "", *_addresses(socket.gethostname())]
-    # A name that stands for this node: others resolve it to what they can reach.
+    # Other nodes resolve this node's name to an address that they can reach, so the name comes first.
     ours = bool(places.coordinator) or any(_own_address_towards(each) == each for each in _addresses(host))
     hosts = [host, *own] if ours else [*own, host]
     return tuple(dict.fromkeys(each for each in hosts if each and (each == host or not each.startswith(_LOOPBACK))))
 
 
 def _own_address_towards(address: str) -> str | None:
-    """This node's address on the interface that leads there. Connecting a UDP socket sends nothing."""
+    """Return this node's address on the interface that leads to an address.
+
+    Connecting a UDP socket sends no packet.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
         asking.connect((address, 9))

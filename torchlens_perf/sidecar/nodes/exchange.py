@@ -1,12 +1,13 @@
-"""Between nodes: each node's sidecar reports to node 0's, which merges the reports. The training processes do nothing.
+"""Exchange reports between the sidecars of several nodes. Node 0's sidecar merges them.
 
 ::
 
-    setting, run directory, job's store   where node 0's sidecar listens, and the token (rendezvous.py)
+    setting, run directory, job's store   address of node 0's sidecar, and the token (rendezvous.py)
     one gRPC call per node                each report and its reply (client.py, server.py, messages.py)
 
-All of this runs on one daemon thread with an event loop; post(), collect() and notes() only exchange values with it.
-grpc is imported there, so only by the sidecars of jobs of several nodes.
+The exchange runs on one daemon thread with an event loop. post(), collect() and notes() only pass
+values to and from that thread. Only that thread imports grpc, so sidecars of jobs with one node do
+not load it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torchlens_perf.sidecar.nodes.timing import Timing
 
 
 class _Part(Protocol):
-    """What the exchange's thread does on this node: client.Sender or server.Collector."""
+    """The end of the exchange that runs on this node: client.Sender or server.Collector."""
 
     reply: bytes
 
@@ -38,17 +39,17 @@ class _Part(Protocol):
 
 
 class Exchange:
-    """One node's end of the exchange of one attempt of a run. Its methods return at once and belong to one thread."""
+    """One node's end of the exchange in one attempt of a run. Methods do not block. Not thread-safe."""
 
     def __init__(
         self, endpoints: Endpoints, key: str, node: str, merges: bool, *, timing: Timing | None = None
     ) -> None:
         """Start the thread.
 
-        endpoints: where the job's nodes can meet.
-        key: of this exchange: the same on all nodes that belong together, and on no others.
-        node: what to call this node; no two nodes of the job share it.
-        merges: whether this is node 0, which collects.
+        endpoints: the places where nodes can find node 0.
+        key: id of this exchange, which must be the same on its nodes and on no others.
+        node: name of this node, unique in the job.
+        merges: True on node 0, which collects the reports.
 
         Raises ValueError for an invalid port.
         """
@@ -71,7 +72,7 @@ class Exchange:
         self._life = asyncio.run_coroutine_threadsafe(self._live(), self._loop)
 
     def post(self, payloads: Mapping[int, bytes]) -> None:
-        """Report payloads, by rank. Only the last 8 posts are kept for a node 0 that cannot be reached.
+        """Report payloads, by rank. While node 0 cannot be reached, the last 8 posts are kept.
 
         Raises ValueError for a payload over 1024 bytes, an invalid rank, or more than 512 ranks.
         """
@@ -84,7 +85,9 @@ class Exchange:
         self._loop.call_soon_threadsafe(self._wake.set)
 
     def collect(self) -> Collected:
-        """What has arrived at node 0 since the last call, its own posts included. On other nodes nothing arrives.
+        """Return what has arrived at node 0 since the last call, including its own posts.
+
+        Nothing arrives on other nodes.
 
         After a restart of node 0's sidecar, each node reports its last 8 posts again.
         """
@@ -94,19 +97,23 @@ class Exchange:
             return self._inbox.collect(time.monotonic())
 
     def set_links(self, links: bytes) -> None:
-        """On other nodes: report these with the next post, and again to a restarted node 0."""
+        """Set the links to report with the next post, and again after a restart of node 0's sidecar.
+
+        Has no effect on node 0.
+        """
         with self._lock:
             self._outbox.set_links(links)
 
     def links(self) -> list[bytes]:
-        """On node 0: the newest that each other node has reported."""
+        """Return the newest link report of each other node. Empty except on node 0."""
         with self._lock:
             return self._inbox.links()
 
     def set_reply(self, reply: bytes) -> None:
-        """On node 0: set the instructions that its replies carry to all other nodes, at most 1024 bytes.
+        """Set node 0's instructions to all other nodes, at most 1024 bytes.
 
-        A node gets a reply at least every few seconds. Raises ValueError for more bytes.
+        They are part of each reply, and a node gets a reply at least every few seconds. Raises
+        ValueError for more bytes.
         """
         if len(reply) > MAX_REPLY_BYTES:
             raise ValueError(f"a reply of {len(reply)} bytes, more than {MAX_REPLY_BYTES}")
@@ -116,18 +123,18 @@ class Exchange:
                 self._part.reply = reply
 
     def reply(self) -> bytes:
-        """On other nodes: node 0's newest instructions; b"" before the first."""
+        """Return node 0's newest instructions, or b"" before the first and on node 0."""
         with self._lock:
             return b"" if self._merges or self._part is None else self._part.reply
 
     @property
     def unreached_s(self) -> float:
-        """For how long node 0's sidecar has not been reached; on node 0, for how long nobody can reach it."""
+        """Time for which this node has not reached node 0. On node 0, since its address cannot be published."""
         with self._lock:
             return 0.0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s
 
     def notes(self) -> list[str]:
-        """What a person should know about the exchange, now; a line each."""
+        """Return notes for the report about the present state of the exchange."""
         notes = []
         with self._lock:
             failing_s = 0.0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s
@@ -148,9 +155,9 @@ class Exchange:
         return notes
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Sends what is waiting, if node 0 can be reached, and closes everything.
+        """Send waiting posts if node 0 can be reached, and close everything.
 
-        Returns whether that took less than `timeout_s`; if not, connections are cut off.
+        Returns False if that took longer than `timeout_s`. Connections are then cut off.
         """
         self._closing = True
         for event in (self._stop, self._wake):
@@ -178,7 +185,8 @@ class Exchange:
                 await _wait(self._wake, wait_s)
             except OSError as error:
                 self._count(error)
-                # Not all nodes at the same instant; and no post shortens it.
+                # The random factor keeps nodes from retrying all at the same time. New posts do not
+                # shorten the delay.
                 await _wait(self._stop, retry_s * random.uniform(0.5, 1.0))
                 retry_s = min(2 * retry_s, self._timing.last_retry_s)
         try:
@@ -210,7 +218,10 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """The loop of all exchanges of this process, for grpc wants one loop: it runs on a daemon thread until the end."""
+    """Return the event loop of this process, which runs on a daemon thread.
+
+    All exchanges share it, because grpc needs a single event loop in a process.
+    """
     global _loop
     with _loop_lock:
         if _loop is None:

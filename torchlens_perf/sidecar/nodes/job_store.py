@@ -1,8 +1,9 @@
-"""A process that asks the job's store once: it publishes node 0's address there, or looks for it, and ends.
+"""Publish node 0's address in the job's store, or look for it there.
 
-Run as a child of the sidecar, by rendezvous.py. torch's TCPStore bounds what `wait` and `connect` take, and nothing
-else: a `check`, or the greeting of a new connection, waits without end where the other side is stopped. So this process
-is killed where it takes too long, and the kernel ends it by an alarm where its parent has gone before.
+rendezvous.py runs this module as a child process of the sidecar. torch's TCPStore has a timeout for
+`wait` and `connect` only. A `check`, or the handshake of a new connection, blocks without a limit
+if the other side is stopped. The parent therefore kills this process after a timeout, and an alarm
+ends it if the parent is gone.
 """
 
 from __future__ import annotations
@@ -14,23 +15,28 @@ import sys
 import time
 from datetime import timedelta
 
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.25, 5.0  # between two looks: doubled, and at most
+_MIN_POLL_INTERVAL_S, _MAX_POLL_INTERVAL_S = 0.25, 5.0
 _GRACE_S = 5
-_CONNECT_S = 10.0  # torch looks up the name of the other end, and where the resolver's query is lost, that takes 5 s
+# torch resolves the host's name first, which takes 5 s if the resolver's query is lost.
+_CONNECT_TIMEOUT_S = 10.0
 
 
 def ask(host: str, port: int, key: str, lives_s: float, known: str, publish: str) -> str:
-    """Publishes under the key, or looks for something else than `known`. Returns what is there then; "" for nothing.
+    """Publish a value under the key, or wait for a value other than `known`.
 
-    It is no worker of the store's: it joins no count and no barrier. Raises RuntimeError, which torch's errors are.
+    Return the value that the store then has, or "". This client is not one of the store's workers, so
+    it takes part in no count and no barrier. Raises RuntimeError for torch's errors.
     """
     from torch.distributed import TCPStore
 
-    store = TCPStore(host, port, None, False, timedelta(seconds=min(_CONNECT_S, lives_s)), wait_for_workers=False)
+    store = TCPStore(
+        host, port, None, False, timedelta(seconds=min(_CONNECT_TIMEOUT_S, lives_s)), wait_for_workers=False
+    )
     if publish:
         store.set(key, publish)
-        return publish if store.check([key]) else ""  # `set` is sent and forgotten; this waits until it is there
-    until_s, look_s = time.monotonic() + lives_s - _LAST_LOOK_S, _FIRST_LOOK_S
+        # `set` does not wait for a reply, but `check` only returns once the value has arrived.
+        return publish if store.check([key]) else ""
+    until_s, interval_s = time.monotonic() + lives_s - _MAX_POLL_INTERVAL_S, _MIN_POLL_INTERVAL_S
     while True:
         if store.check([key]):
             found = bytes(store.get(key)).decode(errors="replace")
@@ -38,18 +44,20 @@ def ask(host: str, port: int, key: str, lives_s: float, known: str, publish: str
                 return found
         if time.monotonic() > until_s:
             return ""
-        time.sleep(look_s * random.uniform(0.5, 1.0))  # not all nodes at the same instant
-        look_s = min(2 * look_s, _LAST_LOOK_S)
+        # The random factor keeps nodes from polling all at the same time.
+        time.sleep(interval_s * random.uniform(0.5, 1.0))
+        interval_s = min(2 * interval_s, _MAX_POLL_INTERVAL_S)
 
 
 def main() -> int:
-    """Answer the order on stdin. Return the exit code."""
+    """Carry out the order from stdin and write the answer to stdout. Return the exit code."""
     order = json.load(sys.stdin)
     signal.alarm(int(order["lives_s"]) + _GRACE_S)
     try:
         found = ask(**order)
         answer = f"found {found}" if found else "nothing"
-    except RuntimeError as error:  # DistNetworkError and DistStoreError; lines after the first are C++ frames
+    except RuntimeError as error:
+        # DistNetworkError or DistStoreError. Lines after the first are C++ frames.
         answer = "error " + str(error).partition("\n")[0]
     sys.stdout.write(answer)
     sys.stdout.flush()

@@ -1,4 +1,7 @@
-"""What a node reports of its collectives, so that node 0 finds slow links: a blob that replaces the last one. Pure."""
+"""Encode a node's statistics of collectives, from which node 0 finds slow links.
+
+Each report replaces the node's previous one. This module does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _MAX_UNPACKED_BYTES = 1 << 18
 
 class _LinkReport(msgspec.Struct, array_like=True, frozen=True):
     attempt: int
-    """The job's, of which the node's processes are."""
+    """The job's attempt that the node's processes belong to."""
     rows: list[LinkStatistics]
 
 
@@ -26,7 +29,10 @@ _encode, _decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_L
 
 
 def encode(attempt: int, rows: Sequence[LinkStatistics]) -> tuple[bytes, int]:
-    """The rows that can be judged, those with most time first, and the number of rows that do not fit."""
+    """Return an encoded report, and the number of rows that do not fit into it.
+
+    Rows with too few operations are left out. Those with most time are included first.
+    """
     ready = [each for each in rows if each.transfers >= MIN_OPERATIONS]
     ready.sort(key=lambda each: -each.joined * each.transfer_ns[1])
     kept = len(ready)
@@ -39,7 +45,7 @@ def encode(attempt: int, rows: Sequence[LinkStatistics]) -> tuple[bytes, int]:
 
 
 def decode(data: bytes, attempt: int, world_size: int) -> list[LinkStatistics]:
-    """The rows of a node; none if its processes are of another attempt. Raises ValueError for invalid data."""
+    """Return a node's rows, or [] if they are from another attempt. Raises ValueError if invalid."""
     try:
         report = _decoder.decode(zlib.decompressobj().decompress(data, _MAX_UNPACKED_BYTES))
     except (zlib.error, msgspec.MsgspecError, UnicodeError) as error:
@@ -56,7 +62,8 @@ def decode(data: bytes, attempt: int, world_size: int) -> list[LinkStatistics]:
     return report.rows
 
 
-@functools.lru_cache(4096)  # thousands of nodes report on the same groups
+# Cached because thousands of nodes report the same groups.
+@functools.lru_cache(4096)
 def _are_group(ranges: str, world_size: int) -> bool:
     return _are_ranks(parse_ranges(ranges), world_size)
 

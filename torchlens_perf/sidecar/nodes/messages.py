@@ -1,9 +1,9 @@
-"""Reports between sidecars: their form on the wire, the sender's Outbox, and node 0's Inbox.
+"""Reports between sidecars: the wire format, the sender's Outbox, and node 0's Inbox.
 
-Pure: no network, no thread, no clock. A report holds everything that no successful call has carried, so a call that
-failed needs no repetition of its own: the next report repeats its content. Windows are identified by the time at which
-they were posted, so a window that arrives twice changes nothing. Each sidecar process has a random id; a restarted
-sidecar is a new sender.
+This module uses no network, thread or clock. A report contains everything that no successful call
+has delivered, so the next report repeats the content of a failed call. Windows are identified by
+the time at which they were posted, so duplicates are ignored. Each sidecar process has a random id,
+and a restarted sidecar is a new sender.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import msgspec
 
 KEPT_POSTS = 8
 MAX_PAYLOAD_BYTES = 1024
-MAX_RANKS = 512  # per node: a report of one post is then within MAX_MESSAGE_BYTES
+MAX_RANKS = 512  # Per node, so that a report of one post fits into MAX_MESSAGE_BYTES.
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_REPLY_BYTES = 1024
 MAX_LINKS_BYTES = 1 << 14
-_DELAYS = 64  # reports per clock estimate; the fastest of them counts as not delayed
+# Reports per estimate of the clock offset. The fastest of them counts as not delayed.
+_REPORTS_PER_OFFSET = 64
 
 _Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_PAYLOAD_BYTES)]
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -32,23 +33,23 @@ class Post(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The payloads of a node's ranks for one window."""
 
     posted_s: float
-    """Identifies the post: the time on its sender's monotonic clock, larger for each post."""
+    """Time on the sender's monotonic clock. It grows with each post and identifies it."""
     payloads: Annotated[dict[_Rank, _Payload], msgspec.Meta(max_length=MAX_RANKS)]
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One node's report. Without posts it is a sign of life."""
+    """One node's report. A report without posts shows that the sidecar is alive."""
 
     sent_s: float
-    """On the sender's monotonic clock."""
+    """Time on the sender's monotonic clock."""
     dropped: Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
     """Posts that the sender has dropped since its start."""
     leaving: bool
-    """The sender ends in good order; this is its last report."""
+    """True in the last report of a sender that ends normally."""
     posts: Annotated[list[Post], msgspec.Meta(max_length=KEPT_POSTS)]
     """Oldest first."""
     links: Annotated[bytes, msgspec.Meta(max_length=MAX_LINKS_BYTES)] = b""
-    """What the node knows of its links, see link_report.py; b"": as before."""
+    """Statistics of the node's links, see link_report.py, or b"" if they are unchanged."""
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
@@ -57,7 +58,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     pace_s: float
     """Minimum time between two reports."""
     instructions: bytes
-    """The same for all nodes, see Exchange.reply()."""
+    """Instructions for all nodes, see Exchange.reply()."""
 
 
 _report, _reply = msgspec.msgpack.Decoder(Report), msgspec.msgpack.Decoder(Reply)
@@ -65,7 +66,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode_report(data: bytes) -> Report:
-    """Raises ValueError for invalid data."""
+    """Decode a report. Raises ValueError for invalid data."""
     report = _report.decode(data)
     times = [*(post.posted_s for post in report.posts), report.sent_s]
     if not all(map(math.isfinite, times)) or times != sorted(times):
@@ -74,15 +75,15 @@ def decode_report(data: bytes) -> Report:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Raises ValueError for invalid data."""
+    """Decode a reply. Raises ValueError for invalid data."""
     reply = _reply.decode(data)
     if not 0 <= reply.pace_s <= 60:
-        raise ValueError(f"a pace of {reply.pace_s} s")
+        raise ValueError(f"invalid pace of {reply.pace_s} s")
     return reply
 
 
 def check_payloads(payloads: Mapping[int, bytes]) -> None:
-    """Raises ValueError for payloads that do not fit."""
+    """Check payloads against the limits. Raises ValueError for payloads that exceed them."""
     for rank, payload in payloads.items():
         if not 0 <= rank < 1 << 32:
             raise ValueError(f"invalid rank {rank}")
@@ -93,16 +94,17 @@ def check_payloads(payloads: Mapping[int, bytes]) -> None:
 
 
 class Outbox:
-    """The last KEPT_POSTS posts of a sender, for node 0 and for a restarted node 0."""
+    """The last KEPT_POSTS posts of a sender. They are sent again if node 0's sidecar restarts."""
 
     def __init__(self) -> None:
         self._posts: deque[Post] = deque(maxlen=KEPT_POSTS)
-        self._newest_s = self._delivered_s = -math.inf  # delivered: to any node 0
-        self._received_s = -math.inf  # newest post that the present node 0 has
-        self._in_flight: list[Post] = []  # without a reply so far
+        self._newest_s = -math.inf
+        self._delivered_s = -math.inf  # newest post that any process of node 0 has received
+        self._received_s = -math.inf  # newest post that the present process of node 0 has received
+        self._in_flight: list[Post] = []  # sent, without a reply so far
         self._links = self._received_links = b""
         self.dropped = 0
-        """Posts dropped here for newer ones before any node 0 had received them."""
+        """Number of posts that newer ones replaced before node 0 had received them."""
 
     def post(self, payloads: Mapping[int, bytes], now_s: float) -> None:
         if len(self._posts) == KEPT_POSTS and self._posts[0] not in self._in_flight:
@@ -115,16 +117,17 @@ class Outbox:
 
     @property
     def waiting(self) -> bool:
-        """True while the present node 0 lacks something."""
+        """True while the present process of node 0 lacks posts or links."""
         return self._newest_s > self._received_s or self._links != self._received_links
 
     def restart(self) -> None:
-        """Start over with a new node 0, which has no posts."""
+        """Start over with a new process of node 0, which has no posts."""
         self._received_s, self._received_links = -math.inf, b""
 
     def report(self, now_s: float, *, leaving: bool = False) -> Report:
-        """What node 0 lacks: its oldest posts, as many as fit into a message, and the links."""
-        lost = [post for post in self._in_flight if post not in self._posts]  # the call has failed
+        """Return a report of what node 0 lacks: links, and as many of the oldest posts as fit."""
+        # Posts that are still in flight belong to a failed call.
+        lost = [post for post in self._in_flight if post not in self._posts]
         self.dropped += sum(post.posted_s > self._delivered_s for post in lost)
         posts: list[Post] = []
         size = 0
@@ -140,7 +143,7 @@ class Outbox:
         return Report(max(now_s, self._newest_s), self.dropped, leaving, posts, links)
 
     def received(self, report: Report) -> None:
-        """Node 0 has replied to this report."""
+        """Note that node 0 has replied to this report."""
         self._received_links = report.links or self._received_links
         if report.posts:
             self._received_s = report.posts[-1].posted_s
@@ -148,13 +151,13 @@ class Outbox:
             self._in_flight = []
 
 
-# For a large job thousands of these are made per second: structs are made and collected faster than dataclasses.
+# A large job creates thousands of these per second. Structs are created and freed faster than dataclasses.
 class Received(msgspec.Struct, gc=False):
     """One post of a node."""
 
     node: str
     age_s: float
-    """Since it was posted: the time it was kept by its sender, on the network, and here."""
+    """Time since it was posted: at its sender, on the network, and in the Inbox."""
     payloads: Mapping[int, bytes]
     """By rank."""
 
@@ -163,54 +166,59 @@ class NodeContact(msgspec.Struct, frozen=True, gc=False):
     """Node 0's record of a node that has reported."""
 
     silent_s: float
-    """Since its last report; 0 for node 0 itself."""
+    """Time since its last report. 0 for node 0 itself."""
     missed: int
-    """Posts dropped by the node before they were sent, or here before they were collected."""
+    """Number of posts that were lost, at the node or in the Inbox."""
     left: bool
-    """Its sidecar has ended in good order."""
+    """True if its sidecar has ended normally."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-    """What has arrived since the last collect()."""
+    """Posts since the last collect(), and contacts with all nodes."""
 
     posts: Sequence[Received]
-    """Per sidecar in the order of posting. One object per post: one per rank and window would double the cost of a
-    window of a large job."""
+    """Posts, for each sidecar in the order of posting.
+
+    There is one object per post. One per rank and window would double the cost of a window of a large
+    job.
+    """
     nodes: Mapping[str, NodeContact]
     """All nodes that have ever reported."""
 
 
 @dataclasses.dataclass
 class _Sender:
-    """One sidecar process, as the Inbox sees it."""
+    """The Inbox's record of one sidecar process."""
 
     node: str
     joined_s: float
-    heard_s: float
+    last_report_s: float
     left: bool = False
-    newest_s: float = -math.inf  # of its posts, by its clock
-    dropped: int = 0  # by the sender
-    overwritten: int = 0  # here, before they were collected
+    newest_s: float = -math.inf  # time of its newest post, on its own clock
+    dropped: int = 0  # posts that the sender has dropped
+    overwritten: int = 0  # posts that were lost here, before they were collected
     unreadable: int = 0
     links: bytes = b""
-    # Until they are collected, their age is the one at time 0 of node 0's clock.
+    # Until a post is collected, its age is relative to time 0 of node 0's clock.
     unread: deque[Received] = dataclasses.field(default_factory=lambda: deque(maxlen=KEPT_POSTS))
-    # Clocks of nodes have nothing in common: a report's delay is that beyond the fastest of the last reports.
+    # Clocks of nodes are unrelated. A report's delay is measured against the fastest recent report.
     fastest_s: tuple[float, float] = (math.inf, math.inf)
     reports: int = 0
 
     def take(self, post: Post, posted_s: float) -> None:
-        """posted_s: when it was posted, by node 0's clock."""
-        if post.posted_s > self.newest_s:  # else it is here already
+        """Add a post unless it has arrived before. posted_s: its time on node 0's clock."""
+        if post.posted_s > self.newest_s:
             self.newest_s = post.posted_s
-            self.overwritten += len(self.unread) == KEPT_POSTS  # collect() is not being called
+            # The deque is full if collect() is not called often enough. It then drops its oldest post.
+            self.overwritten += len(self.unread) == KEPT_POSTS
             self.unread.append(Received(self.node, -posted_s, post.payloads))
 
     def delay_s(self, sent_s: float, now_s: float) -> float:
         took_s = now_s - sent_s
         before_s, recent_s = self.fastest_s
-        if self.reports % _DELAYS == 0:  # clocks drift: the fastest of long ago is no longer comparable
+        # Clocks drift, so reports of long ago cannot be compared with this one.
+        if self.reports % _REPORTS_PER_OFFSET == 0:
             before_s, recent_s = recent_s, math.inf
         self.reports += 1
         self.fastest_s = before_s, min(recent_s, took_s)
@@ -218,30 +226,30 @@ class _Sender:
 
 
 class Inbox:
-    """Node 0's account of all senders."""
+    """Node 0's record of all senders and their posts."""
 
     def __init__(self, own_node: str, now_s: float) -> None:
         self._own = _Sender(own_node, now_s, now_s)
         self._senders: dict[str, _Sender] = {}
         self.refused = 0
-        """Calls without this job's token."""
+        """Number of calls without this job's token."""
 
     def post_own(self, payloads: Mapping[int, bytes], now_s: float) -> None:
         posted_s = max(now_s, math.nextafter(self._own.newest_s, math.inf))
         self._own.take(Post(posted_s, dict(payloads)), now_s)
 
     def enter(self, sender: str, node: str, now_s: float) -> None:
-        """A sender connects, for the first time or again."""
+        """Add a sender that connects, for the first time or again."""
         if sender not in self._senders:
             self._senders[sender] = _Sender(node, now_s, now_s)
 
     def receive(self, name: str, data: bytes, now_s: float) -> None:
-        """Take a report of a sender that has entered. A post that has arrived before is ignored.
+        """Take a report of a sender that has entered. Posts that have arrived before are ignored.
 
-        Raises ValueError for invalid bytes, and counts them for that node.
+        Raises ValueError for an invalid report, after counting it for its node.
         """
         sender = self._senders[name]
-        sender.heard_s, sender.left = now_s, False
+        sender.last_report_s, sender.left = now_s, False
         try:
             report = decode_report(data)
         except ValueError:
@@ -254,16 +262,16 @@ class Inbox:
         sender.dropped, sender.left = max(sender.dropped, report.dropped), report.leaving
 
     def collect(self, now_s: float) -> Collected:
-        """What has arrived since the last call."""
+        """Return the posts since the last call, and the contacts with all nodes."""
         posts: list[Received] = []
         contacts: dict[str, NodeContact] = {}
-        self._own.heard_s = now_s
+        self._own.last_report_s = now_s
         for sender in (self._own, *self._senders.values()):
             for post in sender.unread:
                 post.age_s = max(0.0, now_s + post.age_s)
             posts += sender.unread
             sender.unread.clear()
-            silent_s, missed = max(0.0, now_s - sender.heard_s), sender.dropped + sender.overwritten
+            silent_s, missed = max(0.0, now_s - sender.last_report_s), sender.dropped + sender.overwritten
             before = contacts.get(sender.node)
             if before is not None:
                 silent_s, missed = min(silent_s, before.silent_s), missed + before.missed
@@ -271,24 +279,27 @@ class Inbox:
         return Collected(posts, contacts)
 
     def links(self) -> list[bytes]:
-        """The newest of each other node."""
+        """Return the newest link report of each other node."""
         return list({sender.node: sender.links for sender in self._senders.values() if sender.links}.values())
 
     @property
     def senders(self) -> int:
-        """Sidecar processes of other nodes that have entered."""
+        """Number of sidecar processes of other nodes that have entered."""
         return len(self._senders)
 
     def unreadable(self) -> dict[str, int]:
-        """Reports that could not be read, by node."""
+        """Return the number of reports that could not be read, by node."""
         return {sender.node: sender.unreadable for sender in self._senders.values() if sender.unreadable}
 
     def namesakes(self) -> list[str]:
-        """Nodes whose name several living sidecars use: one reported after its successor had come."""
+        """Return the node names that several live sidecars use.
+
+        A name counts if a sidecar reported after another one had entered with that name.
+        """
         newest, found = {self._own.node: self._own}, set()
         for sender in self._senders.values():
             before = newest.get(sender.node)
-            if before is not None and before.heard_s > sender.joined_s:
+            if before is not None and before.last_report_s > sender.joined_s:
                 found.add(sender.node)
             newest[sender.node] = sender
         return sorted(found)

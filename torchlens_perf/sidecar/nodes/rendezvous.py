@@ -1,8 +1,9 @@
-"""How the nodes of a job find node 0's sidecar: where the user said, in the run directory, or in the job's store.
+"""Find node 0's sidecar through a setting, the run directory, or the job's store.
 
-Node 0 publishes its address wherever it can, and the others take what answers first and proves to have the address's
-token. The job's store is a torch.distributed.TCPStore, whose client cannot be bounded in time: only a child process
-asks it (job_store.py), which is killed where it takes too long, so that no sidecar imports torch.
+Node 0 publishes its address in each of these places that exist. The other nodes use the first
+address that answers and proves to have its token. The job's store is a torch.distributed.TCPStore,
+whose client may block without a limit. A child process therefore accesses it (job_store.py). It is
+killed after a timeout, and no sidecar has to import torch.
 """
 
 from __future__ import annotations
@@ -33,43 +34,45 @@ _ANY_TIME_S = float("-inf")
 
 
 def exchange_key(watch: int) -> str:
-    """The key in the job's store under which the nodes meet. watch: how many watches their processes ran before.
+    """Return the key of node 0's address in the job's store.
 
-    The store is the job's alone, and what one node calls the run, or its restarts, another may call otherwise.
+    watch: how many watches the processes ran before this one. The key needs no run id or restart
+    count, which may differ between nodes: the store belongs to one job only.
     """
     return f"torchlens_perf/{watch}/exchange"
 
 
 class NotYet(ConnectionError):
-    """Node 0 has not published its address: at the start of a job that is no error."""
+    """Node 0 has not published its address yet, which is normal at the start of a job."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Where node 0's sidecar listens, and the token of who may send to it."""
+    """The address of node 0's sidecar, and the token that allows a node to send to it."""
 
     port: int
     token: str
     hosts: tuple[str, ...]
-    """The same node, by the names and addresses that others may know it by; the likeliest first."""
+    """Names and addresses under which other nodes may reach it, likeliest first."""
 
     def encode(self) -> bytes:
         return " ".join(["2", str(self.port), self.token, *self.hosts]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Address:
-        """Raises ConnectionError for anything that is not an address."""
+        """Decode an address. Raises ConnectionError if the data is not one."""
         found = _RECORD.fullmatch(data[:_MAX_RECORD_BYTES].decode("utf-8", "replace"))
         if found is None or not 0 < int(found[1]) < 1 << 16:
-            raise ConnectionError("what was published for us is not an address")
+            raise ConnectionError("the published address of node 0 is invalid")
         return cls(int(found[1]), found[2], tuple(found[3].split(" ")))
 
 
 def new_token(places: Endpoints, key: str) -> str:
-    """Return the token of a job: random, if it is published.
+    """Return the token of a job.
 
-    If node 0's address is configured, all nodes derive the token from the configured one, or its file, and from what
-    they share, or from the latter alone, which is no secret. Raises OSError for the file.
+    If node 0 publishes its address, the token is random. If the address is configured, all nodes
+    derive the token from the configured token or token file, the key and the store's address. Without
+    a configured token, the result is not a secret. Raises OSError if the file cannot be read.
     """
     if not places.coordinator:
         return secrets.token_hex(16)
@@ -79,7 +82,7 @@ def new_token(places: Endpoints, key: str) -> str:
 
 
 class Rendezvous:
-    """Publishes node 0's address, or looks for it. Returns at once from every call. All from one thread."""
+    """Publication of node 0's address and search for it. No call blocks. Not thread-safe."""
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ class Rendezvous:
         self._child: subprocess.Popen[bytes] | None = None
         self._child_until_s = 0.0
         self._not_before_s = _ANY_TIME_S
-        self._look_from_s = clock() + self._timing.store_after_s * random.uniform(1.0, 2.0)
+        self._store_from_s = clock() + self._timing.store_after_s * random.uniform(1.0, 2.0)
         self._in_store: Address | None = None
         self._published_file: Address | None = None
         self._published_store: Address | None = None
@@ -103,19 +106,19 @@ class Rendezvous:
 
     @property
     def file(self) -> Path | None:
-        """In the run directory, that of this key."""
+        """File of this key in the run directory, or None without a run directory."""
         name = hashlib.sha256(self._key.encode()).hexdigest()[:16]
         return self._places.folder / f"exchange-{name}" if self._places.folder is not None else None
 
     def publish(self, address: Address) -> str:
-        """Says where node 0's sidecar is, as far as that has not been done. Returns what is wrong; "" for nothing."""
+        """Publish node 0's address where that is not done yet. Return an error, or ""."""
         error = ""
         if self._published_file != address and self.file is not None:
             try:
                 _write(self.file, address.encode())
                 self._published_file = address
             except OSError as failed:
-                error = f"the run directory does not hold our address: {failed}"
+                error = f"the address cannot be written to the run directory: {failed}"
         if self._places.job_store is None or self._published_store == address:
             return error
         if self._child is None and self._clock() >= self._not_before_s:
@@ -127,7 +130,10 @@ class Rendezvous:
         return self._store_error or error
 
     def known(self) -> list[tuple[str, Address]]:
-        """Where node 0's sidecar may be, with who says so. Raises NotYet if nobody does, else OSError."""
+        """Return the published addresses of node 0, each with its source.
+
+        Raises NotYet if there is no address yet, and OSError if that is because of an error.
+        """
         found, error = [], ""
         if self._places.coordinator:
             host, port = split_address(self._places.coordinator)
@@ -136,11 +142,11 @@ class Rendezvous:
             try:
                 found.append(("the run directory", Address.decode(_private_file(self.file))))
             except FileNotFoundError:
-                pass  # node 0 has not written it yet, or its run directory is on another disk
+                pass  # Node 0 has not written it yet, or its run directory is on another disk.
             except OSError as failed:
                 error = f"{self.file}: {failed}"
         if self._places.job_store is not None:
-            self._look_into_store()
+            self._poll_store()
             if self._in_store is not None:
                 found.append(("the job's store", self._in_store))
         if not found:
@@ -149,23 +155,24 @@ class Rendezvous:
         return found
 
     def found(self) -> None:
-        """Node 0 has been found: nothing is looked for before known() is called again."""
+        """Stop the search because node 0 has been found. The next known() starts a new one."""
         self._end_child()
         self._not_before_s = _ANY_TIME_S
-        self._look_from_s = self._clock() + self._timing.store_after_s * random.uniform(1.0, 2.0)
+        self._store_from_s = self._clock() + self._timing.store_after_s * random.uniform(1.0, 2.0)
 
     def close(self, *, unpublish: Address | None = None) -> None:
-        """Ends a child that runs. unpublish: removes the file of this address."""
+        """End a running child. unpublish: remove the file if it contains this address."""
         self._end_child()
         if unpublish is not None and self.file is not None:
             with contextlib.suppress(OSError):
-                if Address.decode(_private_file(self.file)) == unpublish:  # else a later sidecar's
+                # The file may contain the address of a later sidecar.
+                if Address.decode(_private_file(self.file)) == unpublish:
                     self.file.unlink()
 
     # -- the job's store
 
-    def _look_into_store(self) -> None:
-        if self._child is None and self._clock() >= max(self._look_from_s, self._not_before_s):
+    def _poll_store(self) -> None:
+        if self._child is None and self._clock() >= max(self._store_from_s, self._not_before_s):
             self._start_child(publish=None)
         answer = self._child_answer()
         if answer:
@@ -182,7 +189,7 @@ class Rendezvous:
             "host": host, "port": port, "key": self._key, "lives_s": self._timing.store_child_s, "known": known,
             "publish": publish.encode().decode() if publish else "",
         }  # fmt: skip
-        # Neither ourselves nor a device's plugin; and no device is looked for.
+        # The child records nothing, loads no device plugin, and prints no warnings of torch.
         environment = {**children.environment(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TORCH_CPP_LOG_LEVEL": "FATAL"}
         self._child = subprocess.Popen(
             children.command("job-store"),
@@ -192,14 +199,15 @@ class Rendezvous:
             env=environment,
         )
         assert self._child.stdin is not None
-        # Not by its arguments, which everybody on the machine can read: the token is among it. It fits into the pipe.
+        # The order contains the token, so it is not passed as an argument, which all users of the
+        # machine can read. It is smaller than the pipe's buffer, so writing does not block.
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.write(json.dumps(order).encode())
             self._child.stdin.close()
         self._child_until_s = self._clock() + self._timing.store_child_s
 
     def _child_answer(self) -> bytes:
-        """What the child has found or published; b"" while it looks, and where it failed."""
+        """Return what the child has found or published, or b"" while it runs and after an error."""
         if self._child is None:
             return b""
         if self._child.poll() is None:
@@ -230,7 +238,7 @@ class Rendezvous:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes a file that only this user can read, whole or not at all."""
+    """Write a file that only this user can read, atomically."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
@@ -243,7 +251,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _private_file(path: Path) -> bytes:
-    """What a file holds that belongs to this user and that nobody else can read. Raises OSError for another one."""
+    """Return the content of a file that only this user can read. Raises OSError for other files."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)

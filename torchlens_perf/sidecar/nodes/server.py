@@ -1,7 +1,7 @@
-"""Node 0: serves one call per node, and publishes its address.
+"""Serve one call per node on node 0, and publish node 0's address.
 
-A call is accepted or refused by its metadata, which are limited to 8 KB. Without a proof that its sender has the job's
-token, nothing of its payload is read, and the call ends at once.
+A call is accepted or refused by its metadata, which are limited to 8 KB. Without a proof that its
+sender has the job's token, the call ends at once and its payload is not read.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from torchlens_perf.sidecar.nodes.timing import Timing
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-_REPORTS_PER_S = 550  # of all nodes together; with more nodes, each report has several posts
-_MAX_PACE_S = 3.75  # with one deadline more, still below the time after which a node counts as silent
-_NAME_BYTES = 512
-_GC_THRESHOLD = 10_000  # a collection visits what thousands of open calls keep alive
-_LEAVE_S = 0.5
+# Limit for all nodes together. With more nodes, each report contains several posts.
+_MAX_REPORTS_PER_S = 550
+# Together with a report's timeout, this is shorter than the time after which a node counts as silent.
+_MAX_PACE_S = 3.75
+_MAX_NAME_BYTES = 512
+# A garbage collection visits the objects of thousands of open calls, so it must be rare.
+_GC_THRESHOLD = 10_000
+_STOP_TIMEOUT_S = 0.5
 
 
 class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Belongs to one event loop."""
+    """Node 0's end of the exchange. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
         lock: threading.Lock,
         inbox: Inbox,
     ) -> None:
-        """lock: guards what this shares with the sidecar's thread."""
+        """lock: guards the data shared with the sidecar's thread."""
         self._rendezvous = rendezvous
         self._endpoints = endpoints
         self._key = key
@@ -55,15 +58,15 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._inbox = inbox
         self._instance = secrets.token_bytes(transport.INSTANCE_BYTES)
         self._server: aio.Server | None = None
-        self._heard_s: dict[asyncio.Task[Any], float] = {}
+        self._last_report_s: dict[asyncio.Task[Any], float] = {}
         self._accept = grpc.stream_stream_rpc_method_handler(self._receive)
         self._refuse = grpc.stream_stream_rpc_method_handler(self._abort)
         self.address: Address | None = None
         self.reply = b""
-        """Instructions for all nodes; set under the lock."""
+        """Instructions for all nodes. Guarded by the lock."""
 
     async def turn(self) -> float:
-        """Listen, and publish the address, as far as that is not done. Return after how many seconds to come again.
+        """Listen and publish the address where that is not done yet. Return the seconds until the next call.
 
         Raises OSError.
         """
@@ -71,26 +74,29 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
             await self._listen()
         assert self.address is not None
         now_s = time.monotonic()
-        for task, heard_s in list(self._heard_s.items()):
-            if now_s - heard_s > self._timing.silent_s:  # a link that was cut, or a node that has stopped
+        for task, last_report_s in list(self._last_report_s.items()):
+            # The link was cut, or the node has stopped.
+            if now_s - last_report_s > self._timing.silent_s:
                 task.cancel()
-        wrong = self._rendezvous.publish(self.address)
+        error = self._rendezvous.publish(self.address)
         with self._lock:
-            reached = self._inbox.senders
-        if wrong and not reached:
-            raise ConnectionError(wrong)
+            has_senders = self._inbox.senders
+        # The error does not matter if nodes have found this one in another way.
+        if error and not has_senders:
+            raise ConnectionError(error)
         return self._timing.look_s
 
     async def leave(self) -> None:
         self._rendezvous.close(unpublish=self.address)
         if self._server is not None:
             server, self._server = self._server, None
-            for task in list(self._heard_s):  # each call by itself: else grpc logs an error on all other nodes
+            # Without cancelling each call first, grpc would log an error on all other nodes.
+            for task in list(self._last_report_s):
                 task.cancel()
-            await server.stop(_LEAVE_S)
+            await server.stop(_STOP_TIMEOUT_S)
 
     async def _listen(self) -> None:
-        allow_many_open_files()  # there is one connection per node
+        allow_many_open_files()  # Each node has one connection.
         gc.set_threshold(_GC_THRESHOLD)
         self._token = new_token(self._endpoints, self._key)
         hosts, port = listen_on(self._endpoints)
@@ -116,7 +122,7 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
     # -- calls
 
     def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        """Choose a call's handler before its payload is read. A method of gRPC's."""
+        """Choose a call's handler before its payload is read. gRPC calls this method."""
         if call.method != transport.REPORT:
             return None
         metadata = dict(call.invocation_metadata)
@@ -136,25 +142,27 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a sender without a name")
         proof = transport.proof(self._token, transport.INSTANCE, metadata[transport.NONCE] + self._instance)
         await context.send_initial_metadata(((transport.INSTANCE, self._instance), (transport.PROOF, proof)))
-        inbox, lock, heard_s = self._inbox, self._lock, self._heard_s
+        inbox, lock, last_report_s = self._inbox, self._lock, self._last_report_s
         with lock:
-            inbox.enter(sender, node[:_NAME_BYTES].decode(errors="replace"), time.monotonic())
+            inbox.enter(sender, node[:_MAX_NAME_BYTES].decode(errors="replace"), time.monotonic())
         task = asyncio.current_task()
         assert task is not None
-        heard_s[task] = time.monotonic()
+        last_report_s[task] = time.monotonic()
         try:
             while (data := await context.read()) is not aio.EOF:
-                heard_s[task] = now_s = time.monotonic()
+                last_report_s[task] = now_s = time.monotonic()
                 try:
                     with lock:
                         inbox.receive(sender, data, now_s)
-                    data = b""  # else one report per node is kept while the next is waited for
-                except ValueError:  # only this sender has to reconnect
+                    # Free the report now: one per node would add up while waiting for the next ones.
+                    data = b""
+                except ValueError:
+                    # Only this sender has to reconnect.
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "that report cannot be read")
                 await context.write(encode(Reply(self._pace_s(), self.reply)))
         finally:
-            del heard_s[task]
+            del last_report_s[task]
 
     def _pace_s(self) -> float:
-        nodes = len(self._heard_s)
-        return min(_MAX_PACE_S, nodes / _REPORTS_PER_S) if nodes > _REPORTS_PER_S else 0.0
+        nodes = len(self._last_report_s)
+        return min(_MAX_PACE_S, nodes / _MAX_REPORTS_PER_S) if nodes > _MAX_REPORTS_PER_S else 0.0

@@ -1,9 +1,13 @@
-"""What a rank's sidecar tells node 0's about one window: at most 1024 bytes, the same size for every rank. Pure.
+"""Pack one rank's window into a summary of fixed size, at most 1024 bytes, for node 0's sidecar.
 
-A window has up to ROWS rows (analysis/statistics/step_bins.py), the rank's place, how far it is in its groups, how far
-its device is, and the mean times of up to 64 modules so far. Their names do not travel, only a digest of them
-(statistics/modules.py). Times are 32-bit floats of ns; those of modules have 8 bits of mantissa. A row's parts, of its
-own time and of the lines of its host and device, are 16-bit shares of its duration.
+A summary contains:
+
+- up to ROWS rows (analysis/statistics/step_bins.py),
+- the rank's placement, and its progress in its groups and on its device,
+- the mean times so far of up to 64 modules, with a digest of their names (statistics/modules.py).
+
+Times are 32-bit floats of ns. Times of modules have 8 bits of mantissa. The parts of a row's own
+time, and of its issue and lag times, are 16-bit shares of its duration. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -36,10 +40,11 @@ _PROGRESS = (
     "rank", "step", "since_step_s", "usual_step_s", "since_mark_s", "groups", "inside", "state", "all_groups", "begun",
     "device",
 )  # fmt: skip
-_MOST = (1 << 16) - 1
-_LONGEST_SHARE, _NOT_MEASURED = 4, _MOST  # of a row's duration; a lag that is longer hides as much
+_MAX_U2 = (1 << 16) - 1
+# Shares of a row's duration are cut at this value. A lag of four durations hides as much as a longer one.
+_MAX_SHARE, _NOT_MEASURED = 4, _MAX_U2
 _SHARES = ("work_ns", "issue_ns", "lag_ns")
-_LONGEST_S = 65504.0  # the largest 16-bit float
+_MAX_FLOAT16 = 65504.0
 _IS_END = 128
 _STATES = ("unknown", "running", "stopped", "traced", "uninterruptible", "dead", "closed")
 
@@ -49,31 +54,33 @@ LAYOUT = np.dtype(
         ("rank", "<u4"),
         ("width", "<u4"),
         ("world_size", "<u4"),
-        ("set", "u1"),  # of its node's processes, as that counts them, modulo 256
-        ("age_s", "<f4"),  # of that set
+        ("set", "u1"),  # the node's own number of its set of processes, modulo 256
+        ("age_s", "<f4"),  # age of that set
         ("step", "<u4"),
         ("since_step_s", "<f2"),
         ("usual_step_s", "<f2"),
-        ("since_mark_s", "<f2"),  # negative: not known
+        ("since_mark_s", "<f2"),  # negative if not known
         ("population", "S48"),
         ("dimensions", [("name", "S12"), ("coordinate", "<u2")], DIMENSIONS),
         ("groups", [("name", "S12"), ("issued", "<u4")], GROUPS),
         ("inside", "S16", INSIDE),
-        ("row", "<u4", ROWS),  # step / width; NO_ROW: none
+        ("row", "<u4", ROWS),  # step / width, or NO_ROW
         ("flags", "<u2", ROWS),
         ("times", "<f4", (ROWS, 4)),  # duration, wait, ready, workload
         ("work_ns", "<u2", (ROWS, len(OWN_PARTS))),
         ("issue_ns", "<u2", (ROWS, len(OWN_PARTS))),
         ("lag_ns", "<u2", (ROWS, len(OWN_PARTS))),
         ("issue_ready_ns", "<u2", ROWS),
-        ("modules", "<u4"),  # the digest of their names
-        ("modules_ns", "<u2", MAX_MODULES),  # the upper halves of 32-bit floats
+        ("modules", "<u4"),  # digest of the modules' names
+        ("modules_ns", "<u2", MAX_MODULES),  # upper halves of 32-bit floats
         ("signals", "<f2", len(METRICS)),
         ("state", "u1"),
         ("ended", "u1"),
         ("all_groups", "u1"),
-        ("begun", "u1", GROUPS),  # 1 + how many behind `issued` the last kernel is that began; 0: nobody tells
-        # Steps behind the one in progress, and 1; 0: none. The mark's span: its kind, and 128 if it is its end.
+        # 1 + the distance of the last kernel that began from `issued`, or 0 if not known.
+        ("begun", "u1", GROUPS),
+        # behind: 1 + the number of steps behind the one in progress, or 0 if not known.
+        # mark: the kind of the mark's span, plus 128 if the mark is the span's end.
         ("device", [("behind", "<u2"), ("place", "<u2"), ("stood_s", "<f2"), ("mark", "u1")]),
     ]
 )
@@ -85,31 +92,31 @@ class RankSummary:
     """One rank's window."""
 
     set: int
-    """Which of its node's sets of processes it belongs to, see membership.py."""
+    """Number of the rank's set of processes on its node, see membership.py."""
     age_s: float
-    """How long ago that began."""
+    """Age of that set."""
     world_size: int
     place: Placement
     progress: Progress
     rows: StepBins | None = None
     modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Mean own forward time a step of the rank's modules, over its run."""
+    """Mean own forward time per step of each module, over the rank's run."""
     ended: bool = False
     signals: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Of its last second, by name; without those that are not measured."""
+    """Measured signals of the last second, by name."""
 
 
 def pack(summary: RankSummary) -> bytes:
-    """Return the summary as bytes. Long texts are cut; groups and rows that do not fit are left out."""
+    """Return the summary as bytes. Long texts are cut. Groups and rows that do not fit are left out."""
     value = np.zeros((), LAYOUT)
     progress, place = summary.progress, summary.place
     value["version"], value["rank"], value["ended"] = VERSION, progress.rank, summary.ended
     value["set"], value["age_s"], value["world_size"] = summary.set & 0xFF, summary.age_s, summary.world_size
     value["state"] = _STATES.index(progress.state) if progress.state in _STATES else 0
     value["step"] = min(max(0, progress.step), (1 << 32) - 1)
-    value["since_step_s"] = min(progress.since_step_s, _LONGEST_S)
-    value["usual_step_s"] = min(progress.usual_step_s, _LONGEST_S)
-    value["since_mark_s"] = -1.0 if progress.since_mark_s is None else min(progress.since_mark_s, _LONGEST_S)
+    value["since_step_s"] = min(progress.since_step_s, _MAX_FLOAT16)
+    value["usual_step_s"] = min(progress.usual_step_s, _MAX_FLOAT16)
+    value["since_mark_s"] = -1.0 if progress.since_mark_s is None else min(progress.since_mark_s, _MAX_FLOAT16)
     value["all_groups"] = progress.all_groups and len(progress.issued) <= GROUPS
     value["population"] = _cut(place.population, 48)
     for i, (name, coordinate) in enumerate(list(place.coordinates.items())[:DIMENSIONS]):
@@ -145,14 +152,14 @@ def pack(summary: RankSummary) -> bytes:
 
 
 def shares(times_ns: npt.NDArray[np.float64], of_ns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Times as they travel: shares of the rows' durations."""
-    shares = times_ns / np.maximum(of_ns, 1.0) * ((_MOST - 1) / _LONGEST_SHARE)
-    return np.where(np.isnan(shares), _NOT_MEASURED, np.clip(np.round(shares), 0, _MOST - 1))
+    """Return times as scaled shares of the rows' durations, as in a packed summary."""
+    shares = times_ns / np.maximum(of_ns, 1.0) * ((_MAX_U2 - 1) / _MAX_SHARE)
+    return np.where(np.isnan(shares), _NOT_MEASURED, np.clip(np.round(shares), 0, _MAX_U2 - 1))
 
 
 def times_ns(shares: npt.NDArray[np.uint16], of_ns: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """What pack() wrote as shares of the rows' duration; NaN where it was not measured."""
-    times = shares * (of_ns * np.float32(_LONGEST_SHARE / (_MOST - 1)))
+    """Return the times of packed shares, or NaN for times that were not measured."""
+    times = shares * (of_ns * np.float32(_MAX_SHARE / (_MAX_U2 - 1)))
     return np.where(shares == _NOT_MEASURED, np.float32(np.nan), times)
 
 
@@ -161,13 +168,13 @@ def _device(progress: Progress) -> tuple[int, int, float, int]:
     if place is None:
         return 0, 0, 0.0, 0
     behind = progress.step - place.step + 1
-    if not 0 < behind <= _MOST or place.place > _MOST:
+    if not 0 < behind <= _MAX_U2 or place.place > _MAX_U2:
         return 0, 0, 0.0, 0
-    return behind, place.place, min(place.stood_s, _LONGEST_S), place.kind | (_IS_END if place.is_end else 0)
+    return behind, place.place, min(place.stood_s, _MAX_FLOAT16), place.kind | (_IS_END if place.is_end else 0)
 
 
 def _device_place(step: int, behind: int, place: int, stood_s: float, mark: int) -> DevicePlace:
-    """Without the name of the span, which does not travel."""
+    """Return the device's place. The span's name is missing, because it is not part of a summary."""
     stood_ns = round(stood_s * 1e9)
     return device_place(DeviceMark(step - behind + 1, place, mark & ~_IS_END, 0, bool(mark & _IS_END), 0, stood_ns), "")
 
@@ -177,12 +184,12 @@ def _began(groups: list[tuple[bytes, int]], begun: list[int], text: Mapping[byte
 
 
 def _cut(text: str, max_bytes: int) -> bytes:
-    """The text's first bytes, without a piece of a character at the end."""
+    """Return the text's first bytes, without an incomplete character at the end."""
     return text.encode()[:max_bytes].decode(errors="ignore").encode()
 
 
 def windows(rows: StepBins) -> Iterator[StepBins]:
-    """Rows in pieces that fit into a summary each."""
+    """Split rows into pieces that fit into one summary each."""
     for first in range(0, len(rows), ROWS):
         chosen = slice(first, first + ROWS)
         fields = {field.name: getattr(rows, field.name) for field in dataclasses.fields(StepBins)}
@@ -190,7 +197,7 @@ def windows(rows: StepBins) -> Iterator[StepBins]:
 
 
 def take_rows(unsent: list[StepBins]) -> StepBins | None:
-    """Take out the next rows, as many as fit into a summary; None if there are none."""
+    """Remove and return as many rows as fit into one summary, or None if `unsent` is empty."""
     if not unsent:
         return None
     first, *later = list(windows(unsent.pop(0)))
@@ -199,12 +206,12 @@ def take_rows(unsent: list[StepBins]) -> StepBins | None:
 
 
 def is_readable(payload: bytes) -> bool:
-    """Whether it is of this version."""
+    """Return True if a payload has this version and size."""
     return len(payload) == LAYOUT.itemsize and payload[0] == VERSION
 
 
 def unpack(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
-    """Many ranks' summaries as one array. Raises ValueError for a payload of another version or size."""
+    """Return many ranks' summaries as one array. Raises ValueError for another version or size."""
     joined = b"".join(payloads)
     if len(joined) != LAYOUT.itemsize * len(payloads):
         raise ValueError("a summary has another size")
@@ -214,18 +221,19 @@ def unpack(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
     return values
 
 
-def sound(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Which of the summaries hold what pack() writes: of the others, some bytes are corrupt, and nothing is read."""
+def are_valid(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Return a mask of the summaries that pack() can have written. The others are corrupt."""
     good = (values["state"] < len(_STATES)) & (values["rank"] < values["world_size"])
     has_row = values["row"] != NO_ROW
     good &= (values["width"] > 0) | ~has_row.any(axis=1)
-    # A row far ahead of the step that its rank is in would have the judge wait there for all others.
+    # A row far ahead of its rank's step would make the detector wait for all other ranks there.
     width, step = values["width"].astype(float)[:, None], values["step"].astype(float)[:, None]
     good &= (~has_row | (values["row"] * width <= step + LATE_ROWS * width)).all(axis=1)
     for name in ("age_s", "since_step_s", "usual_step_s", "since_mark_s"):
         good &= np.isfinite(values[name])
     good &= np.isfinite(values["device"]["stood_s"])
-    good &= (~np.isinf(values["times"]).any(axis=2) | ~has_row).all(axis=1)  # NaN: not measured
+    # NaN is valid: it stands for a time that was not measured.
+    good &= (~np.isinf(values["times"]).any(axis=2) | ~has_row).all(axis=1)
     good &= np.isfinite(modules_ns(values)).all(axis=1)
     texts = [values["population"][:, None], values["dimensions"]["name"], values["groups"]["name"], values["inside"]]
     for column in texts:
@@ -244,13 +252,14 @@ def _is_text(data: bytes) -> bool:
 
 
 def blocks(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBatch]]:
-    """The summaries' rows, by population and width."""
+    """Yield the summaries' rows, one batch for each width and population."""
     has_rows = (values["row"] != NO_ROW).any(axis=1)
     for width in np.unique(values["width"][has_rows]).tolist():
         of_width = has_rows & (values["width"] == width)
         for population in np.unique(values["population"][of_width]).tolist():
             which = of_width & (values["population"] == population)
-            chosen = values if which.all() else values[which]  # of a large job, not all of it once more
+            # Avoid a copy of all summaries of a large job.
+            chosen = values if which.all() else values[which]
             row = chosen["row"].astype(np.int64)
             times = chosen["times"]
             work_ns, issue_ns, lag_ns = (times_ns(chosen[name], times[..., :1]) for name in _SHARES)
@@ -274,19 +283,22 @@ def blocks(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBatch]]:
 
 
 def modules_ns(values: npt.NDArray[np.void]) -> npt.NDArray[np.float32]:
-    """[summaries, MAX_MODULES]: mean own forward time a step of each module; beyond the last one, 0."""
+    """Return the mean own forward time per step of each module, as [summaries, MAX_MODULES].
+
+    Columns beyond the last module are 0.
+    """
     return (values["modules_ns"].astype("<u4") << 16).view("<f4")
 
 
 def place(value: np.void, host: str, location: str = "") -> Placement:
-    """Where the rank of one summary is. The node says for all its ranks what its host is called and where it is."""
+    """Return the placement of one summary's rank. host, location: from the node's own data."""
     coordinates = {entry["name"].decode(): int(entry["coordinate"]) for entry in value["dimensions"] if entry["name"]}
     return Placement(host, value["population"].decode(), coordinates, location)
 
 
 def progress(values: npt.NDArray[np.void], hosts: Sequence[str], report_age_s: Sequence[float]) -> list[Progress]:
-    """How far the rank of each summary is. report_age_s: how old the summaries are."""
-    # Column by column: a field of a single summary takes as long as a whole column of few.
+    """Return the progress of each summary's rank. report_age_s: ages of the summaries."""
+    # Convert whole columns: reading a single field takes as long as a column of a few summaries.
     columns = {name: values[name].tolist() for name in _PROGRESS}
     text = {name: name.decode() for name in np.unique(values["groups"]["name"]).tolist()}
     rows = zip(*columns.values(), hosts, report_age_s, strict=True)

@@ -1,4 +1,4 @@
-"""How long the exchange between nodes waits, in seconds."""
+"""Timeouts and intervals of the exchange between nodes."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """All in seconds."""
+    """Timeouts and intervals in seconds."""
 
     operation_s: float = 2.0
-    """Deadline of a report's reply."""
+    """Timeout of the reply to a report."""
     connect_s: float = 4.0
-    """Deadline of a connection to node 0, including its proof that it has the token."""
+    """Timeout of connecting to node 0, including its proof that it has the token."""
     beat_s: float = 5.0
-    """Between two reports of a node that has nothing new to send."""
+    """Interval of the reports of a node that has nothing new to send."""
     silent_s: float = 30.0
-    """Silence of a node after which node 0 ends its call."""
+    """Time without reports after which node 0 ends a node's call."""
     look_s: float = 0.5
-    """Between node 0's checks that its address is published, and of silent nodes."""
+    """Interval at which node 0 looks for silent nodes and checks that its address is published."""
     first_retry_s: float = 0.25
-    """After an error; doubled after each further one."""
+    """Delay after an error. It doubles with each further error."""
     last_retry_s: float = 10.0
+    """Longest delay after an error."""
     store_after_s: float = 2.0
-    """Of looking for node 0, before the job's store is asked: where the nodes share the run directory, it need not."""
+    """Grace period before the job's store is asked. A shared run directory usually answers sooner."""
     store_child_s: float = 60.0
-    """Lifetime of a process that asks the job's store: it looks again and again over one connection, and is killed."""
+    """Lifetime of a child process that polls the job's store. Afterwards it is killed."""
     store_again_s: float = 120.0
-    """After such a process has found nothing, or could not connect."""
+    """Delay before the next child process, after one has failed or found nothing."""

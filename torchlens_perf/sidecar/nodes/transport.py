@@ -1,6 +1,6 @@
-"""What both ends of the exchange agree on: gRPC's environment and options, the method, proofs, and TLS.
+"""Settings of both ends of the exchange: gRPC options, method name, proofs and TLS.
 
-Importing this imports grpc: only sidecars of jobs of several nodes do.
+This module imports grpc, so only sidecars of jobs with several nodes import it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# grpc reads these when it is imported; the user's own choice stays.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what matters becomes a note
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # the sidecar starts programs by vfork and exec alone
-# Its threads that poll cost more than polling in the thread that waits: 30 to 40 % of node 0's time per message.
+# grpc reads these variables when it is imported. Values that the user has set are kept.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # Errors are reported as notes instead.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # The sidecar only uses vfork with exec.
+# Polling threads cost more than polling in the waiting thread: 30 to 40 % of node 0's time per message.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener,-event_engine_client")
 
 import grpc
@@ -27,29 +27,31 @@ from torchlens_perf.sidecar.nodes.messages import MAX_LINKS_BYTES, MAX_MESSAGE_B
 
 logging.getLogger("grpc").setLevel(logging.CRITICAL)
 
-# The number is the protocol's version: node 0 answers UNIMPLEMENTED to a node of another version.
+# The number is the version of the protocol. Node 0 answers UNIMPLEMENTED to other versions.
 REPORT = "/torchlens_perf.Exchange3/Report"
 NONCE_BYTES, INSTANCE_BYTES = 16, 8
 NONCE, PROOF, SENDER, NODE, INSTANCE = "nonce-bin", "proof-bin", "sender", "node-bin", "instance-bin"
 MAX_CONNECTIONS = 8192
-IDLE_S = 10  # after which node 0 drops a connection without a call: sidecars have one all the time
+IDLE_S = 10  # Node 0 drops connections without a call after this time. Sidecars always have a call.
 _KEEPALIVE_S = 60
 
 _MS = 1000
 _BOTH = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES + MAX_LINKS_BYTES + 4096),
-    ("grpc.http2.bdp_probe", 0),  # a ping for every message, to size a window that small messages never fill
+    # The probe would send a ping for every message, to size a window that small messages never fill.
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.max_metadata_size", 8192),
 ]
 CLIENT_OPTIONS: Sequence[tuple[str, Any]] = [
     *_BOTH,
-    ("grpc.keepalive_time_ms", _KEEPALIVE_S * _MS),  # answers have a deadline anyway
-    ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection, without the last one's back-off
-    # They also bound how long one connection is tried.
+    ("grpc.keepalive_time_ms", _KEEPALIVE_S * _MS),
+    # Each channel gets its own connection, without the back-off of the last one.
+    ("grpc.use_local_subchannel_pool", 1),
+    # The back-off also limits the time for one connection attempt.
     ("grpc.min_reconnect_backoff_ms", 5 * _MS),
     ("grpc.initial_reconnect_backoff_ms", 5 * _MS),
     ("grpc.enable_retries", 0),
-    ("grpc.enable_http_proxy", 0),  # nodes of a job reach one another
+    ("grpc.enable_http_proxy", 0),  # Nodes of a job reach each other directly.
     ("grpc.service_config_disable_resolution", 1),
 ]
 SERVER_OPTIONS: Sequence[tuple[str, Any]] = [
@@ -59,41 +61,47 @@ SERVER_OPTIONS: Sequence[tuple[str, Any]] = [
     ("grpc.server_handshake_timeout_ms", 5 * _MS),
     ("grpc.max_connection_idle_ms", IDLE_S * _MS),
     ("grpc.max_concurrent_streams", 4),
-    ("grpc.server.max_pending_requests", MAX_CONNECTIONS),  # all nodes come at once
+    ("grpc.server.max_pending_requests", MAX_CONNECTIONS),  # All nodes may connect at the same time.
     ("grpc.server.max_pending_requests_hard_limit", MAX_CONNECTIONS),
     ("grpc.http2.min_ping_interval_without_data_ms", 10 * _MS),
-    # Else a connection whose messages are longer keeps a buffer of 64 KB, so 2048 nodes 100 MB.
+    # A connection with longer messages would keep a buffer of 64 KB: more than 100 MB for 2048 nodes.
     ("grpc.experimental.tcp_max_read_buffer_size", 8192),
 ]
 ERRORS = (grpc.RpcError, asyncio.TimeoutError, asyncio.InvalidStateError, aio.UsageError)
 
 
 def proof(token: str, role: str, nonce: bytes) -> bytes:
-    """Shows that its maker has the token, which itself is never sent. role: SENDER or INSTANCE, for node 0."""
+    """Return a proof that the sender has the token, which itself is never sent.
+
+    role: SENDER, or INSTANCE for node 0.
+    """
     return hmac.new(token.encode(), f"torchlens_perf {role} ".encode() + nonce, hashlib.sha256).digest()
 
 
 def same(shown: bytes, wanted: bytes) -> bool:
-    """Compare in constant time."""
+    """Compare two proofs in constant time."""
     return hmac.compare_digest(shown, wanted)
 
 
 def status(code: grpc.StatusCode, details: str | None) -> str:
-    """One line about how a call has ended."""
+    """Return one line that describes how a call has ended."""
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return "it is something else, or another version of torchlens_perf"
     return f"{code.name}: {' '.join((details or '').split())}"[:300]
 
 
 def client_credentials(folder: str) -> grpc.ChannelCredentials:
-    """Of the files ca.crt and, if they are there, tls.crt and tls.key. Raises OSError."""
+    """Return credentials from ca.crt and, if they exist, tls.crt and tls.key. Raises OSError."""
     files = Path(folder)
     pair = [(files / name).read_bytes() if (files / name).exists() else None for name in ("tls.key", "tls.crt")]
     return grpc.ssl_channel_credentials((files / "ca.crt").read_bytes(), *(pair if all(pair) else (None, None)))
 
 
 def server_credentials(folder: str) -> grpc.ServerCredentials:
-    """Of the files tls.crt, tls.key and, if all nodes must show certificates, ca.crt. Raises OSError."""
+    """Return credentials from tls.crt, tls.key and, if it exists, ca.crt.
+
+    With ca.crt, all nodes must present certificates. Raises OSError.
+    """
     files = Path(folder)
     pairs = [((files / "tls.key").read_bytes(), (files / "tls.crt").read_bytes())]
     ca = (files / "ca.crt").read_bytes() if (files / "ca.crt").exists() else None
@@ -101,5 +109,5 @@ def server_credentials(folder: str) -> grpc.ServerCredentials:
 
 
 def target(host: str, port: int) -> str:
-    """As gRPC wants an address."""
+    """Return an address in gRPC's form."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
