@@ -147,7 +147,7 @@ def _cell(table: Table, folder: Path) -> None:
     text = f"{1e3 * statistics.median(took):.2f} ms, at most {1e3 * max(took):.2f} ms"
     table.row(f"an update of a notebook's cell, {len(took)} in {LIVE_S} s", text, "", "")
     table.row("of the training thread's time", f"{share:.3%}", f"at most {MAX_UPDATE_SHARE:.0%}", met)
-    rest = f"{100 / live_results._MIN_REST:.0f} % for the view"
+    rest = f"{100 / live_results._MIN_IDLE_RATIO:.0f} % for the view"
     table.row("the sidecar meanwhile", f"{cpu_s:.2f} s of a processor", f"at most {rest}", "")
 
 

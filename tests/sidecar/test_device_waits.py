@@ -9,7 +9,7 @@ import pytest
 from tests.support.progress import behind, found, rank
 from torchlens_perf.analysis.collectives.device_progress import DevicePlace
 from torchlens_perf.analysis.collectives.hang import Hang
-from torchlens_perf.sidecar.device_waits import LOOKS, DeviceWaits
+from torchlens_perf.sidecar.device_waits import SAMPLES, DeviceWaits
 from torchlens_perf.sidecar.host.stacks import Stack
 
 ITEM, SLEEP = "loss.item()", "time.sleep(60)"
@@ -42,10 +42,10 @@ def asked() -> DeviceWaits:
 def test_hosts_that_stay_in_one_line_wait_there() -> None:
     """Known after some looks, and not before; then nobody is asked any more."""
     waits = asked()
-    for _ in range(LOOKS):
+    for _ in range(SAMPLES):
         assert waits.known == {}
         assert waits.is_due(pause())
-        waits.look({0: stands(ITEM), 1: stands(ITEM)})
+        waits.add_sample({0: stands(ITEM), 1: stands(ITEM)})
     assert waits.known == {0: IN_ITEM, 1: IN_ITEM}
     assert not waits.is_due(pause())
 
@@ -54,8 +54,8 @@ def test_hosts_that_stay_in_one_line_wait_there() -> None:
 def test_hosts_that_go_on_do_not_wait(second: Stack) -> None:
     """An evaluation reads a value here and there: the first look that differs is the last one."""
     waits = asked()
-    waits.look({0: stands(ITEM), 1: stands(ITEM)})
-    waits.look({0: stands(ITEM), 1: second})
+    waits.add_sample({0: stands(ITEM), 1: stands(ITEM)})
+    waits.add_sample({0: stands(ITEM), 1: second})
     assert set(waits.known.values()) == {""}
     assert not waits.is_due(pause())
 
@@ -63,7 +63,7 @@ def test_hosts_that_go_on_do_not_wait(second: Stack) -> None:
 def test_a_checkpoint_is_asked_once() -> None:
     """A host that stands in no such line."""
     waits = asked()
-    waits.look({0: stands(SLEEP), 1: stands(SLEEP)})
+    waits.add_sample({0: stands(SLEEP), 1: stands(SLEEP)})
     assert set(waits.known.values()) == {""}
     assert not waits.is_due(pause(since_s=19.0))
 
@@ -71,21 +71,21 @@ def test_a_checkpoint_is_asked_once() -> None:
 def test_hosts_are_asked_again_when_it_lasts_twice_as_long() -> None:
     """What they did then is not what they do now, whichever it was."""
     waits = asked()
-    waits.look({0: stands(SLEEP), 1: stands(SLEEP)})
+    waits.add_sample({0: stands(SLEEP), 1: stands(SLEEP)})
     assert waits.is_due(pause(since_s=21.0))
-    for _ in range(LOOKS):
-        waits.look({0: stands(ITEM), 1: stands(ITEM)})
+    for _ in range(SAMPLES):
+        waits.add_sample({0: stands(ITEM), 1: stands(ITEM)})
     assert set(waits.known.values()) == {IN_ITEM}
     assert waits.is_due(dataclasses.replace(pause(since_s=41.0), kind="blocked"))
-    waits.look({0: stands(SLEEP), 1: stands(SLEEP)})
+    waits.add_sample({0: stands(SLEEP), 1: stands(SLEEP)})
     assert set(waits.known.values()) == {""}
 
 
 def test_another_step_is_another_pause() -> None:
     """What is known goes with the steps."""
     waits = asked()
-    for _ in range(LOOKS):
-        waits.look({0: stands(ITEM), 1: stands(ITEM)})
+    for _ in range(SAMPLES):
+        waits.add_sample({0: stands(ITEM), 1: stands(ITEM)})
     assert waits.is_due(pause(step=101))
     waits.forget()
     assert waits.known == {}
@@ -94,8 +94,8 @@ def test_another_step_is_another_pause() -> None:
 def test_who_cannot_be_read_says_nothing() -> None:
     """py-spy is not there, or not permitted: that the others wait counts."""
     waits = asked()
-    for _ in range(LOOKS):
-        waits.look({0: stands(ITEM), 1: Stack((), "not permitted")})
+    for _ in range(SAMPLES):
+        waits.add_sample({0: stands(ITEM), 1: Stack((), "not permitted")})
     assert waits.known == {0: IN_ITEM}
 
 

@@ -140,7 +140,7 @@ def test_a_hang_is_noted_without_an_exporter(run: RunDirectory, monkeypatch: pyt
 
     def round_of(reader: Sidecar, hung: bool) -> Held:
         monkeypatch.setattr(reader.monitor.epoch._hangs, "hang", hang(20, since_s=12.0) if hung else None)
-        monkeypatch.setattr(reader.monitor.epoch._hangs, "look", lambda *_: None)
+        monkeypatch.setattr(reader.monitor.epoch._hangs, "update", lambda *_: None)
         reader.poll()
         reader.account()
         reader.judge(time.monotonic())

@@ -245,7 +245,7 @@ def test_a_hang_that_ends_is_no_other_one(tmp_path: Path, monkeypatch: pytest.Mo
     going_on = {number: progress.rank(number, host="node-0", since_step_s=0.01, since_mark_s=0.0) for number in (0, 1)}
 
     def texts(local: Mapping[int, progress.Progress], *, age_s: float, now_s: float) -> str:
-        watch.look(local, waiting, dict.fromkeys(waiting, age_s), {}, {}, now_s)
+        watch.update(local, waiting, dict.fromkeys(waiting, age_s), {}, {}, now_s)
         return "" if watch.hang is None else watch.hang.text
 
     named = texts({0: entered, 1: stuck}, age_s=0.5, now_s=100.0)

@@ -226,7 +226,7 @@ def test_what_is_asked_in_the_tick_of_a_look_is_seen(live: Live, monkeypatch: py
     """A file system's clock has ticks: what comes in that of the last look leaves the folder's time as it was."""
     tick_ns = time.time_ns()
     monkeypatch.setattr(live_results, "_changed_ns", lambda folder: tick_ns)
-    monkeypatch.setattr(live_results, "_TICK_NS", 3_600_000_000_000)  # the tick lasts as long as the test
+    monkeypatch.setattr(live_results, "_CLOCK_TICK_NS", 3_600_000_000_000)  # the tick lasts as long as the test
     live.round(0.0)
     assert live.results.asked() == frozenset()
     box = Mailbox(live.ranks[0].ring_path, ANSWER, RESULTS)

@@ -158,7 +158,7 @@ def test_all_that_was_recorded_is_kept(tmp_path: Path) -> None:
 
 def test_the_process_that_simulates_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernel tells of it, as that it waits for a CPU, is nothing that a simulated rank did."""
-    monkeypatch.setattr(host_signals, "_MIN_S", 0.0)
+    monkeypatch.setattr(host_signals, "_MIN_INTERVAL_S", 0.0)
     run = make_run(tmp_path)
     record(simulation(topology=Topology(2)), 300, run, "note")
     state = node_state.load_all(run)[0]

@@ -1,1 +1,4 @@
-"""The process beside each node's ranks: it reads their rings, judges, exports, and writes the run directory."""
+"""The sidecar process of each node.
+
+It reads the ranks' rings, finds slow ranks, exports data and writes the run directory.
+"""

@@ -1,4 +1,4 @@
-"""What an exporter gets to know of the judge's findings: alerts, also on an imbalance and on slow links."""
+"""Turn findings into alerts for exporters, including alerts on an imbalance and on slow links."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 _LEFT_OUT = "this node has too many process groups: slow links among the least used ones raise no alerts"
-_PERIOD_S = 10.0  # between two judgements of the links, which are judged by the whole run
-_MIN_IDLE_RATIO = 100.0  # to the duration of a judgement
+# Links are judged rarely, because each judgement covers the whole run.
+_PERIOD_S = 10.0
+_MIN_IDLE_RATIO = 100.0
 _NEWEST_ALERTS = 32
 
 
 class LinkWatch:
-    """Judges the links now and then: on node 0, those of all nodes. Belongs to the sidecar's thread."""
+    """Periodic search for slow links. Node 0 judges the links of all nodes. Not thread-safe."""
 
     def __init__(self) -> None:
         self._verdict: JudgedVerdict | None = None
@@ -47,9 +48,10 @@ class LinkWatch:
     def update(
         self, state: NodeState, cluster: Cluster, epoch: Epoch, now_s: float, *, final: bool
     ) -> JudgedVerdict | None:
-        """Report this node's links to node 0. Return the verdict on slow links, by all that is known here.
+        """Report this node's links to node 0. Return the verdict on all links that are known here.
 
-        now_s: a monotonic clock. final: no process of the node runs, so one more judgement is enough.
+        now_s: a monotonic clock. final: no process of the node runs any more. The links are then
+        judged once more, even if that is not due yet.
         """
         if now_s >= self._due_s or (final and not self._was_final):
             started_s = time.monotonic()
@@ -77,14 +79,15 @@ class LinkWatch:
 
 
 class AlertManager:
-    """Raise alerts, and say with whom a slow rank is slow: in a live run, and in a replay. One thread."""
+    """Creator of alerts in a live run and in a replay. Not thread-safe."""
 
     def __init__(self, log: FindingLog) -> None:
         self.log = log
         self.newest: deque[Alert] = deque(maxlen=_NEWEST_ALERTS)
-        """For those who begin to listen later."""
+        """Newest alerts, for listeners that start later."""
         self.raised = 0
-        self._untaken: Assessment | None = None  # the newest, with all alerts that no exporter has taken
+        # The newest assessment, with all alerts that no exporter has taken yet.
+        self._untaken: Assessment | None = None
 
     def assess(
         self,
@@ -102,14 +105,15 @@ class AlertManager:
         last_step: int | None = None,
         judge: str | None = "",
     ) -> Assessment:
-        """Return what holds at unix_ns, and what has changed since the last call.
+        """Return the findings at unix_ns, with alerts for all changes since the last call.
 
-        identity: see Assessment. nodes: whose states sentences take details from. links: the verdict on slow links.
-        For the others see FindingLog.changes().
+        identity: see Assessment. nodes: states that contain details for the alerts' sentences. links:
+        the verdict on slow links. For the other parameters see FindingLog.changes().
         """
 
         def context() -> SlowRankContext:
-            from torchlens_perf.report.build import for_alerts  # it needs what shows tables: not without need
+            # Imported only when needed, because it imports the modules that format tables.
+            from torchlens_perf.report.build import for_alerts
 
             return for_alerts(nodes)
 
@@ -122,12 +126,15 @@ class AlertManager:
         return Assessment(identity, findings, hang, alerts, judge == "")
 
     def keep(self, assessment: Assessment) -> None:
-        """Keep the newest assessment until an exporter takes it, with the alerts that none has taken yet."""
+        """Keep the newest assessment, with all alerts that were not taken yet."""
         not_taken = self._untaken.alerts if self._untaken is not None else ()
         self._untaken = dataclasses.replace(assessment, alerts=(*not_taken, *assessment.alerts))
 
     def take(self) -> Assessment | None:
-        """Return what holds now and the alerts since the last call; None while no process is known."""
+        """Return the newest assessment with the alerts since the last call.
+
+        Returns None before the first assessment.
+        """
         found, self._untaken = self._untaken, None
         if found is not None:
             self._untaken = dataclasses.replace(found, alerts=())

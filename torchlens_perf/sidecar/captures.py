@@ -1,6 +1,6 @@
-"""Captures, at the sidecar: hands requests on to this node's ranks, takes their stacks meanwhile, finishes their files.
+"""Carry out captures on this node: forward requests to ranks, record stacks, and finish the files.
 
-A request lies in the run directory, so that on a shared disk each node's sidecar takes the ranks that it has.
+Requests are files in the run directory. On a shared disk, each node's sidecar handles its own ranks.
 """
 
 from __future__ import annotations
@@ -27,35 +27,39 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-LOOK_S = 5.0  # a folder that all nodes look at, on a disk that they may share
+# The folder of requests is scanned rarely, because all nodes may share its disk.
+LOOK_S = 5.0
 MAX_DUMPS = 8
-_DUMPS_BEFORE = 3  # of them, before the captured steps, which may be over before py-spy answers
-_BETWEEN_DUMPS_S = 0.5
-_STEPS = 3  # after a verdict
+# Some stacks are recorded before the captured steps, which may be over before py-spy answers.
+_DUMPS_BEFORE_CAPTURE = 3
+_DUMP_INTERVAL_S = 0.5
+_STEPS_AFTER_VERDICT = 3
 _DUMP_TIMEOUT_S = 1.0
-_CHUNK_BYTES = 1 << 24  # compressed in a round of the sidecar's: half a second
+# Part of a trace that is compressed in one round, which takes about half a second.
+_CHUNK_BYTES = 1 << 24
 _FASTEST = 1
 _DONE = object()
 _MAX_NOTES = 4
-_ANSWERED_WITHIN_S = 3 * LONGEST_S  # from being asked: to begin, to capture, to write
+# Timeout from the request, with time to begin, to capture and to write.
+_ANSWER_TIMEOUT_S = 3 * LONGEST_S
 
 
 @dataclasses.dataclass(frozen=True)
 class LiveRank:
-    """A rank of this node that runs."""
+    """A running rank of this node."""
 
     ring: Path
     pid: int
     attempt: int
     step: int
-    """In progress."""
+    """The step in progress."""
     refuses: bool
-    """Whether its settings say that nobody may ask."""
+    """True if the rank's settings switch captures off."""
 
 
 @dataclasses.dataclass
-class _Asked:
-    """A rank that has been asked."""
+class _PendingCapture:
+    """A capture that was requested from a rank and is not finished."""
 
     request: Request
     rank: int
@@ -70,21 +74,24 @@ class _Asked:
 
 
 class CaptureRelay:
-    """Belongs to the sidecar's thread."""
+    """Handling of captures of this node's ranks. Not thread-safe."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.notes: list[str] = []
-        """Of requests that cannot be read, and outcomes that cannot be written."""
+        """Notes on requests that cannot be read and outcomes that cannot be written."""
         self._run = run
-        self._looked_s = float("-inf")
-        self._seen: set[tuple[str, int]] = set()  # requests and ranks that are asked, or need not be
-        self._asked: list[_Asked] = []
-        self._after_verdict: set[int] = set()  # attempts in which a verdict has been followed by a capture
+        self._scanned_s = float("-inf")
+        self._seen: set[tuple[str, int]] = set()  # requests and ranks that were handled
+        self._asked: list[_PendingCapture] = []
+        self._after_verdict: set[int] = set()  # attempts with a capture after a verdict
 
     def update(self, ranks: Mapping[int, LiveRank], now_s: float) -> None:
-        """Once in each round of the sidecar. now_s: a monotonic clock. Raises OSError if nothing can be written."""
-        if now_s - self._looked_s >= LOOK_S:
-            self._looked_s = now_s
+        """Start new captures and continue pending ones. Called in each round of the sidecar.
+
+        now_s: a monotonic clock. Raises OSError if the run directory cannot be written.
+        """
+        if now_s - self._scanned_s >= LOOK_S:
+            self._scanned_s = now_s
             requests, unreadable = captures.read_requests(self._run.captures)
             self._note(unreadable)
             for request in requests:
@@ -96,9 +103,9 @@ class CaptureRelay:
     def ask_after_verdict(
         self, findings: Findings, places: Mapping[int, Placement], ranks: Mapping[int, LiveRank]
     ) -> None:
-        """Asks for a capture of the rank that is named and of a healthy one: once in an attempt of the job.
+        """Request a capture of the slow rank and a healthy one, once per attempt of the job.
 
-        ranks: of this node. Raises OSError.
+        ranks: this node's ranks. Raises OSError.
         """
         attempt = max((live.attempt for live in ranks.values()), default=-1)
         if not findings.groups or attempt in self._after_verdict or not findings.step_ns:
@@ -109,7 +116,8 @@ class CaptureRelay:
         if not chosen:
             return
         self._after_verdict.add(attempt)
-        earlier, _ = captures.read_requests(self._run.captures)  # also by an earlier sidecar
+        # An earlier sidecar may have requested it before a restart.
+        earlier, _ = captures.read_requests(self._run.captures)
         if any(each.asked_by == captures.BY_VERDICT and each.attempt == attempt for each in earlier):
             return
         step = max(live.step for live in ranks.values())
@@ -122,7 +130,7 @@ class CaptureRelay:
                 attempt=attempt,
                 ranks=chosen,
                 from_step=captures.first_step(step, findings.step_ns / 1e9),
-                steps=_STEPS,
+                steps=_STEPS_AFTER_VERDICT,
             ),
         )
 
@@ -133,7 +141,7 @@ class CaptureRelay:
                 self.notes.append(note)
 
     def close(self) -> None:
-        """All ranks have ended: finishes what is left of their files."""
+        """Finish all files, after all ranks have ended."""
         while self._asked:
             self.update({}, time.monotonic())
 
@@ -146,7 +154,7 @@ class CaptureRelay:
             folder = captures.rank_folder(self._run.captures, request.id, rank)
             if captures.outcome_path(folder).exists():
                 continue
-            asked = _Asked(request, rank, live.ring, live.pid, folder, now_s)
+            asked = _PendingCapture(request, rank, live.ring, live.pid, folder, now_s)
             refusal = captures.refusal(self._run.captures, request)
             if refusal:
                 self._finish_without(asked, refusal)
@@ -157,14 +165,15 @@ class CaptureRelay:
             else:
                 logger.info("asking rank %d for capture %s", rank, request.id)
                 self._dump(asked, live.step, now_s)
-                if not folder.exists():  # else an earlier sidecar has asked
+                # If the folder exists, an earlier sidecar has forwarded the request.
+                if not folder.exists():
                     captures.answer_path(live.ring).unlink(missing_ok=True)
                     of_rank = dataclasses.replace(request, folder=str(folder))
                     captures.write(captures.ask_path(live.ring), of_rank)
                     folder.mkdir(parents=True, exist_ok=True)
                 self._asked.append(asked)
 
-    def _follow(self, asked: _Asked, live: LiveRank | None, now_s: float) -> None:
+    def _follow(self, asked: _PendingCapture, live: LiveRank | None, now_s: float) -> None:
         runs = live is not None and live.pid == asked.pid
         if asked.finishing is None:
             answer = self._answer(asked)
@@ -173,18 +182,18 @@ class CaptureRelay:
             elif not runs:
                 captures.ask_path(asked.ring).unlink(missing_ok=True)
                 asked.finishing = self._finish(asked, _nothing(asked, "the process ended"))
-            elif now_s - asked.since_s > LONGEST_S and self._taken_back(asked):
+            elif now_s - asked.since_s > LONGEST_S and self._withdraw(asked):
                 why = f"no step ended within {LONGEST_S:g} s: {STACKS} says where the rank is"
                 asked.finishing = self._finish(asked, _nothing(asked, why))
-            elif live is not None and now_s - asked.since_s > _ANSWERED_WITHIN_S:
-                why = f"begun, but not answered within {_ANSWERED_WITHIN_S:g} s: the rank is in step {live.step}"
+            elif live is not None and now_s - asked.since_s > _ANSWER_TIMEOUT_S:
+                why = f"begun, but not answered within {_ANSWER_TIMEOUT_S:g} s: the rank is in step {live.step}"
                 asked.finishing = self._finish(asked, _nothing(asked, f"{why}; {STACKS} says where it was"))
             elif live is not None and self._dump_is_due(asked, live.step, now_s):
                 self._dump(asked, live.step, now_s)
         if asked.finishing is not None and next(asked.finishing, _DONE) is _DONE:
             self._asked.remove(asked)
 
-    def _answer(self, asked: _Asked) -> Outcome | None:
+    def _answer(self, asked: _PendingCapture) -> Outcome | None:
         path = captures.answer_path(asked.ring)
         try:
             answer = captures.read(path, Outcome)
@@ -192,35 +201,36 @@ class CaptureRelay:
             return None
         except (OSError, ValueError) as error:
             return _nothing(asked, f"the rank's answer cannot be read: {error}")
-        if answer.id not in (asked.request.id, captures.UNREADABLE):  # to one that was given up meanwhile
+        # The answer may belong to an earlier request that was given up.
+        if answer.id not in (asked.request.id, captures.UNREADABLE):
             path.unlink(missing_ok=True)
             return None
         return dataclasses.replace(answer, id=asked.request.id, rank=asked.rank)
 
-    def _taken_back(self, asked: _Asked) -> bool:
-        """Whether the rank has not taken the request, and now will not."""
+    def _withdraw(self, asked: _PendingCapture) -> bool:
+        """Withdraw a request. Return False if the rank has already taken it."""
         try:
             captures.ask_path(asked.ring).unlink()
         except FileNotFoundError:
             return False
         return True
 
-    def _dump_is_due(self, asked: _Asked, step: int, now_s: float) -> bool:
+    def _dump_is_due(self, asked: _PendingCapture, step: int, now_s: float) -> bool:
         if step >= asked.request.from_step:
             return len(asked.dumps) < MAX_DUMPS and step != asked.dumped_step
-        return len(asked.dumps) < _DUMPS_BEFORE and now_s - asked.dumped_s >= _BETWEEN_DUMPS_S
+        return len(asked.dumps) < _DUMPS_BEFORE_CAPTURE and now_s - asked.dumped_s >= _DUMP_INTERVAL_S
 
-    def _dump(self, asked: _Asked, step: int, now_s: float) -> None:
+    def _dump(self, asked: _PendingCapture, step: int, now_s: float) -> None:
         asked.dumped_step, asked.dumped_s = step, now_s
         asked.dumps.append(f"== in step {step}\n{python_stacks(asked.pid, _DUMP_TIMEOUT_S)}\n")
 
-    def _finish_without(self, asked: _Asked, why: str) -> None:
+    def _finish_without(self, asked: _PendingCapture, why: str) -> None:
         asked.folder.mkdir(parents=True, exist_ok=True)
         for _ in self._finish(asked, _nothing(asked, why)):
             pass
 
-    def _finish(self, asked: _Asked, outcome: Outcome) -> Iterator[None]:
-        """Writes what is the sidecar's, a little in each round; the outcome last."""
+    def _finish(self, asked: _PendingCapture, outcome: Outcome) -> Iterator[None]:
+        """Write the sidecar's files, one chunk for each iteration, and the outcome last."""
         files, left_out = dict(outcome.files), dict(outcome.left_out)
         raw, compressed = asked.folder / RAW_TRACE, asked.folder / TRACE
         if TRACE in files:
@@ -244,7 +254,8 @@ class CaptureRelay:
                     left_out[TRACE] = "torch's profiler did not write it to its end: is the disk full?"
             except OSError as error:
                 left_out[TRACE] = f"it could not be compressed: {error.strerror or error}"
-            partial.unlink(missing_ok=True)  # before anything else is written: the disk may be full
+            # Free the space before writing other files, because the disk may be full.
+            partial.unlink(missing_ok=True)
         raw.unlink(missing_ok=True)
         if asked.dumps:
             try:
@@ -261,5 +272,5 @@ class CaptureRelay:
         logger.info("capture %s of rank %d: %s", outcome.id, outcome.rank, outcome.ended or "done")
 
 
-def _nothing(asked: _Asked, why: str) -> Outcome:
+def _nothing(asked: _PendingCapture, why: str) -> Outcome:
     return Outcome(asked.request.id, asked.rank, ended=why)

@@ -1,8 +1,9 @@
-"""This node among those of its job: sends its ranks' summaries to node 0, or receives those of all other nodes.
+"""Connect this node with the other nodes of its job.
 
-On node 0, update() takes over what the other nodes have reported, and sends them the run's id, its process generations
-and instructions. On the other nodes, it reports, and takes those over. The exchange stays open while processes are
-replaced: other nodes may have restarted already, or may be about to.
+On node 0, update() receives the summaries of all other nodes' ranks. It sends the run's id, its
+process generations and instructions to the other nodes. On the other nodes, update() does the
+opposite. The exchange stays open while processes are replaced, because other nodes may restart
+earlier or later.
 """
 
 from __future__ import annotations
@@ -37,15 +38,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-ROUND_S = 1.0  # between two posts of a rank that makes no steps, and between two checks for hangs
-_ALONE_S = 2.0  # between two calls of update() where no other node gets windows
+# Interval of a rank's posts while it makes no steps, and of checks for hangs.
+ROUND_S = 1.0
+# Interval of update() while no windows are exchanged.
+_ALONE_ROUND_S = 2.0
 _MAX_TALLIES = 16384
-_BETWEEN = b"\n"  # not part of any control message
+# Separates a control message, which does not contain it, from the instructions.
+_SEPARATOR = b"\n"
 OpenExchange = Callable[[Endpoints, str, str, bool], "Exchange"]
 
 
 class Cluster:
-    """Belongs to the sidecar's thread. Only close() waits for another node."""
+    """This node's link to the other nodes of the job. Not thread-safe. Only close() may block."""
 
     def __init__(
         self,
@@ -55,44 +59,45 @@ class Cluster:
         cut_off_after_s: float = 30.0,
         node_0_timeout_s: float = 15.0,
     ) -> None:
-        """node: its name, see run/place/node.py. open_exchange: None for Exchange.
+        """node: this node's name, see run/place/node.py. open_exchange: replaced in tests.
 
-        cut_off_after_s: without node 0, this node judges its own ranks; node 0's sidecar, started again, is found
-        sooner. node_0_timeout_s: within which node 0 says which processes run together, if it ever does.
+        cut_off_after_s: time without contact to node 0 after which this node judges its own ranks. A
+        restarted sidecar of node 0 is found sooner.
+        node_0_timeout_s: time to wait for node 0's message on which processes run together.
         """
         self.membership = Membership(run_id)
-        """Which processes of all nodes run together."""
+        """The generations of processes that run together on all nodes."""
         host = host_of(node)
-        # What other nodes call this one: its host, and what distinguishes it from another node of that host.
+        # The name for other nodes: the host, and a suffix that distinguishes several nodes on one host.
         self._name = f"{host}/{node.removeprefix(host).lstrip('-')}"
         self._open_exchange = open_exchange
         self._cut_off_after_s, self._node_0_timeout_s = cut_off_after_s, node_0_timeout_s
         self._exchange: Exchange | None = None
-        self._role: tuple[Endpoints, bool] | None = None  # where the nodes meet, and whether this is node 0
-        self._instructions = b""  # of node 0: to be sent, or received
-        self._received = b""  # from node 0, newest
+        self._role: tuple[Endpoints, bool] | None = None  # endpoints, and True on node 0
+        self._instructions = b""  # newest instructions, sent by node 0 or received from it
+        self._received = b""  # newest reply of node 0
         self._tallies: deque[tuple[str, bytes]] = deque(maxlen=_MAX_TALLIES)
         self._round_s = float("-inf")
-        self._closed_notes: list[str] = []  # of exchanges that are closed
+        self._closed_notes: list[str] = []  # notes of closed exchanges
         self._missing: dict[str, str] = {}
-        self._unreadable: set[str] = set()  # nodes whose summaries are of another version of this package
-        self._corrupt: Counter[str] = Counter()  # summaries, by node
+        self._unreadable: set[str] = set()  # nodes that run another version of this package
+        self._corrupt: Counter[str] = Counter()  # number of corrupt summaries by node
         self._others: list[str] = []
 
     @property
     def judges_alone(self) -> bool:
-        """Whether this node judges; else node 0 does."""
+        """True if this node judges its ranks itself, False if another node, node 0, does."""
         return self._exchange is None or self._merges
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether node 0 is to judge, and has not been reached for long: it knows nothing new of this node's ranks."""
+        """True if node 0 should judge this node's ranks but has not been reached for a long time."""
         return self._exchange is not None and not self._merges and self._exchange.unreached_s > self._cut_off_after_s
 
     @property
     def update_every_s(self) -> float:
-        """How often to call update(). Where nodes exchange windows, it is as often as they expect a post."""
-        return ROUND_S if self._exchange is not None else _ALONE_S
+        """Interval at which to call update(). Nodes that exchange windows expect a post each second."""
+        return ROUND_S if self._exchange is not None else _ALONE_ROUND_S
 
     @property
     def others_are_there(self) -> bool:
@@ -106,37 +111,37 @@ class Cluster:
 
     @property
     def max_published_bytes(self) -> int:
-        """How many bytes publish() takes now."""
+        """Largest number of bytes that publish() accepts now."""
         return MAX_REPLY_BYTES - 1 - len(self._control())
 
     def publish(self, instructions: bytes) -> None:
-        """On node 0, send instructions to all other nodes."""
+        """Send instructions to all other nodes. Has an effect on node 0 only."""
         if self._merges and instructions != self._instructions:
             self._instructions = instructions
             self._send_control()
 
     def set_links(self, links: bytes) -> None:
-        """Report what this node knows of its links to node 0, see nodes/link_report.py."""
+        """Report statistics of this node's links to node 0, see nodes/link_report.py."""
         if self._exchange is not None and not self._merges:
             self._exchange.set_links(links)
 
     def links_of_others(self) -> list[bytes]:
-        """On node 0, what the other nodes have reported of theirs."""
+        """Return the link reports of the other nodes. Empty except on node 0."""
         return self._exchange.links() if self._exchange is not None and self._merges else []
 
     def forward(self, tally: bytes, epoch: Epoch) -> None:
-        """Send what node 0's exporter adds up."""
+        """Send a tally of metrics, which node 0's exporter adds to its own."""
         if tally and self._exchange is not None and not self._merges and epoch.ranks:
             self._exchange.post({min(epoch.ranks): tally})
 
     def take_tallies(self) -> list[tuple[str, bytes]]:
-        """Take out what other nodes forward to this one's exporter, with their names."""
+        """Remove and return the tallies for this node's exporter, with the names of their nodes."""
         tallies = list(self._tallies)
         self._tallies.clear()
         return tallies
 
     def part(self, epoch: Epoch) -> Part | None:
-        """What this node is in the job; None while that is not known."""
+        """Return this node's part in exporting the job's metrics, or None while it is not known."""
         if not self.judges_alone:
             return Part.HANDS_ON
         on_one_node = any(local.identity.on_one_node for local in epoch.ranks.values())
@@ -145,20 +150,24 @@ class Cluster:
         return Part.ALONE if epoch.is_whole_job else None
 
     def awaits_node_0(self, epoch: Epoch) -> bool:
-        """Whether node 0 is still to say what the run is called, and how often it was started; soon it is."""
+        """Return True while this node waits for node 0's message with the run's id and attempt.
+
+        It does not wait longer than node_0_timeout_s.
+        """
         known = self.membership.is_known(epoch.generation)
         return bool(epoch.meeting_points) and not known and time.monotonic() - epoch.began_s < self._node_0_timeout_s
 
     def begin(self, identity: Identity, generation: int, number: int | None = None) -> None:
-        """Register a generation of this node's processes. identity: of one of them.
+        """Register a generation of this node's processes.
 
-        number: of the job's generation, if an earlier sidecar knew it.
+        identity: identity of one of the processes. number: the job's generation, if an earlier sidecar
+        knew it.
         """
         started_s = time.monotonic() - age_s(identity.process_started)
         self.membership.began(generation, started_s, identity.world_size, restarts=identity.restarts, number=number)
 
     def leave(self, epoch: Epoch) -> None:
-        """Send what is left of an epoch that another one replaces."""
+        """Send the rest of an epoch that is replaced, and discard what other nodes sent for it."""
         self._report(epoch)
         self._missing.clear()
         self._unreadable.clear()
@@ -167,7 +176,10 @@ class Cluster:
         self._tallies.clear()
 
     def update(self, epoch: Epoch, now_s: float, *, final: bool = False) -> None:
-        """Send and receive, and look for a hang once a second. now_s: a monotonic clock. final: the run has ended."""
+        """Send and receive data, and look for a hang once a second.
+
+        now_s: a monotonic clock. final: the run has ended.
+        """
         self._join(epoch)
         if self._merges:
             self._collect(epoch, now_s)
@@ -183,17 +195,17 @@ class Cluster:
             epoch.look_for_hang(now_s)
 
     def notes(self) -> list[str]:
-        """What a person should know about the exchange between nodes."""
+        """Return notes for the report about the exchange between nodes."""
         notes = [*self._missing.values()]
         notes += [f"node {node} runs another version of torchlens_perf: not compared" for node in self._unreadable]
         notes += [f"{count} windows of node {node} were corrupt: left out" for node, count in self._corrupt.items()]
         return notes + self._closed_notes + (self._exchange.notes() if self._exchange is not None else [])
 
     def close(self, epoch: Epoch) -> None:
-        """Send what is left and end the exchange. Wait for some seconds at most."""
+        """Send the remaining data and end the exchange. Blocks for some seconds at most."""
         self._report(epoch)
         if self._exchange is not None:
-            # Taken before it is closed: that the other end has left already is worth no note.
+            # Take the notes before closing. If the other end has already left, no note is needed.
             self._closed_notes += [note for note in self._exchange.notes() if note not in self._closed_notes]
             self._exchange.close()
             self._receive_control()
@@ -203,11 +215,14 @@ class Cluster:
 
     @property
     def _merges(self) -> bool:
-        """Whether this is node 0, which collects."""
+        """True on node 0, which collects the summaries."""
         return self._role is not None and self._role[1]
 
     def _join(self, epoch: Epoch) -> None:
-        """Open the exchange, or another one, as soon as ranks have made steps: by then this node's are all known."""
+        """Open the exchange once ranks have made steps, or replace it if this node's role has changed.
+
+        By the first steps, all ranks of this node are known.
+        """
         if epoch.is_whole_job or epoch.has_all_ranks:
             self.close(epoch)
             epoch.meeting_points.clear()
@@ -218,9 +233,9 @@ class Cluster:
             self.close(epoch)
             self._open(*role, next(iter(epoch.ranks.values())).identity)
 
-    def _open(self, endpoints: Endpoints, merges: bool, some: Identity) -> None:
-        """Meet the other nodes. merges: whether rank 0 is here. some: any rank of this node."""
-        # A job of one node needs neither asyncio nor what else they import.
+    def _open(self, endpoints: Endpoints, merges: bool, identity: Identity) -> None:
+        """Open the exchange. merges: True if rank 0 is on this node. identity: any rank of this node."""
+        # Imported here, because a job with one node needs neither asyncio nor grpc.
         from torchlens_perf.sidecar.nodes.exchange import Exchange
         from torchlens_perf.sidecar.nodes.rendezvous import exchange_key
 
@@ -228,36 +243,36 @@ class Cluster:
             self.membership.lead()
         else:
             self.membership.follow()
-        # The node's name includes its location, so that those who receive the name know the location too.
-        where = location(some.attributes).replace("/", "-")
+        # The name carries the node's location to the other nodes.
+        where = location(identity.attributes).replace("/", "-")
         logger.info("%s windows between nodes; %s", "merging" if merges else "sending", endpoints.text)
         name = f"{self._name}/{where}" if where else self._name
-        self._exchange = (self._open_exchange or Exchange)(endpoints, exchange_key(some.watch), name, merges)
+        self._exchange = (self._open_exchange or Exchange)(endpoints, exchange_key(identity.watch), name, merges)
         self._role = endpoints, merges
 
     def _send_control(self) -> None:
-        """On node 0, send the others the run's id, its process generations and instructions."""
+        """Send the run's id, its process generations and instructions. Has an effect on node 0 only."""
         if self._exchange is not None and self._merges:
-            control, more = self._control(), self._instructions
-            fits = more and len(control) + 1 + len(more) <= MAX_REPLY_BYTES
-            self._exchange.set_reply(control + _BETWEEN + more if fits else control)
+            control, instructions = self._control(), self._instructions
+            fits = instructions and len(control) + 1 + len(instructions) <= MAX_REPLY_BYTES
+            self._exchange.set_reply(control + _SEPARATOR + instructions if fits else control)
 
     def _control(self) -> bytes:
         return self.membership.control(time.monotonic()).encode()
 
     def _receive_control(self) -> None:
-        """On the others, take over what node 0 has sent."""
+        """Apply node 0's newest control message. Has an effect on the other nodes only."""
         received = self._exchange.reply() if self._exchange is not None else b""
         if received and received != self._received:
             self._received = received
-            control, _, self._instructions = received.partition(_BETWEEN)
+            control, _, self._instructions = received.partition(_SEPARATOR)
             try:
                 self.membership.receive(ControlMessage.decode(control), time.monotonic())
             except ValueError as error:
                 logger.warning("node 0's control message cannot be read: %s", error)
 
     def _report(self, epoch: Epoch) -> None:
-        """On the others, report how far this node's ranks are, and their rows that were not reported yet."""
+        """Report the progress and new rows of this node's ranks to node 0. No effect on node 0."""
         while self._exchange is not None and not self._merges:
             payloads, more = {}, False
             for rank, local in epoch.ranks.items():
@@ -285,13 +300,13 @@ class Cluster:
                 return
 
     def _collect(self, epoch: Epoch, now_s: float) -> None:
-        """On node 0, take over what the other nodes have reported."""
+        """Add the reports of the other nodes. Called on node 0."""
         if self._exchange is None:
             return
         for local in epoch.ranks.values():
-            local.unsent.clear()  # node 0 has its own rows
+            local.unsent.clear()  # Node 0 judges its own rows without sending them.
         collected = self._exchange.collect()
-        posts: list[Received] = []  # of each payload
+        posts: list[Received] = []  # the post of each payload
         payloads: list[bytes] = []
         for post in collected.posts:
             for payload in post.payloads.values():
@@ -328,9 +343,11 @@ class Cluster:
     def _of_generation(
         self, values: npt.NDArray[np.void], received: Sequence[Received], generation: int
     ) -> npt.NDArray[np.bool_]:
-        """Which summaries do not come late from processes that these have replaced, or early from those that come next.
+        """Return a mask of the summaries from the same generation of processes as this node's.
 
-        received: the post of each. generation: of this node's processes, as it counts them.
+        Other summaries come late from replaced processes, or early from new ones.
+
+        received: the post of each summary. generation: this node's own count of its processes.
         """
         now_s, current = time.monotonic(), self.membership.number(generation)
         known: dict[tuple[str, int], bool] = {}

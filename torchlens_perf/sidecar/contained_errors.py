@@ -1,4 +1,4 @@
-"""Errors in a part of a sidecar's round end that part alone; the report says that its results are missing."""
+"""Contain errors of one part of a sidecar's round, so that the other parts go on."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ if TYPE_CHECKING:
 
 
 class ContainedErrors:
-    """Belongs to the sidecar's thread."""
+    """Errors that end one part of a round and become notes in the node's state. Not thread-safe."""
 
     def __init__(self, state: NodeState) -> None:
         self._state = state
 
     @contextlib.contextmanager
     def contain(self, place: str) -> Iterator[None]:
-        """Contain what is raised inside, and note it in the node's state. place: what is being done."""
+        """Contain exceptions, and note them in the node's state. place: a description of the work."""
         before = swallowed.by_place[place]
         try:
             with guard(place):
                 yield
-        except (OSError, RunStoreError) as error:  # guard() raises in tests, but a disk that fails is no mistake
+        except (OSError, RunStoreError) as error:
+            # In tests, guard() raises every exception again, but a failing disk is not a programming error.
             swallowed.add(place, error)
         note = f"{place} failed in the sidecar, and its results are missing: see nodes/{self._state.host}.log"
         if swallowed.by_place[place] > before and note not in self._state.notes:

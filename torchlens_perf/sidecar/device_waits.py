@@ -1,9 +1,13 @@
-"""Where hosts that stand still wait for their devices, by their Python stacks, for hang.py.
+"""Find out from Python stacks whether ranks that make no progress wait for their devices.
 
-Asked only where a pause of all ranks is found whose devices nobody has looked at since, or ranks with devices that did
-not enter a collective. A host that stands in one line in all of some looks, a round apart, waits in it; it is asked
-again whenever the stand-still is twice as long. By py-spy alone: a pause is no hang yet, and no process is sent a
-signal for it.
+The result is used to find hangs (analysis/collectives/hang.py). Stacks are only read in two cases:
+
+- all ranks pause, and their devices' progress has not been read since,
+- ranks with devices did not enter a collective.
+
+A host waits in a line if its stack shows this line in SAMPLES samples, one per round. Sampling starts
+again each time the duration has doubled. Stacks are read by py-spy only: a pause is not a hang yet,
+so no signal is sent to a process.
 """
 
 from __future__ import annotations
@@ -14,27 +18,27 @@ from torchlens_perf.analysis.collectives.device_progress import is_device_wait
 from torchlens_perf.analysis.collectives.hang import MIN_S, Hang
 from torchlens_perf.sidecar.host.stacks import Stack, source_line
 
-LOOKS = 3
+SAMPLES = 3
 
 
 class DeviceWaits:
-    """Of the ranks of this node."""
+    """Sampler of the device waits of this node's ranks."""
 
     def __init__(self, source: Callable[[Stack], str] = source_line) -> None:
-        """source: the line that the innermost frame stands in."""
+        """source: returns the source line of a stack's innermost frame."""
         self._source = source
         self.forget()
 
     def forget(self) -> None:
-        """Steps are made."""
+        """Discard all samples, because ranks make steps."""
         self.known: Mapping[int, str] = {}
-        """By rank that was asked: Progress.waits_in."""
+        """Progress.waits_in of each sampled rank."""
         self._period: tuple[int, int] | None = None
-        self._looks = 0
+        self._samples = 0
         self._seen: dict[int, str] = {}
 
     def is_due(self, hang: Hang | None) -> bool:
-        """Whether to look."""
+        """Return True if stacks should be sampled now."""
         if hang is None:
             return False
         if hang.kind == "missing":
@@ -42,20 +46,21 @@ class DeviceWaits:
                 return False
         elif hang.kind not in ("pause", "blocked") or hang.devices is None:
             return False
+        # A new period begins each time the duration has doubled.
         period = hang.step, int(hang.since_s / MIN_S).bit_length()
         if period != self._period:
-            self._period, self._looks, self._seen = period, 0, {}
-        return self._looks < LOOKS
+            self._period, self._samples, self._seen = period, 0, {}
+        return self._samples < SAMPLES
 
-    def look(self, stacks: Mapping[int, Stack]) -> None:
-        """By rank. What is known changes with the last look, or with one that differs."""
+    def add_sample(self, stacks: Mapping[int, Stack]) -> None:
+        """Add one sample of stacks, by rank. `known` changes with the last sample, or a different one."""
         seen = {}
         for rank, stack in stacks.items():
             if stack.lines:
                 source = self._source(stack)
                 seen[rank] = f"`{source}`, {stack.lines[0]}" if is_device_wait(source) else ""
-        stays = self._looks == 0 or seen == self._seen
-        self._seen = seen if stays else dict.fromkeys(seen, "")
-        self._looks = self._looks + 1 if any(self._seen.values()) else LOOKS
-        if self._looks == LOOKS:
+        is_same = self._samples == 0 or seen == self._seen
+        self._seen = seen if is_same else dict.fromkeys(seen, "")
+        self._samples = self._samples + 1 if any(self._seen.values()) else SAMPLES
+        if self._samples == SAMPLES:
             self.known = self._seen

@@ -1,6 +1,6 @@
-"""All that is known of one generation of processes of the job. A restart replaces the object as a whole.
+"""Hold all data about one generation of the job's processes. A restart replaces the whole object.
 
-The sidecar feeds it from rings and from other nodes' summaries, a replay from the records that are kept.
+The sidecar adds data from rings and from other nodes' summaries. A replay adds saved records.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.placement import Placement
     from torchlens_perf.verdicts.words.hang import OpenHang
 
-SILENT_S = 6.0  # nodes post every second; one whose posts are missing for so long is silent
-_MIN_SENT_ROW_NS = 100_000_000  # between nodes: at most ten rows a second and rank
-_MAX_COMPARED = 256  # ranks whose metrics a slow rank's are held against
+# Nodes post every second. A node without posts for this time counts as silent.
+SILENT_S = 6.0
+# Between nodes, a rank sends at most ten rows per second.
+_MIN_SENT_ROW_NS = 100_000_000
+# A slow rank's metrics are compared with those of at most so many other ranks.
+_MAX_COMPARED_RANKS = 256
 
 
 @dataclasses.dataclass
@@ -71,23 +74,23 @@ class _RemoteRank:
 
 
 class Epoch:
-    """Belongs to one thread: the sidecar's, or a replay's."""
+    """Data and findings about one generation of processes. Not thread-safe."""
 
     def __init__(self, generation: int = UNRELATED, earlier: Findings = NOTHING) -> None:
-        """generation: see restarts.py. earlier: what an earlier sidecar has found about the same processes."""
+        """generation: see restarts.py. earlier: findings of an earlier sidecar on the same processes."""
         self.generation = generation
         self.began_s = time.monotonic()
         self.detector = JobDetector(earlier)
         self.ranks: dict[int, LocalRank] = {}
         """This node's ranks."""
         self.meeting_points: dict[int, Endpoints] = {}
-        """Where the nodes of a job of several can meet, by the rank that reported it."""
+        """Endpoints of the exchange between nodes, by the rank that reported them."""
         self.is_whole_job = False
-        """Whether this node's ranks are all ranks of the job."""
+        """True if this node has all ranks of the job."""
         self.rank_rows = RankRows()
-        """What the ranks of all nodes did in the newest steps."""
+        """Rows of the newest steps of the ranks of all nodes."""
         self.module_times = ModuleTimes()
-        """Of the ranks of all nodes."""
+        """Module times of the ranks of all nodes."""
         self.traces = TraceSampler(generation, self.rank_rows, self.detector.places)
         self._windows = MergedWindows()
         self._metrics = MetricHistory()
@@ -99,22 +102,22 @@ class Epoch:
 
     @property
     def hang(self) -> OpenHang | None:
-        """The hang in progress; None while the job makes steps."""
+        """The hang in progress, or None while the job makes steps."""
         return self._hangs.hang
 
     @property
     def places(self) -> Mapping[int, Placement]:
-        """Of all ranks that are judged here."""
+        """Placements of all ranks that are judged here."""
         return self.detector.places
 
     @property
     def world_size(self) -> int:
-        """How many ranks the job has; 0 before the first of this node's is known."""
+        """Number of ranks of the job, or 0 before the first rank of this node is known."""
         return max((local.identity.world_size for local in self.ranks.values()), default=0)
 
     @property
     def has_all_ranks(self) -> bool:
-        """Whether all ranks of the job are here, though no launcher may have said it."""
+        """True if all ranks of the job are on this node, even if no launcher has reported that."""
         return bool(self.ranks) and len(self.ranks) >= self.world_size
 
     # -- from this node
@@ -122,7 +125,7 @@ class Epoch:
     def add_steps(
         self, identity: Identity, place: Placement, steps: StepTable, meeting_point: Endpoints | None = None
     ) -> None:
-        """Add finished steps of a rank. meeting_point: where the nodes meet, of a job of several."""
+        """Add finished steps of a rank. meeting_point: endpoints of the exchange between nodes."""
         local = self._local(identity, place)
         if meeting_point is None or identity.on_one_node:
             self.is_whole_job = True
@@ -135,7 +138,7 @@ class Epoch:
             local.unsent += [rows] if self.meeting_points else []
 
     def add_windows(self, records: npt.NDArray[np.void], world_size: int) -> None:
-        """Add what the devices merged over all ranks. records: any of rank 0."""
+        """Add the windows that devices have merged over all ranks. records: records of rank 0."""
         self._windows.add(records, world_size)
 
     def set_progress(
@@ -147,9 +150,10 @@ class Epoch:
         stack_file: str = "",
         modules_ns: Mapping[str, float] | None = None,
     ) -> None:
-        """Set how far a rank is. stack_file: where it writes its stack when it is asked to.
+        """Set the progress of a rank.
 
-        modules_ns: its modules' mean own forward time a step.
+        stack_file: the file to which the rank writes its stack on a signal. modules_ns: the mean own
+        forward time per step of the rank's modules.
         """
         local = self._local(identity, place)
         local.progress, local.stack_file, local.modules_ns = progress, stack_file, modules_ns or {}
@@ -157,17 +161,17 @@ class Epoch:
         self._groups.update({name: parse_ranges(group["ranks"]) for name, group in groups.items()})
 
     def add_metrics(self, values: Mapping[int, Mapping[str, float]], now_s: float) -> None:
-        """Add what was measured in the last second, by rank; see verdicts/causes/metrics.py."""
-        there = {rank: metrics for rank, metrics in values.items() if rank in self.ranks}
-        for rank, metrics in there.items():
+        """Add the metrics of the last second, by rank; see verdicts/causes/metrics.py."""
+        known = {rank: metrics for rank, metrics in values.items() if rank in self.ranks}
+        for rank, metrics in known.items():
             self.ranks[rank].metrics = metrics
-        if there:
-            steps = [local.progress.step if local.progress else 0 for local in map(self.ranks.__getitem__, there)]
-            rows = np.stack([vector(metrics) for metrics in there.values()])
-            self._metrics.add(np.array(list(there)), np.array(steps), rows, now_s)
+        if known:
+            steps = [local.progress.step if local.progress else 0 for local in map(self.ranks.__getitem__, known)]
+            rows = np.stack([vector(metrics) for metrics in known.values()])
+            self._metrics.add(np.array(list(known)), np.array(steps), rows, now_s)
 
     def end(self, identity: Identity) -> None:
-        """End a rank: its process has ended, and all of its steps were added."""
+        """End a rank whose process has ended, after all of its steps were added."""
         local = self.ranks.get(identity.rank)
         rows = self.detector.end(identity.rank)
         if local is not None and local.identity.key == identity.key:
@@ -184,7 +188,10 @@ class Epoch:
     # -- from other nodes
 
     def add_remote(self, values: npt.NDArray[np.void], received: Sequence[Received], now_s: float) -> None:
-        """Add summaries of other nodes' ranks, which are sound and of this generation. received: the post of each."""
+        """Add valid summaries of other nodes' ranks of this generation.
+
+        received: the post of each summary.
+        """
         hosts = [each.node.split("/")[0] for each in received]
         locations = ["".join(each.node.split("/")[2:]) for each in received]
         ages_s = [each.age_s for each in received]
@@ -203,10 +210,10 @@ class Epoch:
             self.detector.add_block(population, block)
             self.rank_rows.add(block)
 
-    # -- what follows from it
+    # -- findings
 
     def judge(self, *, final: bool = False) -> Findings | None:
-        """Return the slow ranks, as held against the devices' windows; None before the first step.
+        """Return the slow ranks, compared with the devices' windows, or None before the first step.
 
         final: the run has ended.
         """
@@ -224,33 +231,35 @@ class Epoch:
         before: Findings = NOTHING,
         details: Callable[[int], Mapping[str, str]] | None = None,
     ) -> Findings:
-        """Return the findings with which ranks are slow together, where, and why. before: the findings until now.
+        """Return the findings with groups of slow ranks, their places and their causes.
 
-        details: of a rank, see diagnose(); None: no diagnosis is made.
+        before: the previous findings. details: returns a rank's details, see diagnose(). Without it, no
+        causes are added.
         """
         why = None if details is None else lambda group: self.diagnose(group, details(group.lead.rank))
         return with_groups(findings, self.places, self.module_times.excess_ns, diagnosed=why, before=before)
 
     def diagnose(self, straggler: StragglerGroup, details: Mapping[str, str]) -> Diagnosis:
-        """Return why a rank is slow. details: see rules.diagnose(); of a rank of another node there are none."""
+        """Return why a rank is slow. details: see rules.diagnose(), empty for ranks of other nodes."""
         episode, places = straggler.lead, self.places
-        # Of those that do the same work; any of them, as ranks in steps of eight have the same place on their nodes.
+        # Compare with ranks that do the same work. In a large job the sample is random, because every
+        # eighth rank, for example, has the same place on its node.
         same = places[episode.rank].population if episode.rank in places else ""
         alike = [rank for rank in self._metrics.ranks if rank in places and places[rank].population == same]
-        if len(alike) > _MAX_COMPARED:
-            alike = random.Random(episode.rank).sample(alike, _MAX_COMPARED)
+        if len(alike) > _MAX_COMPARED_RANKS:
+            alike = random.Random(episode.rank).sample(alike, _MAX_COMPARED_RANKS)
         during = self._metrics.means([episode.rank, *alike], episode.since_step)
         before = None if episode.from_start else self._metrics.usual_before(episode.rank, episode.since_step)
         return diagnose(episode, during, before, straggler.ranks, details)
 
     def look_for_hang(self, now_s: float) -> None:
-        """Look whether the job hangs at this moment. now_s: a monotonic clock."""
+        """Look for a hang of the job at this moment. now_s: a monotonic clock."""
         ranks = {rank: local.progress for rank, local in self.ranks.items() if local.progress is not None}
         ages_s = {rank: now_s - remote.reported_s for rank, remote in self._remote.items()}
-        everybody = tuple(range(self.world_size))
+        all_ranks = tuple(range(self.world_size))
         groups = {
-            name: everybody if len(members) == len(everybody) else members for name, members in self._groups.items()
+            name: all_ranks if len(members) == len(all_ranks) else members for name, members in self._groups.items()
         }
         processes = {rank: (local.identity, local.stack_file) for rank, local in self.ranks.items()}
         remote = {rank: each.progress for rank, each in self._remote.items()}
-        self._hangs.look(ranks, remote, ages_s, groups, processes, now_s)
+        self._hangs.update(ranks, remote, ages_s, groups, processes, now_s)

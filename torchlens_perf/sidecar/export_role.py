@@ -1,4 +1,7 @@
-"""What this node's metrics stand for: the whole job, a share of it that node 0 adds up, or this node alone."""
+"""Decide what this node's metrics describe.
+
+They describe the whole job, a share of it that node 0 adds up, or this node alone.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,29 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.verdicts.stragglers.episodes import Episode
 
-_UNKNOWN_S = 15.0  # after which a node whose part in the job is not known is taken to be alone
+# A node whose part in the job is not known after this time exports for itself alone.
+_UNKNOWN_TIMEOUT_S = 15.0
 
 
 class ExportRole:
-    """Belongs to the sidecar's thread. Stays over restarts of the job."""
+    """This node's part in the export. It is kept across restarts of the job. Not thread-safe."""
 
     def __init__(self) -> None:
         self.part: Part | None = None
-        """None until it is known."""
+        """This node's part, or None until it is known."""
         self.slow_ranks: dict[int, None] = {}
-        """Ranks that were named and have series of their own; the newest last."""
+        """Ranks that were slow and have series of their own, newest last."""
         self.slow_elsewhere: frozenset[int] = frozenset()
-        """Those that node 0 has named."""
+        """Slow ranks that node 0 has reported."""
         self.left_out = 0
-        """Steps that were to be sent as traces, and for which there was no room."""
+        """Number of steps that were not sent as traces because the budget was used up."""
         self._unknown_since_s: float | None = None
 
     def add_slow(self, episodes: Iterable[Episode]) -> None:
-        """Give the ranks of these episodes series of their own, the costliest ones and those that are named last."""
+        """Give the ranks of these episodes series of their own.
+
+        If there are too many, the costliest and the newest ranks have priority.
+        """
         for each in sorted(episodes, key=lambda each: each.cost_ns)[-MAX_STANDING:]:
             self.slow_ranks.pop(each.rank, None)
             self.slow_ranks[each.rank] = None
@@ -47,16 +54,16 @@ class ExportRole:
         sources: RingSources,
         now_s: float,
     ) -> JobPart | None:
-        """Return what this node's metrics stand for; None while that is not known.
+        """Return what this node's metrics describe, or None while that is not known.
 
-        part: None while nothing in the job tells it. tallies: those that other nodes have sent, see JobPart.
+        part: this node's part, or None if it is not known yet. tallies: from other nodes, see JobPart.
         """
         world_size = max((each.state.identity.world_size for each in sources), default=1)
         here = len({each.state.identity.rank for each in sources.newest()})
         self.part = part or self.part
         if self.part is None:
             self._unknown_since_s = now_s if self._unknown_since_s is None else self._unknown_since_s
-            if now_s - self._unknown_since_s < _UNKNOWN_S and sources.live():
+            if now_s - self._unknown_since_s < _UNKNOWN_TIMEOUT_S and sources.live():
                 return None
             self.part = Part.WHOLE if here >= world_size else Part.ALONE
         standing: frozenset[int] | None = None

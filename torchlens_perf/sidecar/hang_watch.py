@@ -1,4 +1,4 @@
-"""The hang in progress, as this node sees it: looks for one, and reads the stacks that say where its ranks stand."""
+"""Find a hang in progress, and read the Python stacks of this node's ranks in it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ MAX_STACKS = 3
 
 
 class HangWatch:
-    """Belongs to the sidecar's thread. Of one set of processes."""
+    """Search for hangs of one generation of processes. Not thread-safe."""
 
     def __init__(self, silent_s: float) -> None:
-        """silent_s: a node whose reports are missing for so long is silent."""
+        """silent_s: time without reports after which a node counts as silent."""
         self.hang: OpenHang | None = None
-        """The hang in progress; None while the job moves."""
+        """The hang in progress, or None while the job makes steps."""
         self._key: object = None
-        self._seen: tuple[object, float] = (None, 0.0)  # the newest finding, and since when it has been found
+        self._seen: tuple[object, float] = (None, 0.0)  # key of the newest finding, and its first time
         self._waits = DeviceWaits()
         self._silent_s = silent_s
 
-    def look(
+    def update(
         self,
         local: Mapping[int, Progress],
         remote: Mapping[int, Progress],
@@ -42,16 +42,18 @@ class HangWatch:
         processes: Mapping[int, tuple[Identity, str]],
         now_s: float,
     ) -> None:
-        """Whether the job hangs now.
+        """Look for a hang and update `hang`.
 
-        local, remote: how far the ranks are, of this node and of others, and how old the latter's reports are. groups:
-        members by name. processes: of this node's ranks, and the files to which they write their stacks when asked.
+        local, remote: the progress of this node's ranks and of other nodes' ranks.
+        ages_s: ages of the remote reports.
+        groups: ranks of each process group, by name.
+        processes: processes of this node's ranks, and the files to which they write their stacks.
         now_s: a monotonic clock.
         """
         ranks = dict(local)
         if not ranks and not remote:
             return
-        # With many ranks it saves time to examine none closely while all make steps.
+        # With many ranks, skip the full search while all ranks make steps.
         longest_s = max(
             (each.since_step_s + ages_s[rank] - each.report_age_s for rank, each in remote.items()), default=0.0
         )
@@ -61,7 +63,7 @@ class HangWatch:
             return
         for rank, each in remote.items():
             since_step_s = each.since_step_s
-            # A silent node may still make steps: that no step is reported does not show that none is made.
+            # A silent node may still make steps, so its missing reports do not count as time without a step.
             if ages_s[rank] <= self._silent_s or each.state in ENDED:
                 since_step_s += ages_s[rank] - each.report_age_s
             ranks[rank] = dataclasses.replace(each, report_age_s=ages_s[rank], since_step_s=since_step_s)
@@ -71,23 +73,24 @@ class HangWatch:
             self._waits.forget()
         elif self._waits.is_due(hang):
             here = [rank for rank in hang.look_at if rank in processes][:MAX_STACKS]
-            self._waits.look({rank: python_stack(processes[rank][0].pid) for rank in here})
+            self._waits.add_sample({rank: python_stack(processes[rank][0].pid) for rank in here})
             if self._waits.known != waits:
                 hang = find_hang(_with_waits(ranks, self._waits.known), groups, silent_s=self._silent_s)
         if hang is None or not hang.alarm:
             self._forget()
         elif self.hang is not None and hang.key == self._key:
-            self.hang = described(hang, self.hang.stacks)  # it lasts longer, and its description changes
+            # The same hang lasts longer, so its description changes but its stacks do not.
+            self.hang = described(hang, self.hang.stacks)
         elif (self.hang is None and not hang.moving) or self._is_found_again(hang, ranks, now_s):
             self._key = hang.key
             self.hang = described(hang, _stacks(hang, processes))
             logger.warning("%s", self.hang.text)
 
     def _is_found_again(self, hang: Hang, ranks: Mapping[int, Progress], now_s: float) -> bool:
-        """Whether reports that were made since it was found first show it too.
+        """Return True if reports that were made after the first finding show the same hang.
 
-        When a hang ends, other nodes' reports are older than this node's rings for a moment. Their ranks then seem to
-        stand where these go on, which is no other hang.
+        When a hang ends, other nodes' reports are older than this node's rings for a moment. The other
+        ranks then seem to have stopped while this node's ranks go on, which is not a new hang.
         """
         if self._seen[0] != hang.key:
             self._seen = hang.key, now_s

@@ -1,7 +1,8 @@
-"""What a node's sidecar concludes from what it reads: who is slow and why, whether the job hangs, and its alerts.
+"""Find slow ranks, their causes, and hangs, and raise alerts.
 
-In a job of several nodes every sidecar sends its ranks' windows to that of node 0, which judges all ranks together.
-Whatever fails in here, the records are read and kept, and the report says that something is missing.
+In a job with several nodes, every sidecar sends its ranks' windows to node 0's sidecar, which judges
+all ranks together. After an error in this module, records are still read and saved, and the report
+notes that results are missing.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _SIGNALS = "looking for causes"
 
 
 class JobMonitor:
-    """Belongs to the sidecar's thread. Writes what it finds into the node's state."""
+    """Monitor of the job, which writes its findings into the node's state. Not thread-safe."""
 
     def __init__(
         self,
@@ -57,13 +58,13 @@ class JobMonitor:
         telemetry: TelemetryLog,
         errors: ContainedErrors,
     ) -> None:
-        """state: as an earlier sidecar has left it. generations: knows its processes."""
+        """state: the node's state from an earlier sidecar. generations: contains its processes."""
         self.cluster = Cluster(state.host, run.run_id)
         self.metrics = RankMetrics(telemetry)
         self.alerts = AlertManager(FindingLog(run.run_id, state.records, state.findings))
         self.role = ExportRole()
         self.epoch = Epoch(generations.newest, state.findings)
-        self._last_traces: list[ExportBatch] = []  # of epochs that were replaced
+        self._last_traces: list[ExportBatch] = []  # traces of replaced epochs
         self._state = state
         self._folder = run.nodes
         self._links = LinkWatch()
@@ -74,7 +75,10 @@ class JobMonitor:
                 self.cluster.begin(process.identity, generation, process.identity.attempt)
 
     def begin(self, identity: Identity, generation: int) -> None:
-        """Begin an epoch: new processes have started, of which this is one. Findings about the old ones end."""
+        """Begin an epoch because new processes have started. Findings about the old processes end.
+
+        identity: identity of one of the new processes.
+        """
         before, self.epoch = self.epoch, Epoch(generation)
         self.cluster.begin(identity, generation)
         with self._errors.contain("exporting"):
@@ -83,7 +87,7 @@ class JobMonitor:
         self._state.findings, self._state.hang = NOTHING, None
 
     def assign_attempts(self, sources: RingSources) -> None:
-        """Give processes their places in the job: the run's id, and which of its generations they belong to."""
+        """Set the run's id and the attempt of each process."""
         membership = self.cluster.membership
         for source in sources:
             if source.generation != UNRELATED:
@@ -95,12 +99,15 @@ class JobMonitor:
                     )
 
     def sample(self, sources: RingSources, now_s: float) -> None:
-        """Sample what ranks wait for at this instant; in every round."""
+        """Sample the ranks' present waits. Called in every round."""
         with self._errors.contain(_SIGNALS):
             self.metrics.update(sources, now_s)
 
     def add_steps(self, source: RingSource, records: npt.NDArray[np.void], steps: StepTable, *, newest: bool) -> None:
-        """Add finished steps of a process, which these records make. newest: no other process has replaced it."""
+        """Add finished steps of a process, assembled from these records.
+
+        newest: True if no other process has replaced it.
+        """
         with self._errors.contain(_JUDGING):
             judged = source.state.judge_by(source.judged, records, steps)
             if newest:
@@ -113,7 +120,7 @@ class JobMonitor:
                 self.metrics.add_steps(source, steps)
 
     def end(self, source: RingSource) -> None:
-        """End one of the newest processes, all of which is counted."""
+        """End one of the newest processes, after all of its records were counted."""
         with self._errors.contain(_JUDGING):
             self._judge(source, source.state.judge_by(source.judged))
             self.epoch.end(source.state.identity)
@@ -144,16 +151,17 @@ class JobMonitor:
                 details = self._details_by_rank(newest)
                 self._state.findings = self.epoch.with_groups(findings, self._state.findings, details)
         self._state.hang = self.epoch.hang
-        if not self.cluster.awaits_node_0(self.epoch) or not sources.live():  # alerts are of the job's attempt
+        # Alerts contain the job's attempt, which node 0 may still have to report.
+        if not self.cluster.awaits_node_0(self.epoch) or not sources.live():
             self._assess(newest, sources.live())
 
     def job_part(self, sources: RingSources, now_s: float) -> JobPart | None:
-        """Return what this node's metrics stand for; None while that is not known."""
+        """Return what this node's metrics describe, or None while that is not known."""
         part, tallies = self.cluster.part(self.epoch), self.cluster.take_tallies()
         return self.role.update(part, self.epoch.rank_rows, tallies, sources, now_s)
 
     def take_traces(self, sources: RingSources, now_s: float, *, final: bool = False) -> list[ExportBatch]:
-        """Return the traces that are to be sent now. final: nothing more comes, from here or from node 0."""
+        """Return the traces to send now. final: no more steps or choices of node 0 will come."""
         found, self._last_traces = self._last_traces, []
         running = frozenset(each.state.identity.rank for each in sources.newest() if not each.read_to_end)
         return found + self._choose_traces(self.epoch, running, now_s, final=final)
@@ -166,13 +174,14 @@ class JobMonitor:
         )
         if role.part is Part.WHOLE:
             choice = epoch.traces.choice(attempt, tuple(role.slow_ranks), cluster.max_published_bytes, final=final)
-            if choice:  # else the last one of the processes before is still to be received
+            # Without a new choice, keep sending the last one of the replaced processes.
+            if choice:
                 cluster.publish(choice)
         return found
 
     @property
     def awaits_choice(self) -> bool:
-        """Whether node 0 is still to choose which of some steps are sent as traces."""
+        """True while this node waits for node 0 to choose the steps that are sent as traces."""
         return self.role.part is Part.HANDS_ON and self.epoch.traces.has_candidates
 
     def _measure(self, newest: Iterable[RingSource], now_s: float) -> None:
@@ -212,5 +221,5 @@ class JobMonitor:
         self.alerts.keep(found)
 
     def _details_by_rank(self, newest: Iterable[RingSource]) -> Callable[[int], Mapping[str, str]]:
-        of = {source.state.identity.rank: source for source in newest}
-        return lambda rank: self.metrics.details(of[rank]) if rank in of else {}
+        by_rank = {source.state.identity.rank: source for source in newest}
+        return lambda rank: self.metrics.details(by_rank[rank]) if rank in by_rank else {}

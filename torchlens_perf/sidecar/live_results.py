@@ -1,6 +1,7 @@
-"""Results for those who look at a live run out of its own processes: a notebook, w.summary(), callbacks on verdicts.
+"""Deliver results of a live run to its own processes: notebooks, w.summary() and verdict callbacks.
 
-They ask by a mailbox beside their ring (run/mailbox.py), and are answered within a round. Nothing is done for nobody.
+A process makes a request through a mailbox in the folder of its ring (run/mailbox.py). It receives
+the answer within a round. Results are made only on request.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.node import Sidecar
 
 MAX_RANKS = 256
-"""Of larger jobs results are not put together here: that would take seconds, in which no ring is read. Who asks has the
-state saved, and has a process of their own read it."""
+"""Limit of ranks for results that the sidecar makes itself.
+
+For larger jobs this would take seconds, in which no ring is read. The sidecar then only saves its
+state, and the requester reads it in a process of its own.
+"""
 FIGURE_PARTS = ("data", "communication")
-"""Whose sums who logs figures gets, see results/figures.py."""
-_VIEW_EVERY_S = 1.0
-_MIN_REST = 20.0  # times what a view has taken
-_TICK_NS = 50_000_000  # of a file system's clock: more than any kernel's
+"""Parts whose sums are sent to `log_to()` loggers, see results/figures.py."""
+_VIEW_INTERVAL_S = 1.0
+_MIN_IDLE_RATIO = 20.0
+# Longer than the tick of any kernel, which is the resolution of a file's modification time.
+_CLOCK_TICK_NS = 50_000_000
 
 
 class LiveResults:
-    """Belongs to the sidecar's thread."""
+    """Answers to requests of this node's processes. Not thread-safe."""
 
     def __init__(
         self,
@@ -38,14 +43,16 @@ class LiveResults:
         results: Callable[[RunDirectory], str] | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """results: a run's, as text, from what its nodes have saved; it may raise OSError and RunStoreError. None: who
-        asks reads the run directory. clock: in seconds.
+        """results: returns a run's results as text from the saved states of its nodes.
+
+        It may raise OSError and RunStoreError. Without it, requesters read the run directory
+        themselves. clock: a clock in seconds.
         """
         self._sidecar = sidecar
         self._results = results
         self._clock = clock
         self._rings = 0
-        self._folders: list[str] = []  # that they lie in
+        self._folders: list[str] = []  # the folders of the rings
         self._changes_ns: list[int] = []
         self._answers: list[Path] = []
         self._views: list[Path] = []
@@ -54,25 +61,31 @@ class LiveResults:
         self._steps_shown: dict[Path, int] = {}
         self._asked: dict[Path, str] = {}
         self._view_due_s = float("-inf")
-        self._view_of = -1  # how many records the last one was made of
+        self._view_records = -1  # number of records in the last view
         self._delivered: tuple[int, list[Path]] = 0, []
 
     def asked(self) -> frozenset[str]:
-        """What somebody waits for just now: mailbox.RESULTS, mailbox.STEPS. Cheap where nothing has changed."""
+        """Return what processes wait for now: mailbox.RESULTS, mailbox.STEPS.
+
+        The call is cheap if nothing has changed.
+        """
         changes_ns = self._changes()
         if changes_ns != self._changes_ns:
             mailboxes = self._sidecar.run.local_mailboxes
             self._answers, self._views = mailboxes(mailbox.ANSWER), mailboxes(mailbox.VIEW)
             self._alerts, self._figures = mailboxes(mailbox.ALERTS), mailboxes(mailbox.FIGURES)
-            # What comes in the same tick of the clock does not change the time.
-            settled = max(changes_ns, default=0) < time.time_ns() - _TICK_NS
+            # A mailbox that is created in the same clock tick would not change the modification time.
+            settled = max(changes_ns, default=0) < time.time_ns() - _CLOCK_TICK_NS
             self._changes_ns = changes_ns if settled else []
         questions = {path: mailbox.question(path) for path in self._answers}
         self._asked = {path: text for path, text in questions.items() if text}
         return frozenset(self._asked.values())
 
     def _changes(self) -> list[int]:
-        """When something last came or went beside the rings on this node. The run directory's disk is not asked."""
+        """Return the modification times of the local folders of the rings.
+
+        The run directory is left out, because its disk may be slow.
+        """
         rings = [source.path for source in self._sidecar.sources]
         if len(rings) != self._rings:
             self._rings = len(rings)
@@ -83,12 +96,13 @@ class LiveResults:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody looks at the run all the time."""
+        """True if a process shows a continuous view of the run."""
         return bool(self._views)
 
     def update(self, now_s: float) -> None:
-        """Answers, and shows what is new; after the records were counted, and where steps were asked for, written.
+        """Answer requests and update views, alerts and figures.
 
+        Called after the records were counted, and after they were written if steps were requested.
         now_s: CLOCK_MONOTONIC. Raises OSError and RunStoreError.
         """
         if self._alerts:
@@ -98,7 +112,7 @@ class LiveResults:
         asked, running = list(self._asked), {source.path for source in self._sidecar.sources.live()}
         views = [path for path in self._views if path.with_suffix(".ring") in running]
         counted = sum(source.state.counted for source in self._sidecar.sources)
-        due = bool(views) and now_s >= self._view_due_s and counted != self._view_of
+        due = bool(views) and now_s >= self._view_due_s and counted != self._view_records
         if not asked and not due:
             return
         began_s, text = self._clock(), ""
@@ -110,8 +124,8 @@ class LiveResults:
             _deliver(asked, text)
         if views:
             _deliver(views, text)
-            self._view_of = counted
-            self._view_due_s = now_s + max(_VIEW_EVERY_S, _MIN_REST * (self._clock() - began_s))
+            self._view_records = counted
+            self._view_due_s = now_s + max(_VIEW_INTERVAL_S, _MIN_IDLE_RATIO * (self._clock() - began_s))
 
     def _show_alerts(self) -> None:
         alerts = self._sidecar.monitor.alerts
@@ -122,16 +136,16 @@ class LiveResults:
             self._delivered = now
 
     def _show_figures(self) -> None:
-        """Sums over a rank's steps, without its warm-up: who reads them takes differences."""
+        """Deliver sums over a rank's steps without its warm-up. The reader computes differences."""
         sources = {source.path: source for source in self._sidecar.sources}
         for path in self._figures:
             source = sources.get(path.with_suffix(".ring"))
             steps = 0 if source is None else source.state.statistics.step.count
             if source is None or not steps or steps == self._steps_shown.get(path):
                 continue
-            of = source.state.statistics
-            sums_ns = {part: of.parts[part].sum_ns for part in FIGURE_PARTS}
-            _deliver([path], json.dumps({"steps": steps, "step": of.step.sum_ns, **sums_ns}))
+            statistics = source.state.statistics
+            sums_ns = {part: statistics.parts[part].sum_ns for part in FIGURE_PARTS}
+            _deliver([path], json.dumps({"steps": steps, "step": statistics.step.sum_ns, **sums_ns}))
             self._steps_shown[path] = steps
 
     def _ranks(self) -> int:
@@ -141,8 +155,8 @@ class LiveResults:
 def _changed_ns(folder: str) -> int:
     try:
         return os.stat(folder).st_mtime_ns
-    except OSError:  # it went with its last ring
-        return 0
+    except OSError:
+        return 0  # The folder was removed with its last ring.
 
 
 def _deliver(mailboxes: Iterable[Path], text: str) -> None:

@@ -1,4 +1,7 @@
-"""The sidecar's life: rounds until the node's processes have ended, then the last report. node.py has the rounds."""
+"""Run a sidecar in rounds until the node's processes have ended, then write the last report.
+
+node.py contains the parts of a round.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 _SHUTDOWN_TIMEOUT_S = 30.0
-_LOOK_S = 0.05  # between two looks whether a rank has ended, which may wait for the report
+# A rank that has ended may wait for its report, so the sidecar checks for ended ranks often.
+_POLL_INTERVAL_S = 0.05
 
 
 def run_sidecar(
@@ -39,34 +43,39 @@ def run_sidecar(
     exporter: Exporter | None,
     results: Callable[[RunDirectory], str] | None = None,
     port: MetricsPort | None = None,
-    beside_the_job: Executor | None = None,
+    background: Executor | None = None,
 ) -> bool:
-    """Works until the node's processes have ended. The caller holds the lock, and has it back or gone afterwards.
+    """Run rounds until the node's processes have ended. Return True if the caller should start again.
 
-    results: see LiveResults. port: of /metrics; the caller ends it. beside_the_job: does in a thread of low priority
-    what no rank waits for; None: the calling thread does everything. Returns whether to begin anew: with the lock, for
-    a ring that came in the last instant.
+    The caller has the lock. If the result is True, a ring has come at the last moment, and the caller
+    still has the lock. Otherwise the lock is released.
+
+    results: see LiveResults.
+    port: the port for /metrics. The caller ends it.
+    background: a thread of low priority for all work that no rank waits for. Without it, the calling
+    thread does all work.
     """
     rounds = _Rounds(sidecar, lock, results, port)
-    apart = _at_once if beside_the_job is None else lambda work: beside_the_job.submit(work).result()
-    # A rank may wait for its report once it has ended: that round is this thread's, which has the job's priority.
-    ended = bool(sidecar.run.local_mailboxes(REPORT))  # before the first round, in a short run
-    while (ended or apart(rounds.until_a_rank_ends)) and rounds.one():
+    run_in_background = _run_here if background is None else lambda work: background.submit(work).result()
+    # A rank that has ended may wait for its report. The calling thread runs that round, because it has
+    # the job's priority. In a short run, a rank may have ended before the first round.
+    ended = bool(sidecar.run.local_mailboxes(REPORT))
+    while (ended or run_in_background(rounds.until_a_rank_ends)) and rounds.one():
         ended = False
     if rounds.replaced:
         sidecar.close()
         return False
-    apart(lambda: _finish(sidecar, lock, exporter, rounds.port))
+    run_in_background(lambda: _finish(sidecar, lock, exporter, rounds.port))
     sidecar.close()
-    return _give_back(sidecar, lock)
+    return _release(sidecar, lock)
 
 
-def _at_once(work: Callable[[], bool | None]) -> bool | None:
+def _run_here(work: Callable[[], bool | None]) -> bool | None:
     return work()
 
 
 def _finish(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None, port: MetricsPort) -> None:
-    """Send, save and write what there is after the last round."""
+    """Export, save and write the remaining data after the last round."""
     contain_errors = sidecar.contain_errors
     with contain_errors("exchanging windows with other nodes"):
         sidecar.end_exchange()
@@ -88,7 +97,7 @@ def _finish(sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None, port
 
 
 class _Rounds:
-    """Rounds until the node's processes have ended. One thread at a time."""
+    """The rounds of a sidecar. Only one thread at a time may call its methods."""
 
     def __init__(
         self,
@@ -97,10 +106,10 @@ class _Rounds:
         results: Callable[[RunDirectory], str] | None,
         port: MetricsPort | None,
     ) -> None:
-        """See run_sidecar()."""
+        """The parameters are those of run_sidecar()."""
         self.port = MetricsPort() if port is None else port
         self.replaced = False
-        """Another sidecar has begun."""
+        """True if another sidecar has started for this node."""
         self._sidecar = sidecar
         self._lock = lock
         self._live = LiveResults(sidecar, results)
@@ -110,18 +119,18 @@ class _Rounds:
         lock.write_status("is reading what the ranks record")
 
     def until_a_rank_ends(self) -> bool:
-        """Make rounds. Return whether a rank has ended; else there are no more rounds."""
+        """Run rounds. Return True once a rank has ended, and False after the last round."""
         while self.one():
-            if _rest(self._sidecar.sources, self._schedule.poll_s, self._live):
+            if _sleep(self._sidecar.sources, self._schedule.poll_s, self._live):
                 return True
         return False
 
     def one(self) -> bool:
-        """Make one round. Return whether there is another one."""
+        """Run one round. Return False if it was the last one."""
         sidecar, schedule, live = self._sidecar, self._schedule, self._live
         contain_errors = sidecar.contain_errors
         if not self._lock.restore():
-            logger.error("another sidecar has begun after somebody removed the lock of this one, which ends")
+            logger.error("the lock of this sidecar was removed and another sidecar has started; this one ends")
             self.replaced = True
             return False
         ends, asked = termination.is_asked(), live.asked()
@@ -144,10 +153,9 @@ class _Rounds:
         sidecar.measure()
         sidecar.build_tap(now_s - self._started_s)
         sidecar.relay_captures(now_s, final=not more)
+        # The report comes before the export, because rank 0 waits for it and the export may take longer.
         with contain_errors("writing the report"), _logged("the report could not be written"):
-            sidecar.report_if_asked(
-                self._lock.write_status
-            )  # before the export, which may take longer: rank 0 waits for it
+            sidecar.report_if_asked(self._lock.write_status)
         with contain_errors("exporting"):
             sidecar.export()
         with contain_errors("writing the run directory"), _logged("the run directory cannot be written"):
@@ -163,33 +171,39 @@ class _Rounds:
         return more
 
 
-def _rest(sources: RingSources, rest_s: float, looks: LiveResults) -> bool:
-    """Sleep for so long, or until a rank ends or asks for something, or SIGTERM comes. Return whether a rank ended."""
-    until_s = time.monotonic() + rest_s
+def _sleep(sources: RingSources, duration_s: float, results: LiveResults) -> bool:
+    """Sleep until the time is over, a rank ends or makes a request, or SIGTERM comes.
+
+    Return True if a rank has ended.
+    """
+    until_s = time.monotonic() + duration_s
     live, ends = sources.live(), termination.is_asked()
     while (left_s := until_s - time.monotonic()) > 0:
-        time.sleep(min(_LOOK_S, left_s))
+        time.sleep(min(_POLL_INTERVAL_S, left_s))
         if any(source.reader.counter(ring.STATE) == ring.State.CLOSED for source in live):
             return True
-        if termination.is_asked() != ends or looks.asked():
+        if termination.is_asked() != ends or results.asked():
             return False
     return False
 
 
 @contextlib.contextmanager
 def _logged(what: str) -> Iterator[None]:
-    """A full disk, or another node's file that cannot be read just now, must not leave the ranks unobserved."""
+    """Log errors of the disk, so that the sidecar goes on observing the ranks.
+
+    The disk may be full, or another node's file may be unreadable for a moment.
+    """
     try:
         yield
     except (OSError, RunStoreError) as error:
         logger.error("%s: %s", what, error)
 
 
-def _give_back(sidecar: Sidecar, lock: SidecarLock) -> bool:
-    """Gives the lock back, and looks once more whether a ring has come.
+def _release(sidecar: Sidecar, lock: SidecarLock) -> bool:
+    """Release the lock. Return True if a new ring has come and the lock could be acquired again.
 
-    A process registers its ring and then looks at the lock. Either it finds the lock free, and starts a sidecar of its
-    own, or its ring was there before this look.
+    A process registers its ring before it checks the lock. If it finds the lock free, it starts a new
+    sidecar. Otherwise its ring was registered before the lock was released, so this check finds it.
     """
     sidecar.run.clear_local()
     lock.remove()

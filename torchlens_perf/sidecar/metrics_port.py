@@ -1,6 +1,7 @@
-"""/metrics of this node, while its sidecar works and until the last values were fetched. Only where it was asked for.
+"""Serve /metrics of this node, if a rank's settings ask for it.
 
-The port may be another job's on this node: then that is said, and tried again now and then.
+The port stays open until the last values were scraped. If another job on this node has the port, a
+note reports that, and opening is tried again from time to time.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-_AGAIN_S = 5.0  # between two tries to get the port
-_LOOK_S = 0.1
+_RETRY_INTERVAL_S = 5.0
+_POLL_INTERVAL_S = 0.1
 
 Spans = Mapping[int, tuple[int, int]]
-"""By step that is sent as spans: the ids of its trace, and of the rank's span in it."""
+"""Ids of the trace and of the rank's span in it, for each step that is sent as spans."""
 
 
 class MetricsPort:
-    """Belongs to the sidecar's thread."""
+    """The port for /metrics over a sidecar's life. Not thread-safe."""
 
     def __init__(
         self,
@@ -40,10 +41,10 @@ class MetricsPort:
         clock: Callable[[], float] = time.monotonic,
         last_scrape_timeout_s: float = 70.0,
     ) -> None:
-        """sent: of the batch that was exported last, what went to a tracing backend. clock: seconds.
+        """sent: returns the spans of the last exported batch that went to a tracing backend.
 
-        last_scrape_timeout_s: after the run's end, for one more scrape, where only one was seen. Scrapers that ask
-        less than once a minute are rare.
+        clock: a clock in seconds. last_scrape_timeout_s: longest time to wait for another scrape after
+        the run's end. Few scrapers have an interval of more than a minute.
         """
         self._last_scrape_timeout_s = last_scrape_timeout_s
         self._sent = sent
@@ -55,11 +56,14 @@ class MetricsPort:
 
     @property
     def address(self) -> Address | None:
-        """Where it listens; None while it does not."""
+        """The address of the open port, or None while it is closed."""
         return None if self._exporter is None else self._exporter.address
 
     def update(self, sidecar: Sidecar) -> None:
-        """Once in each round of the sidecar: opens the port where a rank asks for it, and shows what is known."""
+        """Open the port if a rank's settings ask for it, and update its values.
+
+        Called in each round of the sidecar.
+        """
         if self._exporter is not None:
             self._exporter.look(sidecar.state)
         elif not self._given_up and self._clock() >= self._due_s:
@@ -69,13 +73,15 @@ class MetricsPort:
                     self._open(str(wanted), sidecar)
 
     def show_last(self, sidecar: Sidecar) -> None:
-        """What is known when the run has ended."""
+        """Update the values for the last time, when the run has ended."""
         if self._exporter is not None:
             self._exporter.look(sidecar.state, final=True)
 
     def finish(self, *, lingers: bool) -> None:
-        """Closes the port. lingers: before that, waits for somebody who has asked until now to ask once more, for at
-        most twice as long as it took until now. Nobody waits for this."""
+        """Close the port. lingers: first wait for one more scrape, if there were any.
+
+        The wait lasts at most twice the last interval between scrapes. No rank waits for it.
+        """
         if self._exporter is None:
             return
         scrapes, began_s, longest_s = self._exporter.scrapes, self._clock(), self._last_scrape_timeout_s
@@ -83,26 +89,27 @@ class MetricsPort:
             interval_s = scrapes[-1] - scrapes[0]
             until_s = began_s + min(longest_s, 2 * interval_s + 1 if interval_s else longest_s)
             while self._exporter.scrapes[-1] < began_s and self._clock() < until_s and not termination.is_asked():
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_INTERVAL_S)
         self._exporter.shutdown(0)
         self._exporter = None
 
     def _open(self, wanted: str, sidecar: Sidecar) -> None:
         from torchlens_perf.exporters.prometheus.endpoint import Address
 
-        self._due_s = self._clock() + _AGAIN_S
+        self._due_s = self._clock() + _RETRY_INTERVAL_S
         try:
             from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
 
             self._exporter = PrometheusExporter(Address.of(wanted))
         except ImportError:
             self._given_up = True
-            self._say(sidecar, f"there is no /metrics: it needs prometheus_client: {install_command('prometheus')}")
+            self._note_error(
+                sidecar, f"there is no /metrics: it needs prometheus_client: {install_command('prometheus')}"
+            )
         except OSError as error:
             why = error.strerror or str(error)
-            self._say(
-                sidecar, f"there is no /metrics at {Address.of(wanted)}: {why}. It is tried again every {_AGAIN_S:g} s"
-            )
+            retry = f"It is tried again every {_RETRY_INTERVAL_S:g} s"
+            self._note_error(sidecar, f"there is no /metrics at {Address.of(wanted)}: {why}. {retry}")
         else:
             logger.info("/metrics at http://%s/metrics", self._exporter.address)
             if self._note:
@@ -110,7 +117,7 @@ class MetricsPort:
             port = self._exporter
             sidecar.also_export_to(lambda first: Both(first, port, self._sent))
 
-    def _say(self, sidecar: Sidecar, note: str) -> None:
+    def _note_error(self, sidecar: Sidecar, note: str) -> None:
         if note != self._note:
             self._note = note
             logger.warning("%s", note)
@@ -118,7 +125,10 @@ class MetricsPort:
 
 
 class Both:
-    """An Exporter: one that may send spans, and the port, which leads to these."""
+    """An Exporter that passes all data to another exporter and to the port.
+
+    The port's metrics link to the spans that the other exporter has sent.
+    """
 
     def __init__(self, first: Exporter | None, port: PrometheusExporter, sent: Callable[[], Spans]) -> None:
         self._first, self._port, self._sent = first, port, sent
@@ -139,12 +149,15 @@ class Both:
         self._port.measured(identity, hardware)
 
     def take_part(self, part: JobPart) -> bytes:
-        """Who asks the port asks each node, and is given this node's ranks: the part in the job is the first one's."""
+        """Set the part in the job for the first exporter only.
+
+        A scraper reads the port of each node, so the port always serves this node's own ranks.
+        """
         return b"" if self._first is None else self._first.take_part(part)
 
     def wait_for_room(self, timeout_s: float) -> bool:
         return self._first is None or self._first.wait_for_room(timeout_s)
 
     def shutdown(self, timeout_s: float) -> list[str]:
-        """Of the first alone: the port stays until the last values were fetched."""
+        """Shut the first exporter down. The port stays open until the last values were scraped."""
         return [] if self._first is None else self._first.shutdown(timeout_s)

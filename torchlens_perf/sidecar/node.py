@@ -1,8 +1,8 @@
-"""The per-node process: reads the rings, keeps the run directory, judges, exports. The job never waits for it.
+"""Read the rings of one node, write its run directory, judge its ranks and export. No rank waits for it.
 
-Started by watch.py of the node's first rank, or by hand: `torchlens-perf sidecar RUN_DIR`. It may be killed at any time
-and started again: statistics go on from the last saved state, segments from the last one written, and the records in
-between are still in the rings.
+watch.py of the node's first rank starts the sidecar, or a user does: `torchlens-perf sidecar RUN_DIR`.
+It may be killed and started again at any time. Statistics continue from the last saved state and
+segments from the last written one. The records in between are still in the rings.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 _LAST_WINDOWS_S = 5.0
 _LAST_CHOICE_S = 3.0
-_OTHERS_END_S = 0.3  # after rank 0
+# Other ranks end a few milliseconds after rank 0. The report should contain their last steps.
+_OTHER_RANKS_TIMEOUT_S = 0.3
 _TAP = "building the native tap on collectives"
 
 
 class Sidecar:
-    """Drives one round after the other for the rings of one node of one run. One thread; no call blocks for long."""
+    """The parts of a sidecar's round, for one node of one run. Not thread-safe. Calls do not block long."""
 
     def __init__(
         self,
@@ -54,10 +55,10 @@ class Sidecar:
         waiting: Mapping[str, WaitingRing] | None = None,
         tap: TapForNextRun | None = None,
     ) -> None:
-        """report: writes the run's report.txt; gets what rank 0 asked for (its terminal's width and colour).
+        """report: writes the run's report.txt. Called with the run and rank 0's settings for its terminal.
 
-        waiting: by path, how far rings were while this process only waited. tap: what the native tap is built by; by
-        default nothing is built.
+        waiting: rings that were watched before this sidecar began to read, by path.
+        tap: builds the native tap. By default it is not built.
         """
         self.run = run
         self.state = state = node_state.load_or_new(run, host)
@@ -80,24 +81,24 @@ class Sidecar:
 
     @property
     def exports(self) -> bool:
-        """Whether there is an exporter."""
+        """True if there is an exporter."""
         return self._exporter is not None
 
     def also_export_to(self, both: Callable[[Exporter | None], Exporter]) -> None:
-        """both: exports to the exporter until now, if there was one, and to another one."""
+        """Add an exporter. both: makes one exporter of the present one, or None, and the new one."""
         self._exporter = both(self._exporter)
 
     # -- one round
 
     def poll(self) -> float:
-        """Copy new records out of the rings. Return how full the fullest was, as a share of its capacity."""
+        """Copy new records out of the rings. Return the highest fill level."""
         fullest = self.sources.read()
         self.monitor.assign_attempts(self.sources)
         self.monitor.sample(self.sources, time.monotonic())
         return fullest
 
     def account(self) -> None:
-        """Count what poll() copied: statistics, and the queues for export and for the next segment."""
+        """Add the records from poll() to statistics and to the queues for export and the next segment."""
         self.records.count()
 
     def judge(self, now_s: float, *, final: bool = False) -> None:
@@ -105,7 +106,10 @@ class Sidecar:
         self.monitor.update(self.sources, now_s, final=final)
 
     def join_run(self) -> None:
-        """Move into node 0's run directory, as soon as that is known to be another one. Raises OSError."""
+        """Move this run into node 0's run directory, once node 0 has reported another one.
+
+        Raises OSError.
+        """
         self.monitor.assign_attempts(self.sources)
         run_id = self.monitor.cluster.membership.run_id
         if run_id != self._joined:
@@ -115,7 +119,7 @@ class Sidecar:
             self._joined = run_id
 
     def measure(self) -> None:
-        """Sample live processes, the GPUs that they compute on, and the node's network ports, when that is due."""
+        """Sample live processes, their GPUs, and the node's network ports, if that is due."""
         sources = self.sources.live()
         live = [source.state for source in sources]
         if not live or not self.sources.setting("telemetry"):
@@ -129,12 +133,18 @@ class Sidecar:
         self._note(self.telemetry.notes)
 
     def build_tap(self, running_s: float) -> None:
-        """Have the native tap built for the next run, if ranks have missed it. running_s: since the sidecar began."""
+        """Build the native tap for the next run, if ranks have missed it.
+
+        running_s: time since the sidecar began.
+        """
         with self.contain_errors(_TAP):
             self._tap.begin_if_due(running_s)
 
     def relay_captures(self, now_s: float, *, final: bool = False) -> None:
-        """Hand on what is asked of this node's ranks, and ask where one is named. final: the run has ended."""
+        """Forward capture requests to this node's ranks, and request a capture after a verdict.
+
+        final: the run has ended.
+        """
         with self.contain_errors("capturing"):
             ranks, on_verdict = {}, False
             for source in self.sources.newest():
@@ -152,20 +162,20 @@ class Sidecar:
                 self._captures.close()
 
     def export(self, *, final: bool = False) -> None:
-        """Hand what account() counted, and what judge() found, to the exporter, if there is one.
+        """Pass the results of account() and judge() to the exporter, if there is one.
 
-        final: no node has more to send.
+        final: no more data will come from any node.
         """
         monitor, live = self.monitor, bool(self.sources.live())
         if monitor.cluster.awaits_node_0(monitor.epoch) and live:
-            return  # which trace a step belongs to depends on node 0
+            return  # A step's trace id depends on the attempt, which node 0 reports.
         if self._exporter is None:
             monitor.alerts.take()
             return
         now_s = time.monotonic()
         part = monitor.job_part(self.sources, now_s)
         if part is None:
-            return  # which metrics are sent depends on it
+            return  # The metrics to send depend on the part.
         monitor.cluster.forward(self._exporter.take_part(part), monitor.epoch)
         while self.records.unexported:
             batch = self.records.unexported.pop(0)
@@ -174,16 +184,18 @@ class Sidecar:
         for traced in monitor.take_traces(self.sources, now_s, final=final):
             self._exporter.export(traced)
         assessment = monitor.alerts.take()
-        if assessment is not None:  # after the steps: alerts point to their traces
+        # Alerts come after the steps, because they link to the steps' traces.
+        if assessment is not None:
             self._exporter.on_assessment(dataclasses.replace(assessment, ended=not live))
 
     def keep(self) -> None:
-        """Write a segment and the state, and remove the rings of processes that have ended and are kept whole."""
+        """Write a segment and the state, and remove the rings of processes that were saved completely."""
         self.records.write_segment()
         self.save(durably=True)
         for source in self.sources:
             if source.settled and os.path.lexists(source.path):
-                source.path.with_suffix(".stack").unlink(missing_ok=True)  # its process removes it, if it can
+                # A process that was killed could not remove its stack file itself.
+                source.path.with_suffix(".stack").unlink(missing_ok=True)
                 self.run.remove_ring(source.path)
         self.telemetry.write(self.sources.setting("disk_bytes"), final=not self.sources.live())
 
@@ -193,7 +205,7 @@ class Sidecar:
         state.passing_notes = [note for note in self.monitor.cluster.notes() if note not in state.notes]
         state.telemetry = self.telemetry.totals()
         with self.contain_errors(_TAP):
-            # Of ranks with collectives, the file of the native tap that one has not found.
+            # Only ranks with collectives need the native tap.
             missed = (source.state.missing_tap for source in self.sources if source.state.groups)
             wanted = bool(self.sources.setting("_build_tap"))
             state.tap_outlook = self._tap.outlook(next(filter(None, missed), ""), wanted=wanted)
@@ -205,7 +217,7 @@ class Sidecar:
         self._saved_hang = state.hang
 
     def has_unsaved_hang(self) -> bool:
-        """Whether a hang has begun, become another or ended since the state was saved: a report does not show that."""
+        """Return True if a hang has begun, changed or ended since the state was saved."""
         hang, saved = self.state.hang, self._saved_hang
         if hang is None or saved is None:
             return hang is not saved
@@ -214,7 +226,10 @@ class Sidecar:
     # -- the end
 
     def end_exchange(self) -> None:
-        """Wait a little: on node 0 for other nodes' last windows, on the others for its last choice of traces."""
+        """Wait for the other nodes' last windows, or for node 0's last choice of traces. End the exchange.
+
+        Blocks for some seconds at most.
+        """
         began_s, monitor = time.monotonic(), self.monitor
         while (
             monitor.cluster.others_are_there and time.monotonic() - began_s < _LAST_WINDOWS_S
@@ -228,39 +243,39 @@ class Sidecar:
         self._note(monitor.cluster.notes())
 
     def leave_cluster(self) -> None:
-        """Send other nodes what is left, and that this one has ended."""
+        """Send the remaining data and the end of this sidecar to the other nodes."""
         self.monitor.cluster.close(self.monitor.epoch)
 
     def report_if_asked(self, write_status: Callable[[str], None]) -> None:
-        """Write report.txt once rank 0 has ended and asks for it.
+        """Write report.txt once rank 0 has ended.
 
-        write_status: tells those who wait what this process does.
+        write_status: shows processes that wait what this sidecar does.
         """
         for source in self.sources:
             key = source.state.identity.key
             if source.state.identity.rank == 0 and source.read_to_end and key not in self._reported:
                 others_run = bool(self.sources.live())
-                if others_run and time.monotonic() - source.ended_monotonic_s < _OTHERS_END_S:
-                    return  # they end a few milliseconds later: their last steps belong into the report
+                if others_run and time.monotonic() - source.ended_monotonic_s < _OTHER_RANKS_TIMEOUT_S:
+                    return
                 self._reported.add(key)
                 if not source.settled:
                     write_status("is counting the last records")
                     self.account()
-                # In a container that ends with rank 0, this is the last that we do.
+                # Save the records first: a container that ends with rank 0 may kill this process soon.
                 write_status(f"is writing {self.records.unkept_records} records into the run directory")
                 try:
                     self.keep()
                 except OSError as error:
                     write_status(CANNOT_WRITE)
-                    said = f"torchlens_perf: no report: {printable(str(error))}{where_kept(self.run)}\n"
-                    deliver(source.settings.get("mailbox", ""), said)
+                    message = f"torchlens_perf: no report: {printable(str(error))}{where_kept(self.run)}\n"
+                    deliver(source.settings.get("mailbox", ""), message)
                     raise
                 write_status("is writing the report")
                 self.write_report()
                 write_status("has written the report")
 
     def write_report(self) -> None:
-        """Write report.txt as rank 0 asked for it."""
+        """Write report.txt with rank 0's settings, if rank 0 is on this node."""
         asked = [source.settings for source in self.sources if source.state.identity.rank == 0]
         if asked:
             try:
@@ -272,7 +287,7 @@ class Sidecar:
                 raise
 
     def close(self) -> None:
-        """Unmap the rings, and let the hardware go."""
+        """Unmap the rings and release NVML."""
         self.telemetry.close()
         self.sources.close()
 

@@ -1,7 +1,8 @@
-"""report.html in the run directory, once the last report is written. Nobody waits for it.
+"""Write report.html into the run directory after the last report. No rank waits for it.
 
-A child process makes it, so that what it takes is bounded: time, memory, and processors that nobody else wants. It is
-given up where another ring comes, which this sidecar is to read; the end of that process's run has a page of its own.
+A child process writes the page, so that its time, memory and CPU use can be limited. If another ring
+comes, the sidecar gives the page up to read that ring. The page is then written at the end of that
+process's run.
 """
 
 from __future__ import annotations
@@ -29,17 +30,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-TIMEOUT_S = 120.0  # a page on 1024 ranks takes a third of it where processors are idle
-TERMINATED_S = 10.0  # where somebody has asked this sidecar to end
+# A page for 1024 ranks takes a third of this time on idle CPUs.
+TIMEOUT_S = 120.0
+# Timeout after SIGTERM.
+TERMINATED_S = 10.0
 MEMORY_BYTES = 4 << 30
-_CPU_S = 120  # where this sidecar is killed, nobody else ends it
-_LOOK_S = 0.1
+# This limit ends the child if the sidecar is killed.
+_MAX_CPU_S = 120
+_POLL_INTERVAL_S = 0.1
 
 
 def write_page(sidecar: Sidecar) -> None:
-    """Writes it, where rank 0 is on this node; notes in the node's state why not. Raises OSError.
+    """Write the page if rank 0 is on this node. An error becomes a note in the node's state.
 
-    The sidecar's thread, after the last report.
+    Called after the last report. Raises OSError if the state cannot be saved.
     """
     sources = sidecar.sources
     if sources.setting("writes_page") and any(source.state.identity.rank == 0 for source in sources):
@@ -50,18 +54,22 @@ def write_page(sidecar: Sidecar) -> None:
 
 
 def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> str:
-    """Writes it, or returns why not. gives_up: asked meanwhile; True ends it without a reason."""
+    """Write the page. Return the reason of a failure, otherwise "".
+
+    gives_up: called repeatedly. If it returns True, writing ends without a reason.
+    """
     page = run.report.with_suffix(".html")
     command = children.command("report", str(run.path), "--html", str(page))
-    environment = {**children.environment(), "ARROW_DEFAULT_MEMORY_POOL": "system"}  # others reserve more than they use
+    # Other memory pools of Arrow reserve more memory than they use, which would count for the limit.
+    environment = {**children.environment(), "ARROW_DEFAULT_MEMORY_POOL": "system"}
     began_s, before = time.monotonic(), _version(page)
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, cwd="/", env=environment
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, cwd="/", env=environment
         )
         with contextlib.suppress(ProcessLookupError):
             _limit(child.pid, resource.RLIMIT_DATA, MEMORY_BYTES)
-            _limit(child.pid, resource.RLIMIT_CPU, _CPU_S)
+            _limit(child.pid, resource.RLIMIT_CPU, _MAX_CPU_S)
         while child.poll() is None:
             took_s = time.monotonic() - began_s
             late = took_s > (min(TERMINATED_S, timeout_s) if termination.is_asked() else timeout_s)
@@ -69,19 +77,19 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
                 child.kill()
                 child.wait()
                 return f"it took longer than {took_s:.0f} s" if late else ""
-            time.sleep(_LOOK_S)
-        said.seek(0)
-        words = said.read().decode(errors="replace").strip().rpartition("\n")[2]
-    # The page is put in its place when it is whole. A process that fails after that has done its work.
+            time.sleep(_POLL_INTERVAL_S)
+        errors.seek(0)
+        last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+    # The child replaces the page only when the new one is complete, so a later failure does not matter.
     if child.returncode and _version(page) == before:
-        reason = words.removeprefix("torchlens-perf: ") or f"its process ended with {child.returncode}"
+        reason = last_line.removeprefix("torchlens-perf: ") or f"its process ended with {child.returncode}"
         return printable(reason)
-    logger.info("%s", printable(words))
+    logger.info("%s", printable(last_line))
     return ""
 
 
 def _version(page: Path) -> tuple[int, int]:
-    """Which file lies there; zeros if there is none."""
+    """Return inode and modification time of the page, or zeros if it does not exist."""
     try:
         found = os.stat(page)
     except OSError:
@@ -89,8 +97,8 @@ def _version(page: Path) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-def _limit(pid: int, what: int, most: int) -> None:
-    """Of what a process may take already, so much at most."""
-    _, hard = resource.prlimit(pid, what)
-    least = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.prlimit(pid, what, (least, least))
+def _limit(pid: int, limited: int, maximum: int) -> None:
+    """Lower a resource limit of a process to at most this value."""
+    _, hard = resource.prlimit(pid, limited)
+    value = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
+    resource.prlimit(pid, limited, (value, value))

@@ -1,12 +1,13 @@
-"""How little the sidecar asks of the processors and of memory. What the kernel refuses is left as it is.
+"""Lower the sidecar's priority for CPUs and its memory limits. Refusals of the kernel are ignored.
 
-A process without privileges cannot raise a nice value or leave SCHED_IDLE again, but both belong to a thread. So what
-is done beside the job runs in a thread of low priority, and the main thread keeps the priority that the job has: it
-does what a rank waits for when its training has ended.
+A process without privileges cannot raise its priority or leave SCHED_IDLE again. Both are properties
+of a thread, so work during training runs in a thread of low priority. The main thread keeps the job's
+priority for the work that a rank waits for after its training.
 
-Where the kernel groups processes by session (sched(7), autogroup), nice and policy compare a thread only with others of
-its own session, and the sidecar has one of its own: among all others counts the group's nice value. A process without
-privileges may raise that again, but neither its own nor what make_thread_idle() did.
+If the kernel groups processes by session (sched(7), autogroup), a thread's nice value and policy only
+count within its session. The sidecar has a session of its own, so the nice value of its group counts
+against the job. A process without privileges may raise the group's priority again, but not that of a
+thread.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ import time
 
 NICE = 5
 USUAL_GROUP, SLOW_GROUP, IDLE_GROUP = 0, 10, 19
-"""Nice values of the session's group: while it works, while it prepares with a share of a processor that a job hardly
-misses, and while a thread of it is idle (docs/internals/decisions/0028-sidecar-works-rarely.md)."""
-_GROUP = "/proc/self/autogroup"  # not there where the kernel does not group by session
-_TRIES, _REST_S = 3, 0.05  # the kernel takes one change in a tenth of a second, of all users together
+"""Nice values of the session's group, see decision 28 in docs/internals.
+
+USUAL_GROUP is for work. SLOW_GROUP is for imports with a small share of a CPU. IDLE_GROUP is for
+imports in an idle thread.
+"""
+_GROUP = "/proc/self/autogroup"  # Missing if the kernel does not group processes by session.
+# The kernel accepts one change in a tenth of a second, for all users together.
+_TRIES, _RETRY_DELAY_S = 3, 0.05
 _OOM_SCORE = "/proc/self/oom_score_adj"
 _OOM_SCORE_ADDED, _HIGHEST_OOM_SCORE = 500, 1000
 _thread = threading.local()
-MEMORY_BYTES = 4 << 30  # of its data; node 0's of 16384 ranks has a tenth of it
+# Limit of the sidecar's data. For 16384 ranks, node 0's sidecar needs a tenth of it.
+MEMORY_BYTES = 4 << 30
 
 
 def lower() -> None:
@@ -36,7 +42,7 @@ def lower() -> None:
 
 
 def lower_thread() -> None:
-    """Lower the calling thread's priority for good. Again does nothing."""
+    """Lower the calling thread's priority permanently. Further calls do nothing."""
     if not getattr(_thread, "is_low", False):
         _thread.is_low = True
         with contextlib.suppress(OSError):
@@ -44,7 +50,7 @@ def lower_thread() -> None:
 
 
 def spare_memory() -> None:
-    """Have the kernel end this process before the job where memory runs out, and bound what it takes."""
+    """Make the kernel end this process before the job if memory runs out, and limit its memory."""
     with contextlib.suppress(OSError, ValueError):
         with open(_OOM_SCORE) as file:
             score = int(file.read())
@@ -54,7 +60,10 @@ def spare_memory() -> None:
 
 
 def bound_memory(size_bytes: int) -> None:
-    """What asks for more fails here (MemoryError, which a round survives), before the job's own memory is gone."""
+    """Limit the data of this process. Beyond the limit, allocations raise MemoryError.
+
+    A round survives a MemoryError, while the job might not survive a lack of memory.
+    """
     with contextlib.suppress(OSError, ValueError):
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if soft == resource.RLIM_INFINITY or soft > size_bytes:
@@ -62,7 +71,7 @@ def bound_memory(size_bytes: int) -> None:
 
 
 def set_group(nice: int) -> None:
-    """Sets the nice value of the session's group, unless others are in that session: started by hand, they are."""
+    """Set the nice value of the session's group, unless the session is a user's shell."""
     if os.getsid(0) != os.getpid():
         return
     for _ in range(_TRIES):
@@ -71,12 +80,12 @@ def set_group(nice: int) -> None:
                 file.write(str(nice))
             return
         except BlockingIOError:
-            time.sleep(_REST_S)
+            time.sleep(_RETRY_DELAY_S)
         except OSError:
             return
 
 
 def make_thread_idle() -> None:
-    """The calling thread runs only where nothing else wants the processor, for as long as it lives."""
+    """Let the calling thread run only on idle CPUs, permanently."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -1,4 +1,4 @@
-"""How far a rank of this node is, read from its ring."""
+"""Read the progress of a rank of this node from its ring."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def read_progress(source: RingSource, uncomparable: Collection[str], now_s: float) -> Progress:
-    """Read how far a rank is. uncomparable: process groups whose sequence numbers differ between ranks.
+    """Return the progress of a rank.
 
-    now_s: CLOCK_MONOTONIC.
+    uncomparable: process groups whose sequence numbers differ between ranks. now_s: CLOCK_MONOTONIC.
     """
     reader, state = source.reader, source.state
-    source.seen(reader.counter(ring.STEP), reader.counter(ring.HEAD), now_s)
+    source.note_progress(reader.counter(ring.STEP), reader.counter(ring.HEAD), now_s)
     groups = [group for group in reader.groups() if " peer=" not in group.name]
     numbers = {group.name: group.issued - 1 for group in groups}
     issued = {group: number for group, number in numbers.items() if group not in uncomparable}
@@ -49,5 +49,5 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
 
 
 def usual_step_s(durations_ns: Sequence[float]) -> float:
-    """The median of the last steps; 0 until there are ten."""
+    """Return the median duration of the last steps, or 0 until there are ten steps."""
     return float(np.median(durations_ns)) / 1e9 if len(durations_ns) >= 10 else 0.0

@@ -1,4 +1,4 @@
-"""The signals of this node's ranks, from all that the sidecar can ask: the kernel, and its devices."""
+"""Collect the signals of this node's ranks from the kernel, GPUs and network ports."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.source import RingSource
     from torchlens_perf.sidecar.telemetry.log import TelemetryLog
 
-# How gpu_signals() calls what is a signal under another name, and by how much it is to be multiplied.
+# Values of gpu_signals(), with the name of the signal and its factor.
 _CLOCKS = {"sm_clock_hz": ("sm_clock_mhz", 1e-6), "sm_clock_share": ("sm_clock_share", 1.0)}
-_GPU_IDLE = 1  # NVML's bit of a reason why clocks are low (nvmlClocksEventReasonGpuIdle)
+_GPU_IDLE = 1  # NVML's bit nvmlClocksEventReasonGpuIdle
 _SAME = ("thermal_share", "power_share", "hw_slowdown_share", "temperature_c")
 _COUNTS = {
     "ecc_uncorrected": "ecc_errors_per_s", "remapped_rows": "remapped_rows_per_s", "xid_count": "xids_per_s",
     "pcie_replays": "pcie_replays_per_s", "nvlink_errors": "nvlink_errors_per_s",
 }  # fmt: skip
-_MEMORY_STEPS = 64  # over which the device allocator's retries are taken: it is read in few of them
+# Steps over which retries of the device's allocator are counted. It is read in few steps only.
+_MEMORY_STEPS = 64
 
 
 class HardwareMetrics:
-    """Takes each sample of the log into account once. Belongs to the sidecar's thread."""
+    """Signals from hardware samples. Each sample is used once. Not thread-safe."""
 
     def __init__(self, log: TelemetryLog) -> None:
         self._log = log
-        self._seen_ns: dict[str, int] = {}  # of each GPU and port: its newest sample that was taken into account
+        self._seen_ns: dict[str, int] = {}  # time of the newest used sample of each GPU and port
 
-    def of_node(self, now_ns: int) -> dict[str, float]:
-        """What all ranks of the node have alike, from the samples since the last call."""
+    def signals_of_node(self, now_ns: int) -> dict[str, float]:
+        """Return the signals that all ranks of the node share, from the samples since the last call."""
         errors = 0.0
         elapsed_s = None
         for name in self._log.links:
@@ -51,23 +52,25 @@ class HardwareMetrics:
                 errors, elapsed_s = errors + measured["errors"], since_s
         return {} if elapsed_s is None else {"link_errors_per_s": errors / elapsed_s}
 
-    def of_gpu(self, uuid: str, now_ns: int) -> dict[str, float]:
-        """What the samples of a GPU since the last call say; nothing if there are none."""
+    def signals_of_gpu(self, uuid: str, now_ns: int) -> dict[str, float]:
+        """Return the signals of a GPU from the samples since the last call. Empty without samples."""
         samples, elapsed_s = self._new(uuid, self._log.samples(uuid, self._since(uuid), now_ns))
         if not samples:
             return {}
         measured = gpu_signals(samples)
-        # A GPU that is given nothing to do lowers its clock: that is no cause of its having nothing to do.
+        # An idle GPU lowers its clock. Such a low clock is an effect of a slow rank and not a cause.
         clocks = gpu_signals([sample for sample in samples if not (sample.clock_reasons or 0) & _GPU_IDLE])
         found = {signal: clocks[name] * factor for name, (signal, factor) in _CLOCKS.items() if name in clocks}
         found.update({name: measured[name] for name in _SAME if name in measured})
-        if elapsed_s is not None:  # counts have no rate before the second sample
+        if elapsed_s is not None:  # Rates of counters need two samples.
             found.update({signal: measured[name] / elapsed_s for name, signal in _COUNTS.items() if name in measured})
         return found
 
-    def name_of(self, gpus: Sequence[Gpu]) -> str:
-        """What a rank's GPU is called in a sentence: "GPU 0000:18:00.0 (NVIDIA H200)", as its index is the process's
-        own; "" without one."""
+    def gpu_name(self, gpus: Sequence[Gpu]) -> str:
+        """Return a name such as "GPU 0000:18:00.0 (NVIDIA H200)" for sentences, or "" without a GPU.
+
+        The name has no index, because indices differ between processes.
+        """
         if not gpus:
             return ""
         return f"GPU {self._log.pci_bus_id(gpus[0]['uuid']) or gpus[0]['uuid']} ({gpus[0]['name']})"
@@ -76,7 +79,7 @@ class HardwareMetrics:
         return self._seen_ns.get(name, -1) + 1
 
     def _new(self, name: str, samples: Sequence[GpuSample] | Sequence[LinkSample]) -> tuple[Any, float | None]:
-        """The samples, and the time since the one before them; None if they are the first."""
+        """Mark samples as used. Return them, and the time since the previous one or None."""
         if not samples:
             return samples, None
         before, self._seen_ns[name] = self._seen_ns.get(name), samples[-1].monotonic_ns
@@ -84,20 +87,22 @@ class HardwareMetrics:
 
 
 class RankMetrics:
-    """Belongs to the sidecar's thread."""
+    """Signals of this node's ranks. Not thread-safe."""
 
     def __init__(self, telemetry: TelemetryLog) -> None:
         self._host = HostMetrics()
         self._hardware = HardwareMetrics(telemetry)
-        self._asleep: dict[int, list[int]] = {}  # of each process, in the steps since the last sample: of how many ns
-        self._details: dict[int, dict[str, str]] = {}  # of each process; what is known last stays when it has ended
+        # Time asleep and duration of the steps since the last sample, by pid.
+        self._asleep: dict[int, list[int]] = {}
+        # Details by pid. They stay after the process has ended.
+        self._details: dict[int, dict[str, str]] = {}
 
     def update(self, sources: Iterable[RingSource], now_s: float) -> None:
-        """What the ranks wait for at this instant; in every round."""
+        """Sample the ranks' present waits. Called in every round."""
         self._host.update((source.state.identity.pid for source in _processes(sources)), now_s)
 
     def add_steps(self, source: RingSource, steps: StepTable) -> None:
-        """Finished steps of a rank."""
+        """Add finished steps of a rank."""
         measured = (steps.cpu_ns[:, 0] >= 0) & (steps.ready_ns[:, 0] >= 0)
         own = np.array(OWN_COLUMNS)
         awake_ns = (steps.cpu_ns + steps.ready_ns)[:, own]
@@ -107,7 +112,7 @@ class RankMetrics:
         sums[1] += int(steps.duration_ns[measured].sum())
 
     def sample(self, sources: Iterable[RingSource], now_s: float) -> dict[int, dict[str, float]]:
-        """By rank, the signals since the last call. now_s: CLOCK_MONOTONIC."""
+        """Return the signals since the last call, by rank. now_s: CLOCK_MONOTONIC."""
         running = [source for source in sources if not source.read_to_end]
         gc_ns = {source.state.identity.pid: source.reader.counter(ring.GC_NS) for source in _processes(running)}
         host = self._host.sample(gc_ns, now_s)
@@ -116,21 +121,22 @@ class RankMetrics:
             if duration_ns:
                 signals["asleep_share"] = asleep_ns / duration_ns
         now_ns = int(now_s * 1e9)
-        of_node, of_gpu = self._hardware.of_node(now_ns), dict[str, dict[str, float]]()
+        node, gpus = self._hardware.signals_of_node(now_ns), dict[str, dict[str, float]]()
         found = {}
         for source in running:
             state = source.state
-            signals = {**host.get(state.identity.pid, {}), **of_node, **_memory(state.statistics.memory)}
-            for gpu in state.gpus[:1]:  # a rank computes on one; two ranks may share it
-                if gpu["uuid"] not in of_gpu:
-                    of_gpu[gpu["uuid"]] = self._hardware.of_gpu(gpu["uuid"], now_ns)
-                signals.update(of_gpu[gpu["uuid"]])
+            signals = {**host.get(state.identity.pid, {}), **node, **_memory(state.statistics.memory)}
+            # A rank computes on one GPU. Two ranks may share it, but its samples can be used only once.
+            for gpu in state.gpus[:1]:
+                if gpu["uuid"] not in gpus:
+                    gpus[gpu["uuid"]] = self._hardware.signals_of_gpu(gpu["uuid"], now_ns)
+                signals.update(gpus[gpu["uuid"]])
             if signals:
                 found[state.identity.rank] = signals
         return found
 
     def add_cpu_users(self, source: RingSource, signals: Mapping[str, float]) -> None:
-        """Keep in a process's state who uses its CPUs. signals: its newest sample."""
+        """Add the users of a process's CPUs to its state. signals: the newest sample."""
         pid, users = source.state.identity.pid, source.state.cpu_users
         users.cpus = self._host.cpus(pid) or users.cpus
         users.workers = max(users.workers, self._host.workers(pid))
@@ -140,12 +146,12 @@ class RankMetrics:
             users.busiest_other = self._host.busiest_neighbour(pid) or users.busiest_other
 
     def details(self, source: RingSource) -> dict[str, str]:
-        """Names for what was seen of this rank, for the sentences of a diagnosis."""
+        """Return names of the rank's neighbour, control group and GPU for the text of a diagnosis."""
         pid = source.state.identity.pid
         found = {
             "neighbour": self._host.busiest_neighbour(pid),
             "control_group": self._host.control_group(pid),
-            "gpu": self._hardware.name_of(source.state.gpus),
+            "gpu": self._hardware.gpu_name(source.state.gpus),
         }
         details = self._details.setdefault(pid, {})
         details.update({name: text for name, text in found.items() if text})
@@ -153,7 +159,7 @@ class RankMetrics:
 
 
 def _processes(sources: Iterable[RingSource]) -> Iterator[RingSource]:
-    """Those whose processes the kernel has figures for."""
+    """Return the rings of running processes that are not simulated."""
     return (source for source in sources if not (source.read_to_end or source.simulated))
 
 

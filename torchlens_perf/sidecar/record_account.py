@@ -1,4 +1,7 @@
-"""What becomes of the records that were read: they are counted, handed to the judge, exported, and kept in segments."""
+"""Process the records that were read: count them, pass them on, and write them to segments.
+
+They are passed to the monitor, which judges the ranks, and to the exporter.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class RecordAccount:
-    """Belongs to the sidecar's thread."""
+    """Counting, export and storage of a node's records. Not thread-safe."""
 
     def __init__(
         self,
@@ -41,11 +44,11 @@ class RecordAccount:
         errors: ContainedErrors,
         exports: Callable[[], bool],
     ) -> None:
-        """exports: whether there is an exporter now."""
+        """exports: returns True if there is an exporter now."""
         self.unexported: list[ExportBatch] = []
-        """Taken out by the exporter."""
+        """Batches to export. The caller removes them."""
         self.disk_failed = False
-        """The last segment could not be written."""
+        """True if the last segment could not be written."""
         self._run = run
         self._state = state
         self._sources = sources
@@ -58,11 +61,11 @@ class RecordAccount:
 
     @property
     def unkept_records(self) -> int:
-        """How many are counted and in no segment yet."""
+        """Number of records that are counted but in no segment yet."""
         return sum(len(chunk.records) for chunk in self._unkept)
 
     def count(self) -> None:
-        """Count the whole steps of what was read, and all that is left of processes that have ended."""
+        """Count the whole steps that were read, and all remaining records of processes that have ended."""
         ended = False
         for source in self._sources:
             if source.settled:
@@ -79,15 +82,19 @@ class RecordAccount:
         self._state.join.join()
         with self._errors.contain("reading what held a device's memory"):
             self._ooms.update(self._state.processes, at_once=ended)
-        if self.disk_failed:  # the newest records are kept for later, the others are counted
+        # While the disk fails, keep only the newest records. The dropped ones are counted.
+        if self.disk_failed:
             while len(self._unkept) > 1 and self.unkept_records > MAX_UNKEPT_RECORDS:
                 self._state.unwritten_records += len(self._unkept.pop(0).records)
 
     def write_segment(self) -> None:
-        """Write what is counted and in no segment yet. Raises OSError; the records then stay for the next call."""
+        """Write all counted records that are in no segment yet.
+
+        Raises OSError. The records then stay for the next call.
+        """
         if not self._unkept:
             return
-        self.disk_failed = True  # until it is known better
+        self.disk_failed = True  # Reset below, after a successful write.
         if self._writer is None:
             disk_bytes = self._sources.setting("disk_bytes")
             self._writer = SegmentWriter(self._run, self._state.host, disk_bytes - telemetry_bytes(disk_bytes))
@@ -98,7 +105,7 @@ class RecordAccount:
             self._state.dropped_segments += self._writer.dropped_segments - dropped
         self.disk_failed = False
         for chunk in self._unkept:
-            self._sources.of(chunk.origin.key).kept = int(chunk.sequences[-1])
+            self._sources.source_of(chunk.origin.key).kept = int(chunk.sequences[-1])
         self._unkept.clear()
 
     def _count_steps(self, source: RingSource) -> None:
@@ -110,7 +117,8 @@ class RecordAccount:
                 statistics.lost += source.count_up_to(source.reader.cursor - 1, 0)
             return
         names = list(source.reader.names())
-        # After a restart the two may differ: the state and the segments were not saved at the same instant.
+        # After a restart of the sidecar the masks may differ, because the state and the segments are not
+        # saved at the same time.
         uncounted, unkept = sequences > state.counted, sequences > source.kept
         counted = records if uncounted.all() else records[uncounted]
         steps = assemble_steps(counted)
@@ -145,7 +153,10 @@ class RecordAccount:
         )  # fmt: skip
 
     def _ranks_of_node(self, source: RingSource) -> set[int]:
-        """The ranks that are here; and, where launchers number a node's ranks one after the other, those to come."""
+        """Return the ranks of this node, including those whose rings have not come yet.
+
+        Ranks without a ring are only known if the launcher numbers a node's ranks consecutively.
+        """
         here = [other.state.identity for other in self._sources if other.generation == source.generation]
         ranks = {identity.rank for identity in here}
         for identity in here:

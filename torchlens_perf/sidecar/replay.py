@@ -1,4 +1,4 @@
-"""Replaying a finished run: its records go through statistics and export once more, as when it was live."""
+"""Replay a finished run: compute statistics from its saved records and export them again."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
 
 _FLUSH_TIMEOUT_S = 60.0
-_OUTBOX_TIMEOUT_S = 3600.0  # as long as the endpoint takes it
-_SPANS_A_FLUSH = 512
+# The exporter gives up sooner if the endpoint accepts nothing.
+_OUTBOX_TIMEOUT_S = 3600.0
+_SPANS_PER_FLUSH = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """What a replay did."""
+    """Result of a replay."""
 
     steps: int
     records: int
@@ -53,14 +54,15 @@ def replay(
     advanced: Callable[[int, int], object] = lambda done, total: None,
     patience_s: float = 30.0,
 ) -> Replayed:
-    """Sends a run's kept records through the exporter, and writes the state of nodes that have none.
+    """Export a run's saved records, and write the state of nodes that have no state.
 
-    trace_every: one step of so many is sent as spans, with all ranks; None, or as it was when the run was live: those
-    that were sent then, and of them what was. Where nothing was sent then, by their numbers. advanced: called with the
-    number of segments that are done, and of all. patience_s: for an endpoint that takes nothing.
+    trace_every: send every n-th step as spans, with all ranks. With None, or the value of the live run,
+    send the steps and ranks that the live run has sent. If it has sent none, steps are chosen by number.
+    advanced: called with the number of finished segments and of all segments.
+    patience_s: total time to wait for an endpoint that accepts nothing.
 
-    A node's saved statistics are left alone: they also count records that were removed since to save space. Its notes
-    on what was not delivered go once this has delivered it.
+    Saved statistics of a node are not changed, because they include records that were removed later to
+    save space. Its notes on undelivered data are removed once the data is delivered.
     """
     steps = records = 0
     sending = _Sending(exporter, patience_s) if exporter is not None else None
@@ -120,14 +122,14 @@ def replay(
 
 
 def delivered(run: RunDirectory, exporter: Exporter) -> list[str]:
-    """Sends what waits in the run's outbox, and nothing else. Returns notes on what was not delivered."""
+    """Send only the data in the run's outbox. Return notes on undelivered data."""
     notes = exporter.shutdown(_OUTBOX_TIMEOUT_S)
     _note_delivery(run, notes)
     return notes
 
 
 def _note_delivery(run: RunDirectory, notes: list[str]) -> None:
-    """Once all is delivered, the nodes' states no longer say that something was not."""
+    """Remove notes on undelivered data from the nodes' states, if all data was delivered."""
     if not notes:
         for path in run.nodes.glob("*.json"):
             state = node_state.load(path)
@@ -136,7 +138,7 @@ def _note_delivery(run: RunDirectory, notes: list[str]) -> None:
 
 
 def _process(run: RunDirectory, origin: Origin, saved: NodeState, trace_every: int | None) -> ProcessState:
-    """A process before its records are counted: what they do not tell is as it was when the run was live."""
+    """Return a process without statistics. Data that is not in the records comes from the saved state."""
     known = saved.processes.get(origin.key)
     if known is None:
         process = ProcessState(_identity(run, origin), origin.anchor, RankStatistics(), trace_every=Config.trace_every)
@@ -149,23 +151,23 @@ def _process(run: RunDirectory, origin: Origin, saved: NodeState, trace_every: i
 
 
 def _sends(chosen: TracedStep, rank: int) -> bool:
-    """Whether something of a rank is sent in a step; rank 0 has the root."""
+    """Return True if spans of a rank are sent for a step. Rank 0 has the root span."""
     return rank == 0 or chosen.role(rank) is not None
 
 
 def _diagnosed(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | None:
-    """What was found when the run was live: the signals themselves are not kept."""
+    """Return the diagnosis from the live run. A replay cannot make it, because signals are not saved."""
     found = (state.findings.diagnosis(group.lead.key) for state in saved)
     return next((each for each in found if each is not None), None)
 
 
 class _Sending:
-    """Feeds an exporter no faster than it delivers, and stops when the endpoint is dead."""
+    """Sender of batches that waits for the exporter, and stops if the endpoint accepts nothing."""
 
     def __init__(self, exporter: Exporter, patience_s: float) -> None:
         self._exporter = exporter
         self._patience_s = patience_s
-        self._waited_s = 0.0  # for flushes that failed
+        self._waited_s = 0.0  # total time of failed flushes
         self._not_sent = 0
         self._last: ExportBatch | None = None
 
@@ -181,7 +183,10 @@ class _Sending:
                 self._waited_s += time.monotonic() - started_s
 
     def assess(self, run: RunDirectory, epoch: Epoch, findings: Findings, saved: list[NodeState]) -> None:
-        """The alerts of the whole run, with the ids that they had when it was live. saved: the nodes' states."""
+        """Send the alerts of the whole run, with the same ids as in the live run.
+
+        saved: the nodes' states.
+        """
         last = self._last
         if last is None:
             return
@@ -202,14 +207,14 @@ class _Sending:
 
 
 def _parts(batch: ExportBatch) -> Iterator[ExportBatch]:
-    """The batch in pieces of about so many spans, so that no exporter's queue runs over."""
+    """Split a batch into pieces of about _SPANS_PER_FLUSH spans, so that the exporter's queue has room."""
     steps = batch.steps.step.tolist()
     traces: list[StepTrace] = []
     first = spans = 0
     for trace in batch.traces:
         traces.append(trace)
         spans += len(trace.spans)
-        if spans >= _SPANS_A_FLUSH:
+        if spans >= _SPANS_PER_FLUSH:
             end = steps.index(trace.step, first) + 1
             yield dataclasses.replace(batch, steps=batch.steps.where(slice(first, end)), traces=tuple(traces))
             first, spans, traces = end, 0, []
@@ -217,16 +222,20 @@ def _parts(batch: ExportBatch) -> Iterator[ExportBatch]:
 
 
 def _replaced(saved: NodeState) -> set[str]:
-    """Processes that others have replaced, or that ran beside them: live they are not judged together with those."""
+    """Return the keys of processes that were replaced or did not belong to the newest generation.
+
+    As in a live run, they are not judged together with the newest ones.
+    """
     generations = Generations()
-    of = {key: generations.of(process.identity) for key, process in saved.processes.items()}
-    return {key for key, generation in of.items() if generation != generations.newest}
+    by_key = {key: generations.of(process.identity) for key, process in saved.processes.items()}
+    return {key for key, generation in by_key.items() if generation != generations.newest}
 
 
 def _identity(run: RunDirectory, origin: Origin) -> Identity:
-    """What the records alone tell of a rank."""
+    """Return the identity of a rank as far as it is known from the records alone."""
     keys = [key for host in nodes_of(run.spans) for key in segments.last_sequences(run, host, [])]
-    ranks = {int(key.removeprefix("rank").partition("-")[0]) for key in keys}  # a key: rank00003-attempt0-...
+    # A key looks like "rank00003-attempt0-...".
+    ranks = {int(key.removeprefix("rank").partition("-")[0]) for key in keys}
     world_size = 1 + max(ranks)
     return Identity(
         run_id=run.run_id, rank=origin.rank, local_rank=origin.rank, world_size=world_size,

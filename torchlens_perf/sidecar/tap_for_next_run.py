@@ -1,8 +1,8 @@
-"""The sidecar's part in the native tap on collectives: it has it built for the next run, and says so in the report.
+"""Build the native tap on collectives for the next run, and describe its state in the report.
 
-A child process builds (commands/tap_build.py): when the run has lasted for a while, or else when it has ended. Not only
-at the end, because a cluster's scheduler ends the sidecar together with the job. The child takes only processors
-and memory that nobody else wants, and ends with the sidecar.
+A child process builds the tap (commands/tap_build.py), after the run has lasted for a while or when it
+has ended. The end alone would not be enough, because a cluster's scheduler ends the sidecar together
+with the job. The child only uses idle CPUs and spare memory, and ends with the sidecar.
 """
 
 from __future__ import annotations
@@ -23,51 +23,56 @@ from torchlens_perf.sidecar import priority
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-_AFTER_S = 120.0  # of the run: by then it has built what it compiles itself, and what is short is not disturbed at all
-_LOOK_AGAIN_S = 30.0
-_NEEDED_BYTES = 4 << 30  # free memory while ranks run: the compiler takes 0.9 GB at its peak
+# By this time a run has usually compiled its own code. Shorter runs are not disturbed.
+_START_AFTER_S = 120.0
+_RETRY_INTERVAL_S = 30.0
+# Free memory that a build during the run needs. The compiler uses 0.9 GB at its peak.
+_NEEDED_BYTES = 4 << 30
 _CPU_TIMEOUT_S = 600
 _PR_SET_PDEATHSIG = 1
 
 
 class TapForNextRun:
-    """Belongs to the sidecar's thread. It must be the same one until finish(): the child ends with that thread."""
+    """Build of the native tap. Not thread-safe.
+
+    The same thread must make all calls until finish(), because the child ends with its thread.
+    """
 
     def __init__(self, *, builds: bool) -> None:
-        """builds: False for a sidecar that was started by hand: somebody waits for its end."""
+        """builds: False for a sidecar that was started by hand, because the user waits for its end."""
         self._builds = builds
         self._name = ""
         self._outlook = ""
         self._child: subprocess.Popen[str] | None = None
         self._to_be_built = False
-        self._due_s = _AFTER_S
+        self._due_s = _START_AFTER_S
 
     def outlook(self, name: str, *, wanted: bool) -> str:
-        """What becomes of the native tap, for the report; "" where no rank has missed one.
+        """Return the state of the native tap for the report, or "" if no rank has missed it.
 
-        name: the file that ranks have looked for and not found. wanted: the setting TORCHLENS_PERF_BUILD_TAP.
+        name: the file that ranks have not found. wanted: the setting TORCHLENS_PERF_BUILD_TAP.
         """
         if name and name != self._name and self._child is None:
             self._name = name
-            self._outlook, self._to_be_built = self._look_ahead(name, wanted)
+            self._outlook, self._to_be_built = self._plan(name, wanted)
         return self._outlook
 
     def begin_if_due(self, running_s: float) -> None:
-        """Starts the build in a run that lasts, and sees its end. Blocks for no longer than starting a process takes.
+        """Start the build if the run has lasted long enough, or take the result of a finished build.
 
-        running_s: how long the sidecar has run.
+        Does not wait for the build. running_s: how long the sidecar has run.
         """
         if self._to_be_built and running_s > self._due_s:
             if _memory_to_spare():
                 self._begin()
-            self._due_s = running_s + _LOOK_AGAIN_S
+            self._due_s = running_s + _RETRY_INTERVAL_S
         elif self._child is not None and self._child.poll() is not None:
-            self._see_result(self._child)
+            self._take_result(self._child)
 
     def finish(self, timeout_s: float = 600.0) -> None:
-        """Build what is to be built still, once the last report is written and the lock is given back.
+        """Start a build that was not due before, and wait for the child, for `timeout_s` at most.
 
-        Nobody waits for that. Blocks until the child has ended, for `timeout_s` at most.
+        Called after the last report is written and the lock is released, so that no process waits.
         """
         if self._to_be_built:
             self._begin()
@@ -76,11 +81,12 @@ class TapForNextRun:
             return
         try:
             child.wait(timeout_s)
-            self._see_result(child)
+            self._take_result(child)
         except subprocess.TimeoutExpired:
             child.terminate()
 
-    def _look_ahead(self, name: str, wanted: bool) -> tuple[str, bool]:
+    def _plan(self, name: str, wanted: bool) -> tuple[str, bool]:
+        """Return the state for the report, and True if the tap should be built."""
         if not wanted:
             return "no native tap is built: TORCHLENS_PERF_BUILD_TAP is off", False
         reason = tap_requirements.obstacle(name)
@@ -104,20 +110,21 @@ class TapForNextRun:
             cwd="/",
         )
 
-    def _see_result(self, child: subprocess.Popen[str]) -> None:
+    def _take_result(self, child: subprocess.Popen[str]) -> None:
         self._child = None
-        said = child.communicate()[0].strip().rpartition("\n")[2].removeprefix("torchlens-perf: ")
+        last_line = child.communicate()[0].strip().rpartition("\n")[2].removeprefix("torchlens-perf: ")
         if child.returncode == 0:
             self._outlook = "the native tap has been built, for the next run"
         else:
-            self._outlook = f"no native tap yet: {said or f'its build has ended with status {child.returncode}'}"
-        logger.info("%s (%s)", self._outlook, said)
+            self._outlook = f"no native tap yet: {last_line or f'its build has ended with status {child.returncode}'}"
+        logger.info("%s (%s)", self._outlook, last_line)
 
 
 def give_way() -> None:
-    """In the child: whatever else runs on the node goes first, and the parent's end is its end.
+    """Give this process, the child, the lowest priority, and end it together with its parent.
 
-    SCHED_IDLE stands for the disk too. Where memory runs out, this process is the first to go.
+    SCHED_IDLE lowers the priority for the disk too. If memory runs out, the kernel ends this process
+    first.
     """
     signal.signal(signal.SIGTERM, _end)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
@@ -126,18 +133,18 @@ def give_way() -> None:
     priority.set_group(priority.IDLE_GROUP)
     with contextlib.suppress(OSError):
         os.nice(19)
-    priority.make_thread_idle()  # before the compiler is started, which is as idle then
+    priority.make_thread_idle()  # The compiler is started later and inherits the policy.
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CPU, (_CPU_TIMEOUT_S, _CPU_TIMEOUT_S))
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Through the `finally` of the build: the compiler ends, and what is not finished is removed."""
+    """Exit by an exception: the `finally` of the build ends the compiler and removes partial files."""
     sys.exit(128 + number)
 
 
 def _memory_to_spare() -> bool:
-    """Whether the compiler can have its memory without any process of the job having less."""
+    """Return True if the compiler's memory is free, so that no process of the job has less."""
     from torchlens_perf.sidecar.host.cgroup import ControlGroup
 
     try:

@@ -1,8 +1,9 @@
-"""SIGTERM to the sidecar: what the ranks recorded is written at once, and it goes on for as long as they do.
+"""Handle SIGTERM: the sidecar writes all records at once, and goes on for as long as its ranks do.
 
-Who ends a pod or a job sends SIGTERM to all of its processes and SIGKILL some time later, which nobody can know; ranks
-may save a checkpoint meanwhile. So from then on the sidecar writes what is new once a second. Imports next to nothing:
-a sidecar's first seconds need it (start/wait.py).
+When a pod or a job ends, all of its processes receive SIGTERM and later, after an unknown time,
+SIGKILL. Ranks may save a checkpoint in this time. After SIGTERM the sidecar therefore writes new
+records once a second. This module imports very little, because start/wait.py needs it in the sidecar's
+first seconds.
 """
 
 from __future__ import annotations
@@ -11,25 +12,26 @@ import os
 import signal
 import time
 
-_SAME_S = 1.0  # a launcher and a scheduler may each send one
+# A second SIGTERM within this time does not end the process: a launcher and a scheduler may each send one.
+_IGNORE_REPEATED_S = 1.0
 _asked_s: float | None = None
 
 
 def install() -> None:
-    """From here on SIGTERM only asks. Main thread."""
+    """Install the handler of SIGTERM. Must be called from the main thread."""
     signal.signal(signal.SIGTERM, _ask)
 
 
 def is_asked() -> bool:
-    """Whether there was a SIGTERM."""
+    """Return True after a SIGTERM."""
     return _asked_s is not None
 
 
 def _ask(number: int, frame: object) -> None:
-    """A second one, later than that, ends the process as it would without us."""
+    """Note the first SIGTERM. A later one ends the process, as without this handler."""
     global _asked_s
     if _asked_s is None:
         _asked_s = time.monotonic()
-    elif time.monotonic() - _asked_s > _SAME_S:
+    elif time.monotonic() - _asked_s > _IGNORE_REPEATED_S:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -1,8 +1,8 @@
-"""Which steps of a generation of processes a node's sidecar sends as traces.
+"""Choose the steps that a node's sidecar sends as traces, for one generation of processes.
 
-A job's steps are chosen in one place, where all ranks are known: on a job's only node, or by node 0's sidecar, which
-sends its choice to the others in the exchange. A node that hears from nobody chooses by itself, within its share of
-the budget.
+The steps of a job are chosen in one place where all ranks are known. This is the job's only node, or
+node 0's sidecar, which sends its choice to the other nodes. A node without contact to others chooses
+for itself, within its share of the budget.
 """
 
 from __future__ import annotations
@@ -34,24 +34,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-_NODE_0_TIMEOUT_S = 30.0  # after which a node no longer waits for node 0's choice about a step
-_KEPT_CHOICES = 512  # in the node's state, for a replay
-_SENT_CHOICES = 32
-_SERIES_PER_SPAN = 10  # of `export_limit`: as many metric series as spans in 10 s
+# Longest time for which a node waits for node 0's choice about a step.
+_NODE_0_TIMEOUT_S = 30.0
+# Choices in the node's state, which a replay uses.
+_MAX_SAVED_CHOICES = 512
+_MAX_SENT_CHOICES = 32
+# `export_limit` is a number of metric series. The same number of spans may be sent in 10 s.
+_SERIES_PER_SPAN = 10
 
 
 class TraceSampler:
-    """Belongs to the sidecar's thread."""
+    """Choice of traced steps of one generation of processes. Not thread-safe."""
 
     def __init__(self, generation: int, rows: RankRows, places: Mapping[int, Placement]) -> None:
-        """rows, places: of the ranks that are judged here; they are filled while the processes run."""
+        """rows, places: data of all judged ranks, which the caller adds while the processes run."""
         self._generation = generation
         self._rows, self._places = rows, places
         self._buffer = Shelf()
         self._chooser: Chooser | None = None
         self._budget_of: tuple[Part | None, float] | None = None
         self._sent: dict[int, None] = {}
-        self._chosen: deque[TracedStep] = deque(maxlen=_SENT_CHOICES)
+        self._chosen: deque[TracedStep] = deque(maxlen=_MAX_SENT_CHOICES)
         self._received = b""
         self._episodes: set[tuple[int, int]] | None = None
         self._world_size = 1
@@ -61,20 +64,22 @@ class TraceSampler:
         self, source: RingSource, sources: RingSources, records: npt.NDArray[np.void], names: list[str],
         steps: StepTable, now_s: float,
     ) -> set[int]:  # fmt: skip
-        """Add whole steps of a process. now_s: CLOCK_MONOTONIC.
+        """Add whole steps of a process. Return the steps to send at once.
 
-        Return those that are to be sent at once: by their numbers alone, of a process that is not of this generation.
+        Steps are sent at once only if the process is not of this generation. They are then chosen by
+        their numbers alone. now_s: CLOCK_MONOTONIC.
         """
         every = source.state.trace_every
         if not every or not len(steps):
             return set()
         if source.generation != self._generation or not sources.is_newest(source):
             return traced_steps(steps.step.tolist(), every)
-        who = source.state.identity
-        self._world_size = who.world_size
-        self._buffer.add(Shelved(who.key, who.rank, source.state.anchor, records, source.later_records(), names, steps))
+        identity = source.state.identity
+        self._world_size = identity.world_size
+        later = source.later_records()
+        self._buffer.add(Shelved(identity.key, identity.rank, source.state.anchor, records, later, names, steps))
         self._export_limit, self._samples_slow = sources.setting("export_limit"), bool(sources.setting("_trace_slow"))
-        if who.rank == min(each.state.identity.rank for each in sources.newest()):
+        if identity.rank == min(each.state.identity.rank for each in sources.newest()):
             if self._chooser is None:
                 self._chooser, self._budget_of = Chooser(0), None
             self._chooser.add_steps(steps, every, now_s)
@@ -82,17 +87,17 @@ class TraceSampler:
 
     @property
     def has_candidates(self) -> bool:
-        """Whether there are steps to decide about."""
+        """True if there are steps that are neither chosen nor rejected."""
         return self._chooser is not None and self._chooser.has_candidates
 
     def choose(
         self, role: ExportRole, state: NodeState, attempt: int, here: int, running: frozenset[int], received: bytes,
         now_s: float, *, final: bool = False,
     ) -> list[ExportBatch]:  # fmt: skip
-        """Return the traces that are to be sent now.
+        """Return the traces to send now.
 
-        here: how many ranks of these processes are on this node. running: those of them that make steps.
-        received: what node 0 has sent last, see choice(). final: nothing more comes, from here or from node 0.
+        here: number of ranks of these processes on this node. running: the ranks that still make steps.
+        received: the newest choice of node 0, see choice(). final: no more steps or choices will come.
         """
         chooser = self._chooser
         if chooser is None or (role.part is None and not final):
@@ -116,7 +121,10 @@ class TraceSampler:
         return [batch for each in chosen for batch in self._batches(each, state)]
 
     def choice(self, attempt: int, slow_ranks: tuple[int, ...], max_bytes: int, *, final: bool) -> bytes:
-        """Return the newest choice for other nodes, as many steps of it as fit; b"" before the first step."""
+        """Return the newest choice for other nodes, with as many steps as fit.
+
+        Returns b"" before the first step.
+        """
         if self._chooser is None:
             return b""
         decided_to = EVERYTHING if final else self._chooser.decided_to
@@ -125,7 +133,7 @@ class TraceSampler:
     # -- parts
 
     def _set_budget(self, chooser: Chooser, part: Part | None, share: float) -> None:
-        """Set the budget of the job, or of this node: its share of the job's."""
+        """Set the budget of spans. share: this node's share of the job's budget."""
         budget = part, self._export_limit / _SERIES_PER_SPAN * share
         if self._budget_of != budget:
             self._budget_of = budget
@@ -133,7 +141,7 @@ class TraceSampler:
             chooser.samples_slow = self._samples_slow and part is not Part.HANDS_ON
 
     def _look_for_verdicts(self, chooser: Chooser, role: ExportRole, state: NodeState, now_s: float) -> None:
-        """Send steps in which a rank is named; from then on it has series of its own."""
+        """Choose steps at the start of a verdict, and give slow ranks series of their own."""
         open_now = state.findings.slow_now
         keys = {each.key for each in open_now}
         if self._episodes is not None and keys - self._episodes:
@@ -142,7 +150,7 @@ class TraceSampler:
         role.add_slow(open_now)
 
     def _receive(self, chooser: Chooser, received: bytes, role: ExportRole, attempt: int) -> list[TracedStep]:
-        """Return what node 0 has chosen since the last call."""
+        """Return the steps that node 0 has chosen since the last call."""
         if not received or received == self._received:
             return []
         self._received = received
@@ -161,9 +169,9 @@ class TraceSampler:
         if chosen.step in self._sent:
             return []
         self._sent[chosen.step] = None
-        while len(self._sent) > 4 * _KEPT_CHOICES:
+        while len(self._sent) > 4 * _MAX_SAVED_CHOICES:
             del self._sent[next(iter(self._sent))]
-        state.traced = [*state.traced[1 - _KEPT_CHOICES :], chosen]
+        state.traced = [*state.traced[1 - _MAX_SAVED_CHOICES :], chosen]
         found = []
         for shelved in self._buffer.of(chosen.step):
             if chosen.role(shelved.rank) is None and shelved.rank != 0:

@@ -58,7 +58,7 @@ class RingSource:
     _step: int = -1
     _head: int = -1
 
-    def seen(self, step: int, head: int, now_s: float) -> None:
+    def note_progress(self, step: int, head: int, now_s: float) -> None:
         if step != self._step:
             self._step, self.step_s = step, now_s
         if head != self._head:

@@ -129,7 +129,7 @@ class RingSources:
                 return int(source.settings[name])
         return int(getattr(Config(), name))
 
-    def of(self, key: str) -> RingSource:
+    def source_of(self, key: str) -> RingSource:
         """Return the ring of a process. key: its Identity.key."""
         return next(source for source in self if source.state.identity.key == key)
 
