@@ -107,8 +107,8 @@ class AlertManager:
     ) -> Assessment:
         """Return the findings at unix_ns, with alerts for all changes since the last call.
 
-        identity: see Assessment. nodes: states that contain details for the alerts' sentences. links:
-        the verdict on slow links. For the other parameters see FindingLog.changes().
+        identity: see Assessment. nodes: states that contain details for the alerts' sentences.
+        links: the verdict on slow links. For the other parameters see FindingLog.changes().
         """
 
         def context() -> SlowRankContext:

@@ -1,6 +1,7 @@
 """Carry out captures on this node: forward requests to ranks, record stacks, and finish the files.
 
-Requests are files in the run directory. On a shared disk, each node's sidecar handles its own ranks.
+Requests are files in the run directory. On a shared disk, each node's sidecar handles its own
+ranks.
 """
 
 from __future__ import annotations

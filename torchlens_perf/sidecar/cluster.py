@@ -61,14 +61,15 @@ class Cluster:
     ) -> None:
         """node: this node's name, see run/place/node.py. open_exchange: replaced in tests.
 
-        cut_off_after_s: time without contact to node 0 after which this node judges its own ranks. A
-        restarted sidecar of node 0 is found sooner.
+        cut_off_after_s: time without contact to node 0 after which this node judges its own ranks.
+        A restarted sidecar of node 0 is found sooner.
         node_0_timeout_s: time to wait for node 0's message on which processes run together.
         """
         self.membership = Membership(run_id)
         """The generations of processes that run together on all nodes."""
         host = host_of(node)
-        # The name for other nodes: the host, and a suffix that distinguishes several nodes on one host.
+        # The name for other nodes: the host, and a suffix that distinguishes several nodes on one
+        # host.
         self._name = f"{host}/{node.removeprefix(host).lstrip('-')}"
         self._open_exchange = open_exchange
         self._cut_off_after_s, self._node_0_timeout_s = cut_off_after_s, node_0_timeout_s
@@ -91,12 +92,15 @@ class Cluster:
 
     @property
     def is_cut_off(self) -> bool:
-        """True if node 0 should judge this node's ranks but has not been reached for a long time."""
+        """True if node 0 should judge this node's ranks but has not been reached for long."""
         return self._exchange is not None and not self._merges and self._exchange.unreached_s > self._cut_off_after_s
 
     @property
     def update_every_s(self) -> float:
-        """Interval at which to call update(). Nodes that exchange windows expect a post each second."""
+        """Interval at which to call update().
+
+        Nodes that exchange windows expect a post each second.
+        """
         return ROUND_S if self._exchange is not None else _ALONE_ROUND_S
 
     @property
@@ -160,8 +164,8 @@ class Cluster:
     def begin(self, identity: Identity, generation: int, number: int | None = None) -> None:
         """Register a generation of this node's processes.
 
-        identity: identity of one of the processes. number: the job's generation, if an earlier sidecar
-        knew it.
+        identity: identity of one of the processes. number: the job's generation, if an earlier
+        sidecar knew it.
         """
         started_s = time.monotonic() - age_s(identity.process_started)
         self.membership.began(generation, started_s, identity.world_size, restarts=identity.restarts, number=number)
@@ -219,7 +223,7 @@ class Cluster:
         return self._role is not None and self._role[1]
 
     def _join(self, epoch: Epoch) -> None:
-        """Open the exchange once ranks have made steps, or replace it if this node's role has changed.
+        """Open the exchange once ranks have made steps, or replace it if this node's role changes.
 
         By the first steps, all ranks of this node are known.
         """
@@ -234,7 +238,10 @@ class Cluster:
             self._open(*role, next(iter(epoch.ranks.values())).identity)
 
     def _open(self, endpoints: Endpoints, merges: bool, identity: Identity) -> None:
-        """Open the exchange. merges: True if rank 0 is on this node. identity: any rank of this node."""
+        """Open the exchange.
+
+        merges: True if rank 0 is on this node. identity: any rank of this node.
+        """
         # Imported here, because a job with one node needs neither asyncio nor grpc.
         from torchlens_perf.sidecar.nodes.exchange import Exchange
         from torchlens_perf.sidecar.nodes.rendezvous import exchange_key
@@ -251,7 +258,10 @@ class Cluster:
         self._role = endpoints, merges
 
     def _send_control(self) -> None:
-        """Send the run's id, its process generations and instructions. Has an effect on node 0 only."""
+        """Send the run's id, its process generations and instructions.
+
+        Has an effect on node 0 only.
+        """
         if self._exchange is not None and self._merges:
             control, instructions = self._control(), self._instructions
             fits = instructions and len(control) + 1 + len(instructions) <= MAX_REPLY_BYTES

@@ -20,13 +20,17 @@ class ContainedErrors:
 
     @contextlib.contextmanager
     def contain(self, place: str) -> Iterator[None]:
-        """Contain exceptions, and note them in the node's state. place: a description of the work."""
+        """Contain exceptions, and note them in the node's state.
+
+        place: a description of the work.
+        """
         before = swallowed.by_place[place]
         try:
             with guard(place):
                 yield
         except (OSError, RunStoreError) as error:
-            # In tests, guard() raises every exception again, but a failing disk is not a programming error.
+            # In tests, guard() raises every exception again, but a failing disk is not a
+            # programming error.
             swallowed.add(place, error)
         note = f"{place} failed in the sidecar, and its results are missing: see nodes/{self._state.host}.log"
         if swallowed.by_place[place] > before and note not in self._state.notes:

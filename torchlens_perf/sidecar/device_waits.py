@@ -5,9 +5,9 @@ The result is used to find hangs (analysis/collectives/hang.py). Stacks are only
 - all ranks pause, and their devices' progress has not been read since,
 - ranks with devices did not enter a collective.
 
-A host waits in a line if its stack shows this line in SAMPLES samples, one per round. Sampling starts
-again each time the duration has doubled. Stacks are read by py-spy only: a pause is not a hang yet,
-so no signal is sent to a process.
+A host waits in a line if its stack shows this line in SAMPLES samples, one per round. Sampling
+starts again each time the duration has doubled. Stacks are read by py-spy only: a pause is not a
+hang yet, so no signal is sent to a process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class DeviceWaits:
         return self._samples < SAMPLES
 
     def add_sample(self, stacks: Mapping[int, Stack]) -> None:
-        """Add one sample of stacks, by rank. `known` changes with the last sample, or a different one."""
+        """Add one sample of stacks, by rank.
+
+        `known` changes with the last sample, or a different one.
+        """
         seen = {}
         for rank, stack in stacks.items():
             if stack.lines:

@@ -77,7 +77,10 @@ class Epoch:
     """Data and findings about one generation of processes. Not thread-safe."""
 
     def __init__(self, generation: int = UNRELATED, earlier: Findings = NOTHING) -> None:
-        """generation: see restarts.py. earlier: findings of an earlier sidecar on the same processes."""
+        """generation: see restarts.py.
+
+        earlier: findings of an earlier sidecar on the same processes.
+        """
         self.generation = generation
         self.began_s = time.monotonic()
         self.detector = JobDetector(earlier)
@@ -152,8 +155,8 @@ class Epoch:
     ) -> None:
         """Set the progress of a rank.
 
-        stack_file: the file to which the rank writes its stack on a signal. modules_ns: the mean own
-        forward time per step of the rank's modules.
+        stack_file: the file to which the rank writes its stack on a signal. modules_ns: the mean
+        own forward time per step of the rank's modules.
         """
         local = self._local(identity, place)
         local.progress, local.stack_file, local.modules_ns = progress, stack_file, modules_ns or {}
@@ -233,17 +236,20 @@ class Epoch:
     ) -> Findings:
         """Return the findings with groups of slow ranks, their places and their causes.
 
-        before: the previous findings. details: returns a rank's details, see diagnose(). Without it, no
-        causes are added.
+        before: the previous findings. details: returns a rank's details, see diagnose(). Without
+        it, no causes are added.
         """
         why = None if details is None else lambda group: self.diagnose(group, details(group.lead.rank))
         return with_groups(findings, self.places, self.module_times.excess_ns, diagnosed=why, before=before)
 
     def diagnose(self, straggler: StragglerGroup, details: Mapping[str, str]) -> Diagnosis:
-        """Return why a rank is slow. details: see rules.diagnose(), empty for ranks of other nodes."""
+        """Return why a rank is slow.
+
+        details: see rules.diagnose(), empty for ranks of other nodes.
+        """
         episode, places = straggler.lead, self.places
-        # Compare with ranks that do the same work. In a large job the sample is random, because every
-        # eighth rank, for example, has the same place on its node.
+        # Compare with ranks that do the same work. In a large job the sample is random, because
+        # every eighth rank, for example, has the same place on its node.
         same = places[episode.rank].population if episode.rank in places else ""
         alike = [rank for rank in self._metrics.ranks if rank in places and places[rank].population == same]
         if len(alike) > _MAX_COMPARED_RANKS:

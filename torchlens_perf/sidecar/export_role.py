@@ -56,7 +56,8 @@ class ExportRole:
     ) -> JobPart | None:
         """Return what this node's metrics describe, or None while that is not known.
 
-        part: this node's part, or None if it is not known yet. tallies: from other nodes, see JobPart.
+        part: this node's part, or None if it is not known yet. tallies: from other nodes, see
+        JobPart.
         """
         world_size = max((each.state.identity.world_size for each in sources), default=1)
         here = len({each.state.identity.rank for each in sources.newest()})

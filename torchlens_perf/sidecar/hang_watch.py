@@ -29,7 +29,8 @@ class HangWatch:
         self.hang: OpenHang | None = None
         """The hang in progress, or None while the job makes steps."""
         self._key: object = None
-        self._seen: tuple[object, float] = (None, 0.0)  # key of the newest finding, and its first time
+        # Key of the newest finding, and its first time.
+        self._seen: tuple[object, float] = (None, 0.0)
         self._waits = DeviceWaits()
         self._silent_s = silent_s
 
@@ -63,7 +64,8 @@ class HangWatch:
             return
         for rank, each in remote.items():
             since_step_s = each.since_step_s
-            # A silent node may still make steps, so its missing reports do not count as time without a step.
+            # A silent node may still make steps, so its missing reports do not count as time
+            # without a step.
             if ages_s[rank] <= self._silent_s or each.state in ENDED:
                 since_step_s += ages_s[rank] - each.report_age_s
             ranks[rank] = dataclasses.replace(each, report_age_s=ages_s[rank], since_step_s=since_step_s)
@@ -89,8 +91,9 @@ class HangWatch:
     def _is_found_again(self, hang: Hang, ranks: Mapping[int, Progress], now_s: float) -> bool:
         """Return True if reports that were made after the first finding show the same hang.
 
-        When a hang ends, other nodes' reports are older than this node's rings for a moment. The other
-        ranks then seem to have stopped while this node's ranks go on, which is not a new hang.
+        When a hang ends, other nodes' reports are older than this node's rings for a moment. The
+        other ranks then seem to have stopped while this node's ranks go on, which is not a new
+        hang.
         """
         if self._seen[0] != hang.key:
             self._seen = hang.key, now_s

@@ -1,8 +1,8 @@
 """Find slow ranks, their causes, and hangs, and raise alerts.
 
-In a job with several nodes, every sidecar sends its ranks' windows to node 0's sidecar, which judges
-all ranks together. After an error in this module, records are still read and saved, and the report
-notes that results are missing.
+In a job with several nodes, every sidecar sends its ranks' windows to node 0's sidecar, which
+judges all ranks together. After an error in this module, records are still read and saved, and the
+report notes that results are missing.
 """
 
 from __future__ import annotations

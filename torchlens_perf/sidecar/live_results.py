@@ -74,7 +74,8 @@ class LiveResults:
             mailboxes = self._sidecar.run.local_mailboxes
             self._answers, self._views = mailboxes(mailbox.ANSWER), mailboxes(mailbox.VIEW)
             self._alerts, self._figures = mailboxes(mailbox.ALERTS), mailboxes(mailbox.FIGURES)
-            # A mailbox that is created in the same clock tick would not change the modification time.
+            # A mailbox that is created in the same clock tick would not change the modification
+            # time.
             settled = max(changes_ns, default=0) < time.time_ns() - _CLOCK_TICK_NS
             self._changes_ns = changes_ns if settled else []
         questions = {path: mailbox.question(path) for path in self._answers}

@@ -45,20 +45,22 @@ def run_sidecar(
     port: MetricsPort | None = None,
     background: Executor | None = None,
 ) -> bool:
-    """Run rounds until the node's processes have ended. Return True if the caller should start again.
+    """Run rounds until the node's processes have ended.
 
-    The caller has the lock. If the result is True, a ring has come at the last moment, and the caller
-    still has the lock. Otherwise the lock is released.
+    Return True if the caller should start again.
+
+    The caller has the lock. If the result is True, a ring has come at the last moment, and the
+    caller still has the lock. Otherwise the lock is released.
 
     results: see LiveResults.
     port: the port for /metrics. The caller ends it.
-    background: a thread of low priority for all work that no rank waits for. Without it, the calling
-    thread does all work.
+    background: a thread of low priority for all work that no rank waits for. Without it, the
+    calling thread does all work.
     """
     rounds = _Rounds(sidecar, lock, results, port)
     run_in_background = _run_here if background is None else lambda work: background.submit(work).result()
-    # A rank that has ended may wait for its report. The calling thread runs that round, because it has
-    # the job's priority. In a short run, a rank may have ended before the first round.
+    # A rank that has ended may wait for its report. The calling thread runs that round, because it
+    # has the job's priority. In a short run, a rank may have ended before the first round.
     ended = bool(sidecar.run.local_mailboxes(REPORT))
     while (ended or run_in_background(rounds.until_a_rank_ends)) and rounds.one():
         ended = False
@@ -153,7 +155,8 @@ class _Rounds:
         sidecar.measure()
         sidecar.build_tap(now_s - self._started_s)
         sidecar.relay_captures(now_s, final=not more)
-        # The report comes before the export, because rank 0 waits for it and the export may take longer.
+        # The report comes before the export, because rank 0 waits for it and the export may take
+        # longer.
         with contain_errors("writing the report"), _logged("the report could not be written"):
             sidecar.report_if_asked(self._lock.write_status)
         with contain_errors("exporting"):
@@ -202,8 +205,9 @@ def _logged(what: str) -> Iterator[None]:
 def _release(sidecar: Sidecar, lock: SidecarLock) -> bool:
     """Release the lock. Return True if a new ring has come and the lock could be acquired again.
 
-    A process registers its ring before it checks the lock. If it finds the lock free, it starts a new
-    sidecar. Otherwise its ring was registered before the lock was released, so this check finds it.
+    A process registers its ring before it checks the lock. If it finds the lock free, it starts a
+    new sidecar. Otherwise its ring was registered before the lock was released, so this check finds
+    it.
     """
     sidecar.run.clear_local()
     lock.remove()

@@ -43,8 +43,8 @@ class MetricsPort:
     ) -> None:
         """sent: returns the spans of the last exported batch that went to a tracing backend.
 
-        clock: a clock in seconds. last_scrape_timeout_s: longest time to wait for another scrape after
-        the run's end. Few scrapers have an interval of more than a minute.
+        clock: a clock in seconds. last_scrape_timeout_s: longest time to wait for another scrape
+        after the run's end. Few scrapers have an interval of more than a minute.
         """
         self._last_scrape_timeout_s = last_scrape_timeout_s
         self._sent = sent

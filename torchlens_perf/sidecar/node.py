@@ -1,8 +1,10 @@
-"""Read the rings of one node, write its run directory, judge its ranks and export. No rank waits for it.
+"""Read the rings of one node, write its run directory, judge its ranks and export.
 
-watch.py of the node's first rank starts the sidecar, or a user does: `torchlens-perf sidecar RUN_DIR`.
-It may be killed and started again at any time. Statistics continue from the last saved state and
-segments from the last written one. The records in between are still in the rings.
+No rank waits for it.
+
+watch.py of the node's first rank starts the sidecar, or a user does: `torchlens-perf sidecar
+RUN_DIR`. It may be killed and started again at any time. Statistics continue from the last saved
+state and segments from the last written one. The records in between are still in the rings.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ _TAP = "building the native tap on collectives"
 
 
 class Sidecar:
-    """The parts of a sidecar's round, for one node of one run. Not thread-safe. Calls do not block long."""
+    """The parts of a sidecar's round, for one node of one run.
+
+    Not thread-safe. Calls do not block long.
+    """
 
     def __init__(
         self,
@@ -55,7 +60,9 @@ class Sidecar:
         waiting: Mapping[str, WaitingRing] | None = None,
         tap: TapForNextRun | None = None,
     ) -> None:
-        """report: writes the run's report.txt. Called with the run and rank 0's settings for its terminal.
+        """report: writes the run's report.txt.
+
+        Called with the run and rank 0's settings for its terminal.
 
         waiting: rings that were watched before this sidecar began to read, by path.
         tap: builds the native tap. By default it is not built.
@@ -85,7 +92,10 @@ class Sidecar:
         return self._exporter is not None
 
     def also_export_to(self, both: Callable[[Exporter | None], Exporter]) -> None:
-        """Add an exporter. both: makes one exporter of the present one, or None, and the new one."""
+        """Add an exporter.
+
+        both: makes one exporter of the present one, or None, and the new one.
+        """
         self._exporter = both(self._exporter)
 
     # -- one round
@@ -98,7 +108,7 @@ class Sidecar:
         return fullest
 
     def account(self) -> None:
-        """Add the records from poll() to statistics and to the queues for export and the next segment."""
+        """Add the records from poll() to statistics, the export queue and the next segment."""
         self.records.count()
 
     def judge(self, now_s: float, *, final: bool = False) -> None:
@@ -189,7 +199,7 @@ class Sidecar:
             self._exporter.on_assessment(dataclasses.replace(assessment, ended=not live))
 
     def keep(self) -> None:
-        """Write a segment and the state, and remove the rings of processes that were saved completely."""
+        """Write a segment and the state. Remove the rings of processes that are saved completely."""
         self.records.write_segment()
         self.save(durably=True)
         for source in self.sources:
@@ -226,7 +236,9 @@ class Sidecar:
     # -- the end
 
     def end_exchange(self) -> None:
-        """Wait for the other nodes' last windows, or for node 0's last choice of traces. End the exchange.
+        """Wait for the other nodes' last windows, or for node 0's last choice of traces.
+
+        End the exchange.
 
         Blocks for some seconds at most.
         """
@@ -261,7 +273,8 @@ class Sidecar:
                 if not source.settled:
                     write_status("is counting the last records")
                     self.account()
-                # Save the records first: a container that ends with rank 0 may kill this process soon.
+                # Save the records first: a container that ends with rank 0 may kill this process
+                # soon.
                 write_status(f"is writing {self.records.unkept_records} records into the run directory")
                 try:
                     self.keep()

@@ -1,8 +1,8 @@
 """Write report.html into the run directory after the last report. No rank waits for it.
 
-A child process writes the page, so that its time, memory and CPU use can be limited. If another ring
-comes, the sidecar gives the page up to read that ring. The page is then written at the end of that
-process's run.
+A child process writes the page, so that its time, memory and CPU use can be limited. If another
+ring comes, the sidecar gives the page up to read that ring. The page is then written at the end of
+that process's run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
     """
     page = run.report.with_suffix(".html")
     command = children.command("report", str(run.path), "--html", str(page))
-    # Other memory pools of Arrow reserve more memory than they use, which would count for the limit.
+    # Other memory pools of Arrow reserve more memory than they use, which would count for the
+    # limit.
     environment = {**children.environment(), "ARROW_DEFAULT_MEMORY_POOL": "system"}
     began_s, before = time.monotonic(), _version(page)
     with tempfile.TemporaryFile() as errors:
@@ -80,7 +81,8 @@ def written(run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = 
             time.sleep(_POLL_INTERVAL_S)
         errors.seek(0)
         last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-    # The child replaces the page only when the new one is complete, so a later failure does not matter.
+    # The child replaces the page only when the new one is complete, so a later failure does not
+    # matter.
     if child.returncode and _version(page) == before:
         reason = last_line.removeprefix("torchlens-perf: ") or f"its process ended with {child.returncode}"
         return printable(reason)

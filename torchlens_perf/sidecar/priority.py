@@ -1,13 +1,13 @@
 """Lower the sidecar's priority for CPUs and its memory limits. Refusals of the kernel are ignored.
 
-A process without privileges cannot raise its priority or leave SCHED_IDLE again. Both are properties
-of a thread, so work during training runs in a thread of low priority. The main thread keeps the job's
-priority for the work that a rank waits for after its training.
+A process without privileges cannot raise its priority or leave SCHED_IDLE again. Both are
+properties of a thread, so work during training runs in a thread of low priority. The main thread
+keeps the job's priority for the work that a rank waits for after its training.
 
-If the kernel groups processes by session (sched(7), autogroup), a thread's nice value and policy only
-count within its session. The sidecar has a session of its own, so the nice value of its group counts
-against the job. A process without privileges may raise the group's priority again, but not that of a
-thread.
+If the kernel groups processes by session (sched(7), autogroup), a thread's nice value and policy
+only count within its session. The sidecar has a session of its own, so the nice value of its group
+counts against the job. A process without privileges may raise the group's priority again, but not
+that of a thread.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def read_progress(source: RingSource, uncomparable: Collection[str], now_s: float) -> Progress:
     """Return the progress of a rank.
 
-    uncomparable: process groups whose sequence numbers differ between ranks. now_s: CLOCK_MONOTONIC.
+    uncomparable: process groups whose sequence numbers differ between ranks. now_s:
+    CLOCK_MONOTONIC.
     """
     reader, state = source.reader, source.state
     source.note_progress(reader.counter(ring.STEP), reader.counter(ring.HEAD), now_s)

@@ -42,7 +42,7 @@ class HardwareMetrics:
         self._seen_ns: dict[str, int] = {}  # time of the newest used sample of each GPU and port
 
     def signals_of_node(self, now_ns: int) -> dict[str, float]:
-        """Return the signals that all ranks of the node share, from the samples since the last call."""
+        """Return the signals shared by all ranks of the node, from samples since the last call."""
         errors = 0.0
         elapsed_s = None
         for name in self._log.links:
@@ -53,12 +53,16 @@ class HardwareMetrics:
         return {} if elapsed_s is None else {"link_errors_per_s": errors / elapsed_s}
 
     def signals_of_gpu(self, uuid: str, now_ns: int) -> dict[str, float]:
-        """Return the signals of a GPU from the samples since the last call. Empty without samples."""
+        """Return the signals of a GPU from the samples since the last call.
+
+        Empty without samples.
+        """
         samples, elapsed_s = self._new(uuid, self._log.samples(uuid, self._since(uuid), now_ns))
         if not samples:
             return {}
         measured = gpu_signals(samples)
-        # An idle GPU lowers its clock. Such a low clock is an effect of a slow rank and not a cause.
+        # An idle GPU lowers its clock. Such a low clock is an effect of a slow rank and not a
+        # cause.
         clocks = gpu_signals([sample for sample in samples if not (sample.clock_reasons or 0) & _GPU_IDLE])
         found = {signal: clocks[name] * factor for name, (signal, factor) in _CLOCKS.items() if name in clocks}
         found.update({name: measured[name] for name in _SAME if name in measured})
@@ -67,7 +71,7 @@ class HardwareMetrics:
         return found
 
     def gpu_name(self, gpus: Sequence[Gpu]) -> str:
-        """Return a name such as "GPU 0000:18:00.0 (NVIDIA H200)" for sentences, or "" without a GPU.
+        """Return a name such as "GPU 0000:18:00.0 (NVIDIA H200)", or "" without a GPU.
 
         The name has no index, because indices differ between processes.
         """
@@ -126,7 +130,8 @@ class RankMetrics:
         for source in running:
             state = source.state
             signals = {**host.get(state.identity.pid, {}), **node, **_memory(state.statistics.memory)}
-            # A rank computes on one GPU. Two ranks may share it, but its samples can be used only once.
+            # A rank computes on one GPU. Two ranks may share it, but its samples can be used only
+            # once.
             for gpu in state.gpus[:1]:
                 if gpu["uuid"] not in gpus:
                     gpus[gpu["uuid"]] = self._hardware.signals_of_gpu(gpu["uuid"], now_ns)
@@ -146,7 +151,7 @@ class RankMetrics:
             users.busiest_other = self._host.busiest_neighbour(pid) or users.busiest_other
 
     def details(self, source: RingSource) -> dict[str, str]:
-        """Return names of the rank's neighbour, control group and GPU for the text of a diagnosis."""
+        """Return names of the rank's neighbour, control group and GPU for a diagnosis."""
         pid = source.state.identity.pid
         found = {
             "neighbour": self._host.busiest_neighbour(pid),

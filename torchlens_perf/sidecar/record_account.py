@@ -65,7 +65,7 @@ class RecordAccount:
         return sum(len(chunk.records) for chunk in self._unkept)
 
     def count(self) -> None:
-        """Count the whole steps that were read, and all remaining records of processes that have ended."""
+        """Count whole steps that were read, and all remaining records of ended processes."""
         ended = False
         for source in self._sources:
             if source.settled:
@@ -117,8 +117,8 @@ class RecordAccount:
                 statistics.lost += source.count_up_to(source.reader.cursor - 1, 0)
             return
         names = list(source.reader.names())
-        # After a restart of the sidecar the masks may differ, because the state and the segments are not
-        # saved at the same time.
+        # After a restart of the sidecar the masks may differ, because the state and the segments
+        # are not saved at the same time.
         uncounted, unkept = sequences > state.counted, sequences > source.kept
         counted = records if uncounted.all() else records[uncounted]
         steps = assemble_steps(counted)

@@ -56,13 +56,14 @@ def replay(
 ) -> Replayed:
     """Export a run's saved records, and write the state of nodes that have no state.
 
-    trace_every: send every n-th step as spans, with all ranks. With None, or the value of the live run,
-    send the steps and ranks that the live run has sent. If it has sent none, steps are chosen by number.
+    trace_every: send every n-th step as spans, with all ranks. With None, or the value of the live
+    run, send the steps and ranks that the live run has sent. If it has sent none, steps are chosen
+    by number.
     advanced: called with the number of finished segments and of all segments.
     patience_s: total time to wait for an endpoint that accepts nothing.
 
-    Saved statistics of a node are not changed, because they include records that were removed later to
-    save space. Its notes on undelivered data are removed once the data is delivered.
+    Saved statistics of a node are not changed, because they include records that were removed later
+    to save space. Its notes on undelivered data are removed once the data is delivered.
     """
     steps = records = 0
     sending = _Sending(exporter, patience_s) if exporter is not None else None
@@ -138,7 +139,10 @@ def _note_delivery(run: RunDirectory, notes: list[str]) -> None:
 
 
 def _process(run: RunDirectory, origin: Origin, saved: NodeState, trace_every: int | None) -> ProcessState:
-    """Return a process without statistics. Data that is not in the records comes from the saved state."""
+    """Return a process without statistics.
+
+    Data that is not in the records comes from the saved state.
+    """
     known = saved.processes.get(origin.key)
     if known is None:
         process = ProcessState(_identity(run, origin), origin.anchor, RankStatistics(), trace_every=Config.trace_every)
@@ -156,7 +160,10 @@ def _sends(chosen: TracedStep, rank: int) -> bool:
 
 
 def _diagnosed(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | None:
-    """Return the diagnosis from the live run. A replay cannot make it, because signals are not saved."""
+    """Return the diagnosis from the live run.
+
+    A replay cannot make it, because signals are not saved.
+    """
     found = (state.findings.diagnosis(group.lead.key) for state in saved)
     return next((each for each in found if each is not None), None)
 
@@ -207,7 +214,7 @@ class _Sending:
 
 
 def _parts(batch: ExportBatch) -> Iterator[ExportBatch]:
-    """Split a batch into pieces of about _SPANS_PER_FLUSH spans, so that the exporter's queue has room."""
+    """Split a batch into pieces of about _SPANS_PER_FLUSH spans, which fit into export queues."""
     steps = batch.steps.step.tolist()
     traces: list[StepTrace] = []
     first = spans = 0

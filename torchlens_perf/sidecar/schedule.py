@@ -12,8 +12,8 @@ _MAX_POLL_S = 0.5
 _ACCOUNT_S, _LATEST_ACCOUNT_S = 1.0, 5.0
 _SAVE_S = 5.0
 _KEEP_S, _LATEST_KEEP_S = 5.0, 60.0
-# A segment is written before its records fill half of the ring. They are then still in the ring if all
-# processes are killed at once.
+# A segment is written before its records fill half of the ring. They are then still in the ring if
+# all processes are killed at once.
 _MAX_UNKEPT_SHARE = 1 / 2
 # Interval of segments after SIGTERM, because the sidecar may be killed at any time.
 _HURRIED_S = 1.0
@@ -23,14 +23,17 @@ _MAX_WATCHED_TIME_SHARE = 1 / 20
 
 
 class Schedule:
-    """Times of the sidecar's work. It reads more often if rings fill fast, and writes rarely in long runs."""
+    """Times of the sidecar's work.
+
+    It reads more often if rings fill fast, and writes rarely in long runs.
+    """
 
     def __init__(self, now_s: float) -> None:
         self._started_s = now_s
         self.poll_s = 0.05
         self._hurries = False
-        # Time of the last run of each kind of work. The first save comes soon, so that a user can see the
-        # live run.
+        # Time of the last run of each kind of work. The first save comes soon, so that a user can
+        # see the live run.
         self._done_s = {"account": now_s, "judge": now_s, "keep": now_s, "save": now_s + 0.2 - _SAVE_S}
 
     def hurry(self) -> None:
@@ -43,7 +46,7 @@ class Schedule:
             self._done_s["account"] = self._done_s["keep"] = float("-inf")
 
     def polled(self, fullest: float) -> None:
-        """Adapt the poll interval, so that about an eighth of the fullest ring is new in each poll."""
+        """Adapt the poll interval so that about an eighth of the fullest ring is new in a poll."""
         if fullest > 1 / 8:
             self.poll_s = max(0.005, self.poll_s / 2)
         else:
@@ -52,9 +55,9 @@ class Schedule:
     def account_due(self, now_s: float, took_s: float, *, watched: bool = False) -> bool:
         """Return True if records should be counted: once a second, or sooner in a young run.
 
-        If counting takes long, it is done more rarely. Most of its time is a fixed cost per module, so
-        doing it rarely saves time. took_s: duration of the last count. watched: a process shows a
-        continuous view of the run.
+        If counting takes long, it is done more rarely. Most of its time is a fixed cost per module,
+        so doing it rarely saves time. took_s: duration of the last count. watched: a process shows
+        a continuous view of the run.
         """
         if self._hurries:
             return self._due("account", now_s, _HURRIED_S)
@@ -68,7 +71,8 @@ class Schedule:
     def keep_due(self, now_s: float, unkept_records: int, ring_share: float, *, failing: bool = False) -> bool:
         """Return True if a segment should be written.
 
-        The interval is half of the run's age, from 5 s to 60 s. It is shorter if there are many records.
+        The interval is half of the run's age, from 5 s to 60 s. It is shorter if there are many
+        records.
 
         ring_share: the highest share of a ring that is in no segment yet.
         failing: the last segment could not be written. The number of records then does not matter.

@@ -1,8 +1,8 @@
 """Build the native tap on collectives for the next run, and describe its state in the report.
 
-A child process builds the tap (commands/tap_build.py), after the run has lasted for a while or when it
-has ended. The end alone would not be enough, because a cluster's scheduler ends the sidecar together
-with the job. The child only uses idle CPUs and spare memory, and ends with the sidecar.
+A child process builds the tap (commands/tap_build.py), after the run has lasted for a while or when
+it has ended. The end alone would not be enough, because a cluster's scheduler ends the sidecar
+together with the job. The child only uses idle CPUs and spare memory, and ends with the sidecar.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TapForNextRun:
     """
 
     def __init__(self, *, builds: bool) -> None:
-        """builds: False for a sidecar that was started by hand, because the user waits for its end."""
+        """builds: False for a sidecar that was started by hand, whose end the user waits for."""
         self._builds = builds
         self._name = ""
         self._outlook = ""
@@ -58,7 +58,7 @@ class TapForNextRun:
         return self._outlook
 
     def begin_if_due(self, running_s: float) -> None:
-        """Start the build if the run has lasted long enough, or take the result of a finished build.
+        """Start the build in a run that has lasted long enough, or take a finished build's result.
 
         Does not wait for the build. running_s: how long the sidecar has run.
         """
@@ -123,8 +123,8 @@ class TapForNextRun:
 def give_way() -> None:
     """Give this process, the child, the lowest priority, and end it together with its parent.
 
-    SCHED_IDLE lowers the priority for the disk too. If memory runs out, the kernel ends this process
-    first.
+    SCHED_IDLE lowers the priority for the disk too. If memory runs out, the kernel ends this
+    process first.
     """
     signal.signal(signal.SIGTERM, _end)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
@@ -139,7 +139,7 @@ def give_way() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Exit by an exception: the `finally` of the build ends the compiler and removes partial files."""
+    """Exit by an exception, so that the build's `finally` ends the compiler and removes files."""
     sys.exit(128 + number)
 
 

@@ -2,8 +2,8 @@
 
 When a pod or a job ends, all of its processes receive SIGTERM and later, after an unknown time,
 SIGKILL. Ranks may save a checkpoint in this time. After SIGTERM the sidecar therefore writes new
-records once a second. This module imports very little, because start/wait.py needs it in the sidecar's
-first seconds.
+records once a second. This module imports very little, because start/wait.py needs it in the
+sidecar's first seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import signal
 import time
 
-# A second SIGTERM within this time does not end the process: a launcher and a scheduler may each send one.
+# A second SIGTERM within this time does not end the process: a launcher and a scheduler may each
+# send one.
 _IGNORE_REPEATED_S = 1.0
 _asked_s: float | None = None
 

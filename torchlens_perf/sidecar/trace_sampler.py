@@ -1,8 +1,8 @@
 """Choose the steps that a node's sidecar sends as traces, for one generation of processes.
 
-The steps of a job are chosen in one place where all ranks are known. This is the job's only node, or
-node 0's sidecar, which sends its choice to the other nodes. A node without contact to others chooses
-for itself, within its share of the budget.
+The steps of a job are chosen in one place where all ranks are known. This is the job's only node,
+or node 0's sidecar, which sends its choice to the other nodes. A node without contact to others
+chooses for itself, within its share of the budget.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class TraceSampler:
     ) -> set[int]:  # fmt: skip
         """Add whole steps of a process. Return the steps to send at once.
 
-        Steps are sent at once only if the process is not of this generation. They are then chosen by
-        their numbers alone. now_s: CLOCK_MONOTONIC.
+        Steps are sent at once only if the process is not of this generation. They are then chosen
+        by their numbers alone. now_s: CLOCK_MONOTONIC.
         """
         every = source.state.trace_every
         if not every or not len(steps):
@@ -96,8 +96,10 @@ class TraceSampler:
     ) -> list[ExportBatch]:  # fmt: skip
         """Return the traces to send now.
 
-        here: number of ranks of these processes on this node. running: the ranks that still make steps.
-        received: the newest choice of node 0, see choice(). final: no more steps or choices will come.
+        here: number of ranks of these processes on this node. running: the ranks that still make
+        steps.
+        received: the newest choice of node 0, see choice(). final: no more steps or choices will
+        come.
         """
         chooser = self._chooser
         if chooser is None or (role.part is None and not final):

@@ -19,8 +19,8 @@ _NO_LIMIT = 1 << 60  # Version 1 represents "no limit" by a very large number.
 class ControlGroup:
     """The control group of one process. Each call reads the group's files again.
 
-    Methods return None if the kernel does not provide the value. The group and the folders that have
-    a memory limit are looked up once.
+    Methods return None if the kernel does not provide the value. The group and the folders that
+    have a memory limit are looked up once.
     """
 
     def __init__(self, pid: int, *, proc: Path = Path("/proc"), root: Path = _ROOT, pressure: Path = _PRESSURE) -> None:
@@ -84,8 +84,8 @@ class ControlGroup:
     def _memory_used(self) -> Iterator[tuple[int, int]]:
         """Yield used bytes and the limit, for each limit of the group and its parents.
 
-        Inactive file pages do not count as used: they fill any group that reads files, and the kernel
-        reclaims them first.
+        Inactive file pages do not count as used: they fill any group that reads files, and the
+        kernel reclaims them first.
         """
         for folder, limit in self._limits:
             used = _integer(folder / ("memory.current" if self._is_v2 else "memory.usage_in_bytes"))
@@ -95,7 +95,7 @@ class ControlGroup:
                 yield max(0, used - droppable), limit
 
     def _memory_limits(self, root: Path) -> Iterator[tuple[Path, int]]:
-        """Yield folder and limit of this group and its parents, without groups that have no limit."""
+        """Yield folder and limit of each group with a limit, among this group and its parents."""
         most = "memory.max" if self._is_v2 else "memory.limit_in_bytes"
         for folder in (self._memory, *self._memory.parents):
             if folder.is_relative_to(root):

@@ -33,8 +33,10 @@ class Neighbours:
         self._busy_ticks: dict[int, int] = {}  # by CPU
         self._before_s = 0.0
         self._busy: dict[int, float] = {}  # by CPU, the busy share since the previous sample
-        self._used: dict[int, tuple[_ProcessTicks, float]] = {}  # by pid, CPUs used since the previous sample
-        self._weighted: dict[int, tuple[_ProcessTicks, float]] = {}  # by pid, the decaying sum of all samples
+        # By pid, CPUs used since the previous sample.
+        self._used: dict[int, tuple[_ProcessTicks, float]] = {}
+        # By pid, the decaying sum of all samples.
+        self._weighted: dict[int, tuple[_ProcessTicks, float]] = {}
 
     def update(self, now_s: float) -> bool:
         """Take a sample. Return True if the previous one is recent enough to compute CPU use."""
@@ -63,7 +65,8 @@ class Neighbours:
         busy = sum(self._busy.get(cpu, 0.0) for cpu in cpus)
         for pid, theirs in job.items():
             _, used = self._used.get(pid, (None, 0.0))
-            # A process may also run on CPUs outside `cpus`. Assume that it uses all of its CPUs evenly.
+            # A process may also run on CPUs outside `cpus`. Assume that it uses all of its CPUs
+            # evenly.
             busy -= used * len(set(theirs) & set(cpus)) / max(1, len(theirs))
         return max(0.0, busy) / max(1, len(cpus))
 

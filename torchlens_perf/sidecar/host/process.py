@@ -77,7 +77,9 @@ class HostMetrics:
                 process.disk_wait_samples += 1
 
     def sample(self, gc_ns: Mapping[int, int], now_s: float) -> dict[int, dict[str, float]]:
-        """Return the signals since the last call, by pid. gc_ns: total time of garbage collection by pid.
+        """Return the signals since the last call, by pid.
+
+        gc_ns: total time of garbage collection by pid.
 
         Processes that have ended, or that are sampled for the first time, are left out.
         """

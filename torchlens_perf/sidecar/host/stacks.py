@@ -100,8 +100,8 @@ def python_stacks(pid: int, timeout_s: float = 5.0) -> str:
 def source_line(stack: Stack, timeout_s: float = 1.0) -> str:
     """Return the innermost frame's line of source, as it is on disk now.
 
-    Returns "" if the line cannot be read in time. Another process reads it, so that a hung disk does
-    not block the sidecar.
+    Returns "" if the line cannot be read in time. Another process reads it, so that a hung disk
+    does not block the sidecar.
     """
     if stack.innermost is None:
         return ""
@@ -140,9 +140,9 @@ def _dump(pid: int, timeout_s: float, program: str | None) -> tuple[bytes, str]:
 def stack_by_signal(pid: int, path: Path, started: int, timeout_s: float = 1.0) -> Stack:
     """Send SIGUSR2 and return the stack that the process writes to `path` (hooks/stack.py).
 
-    Frames come innermost first. Raises no exception. started: as in process_state(). The signal would
-    end a process that does not catch it. It is sent only if the process catches it, and only if the
-    process with that pid is still the same.
+    Frames come innermost first. Raises no exception. started: as in process_state(). The signal
+    would end a process that does not catch it. It is sent only if the process catches it, and only
+    if the process with that pid is still the same.
     """
     try:
         before = path.stat().st_size
@@ -181,8 +181,8 @@ def _run(command: list[str], timeout_s: float) -> tuple[bool, bytes, str]:
         answer, errors = process.communicate(timeout=max(0.0, timeout_s))
     except subprocess.TimeoutExpired:
         process.kill()
-        # subprocess.run() would wait without a limit here. py-spy, reading a process that is stuck in
-        # the kernel, may get stuck there too, where SIGKILL does not take effect.
+        # subprocess.run() would wait without a limit here. py-spy, reading a process that is stuck
+        # in the kernel, may get stuck there too, where SIGKILL does not take effect.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=_KILL_TIMEOUT_S)
         raise

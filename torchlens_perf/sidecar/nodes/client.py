@@ -34,7 +34,9 @@ class Sender:
         name: tuple[str, str],
         tls: tuple[str, str] = ("", ""),
     ) -> None:
-        """lock: guards the data shared with the sidecar's thread. name: id of this process, and its node.
+        """lock: guards the data shared with the sidecar's thread.
+
+        name: id of this process, and its node.
 
         tls: the folder of certificates, and the host name in node 0's certificate.
         """
@@ -53,7 +55,9 @@ class Sender:
         """Node 0's newest instructions."""
 
     async def turn(self) -> float:
-        """Report what node 0 lacks. Return the seconds until the next report, unless a post comes first.
+        """Report what node 0 lacks.
+
+        Return the seconds until the next report, unless a post comes first.
 
         Raises OSError.
         """
@@ -72,10 +76,14 @@ class Sender:
             raise
 
     async def leave(self) -> None:
-        """Send the waiting posts and the end of this sidecar, and close everything. Raises OSError."""
+        """Send the waiting posts and the end of this sidecar, and close everything.
+
+        Raises OSError.
+        """
         try:
             if self._call is None and self._outbox.waiting:
-                # Use the last address without a new search, because the job's store has often ended.
+                # Use the last address without a new search, because the job's store has often
+                # ended.
                 await (self._connect(*self._last) if self._last else self._join())
             if self._call is not None:
                 while not await self._report(leaving=True):
@@ -122,8 +130,8 @@ class Sender:
 
     # -- finding node 0
 
-    # Errors are stored as text: an exception in a variable would keep its frame alive, and with it a
-    # call and its connection.
+    # Errors are stored as text: an exception in a variable would keep its frame alive, and with it
+    # a call and its connection.
 
     async def _join(self) -> None:
         """Connect to node 0's last address, or to any published one if that fails."""
@@ -161,7 +169,10 @@ class Sender:
         raise ConnectionError(why)
 
     async def _enter(self, host: str, address: Address) -> None:
-        """Open a channel and a call. Each end proves that it has the token before the other sends data."""
+        """Open a channel and a call.
+
+        Each end proves that it has the token before the other sends data.
+        """
         where, nonce = transport.target(host, address.port), os.urandom(transport.NONCE_BYTES)
         sender, node = self._name
         self._channel = self._open(where)

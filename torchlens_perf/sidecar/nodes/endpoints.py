@@ -33,8 +33,8 @@ class Endpoints:
     def of(cls, job_store: tuple[str, int] | None, exchange: str, folder: Path, token: str = "") -> Endpoints | None:
         """Return the endpoints for the setting Config.exchange.
 
-        Returns None if the exchange is off, or if there is neither a store nor an address. token: the
-        token, which is not part of the URL. Raises ValueError for an invalid URL.
+        Returns None if the exchange is off, or if there is neither a store nor an address. token:
+        the token, which is not part of the URL. Raises ValueError for an invalid URL.
         """
         url = ExchangeUrl("") if exchange in ("auto", "off") else ExchangeUrl.parse(exchange)
         if exchange == "off" or (job_store is None and not url.address):
@@ -60,9 +60,9 @@ def split_address(text: str) -> tuple[str, int]:
 def listen_on(places: Endpoints) -> tuple[list[str], int]:
     """Return the addresses to try to listen on, in this order, and the port, 0 for any.
 
-    "::" stands for all addresses of this node. With a coordinator, its own addresses are tried first.
-    Otherwise the result is the address of the interface that leads to the job's store. It is loopback
-    only if the store's address is loopback, which means that all nodes are on one machine.
+    "::" stands for all addresses of this node. With a coordinator, its own addresses are tried
+    first. Otherwise the result is the address of the interface that leads to the job's store. It is
+    loopback only if the store's address is loopback, which means that all nodes are on one machine.
     """
     if places.coordinator:
         host, port = split_address(places.coordinator)
@@ -87,7 +87,8 @@ def known_as(places: Endpoints, listens_on: str) -> tuple[str, ...]:
     own = [listens_on]
     if listens_on == "::":
         own = [_own_address_towards(_FAR_AWAY) or "", *_addresses(socket.gethostname())]
-    # Other nodes resolve this node's name to an address that they can reach, so the name comes first.
+    # Other nodes resolve this node's name to an address that they can reach, so the name comes
+    # first.
     ours = bool(places.coordinator) or any(_own_address_towards(each) == each for each in _addresses(host))
     hosts = [host, *own] if ours else [*own, host]
     return tuple(dict.fromkeys(each for each in hosts if each and (each == host or not each.startswith(_LOOPBACK))))

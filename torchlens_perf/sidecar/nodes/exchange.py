@@ -39,7 +39,10 @@ class _Part(Protocol):
 
 
 class Exchange:
-    """One node's end of the exchange in one attempt of a run. Methods do not block. Not thread-safe."""
+    """One node's end of the exchange in one attempt of a run.
+
+    Methods do not block. Not thread-safe.
+    """
 
     def __init__(
         self, endpoints: Endpoints, key: str, node: str, merges: bool, *, timing: Timing | None = None
@@ -97,7 +100,7 @@ class Exchange:
             return self._inbox.collect(time.monotonic())
 
     def set_links(self, links: bytes) -> None:
-        """Set the links to report with the next post, and again after a restart of node 0's sidecar.
+        """Set the links to report with the next post, and after a restart of node 0's sidecar.
 
         Has no effect on node 0.
         """
@@ -129,7 +132,10 @@ class Exchange:
 
     @property
     def unreached_s(self) -> float:
-        """Time for which this node has not reached node 0. On node 0, since its address cannot be published."""
+        """Time for which this node has not reached node 0.
+
+        On node 0, since its address cannot be published.
+        """
         with self._lock:
             return 0.0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s
 

@@ -24,8 +24,8 @@ _CONNECT_TIMEOUT_S = 10.0
 def ask(host: str, port: int, key: str, lives_s: float, known: str, publish: str) -> str:
     """Publish a value under the key, or wait for a value other than `known`.
 
-    Return the value that the store then has, or "". This client is not one of the store's workers, so
-    it takes part in no count and no barrier. Raises RuntimeError for torch's errors.
+    Return the value that the store then has, or "". This client is not one of the store's workers,
+    so it takes part in no count and no barrier. Raises RuntimeError for torch's errors.
     """
     from torch.distributed import TCPStore
 

@@ -45,7 +45,10 @@ def encode(attempt: int, rows: Sequence[LinkStatistics]) -> tuple[bytes, int]:
 
 
 def decode(data: bytes, attempt: int, world_size: int) -> list[LinkStatistics]:
-    """Return a node's rows, or [] if they are from another attempt. Raises ValueError if invalid."""
+    """Return a node's rows, or [] if they are from another attempt.
+
+    Raises ValueError if invalid.
+    """
     try:
         report = _decoder.decode(zlib.decompressobj().decompress(data, _MAX_UNPACKED_BYTES))
     except (zlib.error, msgspec.MsgspecError, UnicodeError) as error:

@@ -1,9 +1,9 @@
 """Agree between nodes on the run's id and on which processes belong to one generation.
 
 Node 0 decides and the other nodes follow. Restart counts in the environment cannot be used, because
-each launcher counts for itself: after a worker fails, torchrun's agent on its node reports 1 restart,
-other agents report 0, and an agent that joins later reports 0. The start times agree, because all
-agents start their workers when they leave the same rendezvous.
+each launcher counts for itself: after a worker fails, torchrun's agent on its node reports 1
+restart, other agents report 0, and an agent that joins later reports 0. The start times agree,
+because all agents start their workers when they leave the same rendezvous.
 
 Node 0 numbers its own sets of processes and sends the age of each. A set of another node belongs to
 the set of node 0 with the same number of ranks whose start is nearest. Nodes exchange ages and not
@@ -159,7 +159,9 @@ class Membership:
         self._match()
 
     def of_other(self, node: str, local: int, started_s: float, world_size: int) -> int | None:
-        """Return the generation of a set of another node, or None without a match. Called on node 0.
+        """Return the generation of a set of another node, or None without a match.
+
+        Called on node 0.
 
         local: that node's own number of the set, modulo 256.
         """

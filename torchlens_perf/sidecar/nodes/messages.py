@@ -151,7 +151,8 @@ class Outbox:
             self._in_flight = []
 
 
-# A large job creates thousands of these per second. Structs are created and freed faster than dataclasses.
+# A large job creates thousands of these per second. Structs are created and freed faster than
+# dataclasses.
 class Received(msgspec.Struct, gc=False):
     """One post of a node."""
 
@@ -180,8 +181,8 @@ class Collected:
     posts: Sequence[Received]
     """Posts, for each sidecar in the order of posting.
 
-    There is one object per post. One per rank and window would double the cost of a window of a large
-    job.
+    There is one object per post. One per rank and window would double the cost of a window of a
+    large job.
     """
     nodes: Mapping[str, NodeContact]
     """All nodes that have ever reported."""
@@ -210,7 +211,8 @@ class _Sender:
         """Add a post unless it has arrived before. posted_s: its time on node 0's clock."""
         if post.posted_s > self.newest_s:
             self.newest_s = post.posted_s
-            # The deque is full if collect() is not called often enough. It then drops its oldest post.
+            # The deque is full if collect() is not called often enough. It then drops its oldest
+            # post.
             self.overwritten += len(self.unread) == KEPT_POSTS
             self.unread.append(Received(self.node, -posted_s, post.payloads))
 

@@ -71,8 +71,9 @@ def new_token(places: Endpoints, key: str) -> str:
     """Return the token of a job.
 
     If node 0 publishes its address, the token is random. If the address is configured, all nodes
-    derive the token from the configured token or token file, the key and the store's address. Without
-    a configured token, the result is not a secret. Raises OSError if the file cannot be read.
+    derive the token from the configured token or token file, the key and the store's address.
+    Without a configured token, the result is not a secret. Raises OSError if the file cannot be
+    read.
     """
     if not places.coordinator:
         return secrets.token_hex(16)

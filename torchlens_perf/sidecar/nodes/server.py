@@ -28,7 +28,8 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 # Limit for all nodes together. With more nodes, each report contains several posts.
 _MAX_REPORTS_PER_S = 550
-# Together with a report's timeout, this is shorter than the time after which a node counts as silent.
+# Together with a report's timeout, this is shorter than the time after which a node counts as
+# silent.
 _MAX_PACE_S = 3.75
 _MAX_NAME_BYTES = 512
 # A garbage collection visits the objects of thousands of open calls, so it must be rare.
@@ -66,7 +67,9 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
         """Instructions for all nodes. Guarded by the lock."""
 
     async def turn(self) -> float:
-        """Listen and publish the address where that is not done yet. Return the seconds until the next call.
+        """Listen and publish the address where that is not done yet.
+
+        Return the seconds until the next call.
 
         Raises OSError.
         """
@@ -154,7 +157,8 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]
                 try:
                     with lock:
                         inbox.receive(sender, data, now_s)
-                    # Free the report now: one per node would add up while waiting for the next ones.
+                    # Free the report now: one per node would add up while waiting for the next
+                    # ones.
                     data = b""
                 except ValueError:
                     # Only this sender has to reconnect.

@@ -41,7 +41,8 @@ _PROGRESS = (
     "device",
 )  # fmt: skip
 _MAX_U2 = (1 << 16) - 1
-# Shares of a row's duration are cut at this value. A lag of four durations hides as much as a longer one.
+# Shares of a row's duration are cut at this value. A lag of four durations hides as much as a
+# longer one.
 _MAX_SHARE, _NOT_MEASURED = 4, _MAX_U2
 _SHARES = ("work_ns", "issue_ns", "lag_ns")
 _MAX_FLOAT16 = 65504.0
@@ -107,7 +108,10 @@ class RankSummary:
 
 
 def pack(summary: RankSummary) -> bytes:
-    """Return the summary as bytes. Long texts are cut. Groups and rows that do not fit are left out."""
+    """Return the summary as bytes.
+
+    Long texts are cut. Groups and rows that do not fit are left out.
+    """
     value = np.zeros((), LAYOUT)
     progress, place = summary.progress, summary.place
     value["version"], value["rank"], value["ended"] = VERSION, progress.rank, summary.ended
@@ -174,7 +178,10 @@ def _device(progress: Progress) -> tuple[int, int, float, int]:
 
 
 def _device_place(step: int, behind: int, place: int, stood_s: float, mark: int) -> DevicePlace:
-    """Return the device's place. The span's name is missing, because it is not part of a summary."""
+    """Return the device's place.
+
+    The span's name is missing, because it is not part of a summary.
+    """
     stood_ns = round(stood_s * 1e9)
     return device_place(DeviceMark(step - behind + 1, place, mark & ~_IS_END, 0, bool(mark & _IS_END), 0, stood_ns), "")
 

@@ -24,7 +24,10 @@ class Timing:
     last_retry_s: float = 10.0
     """Longest delay after an error."""
     store_after_s: float = 2.0
-    """Grace period before the job's store is asked. A shared run directory usually answers sooner."""
+    """Grace period before the job's store is asked.
+
+    A shared run directory usually answers sooner.
+    """
     store_child_s: float = 60.0
     """Lifetime of a child process that polls the job's store. Afterwards it is killed."""
     store_again_s: float = 120.0

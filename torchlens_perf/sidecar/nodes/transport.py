@@ -17,7 +17,8 @@ from typing import Any
 # grpc reads these variables when it is imported. Values that the user has set are kept.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # Errors are reported as notes instead.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # The sidecar only uses vfork with exec.
-# Polling threads cost more than polling in the waiting thread: 30 to 40 % of node 0's time per message.
+# Polling threads cost more than polling in the waiting thread: 30 to 40 % of node 0's time per
+# message.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener,-event_engine_client")
 
 import grpc
@@ -38,7 +39,8 @@ _KEEPALIVE_S = 60
 _MS = 1000
 _BOTH = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES + MAX_LINKS_BYTES + 4096),
-    # The probe would send a ping for every message, to size a window that small messages never fill.
+    # The probe would send a ping for every message, to size a window that small messages never
+    # fill.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_metadata_size", 8192),
 ]
@@ -61,10 +63,12 @@ SERVER_OPTIONS: Sequence[tuple[str, Any]] = [
     ("grpc.server_handshake_timeout_ms", 5 * _MS),
     ("grpc.max_connection_idle_ms", IDLE_S * _MS),
     ("grpc.max_concurrent_streams", 4),
-    ("grpc.server.max_pending_requests", MAX_CONNECTIONS),  # All nodes may connect at the same time.
+    # All nodes may connect at the same time.
+    ("grpc.server.max_pending_requests", MAX_CONNECTIONS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_CONNECTIONS),
     ("grpc.http2.min_ping_interval_without_data_ms", 10 * _MS),
-    # A connection with longer messages would keep a buffer of 64 KB: more than 100 MB for 2048 nodes.
+    # A connection with longer messages would keep a buffer of 64 KB: more than 100 MB for 2048
+    # nodes.
     ("grpc.experimental.tcp_max_read_buffer_size", 8192),
 ]
 ERRORS = (grpc.RpcError, asyncio.TimeoutError, asyncio.InvalidStateError, aio.UsageError)

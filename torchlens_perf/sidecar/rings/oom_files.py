@@ -22,7 +22,10 @@ _ROWS_IN_STATE = 10
 
 
 class OomFiles:
-    """Out-of-memory tables of the ranks. Adds the newest one to each process, and writes it as text."""
+    """Out-of-memory tables of the ranks.
+
+    Adds the newest one to each process, and writes it as text.
+    """
 
     def __init__(self, run: RunDirectory) -> None:
         self._folder = run.oom
@@ -32,8 +35,8 @@ class OomFiles:
     def update(self, processes: Mapping[str, ProcessState], *, at_once: bool) -> None:
         """Add new tables to these processes. Raises OSError.
 
-        processes: by Identity.key. at_once: True if a process has ended, perhaps because it ran out of
-        memory. Otherwise the folder is scanned rarely, because nodes may share the disk.
+        processes: by Identity.key. at_once: True if a process has ended, perhaps because it ran out
+        of memory. Otherwise the folder is scanned rarely, because nodes may share the disk.
         """
         if not at_once and time.monotonic() - self._scanned_s < _SCAN_INTERVAL_S:
             return

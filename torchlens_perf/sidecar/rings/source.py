@@ -41,14 +41,15 @@ class RingSource:
     generation: int  # the node's process generation, see analysis/statistics/restarts.py
     judged: JudgedSteps
     waiting: list[tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]] = dataclasses.field(default_factory=list)
-    # True once all records are read and the process has ended. This is not taken from the saved state:
-    # records that an earlier sidecar had read but not saved were lost with that sidecar.
+    # True once all records are read and the process has ended. This is not taken from the saved
+    # state: records that an earlier sidecar had read but not saved were lost with that sidecar.
     read_to_end: bool = False
     settled: bool = False  # read to its end, and all records are accounted for
     ended_monotonic_s: float = 0.0
     job_store: tuple[str, int] | None = None
     stack_file: str = ""
-    # True if a simulation writes the ring. The kernel's figures then describe the simulation, not a rank.
+    # True if a simulation writes the ring. The kernel's figures then describe the simulation, not a
+    # rank.
     simulated: bool = False
     joins: bool = False  # True once the process was added to the join of collectives
     delayed_until: int = -1  # last step that a capture delayed
@@ -71,8 +72,8 @@ class RingSource:
     def delayed_by_capture(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         """Return a mask of the records, of whole steps, that a capture delayed.
 
-        The step after a captured one is delayed too: in its first collective, other ranks wait while
-        the captured rank writes its files.
+        The step after a captured one is delayed too: in its first collective, other ranks wait
+        while the captured rank writes its files.
         """
         captured = (records["kind"] == Kind.STEP) & (records["flags"] & Flag.CAPTURED != 0)
         steps = records["step"][captured].astype(np.int64)
@@ -107,9 +108,9 @@ class RingSource:
     def whole_steps(self, now_s: float) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
         """Remove and return the records of whole steps, and their sequence numbers.
 
-        Once the ring is read to its end, all records are returned. If a device is timed, the last step
-        stays for the next call, because the device's times arrive one step later. It does not stay
-        once the step in progress takes long, because that step may never end.
+        Once the ring is read to its end, all records are returned. If a device is timed, the last
+        step stays for the next call, because the device's times arrive one step later. It does not
+        stay once the step in progress takes long, because that step may never end.
 
         now_s: the monotonic clock.
         """
@@ -128,10 +129,12 @@ class RingSource:
         return self.waiting[0][0] if self.waiting else np.zeros(0, ring.record_dtype())
 
     def count_up_to(self, last: int, counted: int) -> int:
-        """Advance the number of the last counted record to `last`. Return how many records are lost.
+        """Advance the number of the last counted record to `last`.
 
-        counted: the number of records that were counted now. If a part of the ring is read again, its
-        records are not counted as lost again.
+        Return how many records are lost.
+
+        counted: the number of records that were counted now. If a part of the ring is read again,
+        its records are not counted as lost again.
         """
         lost = max(0, last - self.state.counted - counted)
         self.state.counted = max(self.state.counted, last)

@@ -43,7 +43,10 @@ _CLOCK_TICK_NS = 50_000_000
 
 
 class RingSources:
-    """The node's ring files. Iterates over the opened ones in the order of opening. Not thread-safe."""
+    """The node's ring files.
+
+    Iterates over the opened ones in the order of opening. Not thread-safe.
+    """
 
     def __init__(
         self,
@@ -178,10 +181,12 @@ class RingSources:
         changes_ns = self._run.local_changes_ns()
         if changes_ns != self._local_changes_ns:
             self._local_rings = self._run.local_rings()
-            # A ring that is registered in the same clock tick would not change the modification time.
+            # A ring that is registered in the same clock tick would not change the modification
+            # time.
             settled = max(changes_ns) < time.time_ns() - _CLOCK_TICK_NS
             self._local_changes_ns = changes_ns if settled else []
-        # Rings from the waiting phase are open, so they can be read even if their files were removed.
+        # Rings from the waiting phase are open, so they can be read even if their files were
+        # removed.
         seen = [Path(path) for path, ring in self._waiting.items() if ring.is_open]
         return self._kept_rings + list(dict.fromkeys([*seen, *self._local_rings]))
 

@@ -10,7 +10,8 @@ import os
 from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.rings import memory
 
-# Reading starts at this fill level. The rest of the ring must last until the first records are read.
+# Reading starts at this fill level. The rest of the ring must last until the first records are
+# read.
 FULL = 1 / 2
 # The first bytes of a ring file and the positions of words in its header. They are the same as in
 # run/ring.py, which takes long to import.
@@ -27,9 +28,10 @@ class WaitingRing:
         """
         self.step = self.head = -1
         self.step_s = self.mark_s = 0.0
-        """Times on CLOCK_MONOTONIC at which the present step and the last record were first seen."""
+        """Times on CLOCK_MONOTONIC when the present step and the last record were first seen."""
         pid, _, started = path.removesuffix(".ring").rpartition("-")
-        self._pid, self._started = int(pid.rpartition("-")[2]), int(started)  # parts of Identity.key
+        # Parts of Identity.key.
+        self._pid, self._started = int(pid.rpartition("-")[2]), int(started)
         self.descriptor = memory.open_to_read(path) if descriptor is None else descriptor
         self.is_open = True
         header = os.pread(self.descriptor, 24, 0)

@@ -47,8 +47,8 @@ def attend(
     """Read the node's rings until its ranks have ended. Return the exit code.
 
     lock_descriptor: descriptor of the lock file. The rank that started this process has locked it.
-    rings: the rings' last seen positions by path, see wait.py. shared: True if the group may read the
-    run directory.
+    rings: the rings' last seen positions by path, see wait.py. shared: True if the group may read
+    the run directory.
     """
     _log()
     hide_pandas()
@@ -79,8 +79,8 @@ def by_hand(
     """Read a node's rings if there are any, otherwise replay saved records. Return the exit code.
 
     name: name of the node or of its host, by default this node's. replaying: context of a replay,
-    which provides its progress callback. quiet: print only errors. Raises RunStoreError if the folder
-    is not a run directory, cannot be written, or already has a sidecar.
+    which provides its progress callback. quiet: print only errors. Raises RunStoreError if the
+    folder is not a run directory, cannot be written, or already has a sidecar.
     """
     _log(logging.WARNING if quiet else logging.INFO)
     termination.install()
@@ -159,8 +159,8 @@ def locked(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLock
 def _read(
     run: RunDirectory, host: str, lock: SidecarLock, rings: Mapping[str, WaitingRing], *, attends: bool = False
 ) -> None:
-    # One low-priority thread does all the work, because the kernel ends the child that builds the tap
-    # together with the thread that started it.
+    # One low-priority thread does all the work, because the kernel ends the child that builds the
+    # tap together with the thread that started it.
     background = ThreadPoolExecutor(1, initializer=priority.lower_thread) if attends else None
     if background is not None and not run.local_mailboxes(REPORT):
         background.submit(__import__, "torchlens_perf.sidecar.node").result()
@@ -181,7 +181,8 @@ def _read(
             again = run_sidecar(sidecar, lock, exporter, live_results, port, background)
         except Exception:
             failures += 1
-            if not attends or failures > _MAX_RESTARTS:  # A user who started it by hand sees the error.
+            # A user who started it by hand sees the error.
+            if not attends or failures > _MAX_RESTARTS:
                 raise
             rest_s = min(_MAX_RESTART_DELAY_S, 2.0**failures)
             logger.exception("the sidecar has failed, and begins anew in %g s", rest_s)
@@ -236,7 +237,8 @@ def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
 
     report = run_report(run)
     mailbox = asked.get("mailbox", "")
-    # Rank 0 gets its report before report.txt is written, because the run directory's disk may be slow.
+    # Rank 0 gets its report before report.txt is written, because the run directory's disk may be
+    # slow.
     if mailbox:
         page = str(run.report.with_suffix(".html")) if asked.get("writes_page") else ""
         style = {"columns": asked.get("columns", 0), "color": asked.get("color", False)}
@@ -261,10 +263,11 @@ def live_results(run: RunDirectory) -> str:
 def settle(run: RunDirectory, host: str, write_status: Callable[[str], None] = lambda doing: None) -> bool:
     """Create the run directory. Return False if that fails until no rank records any more.
 
-    The sidecar creates it and not a rank, because the disk may not answer and no rank may wait for it.
-    After an error it tries again for as long as a rank records. A rank that waits for a report gets
-    the error. If the run directory exists but has become read-only, the rings are kept. If it never
-    existed, they are removed. The caller has the lock. May block for as long as the disk does.
+    The sidecar creates it and not a rank, because the disk may not answer and no rank may wait for
+    it. After an error it tries again for as long as a rank records. A rank that waits for a report
+    gets the error. If the run directory exists but has become read-only, the rings are kept. If it
+    never existed, they are removed. The caller has the lock. May block for as long as the disk
+    does.
     """
     last_error = ""
     while True:

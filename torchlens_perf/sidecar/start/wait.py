@@ -1,8 +1,8 @@
 """Wait through a run's first seconds with as few imports as possible.
 
 A run that ends within SHORT_RUN_S is read once, at its end. Starting to read takes half a second of
-CPU time, which training would lose. Until then this process reads a few words of each ring's header,
-forty times a second. It starts to read at once in these cases:
+CPU time, which training would lose. Until then this process reads a few words of each ring's
+header, forty times a second. It starts to read at once in these cases:
 
 - a rank has ended,
 - a ring fills up,
@@ -162,8 +162,8 @@ def main(arguments: Sequence[str]) -> int:
         write_status(lock, LOADS)
         if preload is not None and not preload.finish() and not termination.is_asked():
             # Other programs keep all CPUs busy, and the idle thread's imports may take minutes. A
-            # thread cannot leave SCHED_IDLE, so this process starts again. The descriptors stay open,
-            # because a ring in anonymous memory would be lost without one.
+            # thread cannot leave SCHED_IDLE, so this process starts again. The descriptors stay
+            # open, because a ring in anonymous memory would be lost without one.
             for ring in rings.values():
                 os.set_inheritable(ring.descriptor, True)
             opened = [f"{ring.descriptor}:{path}" for path, ring in rings.items()]

@@ -93,7 +93,10 @@ class GpuTelemetry:
         return samples
 
     def _sample(self, uuid: str, monotonic_ns: int, unix_ns: int) -> GpuSample | None:
-        """Return a sample, or None if the GPU is lost. Raises NVMLError if the driver is unloaded."""
+        """Return a sample, or None if the GPU is lost.
+
+        Raises NVMLError if the driver is unloaded.
+        """
         nvml, backoff = self._nvml, self._backoffs[uuid]
         begun_ns = self._clock_ns()
         try:

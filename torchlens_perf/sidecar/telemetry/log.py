@@ -46,7 +46,10 @@ _T = TypeVar("_T", GpuSample, LinkSample)
 
 
 class TelemetryLog:
-    """Sampler of GPUs, ports and processes that keeps recent samples and totals. Not thread-safe."""
+    """Sampler of GPUs, ports and processes that keeps recent samples and totals.
+
+    Not thread-safe.
+    """
 
     def __init__(
         self,
@@ -163,7 +166,10 @@ class TelemetryLog:
         self._unwritten.clear()
 
     def totals(self) -> Telemetry:
-        """Return the totals of all samples of the run, for the node's state. They are not copies."""
+        """Return the totals of all samples of the run, for the node's state.
+
+        They are not copies.
+        """
         return Telemetry(
             gpus=self._gpu_totals,
             facts=self._facts,

@@ -17,8 +17,8 @@ LOST = frozenset({15, 16, 28})
 # The driver was unloaded, or its version differs from the library's.
 UNLOADED = frozenset({1, 9, 18})
 GONE = LOST | UNLOADED
-# A retry would fail in the same way: invalid (a field that is newer than the driver), not supported,
-# no permission, no such function, another version of a structure, deprecated.
+# A retry would fail in the same way: invalid (a field that is newer than the driver), not
+# supported, no permission, no such function, another version of a structure, deprecated.
 NEVER = frozenset({2, 3, 4, 13, 25, 26})
 
 _ALL_LINKS = 0xFFFFFFFF
@@ -107,7 +107,10 @@ def fast_fields(driver: str) -> tuple[Field, ...]:
 
 
 class Fields:
-    """Fields of one GPU, read in one call. Fields that the GPU lacks are left out of later calls."""
+    """Fields of one GPU, read in one call.
+
+    Fields that the GPU lacks are left out of later calls.
+    """
 
     def __init__(self, nvml: Any, handle: Any, fields: Sequence[Field]) -> None:
         self._nvml = nvml
@@ -246,7 +249,8 @@ class Xids:
         except self._nvml.NVMLError as error:
             if error.value in UNLOADED:
                 raise
-            return False  # Not supported or not permitted. If the GPU is lost, its other calls fail.
+            # Not supported or not permitted. If the GPU is lost, its other calls fail.
+            return False
         return True
 
     def read(self) -> Iterator[tuple[int, int]]:
