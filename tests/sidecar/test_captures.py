@@ -1,4 +1,4 @@
-"""The sidecar's part of a capture, beside ranks that are made by hand: whom it asks, and what comes of it."""
+"""Tests of captures in the sidecar and of the command, with fake ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torchlens_perf.view.tables import capture_table
 
 
 class Node:
-    """A node's sidecar and its two ranks, whose process is this one."""
+    """A node's sidecar with two ranks, both of which are this process."""
 
     def __init__(self, folder: Path) -> None:
         self.run = make_run(folder)
@@ -51,17 +51,17 @@ class Node:
         capture_files.ask(self.run.captures, request)
         return request
 
-    def look(self, after_s: float = LOOK_S) -> None:
-        """A round of the sidecar."""
+    def run_round(self, after_s: float = LOOK_S) -> None:
+        """Run one round of the sidecar after some time."""
         self.now_s += after_s
         self.relay.update(self.ranks, self.now_s)
 
     def asked(self) -> list[int]:
-        """Who finds a request beside its ring."""
+        """Return the ranks that have received a request."""
         return [rank for rank, live in self.ranks.items() if capture_files.ask_path(live.ring).exists()]
 
     def answer(self, rank: int, trace: bytes = b'{"traceEvents": []}\n') -> None:
-        """What the rank does that takes the request up."""
+        """Answer a request as a rank does."""
         ring = self.ranks[rank].ring
         request = capture_files.read(capture_files.ask_path(ring), Request)
         capture_files.ask_path(ring).unlink()
@@ -86,20 +86,20 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
-def test_files_of_a_rank(node: Node) -> None:
-    """The trace is compressed, the stacks are the sidecar's, nothing is left beside the ring."""
+def test_trace_is_compressed_and_stacks_are_added(node: Node) -> None:
+    """No file of the request is left in the ring's folder."""
     node.ask()
-    node.look()
+    node.run_round()
     assert node.asked() == [1]
     assert node.outcomes() == {}
     node.answer(1)
-    node.look(0.1)
-    node.look(0.1)
+    node.run_round(0.1)
+    node.run_round(0.1)
 
     assert node.files(1) == ["capture.json", STACKS, TRACE]
     folder = capture_files.rank_folder(node.run.captures, "one", 1)
     assert gzip.decompress((folder / TRACE).read_bytes()) == b'{"traceEvents": []}\n'
-    assert "test_files_of_a_rank" in (folder / STACKS).read_text()
+    assert "test_trace_is_compressed_and_stacks_are_added" in (folder / STACKS).read_text()
     outcome = node.outcomes()["one", 1]
     assert outcome.files == {each: (folder / each).stat().st_size for each in (TRACE, STACKS)}
     assert list(node.folder.glob("rank*")) == []
@@ -108,46 +108,45 @@ def test_files_of_a_rank(node: Node) -> None:
     assert row["files"][TRACE]["path"] == "captures/one/rank00001/trace.json.gz"
 
 
-def test_torn_trace(node: Node) -> None:
-    """A disk that was full leaves no trace that cannot be opened."""
+def test_incomplete_trace_is_removed(node: Node) -> None:
+    """The rank's disk was full."""
     node.ask()
-    node.look()
+    node.run_round()
     node.answer(1, b'{"traceEvents": [{"na')
-    node.look(0.1)
-    node.look(0.1)
+    node.run_round(0.1)
+    node.run_round(0.1)
 
     assert node.files(1) == ["capture.json", STACKS]
     assert "is the disk full?" in node.outcomes()["one", 1].left_out[TRACE]
 
 
-def test_only_those_that_are_asked(node: Node) -> None:
-    """Not ranks of another node, of another attempt, or of a request that nobody answered minutes ago."""
+def test_only_requested_live_ranks_are_asked(node: Node) -> None:
+    """Requests for other nodes or attempts, and old requests, are ignored."""
     node.ask(id="elsewhere", ranks=(5,))
     node.ask(id="before", attempt=7, ranks=(0,))
     node.ask(id="old", asked_unix_s=time.time() - 300, ranks=(0,))
-    node.look()
+    node.run_round()
 
     assert node.asked() == []
     assert node.outcomes() == {}
 
 
-def test_process_that_ends(node: Node) -> None:
-    """The request goes, and what came of it is said; also where another process has the rank now."""
+def test_request_ends_with_the_process(node: Node) -> None:
+    """The outcome has the reason, even if the rank has a new process."""
     node.ask(ranks=(0, 1))
-    node.look()
+    node.run_round()
     del node.ranks[0]
     node.ranks[1] = dataclasses.replace(node.ranks[1], pid=1)
-    node.look(0.1)
+    node.run_round(0.1)
 
     assert {outcome.ended for outcome in node.outcomes().values()} == {"the process ended"}
     assert len(node.outcomes()) == 2
     assert list(node.folder.glob("rank*")) == []
 
 
-def test_answer_of_a_process_that_has_ended(node: Node) -> None:
-    """What it wrote in the end counts."""
+def test_last_answer_of_an_ended_process_counts(node: Node) -> None:
     node.ask()
-    node.look()
+    node.run_round()
     node.answer(1)
     del node.ranks[1]
     node.relay.close()
@@ -155,35 +154,34 @@ def test_answer_of_a_process_that_has_ended(node: Node) -> None:
     assert node.outcomes()["one", 1].steps == 3
 
 
-def test_job_that_stands_still(node: Node) -> None:
-    """No step ends: the request is taken back, and the stacks say where the rank is."""
+def test_request_is_withdrawn_if_no_step_ends(node: Node) -> None:
+    """The stacks show where the rank is."""
     node.ask()
-    node.look()
-    node.look(LONGEST_S - 1)
+    node.run_round()
+    node.run_round(LONGEST_S - 1)
     assert node.asked() == [1]
-    node.look(2)
+    node.run_round(2)
 
     assert node.asked() == []
     assert node.outcomes()["one", 1].ended.startswith("no step ended within 60 s")
     assert STACKS in node.files(1)
 
 
-def test_rank_that_may_not_be_asked(node: Node) -> None:
-    """capture='off' is the rank's setting."""
+def test_request_is_refused_with_capture_off(node: Node) -> None:
     node.ranks[1] = dataclasses.replace(node.ranks[1], refuses=True)
     node.ask()
-    node.look()
+    node.run_round()
 
     assert node.asked() == []
     assert "capture='off'" in node.outcomes()["one", 1].ended
 
 
-def test_one_at_a_time(node: Node) -> None:
-    """Another request for the same rank is refused while one is open."""
+def test_second_request_for_a_rank_is_refused(node: Node) -> None:
+    """The first one is not finished."""
     node.ask()
-    node.look()
+    node.run_round()
     node.ask(id="two", ranks=(0, 1))
-    node.look()
+    node.run_round()
 
     assert node.asked() == [0, 1]
     assert {key: outcome.ended for key, outcome in node.outcomes().items()} == {
@@ -191,49 +189,48 @@ def test_one_at_a_time(node: Node) -> None:
     }
 
 
-def test_sidecar_that_was_started_again(node: Node) -> None:
-    """It does not ask twice, and takes the answer."""
+def test_restarted_sidecar_takes_the_answer(node: Node) -> None:
+    """The request is not sent again."""
     node.ask()
-    node.look()
+    node.run_round()
     node.answer(1)
     node.relay = CaptureRelay(node.run)
-    node.look()
+    node.run_round()
     assert node.asked() == []
-    node.look(0.1)
+    node.run_round(0.1)
 
     assert node.outcomes()["one", 1].steps == 3
 
 
-def test_rank_that_does_not_answer(node: Node) -> None:
-    """It took the request up, and its disk was full: the request ends, and a late answer is not the next one's."""
+def test_request_ends_without_an_answer_after_a_timeout(node: Node) -> None:
+    """A late answer does not count for the next request."""
     node.ask()
-    node.look()
+    node.run_round()
     capture_files.ask_path(node.ranks[1].ring).unlink()
-    node.look(3 * LONGEST_S - 1)
+    node.run_round(3 * LONGEST_S - 1)
     assert node.outcomes() == {}
-    node.look(2)
+    node.run_round(2)
     assert "not answered within 180 s: the rank is in step 10" in node.outcomes()["one", 1].ended
 
     late = Outcome("one", 1, 12, 3)
     node.ask(id="two")
-    node.look()
+    node.run_round()
     capture_files.write(capture_files.answer_path(node.ranks[1].ring), late)
-    node.look(0.1)
+    node.run_round(0.1)
     assert ("two", 1) not in node.outcomes()
     node.answer(1)
-    node.look(0.1)
-    node.look(0.1)
+    node.run_round(0.1)
+    node.run_round(0.1)
     assert node.outcomes()["two", 1].steps == 3
 
 
 @pytest.mark.parametrize("answer", ["", "{", "[1]", '{"id": "one", "rank": 1, "files": {"../../x": 5}}'])
-def test_answer_that_cannot_be_read(node: Node, answer: str) -> None:
-    """It ends the request, and says so."""
+def test_unreadable_answer_ends_the_request(node: Node, answer: str) -> None:
     node.ask()
-    node.look()
+    node.run_round()
     capture_files.answer_path(node.ranks[1].ring).write_text(answer)
-    node.look(0.1)
-    node.look(0.1)
+    node.run_round(0.1)
+    node.run_round(0.1)
 
     assert "answer cannot be read" in node.outcomes()["one", 1].ended
     assert list(node.folder.glob("rank*.captured")) == []
@@ -246,12 +243,12 @@ def test_answer_that_cannot_be_read(node: Node, answer: str) -> None:
         {"steps": 21}, {"steps": "3"}, {"ranks": "01"}, {"ranks": 5}, {"attempt": []}, {"from_step": 1.5},
     ],
 )  # fmt: skip
-def test_request_that_cannot_be_read(node: Node, wrong: dict[str, Any]) -> None:
-    """It is skipped and noted, once; others are taken up. No path leads out of the run directory."""
+def test_unreadable_request_is_noted_once(node: Node, wrong: dict[str, Any]) -> None:
+    """Other requests are handled. No path may lead out of the run directory."""
     bad = {**dataclasses.asdict(node.ask(ranks=(0,))), "id": "bad", **wrong}
     capture_files.request_path(node.run.captures, "bad").write_text(json.dumps(bad))
-    node.look()
-    node.look()
+    node.run_round()
+    node.run_round()
 
     assert node.asked() == [0]
     assert [request.id for request in capture_files.read_requests(node.run.captures)[0]] == ["one"]
@@ -261,15 +258,15 @@ def test_request_that_cannot_be_read(node: Node, wrong: dict[str, Any]) -> None:
     assert sorted(os.listdir(node.run.captures)) == ["bad.request.json", "one", "one.request.json"]
 
 
-def test_disk_that_is_full(node: Node) -> None:
-    """A trace that cannot be compressed goes, and what can be said is said."""
+def test_trace_is_removed_if_it_cannot_be_compressed(node: Node) -> None:
+    """The outcome has the reason."""
     node.ask()
-    node.look()
+    node.run_round()
     node.answer(1)
     folder = capture_files.rank_folder(node.run.captures, "one", 1)
-    (folder / TRACE).mkdir()  # in the way of the finished file
-    node.look(0.1)
-    node.look(0.1)
+    (folder / TRACE).mkdir()  # A folder with the name of the finished file makes the write fail.
+    node.run_round(0.1)
+    node.run_round(0.1)
 
     outcome = node.outcomes()["one", 1]
     assert outcome.left_out[TRACE].startswith("it could not be compressed: ")
@@ -279,9 +276,10 @@ def test_disk_that_is_full(node: Node) -> None:
 
 
 @pytest.mark.parametrize(("traced", "code", "quiet"), [(True, 0, []), (False, 1, []), (True, 0, ["--quiet"])])
-def test_code_of_the_command(node: Node, traced: bool, code: int, quiet: list[str]) -> None:
-    """0 is that there is a trace; a rank that has made no step yet does not stand in the way. Quiet, it says what came
-    of it all the same."""
+def test_exit_code_of_the_command_shows_if_there_is_a_trace(
+    node: Node, traced: bool, code: int, quiet: list[str]
+) -> None:
+    """A rank without steps does not matter. With --quiet, the result is still printed."""
     ranks = [Rank(node.run, rank) for rank in (0, 1)]
     ranks[0].steps(40, forward=100)
     sidecar = Sidecar(node.run, HOST, None, lambda run, asked: None)
@@ -312,15 +310,15 @@ def test_code_of_the_command(node: Node, traced: bool, code: int, quiet: list[st
         rank.close()
 
 
-def test_table_of_profiles(node: Node) -> None:
-    """The newest first: where the trace is, or why there is none."""
+def test_list_of_captures_is_newest_first(node: Node) -> None:
+    """A row has the trace's path or the reason of a failure."""
     node.ask()
     node.ask(id="two", ranks=(0,))
     node.ranks[0] = dataclasses.replace(node.ranks[0], refuses=True)
-    node.look()
+    node.run_round()
     node.answer(1)
-    node.look(0.1)
-    node.look(0.1)
+    node.run_round(0.1)
+    node.run_round(0.1)
 
     rows = captures(node.run)
     table = capture_table(cast("Any", {"captures": rows}))
@@ -333,15 +331,19 @@ def test_table_of_profiles(node: Node) -> None:
     }  # fmt: skip
 
 
-def test_pause_is_no_lag_in_collectives(node: Node) -> None:
-    """The others wait for the writing in the first collective of the step after it. That is no rank's fault."""
+def test_pause_for_a_capture_is_not_a_lag_in_collectives(node: Node) -> None:
+    """Other ranks wait for the writing in the next step's first collective.
+
+    No rank is blamed for that.
+    """
     ranks = [Rank(node.run, rank) for rank in (0, 1)]
     for rank in ranks:
         rank.session.metadata.add_group("0", [0, 1], "default_pg")
         recorder = rank.session.recorder
         name_id = rank.session.intern("allreduce group=0 dtype=float32")
         for step in range(40):
-            waits = step == 31 and rank.identity.rank == 0  # for rank 1, which writes at the end of step 30
+            # Rank 0 waits for rank 1, which writes at the end of step 30.
+            waits = step == 31 and rank.identity.rank == 0
             took_ns = 500_000_000 if waits else 1_000_000
             start_ns = rank.clock() if waits or step != 31 else rank.clock() + 499_000_000
             recorder.record_span(int(Kind.COLLECTIVE), name_id, start_ns, took_ns, int(Flag.COMPLETED), 1 << 20, step)
@@ -365,8 +367,8 @@ def test_pause_is_no_lag_in_collectives(node: Node) -> None:
 # -- after a verdict
 
 
-def test_suspect_and_healthy_one(node: Node) -> None:
-    """Once in an attempt, also after the sidecar was started again; the same steps on both."""
+def test_slow_and_healthy_rank_are_captured_once_per_attempt(node: Node) -> None:
+    """Both have the same steps. A restarted sidecar does not request it again."""
     (node.run.nodes / "node-a.json").touch()
     found = with_groups(findings(episode(3)), PLACES)
     for _ in range(2):
@@ -375,14 +377,15 @@ def test_suspect_and_healthy_one(node: Node) -> None:
     (request,) = capture_files.read_requests(node.run.captures)[0]
 
     assert (request.asked_by, request.ranks, request.steps) == (BY_VERDICT, (3, 2), 3)
-    assert request.from_step == 10 + 1 + 20  # two seconds of 100 ms
+    # The capture begins after two seconds of steps of 100 ms.
+    assert request.from_step == 10 + 1 + 20
     restarted = {rank: dataclasses.replace(live, attempt=1) for rank, live in node.ranks.items()}
     node.relay.ask_after_verdict(found, PLACES, restarted)
     assert [each.attempt for each in capture_files.read_requests(node.run.captures)[0]] == [0, 1]
 
 
-def test_nobody_is_asked_without_a_slow_rank_within_reach(node: Node) -> None:
-    """No verdict, or its rank's node has another disk."""
+def test_no_capture_without_a_reachable_slow_rank(node: Node) -> None:
+    """There is no verdict, or the rank's node has another disk."""
     found = with_groups(findings(episode(3)), PLACES)
     node.relay.ask_after_verdict(findings(), PLACES, node.ranks)
     node.relay.ask_after_verdict(found, PLACES, node.ranks)
@@ -395,22 +398,24 @@ def test_nobody_is_asked_without_a_slow_rank_within_reach(node: Node) -> None:
     [
         ((3,), range(8), PLACES, (3, 2)),
         ((3, 2), range(8), PLACES, (3, 1)),
-        ((0, 1, 2, 3), range(8), PLACES, (3, 4)),  # the whole node is slow
+        ((0, 1, 2, 3), range(8), PLACES, (3, 4)),  # The whole node is slow.
         ((3,), (3,), PLACES, (3,)),
         ((3,), (4, 5), PLACES, ()),
         ((3,), range(8), {**PLACES, 2: Placement("node-a", "other")}, (3, 1)),
         ((), range(8), PLACES, ()),
     ],
 )  # fmt: skip
-def test_choice(slow: tuple[int, ...], reached: Any, places: dict[int, Placement], chosen: tuple[int, ...]) -> None:
-    """The slowest rank, and the nearest one that nobody suspects: of its population, on its node if there is one."""
+def test_slowest_and_nearest_healthy_rank_are_chosen(
+    slow: tuple[int, ...], reached: Any, places: dict[int, Placement], chosen: tuple[int, ...]
+) -> None:
+    """The healthy rank is of the same population, and on the same node if possible."""
     found = findings(*(episode(rank, excess_ns=2e7 + rank, cost_ns=2e7 + rank) for rank in slow))
 
     assert suspect_and_healthy(with_groups(found, places), places, set(reached)) == chosen
 
 
 def _read(node: Node) -> None:
-    """What the node's sidecar does once."""
+    """Read the rings once, as the node's sidecar does."""
     sidecar = Sidecar(node.run, HOST, None, lambda run, asked: None)
     sidecar.poll()
     sidecar.account()
@@ -420,7 +425,7 @@ def _read(node: Node) -> None:
 
 @pytest.mark.parametrize("before", ["nothing", "no step"])
 def test_command_waits_for_the_first_steps(node: Node, before: str) -> None:
-    """The sidecar of a busy machine reads the ring seconds after the steps; an immediate request waits for it."""
+    """On a busy machine, the sidecar reads the ring seconds after the first steps."""
     rank = Rank(node.run, 0)
     if before == "no step":
         _read(node)
@@ -433,7 +438,8 @@ def test_command_waits_for_the_first_steps(node: Node, before: str) -> None:
     reading = threading.Thread(target=reads_later, daemon=True)
     reading.start()
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert main(["capture", str(node.run.path), "--rank", "0", "--timeout", "6"]) == 1  # nobody answers
+        # No rank answers.
+        assert main(["capture", str(node.run.path), "--rank", "0", "--timeout", "6"]) == 1
     reading.join(5)
     assert out.getvalue().startswith("asked: ranks 0, ")
     rank.close()
@@ -448,7 +454,10 @@ def test_command_waits_for_the_first_steps(node: Node, before: str) -> None:
     ],
 )
 def test_command_says_why_it_cannot_ask(node: Node, options: list[str], ends: bool, words: str) -> None:
-    """Never that no step was made, which a sidecar that has not read the ring cannot know."""
+    """The command never says that no step was made.
+
+    A sidecar that has not read the ring cannot know that.
+    """
     rank = Rank(node.run, 0)
     rank.steps(40 if ends else 0, forward=100)
     if ends:
@@ -460,8 +469,8 @@ def test_command_says_why_it_cannot_ask(node: Node, options: list[str], ends: bo
     rank.close()
 
 
-def test_silent_run_is_not_called_ended(node: Node) -> None:
-    """Its node may have lost its power."""
+def test_run_without_news_is_not_reported_as_ended(node: Node) -> None:
+    """Its node may have lost power."""
     rank = Rank(node.run, 0)
     rank.steps(40, forward=100)
     _read(node)

@@ -1,4 +1,4 @@
-"""A node that does not reach node 0: it judges its own ranks, and says so in its alerts, until others judge."""
+"""Tests of a node that cannot reach node 0 and judges its own ranks until node 0 is back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 
 class Node:
-    """The second of two nodes, with ranks 2 and 3, of which 3 is slow."""
+    """The second of two nodes, with ranks 2 and 3. Rank 3 is slow."""
 
     def __init__(self, made: RunDirectory, places: Endpoints) -> None:
         of_node = {"local_world_size": 2}
@@ -62,7 +62,7 @@ class Node:
         return self.exporter.alerts
 
 
-def test_it_raises_alerts_until_others_judge(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_off_node_raises_alerts_until_node_0_judges(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     places = Endpoints(("127.0.0.1", 1), run.nodes, f"127.0.0.1:{free_port()}")
@@ -78,7 +78,8 @@ def test_it_raises_alerts_until_others_judge(run: RunDirectory, monkeypatch: pyt
     (of_job,) = FindingLog(run.run_id).changes(
         0, node.sidecar.state.findings, None, node.sidecar.monitor.epoch.places, started.unix_ns
     )
-    assert of_job.about != started.about  # node 0's alert is another one: neither ends the other
+    # Node 0's alert is a separate one. Neither ends the other.
+    assert of_job.about != started.about
 
     node_0 = Exchange(places, exchange_key(0), "node-0", True, timing=FAST)
     try:

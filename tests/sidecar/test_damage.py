@@ -1,4 +1,7 @@
-"""Damaged files and failing disks cost what they must: a sidecar goes on, a report shows the other nodes."""
+"""Tests with damaged files and failing disks.
+
+The sidecar goes on, and a report shows other nodes.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ STATES = 100_000
 
 
 def finished(run: RunDirectory, steps: int = 50) -> None:
-    """A run of one rank that has ended."""
+    """Record a run of one rank that has ended."""
     rank = Rank(run, 0, 1)
     rank.steps(steps, **WORK)
     rank.close()
     finish(run)
 
 
-# -- files that are damaged, of another version, or somebody else's
+# -- files that are damaged, from another version, or from another program
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda text: b"",
@@ -53,8 +56,10 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_report_without_one_node(damage: str, run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    """One node's file cannot be read: the report has the others, and says which ranks are missing in it."""
+def test_report_names_missing_ranks_of_an_unreadable_node(
+    damage: str, run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report still has the other nodes."""
     finished(run)
     broken = run.nodes / "zz.json"
     broken.write_bytes(DAMAGE[damage](run.node_state(HOST).read_bytes()))
@@ -66,15 +71,17 @@ def test_report_without_one_node(damage: str, run: RunDirectory, capsys: pytest.
     assert note.endswith(": the ranks of that node are missing here")
 
 
-def test_report_of_nothing_but_damage(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, and exit code 2."""
+def test_report_without_any_readable_node_fails_with_one_line(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code is 2."""
     (run.nodes / "zz.json").write_text("{")
     assert main(["report", str(run.path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_state_that_no_report_can_be_made_of(run: RunDirectory) -> None:
-    """Each value is of its type, and together they are none: it costs that node only."""
+def test_inconsistent_state_is_left_out_of_the_report(run: RunDirectory) -> None:
+    """Each value has a valid type, but the values contradict each other."""
     finished(run)
     state = json.loads(run.node_state(HOST).read_bytes())
     state["host"] = "zz"
@@ -90,8 +97,8 @@ def test_a_state_that_no_report_can_be_made_of(run: RunDirectory) -> None:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("states", [150, *long(STATES)])
-def test_states_with_bytes_changed(states: int, run: RunDirectory) -> None:
-    """Whatever has become of a node's file, there is a report on the others, or one line."""
+def test_changed_bytes_in_a_state_do_not_break_the_report(states: int, run: RunDirectory) -> None:
+    """There is a report on the other nodes, or an error of one line."""
     began_s, number = time.monotonic(), states if states < STATES else share(STATES)
     finished(run)
     text, draw = run.node_state(HOST).read_bytes(), random.Random(states)
@@ -109,8 +116,8 @@ def test_states_with_bytes_changed(states: int, run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "newer"])
-def test_a_sidecar_whose_state_is_damaged(damage: str, run: RunDirectory) -> None:
-    """It is set aside with a note, and what is still in the rings is counted."""
+def test_damaged_state_is_renamed_with_a_note(damage: str, run: RunDirectory) -> None:
+    """The records that are still in the rings are counted."""
     rank = Rank(run, 0, 1)
     rank.steps(20, **WORK)
     run.node_state(HOST).write_bytes(DAMAGE[damage](b'{"schema":%d}' % node_state.SCHEMA))
@@ -123,8 +130,8 @@ def test_a_sidecar_whose_state_is_damaged(damage: str, run: RunDirectory) -> Non
     assert len(list(run.nodes.glob("*.damaged-*"))) == 1
 
 
-def test_a_damaged_segment(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    """A later sidecar works beside it, a replay leaves it out, and both say so. Foreign files are left alone."""
+def test_damaged_segment_is_left_out_with_a_note(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both a later sidecar and a replay report it. Files of other programs are not touched."""
     finished(run, 20)
     (first,) = run.spans.glob("*.parquet")
     first.write_bytes(first.read_bytes()[:-100])
@@ -136,11 +143,11 @@ def test_a_damaged_segment(run: RunDirectory, capsys: pytest.CaptureFixture[str]
     finish(run)
     second = sorted(run.spans.glob(f"{HOST}-0*.parquet"))[1]
     assert main(["sidecar", str(run.path), "--host", HOST]) == 1
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
 
     assert len(pd.read_parquet(second)) == 30 * 5
-    assert "replayed 30 steps, 150 records" in said
-    assert said.count(f"{first} cannot be read") == 1
+    assert "replayed 30 steps, 150 records" in output
+    assert output.count(f"{first} cannot be read") == 1
     assert any(str(first) in note for note in run_report(run)["quality"]["notes"])
 
 
@@ -149,7 +156,10 @@ def test_a_damaged_segment(run: RunDirectory, capsys: pytest.CaptureFixture[str]
 
 @pytest.fixture
 def failing(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """Makes calls of this process's children on paths fail, with this error, as long as a file is there: that file."""
+    """Return a function that makes calls of child processes on some paths fail.
+
+    Calls fail with the given error while the returned flag file exists.
+    """
 
     def make(error: int, *paths: Path) -> Path:
         flag = tmp_path / "fails"
@@ -165,16 +175,18 @@ def failing(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("error", [errno.ESTALE, *long(errno.EIO, errno.EACCES, errno.ENOSPC)], ids=errno.errorcode.get)
-def test_a_disk_that_fails_for_seconds(error: int, run: RunDirectory, failing: Callable[..., Path]) -> None:
-    """A live sidecar goes on, and nothing is lost."""
-    flag = failing(error, run.spans, run.steps, run.node_state(HOST))  # its log can be written
+def test_disk_errors_for_some_seconds_lose_no_records(
+    error: int, run: RunDirectory, failing: Callable[..., Path]
+) -> None:
+    # The log can still be written.
+    flag = failing(error, run.spans, run.steps, run.node_state(HOST))
     rank = Rank(run, 0, 1)
     rank.steps(20, **WORK)
     sidecar.ensure(run, rank.identity)
     assert eventually(run.node_state(HOST).exists)
     flag.touch()
     rank.steps(30, **WORK)
-    time.sleep(8)  # more than a segment's period
+    time.sleep(8)  # This is longer than the interval of segments.
     rank.steps(40, **WORK)
     flag.unlink()
     rank.close()
@@ -186,8 +198,8 @@ def test_a_disk_that_fails_for_seconds(error: int, run: RunDirectory, failing: C
     assert os.strerror(error) in run.node_log(HOST).read_text()
 
 
-def test_a_sidecar_that_cannot_read_its_state_begins_anew(run: RunDirectory, failing: Callable[..., Path]) -> None:
-    """A disk's error is no damage: the state stays where it is, and is read as soon as it can be."""
+def test_unreadable_state_is_read_again_after_a_disk_error(run: RunDirectory, failing: Callable[..., Path]) -> None:
+    """A disk error is not damage, so the state is not renamed."""
     first = Rank(run, 0, 1)
     first.steps(20, **WORK)
     first.close()
@@ -207,8 +219,7 @@ def test_a_sidecar_that_cannot_read_its_state_begins_anew(run: RunDirectory, fai
     assert list(run.nodes.glob("*.damaged-*")) == []
 
 
-def test_load_or_new_of_a_disk_that_fails(run: RunDirectory) -> None:
-    """Nothing is renamed where the disk, not the file, is at fault."""
+def test_load_or_new_renames_nothing_after_a_disk_error(run: RunDirectory) -> None:
     run.node_state(HOST).mkdir()
     with pytest.raises(RunStoreError, match="Is a directory"):
         node_state.load_or_new(run, HOST)

@@ -1,7 +1,7 @@
-"""Bytes changed at random in what a sidecar reads from others: rings, messages between nodes, summaries in them.
+"""Fuzz tests of rings, messages between nodes, and summaries.
 
-Whatever becomes of them costs that ring, or that message, and is one of the errors that their readers document. States
-of nodes are in test_damage.py.
+Changed bytes affect only their own ring or message, and readers raise only documented errors.
+States of nodes are tested in test_damage.py.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from torchlens_perf.sidecar.nodes.membership import ControlMessage, ProcessGener
 from torchlens_perf.simulate.simulation import Simulation, Topology
 
 RINGS, MESSAGES, RUNS = 400_000, 500_000, 2_000
-RECORDS = 1024  # of a ring, the fewest
+RECORDS = 1024  # the smallest size of a ring
 EDGES = (0, 1, 0x7F, 0xFF, 1 << 15, (1 << 16) - 1, (1 << 31) - 1, (1 << 32) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
 REGIONS = ((0, 256), (0, ring.METADATA_OFFSET), (ring.METADATA_OFFSET, 2048), (ring.NAMES_OFFSET, 512))
 
 
 def changed(data: bytes, draw: random.Random) -> bytes:
-    """With some bytes changed, left out or put in, a part repeated, or cut short."""
+    """Return the bytes with some of them changed, removed, inserted or repeated, or cut off."""
     made = bytearray(data)
     for _ in range(draw.randint(1, 6)):
         at = draw.randrange(len(made) or 1)
@@ -66,7 +66,7 @@ def changed(data: bytes, draw: random.Random) -> bytes:
 
 
 def ring_parts(draw: random.Random) -> Iterator[tuple[int, bytes]]:
-    """Where to write what over a ring file: words that counters may hold, or any bytes; in the header most of all."""
+    """Yield offsets and bytes to write into a ring file, mostly into its header."""
     for _ in range(draw.randint(1, 8)):
         begin, size = draw.choice([*REGIONS, (ring.RECORDS_OFFSET, RECORDS * ring.RECORD_BYTES)])
         at = begin + draw.randrange(size)
@@ -77,7 +77,7 @@ def ring_parts(draw: random.Random) -> Iterator[tuple[int, bytes]]:
 
 
 def read_all(path: Path) -> str:
-    """What a sidecar reads of a ring; the kind of error that ended it, or "". Any but the documented ones is raised."""
+    """Read a ring as a sidecar does. Return the name of a documented error, or ""."""
     try:
         reader = Reader(path)
     except RingError:
@@ -102,8 +102,8 @@ def read_all(path: Path) -> str:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", [400, *long(RINGS)])
-def test_rings_of_any_bytes(number: int, run: RunDirectory, tmp_path: Path) -> None:
-    """A reader ends, holds no more than the ring can, and raises RingError at most."""
+def test_reader_of_a_changed_ring_raises_only_ring_errors(number: int, run: RunDirectory, tmp_path: Path) -> None:
+    """The reader ends, and returns no more records than the ring can contain."""
     began_s, count, draw = time.monotonic(), number if number < RINGS else share(RINGS), random.Random(number)
     rank = Rank(run, 0, 1, ring_records=RECORDS)
     rank.steps(RECORDS // 4, **WORK)
@@ -128,7 +128,7 @@ def test_rings_of_any_bytes(number: int, run: RunDirectory, tmp_path: Path) -> N
     finally:
         copy.unlink()
 
-    assert ends[""] > count / 4  # else little is tried
+    assert ends[""] > count / 4  # Otherwise the test would cover little.
     assert ends["refused"] > 0
     if count > 400:
         note("rings of any bytes", count, RINGS, f"{ends['refused']:,} refused", time.monotonic() - began_s, number)
@@ -136,10 +136,10 @@ def test_rings_of_any_bytes(number: int, run: RunDirectory, tmp_path: Path) -> N
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", [6, *long(RUNS)])
-def test_a_run_with_a_ring_of_any_bytes(number: int, tmp_path: Path) -> None:
-    """The other rank's steps are all in the report, whatever the sidecar reads in the changed ring."""
+def test_changed_ring_does_not_affect_the_other_rank(number: int, tmp_path: Path) -> None:
+    """All steps of the other rank are in the report."""
     began_s, count, draw = time.monotonic(), number if number < RUNS else share(RUNS), random.Random(number)
-    # Processes that live, or a launcher that does, are rightly waited for where a ring does not say that it is closed.
+    # The sidecar rightly waits for live processes, or a live launcher, if the ring is not closed.
     dead = dead_process()
     dead["launcher_pid"] = dead["pid"]
     for each in range(count):
@@ -161,11 +161,11 @@ def test_a_run_with_a_ring_of_any_bytes(number: int, tmp_path: Path) -> None:
         note("runs with a ring of any bytes", count, RUNS, "0 lost the other rank", time.monotonic() - began_s, number)
 
 
-# -- what other nodes send
+# -- messages from other nodes
 
 
 class Collecting(End):
-    """Node 0's end of an exchange, with a real inbox."""
+    """Node 0's end of a fake exchange, with a real inbox."""
 
     inbox = messages.Inbox("node-0", 0.0)
 
@@ -174,7 +174,7 @@ class Collecting(End):
 
 
 def node_zero(tmp_path: Path, wire: Wire) -> NodeView:
-    """A sidecar that judges two ranks of its own, and whatever arrives in Collecting.inbox."""
+    """Return a sidecar that judges its two ranks and the posts in Collecting.inbox."""
     run, at, steps = RunDirectory(tmp_path), places(4, node_size=2), next(Simulation(Topology(4)).steps(20))
     view = NodeView("node-0", lambda where, key, node, merges: Collecting(wire, node))
     for rank in range(2):
@@ -188,8 +188,8 @@ def node_zero(tmp_path: Path, wire: Wire) -> NodeView:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("number", [1_000, *long(MESSAGES)])
-def test_messages_of_any_bytes(number: int, tmp_path: Path) -> None:
-    """Each is taken, or refused by ValueError alone; what is taken is judged, and no error comes of it."""
+def test_changed_messages_are_read_or_refused(number: int, tmp_path: Path) -> None:
+    """A refused message raises ValueError. A readable one is judged without an error."""
     began_s, count, draw = time.monotonic(), number if number < MESSAGES else share(MESSAGES), random.Random(number)
     sent, _ = two_nodes(tmp_path)
     payloads = {rank: payload for each in sent.sent for rank, payload in each.payloads.items()}

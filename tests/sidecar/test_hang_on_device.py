@@ -1,4 +1,4 @@
-"""A hang on a device, from the ranks' rings to the sidecar's words."""
+"""Tests of a hang on a device, from the ranks' rings to the text of the sidecar's finding."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 
 
 def stand(rank: Rank, place: int, kind: Kind, stood_ms: int) -> None:
-    """What the rank's training thread saw of its device at the end of its last step; it is blocked since."""
+    """Set the device's mark at the end of the rank's last step. The rank is blocked since then."""
     mark = DeviceMark(STEPS - 1, place, int(kind), rank.session.intern("GPT"), False, 0, stood_ms * MS)
     rank.ring.set_device_mark(mark.words())
 
 
-def said(run: RunDirectory, ranks: list[Rank]) -> str:
-    """The hang in words, 20 s after the last step; "": there is none."""
+def hang_text_of(run: RunDirectory, ranks: list[Rank]) -> str:
+    """Return the text about the hang 20 s after the last step, or "" without one."""
     made = Sidecar(run, HOST, None, lambda *_: None)
     for now_s in (1_000_000.0, 1_000_020.0):
         made.poll()
@@ -44,26 +44,25 @@ def said(run: RunDirectory, ranks: list[Rank]) -> str:
 
 
 def stopped(run: RunDirectory) -> list[Rank]:
-    """Three ranks that have made the same steps, and whose hosts wait for the device, outside of all that is timed."""
+    """Return three ranks with the same steps whose hosts wait for the device outside all spans."""
     ranks = [Rank(run, number, 3) for number in range(3)]
     for rank in ranks:
         rank.steps(STEPS, **WORK)
     return ranks
 
 
-def test_the_device_that_stands_is_named(run: RunDirectory) -> None:
-    """By the marks in the rings' headers."""
+def test_stuck_device_is_found_from_the_rings_marks(run: RunDirectory) -> None:
     ranks = stopped(run)
     stand(ranks[0], 3, Kind.BACKWARD, 0)
     stand(ranks[1], 3, Kind.BACKWARD, 0)
     stand(ranks[2], 1, Kind.MODULE, 30)
-    text = said(run, ranks)
+    text = hang_text_of(run, ranks)
     assert "the device of rank 2" in text
     assert "stands in step 19 after the beginning of module GPT, while ranks 0-1 were seen further, in step 19" in text
 
 
-def test_a_kernel_that_has_not_begun_is_named(run: RunDirectory) -> None:
-    """By the rows of groups in the rings' headers, where NCCL's thread has it written."""
+def test_missing_kernel_is_found_from_the_rings_groups(run: RunDirectory) -> None:
+    """NCCL's thread writes the rows of groups in the rings' headers."""
     ranks = stopped(run)
     for rank, begun in zip(ranks, (8, 8, 7), strict=True):
         slot = rank.ring.add_group("0")
@@ -72,14 +71,14 @@ def test_a_kernel_that_has_not_begun_is_named(run: RunDirectory) -> None:
         row = 282 + 3 * slot
         words[row] = words[row] & 0xFFFFFFFF | begun << 32
         words[row + 1] = 8
-    text = said(run, ranks)
+    text = hang_text_of(run, ranks)
     assert "Ranks 0-2 have entered collective 7 of group 0, but on the device of rank 2" in text
     assert "its kernel has not begun, as it has on ranks 0-1" in text
 
 
-def test_nothing_is_made_up_of_devices_that_were_not_seen_to_stand(run: RunDirectory) -> None:
-    """The same marks, each seen once: the hosts look as in a pause, which is no alarm."""
+def test_single_samples_of_marks_are_not_a_stuck_device(run: RunDirectory) -> None:
+    """The hosts look the same in a pause, which must not raise an alarm."""
     ranks = stopped(run)
     for rank, place in zip(ranks, (3, 3, 1), strict=True):
         stand(rank, place, Kind.FORWARD, 0)
-    assert said(run, ranks) == ""
+    assert hang_text_of(run, ranks) == ""

@@ -1,4 +1,4 @@
-"""Since when verdicts have held: by a sidecar in one go, by several, by a replay, and by nothing but the records."""
+"""Tests of how long verdicts have lasted, from one sidecar, several sidecars, and a replay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Held = dict[str, Any]
 
 
 def recorded(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool = False) -> None:
-    """A simulated run, read by a sidecar, or by one after the other."""
+    """Record a simulated run, read by one sidecar or by several ones in turn."""
     host = of.topology.host(0)
     anchor = Anchor(10**12, 1_700_000_000_000_000_000, 0)
     ranks = [SimulatedRank(run, host, of.topology, rank, anchor, "note") for rank in range(of.topology.ranks)]
@@ -58,7 +58,7 @@ def recorded(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool = 
 
 
 def held(run: RunDirectory) -> dict[tuple[str, int | None], Held]:
-    """By kind and rank; times as seconds since the run's first step."""
+    """Return the validity of verdicts by kind and rank. Times are seconds since the first step."""
     report = checked(build(run.run_id, node_state.load_all(run)))
     began = datetime.datetime.fromisoformat(report["run"]["started"])
     found = {(row["kind"], row["rank"]): dict(row["held"] or {}) for row in report["verdicts"]}
@@ -78,14 +78,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_whoever_reads(case: str, tmp_path: Path) -> None:
-    """One sidecar, sidecars that are started again every 32 steps, and a rebuild from the records say the same."""
+def test_restarts_and_replays_give_the_same_validity(case: str, tmp_path: Path) -> None:
+    """Compare one sidecar, a restart every 32 steps, and a state rebuilt from the records."""
     faults, topology = CASES[case]
     runs = [make_run(tmp_path, f"{tmp_path.name}-{place}") for place in range(3)]
     for place, run in enumerate(runs):
         recorded(run, simulation(*faults, topology=topology, noise=0.05), 224, restarts=place == 1)
     (lost,) = runs[2].nodes.glob("*.json")
-    if case != "out of balance":  # records do not tell the stages of a pipeline
+    if case != "out of balance":  # Records do not contain the stages of a pipeline.
         lost.unlink()
         replay(runs[2], None)
     one, again, rebuilt = map(held, runs)
@@ -94,18 +94,18 @@ def test_the_same_whoever_reads(case: str, tmp_path: Path) -> None:
     assert one.keys() == again.keys()
     assert any(each for each in one.values())
     for key, each in one.items():
-        # A judge that has begun anew needs some rows to see an end, and knows it less exactly.
+        # A new detector needs some rows to find an end, and finds it less exactly.
         assert again[key].get("since_step") == pytest.approx(each.get("since_step"), abs=16)
         assert again[key].get("windows_judged", 0) == pytest.approx(each.get("windows_judged", 0), abs=2)
         assert again[key].get("windows_held", 0) == pytest.approx(each.get("windows_held", 0), abs=4)
 
 
-def test_what_was_planted(tmp_path: Path) -> None:
-    """First step, end, windows and times are those of the fault."""
+def test_validity_matches_the_simulated_fault(tmp_path: Path) -> None:
+    """First step, end, windows and times are compared."""
     run = make_run(tmp_path)
     recorded(run, simulation("constant:rank=3,share=0.25,since=64,until=160", noise=0.05), 224)
     found = held(run)
-    slow, nobody = found["straggler_ended", 3], found["none", None]
+    slow, no_straggler = found["straggler_ended", 3], found["none", None]
 
     assert (slow["since_step"], slow["until_step"]) == (pytest.approx(64, abs=2), pytest.approx(160, abs=8))
     assert (slow["windows_held"], slow["windows_judged"], slow["window_steps"]) == (
@@ -113,11 +113,10 @@ def test_what_was_planted(tmp_path: Path) -> None:
     )  # fmt: skip
     assert slow["since"] == pytest.approx(64 * 0.21, rel=0.05)
     assert slow["until"] - slow["since"] == pytest.approx(96 * 0.26, rel=0.1)
-    assert nobody["since_step"] == slow["until_step"]
+    assert no_straggler["since_step"] == slow["until_step"]
 
 
-def test_a_replay_leaves_it(tmp_path: Path) -> None:
-    """A replay with an exporter raises the same alerts, and changes nothing of what is known."""
+def test_replay_raises_the_same_alerts_and_changes_no_finding(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     recorded(run, simulation("constant:rank=3,share=0.25,since=64,until=160", noise=0.05), 224)
     before, exporter = held(run), InMemoryExporter()
@@ -130,8 +129,8 @@ def test_a_replay_leaves_it(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_a_hang_is_noted_without_an_exporter(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it lasts, over a restart of the sidecar, and when it has gone by."""
+def test_hang_is_recorded_without_an_exporter(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record stays after a restart of the sidecar and after the hang's end."""
     rank = Rank(run, 0, 1)
     rank.steps(20, forward=10.0)
 
@@ -152,7 +151,7 @@ def test_a_hang_is_noted_without_an_exporter(run: RunDirectory, monkeypatch: pyt
     first = round_of(reader, hung=True)["hang"]
     reader.close()
     reader = sidecar()
-    assert "hang_ended" not in round_of(reader, hung=False), "it counts anew, and has not found it yet"
+    assert "hang_ended" not in round_of(reader, hung=False), "the new sidecar has not found it yet"
     again = round_of(reader, hung=True)["hang"]
     rank.clock.advance(60_000 * MS)
     rank.steps(3, forward=10.0)

@@ -1,4 +1,4 @@
-"""A sidecar's view of the job: what nodes tell each other arrives, and a hang is described as it is now."""
+"""Tests of a sidecar's view of the job: data of other nodes, and the text of a hang."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MEETING = Endpoints(("127.0.0.1", 1))
 
 
 class Wire:
-    """An exchange without a network: what any node posts is there for node 0 at once."""
+    """A fake exchange without a network. Node 0 receives all posts at once."""
 
     def __init__(self) -> None:
         self.sent: list[Received] = []
@@ -78,8 +78,8 @@ class End:
         pass
 
 
-def test_modules_of_a_rank_of_another_node(tmp_path: Path) -> None:
-    """Node 0 learns which module is slow on a rank of another node, with its name; not of a rank that has others."""
+def test_slow_module_of_another_nodes_rank_is_named(tmp_path: Path) -> None:
+    """The rank must have the same modules as node 0's ranks."""
     wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
     nodes = [NodeView(f"node-{number}", wire.open) for number in range(2)]
     for number, view in enumerate(nodes):
@@ -97,8 +97,8 @@ def test_modules_of_a_rank_of_another_node(tmp_path: Path) -> None:
     assert nodes[0].epoch.module_times.excess_ns(3) == {}
 
 
-def test_why_a_rank_of_another_node_is_slow(tmp_path: Path) -> None:
-    """Its signals arrive with its windows, and are held against those of all ranks."""
+def test_cause_of_another_nodes_slow_rank_is_found(tmp_path: Path) -> None:
+    """Its signals come with its windows, and are compared with those of all ranks."""
     wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
     nodes = [NodeView(f"node-{number}", wire.open) for number in range(2)]
     for number, view in enumerate(nodes):
@@ -115,16 +115,16 @@ def test_why_a_rank_of_another_node_is_slow(tmp_path: Path) -> None:
         nodes[1].update(float(second))
         nodes[0].update(float(second))
     found = nodes[0].epoch.diagnose(StragglerGroup("rank", "", (2,), episode(2, since=100)), {})
-    nobody = nodes[0].epoch.diagnose(StragglerGroup("rank", "", (1,), episode(1, since=100)), {})
+    diagnosis_of_rank_1 = nodes[0].epoch.diagnose(StragglerGroup("rank", "", (1,), episode(1, since=100)), {})
 
     assert [cause.kind for cause in found.causes] == ["gc"]
     assert found.causes[0].evidence == {"gc_share": 0.25, "others_gc_share": 0.0}
-    assert nobody.causes == ()
-    assert nobody.looked_at == ("garbage collection", "waits for a CPU")
+    assert diagnosis_of_rank_1.causes == ()
+    assert diagnosis_of_rank_1.looked_at == ("garbage collection", "waits for a CPU")
 
 
 def two_nodes(tmp_path: Path) -> tuple[Wire, list[NodeView]]:
-    """Of two ranks each, which have made steps; the second one has posted."""
+    """Return two nodes with two ranks each, which have made steps. The second node has posted."""
     wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
     nodes = [NodeView(f"node-{number}", wire.open) for number in range(2)]
     for number, view in enumerate(nodes):
@@ -138,8 +138,8 @@ def two_nodes(tmp_path: Path) -> tuple[Wire, list[NodeView]]:
     return wire, nodes
 
 
-def test_a_node_of_another_version(tmp_path: Path) -> None:
-    """What it sends cannot be read: it is told and left out, and the other nodes are judged as ever."""
+def test_node_of_another_version_is_left_out_with_a_note(tmp_path: Path) -> None:
+    """The other nodes are judged as usual."""
     wire, nodes = two_nodes(tmp_path)
     wire.sent += [Received("node-2/4", 0.0, {4: b"of another version"})]
     nodes[0].update(1.0)
@@ -152,8 +152,8 @@ def test_a_node_of_another_version(tmp_path: Path) -> None:
 
 @given(data=st.data())
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_a_corrupt_window_costs_its_own_node_only(tmp_path: Path, data: st.DataObject) -> None:
-    """Whatever bytes come of one node, nothing is raised, and what another node sent with them is taken over."""
+def test_corrupt_window_does_not_affect_other_nodes(tmp_path: Path, data: st.DataObject) -> None:
+    """Any bytes may arrive. There is no exception."""
     wire, run, at = Wire(), RunDirectory(tmp_path), places(6, node_size=2)
     nodes = [NodeView(f"node-{number}", wire.open) for number in range(3)]
     for number, view in enumerate(nodes):
@@ -180,7 +180,7 @@ def test_a_corrupt_window_costs_its_own_node_only(tmp_path: Path, data: st.DataO
 
 
 def test_corrupt_windows_are_counted(tmp_path: Path) -> None:
-    """A state, a text or a time that is none, a step far away: its window is left out and counted, by its node."""
+    """A window with an invalid state, text, time or step is left out and counted for its node."""
     wire, nodes = two_nodes(tmp_path)
     good = wire.sent[0]
     ((sender, whole),) = good.payloads.items()
@@ -206,8 +206,8 @@ def _identity(run: Any, rank: int, world_size: int = 4) -> Identity:
     return identity_of(run, rank, world_size, local_rank=rank % 2, local_world_size=2, host=f"node-{rank // 2}")
 
 
-def test_a_hang_grows_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its age and its words are those of the last look; stacks are taken once, and again when the finding changes."""
+def test_text_of_a_hang_has_its_present_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stacks are read once, and again when the finding changes."""
     asked = []
 
     def stack(pid: int) -> Stack:
@@ -217,27 +217,28 @@ def test_a_hang_grows_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(hang_watch, "python_stack", stack)
     view, run, at = NodeView("node-0"), make_run(tmp_path), places(3)
 
-    def look(since_s: float, **changed: Any) -> OpenHang:
-        told = [progress.rank(0), progress.rank(1), progress.behind(2, **changed)]
-        for each in told:
+    def hang_at(since_s: float, **changed: Any) -> OpenHang:
+        ranks = [progress.rank(0), progress.rank(1), progress.behind(2, **changed)]
+        for each in ranks:
             now = replace(each, since_step_s=since_s, since_mark_s=since_s - 0.1)
             view.epoch.set_progress(identity_of(run, each.rank, 3), at[each.rank], now, {})
         view.update(100 + since_s)
         assert view.epoch.hang is not None
         return view.epoch.hang
 
-    first, later = look(12.0), look(312.0)
+    first, later = hang_at(12.0), hang_at(312.0)
     assert (first.since_s, later.since_s) == (12.0, 312.0)
     assert first.text.startswith("No step for 12.0 s")
     assert later.text.startswith("No step for 312 s")
     assert first.stacks == later.stacks == {2: RankStack(("frame 1",), "")}
-    assert look(318.0, state="stopped").stacks == later.stacks  # what is found otherwise must be found twice
-    assert look(320.0, state="stopped").stacks == {2: RankStack(("frame 2",), "")}
+    # A different finding must be found twice.
+    assert hang_at(318.0, state="stopped").stacks == later.stacks
+    assert hang_at(320.0, state="stopped").stacks == {2: RankStack(("frame 2",), "")}
     assert asked == [os.getpid()] * 2
 
 
-def test_a_hang_that_ends_is_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This node's ranks go on, while the newest report of the other node's is still of before."""
+def test_end_of_a_hang_is_not_a_new_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This node's ranks go on while the newest reports of the other node are older."""
     monkeypatch.setattr(hang_watch, "python_stack", lambda pid: Stack((), "none"))
     watch = hang_watch.HangWatch(6.0)
     stuck, entered = progress.behind(1, host="node-0"), progress.rank(0, host="node-0")
@@ -252,5 +253,5 @@ def test_a_hang_that_ends_is_no_other_one(tmp_path: Path, monkeypatch: pytest.Mo
     assert "rank 1 (node-0) did not enter it" in named
     assert texts(going_on, age_s=1.5, now_s=101.0) == named
     assert texts(going_on, age_s=2.5, now_s=102.0) == named
-    # Reports of after the first look: the others do stand.
+    # These reports are newer than the first finding, so the other ranks have really stopped.
     assert "while 2 other ranks make steps" in texts(going_on, age_s=0.5, now_s=103.0)

@@ -1,4 +1,4 @@
-"""What the sidecar does for those who look at a live run: answers, a view, alerts; and nothing for nobody."""
+"""Tests of answers, views, alerts and figures for processes that watch a live run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import pandas as pd
 import pytest
 
-from tests.sidecar.test_node import WORK, dead_process, finish, looked, sidecar, two_ranks
+from tests.sidecar.test_node import WORK, dead_process, finish, run_round, sidecar, two_ranks
 from tests.support.ranks import Rank
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.exporters.in_memory import InMemoryExporter
@@ -21,7 +21,7 @@ from torchlens_perf.sidecar.node import Sidecar
 
 
 class Live:
-    """A sidecar with two ranks that make steps, and somebody who looks."""
+    """A sidecar with two ranks that make steps and a process that asks for results."""
 
     def __init__(self, run: RunDirectory, exporter: InMemoryExporter | None = None) -> None:
         self.run = run
@@ -35,14 +35,14 @@ class Live:
         return results_of(run)
 
     def steps(self, count: int, **slow: float) -> None:
-        """Of both ranks; slow: of rank 1."""
+        """Make steps of both ranks. slow: changed durations of rank 1."""
         for _ in range(0, count, 4):
             self.ranks[0].steps(4, **WORK)
             self.ranks[1].steps(4, **{**WORK, **slow})
-            looked(self.sidecar)
+            run_round(self.sidecar)
 
     def round(self, now_s: float) -> frozenset[str]:
-        """As loop.py has it. Returns what was asked."""
+        """Run one round as loop.py does. Return the requests."""
         self.sidecar.poll()
         asked = self.results.asked()
         self.sidecar.account()
@@ -64,8 +64,8 @@ def live(run: RunDirectory):
     made.close()
 
 
-def test_nobody_asks(live: Live) -> None:
-    """Then nothing is put together, saved or judged for it."""
+def test_nothing_is_done_without_a_request(live: Live) -> None:
+    """No results are made, and no state is saved."""
     live.steps(20)
     for now_s in (0.0, 5.0, 10.0):
         assert live.round(now_s) == frozenset()
@@ -74,8 +74,8 @@ def test_nobody_asks(live: Live) -> None:
     assert not live.run.node_state("node-a").exists()
 
 
-def test_an_answer_is_as_fresh_as_the_question(live: Live) -> None:
-    """All whole steps until then are in it, and each question is answered once."""
+def test_answer_contains_all_steps_before_the_request(live: Live) -> None:
+    """Each request is answered once."""
     live.steps(12)
     for steps in (12, 20):
         live.ranks[0].steps(steps - 12, **WORK)
@@ -90,8 +90,8 @@ def test_an_answer_is_as_fresh_as_the_question(live: Live) -> None:
     assert live.made == 2
 
 
-def test_steps_are_written_before_the_answer(live: Live) -> None:
-    """Who asks for steps reads them from the run directory."""
+def test_requested_steps_are_written_before_the_answer(live: Live) -> None:
+    """The process reads them from the run directory."""
     live.steps(16)
     assert list(live.run.steps.iterdir()) == []
     box = Mailbox(live.ranks[0].ring_path, ANSWER, STEPS)
@@ -102,8 +102,8 @@ def test_steps_are_written_before_the_answer(live: Live) -> None:
     box.close()
 
 
-def test_a_view_is_kept_fresh_once_a_second(live: Live) -> None:
-    """And only where there is something new; it ends when nobody looks any more."""
+def test_view_is_updated_once_a_second(live: Live) -> None:
+    """Updates need new records, and end when the process no longer shows the view."""
     live.steps(8)
     view = Mailbox(live.ranks[0].ring_path, VIEW)
     assert live.round(100.0) == frozenset()
@@ -123,15 +123,15 @@ def test_a_view_is_kept_fresh_once_a_second(live: Live) -> None:
     assert live.made == 2
 
 
-def test_a_view_of_a_process_that_died(run: RunDirectory) -> None:
-    """It has not taken it away, and nobody looks: nothing is put together for it, while others go on."""
+def test_view_of_a_dead_process_is_not_updated(run: RunDirectory) -> None:
+    """The dead process could not remove its mailbox. Other processes go on."""
     died, lives = Rank(run, 0, identity=dead_process()), Rank(run, 1)
     made = sidecar(run)[0]
     results = LiveResults(made, results_of)
     view = Mailbox(died.ring_path, VIEW)
     for rank in (died, lives):
         rank.steps(8, **WORK)
-    looked(made)
+    run_round(made)
     results.asked()
     results.update(100.0)
 
@@ -142,8 +142,8 @@ def test_a_view_of_a_process_that_died(run: RunDirectory) -> None:
     made.close()
 
 
-def test_a_view_takes_a_bounded_share(live: Live) -> None:
-    """What took 0.5 s comes again after ten."""
+def test_slow_view_is_updated_more_rarely(live: Live) -> None:
+    """A view that took 0.5 s is updated after ten seconds."""
     view = Mailbox(live.ranks[0].ring_path, VIEW)
     seconds = iter([0.0, 0.5] * 2)
     live.results = LiveResults(live.sidecar, live._results, lambda: next(seconds))
@@ -157,8 +157,11 @@ def test_a_view_takes_a_bounded_share(live: Live) -> None:
     view.close()
 
 
-def test_large_jobs_are_left_to_who_asks(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty answer, at once, and the state as it is now: to put the results together would take seconds."""
+def test_requester_makes_the_results_of_a_large_job(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sidecar would need seconds.
+
+    Instead it saves the state and sends an empty answer at once.
+    """
     monkeypatch.setattr(live_results, "MAX_RANKS", 1)
     live.steps(8)
     box, view = Mailbox(live.ranks[0].ring_path, ANSWER, RESULTS), Mailbox(live.ranks[0].ring_path, VIEW)
@@ -170,8 +173,8 @@ def test_large_jobs_are_left_to_who_asks(live: Live, monkeypatch: pytest.MonkeyP
     view.close()
 
 
-def test_who_asks_is_not_left_waiting_where_it_fails(live: Live) -> None:
-    """The loop logs the error; who asked has an empty answer, and looks for itself."""
+def test_failed_results_are_answered_with_an_empty_text(live: Live) -> None:
+    """The loop logs the error, and the process reads the run directory itself."""
 
     def fails(run: RunDirectory) -> str:
         raise RunStoreError("damaged")
@@ -185,8 +188,8 @@ def test_who_asks_is_not_left_waiting_where_it_fails(live: Live) -> None:
 
 
 @pytest.mark.parametrize("exports", [False, True])
-def test_alerts_reach_each_listener_of_the_node(run: RunDirectory, exports: bool) -> None:
-    """Of a slow rank: its begin and its end, in each listener's mailbox, with an exporter and without."""
+def test_each_listener_receives_the_alerts(run: RunDirectory, exports: bool) -> None:
+    """The start and the end of a slow rank arrive with and without an exporter."""
     live = Live(run, InMemoryExporter() if exports else None)
     early = Mailbox(live.ranks[0].ring_path, ALERTS)
     live.round(0.0)
@@ -209,8 +212,7 @@ def test_alerts_reach_each_listener_of_the_node(run: RunDirectory, exports: bool
     live.close()
 
 
-def test_a_mailbox_of_a_process_that_died_is_removed(run: RunDirectory) -> None:
-    """With its ring, at the sidecar's end."""
+def test_mailbox_of_a_dead_process_is_removed_with_its_ring(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(4, **WORK)
     boxes = [Mailbox(rank.ring_path, kind) for kind in (ANSWER, VIEW, ALERTS)]
@@ -222,11 +224,12 @@ def test_a_mailbox_of_a_process_that_died_is_removed(run: RunDirectory) -> None:
     assert not any(box.path.exists() for box in boxes)
 
 
-def test_what_is_asked_in_the_tick_of_a_look_is_seen(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system's clock has ticks: what comes in that of the last look leaves the folder's time as it was."""
+def test_request_in_the_same_clock_tick_is_seen(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new file in the same tick of the file system's clock does not change the folder's time."""
     tick_ns = time.time_ns()
     monkeypatch.setattr(live_results, "_changed_ns", lambda folder: tick_ns)
-    monkeypatch.setattr(live_results, "_CLOCK_TICK_NS", 3_600_000_000_000)  # the tick lasts as long as the test
+    # The tick lasts as long as the test.
+    monkeypatch.setattr(live_results, "_CLOCK_TICK_NS", 3_600_000_000_000)
     live.round(0.0)
     assert live.results.asked() == frozenset()
     box = Mailbox(live.ranks[0].ring_path, ANSWER, RESULTS)

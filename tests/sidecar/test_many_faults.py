@@ -1,4 +1,4 @@
-"""A sidecar that is killed again and again, a disk that stays full, and bytes of others that are none of ours."""
+"""Long tests with repeated kills of the sidecar, a full disk, and random bytes from other nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tests.sidecar.nodes.test_summary import JOB, told
+from tests.sidecar.nodes.test_summary import JOB, made_summary
 from tests.sidecar.test_damage import failing, finished
 from tests.sidecar.test_node import WORK, report
 from tests.support.figures import note, share
@@ -38,8 +38,11 @@ SEGMENTS, PAYLOADS = 20_000, 800_000
 @pytest.mark.distributed
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kills", [KILLS_A_RUN, *long(KILLS)])
-def test_sidecar_killed_again_and_again(kills: int, tmp_path: Path) -> None:
-    """At any moment, also while it writes a segment or its state: each record is counted, and kept, once."""
+def test_repeated_kills_of_the_sidecar_lose_no_records(kills: int, tmp_path: Path) -> None:
+    """Kills may come while a segment or the state is written.
+
+    Each record is counted and kept once.
+    """
     began_s, number, steps, partial = time.monotonic(), kills if kills < KILLS else share(KILLS), 0, 0
     runs = max(1, number // KILLS_A_RUN)
     for seed in range(runs):
@@ -59,8 +62,8 @@ def test_sidecar_killed_again_and_again(kills: int, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seconds", [8, *long(SOAK_S)])
-def test_disk_that_stays_full(seconds: int, run: RunDirectory, failing) -> None:
-    """The sidecar's memory stays bounded, it takes little of a processor, and all that did not fit is counted."""
+def test_sidecar_stays_small_on_a_full_disk(seconds: int, run: RunDirectory, failing) -> None:
+    """Its memory and CPU time are bounded, and all unwritten records are counted."""
     began_s, full_s = time.monotonic(), seconds if seconds < SOAK_S else share(SOAK_S)
     flag = failing(errno.ENOSPC, run.spans, run.steps, run.node_state(HOST))
     rank = Rank(run, 0, 1)
@@ -74,7 +77,7 @@ def test_disk_that_stays_full(seconds: int, run: RunDirectory, failing) -> None:
         rank.steps(10, **WORK)
         steps += 10
         time.sleep(0.05)
-        if time.monotonic() - began_s > full_s / 2:  # once its libraries are there
+        if time.monotonic() - began_s > full_s / 2:  # By then all libraries are loaded.
             now_kb = resident_kb(pid)
             before_kb = before_kb or now_kb
             growth_kb = max(growth_kb, now_kb - before_kb)
@@ -111,7 +114,7 @@ def resident_kb(pid: int) -> int:
 
 
 def damaged(draw: random.Random, whole: bytes) -> bytes:
-    """With some bytes of it changed, put in or taken out, or its end."""
+    """Return the bytes with some of them changed, inserted or removed, or cut off at the end."""
     made = bytearray(whole)
     for _ in range(draw.randint(1, 8)):
         at = draw.randrange(len(made))
@@ -125,8 +128,8 @@ def damaged(draw: random.Random, whole: bytes) -> bytes:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("files", [100, *long(SEGMENTS)])
-def test_segments_of_any_bytes(files: int, run: RunDirectory) -> None:
-    """A later sidecar and a replay go on without it, and say so: no time that was changed is taken for one."""
+def test_damaged_segments_are_left_out_with_a_note(files: int, run: RunDirectory) -> None:
+    """A later sidecar and a replay go on without the file, and no changed time is used."""
     began_s, number, seed = time.monotonic(), files if files < SEGMENTS else share(SEGMENTS), 5
     finished(run, 20)
     (path,) = run.spans.glob("*.parquet")
@@ -152,8 +155,8 @@ def test_segments_of_any_bytes(files: int, run: RunDirectory) -> None:
         )
 
 
-def ways(payload: bytes) -> Iterator[object]:
-    """What node 0's sidecar asks of a payload."""
+def readings(payload: bytes) -> Iterator[object]:
+    """Yield all values that node 0's sidecar reads from a payload."""
     values = summary.unpack([payload])
     yield summary.progress(values, ["host"], [0.0])
     yield summary.place(values[0], "host")
@@ -164,17 +167,17 @@ def ways(payload: bytes) -> Iterator[object]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("payloads", [2000, *long(PAYLOADS)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_payloads_of_any_bytes(payloads: int) -> None:
-    """They are read, or refused; whoever receives them goes on, and notes that comparing failed that time."""
+def test_damaged_payloads_are_read_or_refused(payloads: int) -> None:
+    """The receiver goes on, and a note reports that comparing failed."""
     began_s, number, seed = time.monotonic(), payloads if payloads < PAYLOADS else share(PAYLOADS), 6
-    whole, draw, refused, stopped = summary.pack(told(5, rows=JOB.rows_of(1))), random.Random(seed), 0, 0
+    whole, draw, refused, stopped = summary.pack(made_summary(5, rows=JOB.rows_of(1))), random.Random(seed), 0, 0
     for _ in range(number):
         payload = damaged(draw, whole)
         if not summary.is_readable(payload):
             refused += 1
             continue
         try:
-            for _ in ways(payload):
+            for _ in readings(payload):
                 pass
         except (ValueError, IndexError):
             stopped += 1

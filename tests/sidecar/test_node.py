@@ -1,4 +1,4 @@
-"""The sidecar over real ring files: live and dead ranks, restarts, and what it leaves behind."""
+"""Tests of the sidecar with real ring files: live and dead ranks, restarts, and its files."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def run(tmp_path: Path, request: pytest.FixtureRequest):
 def sidecar(
     run: RunDirectory, exporter: InMemoryExporter | None = None, host: str = HOST
 ) -> tuple[Sidecar, list[dict[str, Any]]]:
-    """A sidecar, and what it was asked to report."""
+    """Return a sidecar, and the list of its requests for reports."""
     asked: list[dict[str, Any]] = []
     return Sidecar(run, host, exporter, lambda run, settings: asked.append(settings)), asked
 
 
 def finish(run: RunDirectory, host: str = HOST, exporter: InMemoryExporter | None = None) -> list[dict[str, Any]]:
-    """Runs a sidecar to its end."""
+    """Run a sidecar to its end."""
     made, asked = sidecar(run, exporter, host)
     lock = SidecarLock(sidecar_lock(run.run_id))
     assert lock.acquire()
@@ -66,7 +66,7 @@ def report(run: RunDirectory) -> dict[str, Any]:
 
 
 def dead_process() -> dict[str, int]:
-    """Pid and start time of a process that has ended."""
+    """Return pid and start time of a process that has ended."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     from torchlens_perf.run.processes import process_started
 
@@ -76,8 +76,8 @@ def dead_process() -> dict[str, int]:
     return {"pid": child.pid, "process_started": started or 0}
 
 
-def test_two_ranks_from_start_to_end(run: RunDirectory) -> None:
-    """Both ranks' steps are in state, segments and report; the rings are gone; rank 0's wish is passed on."""
+def test_all_steps_of_two_ranks_are_saved_and_reported(run: RunDirectory) -> None:
+    """The rings are removed, and rank 0's settings are passed to the report."""
     ranks = [Rank(run, rank) for rank in range(2)]
     ranks[0].steps(50, **WORK)
     ranks[1].steps(50, **{**WORK, "forward": 9})
@@ -100,8 +100,7 @@ def test_two_ranks_from_start_to_end(run: RunDirectory) -> None:
     assert not sidecar_lock(run.run_id).exists()
 
 
-def test_live_report(run: RunDirectory) -> None:
-    """While the ranks run, the state on disk shows what has been so far."""
+def test_report_of_a_live_run_has_the_steps_so_far(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     made, _ = sidecar(run)
     rank.steps(20, **WORK)
@@ -122,8 +121,8 @@ def test_live_report(run: RunDirectory) -> None:
     made.close()
 
 
-def test_killed_rank_loses_nothing_finished(run: RunDirectory) -> None:
-    """A rank that died is shown as dead, with every finished step and what it was inside of."""
+def test_killed_rank_keeps_all_finished_steps(run: RunDirectory) -> None:
+    """The report shows that it is dead, and its open spans."""
     rank = Rank(run, 0, 1, identity=dead_process())
     rank.steps(33, **WORK)
     rank.begin(Kind.BACKWARD, "backward")
@@ -139,7 +138,7 @@ def test_killed_rank_loses_nothing_finished(run: RunDirectory) -> None:
 
 @pytest.mark.parametrize("saved", ["state only", "segment and state", "segment only"])
 def test_restarted_sidecar_counts_everything_once(run: RunDirectory, saved: str) -> None:
-    """However far a killed sidecar had got, the next one counts and keeps every record once."""
+    """A sidecar may be killed at any point. The next one counts and saves each record once."""
     rank = Rank(run, 0, 1)
     first, _ = sidecar(run)
     rank.steps(10, **WORK)
@@ -152,7 +151,7 @@ def test_restarted_sidecar_counts_everything_once(run: RunDirectory, saved: str)
         first.keep()
     if saved == "segment only":
         state_path.unlink()
-    first.close()  # killed here: what it had in memory is gone
+    first.close()  # The sidecar is killed here, so its memory is lost.
     rank.steps(15, **WORK)
     rank.close()
     finish(run)
@@ -165,8 +164,8 @@ def test_restarted_sidecar_counts_everything_once(run: RunDirectory, saved: str)
     assert pd.read_parquet(run.steps)["step"].tolist() == list(range(25))
 
 
-def test_overrun_is_counted(run: RunDirectory) -> None:
-    """Records that were overwritten before the sidecar came are counted as lost, and the report says what to do."""
+def test_overwritten_records_are_counted_as_lost(run: RunDirectory) -> None:
+    """The report says how to avoid it."""
     rank = Rank(run, 0, 1, ring_records=1024)
     rank.steps(1000, **WORK)
     rank.close()
@@ -179,8 +178,8 @@ def test_overrun_is_counted(run: RunDirectory) -> None:
     assert any("raise ring_records" in note for note in value["quality"]["notes"])
 
 
-def test_unreadable_ring_is_left_out(run: RunDirectory, tmp_path: Path) -> None:
-    """A registered file that is no ring is named in the notes; the others are read."""
+def test_invalid_ring_file_is_noted(run: RunDirectory, tmp_path: Path) -> None:
+    """The other rings are read."""
     (tmp_path / "no-ring").write_bytes(b"x" * 300_000)
     run.register_ring(HOST, tmp_path / "no-ring")
     run.register_ring(HOST, tmp_path / "missing")
@@ -194,8 +193,8 @@ def test_unreadable_ring_is_left_out(run: RunDirectory, tmp_path: Path) -> None:
     assert any("no-ring could not be read" in note for note in value["quality"]["notes"])
 
 
-def test_export_gets_every_step_once(run: RunDirectory) -> None:
-    """The exporter gets all steps of all ranks in order, and whole traces of the sampled ones, with their spans."""
+def test_every_step_is_exported_once_and_in_order(run: RunDirectory) -> None:
+    """Sampled steps are exported as complete traces."""
     exporter = InMemoryExporter()
     rank = Rank(run, 0, 1, trace_every=10)
     made, _ = sidecar(run, exporter)
@@ -215,14 +214,14 @@ def test_export_gets_every_step_once(run: RunDirectory) -> None:
     assert traces[3].duration_ns == 14_000_000
 
 
-def test_traced_steps() -> None:
-    """The first steps and one of so many are exported span by span; with 0, none."""
+def test_first_steps_and_every_nth_are_traced() -> None:
+    """With 0, no step is traced."""
     assert traced_steps(list(range(25)), 10) == {0, 1, 2, 10, 20}
     assert traced_steps(list(range(25)), 0) == set()
 
 
-def test_replay_sends_the_same_again(run: RunDirectory) -> None:
-    """A finished run, replayed, exports the same steps and traces, and leaves its saved state alone."""
+def test_replay_exports_the_same_steps_and_traces(run: RunDirectory) -> None:
+    """The saved state does not change."""
     live, again = InMemoryExporter(), InMemoryExporter()
     rank = Rank(run, 0, 1)
     rank.steps(30, **WORK)
@@ -243,7 +242,6 @@ def test_replay_sends_the_same_again(run: RunDirectory) -> None:
 
 
 def test_replay_rebuilds_a_lost_state(run: RunDirectory) -> None:
-    """Without a state file, a replay makes one from the records that are kept."""
     rank = Rank(run, 0, 1)
     rank.steps(30, **WORK)
     rank.close()
@@ -258,8 +256,8 @@ def test_replay_rebuilds_a_lost_state(run: RunDirectory) -> None:
     assert "rebuilt from the records that are kept" in after["quality"]["notes"]
 
 
-def test_one_sidecar_a_node(run: RunDirectory) -> None:
-    """The lock admits one sidecar; a killed one's lock is free at once."""
+def test_lock_admits_one_sidecar_per_node(run: RunDirectory) -> None:
+    """A killed sidecar's lock is free at once."""
     path = sidecar_lock(run.run_id)
     first, second = SidecarLock(path), SidecarLock(path)
 
@@ -272,7 +270,7 @@ def test_one_sidecar_a_node(run: RunDirectory) -> None:
 
 
 def test_lock_on_a_removed_file_does_not_count(run: RunDirectory) -> None:
-    """A process that opened the file before its last holder removed it locks the new one instead."""
+    """A process that opened the removed file locks the new file instead."""
     path = sidecar_lock(run.run_id)
     holder, late, other = SidecarLock(path), SidecarLock(path), SidecarLock(path)
     assert holder.acquire()
@@ -286,8 +284,7 @@ def test_lock_on_a_removed_file_does_not_count(run: RunDirectory) -> None:
     late.remove()
 
 
-def test_ring_made_while_a_sidecar_ends_is_not_forgotten(run: RunDirectory) -> None:
-    """A rank that registers in the instant before the lock is given back is still read."""
+def test_ring_registered_during_the_release_of_the_lock_is_read(run: RunDirectory) -> None:
     early = Rank(run, 0, 1)
     early.steps(10, **WORK)
     early.close()
@@ -310,8 +307,8 @@ def test_ring_made_while_a_sidecar_ends_is_not_forgotten(run: RunDirectory) -> N
     assert (value["run"]["attempt"], value["ranks"][0]["steps"]) == (1, 20)
 
 
-def test_elastic_restart_is_waited_for(run: RunDirectory) -> None:
-    """After a rank died under torchrun, the sidecar waits as long as torchrun lives; after a clean end it does not."""
+def test_sidecar_waits_for_an_elastic_restart_while_torchrun_lives(run: RunDirectory) -> None:
+    """After a normal end, the sidecar does not wait."""
     elastic = {"elastic": True, "launcher_pid": os.getpid()}
     died = Rank(run, 0, 1, identity={**elastic, **dead_process()})
     died.steps(5, **WORK)
@@ -335,8 +332,8 @@ def test_elastic_restart_is_waited_for(run: RunDirectory) -> None:
     died.session.recorder.abandon()
 
 
-def looked(made: Sidecar, now_s: float = 0.0) -> None:
-    """A round of the sidecar, without its waiting."""
+def run_round(made: Sidecar, now_s: float = 0.0) -> None:
+    """Run one round of the sidecar without its waiting."""
     made.poll()
     made.account()
     made.judge(now_s)
@@ -348,14 +345,14 @@ def two_ranks(run: RunDirectory, attempt: int = 0) -> tuple[Rank, Rank]:
     return first, second
 
 
-def test_findings_of_another_attempt_are_not_those_of_the_new_one(run: RunDirectory) -> None:
-    """As soon as a rank is started again, what was found is over, and nothing is told of its healthy successor."""
+def test_findings_end_with_their_attempt(run: RunDirectory) -> None:
+    """When a rank is restarted, findings about its predecessor end."""
     exporter = InMemoryExporter()
     made, _ = sidecar(run, exporter)
     before = two_ranks(run)
     before[0].steps(60, **WORK)
     before[1].steps(60, **{**WORK, "forward": 9})
-    looked(made)
+    run_round(made)
     assert [each.rank for each in made.state.findings.episodes] == [1]
     assert [(each.change, each.attempt) for each in exporter.alerts] == [("started", 0)]
 
@@ -363,14 +360,14 @@ def test_findings_of_another_attempt_are_not_those_of_the_new_one(run: RunDirect
         rank.close()
     after = two_ranks(run, 1)
     made.poll()
-    made.export()  # before anybody has looked
+    made.export()  # The new processes were not judged yet.
     made.save()
     state = node_state.load(run.node_state(HOST))
     assert (state.findings.episodes, state.findings.groups) == ((), ())
     for count in (0, 2, 8, 50):
         for rank in after:
             rank.steps(count, **WORK)
-        looked(made)
+        run_round(made)
         assert exporter.assessment is not None
         assert (exporter.assessment.identity.attempt, exporter.assessment.findings.episodes) == (1, ())
     assert made.state.findings.rows
@@ -381,20 +378,19 @@ def test_findings_of_another_attempt_are_not_those_of_the_new_one(run: RunDirect
     made.close()
 
 
-def test_a_hang_of_another_attempt_is_over(run: RunDirectory) -> None:
-    """It is not found anew under the attempt that has just begun."""
+def test_hang_ends_with_its_attempt(run: RunDirectory) -> None:
     exporter = InMemoryExporter()
     made, _ = sidecar(run, exporter)
     before = two_ranks(run)
     for rank in before:
         rank.steps(10, **WORK)
-    looked(made)
+    run_round(made)
     made.monitor.epoch._hangs.hang = hang()
     made.judge(0.1)
     made.export()
     after = two_ranks(run, 1)
     for now_s in (0.2, 0.3, 1.5):
-        looked(made, now_s)
+        run_round(made, now_s)
 
     assert [(each.kind, each.change, each.attempt) for each in exporter.alerts] == [
         ("hang", "started", 0),
@@ -405,8 +401,8 @@ def test_a_hang_of_another_attempt_is_over(run: RunDirectory) -> None:
     made.close()
 
 
-def test_a_straggler_outlives_the_sidecar(run: RunDirectory) -> None:
-    """Killed and started again while a rank is slow: one alert, and one end when it has ended."""
+def test_straggler_has_one_alert_across_a_restart_of_the_sidecar(run: RunDirectory) -> None:
+    """There is one alert for its start and one for its end."""
     ranks, alerts = two_ranks(run), []
     for steps, forward in ((60, 9), (4, 9), (12, 9), (60, 9), (200, 4)):
         exporter = InMemoryExporter()
@@ -414,7 +410,7 @@ def test_a_straggler_outlives_the_sidecar(run: RunDirectory) -> None:
         for _ in range(steps // 4):
             ranks[0].steps(4, **WORK)
             ranks[1].steps(4, **{**WORK, "forward": forward})
-            looked(made)
+            run_round(made)
         made.keep()
         made.close()
         alerts += exporter.alerts
@@ -428,15 +424,15 @@ def test_a_straggler_outlives_the_sidecar(run: RunDirectory) -> None:
         rank.close()
 
 
-def test_a_hang_outlives_the_sidecar(run: RunDirectory) -> None:
-    """The next sidecar, which has not found it again yet, does not hold it to be over; a step ends it."""
+def test_hang_lasts_across_a_restart_of_the_sidecar(run: RunDirectory) -> None:
+    """The new sidecar has not found it yet, but does not end it. A step ends it."""
     ranks, changes = two_ranks(run), []
     for rank in ranks:
         rank.steps(10, **WORK)
     for found in (hang(step=10), None):
         exporter = InMemoryExporter()
         made, _ = sidecar(run, exporter)
-        looked(made)
+        run_round(made)
         made.monitor.epoch._hangs.hang = found
         made.judge(0.1)
         made.export()
@@ -445,7 +441,7 @@ def test_a_hang_outlives_the_sidecar(run: RunDirectory) -> None:
         if found is not None:
             made.close()
     ranks[0].steps(1, **WORK)
-    looked(made, 0.2)
+    run_round(made, 0.2)
 
     assert changes == [[("hang", "started")], []]
     assert [(each.kind, each.change) for each in exporter.alerts] == [("hang", "ended")]
@@ -454,13 +450,13 @@ def test_a_hang_outlives_the_sidecar(run: RunDirectory) -> None:
         rank.close()
 
 
-def test_a_hang_is_saved_at_once(run: RunDirectory) -> None:
-    """One that has begun, blames others or has ended is news to a report; one that merely lasts is not."""
+def test_changes_of_a_hang_are_saved_at_once(run: RunDirectory) -> None:
+    """Its start, other blocking ranks and its end are changes. A longer duration is not."""
     ranks = two_ranks(run)
     made, _ = sidecar(run)
     for rank in ranks:
         rank.steps(10, **WORK)
-    looked(made)
+    run_round(made)
     news = []
     began, lasts = hang(step=10), hang(step=10, since_s=20.0)
     for found in (None, began, lasts, hang(step=10, ranks=(1, 2)), hang(step=10, kind="silent"), None):
@@ -476,17 +472,17 @@ def test_a_hang_is_saved_at_once(run: RunDirectory) -> None:
     assert news == [False, True, False, True, True, True]
 
 
-def test_the_last_choice_of_traces_outlasts_a_restart(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other nodes receive it once a second: nothing replaces it before the new processes have made steps.
+def test_last_choice_of_traces_is_sent_after_a_restart(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other nodes receive it once a second, until the new processes have made steps.
 
-    Of the steps themselves nothing is left: the new processes begin with step 0.
+    Buffered steps of the old processes are dropped, because the new ones begin with step 0.
     """
     made, published, left = sidecar(run, InMemoryExporter())[0], list[bytes](), list[int]()
     monkeypatch.setattr(made.monitor.cluster, "publish", published.append)
     for process, steps in ((dead_process(), 60), ({}, 0)):
         rank = Rank(run, 0, 1, trace_every=10, identity={"elastic": True, "launcher_pid": 1, **process})
         rank.steps(steps, **WORK)
-        looked(made)
+        run_round(made)
         left.append(len(made.monitor.epoch.traces._buffer.of(37)))
     made.close()
     rank.close()
@@ -495,8 +491,8 @@ def test_the_last_choice_of_traces_outlasts_a_restart(run: RunDirectory, monkeyp
     assert left == [1, 0]
 
 
-def test_new_processes_of_an_attempt_have_alerts_of_their_own(run: RunDirectory) -> None:
-    """Nodes came or went: ranks begin anew in the same attempt, and one is slow like its predecessor."""
+def test_new_processes_of_the_same_attempt_have_their_own_alerts(run: RunDirectory) -> None:
+    """Nodes came or left, and a rank is slow like its predecessor."""
     exporter, attempts = InMemoryExporter(), []
     made, _ = sidecar(run, exporter)
     for process in (dead_process(), {}):
@@ -505,7 +501,7 @@ def test_new_processes_of_an_attempt_have_alerts_of_their_own(run: RunDirectory)
         ranks[1].steps(60, **{**WORK, "forward": 9})
         for rank in ranks:
             rank.close()
-        looked(made)
+        run_round(made)
         attempts.append([(each.change, each.rank) for each in exporter.alerts])
     made.keep()
     made.close()
@@ -524,10 +520,10 @@ def test_new_processes_of_an_attempt_have_alerts_of_their_own(run: RunDirectory)
     "broken",
     ["epoch.add_steps", "cluster.update", "epoch.end", "alerts.assess", "metrics.sample"],
 )
-def test_an_error_of_the_judgement_ends_nothing(
+def test_error_in_judging_does_not_stop_the_records(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever is concluded from them, records are read, counted and kept; the report and the log say what failed."""
+    """Records are read, counted and saved. The report and the log have the error."""
     monkeypatch.setenv(RAISE, "0")
     for rank in two_ranks(run):
         rank.steps(50, **WORK)
@@ -556,8 +552,7 @@ def test_an_error_of_the_judgement_ends_nothing(
     assert swallowed.by_place.pop(place) > 0
 
 
-def test_missing_rank_is_told(run: RunDirectory) -> None:
-    """A rank that never recorded is shown as missing, not as fast."""
+def test_rank_without_records_is_reported_as_missing(run: RunDirectory) -> None:
     rank = Rank(run, 0, 4, identity={"local_world_size": 1})
     rank.steps(10, **WORK)
     rank.close()
@@ -567,7 +562,7 @@ def test_missing_rank_is_told(run: RunDirectory) -> None:
 
 
 def test_full_disk_loses_no_records(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the run directory cannot be written, records wait; when it can, they are all there."""
+    """Records wait until the run directory can be written again."""
     from torchlens_perf.store import writer
 
     rank = Rank(run, 0, 1)
@@ -594,9 +589,9 @@ def test_full_disk_loses_no_records(run: RunDirectory, monkeypatch: pytest.Monke
     assert sorted(pd.read_parquet(run.spans)["sequence"]) == list(range(15 * 5))
 
 
-class TestPacing:
-    def test_polls_sooner_as_rings_fill(self) -> None:
-        """A ring that fills fast is read up to every 5 ms, an idle one every 0.5 s."""
+class TestSchedule:
+    def test_poll_interval_depends_on_the_fill_level(self) -> None:
+        """The interval is 5 ms for a ring that fills fast, and 0.5 s for an idle one."""
         schedule = Schedule(0.0)
         for _ in range(20):
             schedule.polled(0.5)
@@ -605,8 +600,8 @@ class TestPacing:
             schedule.polled(0.0)
         assert schedule.poll_s == 0.5
 
-    def test_segments_get_rarer(self) -> None:
-        """Segments come after 5 s at first and every minute in a long run; many records bring one at once."""
+    def test_segments_are_written_more_rarely_in_a_long_run(self) -> None:
+        """The interval grows from 5 s to a minute. Many records cause a segment at once."""
         early, late = Schedule(0.0), Schedule(0.0)
         assert not early.keep_due(4.9, 100, 0.1)
         assert early.keep_due(5.0, 100, 0.1)
@@ -615,57 +610,56 @@ class TestPacing:
         assert late.keep_due(10_059.0, 1 << 18, 0.1)
         assert late.keep_due(10_120.0, 100, 0.1)
 
-    def test_what_is_in_no_segment_is_still_in_the_ring(self) -> None:
-        """Half of a ring brings a segment, but no more often than every 5 s."""
+    def test_segment_is_written_before_half_of_a_ring_is_unsaved(self) -> None:
+        """The interval is at least 5 s."""
         schedule = Schedule(0.0)
         assert schedule.keep_due(1_000.0, 100, 0.1)
         assert not schedule.keep_due(1_004.9, 40_000, 0.6)
         assert not schedule.keep_due(1_020.0, 30_000, 0.4)
         assert schedule.keep_due(1_020.0, 40_000, 0.6)
 
-    def test_full_disk_is_not_asked_all_the_time(self) -> None:
-        """What could not be written is tried again after the usual time, however much it is."""
+    def test_failed_segment_is_retried_after_the_usual_interval(self) -> None:
+        """The number of records does not matter."""
         schedule = Schedule(0.0)
         assert schedule.keep_due(0.1, 1 << 18, 4.0)
         assert not schedule.keep_due(0.2, 1 << 18, 4.0, failing=True)
         assert schedule.keep_due(5.2, 1 << 18, 4.0, failing=True)
         assert schedule.keep_due(5.3, 1 << 18, 4.0)
 
-    def test_saving_takes_a_bounded_share(self) -> None:
-        """A state that takes long to write is written more rarely."""
+    def test_slow_saves_are_done_more_rarely(self) -> None:
         schedule = Schedule(0.0)
-        assert schedule.save_due(0.2, 0.0)  # for the first time soon
+        assert schedule.save_due(0.2, 0.0)  # The first save comes soon.
         assert not schedule.save_due(5.0, 0.01)
         assert schedule.save_due(5.3, 0.01)
         assert not schedule.save_due(25.0, 0.05)
         assert schedule.save_due(25.4, 0.05)
 
-    def test_news_is_saved_at_once(self) -> None:
-        """What somebody waits for does not wait for the state's turn, and does not bring that forward."""
+    def test_new_findings_are_saved_at_once(self) -> None:
+        """Other saves are not due earlier because of that."""
         schedule = Schedule(0.0)
         assert schedule.save_due(0.2, 0.0)
         assert schedule.save_due(0.3, 0.05, news=True)
         assert not schedule.save_due(20.2, 0.05)
         assert schedule.save_due(20.4, 0.05)
 
-    def test_counting_takes_a_bounded_share(self) -> None:
-        """Counting that takes long comes more rarely, but every 5 s; one that is quick, once a second."""
+    def test_slow_counting_is_done_more_rarely(self) -> None:
+        """The interval is from 1 s to 5 s."""
         for took_s, period_s in ((0.001, 1.0), (0.005, 2.0), (0.5, 5.0)):
             schedule = Schedule(0.0)
             assert schedule.account_due(100.0, took_s)
             assert not schedule.account_due(100.0 + 0.99 * period_s, took_s)
             assert schedule.account_due(100.0 + 1.01 * period_s, took_s)
 
-    def test_counting_comes_sooner_while_somebody_looks(self) -> None:
-        """A twentieth of the time may go to it then, and never more than what it takes in 1 s."""
+    def test_counting_is_done_more_often_for_a_live_view(self) -> None:
+        """Counting may take a twentieth of the time."""
         for took_s, period_s in ((0.001, 1.0), (0.05, 1.0), (0.1, 2.0), (0.5, 5.0)):
             schedule = Schedule(0.0)
             assert schedule.account_due(100.0, took_s, watched=True)
             assert not schedule.account_due(100.0 + 0.99 * period_s, took_s, watched=True)
             assert schedule.account_due(100.0 + 1.01 * period_s, took_s, watched=True)
 
-    def test_looks_as_often_as_asked(self) -> None:
-        """However long counting takes; sooner in a young run."""
+    def test_ranks_are_judged_at_the_requested_interval(self) -> None:
+        """A slow count does not matter. A young run is judged sooner."""
         schedule = Schedule(0.0)
         assert schedule.judge_due(0.2, 1.0)
         assert schedule.judge_due(50.0, 1.0)
@@ -675,8 +669,8 @@ class TestPacing:
 
 
 @pytest.mark.distributed
-def test_killed_sidecar_process_is_replaced(run: RunDirectory) -> None:
-    """The real process: killed with SIGKILL in the middle and started again by hand, it finishes the run."""
+def test_killed_sidecar_process_can_be_started_again_by_hand(run: RunDirectory) -> None:
+    """SIGKILL ends the first process in the middle of a run. The second one finishes the run."""
     rank = Rank(run, 0, 1)
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", HOST]
     first = subprocess.Popen(command, stderr=subprocess.DEVNULL)

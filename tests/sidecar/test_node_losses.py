@@ -1,4 +1,4 @@
-"""What a sidecar must not lose, whatever happens to it, to the ranks, to the disk or to other nodes."""
+"""Tests that a sidecar loses no records when it, its ranks, the disk or other nodes fail."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def round_of(made: Sidecar, now_s: float = 0.0) -> None:
 # -- a sidecar that was killed
 
 
-def test_tail_after_the_end_was_saved(run: RunDirectory) -> None:
-    """Killed after it had saved that the process has ended, and before it kept the records: the next one keeps them."""
+def test_records_are_kept_if_the_sidecar_is_killed_after_saving_the_end(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(50, **WORK)
     rank.close()
@@ -68,8 +67,7 @@ def test_tail_after_the_end_was_saved(run: RunDirectory) -> None:
     assert not rank.ring_path.exists()
 
 
-def test_tail_between_reading_and_counting(run: RunDirectory) -> None:
-    """Saved after the end was seen, before what was read was counted: the next one counts it."""
+def test_records_are_counted_if_the_sidecar_is_killed_after_reading_them(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     first, _ = sidecar(run)
     rank.steps(49, **WORK)
@@ -86,8 +84,7 @@ def test_tail_between_reading_and_counting(run: RunDirectory) -> None:
     assert sorted(pd.read_parquet(run.spans)["sequence"]) == list(range(99 * 5))
 
 
-def test_report_of_a_process_that_ended_before_it_was_counted(run: RunDirectory) -> None:
-    """Rank 0's report, written while others go on, holds its last steps."""
+def test_report_contains_last_steps_of_rank_0_while_others_run(run: RunDirectory) -> None:
     ranks = [Rank(run, 0), Rank(run, 1)]
     made, asked = sidecar(run)
     ranks[0].steps(20, **WORK)
@@ -103,7 +100,7 @@ def test_report_of_a_process_that_ended_before_it_was_counted(run: RunDirectory)
 
 
 def test_losses_are_counted_once(run: RunDirectory) -> None:
-    """Records that were overwritten are lost once, however often a sidecar begins again."""
+    """Overwritten records are counted as lost once, even if sidecars restart."""
     rank = Rank(run, 0, 1, ring_records=1024)
     rank.steps(1000, **WORK)
     for _ in range(3):
@@ -122,8 +119,8 @@ def test_losses_are_counted_once(run: RunDirectory) -> None:
 # -- rings without metadata
 
 
-def test_ring_whose_process_died_before_it_said_who_it_is(run: RunDirectory) -> None:
-    """The sidecar ends, and says so: it does not wait for it, and does not begin again and again."""
+def test_ring_without_metadata_of_a_dead_process_is_removed_with_a_note(run: RunDirectory) -> None:
+    """The sidecar ends. It neither waits for the process nor starts again and again."""
     rank = Rank(run, 0, 1)
     rank.steps(12, **WORK)
     rank.close()
@@ -132,12 +129,11 @@ def test_ring_whose_process_died_before_it_said_who_it_is(run: RunDirectory) -> 
     finish(run)
 
     assert any("died before it wrote its metadata; 0 records" in note for note in report(run)["quality"]["notes"])
-    assert not dead.path.exists()  # else a finished run could not be replayed
+    assert not dead.path.exists()  # Otherwise a finished run could not be replayed.
     dead.close()
 
 
-def test_ring_that_is_about_to_be_filled_is_waited_for(run: RunDirectory) -> None:
-    """A living process that has registered and not published: there is more to come, and it is read when it has."""
+def test_sidecar_waits_for_a_live_process_without_metadata(run: RunDirectory) -> None:
     early = Rank(run, 0, 1)
     early.steps(5, **WORK)
     early.close()
@@ -147,13 +143,13 @@ def test_ring_that_is_about_to_be_filled_is_waited_for(run: RunDirectory) -> Non
     made.poll()
 
     assert made.sources.has_more_to_come(1000.0)
-    late.set_metadata({})  # whatever else it says
+    late.set_metadata({})  # The content of the metadata does not matter.
     late.close()
     made.close()
 
 
-def test_a_watch_registers_what_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attaching imports for seconds: a process that is killed meanwhile has said who it is."""
+def test_watch_registers_its_ring_with_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports take seconds after the registration, and the process may be killed in this time."""
     import torchlens_perf as perf
     from torchlens_perf.run.ring import Reader
 
@@ -174,8 +170,8 @@ def test_a_watch_registers_what_can_be_read(tmp_path: Path, monkeypatch: pytest.
 # -- a report that cannot be built
 
 
-def test_state_of_another_node_that_cannot_be_read(run: RunDirectory) -> None:
-    """The report waits for the next one; the sidecar goes on with the ranks that live, and keeps everything."""
+def test_report_is_tried_again_if_another_nodes_state_is_unreadable(run: RunDirectory) -> None:
+    """The sidecar goes on with the live ranks and keeps all records."""
     ended, living = Rank(run, 0), Rank(run, 1)
     ended.steps(10, **WORK)
     ended.close()
@@ -200,11 +196,11 @@ def test_state_of_another_node_that_cannot_be_read(run: RunDirectory) -> None:
     assert pd.read_parquet(run.steps).groupby("rank").size().to_dict() == {0: 10, 1: 30}
 
 
-# -- what the exchange says
+# -- notes of the exchange
 
 
 class TroubledExchange:
-    """One that says something, and is closed."""
+    """An exchange that has a note while it is open, and another one after it is closed."""
 
     unreached_s = 0.0
 
@@ -230,8 +226,8 @@ class TroubledExchange:
         self.closed = True
 
 
-def test_notes_of_the_exchange_are_told(run: RunDirectory) -> None:
-    """While the run goes on, as they hold then; and those that held at its end."""
+def test_notes_of_the_exchange_are_in_the_report(run: RunDirectory) -> None:
+    """The report has the present notes while the run goes on, and the last ones at its end."""
     rank = Rank(run, 1, 4, identity={"local_rank": 0, "local_world_size": 1})
     made, _ = sidecar(run)
     made.monitor.cluster._open_exchange = TroubledExchange  # type: ignore[assignment]
@@ -261,16 +257,17 @@ def test_notes_of_the_exchange_are_told(run: RunDirectory) -> None:
 
 
 def collective(rank: Rank, name: str, sequence: int, duration_ns: int) -> None:
-    """A collective that the rank issues in the step in progress."""
+    """Record a collective that the rank issues in the step in progress."""
     recorder = rank.session.recorder
-    recorder.start_collectives(rank.session.intern("wait"))  # one recorder of a process does it
+    # Only one recorder of a process starts collectives.
+    recorder.start_collectives(rank.session.intern("wait"))
     ticket = recorder.issue(rank.session.intern(name), 0, sequence, 0, 1 << 20)
     rank.clock.advance(duration_ns)
     recorder.returned(ticket, int(End.BY_RETURN))
 
 
 def trained(run: RunDirectory, names: list[str], used: str, world_size: int = 2, **identity: Any) -> list[Rank]:
-    """Ranks of a generation that make steps with a collective each."""
+    """Return the ranks of a new generation after some steps with one collective each."""
     ranks = []
     for number in range(world_size):
         own = {"local_world_size": world_size, "elastic": True, **dead_process(), **identity}
@@ -287,8 +284,8 @@ def trained(run: RunDirectory, names: list[str], used: str, world_size: int = 2,
     return ranks
 
 
-def test_processes_that_follow_in_the_same_attempt(run: RunDirectory) -> None:
-    """After nodes joined or left, ranks begin again with other name ids and numbers: nothing is joined across."""
+def test_collectives_of_different_generations_are_not_joined(run: RunDirectory) -> None:
+    """After a change of nodes, new processes have other name ids and start to count again."""
     made, _ = sidecar(run)
     before = trained(run, ["allreduce", "broadcast"], "allreduce")
     round_of(made)
@@ -299,7 +296,7 @@ def test_processes_that_follow_in_the_same_attempt(run: RunDirectory) -> None:
     round_of(made)
     made.keep()
     made.close()
-    again, _ = sidecar(run)  # the rings of those before are gone
+    again, _ = sidecar(run)  # The rings of the earlier processes are gone.
     for rank in after:
         collective(rank, "broadcast group=0 dtype=float32 root=0", 20, 1000)
         rank.steps(1, **WORK)
@@ -313,8 +310,11 @@ def test_processes_that_follow_in_the_same_attempt(run: RunDirectory) -> None:
         rank.session.recorder.abandon()
 
 
-def test_judgement_begins_anew_with_other_processes(run: RunDirectory) -> None:
-    """Steps begin at 0 again: a rank that is slow then is named at once, and not for what its predecessor did."""
+def test_new_processes_are_judged_independently_of_the_old_ones(run: RunDirectory) -> None:
+    """Steps begin at 0 again.
+
+    A slow rank is reported at once, and not for its predecessor's steps.
+    """
     made, _ = sidecar(run)
     before = [Rank(run, number, identity={"elastic": True, **dead_process()}) for number in range(2)]
     for rank, forward in zip(before, (4, 9), strict=True):
@@ -338,8 +338,8 @@ def test_judgement_begins_anew_with_other_processes(run: RunDirectory) -> None:
     made.close()
 
 
-def test_ranks_that_are_gone_are_not_waited_for(run: RunDirectory) -> None:
-    """The world has shrunk: who is no part of it any more is no hang, and none of its windows are sent."""
+def test_ranks_that_left_a_smaller_world_are_ignored(run: RunDirectory) -> None:
+    """They are not part of a hang, and no windows are sent for them."""
     made, _ = sidecar(run)
     before = [Rank(run, number, identity={"elastic": True, **dead_process()}) for number in range(2)]
     for rank in before:
@@ -362,8 +362,8 @@ def test_ranks_that_are_gone_are_not_waited_for(run: RunDirectory) -> None:
 # -- memory
 
 
-def test_step_that_does_not_end(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for its step's end is bounded; what is let go is counted as lost, once."""
+def test_records_of_an_endless_step_are_bounded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropped records are counted as lost once."""
     monkeypatch.setattr(record_account, "MAX_UNKEPT_RECORDS", 2000)
     rank = Rank(run, 0, 1)
     made, _ = sidecar(run)
@@ -393,8 +393,8 @@ def test_step_that_does_not_end(run: RunDirectory, monkeypatch: pytest.MonkeyPat
     assert report(run)["quality"]["lost"] == 8000
 
 
-def test_full_disk_for_long(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest records wait for space, the others are counted, and writing is tried again from time to time only."""
+def test_unwritten_records_are_bounded_on_a_full_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest records wait for space, the others are counted, and writing is retried rarely."""
     for each in (record_account, schedule_module):
         monkeypatch.setattr(each, "MAX_UNKEPT_RECORDS", 500)
     write, tries = writer.pq.write_table, []
@@ -433,11 +433,11 @@ def test_full_disk_for_long(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-# -- what a killed process leaves
+# -- files of a killed process
 
 
 def test_stack_file_of_a_killed_process_is_removed(run: RunDirectory) -> None:
-    """Nobody else does, and the folder could not go."""
+    """Only the sidecar can remove it. Otherwise the folder could not be removed."""
     rank = Rank(run, 0, 1, identity=dead_process())
     rank.steps(3, **WORK)
     stack = rank.ring_path.with_suffix(".stack")
@@ -452,8 +452,8 @@ def test_stack_file_of_a_killed_process_is_removed(run: RunDirectory) -> None:
 # -- a job that is restarted again and again
 
 
-def test_early_restarts_are_forgotten(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state does not grow with each of them; the segments have all of their steps."""
+def test_state_does_not_grow_with_restarts(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The segments still have the steps of all processes."""
     monkeypatch.setattr("torchlens_perf.sidecar.rings.sources._MAX_GENERATIONS", 2)
     for attempt in range(5):
         rank = Rank(run, 0, 1, identity={"attempt": attempt})
@@ -470,8 +470,8 @@ def test_early_restarts_are_forgotten(run: RunDirectory, monkeypatch: pytest.Mon
     assert len(pd.read_parquet(run.steps)) == 50
 
 
-def test_a_launchers_number_that_another_process_has(run: RunDirectory) -> None:
-    """The sidecar of an elastic job does not wait for one that began after the rank: it has not started that."""
+def test_reused_pid_of_the_launcher_is_not_waited_for(run: RunDirectory) -> None:
+    """A process that began after the rank cannot be the launcher that started it."""
     dead = {**dead_process(), "process_started": (process_started(os.getpid()) or 0) - 1}
     rank = Rank(run, 0, 1, identity={"elastic": True, "launcher_pid": 1, **dead})
     rank.steps(10, **WORK)

@@ -1,4 +1,4 @@
-"""The sidecar has the native tap built for the next run: when, how politely, and what the report says of it."""
+"""Tests of building the native tap for the next run: times, priorities, and notes in the report."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
 from torchlens_perf.verdicts import node_state
 
-LASTS_S = 1000.0  # longer than a run must last, for its sidecar to build meanwhile
+LASTS_S = 1000.0  # The sidecar of a run that lasts so long builds during the run.
 PLANNED = "the sidecar builds the native tap for the next run"
 BUILT = "the native tap has been built, for the next run"
 
 __all__ = ["tap"]  # a fixture
 pytestmark = [
     pytest.mark.skipif(not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler"),
-    pytest.mark.timeout(400),  # at the lowest priority, on a busy machine, where we may not raise it again
+    pytest.mark.timeout(400),  # The build has the lowest priority, which cannot be raised again.
 ]
 
 
 class Node(NamedTuple):
-    """A user's home on a node with a torch that is imported at once, and a compiler that gives a tap at once."""
+    """A user's home with a fake torch that imports fast and a fake compiler that ends at once."""
 
     home: Path
     cache: Path
@@ -64,14 +64,15 @@ def node(tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     cxx = copying(tmp_path / "cxx", tap)
     for name, value in with_torch(site, CXX=str(cxx)).items():
         monkeypatch.setenv(name, value)
-    # As Python does with PYTHONPATH, behind the script's folder: children look for modules where this process does.
+    # Children search modules in the same folders as this process. As with PYTHONPATH in Python,
+    # these folders come after the script's folder.
     monkeypatch.setattr(sys, "path", [*sys.path[:1], str(site), *sys.path[1:]])
     with hurried(tmp_path / "home"):
         yield Node(tmp_path / "home", cache, site, tap_name(site), cxx)
 
 
 def wait_until_built(tap: TapForNextRun, name: str) -> str:
-    """Looks as a sidecar does, until what it says of the tap is no plan any more."""
+    """Poll as a sidecar does until the outlook is no longer a plan. Return the outlook."""
     deadline_s = time.monotonic() + 300
     while tap.outlook(name, wanted=True) == PLANNED and time.monotonic() < deadline_s:
         tap.begin_if_due(LASTS_S)
@@ -79,11 +80,10 @@ def wait_until_built(tap: TapForNextRun, name: str) -> str:
     return tap.outlook(name, wanted=True)
 
 
-# -- when
+# -- time of the build
 
 
-def test_a_run_that_lasts_has_it_built_meanwhile(node: Node) -> None:
-    """Not in its first two minutes; then at once, and only one time."""
+def test_long_run_builds_once_after_two_minutes(node: Node) -> None:
     tap = TapForNextRun(builds=True)
     assert tap.outlook(node.name, wanted=True) == PLANNED
     tap.begin_if_due(119.0)
@@ -96,8 +96,8 @@ def test_a_run_that_lasts_has_it_built_meanwhile(node: Node) -> None:
     assert len(runs(node.cxx)) == 1
 
 
-def test_a_short_run_has_it_built_at_its_end(node: Node) -> None:
-    """finish() waits for it."""
+def test_short_run_builds_at_its_end(node: Node) -> None:
+    """finish() waits for the build."""
     tap = TapForNextRun(builds=True)
     tap.outlook(node.name, wanted=True)
     tap.finish()
@@ -106,8 +106,8 @@ def test_a_short_run_has_it_built_at_its_end(node: Node) -> None:
     assert tap.outlook(node.name, wanted=True) == BUILT
 
 
-def test_build_that_outlasts_the_run(node: Node, tap: Path) -> None:
-    """The sidecar waits for the child that it has started; it starts no other."""
+def test_finish_waits_for_a_running_build(node: Node, tap: Path) -> None:
+    """No other build is started."""
     copying(node.cxx, tap, before="sleep 1")
     begun = TapForNextRun(builds=True)
     begun.outlook(node.name, wanted=True)
@@ -120,8 +120,8 @@ def test_build_that_outlasts_the_run(node: Node, tap: Path) -> None:
     assert len(runs(node.cxx)) == 1
 
 
-def test_without_memory_to_spare_it_waits_for_the_end(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler takes 0.9 GB, which a job near its limit may be killed for."""
+def test_build_waits_for_the_end_without_free_memory(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler uses 0.9 GB, which could end a job near its limit."""
     monkeypatch.setattr(tap_for_next_run, "_NEEDED_BYTES", 1 << 60)
     tap = TapForNextRun(builds=True)
     tap.outlook(node.name, wanted=True)
@@ -133,10 +133,13 @@ def test_without_memory_to_spare_it_waits_for_the_end(node: Node, monkeypatch: p
 
 
 @pytest.mark.parametrize("missed", ["", "the setting", "by hand"])
-def test_no_build(missed: str, node: Node) -> None:
-    """Where no rank has missed the tap, the user does not want it, or somebody waits for the sidecar's end."""
+def test_nothing_is_built_unless_needed_and_wanted(missed: str, node: Node) -> None:
+    """A rank must have missed the tap, and the setting must be on.
+
+    No user may wait for the sidecar's end.
+    """
     tap = TapForNextRun(builds=missed != "by hand")
-    said = tap.outlook(node.name if missed else "", wanted=missed != "the setting")
+    outlook = tap.outlook(node.name if missed else "", wanted=missed != "the setting")
     tap.begin_if_due(LASTS_S)
     tap.finish()
 
@@ -145,34 +148,34 @@ def test_no_build(missed: str, node: Node) -> None:
         "the setting": "no native tap is built: TORCHLENS_PERF_BUILD_TAP is off",
         "by hand": "torchlens-perf build-tap builds the native tap",
     }
-    assert said == expected[missed]
+    assert outlook == expected[missed]
     assert runs(node.cxx) == []
     assert list(node.cache.iterdir()) == []
 
 
-# -- what is said
+# -- outlook
 
 
-def test_obstacles_are_told_and_nothing_is_started(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What keeps it from being built, with the remedy, is known at once."""
+def test_obstacle_is_reported_with_a_remedy(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No build is started."""
     monkeypatch.setenv("CXX", "nowhere")
     monkeypatch.setenv("PATH", str(tmp_path))
     tap = TapForNextRun(builds=True)
-    said = tap.outlook(node.name, wanted=True)
+    outlook = tap.outlook(node.name, wanted=True)
     tap.begin_if_due(LASTS_S)
     tap.finish()
 
-    assert said == "no native tap yet: no C++ compiler: install g++, or name one in CXX"
+    assert outlook == "no native tap yet: no C++ compiler: install g++, or name one in CXX"
     assert tap._child is None
 
 
-@pytest.mark.parametrize("at", ["meanwhile", "end"])
-def test_failed_build_is_told(at: str, node: Node) -> None:
-    """With the compiler's first error; the next run knows it without trying."""
+@pytest.mark.parametrize("at", ["during the run", "end"])
+def test_failed_build_is_reported_with_the_compilers_error(at: str, node: Node) -> None:
+    """The next run reports it without another attempt."""
     compiler(node.cxx, "echo 'tap.cpp:7: error: too old' >&2; exit 1")
     tap = TapForNextRun(builds=True)
     tap.outlook(node.name, wanted=True)
-    if at == "meanwhile":
+    if at == "during the run":
         wait_until_built(tap, node.name)
     tap.finish()
 
@@ -181,8 +184,8 @@ def test_failed_build_is_told(at: str, node: Node) -> None:
     assert TapForNextRun(builds=True).outlook(node.name, wanted=True) == f"{reason}; {tap_requirements.AGAIN}"
 
 
-def test_child_that_dies(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the kernel has ended it for want of memory: its status is told."""
+def test_status_of_a_killed_build_is_reported(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may kill the build if memory runs out."""
     compiler(node.cxx, "kill -KILL $PPID")
     tap = TapForNextRun(builds=True)
     tap.outlook(node.name, wanted=True)
@@ -191,12 +194,14 @@ def test_child_that_dies(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tap.outlook(node.name, wanted=True) == "no native tap yet: its build has ended with status -9"
 
 
-# -- how politely
+# -- priority of the build
 
 
-def test_whatever_else_runs_goes_first(node: Node, tap: Path) -> None:
-    """The compiler runs at the lowest priority of the lowest class, in a session of its own that is as low, is the
-    first to go where memory runs out, and has a limit to its processor time."""
+def test_build_has_the_lowest_priority(node: Node, tap: Path) -> None:
+    """The compiler has SCHED_IDLE and the lowest priorities of thread and session.
+
+    It has the highest OOM score and a limit of CPU time.
+    """
     seen = node.home / "seen"
     me = "/proc/$$"
     copying(
@@ -204,7 +209,7 @@ def test_whatever_else_runs_goes_first(node: Node, tap: Path) -> None:
         f"cut -d' ' -f6,19,41 {me}/stat > {seen}; cat {me}/oom_score_adj >> {seen}; ulimit -t >> {seen};"
         f"cat {me}/autogroup >> {seen} || true",
     )  # fmt: skip
-    # Its priority must not be raised again before it has told it.
+    # The compiler prints its priority, which must not change before that.
     environ = {**os.environ, "HOME": f"{node.home}/"}
     program = (
         "import sys; from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun\n"
@@ -231,8 +236,8 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_the_sidecar(sent: signal.Signals, node: Node, tap: Path) -> None:
-    """However the sidecar ends, the build, the compiler and its children do; nothing unfinished is left."""
+def test_build_ends_with_the_sidecar(sent: signal.Signals, node: Node, tap: Path) -> None:
+    """The compiler and its children end too, and no partial file is left."""
     pids = node.home / "pids"
     copying(node.cxx, tap, f"sleep 1000 & echo $$ $! > {pids}.new; mv {pids}.new {pids}; wait")
     sidecar = subprocess.Popen([sys.executable, "-c", PARENT, node.name], stdout=subprocess.PIPE, text=True)
@@ -244,13 +249,12 @@ def test_it_ends_with_the_sidecar(sent: signal.Signals, node: Node, tap: Path) -
     sidecar.send_signal(sent)
     sidecar.wait(30)
 
-    # At the lowest priority: on a busy machine it takes a while until they have ended.
+    # On a busy machine, processes with the lowest priority take a while to end.
     assert [has_ended(pid, 150) for pid in (child, *map(int, pids.read_text().split()))] == [True, True, True]
     assert [path.name for path in node.cache.iterdir()] == ["tap.lock"]
 
 
-def test_it_does_not_last_for_ever(node: Node, tap: Path) -> None:
-    """A compiler that does not end keeps the sidecar for ten minutes at most."""
+def test_endless_build_is_ended_after_ten_minutes(node: Node, tap: Path) -> None:
     copying(node.cxx, tap, "sleep 1000")
     begun = TapForNextRun(builds=True)
     begun.outlook(node.name, wanted=True)
@@ -263,11 +267,11 @@ def test_it_does_not_last_for_ever(node: Node, tap: Path) -> None:
     assert child.wait(1) == 128 + signal.SIGTERM
 
 
-# -- what the report says
+# -- report
 
 
 def reported(run: RunDirectory, *outlooks: TapForNextRun, groups: bool = True, **settings: bool) -> list[str]:
-    """The report's notes on a run whose ranks have missed the tap, each node with a sidecar of its own."""
+    """Return the report's notes on ranks without the tap, with one sidecar per outlook."""
     for number, outlook in enumerate(outlooks):
         host = f"{HOST}{number}"
         rank = Rank(run, number, len(outlooks), identity={"host": host}, **settings)
@@ -295,24 +299,25 @@ TAPPED = "collectives were tapped from Python: some 50 us each, and no end of as
         (True, {"_build_tap": False}, "no native tap is built: TORCHLENS_PERF_BUILD_TAP is off"),
     ],
 )
-def test_report_has_one_line(builds: bool, settings: dict[str, bool], outlook: str, node: Node, tmp_path: Path) -> None:
-    """How collectives were tapped, and what becomes of the native tap; nodes that say the same say it once."""
+def test_equal_outlooks_of_nodes_are_one_line_in_the_report(
+    builds: bool, settings: dict[str, bool], outlook: str, node: Node, tmp_path: Path
+) -> None:
+    """The line has the present kind of tap and the outlook."""
     with run_without_traces(tmp_path / "run") as run:
         notes = reported(run, TapForNextRun(builds=builds), TapForNextRun(builds=builds), **settings)
 
     assert notes == [f"{TAPPED}; {outlook}"]
 
 
-def test_report_of_nodes_that_differ(node: Node, tmp_path: Path) -> None:
-    """A line for each outlook."""
+def test_different_outlooks_of_nodes_are_separate_lines(node: Node, tmp_path: Path) -> None:
     with run_without_traces(tmp_path / "run") as run:
         notes = reported(run, TapForNextRun(builds=True), TapForNextRun(builds=False))
 
     assert notes == [f"{TAPPED}; {PLANNED}", f"{TAPPED}; torchlens-perf build-tap builds the native tap"]
 
 
-def test_report_after_a_restart_with_the_tap(node: Node, tmp_path: Path) -> None:
-    """What ranks before a restart have missed, those of now may have."""
+def test_tap_missed_before_a_restart_is_not_reported(node: Node, tmp_path: Path) -> None:
+    """The present ranks may have the tap."""
     with run_without_traces(tmp_path / "run") as run:
         for attempt, missed in enumerate(("a-tap.so", "")):
             rank = Rank(run, 0, 1, identity={"attempt": attempt})
@@ -331,8 +336,7 @@ def test_report_after_a_restart_with_the_tap(node: Node, tmp_path: Path) -> None
     assert not any("tap" in note for note in build(run.run_id, [state])["quality"]["notes"])
 
 
-def test_report_without_collectives(node: Node, tmp_path: Path) -> None:
-    """Ranks that have no group in common have missed nothing, and nothing is built for them."""
+def test_ranks_without_a_common_group_need_no_tap(node: Node, tmp_path: Path) -> None:
     outlook = TapForNextRun(builds=True)
     with run_without_traces(tmp_path / "run") as run:
         assert reported(run, outlook, groups=False) == []
@@ -341,8 +345,7 @@ def test_report_without_collectives(node: Node, tmp_path: Path) -> None:
     assert runs(node.cxx) == []
 
 
-def test_state_of_an_earlier_version(tmp_path: Path) -> None:
-    """A node's file that was written before there was such a thing can be read."""
+def test_state_of_an_earlier_version_without_an_outlook_is_read(tmp_path: Path) -> None:
     with run_without_traces(tmp_path) as run:
         assert reported(run, TapForNextRun(builds=False), groups=False) == []
         (path,) = run.nodes.glob("*.json")

@@ -1,4 +1,4 @@
-"""SIGTERM to the sidecar, and a cleaner that removes its files in shared memory."""
+"""Tests of SIGTERM to the sidecar, and of a cleaner that removes its files in shared memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import AT_ONCE, read_status
 
 SCRIPT = str(SCRIPTS / "train_until_told.py")
-# In the sidecar: as in a run that is old, the next segment is far away. A young one has one every five seconds.
+# Code for the sidecar's process. As in an old run, the next segment comes late. In a young run,
+# segments come every five seconds.
 OLD = """
 import sys
 if "sidecar" in sys.orig_argv:
@@ -36,7 +37,7 @@ if "sidecar" in sys.orig_argv:
 
 
 class Job:
-    """One rank that trains, with its sidecar, until it is told to end."""
+    """One rank that trains until it is told to end, with its sidecar."""
 
     def __init__(self, folder: Path) -> None:
         self.stop = folder / "stop"
@@ -67,24 +68,24 @@ class Job:
         return any(each.endswith(".ring") for each in found)
 
     def steps(self) -> int:
-        """That it has finished."""
+        """Return the number of finished steps."""
         return self.reader.counter(STEP)
 
     def kept_steps(self) -> int:
-        """That a segment holds, without a gap."""
+        """Return the number of steps in segments, up to the first gap."""
         steps = [step for path in sorted(self.run.steps.glob("*.parquet")) for step in pd.read_parquet(path)["step"]]
         assert steps == list(range(len(steps)))
         return len(steps)
 
     def end(self) -> str:
-        """As it should. Returns what it has said."""
+        """End the job normally. Return its output."""
         self.stop.touch()
-        _, said = self.trainer.communicate(timeout=60)
-        assert self.trainer.returncode == 0, said
-        return said
+        _, output = self.trainer.communicate(timeout=60)
+        assert self.trainer.returncode == 0, output
+        return output
 
     def kill(self) -> None:
-        """Everything, at once, and shared memory with it: as a pod."""
+        """Kill all processes and remove shared memory, as the end of a pod does."""
         for pid in (self.sidecar, self.trainer.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -108,8 +109,8 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_a_pod_that_ends(job: Job) -> None:
-    """SIGTERM, and SIGKILL later, when training has gone on: of what was finished a second before, nothing is lost."""
+def test_steps_between_sigterm_and_sigkill_are_saved(job: Job) -> None:
+    """Training goes on after SIGTERM. All steps that ended a second before SIGKILL are saved."""
     at_signal = job.steps()
     assert job.kept_steps() == 0
     os.kill(job.sidecar, signal.SIGTERM)
@@ -123,55 +124,65 @@ def test_a_pod_that_ends(job: Job) -> None:
     assert rank["steps"] >= later
 
 
-def test_training_that_ends_after_it(job: Job) -> None:
-    """The report is as ever."""
+def test_report_is_complete_if_training_ends_after_sigterm(job: Job) -> None:
     os.kill(job.sidecar, signal.SIGTERM)
-    said = job.end()
+    output = job.end()
     wait_for_sidecar(job.run)
 
     (rank,) = report(job.run)["ranks"]
-    assert f"{rank['steps']} steps" in said
+    assert f"{rank['steps']} steps" in output
     assert (rank["state"], rank["lost"]) == ("closed", 0)
     assert job.kept_steps() == rank["steps"]
 
 
-def test_a_second_one(job: Job) -> None:
-    """Ends it at once; one that comes together with the first does not. The job starts another one at its end."""
+def test_second_sigterm_ends_the_sidecar(job: Job) -> None:
+    """A SIGTERM that comes together with the first one does not.
+
+    The job starts a new sidecar at its end.
+    """
     os.kill(job.sidecar, signal.SIGTERM)
     os.kill(job.sidecar, signal.SIGTERM)
     time.sleep(1.2)
     assert lives(job.sidecar)
     os.kill(job.sidecar, signal.SIGTERM)
     assert eventually(lambda: not lives(job.sidecar))
-    said = job.end()
-    assert eventually(lambda: report(job.run)["ranks"][0]["state"] == "closed")  # the other one may just begin
+    output = job.end()
+    # The new sidecar may just begin.
+    assert eventually(lambda: report(job.run)["ranks"][0]["state"] == "closed")
     wait_for_sidecar(job.run)
 
     (rank,) = report(job.run)["ranks"]
     assert (rank["state"], rank["lost"]) == ("closed", 0)
-    assert "torchlens_perf" in said
+    assert "torchlens_perf" in output
 
 
-def test_a_cleaner_of_shared_memory(job: Job) -> None:
-    """All files of the run are removed there, twice: the lock comes back, nothing is lost, and there is one sidecar."""
+def test_files_removed_from_shared_memory_lose_no_records(job: Job) -> None:
+    """All files of the run are removed twice.
+
+    The lock is made again, and there is only one sidecar.
+    """
     folder = find_sidecar_lock(job.run.run_id).parent
-    assert eventually(job.sidecar_has_the_ring_open)  # a ring that it has never seen would be lost
-    for _ in range(2):  # before the sidecar reads, and while it does
+    # A ring that the sidecar has not opened would be lost.
+    assert eventually(job.sidecar_has_the_ring_open)
+    for _ in range(2):  # Files are removed before the sidecar reads, and while it does.
         shutil.rmtree(folder)
         assert eventually(lambda: job.sidecar_pid() == job.sidecar)
-    said = job.end()
+    output = job.end()
     wait_for_sidecar(job.run)
 
     (rank,) = report(job.run)["ranks"]
     assert (rank["state"], rank["lost"]) == ("closed", 0)
     assert job.kept_steps() == rank["steps"]
-    assert said.startswith("torchlens_perf")
+    assert output.startswith("torchlens_perf")
     assert "Traceback" not in job.run.node_log(next(job.run.nodes.glob("*.json")).stem).read_text()
     assert not folder.exists()
 
 
-def test_a_cleaner_before_it_begins_anew(run: RunDirectory) -> None:
-    """On a machine without an idle processor the sidecar replaces itself by exec: it goes on with what it has open."""
+def test_exec_of_the_sidecar_keeps_open_rings(run: RunDirectory) -> None:
+    """Without an idle CPU, the sidecar replaces itself by exec.
+
+    It continues with open descriptors.
+    """
     rank, lock = Rank(run, 0, 1), SidecarLock(sidecar_lock(run.run_id))
     rank.steps(20, **WORK)
     assert lock.acquire()
@@ -191,5 +202,5 @@ def test_a_cleaner_before_it_begins_anew(run: RunDirectory) -> None:
 
 
 def report_of(run: RunDirectory) -> object:
-    """The first rank of the state, once there is one."""
+    """Return the first rank of the state, once there is a state."""
     return next(iter(report(run)["ranks"]), None) if run.node_state(HOST).exists() else None

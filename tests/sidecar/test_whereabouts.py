@@ -1,4 +1,4 @@
-"""What a state says of the moment at which it was saved: when that was, and what each running rank was doing."""
+"""Tests of the time of a saved state, and of what each running rank was doing then."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torchlens_perf.verdicts import node_state
 WORK = {"forward": 4, "backward": 6}
 
 
-def test_running_rank(run: RunDirectory) -> None:
-    """The step in progress, the spans that it is inside of, and for how long, by its own clock."""
+def test_running_rank_has_its_step_and_open_spans(run: RunDirectory) -> None:
+    """Durations come from the rank's own clock."""
     rank = Rank(run, 0, 1)
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     rank.session.recorder.start_thread_time()
@@ -40,8 +40,7 @@ def test_running_rank(run: RunDirectory) -> None:
     assert found.inside_s == pytest.approx(0.005)
 
 
-def test_between_spans(run: RunDirectory) -> None:
-    """In none of them, there is no time that it has been in one."""
+def test_rank_outside_of_spans_has_no_span_time(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     rank.steps(1, **WORK)
@@ -56,8 +55,7 @@ def test_between_spans(run: RunDirectory) -> None:
     assert (found.inside, found.inside_s) == ((), None)
 
 
-def test_in_the_report(run: RunDirectory) -> None:
-    """While it runs, with the state's time; once it has ended, it is doing nothing."""
+def test_report_has_whereabouts_of_running_ranks_only(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1, _total_steps=500)
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     rank.steps(5, **WORK)
@@ -82,10 +80,10 @@ def test_in_the_report(run: RunDirectory) -> None:
     assert ended["ranks"][0]["now"] is None
 
 
-@pytest.mark.parametrize(("told", "total"), [((500, 500), 500), ((0, 500), 500), ((400, 500), None), ((0, 0), None)])
-def test_total_steps_of_several_ranks(run: RunDirectory, told: tuple[int, int], total: int | None) -> None:
-    """Known where no rank was told another number."""
-    ranks = [Rank(run, rank, 2, _total_steps=number) for rank, number in enumerate(told)]
+@pytest.mark.parametrize(("configured", "total"), [((500, 500), 500), ((0, 500), 500), ((400, 500), None), ((0, 0), None)])
+def test_total_steps_are_known_if_all_ranks_agree(run: RunDirectory, configured: tuple[int, int], total: int | None) -> None:
+    """Ranks without a number do not matter."""
+    ranks = [Rank(run, rank, 2, _total_steps=number) for rank, number in enumerate(configured)]
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     for rank in ranks:
         rank.steps(5, **WORK)

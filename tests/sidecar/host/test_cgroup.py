@@ -1,4 +1,4 @@
-"""Limits and pressure of a process's control group: both versions, in containers, and what the kernel leaves out."""
+"""Tests of limits and pressure of control groups, with both versions and missing files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STALLED = "some avg10=1.00 avg60=0.50 avg300=0.10 total={}\nfull avg10=0.00 avg6
 
 
 class Machine:
-    """Files as the kernel has them, below a folder."""
+    """A folder with files like the kernel's."""
 
     def __init__(self, folder: Path) -> None:
         self.proc, self.root, self.pressure = folder / "proc", folder / "cgroup", folder / "pressure"
@@ -33,8 +33,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_version_2(machine: Machine) -> None:
-    """All of it from the process's own group; the tightest limit around it counts."""
+def test_version_2_uses_the_tightest_limit(machine: Machine) -> None:
     pod = machine.root / "pod"
     machine.write(pod / "memory.current", "900\n")
     machine.write(pod / "memory.max", "1000\n")
@@ -49,15 +48,15 @@ def test_version_2(machine: Machine) -> None:
     group = machine.group("0::/pod/train\n")
 
     assert group.path == "/pod/train"
-    assert group.memory_limit_share() == 0.85  # without pages that can be dropped at once
+    assert group.memory_limit_share() == 0.85  # Inactive file pages do not count.
     assert group.refaults() == 43
     assert group.quota_periods() == (4, 2)
     assert group.stall_us("memory") == 123
-    assert group.stall_us("io") == 456  # the node's: this kernel tells no group's
+    assert group.stall_us("io") == 456  # The group has no such file, so this is the node's value.
 
 
-def test_version_1(machine: Machine) -> None:
-    """Each controller has a hierarchy of its own, and no limit is a very large one."""
+def test_version_1_has_a_hierarchy_per_controller(machine: Machine) -> None:
+    """A very large number means that there is no limit."""
     machine.write(machine.root / "memory/job/memory.usage_in_bytes", "300\n")
     machine.write(machine.root / "memory/job/memory.limit_in_bytes", "400\n")
     machine.write(machine.root / "memory/memory.usage_in_bytes", "900\n")
@@ -75,12 +74,13 @@ def test_version_1(machine: Machine) -> None:
     assert group.quota_periods() == (4, 2)
 
 
-def test_what_is_not_told(machine: Machine) -> None:
-    """Without limits, quota and pressure accounting there are no numbers, not zeros."""
+def test_missing_values_are_none(machine: Machine) -> None:
+    """There are no limits, no quota and no pressure accounting."""
     machine.root.mkdir()
     machine.write(machine.root / "cpu.stat", "usage_usec 9\nnr_periods 0\nnr_throttled 0\nthrottled_usec 0\n")
 
-    group = machine.group("0::/../../host/path\n")  # of another namespace: its files are not visible here
+    # The path is in another namespace, so its files are not visible.
+    group = machine.group("0::/../../host/path\n")
 
     assert group.memory_limit_share() is None
     assert group.refaults() is None
@@ -88,14 +88,13 @@ def test_what_is_not_told(machine: Machine) -> None:
     assert group.stall_us("memory") is None
 
 
-def test_no_such_process(machine: Machine) -> None:
-    """Its cgroup file is not there."""
+def test_missing_process_raises_an_error(machine: Machine) -> None:
     with pytest.raises(FileNotFoundError):
         ControlGroup(PID, proc=machine.proc)
 
 
-def test_this_process() -> None:
-    """On the machine at hand, whatever it tells has its type, and grows."""
+def test_values_of_this_process_have_their_types() -> None:
+    """Counters do not decrease."""
     group = ControlGroup(os.getpid())
     first = group.stall_us("io"), group.refaults()
     second = group.stall_us("io"), group.refaults()

@@ -1,4 +1,4 @@
-"""Telemetry as the cause behind a verdict: from samples to signals, and from a throttled GPU to the sentence."""
+"""Tests of telemetry as the cause of a verdict, from samples to the diagnosis."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ def rig(run: RunDirectory, tmp_path: Path) -> Rig:
     return Rig(run, tmp_path / "infiniband")
 
 
-def test_each_sample_counts_once(rig: Rig) -> None:
-    """Levels are means and counts are rates since the last call; nothing comes without a new sample."""
+def test_each_sample_is_used_once(rig: Rig) -> None:
+    """Levels are means, and counts are rates since the last call.
+
+    Without a new sample, there are no signals.
+    """
     signals = HardwareMetrics(rig.log)
     rig.gpus.values = {FIRST: HEALTHY}
     rig.seconds(1, FIRST)
-    first = signals.of_gpu(FIRST, rig.now_ns)
-    assert signals.of_gpu(FIRST, rig.now_ns) == {}
+    first = signals.signals_of_gpu(FIRST, rig.now_ns)
+    assert signals.signals_of_gpu(FIRST, rig.now_ns) == {}
     rig.gpus.values = {
         FIRST: {
             **HEALTHY, "sm_clock_hz": 1_200_000_000, "throttle_thermal_ns": SECOND // 2, "xids": 1, "pcie_replays": 17,
@@ -43,55 +46,55 @@ def test_each_sample_counts_once(rig: Rig) -> None:
         }
     }  # fmt: skip
     rig.seconds(1, FIRST)
-    second = signals.of_gpu(FIRST, rig.now_ns)
+    second = signals.signals_of_gpu(FIRST, rig.now_ns)
 
-    assert not {name for name in first if "_per_" in name}  # no rate before there are two samples
+    assert not {name for name in first if "_per_" in name}  # Rates need two samples.
     assert first["sm_clock_mhz"] == 1980
     assert second["sm_clock_mhz"] == 1200
     assert second["thermal_share"] == 0.5
     assert (second["xids_per_s"], second["pcie_replays_per_s"], second["ecc_errors_per_s"]) == (1, 10, 1)
     assert second["nvlink_errors_per_s"] == 2
-    assert signals.of_gpu("GPU-unknown", rig.now_ns) == {}
+    assert signals.signals_of_gpu("GPU-unknown", rig.now_ns) == {}
     assert set(second) <= set(METRICS)
 
 
-def test_the_clock_of_an_idle_gpu_does_not_count(rig: Rig) -> None:
-    """It is low because there was nothing to do: its clock is not measured then."""
+def test_clock_of_an_idle_gpu_is_ignored(rig: Rig) -> None:
+    """The clock is low because the GPU had no work."""
     signals = HardwareMetrics(rig.log)
     rig.gpus.values = {FIRST: {**HEALTHY, "sm_clock_hz": 345_000_000, "clock_reasons": 1}}
     rig.seconds(1, FIRST)
-    idle = signals.of_gpu(FIRST, rig.now_ns)
+    idle = signals.signals_of_gpu(FIRST, rig.now_ns)
 
     assert not {"sm_clock_mhz", "sm_clock_share"} & idle.keys()
     assert idle["temperature_c"] == 60
 
 
-def test_a_gpu_that_tells_little(rig: Rig) -> None:
-    """What it does not tell is no signal."""
+def test_missing_values_of_a_gpu_are_no_signals(rig: Rig) -> None:
     rig.gpus.values = {FIRST: {"temperature_c": 50}}
     signals = HardwareMetrics(rig.log)
     rig.seconds(2, FIRST)
 
-    assert signals.of_gpu(FIRST, rig.now_ns) == {"temperature_c": 50}
+    assert signals.signals_of_gpu(FIRST, rig.now_ns) == {"temperature_c": 50}
 
 
-def test_errors_of_all_ports(rig: Rig, tmp_path: Path) -> None:
-    """They are the node's: of all its ports together, from the second sample on."""
+def test_errors_of_all_ports_are_one_signal_of_the_node(rig: Rig, tmp_path: Path) -> None:
+    """There is a rate from the second sample on."""
     signals = HardwareMetrics(rig.log)
     ports = [port(tmp_path / "infiniband", name) for name in ("mlx5_0", "mlx5_1")]
     rig.seconds(5)
-    assert signals.of_node(rig.now_ns) == {}
+    assert signals.signals_of_node(rig.now_ns) == {}
     for folder in ports:
         (folder / "counters/symbol_error").write_text("10\n")
     rig.seconds(5)
-    told = signals.of_node(rig.now_ns)
+    signals_found = signals.signals_of_node(rig.now_ns)
 
-    assert told == {"link_errors_per_s": pytest.approx(3.6)}  # from 1 to 10, on two ports, in five seconds
-    assert signals.of_node(rig.now_ns) == {}
+    # Counters of two ports grow from 1 to 10 in five seconds.
+    assert signals_found == {"link_errors_per_s": pytest.approx(3.6)}
+    assert signals.signals_of_node(rig.now_ns) == {}
 
 
-def test_a_throttled_gpu_is_the_cause(run: RunDirectory, rig: Rig) -> None:
-    """Two ranks, a GPU each; one is throttled from step 300 on: the verdict names the rank, the GPU and the reason."""
+def test_verdict_names_a_throttled_gpu_as_the_cause(run: RunDirectory, rig: Rig) -> None:
+    """One of two GPUs is throttled from step 300 on."""
     sidecar = Sidecar(run, HOST, None, lambda run, settings: None)
     sidecar.telemetry = rig.log
     sidecar.monitor.metrics = RankMetrics(rig.log)

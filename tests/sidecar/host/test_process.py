@@ -1,4 +1,4 @@
-"""What the kernel tells of real processes, and of files as it writes them."""
+"""Tests of host signals from real processes and from files like the kernel's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LITTLE = SPIN.replace("pass", "__import__('time').sleep(0.05); sum(range(100000)
 
 @contextlib.contextmanager
 def spinning(cpu: int, program: str = SPIN) -> Iterator[int]:
-    """A process that keeps a CPU busy, and is nobody's loader worker."""
+    """Start a process that keeps a CPU busy and does not belong to the job."""
     with subprocess.Popen([sys.executable, "-c", program, str(cpu)]) as process:
         try:
             yield process.pid
@@ -30,7 +30,7 @@ def spinning(cpu: int, program: str = SPIN) -> Iterator[int]:
 
 
 def observed(signals: HostMetrics, pid: int, samples: int) -> dict[str, float]:
-    """The newest signals after some samples, half a second each."""
+    """Return the newest signals after some samples, half a second apart."""
     found: dict[int, dict[str, float]] = {}
     for _ in range(samples):
         found = signals.sample({pid: 0}, time.monotonic())
@@ -41,7 +41,7 @@ def observed(signals: HostMetrics, pid: int, samples: int) -> dict[str, float]:
 
 
 def only(folder: Path, *pids: int) -> Path:
-    """The real /proc, as a container shows it: the whole machine's CPUs, and these processes alone."""
+    """Make a /proc folder with the machine's CPUs and only these real processes, as in a container."""
     folder.mkdir()
     for name in ("stat", *map(str, pids)):
         (folder / name).symlink_to(Path("/proc") / name)
@@ -52,11 +52,11 @@ def named(signals: HostMetrics, pid: int) -> int:
     return int(signals.busiest_neighbour(pid).rpartition("(pid ")[2].rstrip(")"))
 
 
-def test_a_busy_neighbour(tmp_path: Path) -> None:
-    """Two processes on one CPU: each is ready without it for half of the time, and the other one is found."""
+def test_neighbour_on_the_same_cpu_is_found(tmp_path: Path) -> None:
+    """Two processes share a CPU, so each waits for half of the time."""
     cpu = min(os.sched_getaffinity(0))
     with spinning(cpu) as rank, spinning(cpu) as other, spinning(cpu, LITTLE) as little:
-        # Of these three only: on a machine that tests share, others may have been busier for a moment.
+        # Only these three are visible, because other tests may be busier for a moment.
         signals = HostMetrics(only(tmp_path / "proc", rank, other, little))
         newest = observed(signals, rank, 5)
 
@@ -66,8 +66,7 @@ def test_a_busy_neighbour(tmp_path: Path) -> None:
         assert newest["gc_share"] == newest["disk_wait_share"] == 0.0
 
 
-def test_a_busy_neighbour_among_all() -> None:
-    """Among all of the machine's processes somebody is found; it is not the rank."""
+def test_neighbour_among_all_processes_is_not_the_rank() -> None:
     cpu = min(os.sched_getaffinity(0))
     with spinning(cpu) as rank, spinning(cpu):
         signals = HostMetrics()
@@ -75,8 +74,8 @@ def test_a_busy_neighbour_among_all() -> None:
         assert named(signals, rank) != rank
 
 
-def test_a_process_that_sleeps() -> None:
-    """It waits for nothing; nobody looks for neighbours."""
+def test_sleeping_process_has_no_waits() -> None:
+    """Neighbours are not sampled."""
     with subprocess.Popen(["sleep", "20"]) as process:
         newest = observed(HostMetrics(), process.pid, 3)
         process.kill()
@@ -87,8 +86,7 @@ def test_a_process_that_sleeps() -> None:
     assert "neighbour_share" not in newest
 
 
-def test_a_process_that_has_ended() -> None:
-    """It has no signals, and nothing is raised."""
+def test_ended_process_has_no_signals() -> None:
     with subprocess.Popen(["sleep", "20"]) as process:
         signals = HostMetrics()
         signals.sample({process.pid: 0}, 0.0)
@@ -100,7 +98,7 @@ def test_a_process_that_has_ended() -> None:
 
 
 class Kernel:
-    """A /proc folder with this process in it and a loader worker, as proc(5) has them."""
+    """A /proc folder with this process and a data loader worker, as in proc(5)."""
 
     def __init__(self, folder: Path) -> None:
         self.proc = folder
@@ -122,15 +120,16 @@ class Kernel:
         (folder / "task" / str(pid) / "children").write_text(f"{self.worker} " if pid == self.pid else "")
 
 
-def test_rates_and_shares(tmp_path: Path) -> None:
-    """What grew between two samples, by the time between them; a loader worker's faults count."""
+def test_rates_and_shares_between_two_samples(tmp_path: Path) -> None:
+    """Faults of a data loader worker count too."""
     kernel = Kernel(tmp_path)
     signals = HostMetrics(tmp_path)
     assert signals.sample({kernel.pid: 10**9}, 100.0) == {}
     for second, state in enumerate(("D", "S", "R", "D")):
         kernel.write(kernel.pid, state)
         signals.update([kernel.pid], 100 + second / 4)
-        signals.update([kernel.pid], 100 + second / 4 + 0.01)  # too soon after the last one to count
+        # This is too soon after the last sample.
+        signals.update([kernel.pid], 100 + second / 4 + 0.01)
     kernel.write(kernel.pid, faults=6, kernel_ticks=TICKS_PER_S // 2, waited_ns=500_000_000)
     kernel.write(kernel.worker, faults=4)
 
@@ -141,12 +140,13 @@ def test_rates_and_shares(tmp_path: Path) -> None:
     assert newest["kernel_share"] == 0.25
     assert newest["cpu_wait_share"] == 0.25
     assert newest["gc_share"] == 0.5
-    assert signals.sample({kernel.pid: 2 * 10**9}, 102.1)[kernel.pid] is newest  # too soon for a new one
+    # This is too soon for a new sample.
+    assert signals.sample({kernel.pid: 2 * 10**9}, 102.1)[kernel.pid] is newest
 
 
 @pytest.mark.parametrize(("state", "share"), [("S", 1.0), ("R", 0.0)])
-def test_a_loader_worker_waits_for_the_disk(tmp_path: Path, state: str, share: float) -> None:
-    """While the main thread sleeps, its worker's wait is its own; while it runs, it waits for nothing."""
+def test_disk_wait_of_a_worker_counts_while_the_main_thread_sleeps(tmp_path: Path, state: str, share: float) -> None:
+    """While the main thread runs, it does not wait for the worker."""
     kernel = Kernel(tmp_path)
     signals = HostMetrics(tmp_path)
     signals.sample({kernel.pid: 0}, 100.0)
@@ -158,14 +158,17 @@ def test_a_loader_worker_waits_for_the_disk(tmp_path: Path, state: str, share: f
 
 
 class Machine:
-    """A /proc folder of a machine with one CPU, as proc(5) has it."""
+    """A /proc folder of a machine with one CPU, as in proc(5)."""
 
     def __init__(self, folder: Path) -> None:
         self.proc, self._ticks = folder, dict[int, int]()
         self.second = 0.0
 
     def passes(self, busy: float, **programs: float) -> float:
-        """A second, in which the CPU was busy for that share, and these processes (pid1=0.5) took so much of it."""
+        """Let a second pass, in which the CPU was busy for a share of the time.
+
+        programs: shares of processes, such as pid1=0.5.
+        """
         self.second += 1.0
         busy_ticks = self._ticks[-1] = self._ticks.get(-1, 0) + round(busy * TICKS_PER_S)
         self.proc.mkdir(exist_ok=True)
@@ -180,22 +183,26 @@ class Machine:
         return self.second
 
 
-def test_neighbours_that_cannot_be_seen(tmp_path: Path) -> None:
-    """In a container, others' processes are not visible; that the CPU is busy is. The job's own do not count."""
+def test_busy_share_counts_invisible_neighbours(tmp_path: Path) -> None:
+    """In a container, processes of others are not visible, but the CPU's time is.
+
+    The job's own processes do not count.
+    """
     machine = Machine(tmp_path)
     neighbours = Neighbours(tmp_path)
     for _ in range(3):
         neighbours.update(machine.passes(1.0, pid7=0.4, pid8=0.2))
 
     assert neighbours.busy_share({0}, {7: {0}, 8: {0}}) == pytest.approx(0.4)
-    assert neighbours.busy_share({0}, {7: {0}, 8: {0, 1}}) == pytest.approx(0.5)  # half of its time may be elsewhere
+    # Process 8 may spend half of its time on the other CPU.
+    assert neighbours.busy_share({0}, {7: {0}, 8: {0, 1}}) == pytest.approx(0.5)
     assert neighbours.busy_share({0, 1}, {7: {0, 1}, 8: {0, 1}}) == pytest.approx(0.2)
     assert neighbours.busiest({0}, {7, 8}) == ""
     assert neighbours.busiest({0}, {7}) == "prog8 (pid 8)"
 
 
-def test_neighbours_of_long_ago_are_forgotten(tmp_path: Path) -> None:
-    """Who was busy for minutes is not blamed once somebody else is for some seconds."""
+def test_busiest_neighbour_is_a_recent_one(tmp_path: Path) -> None:
+    """After some seconds, a new neighbour replaces one that was busy for minutes."""
     machine = Machine(tmp_path)
     neighbours = Neighbours(tmp_path)
     for _ in range(60):
@@ -205,4 +212,4 @@ def test_neighbours_of_long_ago_are_forgotten(tmp_path: Path) -> None:
         neighbours.update(machine.passes(1.0, pid7=0.0, pid8=0.9))
 
     assert neighbours.busiest({0}, ()) == "prog8 (pid 8)"
-    assert not neighbours.update(machine.second + 100.0)  # too long ago to tell who was busy since
+    assert not neighbours.update(machine.second + 100.0)  # The last sample is too old.

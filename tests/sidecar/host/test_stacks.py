@@ -1,4 +1,4 @@
-"""Python stacks and states of real processes: running, stopped, traced, forbidden, gone; and py-spy itself hanging."""
+"""Tests of Python stacks and states of real processes, and of py-spy's failures."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ threading.Thread(target=takes_the_gil, name="greedy", daemon=True).start()
 while True:
     time.sleep(0.001)
 """
-# The parent waits in the kernel for its child to exec or end, in state D; it must never run again.
+# The parent waits in the kernel, in state D, until its child calls exec or ends. It must never run
+# again.
 VFORKS = """
 import ctypes, os
 if ctypes.CDLL(None).vfork() == 0:
@@ -71,7 +72,10 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts programs in Python that print a line once they are ready; they end with the test."""
+    """Return a function that starts Python programs and waits until they are ready.
+
+    The programs end with the test.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def starts(program: str) -> subprocess.Popen[str]:
@@ -96,7 +100,7 @@ def ready(process: subprocess.Popen[str]) -> str:
 
 
 def wait_for(pid: int, state: str) -> None:
-    """The kernel stops a process soon after it was told to."""
+    """Wait for a state, because the kernel stops a process only a while after the signal."""
     deadline = time.monotonic() + 30
     while process_state(pid) != state:
         assert time.monotonic() < deadline, process_state(pid)
@@ -112,8 +116,8 @@ def functions(stack: Stack) -> list[str]:
 
 
 @needs_py_spy
-def test_main_thread_from_inside_out(start: Start) -> None:
-    """The frames are the main thread's, the innermost first, with file and line; other threads are left out."""
+def test_stack_has_the_main_threads_frames_innermost_first(start: Start) -> None:
+    """Frames have file and line. Other threads are left out."""
     process = start(BLOCKED.format(levels=2))
     ready(process)
 
@@ -124,8 +128,8 @@ def test_main_thread_from_inside_out(start: Start) -> None:
 
 
 @needs_py_spy
-def test_innermost_line_of_source(start: Start, tmp_path: Path) -> None:
-    """As it is on disk; nothing of code that came from elsewhere, or of a file that is gone or whose disk hangs."""
+def test_source_line_is_read_from_disk(start: Start, tmp_path: Path) -> None:
+    """The line is empty for code without a file, a missing file, and a disk that hangs."""
     script = tmp_path / "blocks.py"
     script.write_text(BLOCKED.format(levels=1))
     process = start(f"import runpy; runpy.run_path({str(script)!r})")
@@ -136,14 +140,14 @@ def test_innermost_line_of_source(start: Start, tmp_path: Path) -> None:
 
     script.unlink()
     assert source_line(stack) == ""
-    os.mkfifo(script)  # reading it waits for good
+    os.mkfifo(script)  # Reading it blocks without a limit.
     assert source_line(stack, timeout_s=0.2) == ""
     assert source_line(Stack((), "no reason")) == ""
 
 
 @needs_py_spy
-def test_stopped_process_is_read_and_stays_stopped(start: Start) -> None:
-    """A process under SIGSTOP shows its stack, is still stopped afterwards, and goes on unharmed when it may."""
+def test_stopped_process_stays_stopped_while_it_is_read(start: Start) -> None:
+    """The process continues after SIGCONT."""
     process = start(BLOCKED.format(levels=0))
     ready(process)
     os.kill(process.pid, signal.SIGSTOP)
@@ -159,8 +163,8 @@ def test_stopped_process_is_read_and_stays_stopped(start: Start) -> None:
 
 
 @needs_py_spy
-def test_deep_stack_is_cut(start: Start) -> None:
-    """Of a long stack the innermost frames are shown, and how many there are beyond."""
+def test_deep_stack_shows_the_innermost_frames(start: Start) -> None:
+    """The last line has the number of other frames."""
     process = start(BLOCKED.format(levels=100))
     ready(process)
 
@@ -168,12 +172,13 @@ def test_deep_stack_is_cut(start: Start) -> None:
 
     assert len(stack.lines) == MAX_LINES + 1
     assert stack.lines[0].startswith("blocks ")
-    assert stack.lines[-1] == f"and {103 - MAX_LINES} more"  # blocks, 101 times descend, <module>
+    # The 103 frames are blocks, 101 times descend, and <module>.
+    assert stack.lines[-1] == f"and {103 - MAX_LINES} more"
 
 
 @needs_py_spy
-def test_thread_that_keeps_the_gil_is_named(start: Start) -> None:
-    """When another thread holds the GIL, the stack says which: the main thread waits for that one."""
+def test_thread_with_the_gil_is_named(start: Start) -> None:
+    """The main thread waits for that thread."""
     process = start(GREEDY)
     ready(process)
     deadline = time.monotonic() + 30
@@ -185,16 +190,15 @@ def test_thread_that_keeps_the_gil_is_named(start: Start) -> None:
 
 
 @needs_py_spy
-def test_forbidden_process_is_a_reason(start: Start, tmp_path: Path) -> None:
-    """A process that this user may not read gives that reason, and at the first try."""
+def test_missing_permission_is_the_reason_without_a_retry(start: Start, tmp_path: Path) -> None:
     if os.getuid() == 0:
         setpriv = shutil.which("setpriv")
         if setpriv is None:
             pytest.skip("root may read all processes, and there is no setpriv to become another user")
         victim = start(BLOCKED.format(levels=0))
         ready(victim)
-        with tempfile.TemporaryDirectory() as name:  # tmp_path is closed to others
-            # The real py-spy as a user who owns nothing here.
+        with tempfile.TemporaryDirectory() as name:  # Other users cannot read tmp_path.
+            # Run the real py-spy as a user without any files here.
             program, calls, folder = tmp_path / "py-spy", tmp_path / "calls", Path(name)
             folder.chmod(0o755)
             copy = shutil.copy(find_py_spy() or "", folder / "program")
@@ -219,8 +223,8 @@ def test_forbidden_process_is_a_reason(start: Start, tmp_path: Path) -> None:
 
 
 @needs_py_spy
-def test_process_of_another_user(tmp_path: Path) -> None:
-    """A sidecar without privileges, and a process of root's: both users are named. Needs setpriv, and root's rights."""
+def test_reason_names_both_users_for_another_users_process(tmp_path: Path) -> None:
+    """The sidecar has no privileges, and the process is root's. The test needs setpriv and root."""
     setpriv = shutil.which("setpriv")
     if os.getuid() != 0 or setpriv is None:
         pytest.skip("needs root and setpriv to be two users")
@@ -241,18 +245,18 @@ def test_process_of_another_user(tmp_path: Path) -> None:
 
 
 @needs_py_spy
-def test_process_that_is_not_dumpable(start: Start) -> None:
-    """Of the same user, it must not be read without CAP_SYS_PTRACE: the reason is one line, and says what would."""
+def test_reason_names_a_process_that_is_not_dumpable(start: Start) -> None:
+    """Even the same user needs CAP_SYS_PTRACE. The reason is one line with a remedy."""
     process = start("import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n" + BLOCKED.format(levels=0))
     ready(process)
-    if os.getuid() == 0:  # who has that capability reads it
+    if os.getuid() == 0:  # A process with that capability reads it.
         assert python_stack(process.pid).lines
         return
     assert "is not dumpable" in python_stack(process.pid).reason
 
 
 @pytest.mark.parametrize(
-    ("scope", "error", "said"),
+    ("scope", "error", "remedy"),
     [
         ("1", "Permission Denied: Try again with elevated permissions", "`sudo sysctl kernel.yama.ptrace_scope=0`"),
         ("2", "Error: Permission denied (os error 13)", "`sudo sysctl kernel.yama.ptrace_scope=1`"),
@@ -261,8 +265,13 @@ def test_process_that_is_not_dumpable(start: Start) -> None:
         ("", "Operation not permitted", "`docker run --cap-add=SYS_PTRACE`"),
     ],
 )
-def test_how_to_permit_it(scope: str, error: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each setting of Yama, and for a container's filter, the command is in the line. py-spy is refused once."""
+def test_reason_has_the_remedy_for_each_kernel_rule(
+    scope: str, error: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rules are the settings of Yama and a container's seccomp filter.
+
+    py-spy is called once.
+    """
     program, calls = tmp_path / "py-spy", tmp_path / "calls"
     program.write_text(f"#!/bin/sh\necho call >> {calls}\necho '{error}' >&2\nexit 1\n")
     program.chmod(0o755)
@@ -271,14 +280,14 @@ def test_how_to_permit_it(scope: str, error: str, said: str, tmp_path: Path, mon
         tracer.YAMA.write_text(f"{scope}\n")
     reason = python_stack(os.getpid(), program=str(program)).reason
 
-    assert said in reason
+    assert remedy in reason
     assert "\n" not in reason
     assert calls.read_text() == "call\n"
 
 
 @needs_py_spy
-def test_what_is_not_python_is_a_reason() -> None:
-    """A process without Python gives py-spy's own words, without its backtrace."""
+def test_error_of_py_spy_is_the_reason_for_a_program_without_python() -> None:
+    """The backtrace is left out."""
     with subprocess.Popen(["sleep", "60"]) as process:
         stack = python_stack(process.pid)
         process.kill()
@@ -287,16 +296,14 @@ def test_what_is_not_python_is_a_reason() -> None:
     assert stack.reason == "py-spy: Failed to find python version from target process"
 
 
-def test_gone_process_is_a_reason() -> None:
-    """A pid that no process has any more gives that reason."""
+def test_ended_process_is_the_reason() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
 
     assert python_stack(process.pid, program=sys.executable) == Stack((), f"there is no process {process.pid}")
 
 
-def test_missing_py_spy_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without py-spy the reason says how to get it."""
+def test_missing_py_spy_is_the_reason_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
@@ -304,7 +311,7 @@ def test_missing_py_spy_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_py_spy_is_found_next_to_python_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The one of Python's own environment comes before PATH, which serves where the former is missing."""
+    """PATH is searched only if Python's environment has no py-spy."""
     programs = [tmp_path / folder / "py-spy" for folder in ("environment", "path")]
     for program in programs:
         program.parent.mkdir()
@@ -318,8 +325,7 @@ def test_py_spy_is_found_next_to_python_first(monkeypatch: pytest.MonkeyPatch, t
     assert find_py_spy() == str(programs[1])
 
 
-def test_py_spy_that_hangs_is_ended(tmp_path: Path) -> None:
-    """A program that does not answer is killed after the timeout, and the reason says so."""
+def test_hanging_py_spy_is_killed_after_the_timeout(tmp_path: Path) -> None:
     program, pid_file = tmp_path / "py-spy", tmp_path / "pid"
     program.write_text(f"#!/bin/sh\necho $$ > {pid_file}\nexec sleep 600\n")
     program.chmod(0o755)
@@ -338,8 +344,8 @@ def test_py_spy_that_hangs_is_ended(tmp_path: Path) -> None:
         ("[]", "the main thread runs no Python code"),
     ],
 )
-def test_answer_that_is_no_stack_is_a_reason(tmp_path: Path, answer: str, reason: str) -> None:
-    """A version of py-spy that answers otherwise gives a reason, no exception."""
+def test_unexpected_output_of_py_spy_is_the_reason(tmp_path: Path, answer: str, reason: str) -> None:
+    """There is no exception."""
     program = tmp_path / "py-spy"
     program.write_text(f"#!/bin/sh\necho '{answer}'\n")
     program.chmod(0o755)
@@ -347,8 +353,8 @@ def test_answer_that_is_no_stack_is_a_reason(tmp_path: Path, answer: str, reason
     assert python_stack(os.getpid(), program=str(program)) == Stack((), reason)
 
 
-def test_program_that_cannot_run_is_a_reason(tmp_path: Path) -> None:
-    """A py-spy of another processor or without the right to execute gives a reason, no exception."""
+def test_py_spy_that_cannot_run_is_the_reason(tmp_path: Path) -> None:
+    """The program is built for another CPU or is not executable."""
     program = tmp_path / "py-spy"
     program.write_bytes(b"\x7fELF")
 
@@ -358,8 +364,8 @@ def test_program_that_cannot_run_is_a_reason(tmp_path: Path) -> None:
 # -- states
 
 
-def test_states_of_a_process_through_its_life(start: Start) -> None:
-    """Running, stopped, running again, a zombie, and gone."""
+def test_process_state_follows_a_process(start: Start) -> None:
+    """The process runs, is stopped, runs again, becomes a zombie, and is gone."""
     process = start(BLOCKED.format(levels=0))
     ready(process)
     assert process_state(process.pid) == "running"
@@ -369,13 +375,13 @@ def test_states_of_a_process_through_its_life(start: Start) -> None:
     wait_for(process.pid, "running")
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert process_state(process.pid) == "dead"  # a zombie
+    assert process_state(process.pid) == "dead"  # The process is a zombie.
     process.wait()
     assert process_state(process.pid) == "dead"
 
 
-def test_traced_process(start: Start) -> None:
-    """A process that a debugger holds is traced, not stopped."""
+def test_debugged_process_is_traced(start: Start) -> None:
+    """The state is not "stopped"."""
     libc = ctypes.CDLL(None, use_errno=True)
     attach, detach = 16, 17
     process = start(BLOCKED.format(levels=0))
@@ -389,8 +395,7 @@ def test_traced_process(start: Start) -> None:
         libc.ptrace(detach, process.pid, None, None)
 
 
-def test_uninterruptible_process(start: Start) -> None:
-    """A process that waits in the kernel where no signal reaches it is uninterruptible."""
+def test_process_in_state_d_is_uninterruptible(start: Start) -> None:
     process = start(VFORKS)
     child = int(ready(process).split()[1])
     try:
@@ -400,8 +405,7 @@ def test_uninterruptible_process(start: Start) -> None:
         os.kill(child, signal.SIGKILL)
 
 
-def test_other_process_of_that_pid_is_dead(start: Start) -> None:
-    """A pid that belongs to another process by now counts as dead."""
+def test_process_with_a_reused_pid_is_dead(start: Start) -> None:
     process = start(BLOCKED.format(levels=0))
     ready(process)
     started = process_started(process.pid)
@@ -411,8 +415,7 @@ def test_other_process_of_that_pid_is_dead(start: Start) -> None:
     assert process_state(process.pid, started - 1) == "dead"
 
 
-def test_name_of_a_program_is_not_taken_for_a_state(tmp_path: Path) -> None:
-    """A program whose name looks like the rest of the line is read right."""
+def test_name_of_a_program_may_look_like_a_state(tmp_path: Path) -> None:
     program = tmp_path / "x) T 1 ("
     program.symlink_to(shutil.which("sleep") or "/bin/sleep")
     with subprocess.Popen([str(program), "60"]) as process:
@@ -425,13 +428,14 @@ def test_name_of_a_program_is_not_taken_for_a_state(tmp_path: Path) -> None:
     assert state == "running"
 
 
-def test_asked_by_signal(tmp_path: Path) -> None:
-    """With `faulthandler` switched on, a blocked process writes its stack upon SIGUSR2; after it the signal is free."""
+def test_blocked_process_writes_its_stack_on_sigusr2(tmp_path: Path) -> None:
+    """`faulthandler` is switched on. After the watch, the signal has no handler."""
     script = tmp_path / "blocked.py"
     script.write_text(
         "import signal, sys, time, torchlens_perf as perf\n"
         "def stuck():\n"
-        "    print('ready', flush=True); sys.stdin.readline()\n"  # one line, wherever it is when it is asked
+        # This is one line, so the position is the same at any time.
+        "    print('ready', flush=True); sys.stdin.readline()\n"
         "with perf.watch(config=perf.Config(_faulthandler=True, sidecar=False, report='off', dir=sys.argv[1])) as w:\n"
         "    stuck()\n"
         "print(signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL, flush=True)\n"
@@ -457,8 +461,8 @@ def test_asked_by_signal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_never_asked_if_it_would_end_by_it(listens: bool, start: Start, tmp_path: Path) -> None:
-    """SIGUSR2 ends who does not catch it: neither such a process gets one, nor another one that has the pid by now."""
+def test_sigusr2_is_not_sent_to_a_process_that_does_not_catch_it(listens: bool, start: Start, tmp_path: Path) -> None:
+    """Nor is it sent to another process with the same pid."""
     file = tmp_path / "left.stack"
     file.touch()
     listening = f"import faulthandler, signal; faulthandler.register(signal.SIGUSR2, file=open({str(file)!r}, 'w'))\n"
@@ -475,7 +479,7 @@ def test_never_asked_if_it_would_end_by_it(listens: bool, start: Start, tmp_path
     assert process.returncode == 0
 
 
-# What happens to SIGUSR2 around a watch, in a process of its own; {before}, {inside} and {after} are the user's lines.
+# A program that checks SIGUSR2 around a watch. {before}, {inside} and {after} are the user's lines.
 AROUND = """
 import faulthandler, os, signal, sys
 from pathlib import Path
@@ -495,7 +499,7 @@ SEND = "os.kill(os.getpid(), signal.SIGUSR2)"
 
 
 def around(folder: Path, before: str = "", inside: str = "pass", after: str = "") -> str:
-    """What such a process printed."""
+    """Run the program and return its output."""
     program = AROUND.format(before=before, inside=inside, after=after)
     command = [sys.executable, "-c", program, str(folder / "runs"), str(folder / "mine")]
     done = warm_python.run(command, 60)
@@ -503,23 +507,23 @@ def around(folder: Path, before: str = "", inside: str = "pass", after: str = ""
     return done.stdout
 
 
-def test_users_own_registration_stays(tmp_path: Path) -> None:
-    """faulthandler that the user has registered is no handler that signal.getsignal() knows; it is left alone."""
+def test_users_faulthandler_registration_stays(tmp_path: Path) -> None:
+    """signal.getsignal() does not show a registration of faulthandler."""
     register = "faulthandler.register(signal.SIGUSR2, file=mine)"
 
     assert around(tmp_path, register, SEND, SEND) == "alive 0 True\n"
     assert (tmp_path / "mine").read_text().count("Current thread") == 2
 
 
-def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
-    """Slurm's signal that the user has asked to be ignored does nothing, inside a watch and after it."""
+def test_signal_that_the_user_ignores_stays_ignored(tmp_path: Path) -> None:
+    """Slurm may send this signal, inside a watch and after it."""
     ignore = "signal.signal(signal.SIGUSR2, signal.SIG_IGN)"
     inside = f"{SEND}; print(len(list(folder.rglob('*.stack'))), flush=True)"
     assert around(tmp_path, ignore, inside, SEND) == "0\nalive 0 False\n"
 
 
-def test_handler_that_the_user_installs_meanwhile(tmp_path: Path) -> None:
-    """It is there inside the watch and after it, and is not called by a sidecar that asks: the file has gone."""
+def test_users_handler_installed_inside_a_watch_stays(tmp_path: Path) -> None:
+    """A sidecar does not trigger it, because the stack file is removed."""
     inside = (
         f"signal.signal(signal.SIGUSR2, handler); {SEND}; import time; time.sleep(0.06); w.step(); w.step()\n"
         "    print(len(list(folder.rglob('*.stack'))), flush=True)"
@@ -527,8 +531,8 @@ def test_handler_that_the_user_installs_meanwhile(tmp_path: Path) -> None:
     assert around(tmp_path, inside=inside, after=SEND) == "handler\n0\nhandler\nalive 0 False\n"
 
 
-def test_file_goes_before_the_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who still finds the file may send the signal."""
+def test_stack_file_is_removed_before_the_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sidecar that still finds the file may send the signal."""
     left: list[int] = []
     unregister = faulthandler.unregister
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What tests between nodes share: how long they wait, and the ends of exchanges, which are closed when a test ends."""
+"""Fixtures of the exchange between nodes. Ends of exchanges are closed when a test ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torchlens_perf.sidecar.nodes.rendezvous import Address, Rendezvous, exchang
 from torchlens_perf.sidecar.nodes.timing import Timing
 
 FAST = Timing(operation_s=2.0, connect_s=2.0, beat_s=0.2, look_s=0.05, first_retry_s=0.05, last_retry_s=0.4)
-LONG_S = 60.0  # only a broken test waits so long
+LONG_S = 60.0  # Only a failing test waits so long.
 KEY = exchange_key(0)
-LOOPBACK = ("127.0.0.1", 1)  # where the job's store would be: nobody listens there
+LOOPBACK = ("127.0.0.1", 1)  # Address of a job's store that does not exist.
 
 
 class Nodes:
-    """Starts ends of an exchange, and gathers what node 0 collects."""
+    """Starter of ends of an exchange. It gathers the posts that node 0 collects."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.places = Endpoints(LOOPBACK, folder)
@@ -39,7 +39,7 @@ class Nodes:
         return exchange
 
     def wait(self, exchange: Exchange, condition: Callable[[], bool]) -> None:
-        """Collects until a condition holds."""
+        """Collect until a condition is true."""
         deadline = time.monotonic() + LONG_S
         while not condition():
             assert time.monotonic() < deadline, (self.seen, self.contacts, exchange.notes())
@@ -53,7 +53,7 @@ class Nodes:
             self.seen.setdefault(rank, []).extend(payloads(collected, rank))
 
     def address(self, key: str = KEY) -> Address:
-        """What node 0 has published in the run directory, once it is there."""
+        """Return node 0's address from the run directory, once it is published."""
         file = Rendezvous(self.places, key).file
         assert file is not None
         wait_until(file.exists)

@@ -1,4 +1,4 @@
-"""The exchange between nodes: the real thing over gRPC, on loopback."""
+"""Tests of the exchange between nodes over gRPC, on loopback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchlens_perf.sidecar.nodes.rendezvous import exchange_key
 
 class TestExchange:
     def test_payloads_of_all_nodes_arrive_in_order(self, nodes: Nodes) -> None:
-        """Node 0 collects its own and two other nodes' payloads, whatever bytes they are, and whoever came first."""
+        """Payloads may be any bytes, and nodes may start in any order."""
         others = [nodes.start("n1"), nodes.start("n2/öffentlich")]
         merger = nodes.start("n0", merges=True)
         for number in range(KEPT_POSTS):
@@ -38,8 +38,8 @@ class TestExchange:
         assert [exchange.notes() for exchange in (merger, *others)] == [[], [], []]
         assert others[0].collect().nodes == {}
 
-    def test_more_posts_than_are_kept(self, nodes: Nodes) -> None:
-        """Hundreds of posts over a live connection arrive once and in order; those that were dropped are counted."""
+    def test_hundreds_of_posts_arrive_once_and_in_order(self, nodes: Nodes) -> None:
+        """Dropped posts are counted."""
         other, merger = nodes.start("n1"), nodes.start("n0", merges=True)
         for number in range(300):
             other.post({1: b"%d" % number})
@@ -51,8 +51,8 @@ class TestExchange:
         assert numbers == sorted(set(numbers))
         assert len(numbers) + nodes.contacts["n1"].missed == 300
 
-    def test_a_reply_reaches_all_nodes(self, nodes: Nodes) -> None:
-        """Node 0's instructions reach all nodes, also later ones, and nodes that join later."""
+    def test_instructions_reach_all_nodes(self, nodes: Nodes) -> None:
+        """Changed instructions arrive too, and nodes that join later receive them."""
         merger = nodes.start("n0", merges=True)
         merger.set_reply(b"first")
         early = nodes.start("n1")
@@ -66,7 +66,7 @@ class TestExchange:
             merger.set_reply(b"x" * 1025)
 
     def test_attempts_do_not_mix(self, nodes: Nodes) -> None:
-        """The nodes of a second attempt meet among themselves, with another node 0, while the first still runs."""
+        """A second attempt has another node 0 while the first one still runs."""
         old, old_merger = nodes.start("n1"), nodes.start("n0", merges=True)
         second = exchange_key(1)
         new, new_merger = nodes.start("n0", key=second), nodes.start("n1", merges=True, key=second)
@@ -78,8 +78,8 @@ class TestExchange:
 
         assert (of_new, nodes.seen[1]) == ([b"new"], [b"old"])
 
-    def test_restarted_sidecar(self, nodes: Nodes) -> None:
-        """A node whose sidecar is started again goes on, and it is seen; one that ends well has left."""
+    def test_restarted_sidecar_continues_to_report(self, nodes: Nodes) -> None:
+        """A sidecar that ends normally has left."""
         first, merger = nodes.start("n1"), nodes.start("n0", merges=True)
         first.post({1: b"first"})
         nodes.wait(merger, lambda: 1 in nodes.seen)
@@ -93,8 +93,8 @@ class TestExchange:
         assert nodes.seen[1] == [b"first", b"second"]
         assert (contact.missed, contact.left, merger.notes()) == (0, False, [])
 
-    def test_restarted_node_0(self, nodes: Nodes) -> None:
-        """A new node 0 has another port and token; the others find it, and report their last posts again."""
+    def test_nodes_find_a_restarted_node_0(self, nodes: Nodes) -> None:
+        """The new node 0 has another port and token. Each node sends its last posts again."""
         other, first = nodes.start("n1"), nodes.start("n0", merges=True)
         other.post({1: b"first"})
         nodes.wait(first, lambda: 1 in nodes.seen)
@@ -110,9 +110,8 @@ class TestExchange:
         assert nodes.address().token != before.token
         wait_until(lambda: any("errors in the exchange between nodes" in note for note in other.notes()))
 
-    def test_a_coordinator(self, nodes: Nodes, tmp_path: Path) -> None:
-        """Node 0 listens where the user said, and is found there without a shared folder or a job's store; again after
-        a restart at the same place."""
+    def test_node_0_is_found_at_the_configured_address(self, nodes: Nodes, tmp_path: Path) -> None:
+        """No shared folder or job's store is needed, also after a restart."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             where = f"127.0.0.1:{listener.getsockname()[1]}"
         secret = tmp_path / "secret"
@@ -133,8 +132,8 @@ class TestExchange:
         assert nodes.seen[1] == [b"first", b"first", b"second"]
         assert "n2" not in second.collect().nodes
 
-    def test_one_machine_listens_on_loopback(self, nodes: Nodes) -> None:
-        """Where the job's store has a loopback address, node 0 cannot be reached from elsewhere."""
+    def test_node_0_listens_on_loopback_if_the_store_does(self, nodes: Nodes) -> None:
+        """Other machines cannot reach it."""
         nodes.start("n0", merges=True)
         address = nodes.address()
 
@@ -143,8 +142,8 @@ class TestExchange:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", address.port))
 
-    def test_refuses_what_does_not_fit(self, nodes: Nodes) -> None:
-        """A payload over 1024 bytes, an invalid rank or port raise ValueError, and nothing is sent."""
+    def test_invalid_posts_raise_value_error(self, nodes: Nodes) -> None:
+        """Nothing is sent for a payload over 1024 bytes and an invalid rank or port."""
         other, merger = nodes.start("n1"), nodes.start("n0", merges=True)
         for exchange in (other, merger):
             with pytest.raises(ValueError, match="1025 bytes, more than 1024"):
@@ -158,8 +157,8 @@ class TestExchange:
 
         assert nodes.seen == {1: [b"x" * 1024]}
 
-    def test_nothing_is_left_behind(self, tmp_path: Path) -> None:
-        """After close() there is no file, no listener and no connection; later exchanges add no thread."""
+    def test_close_leaves_no_file_listener_or_connection(self, tmp_path: Path) -> None:
+        """Later exchanges add no thread."""
         counts = []
         for name in ("first", "second"):
             folder = tmp_path / name
@@ -177,8 +176,8 @@ class TestExchange:
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= counts[0][1])
         assert counts[1][0] <= counts[0][0]
 
-    def test_a_last_post_is_sent_at_close(self, nodes: Nodes) -> None:
-        """What was posted before close() arrives, even from a node that has not found node 0 until then."""
+    def test_waiting_post_is_sent_at_close(self, nodes: Nodes) -> None:
+        """The node may not have found node 0 before."""
         short = nodes.start("n1", timing=dataclasses.replace(FAST, first_retry_s=100.0, last_retry_s=100.0))
         short.post({1: b"last"})
         wait_until(lambda: any("has not published" in note for note in short.notes()))
@@ -190,7 +189,7 @@ class TestExchange:
 
 class TestAlone:
     def test_windows_that_could_not_be_sent_are_counted(self, nodes: Nodes) -> None:
-        """A node that never finds node 0 keeps 8 windows, and says how many it lost."""
+        """A node that never finds node 0 keeps 8 windows."""
         exchange = nodes.start("n1")
         for _ in range(KEPT_POSTS + 3):
             exchange.post({0: b"x"})
@@ -200,7 +199,7 @@ class TestAlone:
         assert exchange.close(LONG_S)
 
     def test_one_node_imports_no_grpc(self) -> None:
-        """A job of one node opens nothing: no grpc, no torch, no thread, no socket; its sidecar judges alone."""
+        """The sidecar of a job with one node opens no thread or socket, and judges alone."""
         code = """if True:
             import sys, threading
             import numpy as np
@@ -221,8 +220,8 @@ class TestAlone:
         """
         subprocess.run([sys.executable, "-c", code], check=True)
 
-    def test_several_nodes_import_no_torch_and_start_programs(self, tmp_path: Path) -> None:
-        """Beside grpc the sidecar's process has no torch in it, says nothing on stderr, and starts programs as ever."""
+    def test_several_nodes_import_grpc_but_not_torch(self, tmp_path: Path) -> None:
+        """The process prints nothing on stderr and can start programs."""
         code = f"""if True:
             import subprocess, sys, time
             from pathlib import Path

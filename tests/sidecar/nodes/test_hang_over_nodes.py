@@ -1,4 +1,4 @@
-"""A hang on a device of another node: found from what its sidecar tells as from the rank's own ring."""
+"""Tests of a hang on a device of another node, found from that node's summaries."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ MS = 1_000_000
 
 
 def at(number: int, place: int, kind: Kind, stood_ms: int, **changed: object) -> Progress:
-    """A rank whose device was seen there, outside of all that is timed."""
+    """Return the progress of a rank with a device mark outside all spans."""
     mark = DeviceMark(99, place, int(kind), 3, False, 0, stood_ms * MS)
     return rank(number, inside=(), device=device_place(mark, "blocks.3"), **changed)
 
 
 def found_over_nodes(*ranks: Progress) -> Hang:
-    """Ranks 2 and 3 are on another node."""
+    """Return the hang, where ranks 2 and 3 are on another node."""
     payloads = [summary.pack(RankSummary(0, 0.0, 4, Placement(), each)) for each in ranks[2:]]
     others = summary.progress(summary.unpack(payloads), [each.host for each in ranks[2:]], [0.5, 0.5])
     return found(*ranks[:2], *others)
 
 
 @pytest.mark.parametrize("stuck", range(4))
-def test_a_device_that_stands(stuck: int) -> None:
-    """On whichever node it is: the same rank, and the same words but for the module's name."""
+def test_stuck_device_on_another_node_is_found(stuck: int) -> None:
+    """The rank and the text are the same as on one node, except for the module's name."""
     ranks = [
         at(number, 1, Kind.MODULE, 1000) if number == stuck else at(number, 3, Kind.BACKWARD, 0) for number in range(4)
     ]
@@ -44,15 +44,15 @@ def test_a_device_that_stands(stuck: int) -> None:
     assert "were seen further, in step 99 after the beginning of the backward pass." in text(hang)
 
 
-def test_devices_that_were_not_seen_to_stand() -> None:
-    """How long they were seen there travels, too."""
+def test_single_samples_of_remote_marks_are_not_a_stuck_device() -> None:
+    """A summary also contains how long the mark has not changed."""
     ranks = [at(number, 3 if number < 3 else 1, Kind.BACKWARD, 0, report_age_s=0.0) for number in range(4)]
     assert found_over_nodes(*ranks).kind != "device"
 
 
 @pytest.mark.parametrize("stuck", range(4))
-def test_a_kernel_that_has_not_begun(stuck: int) -> None:
-    """As NCCL's thread tells each sidecar."""
+def test_missing_kernel_on_another_node_is_found(stuck: int) -> None:
+    """NCCL's thread reports kernels to the sidecar of its node."""
     ranks = [rank(number, began={WORLD: 57 - (number == stuck)}) for number in range(4)]
     hang = found_over_nodes(*(dataclasses.replace(each, operations={}) for each in ranks))
     assert (hang.kind, named(hang)) == ("device", [stuck])

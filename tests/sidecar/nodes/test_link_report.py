@@ -1,4 +1,4 @@
-"""What nodes report of their collectives: node 0 finds a slow link that no node can find alone."""
+"""Tests of link reports. Node 0 finds a slow link that no node can find alone."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def rows_of(*groups: tuple[int, ...], slow: tuple[int, ...] = ()) -> list[LinkSt
     return job({"x": groups}, {slow: 3.0} if slow else None)
 
 
-def test_round_trip() -> None:
-    """A node's rows arrive as they are, but for those with too few operations."""
+def test_rows_with_enough_operations_are_sent() -> None:
     rows = job({"mesh_tp": ROWS, "mesh_dp": COLUMNS})
     packed, left_out = link_report.encode(3, [*rows, structs.replace(rows[0], transfers=MIN_OPERATIONS - 1)])
 
@@ -46,7 +45,7 @@ def test_round_trip() -> None:
 
 
 def test_rows_that_do_not_fit_are_counted() -> None:
-    """The ones with most time are reported."""
+    """The rows with most time are sent."""
     (row,) = rows_of((0, 1))
     many = [
         structs.replace(row, key=structs.replace(row.key, group=f"{zlib.crc32(b'%d' % number):x}"), joined=100 + number)
@@ -79,15 +78,15 @@ def test_invalid_rows_are_refused(changed: dict[str, object]) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_garbage_is_refused(data: bytes) -> None:
-    """Also what unpacks to other data, or to too much."""
+def test_invalid_bytes_are_refused(data: bytes) -> None:
+    """This includes valid compression of other data, or of too much data."""
     for each in (data, zlib.compress(data), zlib.compress(bytes(1 << 22))):
         with pytest.raises(ValueError, match=r"\S"):
             link_report.decode(each, 0, 16)
 
 
-def test_nodes_that_see_parts_of_one_group() -> None:
-    """Merged, a group that spans nodes has the shorter transfer, and counts once."""
+def test_group_over_several_nodes_counts_once() -> None:
+    """The merged group has the shorter transfer time."""
     (ours,), (theirs,) = rows_of((0, 1)), rows_of((0, 1), slow=(0, 1))
     theirs = structs.replace(theirs, wait_ns=1000.0, joined=ours.joined - 1)
     (both,) = merged_links([[theirs], [structs.replace(ours, wait_ns=0.0)]])
@@ -97,8 +96,7 @@ def test_nodes_that_see_parts_of_one_group() -> None:
     assert (both.waits, both.wait_ns) == (2 * ours.waits, 500.0)
 
 
-def test_large_jobs_are_judged_like_small_ones() -> None:
-    """Candidates are ruled out early without a change of the result."""
+def test_early_rejection_of_candidates_does_not_change_the_result() -> None:
     for count in (3, 4, 5, 8):
         groups = [(2 * number, 2 * number + 1) for number in range(count)]
         found = slow_links(rows_of(*groups, slow=groups[-1]))
@@ -107,8 +105,10 @@ def test_large_jobs_are_judged_like_small_ones() -> None:
 
 
 def test_node_0_judges_the_links_of_all_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each node sees two groups, which is too few to compare; node 0 gets all of them, and reports of other attempts,
-    and invalid ones, change nothing."""
+    """Each node has two groups, which are too few to compare.
+
+    Node 0 has all of them, and ignores invalid reports and those of other attempts.
+    """
     wire, views = two_nodes(tmp_path)
     views[0].update(1.0)
     rows = {"node-0": rows_of(*PAIRS[:2]), "node-1": rows_of(*PAIRS[2:], slow=PAIRS[3])}

@@ -1,4 +1,4 @@
-"""Which processes of several nodes belong together, whatever their launchers count; without any network."""
+"""Tests of how nodes agree on generations of processes, without a network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchlens_perf.sidecar.nodes.membership import ProcessGeneration as Generat
 
 
 def node(run_id: str = "run", *sets: tuple[float, int], leads: bool = False, size: int = 4) -> Membership:
-    """sets: when each began, and its launcher's count of restarts."""
+    """Return a membership. sets: start time and the launcher's restart count of each set."""
     made = Membership(run_id)
     if leads:
         made.lead()
@@ -26,8 +26,7 @@ def node(run_id: str = "run", *sets: tuple[float, int], leads: bool = False, siz
     return made
 
 
-def test_nearest_in_time() -> None:
-    """A set belongs to the generation that began nearest to it, of as many ranks."""
+def test_set_belongs_to_the_nearest_generation_of_its_size() -> None:
     generations = [Generation(0, 0.0, 4), Generation(1, 100.0, 4), Generation(2, 200.0, 2)]
     assert match_generations([Generation(0, 1.0, 4), Generation(1, 98.0, 4), Generation(2, 203.0, 2)], generations) == {
         0: 0,
@@ -38,13 +37,13 @@ def test_nearest_in_time() -> None:
     assert match_generations([Generation(0, 0.0, 8)], generations) == {}
 
 
-def test_the_next_set_is_of_no_generation_yet() -> None:
-    """A node's new processes are there before node 0's: they are not taken for those that they replace."""
+def test_new_set_does_not_match_the_generation_it_replaces() -> None:
+    """A node's new processes may start before those of node 0."""
     assert match_generations([Generation(0, 1.0, 4), Generation(1, 60.0, 4)], [Generation(0, 0.0, 4)]) == {0: 0}
 
 
-def test_counts_of_agents_differ() -> None:
-    """The failed node says 1, the other 0, and they agree on generation 1."""
+def test_nodes_with_different_restart_counts_agree() -> None:
+    """The failed node reports 1 restart, and the other reports 0."""
     zero, other = node("a", (0.0, 0), (50.0, 0), leads=True), node("b", (0.5, 0), (50.4, 1))
     other.receive(zero.control(60.0), 60.0)
 
@@ -53,8 +52,7 @@ def test_counts_of_agents_differ() -> None:
     assert zero.of_other("b", 1, 50.4, 4) == 1
 
 
-def test_a_node_that_joins_later() -> None:
-    """What is its first set is not the job's first."""
+def test_first_set_of_a_late_node_is_not_generation_0() -> None:
     zero, late = node("a", (0.0, 0), (50.0, 0), (90.0, 1), leads=True), node("b", (90.2, 0))
     assert late.number(0) == 0
     assert not late.is_known(0)
@@ -62,21 +60,20 @@ def test_a_node_that_joins_later() -> None:
     assert late.number(0) == 2
     assert late.is_known(0)
     late.began(1, 130.0, 4)
-    assert late.number(1) == 3  # until node 0 says it
+    assert late.number(1) == 3  # This is a guess until node 0's message.
 
 
-def test_a_set_that_node_0_has_not_heard_of() -> None:
-    """The first processes of a node ended before they were heard of; the second set is placed by its age."""
+def test_set_is_placed_by_its_age_if_an_earlier_one_was_not_reported() -> None:
+    """The first processes of a node ended before they were reported."""
     zero = node("a", (0.0, 0), (50.0, 0), leads=True)
     assert zero.of_other("b", 1, 51.0, 4) == 1
     early = node("a", (0.0, 0), leads=True)
-    assert early.of_other("b", 1, 51.0, 4) == 0  # nothing else is known
+    assert early.of_other("b", 1, 51.0, 4) == 0  # No other generation is known yet.
     early.began(1, 50.0, 4)
     assert early.of_other("b", 1, 51.0, 4) == 1
 
 
-def test_another_node_gets_rank_0() -> None:
-    """It numbers on from what its predecessor has said."""
+def test_new_node_0_continues_the_numbers() -> None:
     zero, heir = node("a", (0.0, 0), (50.0, 1), leads=True), node("b", (50.1, 0))
     heir.receive(zero.control(60.0), 60.0)
     heir.lead()
@@ -84,28 +81,27 @@ def test_another_node_gets_rank_0() -> None:
     assert (heir.number(0), heir.number(1), heir.run_id) == (1, 2, "a")
 
 
-def test_numbers_are_never_below_the_launchers() -> None:
-    """A restart before anything was recorded: one node alone counts as torchrun does."""
+def test_generation_is_at_least_the_launchers_restart_count() -> None:
+    """A restart may come before any ring is recorded."""
     assert node("a", (0.0, 2), (9.0, 3), leads=True).number(1) == 3
 
 
-def test_a_sidecar_that_was_started_again() -> None:
-    """It knows the numbers that its predecessor knew."""
+def test_restarted_sidecar_keeps_known_numbers() -> None:
     made = Membership("run")
     made.began(0, 0.0, 4, number=5)
     made.began(1, 10.0, 4)
     assert [made.number(0), made.number(1)] == [5, 6]
 
 
-def test_clocks_that_differ() -> None:
-    """Ages travel: on the other node's clock it is another time."""
+def test_messages_work_with_different_clocks() -> None:
+    """Messages contain ages and not times."""
     zero, other = node("a", (0.0, 0), (50.0, 0), leads=True), node("b", (7000.0, 0), (7050.0, 1))
     other.receive(ControlMessage.decode(zero.control(60.0).encode()), 7060.0)
     assert [other.number(0), other.number(1)] == [0, 1]
 
 
-def test_control_message_is_small() -> None:
-    """However often the job was restarted, and whatever it is called."""
+def test_control_message_is_bounded() -> None:
+    """The job has a long id and many restarts."""
     zero = node("é" * 1000, *((float(local), local) for local in range(200)), leads=True, size=1 << 20)
     data = zero.control(1e6).encode()
     assert len(data) <= MAX_CONTROL_BYTES
@@ -116,7 +112,6 @@ def test_control_message_is_small() -> None:
     "data", [b"", b"{", b"[]", b"1", json.dumps([2, "run", []]).encode(), json.dumps([1, 3, []]).encode(), b"[" * 2000,
              json.dumps([1, "run", [[0, "x", 1]]]).encode(), json.dumps([1, "run", [[0, 0, 1]] * 9]).encode(), b"\xff"],
 )  # fmt: skip
-def test_invalid_control_messages(data: bytes) -> None:
-    """It comes over a network."""
+def test_invalid_control_messages_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="not a control message of node 0"):
         ControlMessage.decode(data)

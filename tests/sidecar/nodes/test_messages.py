@@ -1,4 +1,4 @@
-"""Reports between sidecars, on values: the wire, what is repeated, and the count of what was dropped."""
+"""Tests of reports between sidecars: encoding, repetition, and counts of dropped posts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ payloads_of_ranks = st.dictionaries(st.integers(0, 2**32 - 1), st.binary(max_siz
 
 
 def send(outbox: Outbox, inbox: Inbox, now_s: float = 0.0, *, replied: bool = True, leaving: bool = False) -> None:
-    """Report until nothing is waiting, over a network without delay. Without a reply, the sender gives up."""
+    """Report until nothing is waiting, without network delay.
+
+    Without a reply, the sender gives up.
+    """
     while True:
         report = outbox.report(now_s, leaving=leaving)
         inbox.receive("a1", encode(report), now_s)
@@ -47,8 +50,8 @@ def ends(node: str = "n1") -> tuple[Outbox, Inbox]:
 
 class TestWire:
     @given(payloads_of_ranks, st.floats(0, 1e6))
-    def test_round_trip(self, payloads: dict[int, bytes], posted_s: float) -> None:
-        """A decoded report equals the encoded one, and is little longer than its payloads."""
+    def test_report_round_trip(self, payloads: dict[int, bytes], posted_s: float) -> None:
+        """A report is only a little longer than its payloads."""
         report = Report(1.5e6, 0, False, [Post(posted_s, payloads)])
         data = encode(report)
 
@@ -56,15 +59,14 @@ class TestWire:
         assert len(data) <= 40 + sum(8 + len(payload) for payload in payloads.values())
 
     @given(st.binary(max_size=200))
-    def test_garbage_is_refused(self, data: bytes) -> None:
-        """Any other bytes raise ValueError and nothing else."""
+    def test_invalid_bytes_raise_value_error(self, data: bytes) -> None:
         for decode in (decode_report, decode_reply):
             with suppress(ValueError):
                 decode(data)
 
     @given(payloads_of_ranks, st.integers(1, 30))
     def test_cut_reports_are_refused(self, payloads: dict[int, bytes], cut: int) -> None:
-        """A report that lost its end, or has bytes behind it, is refused."""
+        """Reports with additional bytes are refused too."""
         data = encode(Report(1.0, 0, False, [Post(1.0, payloads)]))
         for wrong in (data[:-cut], data + b"x"):
             with pytest.raises(ValueError, match=r"\S"):
@@ -83,13 +85,13 @@ class TestWire:
             [Post(0.0, dict.fromkeys(range(MAX_RANKS + 1), b""))],
         ],
     )
-    def test_what_does_not_fit_is_refused(self, posts: list[Post]) -> None:
-        """Times, ranks and sizes that no sender makes."""
+    def test_values_out_of_range_are_refused(self, posts: list[Post]) -> None:
+        """No sender creates such times, ranks and sizes."""
         with pytest.raises(ValueError, match=r"\S"):
             decode_report(encode(Report(8.5, 0, False, posts)))
 
-    def test_no_report_is_too_large(self) -> None:
-        """The largest posts are sent in several reports; only the last of them says that the node leaves."""
+    def test_large_posts_are_sent_in_several_reports(self) -> None:
+        """Only the last report says that the node leaves."""
         outbox, inbox = ends()
         for _ in range(KEPT_POSTS):
             outbox.post(dict.fromkeys(range(MAX_RANKS), b"x" * MAX_PAYLOAD_BYTES), 0.0)
@@ -109,7 +111,10 @@ class TestWire:
 class TestAccount:
     @given(st.lists(st.sampled_from(["post", "post", "send", "no reply", "lost", "collect"]), max_size=80))
     def test_every_post_arrives_once_or_is_missed(self, steps: list[str]) -> None:
-        """Whatever fails in between, posts arrive in order, once, whole; received and missed add up to all."""
+        """Posts arrive complete and in order, whatever fails.
+
+        Received and missed posts add up to all.
+        """
         outbox, inbox = ends()
         posted, seen = 0, []
         for step in [*steps, "send", "collect"]:
@@ -118,7 +123,7 @@ class TestAccount:
                 outbox.post({3: str(posted).encode()}, 0.0)
             elif step in ("send", "no reply"):
                 send(outbox, inbox, replied=step == "send")
-            elif step == "lost":  # on its way, with its connection
+            elif step == "lost":  # The report is lost together with its connection.
                 outbox.report(0.0)
             else:
                 seen.extend(map(int, payloads(inbox.collect(0.0), 3)))
@@ -126,11 +131,12 @@ class TestAccount:
 
         assert seen == sorted(set(seen))
         assert len(seen) <= posted <= len(seen) + missed
-        if "no reply" not in steps:  # a post that arrived without a reply may be counted as dropped by its sender
+        # Without a reply, a sender may count a post as dropped although it arrived.
+        if "no reply" not in steps:
             assert len(seen) + missed == posted
 
-    def test_an_outage_loses_what_exceeds_what_is_kept(self) -> None:
-        """A node that cannot send keeps its last 8 posts; the loss is counted on both ends."""
+    def test_outage_keeps_the_last_8_posts(self) -> None:
+        """Both ends count the lost posts."""
         outbox, inbox = ends()
         send(outbox, inbox)
         for number in range(20):
@@ -141,8 +147,8 @@ class TestAccount:
         assert list(map(int, payloads(collected, 0))) == list(range(12, 20))
         assert (collected.nodes["n1"].missed, outbox.dropped) == (12, 12)
 
-    def test_posts_nobody_collects_are_bounded(self) -> None:
-        """Without collect() only the last 8 posts of a node are kept, node 0's own too; the others are missed."""
+    def test_uncollected_posts_are_bounded(self) -> None:
+        """Without collect(), the last 8 posts of each node are kept. The others count as missed."""
         outbox, inbox = ends()
         for number in range(20):
             inbox.post_own({0: b"%d" % number}, 0.0)
@@ -154,32 +160,31 @@ class TestAccount:
             assert list(map(int, payloads(collected, rank))) == list(range(12, 20))
             assert collected.nodes[node].missed == 12
 
-    def test_ages(self) -> None:
-        """A payload is as old as it was kept by its sender, delayed by the network, and kept here."""
+    def test_age_contains_the_time_at_the_sender_and_on_the_network(self) -> None:
+        """The time in the inbox counts too."""
         outbox, inbox = ends()
         send_at = outbox.report(5000.0)
-        inbox.receive("a1", encode(send_at), 100.0)  # clocks of nodes have nothing in common
+        inbox.receive("a1", encode(send_at), 100.0)  # Clocks of nodes are unrelated.
         outbox.post({1: b"x"}, 5001.0)
         outbox.post({1: b"z"}, 5003.0)
-        inbox.receive("a1", encode(outbox.report(5003.0)), 107.0)  # 4 s on its way
+        inbox.receive("a1", encode(outbox.report(5003.0)), 107.0)  # This report took 4 s.
         inbox.post_own({0: b"y"}, 108.0)
         collected = inbox.collect(108.5)
 
         assert [post.age_s for post, _ in of_rank(collected, 1)] == pytest.approx([7.5, 5.5])
         assert of_rank(collected, 0)[0][0].age_s == pytest.approx(0.5)
 
-    def test_clocks_that_drift(self) -> None:
-        """A sender's clock that goes slow for days makes its payloads no older."""
+    def test_drift_of_a_slow_clock_does_not_add_to_ages(self) -> None:
         outbox, inbox = ends()
         for second in range(2000):
             inbox.receive("a1", encode(outbox.report(second * 0.999)), float(second))
         outbox.post({1: b"x"}, 2000 * 0.999)
         inbox.receive("a1", encode(outbox.report(2000 * 0.999)), 2000.0)
 
-        assert inbox.collect(2000.0).posts[0].age_s < 0.2  # of 2 s in all
+        assert inbox.collect(2000.0).posts[0].age_s < 0.2  # The clock has drifted by 2 s.
 
-    def test_silence(self) -> None:
-        """A report without posts is a sign of life; a node that never reported is missing; one that leaves has left."""
+    def test_silent_missing_and_left_nodes_are_distinguished(self) -> None:
+        """A report without posts shows that a sidecar is alive."""
         inbox = Inbox("n0", 0.0)
         assert set(inbox.collect(1.0).nodes) == {"n0"}
         outbox = Outbox()
@@ -192,8 +197,8 @@ class TestAccount:
         assert (silent["n1"].silent_s, silent["n1"].left, silent["n0"].silent_s) == (7.0, False, 0.0)
         assert (gone["n1"].silent_s, gone["n1"].left) == (0.5, True)
 
-    def test_a_new_sidecar_replaces_the_old_one(self) -> None:
-        """A node's counts go on over its sidecars, and the old one's last posts are still there."""
+    def test_counts_continue_with_a_nodes_new_sidecar(self) -> None:
+        """The last posts of the old sidecar are kept."""
         first, inbox = ends()
         for number in range(10):
             first.post({0: b"a%d" % number}, 0.0)
@@ -209,8 +214,8 @@ class TestAccount:
         assert (collected.nodes["n1"].missed, collected.nodes["n1"].left) == (2, False)
         assert inbox.namesakes() == []
 
-    def test_two_sidecars_of_one_name(self) -> None:
-        """Two that live at the same time under one name are both read, and it is noted."""
+    def test_two_live_sidecars_with_one_name_are_noted(self) -> None:
+        """Posts of both are read."""
         inbox = Inbox("n0", 0.0)
         for sender in ("a1", "b2"):
             inbox.enter(sender, "n1", 0.0)
@@ -221,8 +226,8 @@ class TestAccount:
         assert inbox.namesakes() == ["n1"]
         assert len(inbox.collect(3.0).posts) == 4
 
-    def test_a_new_node_0_gets_what_is_kept(self) -> None:
-        """It gets the last posts of each node again; what its predecessor had received is not missed."""
+    def test_new_node_0_receives_the_last_posts_again(self) -> None:
+        """Posts that the old node 0 had received do not count as missed."""
         outbox, inbox = ends()
         for number in range(20):
             outbox.post({0: b"%d" % number}, 0.0)
@@ -237,8 +242,8 @@ class TestAccount:
         assert list(map(int, payloads(collected, 0))) == list(range(15, 23))
         assert collected.nodes["n1"].missed == 0
 
-    def test_an_unreadable_report_is_counted(self) -> None:
-        """Invalid bytes are counted for their sender, and its next report is read."""
+    def test_unreadable_report_is_counted_for_its_sender(self) -> None:
+        """The sender's next report is read."""
         outbox, inbox = ends()
         with pytest.raises(ValueError, match=r"\S"):
             inbox.receive("a1", b"?", 0.0)

@@ -1,4 +1,4 @@
-"""What comes over the network that no sidecar of ours sends, and what does not come: on loopback, all of it bounded."""
+"""Tests of the exchange with hostile or broken peers on loopback. All costs are bounded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchlens_perf.sidecar.nodes.rendezvous import Address, Rendezvous
 
 
 def publish(nodes: Nodes, port: int) -> None:
-    """Says in the run directory that node 0 is there."""
+    """Publish an address of node 0 in the run directory."""
     Rendezvous(dataclasses.replace(nodes.places, job_store=None), KEY).publish(Address(port, "ab" * 16, ("127.0.0.1",)))
 
 
@@ -37,17 +37,17 @@ def resident_mb() -> float:
 
 
 class Stranger:
-    """Calls node 0 as it likes."""
+    """A client that sends arbitrary calls to node 0."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self.calls = 0
 
     def send(self, data: bytes, **metadata: Any) -> grpc.StatusCode:
-        """One message by a stream that says so of itself. Returns how node 0 ended the stream.
+        """Send one message, and return the status with which node 0 ended the call.
 
-        In one call of a hundred the write comes when the stream has just ended, and grpc itself says INTERNAL, on
-        this side: it calls again.
+        In one call of a hundred, grpc itself ends the call with INTERNAL, because the write comes
+        just after its end. The call is then repeated.
         """
         for _ in range(20):
             code = self._send(data, metadata)
@@ -84,7 +84,7 @@ def _in_the_loop(call: Callable[[], Awaitable[Any]]) -> Any:
 
 @pytest.fixture
 def pair(nodes: Nodes) -> tuple[Exchange, Exchange]:
-    """A node and node 0, which have exchanged something."""
+    """Return a node and node 0 after an exchange of posts."""
     other, merger = nodes.start("n1"), nodes.start("n0", merges=True)
     other.post({1: b"ours"})
     nodes.wait(merger, lambda: 1 in nodes.seen)
@@ -99,12 +99,12 @@ def still_works(nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """A frame of HTTP/2 (RFC 9113)."""
+    """Return a frame of HTTP/2 (RFC 9113)."""
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
 def call_headers(method: str, stream: int = 1, **more: str) -> bytes:
-    """A frame that begins a call, by literal fields (RFC 7541)."""
+    """Return a frame that begins a call, with literal fields (RFC 7541)."""
     fields = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "x", "te": "trailers"}
     fields |= {"content-type": "application/grpc"} | {name.replace("_", "-"): value for name, value in more.items()}
     block = b"".join(
@@ -115,14 +115,14 @@ def call_headers(method: str, stream: int = 1, **more: str) -> bytes:
 
 
 def connected(port: int, data: bytes) -> socket.socket:
-    """A connection that has sent the preface of HTTP/2, and this."""
+    """Return a connection that has sent the preface of HTTP/2 and these bytes."""
     made = socket.create_connection(("127.0.0.1", port))
     made.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + data)
     return made
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the other end has not closed it."""
+    """Return True if the other end has not closed the connection."""
     connection.setblocking(False)
     with contextlib.suppress(ConnectionError):
         try:
@@ -137,7 +137,7 @@ class TestNode0:
     def test_payload_without_a_token_is_not_kept(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange], open_at_end: ExitStack
     ) -> None:
-        """Two hundred calls with a wrong proof send a megabyte each, but for its end."""
+        """Two hundred calls with a wrong proof send a megabyte each and do not end it."""
         port, before_mb = nodes.address().port, resident_mb()
         about = {"nonce_bin": "bm5ubm5ubm5ubm5ubm5ubg", "proof_bin": "bm5ubm5ubm5ubm5ubm5ubg"}
         message = b"\0" + struct.pack(">I", 1 << 20) + b"x" * ((1 << 20) - 100)
@@ -151,7 +151,7 @@ class TestNode0:
         for piece in pieces:
             for connection in connections:
                 connection.settimeout(0.01)
-                with contextlib.suppress(OSError):  # node 0 takes no more
+                with contextlib.suppress(OSError):  # Node 0 accepts no more data.
                     for stream in (1, 3, 5, 7):
                         connection.sendall(frame(0, 0, stream, piece))
         assert resident_mb() - before_mb < 60
@@ -161,7 +161,7 @@ class TestNode0:
     def test_connections_without_a_token_end_soon(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange], open_at_end: ExitStack
     ) -> None:
-        """Whatever a caller begins and does not end; the node's own connection stays."""
+        """Calls of any kind are begun and not ended. The node's own connection stays open."""
         port = nodes.address().port
         headers = call_headers(transport.REPORT, nonce_bin="bm5ubm5ubm5ubm5ubm5ubg")
         calls = {
@@ -178,8 +178,8 @@ class TestNode0:
         wait_until(lambda: [name for name, each in connections.items() if is_open(each)] == [])
         still_works(nodes, pair)
 
-    def test_a_wrong_token_is_refused(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
-        """Nothing of it is read, it becomes no node, and it is counted."""
+    def test_call_with_a_wrong_token_is_refused(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
+        """Its payload is not read, it is counted, and no node is added."""
         data = encode(Report(1.0, 0, False, [Post(0.0, {9: b"theirs"})]))
         address = nodes.address()
         strangers = [
@@ -194,8 +194,8 @@ class TestNode0:
             f"{sum(stranger.calls for stranger in strangers)} calls without this job's token were refused"
         ]
 
-    def test_calls_that_make_no_sense(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
-        """With the token, but without a name, or with a short nonce."""
+    def test_call_without_a_name_or_full_nonce_is_refused(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
+        """Both calls have the token."""
         stranger = Stranger(nodes.address())
 
         assert stranger.send(b"", **{transport.SENDER: "not a sender"}) is grpc.StatusCode.INVALID_ARGUMENT
@@ -203,8 +203,8 @@ class TestNode0:
         still_works(nodes, pair)
         assert set(nodes.contacts) == {"n0", "n1"}
 
-    def test_a_message_that_cannot_be_read(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
-        """It costs its own node's stream, is counted as that node's, and no other one's payload is lost."""
+    def test_unreadable_message_ends_its_own_call_only(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
+        """The message is counted for its node, and no payload of another node is lost."""
         pair[0].post({1: b"meanwhile"})
 
         stranger = Stranger(nodes.address())
@@ -213,13 +213,11 @@ class TestNode0:
         assert nodes.contacts["n1"].missed == 0
         assert pair[1].notes() == [f"{stranger.calls} reports of node n9 could not be read"]
 
-    def test_a_message_of_10_mb(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
-        """It is refused by its length."""
+    def test_message_of_10_mb_is_refused_by_its_length(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
         assert Stranger(nodes.address()).send(b"x" * 10_000_000) is grpc.StatusCode.RESOURCE_EXHAUSTED
         still_works(nodes, pair)
 
-    def test_garbage_at_the_port(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
-        """Bytes of other protocols, and none at all."""
+    def test_bytes_of_other_protocols_do_no_harm(self, nodes: Nodes, pair: tuple[Exchange, Exchange]) -> None:
         port = nodes.address().port
         preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00", b"\xff" * 100_000, preface + b"\xff" * 99):
@@ -228,10 +226,10 @@ class TestNode0:
         still_works(nodes, pair)
         assert pair[1].notes() == []
 
-    def test_a_flood_of_connections(
+    def test_memory_is_bounded_with_a_thousand_connections(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange], open_at_end: ExitStack
     ) -> None:
-        """A thousand connections that say nothing, or have a wrong token: memory is bounded, and the nodes go on."""
+        """The connections are silent or have a wrong token. The nodes go on."""
         address = nodes.address()
         before_mb = resident_mb()
         for _ in range(1000):
@@ -245,8 +243,8 @@ class TestNode0:
         assert wrong.calls >= 100
         assert pair[1].notes() == [f"{wrong.calls} calls without this job's token were refused"]
 
-    def test_a_node_that_is_silent_for_long(self, nodes: Nodes) -> None:
-        """Its stream is ended on node 0, as that of a link that was cut; when it is back, so are its posts."""
+    def test_call_of_a_silent_node_is_ended(self, nodes: Nodes) -> None:
+        """The link may have been cut. When the node is back, its posts arrive."""
         merger = nodes.start("n0", merges=True, timing=dataclasses.replace(FAST, silent_s=0.5))
         other = nodes.start("n1", timing=dataclasses.replace(FAST, beat_s=2.0))
         for number in range(3):
@@ -261,7 +259,7 @@ class TestNode0:
 class TestOthers:
     @pytest.fixture
     def silent(self) -> Iterator[tuple[int, list[socket.socket]]]:
-        """The port of something that accepts connections and never says anything, and those connections."""
+        """Return the port of a server that never sends, and its connections."""
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         accepted: list[socket.socket] = []
 
@@ -276,8 +274,8 @@ class TestOthers:
         for each in (listener, *accepted):
             each.close()
 
-    def test_a_node_0_that_never_answers(self, nodes: Nodes, silent: tuple[int, list[socket.socket]]) -> None:
-        """Each try ends, without a leak; calls return at once; and so does the end."""
+    def test_silent_node_0_does_not_block_a_node(self, nodes: Nodes, silent: tuple[int, list[socket.socket]]) -> None:
+        """Each attempt ends without a leak, and close() returns soon."""
         port, accepted = silent
         publish(nodes, port)
         other = nodes.start("n1", timing=dataclasses.replace(FAST, connect_s=0.5, last_retry_s=0.1))
@@ -291,17 +289,14 @@ class TestOthers:
         assert time.monotonic() - began_s < LONG_S / 4
         wait_until(lambda: len(os.listdir("/proc/self/fd")) - len(accepted) <= files)
 
-    def test_a_port_where_nobody_listens(self, nodes: Nodes) -> None:
-        """The note says so, with the address."""
+    def test_closed_port_is_noted_with_its_address(self, nodes: Nodes) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         publish(nodes, port)
         other = nodes.start("n1")
         wait_until(lambda: any(f"127.0.0.1:{port}: UNAVAILABLE" in note for note in other.notes()))
 
-    def test_something_else_at_the_port(self, nodes: Nodes) -> None:
-        """A gRPC server that knows no exchange."""
-
+    def test_other_grpc_server_is_noted(self, nodes: Nodes) -> None:
         async def serve() -> tuple[aio.Server, int]:
             server = aio.server()
             port = server.add_insecure_port("127.0.0.1:0")
@@ -315,8 +310,8 @@ class TestOthers:
         _in_the_loop(lambda: server.stop(None))
 
     @pytest.mark.parametrize("proof", [b"", b"x" * 32])
-    def test_an_impostor_at_the_port(self, nodes: Nodes, proof: bytes) -> None:
-        """A server that cannot prove that it has the token receives neither the token nor a payload."""
+    def test_server_without_the_token_receives_no_payload(self, nodes: Nodes, proof: bytes) -> None:
+        """The server receives no token either."""
         received: list[Any] = []
 
         async def accept(requests: Any, context: Any) -> None:
@@ -340,7 +335,7 @@ class TestOthers:
         publish(nodes, port)
         other = nodes.start("n1", timing=dataclasses.replace(FAST, operation_s=0.2))
         other.post({1: b"a payload"})
-        note = "does not know the token" if proof else "does not answer"
+        note = "does not have this job's token" if proof else "does not answer"
         wait_until(lambda: any(note in each for each in other.notes()) and other._errors >= 3)
         assert other.close(LONG_S)
         _in_the_loop(lambda: server.stop(None))
@@ -348,8 +343,11 @@ class TestOthers:
         assert received
         assert all(isinstance(each, tuple) and "ab" * 16 not in map(str, each) for each in received)
 
-    def test_a_link_that_is_cut_half(self, nodes: Nodes, open_at_end: ExitStack) -> None:
-        """What is sent vanishes, and nothing says so: the node notices, and its last posts arrive once it is mended."""
+    def test_last_posts_arrive_after_a_silently_cut_link(self, nodes: Nodes, open_at_end: ExitStack) -> None:
+        """Sent bytes are lost without an error.
+
+        The node notices, and sends again once the link works.
+        """
         merger = nodes.start("n0", merges=True)
         address = nodes.address()
         link = Link(address.port)
@@ -371,7 +369,10 @@ class TestOthers:
 
 
 class Link:
-    """Forwards to a port. Cut, it takes everything and passes nothing on, on connections that stay open."""
+    """Forwarder to a port.
+
+    While cut, it accepts bytes and drops them, and connections stay open.
+    """
 
     def __init__(self, to: int) -> None:
         self._to, self.cut = to, False
@@ -392,7 +393,7 @@ class Link:
         lost = False
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                lost |= self.cut  # a connection that has lost something never works again
+                lost |= self.cut  # A connection that has lost bytes never works again.
                 if not lost:
                     to.sendall(data)
             to.close()

@@ -1,4 +1,4 @@
-"""How nodes find node 0: the address, what the run directory and the job's store hold, and what they are believed."""
+"""Tests of how nodes find node 0, through the run directory, the job's store or a setting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AT_ONCE = dataclasses.replace(FAST, store_after_s=0.0, store_child_s=30.0, store
 
 
 def until_found(meeting: Rendezvous) -> list[tuple[str, Address]]:
-    """What a rendezvous finds, once it finds something."""
+    """Wait until a rendezvous finds addresses, and return them."""
     deadline = time.monotonic() + LONG_S
     while True:
         try:
@@ -35,12 +35,12 @@ def until_found(meeting: Rendezvous) -> list[tuple[str, Address]]:
 
 @pytest.fixture
 def job_store() -> TCPStore:
-    """A store as a job of several nodes has."""
+    """Return a store like that of a job with several nodes."""
     return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
 
 
 def test_address_round_trip() -> None:
-    """An address is read back; anything else is an error that the exchange's thread catches."""
+    """Invalid data raises an error that the exchange's thread catches."""
     assert Address.decode(ADDRESS.encode()) == ADDRESS
     for data in (
         b"",
@@ -49,13 +49,13 @@ def test_address_round_trip() -> None:
         b"2 1 short h",
         b"\xff" * 9999,
     ):
-        with pytest.raises(ConnectionError, match="not an address"):
+        with pytest.raises(ConnectionError, match="address of node 0 is invalid"):
             Address.decode(data)
 
 
 class TestFolder:
-    def test_node_0_is_found_there(self, tmp_path: Path) -> None:
-        """The file is there at once and whole, for this user alone; it goes with node 0, but not its successor's."""
+    def test_node_0_is_found_in_the_run_directory(self, tmp_path: Path) -> None:
+        """The file is written atomically and private. Node 0 removes only its own file."""
         meeting, other = (Rendezvous(Endpoints(None, tmp_path), KEY) for _ in range(2))
         with pytest.raises(NotYet):
             other.known()
@@ -73,8 +73,8 @@ class TestFolder:
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("wrong", ["mode", "link", "fifo", "content", "owner"])
-    def test_what_somebody_else_could_have_put_there(self, tmp_path: Path, wrong: str) -> None:
-        """A file that others can read or own, a link, a pipe or garbage is not believed, and nothing waits for it."""
+    def test_file_that_others_could_have_written_is_refused(self, tmp_path: Path, wrong: str) -> None:
+        """Reading it does not block."""
         meeting = Rendezvous(Endpoints(None, tmp_path), KEY)
         file = meeting.file
         assert file is not None
@@ -97,8 +97,8 @@ class TestFolder:
 
 
 class TestJobStore:
-    def test_published_and_found_by_processes_that_end(self, job_store: TCPStore) -> None:
-        """Node 0's address is one key there; the others find it, and later the next one's."""
+    def test_address_is_published_and_found_in_the_jobs_store(self, job_store: TCPStore) -> None:
+        """A later node 0 replaces the address under the same key."""
         where = Endpoints(("127.0.0.1", job_store.port))
         merger, other = (Rendezvous(where, KEY, AT_ONCE) for _ in range(2))
         merger.publish(ADDRESS)
@@ -115,8 +115,8 @@ class TestJobStore:
         assert found == [("the job's store", ADDRESS)]
         assert keys == [KEY]
 
-    def test_a_store_that_never_answers(self, open_at_end: ExitStack) -> None:
-        """The process that asks a silent store is killed when its time is over, and calls have not waited for it."""
+    def test_child_is_killed_if_the_store_does_not_answer(self, open_at_end: ExitStack) -> None:
+        """No call waits for the child."""
         silent = open_at_end.enter_context(socket.create_server(("127.0.0.1", 0), backlog=8))
         timing = dataclasses.replace(AT_ONCE, store_child_s=3.0)
         meeting = Rendezvous(Endpoints(("127.0.0.1", silent.getsockname()[1])), KEY, timing)
@@ -137,18 +137,16 @@ class TestJobStore:
 
         assert len(pids) == 1
         assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-        assert longest_s < 2.0  # the start of a process, on a busy machine
+        assert longest_s < 2.0  # Starting a process takes time on a busy machine.
 
     @pytest.mark.long
-    def test_no_store(self, nodes: Nodes) -> None:
-        """Where nobody listens, node 0 says that others may not reach it, unless they do."""
+    def test_missing_store_is_noted_unless_nodes_connect(self, nodes: Nodes) -> None:
         places = Endpoints(("127.0.0.1", 1))
         merger = nodes.start("n0", merges=True, places=places, timing=AT_ONCE)
         wait_until(lambda: any("other nodes may not reach" in note for note in merger.notes()))
 
     @pytest.mark.long
-    def test_another_one_at_the_address(self, nodes: Nodes, job_store: TCPStore) -> None:
-        """An address that leads to somebody else's node 0 is not believed: no token and no payload goes there."""
+    def test_node_0_of_another_job_gets_no_token_and_no_payload(self, nodes: Nodes, job_store: TCPStore) -> None:
         stranger = nodes.start("other job's n0", merges=True, key="another key")
         wrong = dataclasses.replace(nodes.address("another key"), token="ab" * 16)
         job_store.set(KEY, wrong.encode().decode())
@@ -161,8 +159,8 @@ class TestJobStore:
 
 
 class TestPlaces:
-    def test_the_token(self, tmp_path: Path) -> None:
-        """It is random, but where all nodes must know it by themselves: then of the secret and the key."""
+    def test_token_is_random_unless_the_address_is_configured(self, tmp_path: Path) -> None:
+        """Nodes with a configured address derive the token from the secret and the key."""
         secret = tmp_path / "secret"
         secret.write_bytes(b"s")
         secret.chmod(0o600)
@@ -176,17 +174,18 @@ class TestPlaces:
         with pytest.raises(PermissionError, match="this user alone"):
             new_token(fixed, KEY)
 
-    def test_host_and_port(self) -> None:
-        """Of a coordinator."""
+    def test_coordinator_is_split_into_host_and_port(self) -> None:
         assert split_address("head:1") == ("head", 1)
         assert split_address("[fd00::1]:65535") == ("fd00::1", 65535)
         for text in ("head", "head:", ":1", "head:0", "head:65536", "a b:1", "head:x"):
             with pytest.raises(ValueError, match="is not host:port"):
                 split_address(text)
 
-    def test_where_it_listens(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """On the interface that leads to the job's store; on loopback alone only where its address is a loopback one;
-        on all where a name stands for loopback on this node and for something else on others."""
+    def test_node_0_listens_on_the_interface_to_the_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Node 0 listens on loopback only if the store's address is loopback.
+
+        If the store's name resolves to loopback on this node only, it listens on all interfaces.
+        """
         names = {"head": ["10.0.0.9"], "here": ["10.0.0.1"], "debian": ["127.0.1.1"]}
         monkeypatch.setattr(endpoints_module, "_addresses", lambda host: names.get(host, [host]))
         routes = {"10.0.0.9": "10.0.0.1", "10.0.0.1": "10.0.0.1", "127.0.1.1": "127.0.0.1", "192.0.2.1": "10.0.0.1"}
@@ -209,8 +208,8 @@ class TestPlaces:
         }
         assert listen_on(Endpoints(None, None, "head:7")) == (["10.0.0.9", "::"], 7)
 
-    def test_of_settings(self, tmp_path: Path) -> None:
-        """Without a job's store or an address, and with `exchange` off, there is nowhere to meet."""
+    def test_no_endpoints_without_a_store_or_address(self, tmp_path: Path) -> None:
+        """The same holds if `exchange` is off."""
         assert Endpoints.of(None, "auto", tmp_path) is None
         assert Endpoints.of(None, "grpcs://?certs=/tls", tmp_path) is None
         assert Endpoints.of(("h", 1), "off", tmp_path) is None

@@ -1,4 +1,4 @@
-"""What ranks tell node 0: whatever goes in comes out, or is cut where it says so, and the judge cannot tell."""
+"""Tests of summaries for node 0: round trips, cuts, and equal verdicts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ PLACE = Placement(
 JOB = Job.of(3, 60).slow(1, 20, "data")
 
 
-def told(number: int = 5, rows: StepBins | None = None, place: Placement = PLACE, **changed: Any) -> RankSummary:
+def made_summary(
+    number: int = 5, rows: StepBins | None = None, place: Placement = PLACE, **changed: Any
+) -> RankSummary:
     values: dict[str, Any] = {"set": 2, "age_s": 1.5, "world_size": 8, "place": place, "rows": rows}
     if "progress" not in changed:
         changed["progress"] = dataclasses.replace(ranks.rank(number), operations={})
@@ -43,34 +45,35 @@ def received(*summaries: RankSummary) -> np.ndarray:
 
 
 def back(sent: Progress) -> Progress:
-    """What arrives of a rank's progress."""
-    (value,) = received(told(progress=sent))
+    """Return a rank's progress after packing and unpacking."""
+    (value,) = received(made_summary(progress=sent))
     return summary.progress(np.array([value]), [sent.host], [0.0])[0]
 
 
 def assert_close(found: Progress, expected: Progress) -> None:
-    """Equal, but that seconds are 32-bit floats."""
+    """Compare, except that seconds are 32-bit floats."""
     for field in dataclasses.fields(Progress):
         mine, theirs = getattr(found, field.name), getattr(expected, field.name)
         assert mine == (pytest.approx(theirs, rel=1e-3) if isinstance(theirs, float) else theirs), field.name
 
 
 class TestSize:
-    def test_it_is_the_same_for_all(self) -> None:
-        """A rank without rows and one with everything send as many bytes, and no more than fit into a post."""
+    def test_size_is_the_same_for_all_ranks(self) -> None:
+        """A full summary has the same size as one without rows, and fits into a post."""
         empty = RankSummary(0, 0.0, 1, Placement(), ranks.rank(0, issued={}, inside=()))
-        full = told(rows=JOB.rows_of(0), modules_ns={f"layers.{i}": 1e6 for i in range(100)})
+        full = made_summary(rows=JOB.rows_of(0), modules_ns={f"layers.{i}": 1e6 for i in range(100)})
         sizes = {len(summary.pack(each)) for each in (empty, full)}
 
         assert sizes == {summary.LAYOUT.itemsize}
         assert max(sizes) <= MAX_BYTES
 
-    def test_another_version(self) -> None:
-        """A summary of another version, a longer or a cut one is refused, also among good ones."""
-        good = summary.pack(told())
+    def test_other_versions_and_sizes_are_refused(self) -> None:
+        """They are also refused among valid summaries."""
+        good = summary.pack(made_summary())
         assert len(summary.unpack([good, good])) == 2
         assert len(summary.unpack([])) == 0
-        for version in (summary.VERSION + 1, summary.VERSION - 1):  # the one before had as many bytes
+        # The previous version had the same size.
+        for version in (summary.VERSION + 1, summary.VERSION - 1):
             other = struct.pack("<H", version) + good[2:]
             assert not summary.is_readable(other)
             with pytest.raises(ValueError, match="version"):
@@ -81,24 +84,23 @@ class TestSize:
 
 
 class TestPlaceAndProgress:
-    def test_place(self) -> None:
-        """Population and position arrive whole, so that ranks of all nodes are the same to the judge as this node's."""
-        (value,) = received(told())
+    def test_placement_round_trip(self) -> None:
+        """Ranks of all nodes have equal populations and positions."""
+        (value,) = received(made_summary())
 
         assert summary.place(value, "node-a") == PLACE
         assert (value["set"], value["world_size"], value["ended"]) == (2, 8, 0)
-        assert received(told(ended=True))[0]["ended"] == 1
+        assert received(made_summary(ended=True))[0]["ended"] == 1
 
-    def test_most_dimensions(self) -> None:
-        """Six dimensions arrive; of more, the first six."""
+    def test_more_than_six_dimensions_are_cut(self) -> None:
         names = ("dp_replicate", "dp_shard_cp", "pp", "tp", "ep", "cp", "more")
         place = Placement("", "", {name: i for i, name in enumerate(names)})
-        (value,) = received(told(place=place))
+        (value,) = received(made_summary(place=place))
 
         assert summary.place(value, "").coordinates == {name: i for i, name in enumerate(names[:6])}
 
-    def test_progress(self) -> None:
-        """How far a rank is: groups, spans, state, times; what is not known stays so."""
+    def test_progress_round_trip(self) -> None:
+        """Missing values are still missing."""
         for sent in (
             ranks.rank(5),
             ranks.behind(6, state="stopped", issued={"0": 0, "mesh_dp_cp": 4_000_000_000}, since_mark_s=None),
@@ -107,48 +109,45 @@ class TestPlaceAndProgress:
             ),
         ):
             found = back(sent)
-            assert found.usual_step_s == pytest.approx(sent.usual_step_s, rel=1e-3)  # it travels in 16 bits
+            # A summary has 16 bits for it.
+            assert found.usual_step_s == pytest.approx(sent.usual_step_s, rel=1e-3)
             assert_close(found, dataclasses.replace(sent, operations={}, usual_step_s=found.usual_step_s))
 
     @pytest.mark.parametrize("step", [100, 99, 36, 0])
     @pytest.mark.parametrize(("kind", "is_end"), [(0, False), (Kind.FORWARD, True), (Kind.BACKWARD, False)])
-    def test_device(self, step: int, kind: int, is_end: bool) -> None:
-        """Where the device was last seen, and for how long."""
+    def test_device_mark_round_trip(self, step: int, kind: int, is_end: bool) -> None:
         sent = ranks.rank(5, device=device_place(DeviceMark(step, 7, kind, 0, is_end, 0, 2_500_000_000), ""))
 
         assert_close(back(sent), dataclasses.replace(sent, operations={}))
 
-    def test_device_in_a_module(self) -> None:
-        """Its name does not travel."""
+    def test_module_name_of_a_device_mark_is_not_sent(self) -> None:
         mark = DeviceMark(99, 65535, int(Kind.MODULE), 3, True, 0, 10**18)
         found = back(ranks.rank(5, device=device_place(mark, "blocks.3"))).device
 
         assert found is not None
         assert (found.step, found.place, found.mark) == (99, 65535, "the end of a module")
-        assert found.stood_s == pytest.approx(65504.0), "the most that can be told"
+        assert found.stood_s == pytest.approx(65504.0), "the largest value of 16 bits"
 
     @pytest.mark.parametrize(("step", "place"), [(101, 0), (99, 65536), (-65436, 3)])
-    def test_device_that_cannot_be_told(self, step: int, place: int) -> None:
-        """Better nothing than a wrong place."""
+    def test_device_mark_out_of_range_is_not_sent(self, step: int, place: int) -> None:
         assert back(ranks.rank(5, device=DevicePlace(step, place, "", 1.0))).device is None
 
-    def test_kernels(self) -> None:
-        """Which collectives' kernels have begun; nothing where nobody tells; of those far behind, that they are."""
+    def test_begun_kernels_round_trip(self) -> None:
+        """Missing values are still missing. Large distances are cut."""
         issued = {"a": 900, "b": 57, "c": 5, "d": 4}
         sent = ranks.rank(5, issued=issued, began={"a": 3, "b": 57, "c": 4}, operations={})
 
         assert back(sent).began == {"a": 900 - 254, "b": 57, "c": 4}
 
-    def test_age(self) -> None:
-        """What was told some time ago is so much older."""
-        (value,) = received(told())
+    def test_age_of_a_summary_is_added_to_its_times(self) -> None:
+        (value,) = received(made_summary())
         found = summary.progress(np.array([value]), ["node-c"], [4.0])[0]
 
         assert (found.report_age_s, found.host) == (4.0, "node-c")
         assert found.since_step_s == pytest.approx(ranks.SINCE_S + 4.0)
 
-    def test_many_groups(self) -> None:
-        """Of more groups than fit, those that were used most are told, and that there are others."""
+    def test_most_used_groups_are_sent_if_there_are_too_many(self) -> None:
+        """The summary shows that groups are missing."""
         issued = {f"g{i}": i for i in range(GROUPS + 2)}
         found = back(ranks.rank(0, issued=issued))
 
@@ -156,24 +155,21 @@ class TestPlaceAndProgress:
         assert not found.all_groups
         assert back(ranks.rank(0, issued=dict(list(issued.items())[:GROUPS]))).all_groups
 
-    def test_deep_spans(self) -> None:
-        """Of deeply nested spans, the outermost and the innermost ones."""
+    def test_outermost_and_innermost_spans_are_sent_if_there_are_too_many(self) -> None:
         inside = tuple(f"span {i}" for i in range(INSIDE + 3))
 
         assert back(ranks.rank(0, inside=inside)).inside == (inside[0], *inside[-INSIDE + 1 :])
         assert back(ranks.rank(0, inside=inside[:INSIDE])).inside == inside[:INSIDE]
 
-    def test_long_names(self) -> None:
-        """Names are cut to their space, not in the middle of a character."""
+    def test_long_names_are_cut_between_characters(self) -> None:
         found = back(ranks.rank(0, inside=("x" * 99, "ä" * 99, "界" * 99), issued={"グループ" * 9: 5}))
 
         assert found.inside == ("x" * 16, "ä" * 8, "界" * 5)
         assert found.issued == {"グループ": 5}
-        (value,) = received(told(place=Placement("", "y" * 47 + "ä", {"ééééééé": 1})))
+        (value,) = received(made_summary(place=Placement("", "y" * 47 + "ä", {"ééééééé": 1})))
         assert summary.place(value, "") == Placement("", "y" * 47, {"éééééé": 1})
 
-    def test_unknown_state(self) -> None:
-        """A state that is not on the list arrives as unknown."""
+    def test_unlisted_process_state_becomes_unknown(self) -> None:
         assert back(ranks.rank(0, state="hibernating")).state == "unknown"
 
     @given(
@@ -181,10 +177,9 @@ class TestPlaceAndProgress:
         st.dictionaries(st.text(max_size=20), st.integers(0, 65535), max_size=8),
         st.lists(st.text(max_size=20), max_size=8),
     )
-    def test_any_names(self, population: str, coordinates: dict[str, int], inside: list[str]) -> None:
-        """Whatever the names are, what was packed can be read."""
+    def test_any_names_can_be_unpacked(self, population: str, coordinates: dict[str, int], inside: list[str]) -> None:
         sent = ranks.rank(1, inside=tuple(inside), issued=dict(coordinates))
-        (value,) = received(told(place=Placement("", population, coordinates), progress=sent))
+        (value,) = received(made_summary(place=Placement("", population, coordinates), progress=sent))
 
         place = summary.place(value, "")
         assert population.startswith(place.population)
@@ -193,8 +188,8 @@ class TestPlaceAndProgress:
 
 
 class TestRows:
-    def test_windows(self) -> None:
-        """More rows than fit travel in several summaries: all of them, in order, each once."""
+    def test_rows_are_split_into_several_summaries(self) -> None:
+        """All rows arrive once and in order."""
         rows = wider(JOB.rows_of(1), 2)
         windows = list(summary.windows(rows))
 
@@ -205,14 +200,13 @@ class TestRows:
                 joined = np.concatenate([getattr(each, field.name) for each in windows])
                 np.testing.assert_array_equal(joined, getattr(rows, field.name))
 
-    def test_too_many_rows(self) -> None:
-        """Of more rows than fit, the newest."""
-        ((_, block),) = summary.blocks(received(told(rows=JOB.rows_of(0))))
+    def test_newest_rows_are_packed_if_there_are_too_many(self) -> None:
+        ((_, block),) = summary.blocks(received(made_summary(rows=JOB.rows_of(0))))
 
         assert block.key.tolist() == [list(range(60 - ROWS, 60))]
 
-    def test_rows_arrive(self) -> None:
-        """Row numbers, flags, times, work by part; what was not measured is still not a number."""
+    def test_rows_round_trip(self) -> None:
+        """Times that were not measured are NaN."""
         rows = wider(JOB.rows_of(2, slice(0, 20)), 4)
         rows = dataclasses.replace(rows, flags=np.array([0, int(Flag.COLLECTED), 1, 256, 8192]))
         rows = dataclasses.replace(
@@ -222,14 +216,15 @@ class TestRows:
             issue_ns=rows.work_ns / 2,
             lag_ns=rows.work_ns * 100,
         )
-        ((population, block),) = summary.blocks(received(told(rows=rows)))
+        ((population, block),) = summary.blocks(received(made_summary(rows=rows)))
 
         assert (population, block.width, block.ranks.tolist()) == (PLACE.population, 4, [5])
         assert block.key[0].tolist() == [0, 1, 2, 3, 4, *[-1] * (ROWS - 5)]
         assert block.flags[0, :5].tolist() == rows.flags.tolist()
         for name in ("duration_ns", "wait_ns", "ready_ns", "workload"):
             np.testing.assert_allclose(getattr(block, name)[0, :5], getattr(rows, name), rtol=1e-6)
-        share_ns = rows.duration_ns.max() / 16000  # as close as a share of the duration is
+        # This is the resolution of a share of the duration.
+        share_ns = rows.duration_ns.max() / 16000
         for name, sent in (
             ("parts_ns", rows.work_ns),
             ("issue_ns", rows.issue_ns),
@@ -239,28 +234,33 @@ class TestRows:
         longest_ns = 4 * rows.duration_ns[:, None]
         np.testing.assert_allclose(block.lag_ns[0, :5], np.minimum(rows.lag_ns, longest_ns), atol=share_ns)
 
-    def test_blocks_by_population_and_width(self) -> None:
-        """Rows of ranks that are not compared, or of different width, are apart; who has none is in no block."""
+    def test_blocks_are_split_by_population_and_width(self) -> None:
+        """Ranks without rows are in no block."""
         rows = JOB.rows_of(0, slice(0, 8))
         other = Placement("", "other")
         values = received(
-            told(1, rows),
-            told(2, rows),
-            told(3, rows, other),
-            told(4, wider(rows, 2)),
-            told(6),
+            made_summary(1, rows),
+            made_summary(2, rows),
+            made_summary(3, rows, other),
+            made_summary(4, wider(rows, 2)),
+            made_summary(6),
         )
         blocks = [(name, block.width, block.ranks.tolist()) for name, block in summary.blocks(values)]
 
         assert sorted(blocks) == [(PLACE.population, 1, [1, 2]), (PLACE.population, 2, [4]), ("other", 1, [3])]
-        assert list(summary.blocks(received(told()))) == []
+        assert list(summary.blocks(received(made_summary()))) == []
 
-    def test_modules(self) -> None:
-        """Times of modules arrive within half a percent, in their names' order, as many as fit; and of which."""
+    def test_module_times_round_trip(self) -> None:
+        """Times are in the order of the modules' names and exact to half a percent.
+
+        A digest identifies the names.
+        """
         times_ns = np.geomspace(1e3, 1e12, MAX_MODULES + 5)
         names = [f"layers.{i:03d}" for i in range(len(times_ns))]
         many = dict(reversed(list(zip(names, times_ns.tolist(), strict=True))))
-        values = received(told(modules_ns=dict(list(many.items())[-3:])), told(modules_ns=many), told())
+        values = received(
+            made_summary(modules_ns=dict(list(many.items())[-3:])), made_summary(modules_ns=many), made_summary()
+        )
         found = summary.modules_ns(values)
 
         assert found.shape == (3, MAX_MODULES)
@@ -271,13 +271,13 @@ class TestRows:
 
 
 @pytest.mark.parametrize("per_summary", [ROWS, 7, 1])
-def test_judged_the_same(per_summary: int) -> None:
-    """Findings are those of rows that never travelled, but for a hundredth of a percent of the step."""
+def test_verdicts_are_the_same_as_without_packing(per_summary: int) -> None:
+    """Values differ by less than a hundredth of a percent of the step."""
     direct = JOB.judged()
     judge = StragglerDetector()
     for first in range(0, JOB.rows, per_summary):
         window = slice(first, first + per_summary)
-        values = received(*(told(rank, JOB.rows_of(rank, window), Placement()) for rank in range(3)))
+        values = received(*(made_summary(rank, JOB.rows_of(rank, window), Placement()) for rank in range(3)))
         for population, block in summary.blocks(values):
             judge.add_block(population, block)
         judge.judge()
@@ -292,15 +292,15 @@ def test_judged_the_same(per_summary: int) -> None:
     assert (mine.work_ns, mine.wait_ns) == pytest.approx((theirs.work_ns, theirs.wait_ns), rel=1e-4)
 
 
-def test_narrow_rows_travel_in_any_pieces() -> None:
-    """A rank with narrower rows than the others is compared all the same, though a summary cuts its rows anywhere."""
+def test_narrow_rows_are_compared_however_they_are_split() -> None:
+    """A rank may have narrower rows than others, and a summary may cut them anywhere."""
     job, judge = Job.of(3, 120).slow(1, 20, "data"), StragglerDetector()
     for first in range(0, 120, 5):
         for rank in range(3):
             rows = job.rows_of(rank) if rank == 2 else wider(job.rows_of(rank), 4)
             at = np.flatnonzero((rows.step >= first) & (rows.step < first + 5))
             for population, block in summary.blocks(
-                received(told(rank, part_of(rows, at[0], at[-1] + 1), Placement()))
+                received(made_summary(rank, part_of(rows, at[0], at[-1] + 1), Placement()))
             ):
                 judge.add_block(population, block)
         judge.judge()

@@ -1,4 +1,4 @@
-"""TLS between nodes, with certificates that are made for the test."""
+"""Tests of TLS between nodes, with certificates that are made for the test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def openssl(*arguments: str, cwd: Path) -> None:
 
 
 def authority(folder: Path) -> Path:
-    """A certificate authority's folder, with one certificate for all nodes, as a mounted secret has them."""
+    """Make the folder of a certificate authority with one certificate for all nodes."""
     folder.mkdir()
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
     openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=CA of the job", cwd=folder)
@@ -33,7 +33,7 @@ def authority(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Of the job, and of somebody else."""
+    """Return two authorities: the job's, and another one."""
     folder = tmp_path_factory.mktemp("certificates")
     return authority(folder / "ours"), authority(folder / "theirs")
 
@@ -45,8 +45,8 @@ def copy(files: Path, to: Path, *names: str) -> str:
     return str(to)
 
 
-def test_both_ends_show_certificates(nodes: Nodes, made: tuple[Path, Path], tmp_path: Path) -> None:
-    """Those who do are heard; nobody without, with somebody else's, or without TLS at all."""
+def test_nodes_without_the_jobs_certificate_are_refused(nodes: Nodes, made: tuple[Path, Path], tmp_path: Path) -> None:
+    """They have no certificate, one of another authority, or no TLS."""
     ours, theirs = made
     places = dataclasses.replace(nodes.places, tls_folder=str(ours), tls_name=NAME)
     merger = nodes.start("n0", merges=True, places=places)
@@ -71,8 +71,8 @@ def test_both_ends_show_certificates(nodes: Nodes, made: tuple[Path, Path], tmp_
     assert set(nodes.contacts) == {"n0", "n1"}
 
 
-def test_node_0_alone_shows_one(nodes: Nodes, made: tuple[Path, Path], tmp_path: Path) -> None:
-    """Without ca.crt on node 0 the others need ca.crt alone; they refuse a node 0 with another name."""
+def test_nodes_need_only_ca_crt_if_node_0_has_no_ca_crt(nodes: Nodes, made: tuple[Path, Path], tmp_path: Path) -> None:
+    """They refuse a node 0 with another name."""
     ours, _ = made
     of_node_0 = dataclasses.replace(nodes.places, tls_folder=copy(ours, tmp_path / "n0", "tls.crt", "tls.key"))
     of_others = dataclasses.replace(nodes.places, tls_folder=copy(ours, tmp_path / "others", "ca.crt"), tls_name=NAME)
@@ -86,8 +86,8 @@ def test_node_0_alone_shows_one(nodes: Nodes, made: tuple[Path, Path], tmp_path:
     assert set(merger.collect().nodes) == {"n0", "n1"}
 
 
-def test_files_that_are_missing(nodes: Nodes, tmp_path: Path) -> None:
-    """The note names the file; nothing is sent without TLS instead."""
+def test_missing_certificate_files_are_noted(nodes: Nodes, tmp_path: Path) -> None:
+    """Nothing is sent without TLS instead."""
     merger = nodes.start("n0", merges=True, places=dataclasses.replace(nodes.places, tls_folder=str(tmp_path / "no")))
     wait_until(lambda: any("tls.key" in note for note in merger.notes()))
 

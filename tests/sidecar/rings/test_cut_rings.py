@@ -1,4 +1,4 @@
-"""Somebody makes a ring file shorter, or writes over it, while a live sidecar reads it: that costs this ring alone."""
+"""Test of a ring file that is cut or overwritten while a live sidecar reads it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 
-# A rank of its own: stores into the pages that are gone end the process that makes them.
+# The rank has its own process, which ends when it writes to pages that were cut off.
 OTHER_RANK = """
 import sys, time
 from pathlib import Path
@@ -51,7 +51,7 @@ CUTS: dict[str, Callable[[Path], None]] = {
 
 
 def counted(run: RunDirectory) -> dict[int, int]:
-    """Steps by rank, as far as the live sidecar has written them."""
+    """Return the number of steps that the live sidecar has saved, by rank."""
     if not run.node_state(HOST).exists():
         return {}
     state = node_state.load(run.node_state(HOST))
@@ -59,8 +59,8 @@ def counted(run: RunDirectory) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("cut", long_but({"to nothing"}, CUTS))
-def test_a_ring_that_is_cut(cut: str, run: RunDirectory) -> None:
-    """The sidecar's process lives on and keeps what it has read; one line says whose records are missing."""
+def test_cut_ring_costs_only_its_own_records(cut: str, run: RunDirectory) -> None:
+    """The sidecar goes on with the other ring. A note names the rank."""
     command = [sys.executable, "-c", OTHER_RANK, str(run.path), str(STEPS)]
     environ = clean_environ({"PYTHONPATH": str(ROOT)})
     with WarmPython(command, env=environ, stdout=subprocess.PIPE, text=True, cwd=run.path) as other:

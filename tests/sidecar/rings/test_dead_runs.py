@@ -1,6 +1,7 @@
-"""What jobs that were killed leave in shared memory, and rings in memory whose processes are killed.
+"""Tests of rings that killed jobs leave in shared memory.
 
-Each test has a mount namespace with a shared memory of its own: others' dead jobs are not touched.
+Each test has a mount namespace with its own shared memory, so it does not touch dead jobs of
+others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tests.jobs.test_shared_folder import in_namespaces
 
 pytestmark = in_namespaces
 
-# A rank with 20 finished steps, and no sidecar.
+# Code of a rank with 20 finished steps and no sidecar.
 RANK = """
 import os, sys, time
 from pathlib import Path
@@ -64,16 +65,16 @@ def steps_of(folder: Path) -> list[int]:
     return sorted(pd.read_parquet(folder / "runs/a-run/steps")["step"])
 
 
-def test_a_killed_job_is_read_to_its_end(tmp_path: Path) -> None:
-    """By the next start on the node: all steps are kept, and shared memory is free, without an empty folder."""
+def test_next_start_reads_the_rings_of_a_killed_job(tmp_path: Path) -> None:
+    """All steps are saved, and shared memory is free, without empty folders."""
     done = in_own_memory(DEAD + DRAIN + "assert dead_runs.begin();" + GONE, tmp_path)
 
     assert done.stdout == "[]\n"
     assert steps_of(tmp_path) == list(range(20))
 
 
-def test_a_run_directory_that_is_gone(tmp_path: Path) -> None:
-    """Is not made again: the rings are removed, and that is said."""
+def test_rings_are_removed_if_the_run_directory_is_gone(tmp_path: Path) -> None:
+    """The directory is not created again. The log reports the removal."""
     gone = "import shutil; shutil.rmtree('runs'); os.utime(folder, (0, 0)); drain.main();"
     done = in_own_memory(DEAD + DRAIN + gone + LEFT, tmp_path)
 
@@ -104,8 +105,8 @@ for i in range(4):
 """
 
 
-def test_runs_that_crash_one_after_another(tmp_path: Path) -> None:
-    """Each is killed with its sidecar. The next start takes away what it has left, so they do not add up."""
+def test_rings_of_repeated_crashes_do_not_add_up(tmp_path: Path) -> None:
+    """Each job is killed with its sidecar, and the next start removes its files."""
     find = """
 def watch_sidecar(watch):
     import time
@@ -122,8 +123,8 @@ def watch_sidecar(watch):
     assert done.stdout == "1\n" * 4 + "[]\n"
 
 
-def test_a_run_whose_sidecar_lives_is_left_to_it(tmp_path: Path) -> None:
-    """The lock says that one lives, in whichever container."""
+def test_run_with_a_live_sidecar_is_not_touched(tmp_path: Path) -> None:
+    """The lock shows that it is alive, even from another container."""
     locked = """
 from torchlens_perf.run.directory import sidecar_lock
 from torchlens_perf.run.sidecar_lock import SidecarLock
@@ -139,8 +140,8 @@ assert dead_runs.begin()
     assert done.stdout == "[]\n"
 
 
-def test_a_run_directory_that_refuses(tmp_path: Path) -> None:
-    """The rings stay: a finished step must not be lost."""
+def test_rings_stay_if_the_run_directory_cannot_be_written(tmp_path: Path) -> None:
+    """Finished steps must not be lost."""
     refuses = "import shutil; shutil.rmtree('runs/a-run/spans'); open('runs/a-run/spans', 'w').close();"
     done = in_own_memory(
         DEAD + DRAIN + refuses + "os.utime(folder, (0, 0)); drain.main(); assert os.path.exists(ring)", tmp_path
@@ -149,9 +150,9 @@ def test_a_run_directory_that_refuses(tmp_path: Path) -> None:
     assert "stay: " in done.stderr
 
 
-def test_a_container_beside_us(tmp_path: Path) -> None:
-    """A rank that lives in a namespace of process ids of its own, whose number nobody has here: it is not touched."""
-    beside = f"""
+def test_live_rank_in_another_pid_namespace_is_not_touched(tmp_path: Path) -> None:
+    """Its pid does not exist in this namespace."""
+    other_namespace = f"""
 import os, subprocess, sys
 rank = subprocess.Popen(
     ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", {RANK + "input()"!r}],
@@ -167,7 +168,7 @@ os.utime(folder, (0, 0))
 drain.main()
 print(os.path.exists(ring))
 """
-    done = in_own_memory(DRAIN + beside, tmp_path)
+    done = in_own_memory(DRAIN + other_namespace, tmp_path)
 
     assert done.stdout == "True\nFalse\n"
     assert steps_of(tmp_path) == list(range(20))
@@ -197,8 +198,8 @@ for i in range(300):
 """
 
 
-def test_runs_that_begin_and_end_at_the_same_moment(tmp_path: Path) -> None:
-    """Each finds its folders in shared memory, whoever removes the empty ones meanwhile; at the end there are none."""
+def test_concurrent_starts_and_ends_do_not_remove_used_folders(tmp_path: Path) -> None:
+    """Other processes remove empty folders at the same time. At the end, no folder is left."""
     several = f"""
 import subprocess, sys
 command = [sys.executable, "-c", {BEGIN_AND_END!r}]
@@ -241,8 +242,8 @@ print(finished)
 """
 
 
-def test_a_ring_in_memory_whose_process_is_killed(tmp_path: Path) -> None:
-    """Shared memory is too small, so nothing of the ring has a name; the sidecar has it, and loses nothing."""
+def test_ring_in_anonymous_memory_of_a_killed_process_is_saved(tmp_path: Path) -> None:
+    """Shared memory is too small for the ring. The sidecar has it open and loses no record."""
     from tests.support.processes import SCRIPTS, report
     from torchlens_perf.run.directory import RunDirectory
 
@@ -277,8 +278,8 @@ print(os.path.isdir('runs') and [path.name for path in run.kept_rings(HOST)], [p
 
 
 @pytest.mark.parametrize("size", ["64m", "1m"])
-def test_without_a_sidecar_it_is_copied(size: str, tmp_path: Path) -> None:
-    """A ring that cannot be mapped in the run directory lies in memory while it is written, and there afterwards."""
+def test_ring_in_anonymous_memory_is_copied_without_a_sidecar(size: str, tmp_path: Path) -> None:
+    """The run directory cannot map files. The ring is copied there at the end."""
     from torchlens_perf.run.ring import Reader
 
     done = in_own_memory(COPIED % "", tmp_path, size=size)
@@ -290,8 +291,8 @@ def test_without_a_sidecar_it_is_copied(size: str, tmp_path: Path) -> None:
     reader.close()
 
 
-def test_without_a_sidecar_and_without_room(tmp_path: Path) -> None:
-    """Said, and where it is."""
+def test_ring_that_cannot_be_copied_is_reported(tmp_path: Path) -> None:
+    """There is no sidecar and no space. The message has the ring's place."""
     done = in_own_memory(COPIED % "import shutil; shutil.rmtree('runs'); open('runs', 'w').close()", tmp_path)
 
     assert "Not a directory; it stays in /dev/shm/" in done.stdout

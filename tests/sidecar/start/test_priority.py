@@ -1,4 +1,4 @@
-"""A sidecar asks for less than the job, and goes first where memory runs out."""
+"""Tests of the sidecar's priority and memory limits."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from torchlens_perf.sidecar.loop import run_sidecar
 from torchlens_perf.sidecar.node import Sidecar
 
 
-def test_of_a_live_sidecar(run: RunDirectory) -> None:
-    """What it does beside the job has low priority, its main thread has the job's. The kernel would end it before this
-    process, and its data have a bound."""
+def test_live_sidecar_has_low_priority_and_a_memory_limit(run: RunDirectory) -> None:
+    """Its main thread has the job's priority.
+
+    If memory runs out, the kernel ends the sidecar first.
+    """
     rank = Rank(run, 0, 1)
     sidecar.ensure(run, rank.identity)
     assert eventually(lambda: sidecar_status.read_status(str(find_sidecar_lock(run.run_id)))[0] > 0)
@@ -44,8 +46,8 @@ def test_of_a_live_sidecar(run: RunDirectory) -> None:
     wait_for_sidecar(run)
 
 
-def test_round_that_a_rank_waits_for(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made at the priority of the job, and every other one at the lower one, in one thread."""
+def test_last_round_has_the_jobs_priority(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank waits for that round. Another thread runs all other rounds with low priority."""
     rank = Rank(run, 0, 1)
     lock = SidecarLock(sidecar_lock(run.run_id))
     assert lock.acquire()
@@ -61,15 +63,15 @@ def test_round_that_a_rank_waits_for(run: RunDirectory, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(made, "measure", measured)
     with ThreadPoolExecutor(1) as beside_the_job:
-        run_sidecar(made, lock, None, beside_the_job=beside_the_job)
+        run_sidecar(made, lock, None, background=beside_the_job)
     main = threading.get_native_id()
 
     assert [each == main for each in rounds] == [False, False, False, True]
     assert len(set(rounds)) == 2
 
 
-def test_memory_that_is_bounded() -> None:
-    """Asking for more is an error in Python, and the process goes on."""
+def test_allocation_over_the_limit_raises_memory_error() -> None:
+    """The process goes on."""
     program = (
         "from torchlens_perf.sidecar.priority import bound_memory\n"
         "bound_memory(200_000_000)\n"

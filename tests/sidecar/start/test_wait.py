@@ -1,4 +1,4 @@
-"""A sidecar's first seconds: what it costs, what it waits for, and that nothing is late or lost by it."""
+"""Tests of a sidecar's first seconds: its cost, its conditions, and that no data is lost."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from torchlens_perf.sidecar.start.wait import FILLING, POLL_INTERVAL_S, PRELOAD_
 
 
 def registrations(run: RunDirectory) -> str:
-    """The folder of this node where rings are registered."""
+    """Return this node's folder of registered rings."""
     return str(next(local_folders(run.run_id)))
 
 
 class Clock:
-    """Time that passes in sleep() only."""
+    """A clock that only sleep() moves."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -42,7 +42,7 @@ class Clock:
 
 
 class Preparation:
-    """Stands for a Preload: what it was told, and when."""
+    """A fake Preload that records its calls and their times."""
 
     def __init__(self, clock: Clock, done_after_s: float) -> None:
         self._clock = clock
@@ -61,7 +61,7 @@ class Preparation:
 
 
 class Waited:
-    """What a wait did. `during` is called at each of its rests, with how long it has waited."""
+    """The result of wait(). `during` is called at each sleep with the time that has passed."""
 
     def __init__(self, run: RunDirectory, during=lambda waited_s: None, imports_s=0.5, impatient=False) -> None:
         clock = Clock()
@@ -79,16 +79,16 @@ class Waited:
         self.took_s = clock.now_s - 1000.0
 
 
-def test_words_of_the_header_are_those_of_ring() -> None:
-    """They are written down twice, as importing run/ring.py is what is to be saved."""
+def test_header_words_are_the_same_as_in_run_ring() -> None:
+    """They are repeated in waiting.py, because importing run/ring.py takes long."""
     mine = (waiting.MAGIC, waiting.HEAD, waiting.STEP, waiting.STATE, waiting.CLOSED)
 
     assert mine == (ring.MAGIC, ring.HEAD, ring.STEP, ring.STATE, ring.State.CLOSED)
 
 
 @pytest.mark.parametrize("ranks", [0, 1, 2])
-def test_a_run_that_goes_on_is_read_after_some_seconds(run: RunDirectory, ranks: int) -> None:
-    """Nothing happens: then it waits its whole time, and imports meanwhile, once."""
+def test_idle_wait_ends_after_its_whole_time(run: RunDirectory, ranks: int) -> None:
+    """In the meantime, modules are imported once."""
     made = [Rank(run, rank) for rank in range(ranks)]
     for rank in made:
         rank.steps(10, **WORK)
@@ -105,8 +105,8 @@ def test_a_run_that_goes_on_is_read_after_some_seconds(run: RunDirectory, ranks:
 @pytest.mark.parametrize(
     "event", ["closes", "one of two closes", "comes later and closes", "fills", "no ring", "unreadable", "empty file"]
 )
-def test_goes_on_at_once(run: RunDirectory, event: str, tmp_path: Path) -> None:
-    """Where a rank has ended, a ring fills, or something is wrong that whoever reads it will tell."""
+def test_event_ends_the_wait_at_once(run: RunDirectory, event: str, tmp_path: Path) -> None:
+    """A rank has ended, a ring fills up, or a ring cannot be read."""
     ranks = [] if event == "comes later and closes" else [Rank(run, 0), Rank(run, 1)]
 
     def at(waited_s: float) -> None:
@@ -136,8 +136,8 @@ def test_goes_on_at_once(run: RunDirectory, event: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ended", ["before", "with records", "under another process's pid"])
-def test_a_dead_rank_is_found(run: RunDirectory, ended: str) -> None:
-    """Its ring stays open for ever: it is the process that is looked at."""
+def test_dead_rank_ends_the_wait(run: RunDirectory, ended: str) -> None:
+    """The ring of a killed process stays open, so the process itself is checked."""
     process = dead_process()
     if ended == "under another process's pid":
         process = {"pid": os.getpid(), "process_started": 1}
@@ -150,18 +150,18 @@ def test_a_dead_rank_is_found(run: RunDirectory, ended: str) -> None:
     rank.session.recorder.abandon()
 
 
-def test_rings_of_earlier_processes_are_left_alone(run: RunDirectory) -> None:
-    """What an earlier sidecar has read to its end and removed is nothing to go on for."""
+def test_removed_rings_do_not_end_the_wait(run: RunDirectory) -> None:
+    """An earlier sidecar has read them to their end and removed them."""
     run.register_ring(HOST, Path("/dev/shm/gone/rank00000-attempt0-1-2.ring"))
 
     assert Waited(run).took_s >= SHORT_RUN_S
 
 
 @pytest.mark.parametrize("impatient", [False, True])
-def test_a_processor_is_taken_from_training_late(run: RunDirectory, impatient: bool) -> None:
-    """Where no processor is ever idle: a small share of one at first, and any after twice that time.
+def test_starving_imports_get_cpu_time_late(run: RunDirectory, impatient: bool) -> None:
+    """If no CPU is ever idle, they get a small share first, and any share after twice that time.
 
-    Other nodes are not kept waiting.
+    A job with other nodes does not wait for this.
     """
     rank = Rank(run, 0)
     rank.steps(10, **WORK)
@@ -174,8 +174,8 @@ def test_a_processor_is_taken_from_training_late(run: RunDirectory, impatient: b
     assert preload.groups == ([] if impatient else [priority.SLOW_GROUP])
 
 
-def test_begins_when_all_is_imported(run: RunDirectory) -> None:
-    """Where a processor was idle only later."""
+def test_wait_ends_when_all_modules_are_imported(run: RunDirectory) -> None:
+    """Here a CPU was idle only later."""
     rank = Rank(run, 0)
     waited = Waited(run, imports_s=8.0)
     rank.close()
@@ -185,15 +185,15 @@ def test_begins_when_all_is_imported(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 3, 5, 20])
-def test_a_filling_ring_is_prepared_for(run: RunDirectory, steps: int) -> None:
-    """What reads it is imported before it is read, and it is read before it is full, however fast it fills."""
+def test_filling_ring_starts_the_imports_early(run: RunDirectory, steps: int) -> None:
+    """Modules are imported before the ring is read, and it is read before it is full."""
     rank = Rank(run, 0)
 
     def fill(waited_s: float) -> None:
         rank.steps(steps, **WORK)
 
     waited = Waited(run, fill, imports_s=1000.0)
-    ring_s = 4096 / (steps * 5) * POLL_INTERVAL_S  # until it is full
+    ring_s = 4096 / (steps * 5) * POLL_INTERVAL_S  # time until the ring is full
 
     (preload,) = waited.preloads
 
@@ -205,8 +205,8 @@ def test_a_filling_ring_is_prepared_for(run: RunDirectory, steps: int) -> None:
 
 
 @pytest.mark.parametrize("imports_s", [0.2, 1.5, 60.0])
-def test_a_job_of_several_nodes_is_not_kept_waiting(run: RunDirectory, imports_s: float) -> None:
-    """Other nodes must be met while the job runs: it goes on as soon as everything is imported."""
+def test_job_of_several_nodes_waits_only_for_imports(run: RunDirectory, imports_s: float) -> None:
+    """Its sidecar must connect to the other nodes while the job runs."""
     rank = Rank(run, 0)
     waited = Waited(run, imports_s=imports_s, impatient=True)
     rank.close()
@@ -214,8 +214,7 @@ def test_a_job_of_several_nodes_is_not_kept_waiting(run: RunDirectory, imports_s
     assert waited.took_s == pytest.approx(min(SHORT_RUN_S, PRELOAD_AFTER_S + imports_s), abs=2 * POLL_INTERVAL_S)
 
 
-def test_a_hang_is_found_as_early_as_without_the_wait(run: RunDirectory) -> None:
-    """How long a rank makes no step is counted from when the wait saw its last one, not from when it was read."""
+def test_hang_is_timed_from_the_last_step_during_the_wait(run: RunDirectory) -> None:
     ranks = [Rank(run, rank) for rank in range(2)]
     for rank in ranks:
         rank.steps(12, **WORK)
@@ -241,8 +240,11 @@ def test_a_hang_is_found_as_early_as_without_the_wait(run: RunDirectory) -> None
 
 
 @pytest.mark.parametrize(("kind", "at_once"), [(ANSWER, True), (VIEW, True), (ALERTS, False)])
-def test_who_asks_for_results_is_not_left_waiting(run: RunDirectory, kind: str, at_once: bool) -> None:
-    """A notebook, or w.summary(), in the run's first seconds. Who waits for alerts can wait: they need steps."""
+def test_request_for_results_ends_the_wait(run: RunDirectory, kind: str, at_once: bool) -> None:
+    """A notebook or w.summary() may ask in the first seconds.
+
+    A listener for alerts does not end the wait, because alerts need steps.
+    """
     rank = Rank(run, 0, 1)
     boxes: list[Mailbox] = []
 

@@ -1,4 +1,4 @@
-"""GPU telemetry through the real pynvml and a scripted library: what GPUs do not tell, lose, and tell wrongly."""
+"""Tests of GPU telemetry with the real pynvml and a scripted NVML library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOST, NO_DATA, DRIVER_NOT_LOADED, IN_USE = 15, 21, 9, 19
 
 
 class Rig:
-    """GPUs, and their telemetry under a clock that only the tests move."""
+    """GPUs and their telemetry, with a clock that only the tests move."""
 
     def __init__(self, nvml: FakeNvml) -> None:
         self.nvml = nvml
@@ -35,20 +35,21 @@ class Rig:
         self.telemetry = GpuTelemetry(lambda: self.now_ns)
 
     def sample(self, *uuids: str, after_s: float = 1) -> dict[str, GpuSample]:
-        """A sample of these GPUs, or of all, so much later."""
+        """Return samples of these GPUs, or of all GPUs, after some time."""
         self.now_ns += round(after_s * SECOND)
         wanted = uuids or UUIDS[: len(self.nvml.gpus)]
         return self.telemetry.sample(wanted, self.now_ns, self.now_ns + 7)
 
     def one(self, after_s: float = 1) -> GpuSample:
-        """A sample of the first GPU."""
+        """Return a sample of the first GPU."""
         return self.sample(after_s=after_s)[UUIDS[0]]
 
 
 @pytest.fixture
 def rig(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    """One Hopper GPU."""
-    own = tmp_path / "libnvidia-ml.so.1"  # a library is loaded once a path: a copy has a state of its own
+    """Return a rig with one Hopper GPU."""
+    # A library is loaded once for each path, so a copy has a state of its own.
+    own = tmp_path / "libnvidia-ml.so.1"
     shutil.copy(nvml_library, own)
     nvml = FakeNvml(tmp_path / "gpus.txt")
     monkeypatch.setenv("FAKE_NVML", str(nvml.script))
@@ -62,8 +63,8 @@ def rig(nvml_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     nvml.unload()
 
 
-def test_everything_that_hopper_tells(rig: Rig) -> None:
-    """Each quantity is there in its unit, and what GPM tells from the second sample on."""
+def test_hopper_reports_all_quantities(rig: Rig) -> None:
+    """Values are in their units. GPM's values come with the second sample."""
     first = rig.one()
     second = rig.one()
 
@@ -88,12 +89,12 @@ def test_everything_that_hopper_tells(rig: Rig) -> None:
     assert rig.telemetry.notes == []
 
 
-def test_counters_and_what_they_grew_by(rig: Rig) -> None:
-    """A counter is passed on as it is, and with its growth; one that fell has begun anew."""
+def test_counters_have_their_growth(rig: Rig) -> None:
+    """A counter that fell was reset."""
     rig.one()
     rig.nvml.gpus[0].update({"field 74": 600 * MS, "field 83": 5_000_500_000, "field 161.3": 4, "field 161.7": 1})
     rig.nvml.write()
-    sample = rig.one(after_s=11)  # errors are read every ten seconds
+    sample = rig.one(after_s=11)  # Errors are read every ten seconds.
     rig.nvml.gpus[0].update({"field 74": 100 * MS})
     rig.nvml.write()
     fell = rig.one()
@@ -105,8 +106,8 @@ def test_counters_and_what_they_grew_by(rig: Rig) -> None:
     assert fell.grown["throttle_power_ns"] == 100 * MS
 
 
-def test_what_a_generation_lacks_is_absent_and_not_asked_again(rig: Rig) -> None:
-    """Each GPU tells what it can. The rest is None and never 0, and costs no further call."""
+def test_unsupported_quantities_are_missing_and_read_only_once(rig: Rig) -> None:
+    """A missing value is None and never 0."""
     rig.nvml.gpus = [dict(HOPPER), dict(AMPERE), dict(WORKSTATION)]
     rig.nvml.write()
     for _ in range(3):
@@ -135,8 +136,8 @@ def test_what_a_generation_lacks_is_absent_and_not_asked_again(rig: Rig) -> None
         ("570.211.01", None), ("535.54.03", None), ("r.unknown", None),
     ],
 )  # fmt: skip
-def test_times_throttled_by_the_ids_of_the_driver(rig: Rig, driver: str, first_id: int | None) -> None:
-    """The ids were given to settings of power smoothing, and back: those are no times, and are not asked for."""
+def test_ids_of_throttle_times_depend_on_the_driver(rig: Rig, driver: str, first_id: int | None) -> None:
+    """In other drivers the same ids are settings of power smoothing, which must not be read."""
     power_smoothing = {f"field {number}": 7 for number in (*range(251, 255), *range(256, 275))}
     theirs = {} if first_id is None else {f"field {first_id + place}": 1000 + place for place in range(3)}
     rig.nvml.gpus = [HOPPER | power_smoothing | theirs]
@@ -151,15 +152,14 @@ def test_times_throttled_by_the_ids_of_the_driver(rig: Rig, driver: str, first_i
     assert (sample.throttle_power_ns, sample.pcie_replays) == (0, 0), "what has not moved is asked for with any driver"
 
 
-def test_a_driver_that_does_not_tell_its_version(rig: Rig) -> None:
-    """Then its ids are not known either."""
+def test_throttle_times_are_missing_without_a_driver_version(rig: Rig) -> None:
     rig.nvml.write("fail nvmlSystemGetDriverVersion 999")
     sample = rig.one()
     assert (sample.throttle_hw_thermal_ns, sample.throttle_power_ns) == (None, 0)
 
 
-def test_a_sample_is_one_batch_of_fields(rig: Rig) -> None:
-    """Between slow readings a sample asks for all fields in one call; memory errors come with every tenth second."""
+def test_sample_reads_all_fields_in_one_call(rig: Rig) -> None:
+    """Memory errors are read only every ten seconds."""
     rig.one()
     before = rig.nvml.calls("nvmlDeviceGetFieldValues")
     for _ in range(9):
@@ -169,8 +169,8 @@ def test_a_sample_is_one_batch_of_fields(rig: Rig) -> None:
     assert rig.nvml.calls("nvmlDeviceGetFieldValues") - before == 12
 
 
-def test_a_lost_gpu_is_left_alone_and_comes_back(rig: Rig) -> None:
-    """It has no samples while it is lost, its XID and the loss are told once, the others go on; then it is back."""
+def test_lost_gpu_is_retried_with_back_off(rig: Rig) -> None:
+    """Its XID and its loss are noted once, and other GPUs are still sampled."""
     rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
     rig.nvml.write()
     rig.sample()
@@ -184,7 +184,7 @@ def test_a_lost_gpu_is_left_alone_and_comes_back(rig: Rig) -> None:
         again = rig.sample()
 
     assert lost == [{UUIDS[1]}] * 16
-    assert calls <= 2 + 5  # after 1, 2, 4, 8 ... s
+    assert calls <= 2 + 5  # Retries come after 1, 2, 4, 8, ... s.
     assert set(again) == {UUIDS[0], UUIDS[1]}
     assert (again[UUIDS[0]].xids, again[UUIDS[0]].last_xid, again[UUIDS[1]].xids) == (1, 79, 0)
     assert again[UUIDS[0]].pcie_replays == 2
@@ -195,8 +195,8 @@ def test_a_lost_gpu_is_left_alone_and_comes_back(rig: Rig) -> None:
     )
 
 
-def test_a_field_may_tell_that_the_gpu_is_lost(rig: Rig) -> None:
-    """The call succeeds, and a value in it says so. Any other failure of a field is of this time alone."""
+def test_lost_gpu_is_detected_from_the_result_of_a_field(rig: Rig) -> None:
+    """The call itself succeeds. Other failures of a field affect only the present sample."""
     rig.nvml.gpus[0]["code 82"] = NO_DATA
     rig.nvml.write()
     without = rig.one()
@@ -213,7 +213,7 @@ def test_a_field_may_tell_that_the_gpu_is_lost(rig: Rig) -> None:
 
 
 def test_growth_over_a_gap_is_counted_once(rig: Rig) -> None:
-    """What a counter grew by while the GPU was away is in the first sample after it."""
+    """The first sample after the gap has the whole growth of a counter."""
     rig.one()
     rig.nvml.write(f"fail nvmlDeviceGetFieldValues {LOST}")
     assert rig.sample() == {}
@@ -227,8 +227,8 @@ def test_growth_over_a_gap_is_counted_once(rig: Rig) -> None:
 
 @pytest.mark.parametrize("events", ["with XIDs", "without"])
 @pytest.mark.parametrize("how", ["reloaded", "gone for a while"])
-def test_driver_reload(rig: Rig, how: str, events: str) -> None:
-    """Every handle is void after it: the library is initialised anew, with back-off, and counters begin at 0."""
+def test_library_is_initialised_again_after_a_driver_reload(rig: Rig, how: str, events: str) -> None:
+    """All handles are invalid, and counters begin at 0."""
     rights = ["fail nvmlEventSetCreate 4"] * (events == "without")
     rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
     rig.nvml.write(*rights)
@@ -250,13 +250,14 @@ def test_driver_reload(rig: Rig, how: str, events: str) -> None:
         assert during[1][UUIDS[0]].grown["energy_j"] == 1000
     else:
         assert during == [{}] * 8
-        assert rig.nvml.calls("nvmlInitWithFlags") <= 1 + 3 + 1  # after 1, 2, 4 s, and once more
+        # Retries come after 1, 2 and 4 s, and once more.
+        assert rig.nvml.calls("nvmlInitWithFlags") <= 1 + 3 + 1
     assert rig.telemetry.losses == {"": 1}
     assert "GPU telemetry was interrupted, as the driver was reloaded: Uninitialized" in rig.telemetry.notes
 
 
-def test_xids_are_counted_and_not_waited_for(rig: Rig) -> None:
-    """Each of a flood is counted by its GPU, those of other processes' GPUs are not ours, and no call waits."""
+def test_xids_are_counted_per_gpu_without_waiting(rig: Rig) -> None:
+    """XIDs of GPUs that are not sampled do not count."""
     rig.nvml.gpus = [dict(HOPPER) for _ in range(3)]
     rig.nvml.write()
     rig.sample(UUIDS[0], UUIDS[1])
@@ -268,8 +269,8 @@ def test_xids_are_counted_and_not_waited_for(rig: Rig) -> None:
     assert samples[1][UUIDS[0]].grown["xids"] == 36
 
 
-def test_a_lost_gpu_hides_nobody_elses_xids(rig: Rig) -> None:
-    """While one GPU is lost, waiting for events of it fails: the other's are still counted."""
+def test_xids_of_other_gpus_are_counted_while_one_is_lost(rig: Rig) -> None:
+    """NVML cannot wait for events of a set with a lost GPU in it."""
     rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
     rig.nvml.write()
     rig.sample()
@@ -288,24 +289,23 @@ def test_a_lost_gpu_hides_nobody_elses_xids(rig: Rig) -> None:
     assert [(both[uuid].xids, both[uuid].last_xid) for uuid in UUIDS[:2]] == [(1, 31), (1, 94)]
 
 
-def test_without_the_right_to_events(rig: Rig) -> None:
-    """XIDs are then not measured, and not 0."""
+def test_xids_are_missing_without_permission_for_events(rig: Rig) -> None:
     rig.nvml.write("fail nvmlDeviceRegisterEvents 4")
     assert (rig.one().xids, rig.one().sm_clock_hz) == (None, 17e8)
 
 
-def test_gpm_in_use_elsewhere(rig: Rig) -> None:
-    """Another user of the monitors makes activity absent, said once; nothing leaks, and it is tried again later."""
+def test_activity_is_missing_while_another_tool_uses_gpm(rig: Rig) -> None:
+    """There is one note, no leak, and a later retry."""
     rig.one()
     rig.nvml.write(f"fail nvmlGpmSampleGet {IN_USE}")
     refused = [rig.one() for _ in range(3)]
-    assert rig.nvml.allocated == 1  # the event set
+    assert rig.nvml.allocated == 1  # Only the event set is allocated.
     rig.nvml.write()
     soon = rig.one()
     later = [rig.one(after_s=60), rig.one()]
 
     assert [each.sm_active for each in refused] == [None] * 3
-    assert refused[0].busy == 0.97  # NVML's own, without GPM
+    assert refused[0].busy == 0.97  # NVML's own value does not need GPM.
     assert soon.sm_active is None
     assert [each.sm_active for each in later] == [None, 0.8]
     (note,) = rig.telemetry.notes
@@ -313,8 +313,8 @@ def test_gpm_in_use_elsewhere(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(("code", "notes"), [(3, 0), (13, 0), (4, 1)], ids=["not supported", "old driver", "no right"])
-def test_without_gpm(rig: Rig, code: int, notes: int) -> None:
-    """A driver that has no GPM is not asked again, and no note is made of it; one that does not let us is worth one."""
+def test_driver_without_gpm_is_asked_once(rig: Rig, code: int, notes: int) -> None:
+    """A missing permission is noted, but an unsupported function is not."""
     rig.nvml.write(f"fail nvmlGpmQueryDeviceSupport {code}")
     samples = [rig.one(after_s=100) for _ in range(3)]
 
@@ -323,8 +323,7 @@ def test_without_gpm(rig: Rig, code: int, notes: int) -> None:
     assert len(rig.telemetry.notes) == notes
 
 
-def test_activity_is_of_the_last_interval(rig: Rig) -> None:
-    """And not since GPM was first asked."""
+def test_activity_covers_the_last_interval(rig: Rig) -> None:
     rig.one()
     rig.one()
     rig.nvml.gpus[0]["gpm 2"] = 20
@@ -332,15 +331,13 @@ def test_activity_is_of_the_last_interval(rig: Rig) -> None:
     assert [rig.one().sm_active for _ in range(2)] == [0.5, 0.2]
 
 
-def test_two_processes_on_one_gpu(rig: Rig) -> None:
-    """A GPU that is asked for twice is sampled once."""
+def test_gpu_that_is_requested_twice_is_sampled_once(rig: Rig) -> None:
     samples = rig.telemetry.sample(dict.fromkeys([UUIDS[0], UUIDS[0]]), SECOND, 0)
     assert list(samples) == [UUIDS[0]]
     assert rig.nvml.calls("nvmlDeviceGetCurrentClocksEventReasons") == 1
 
 
-def test_a_gpu_that_nobody_uses_any_more_is_let_go(rig: Rig) -> None:
-    """What was allocated for it is freed as soon as no process computes on it."""
+def test_unused_gpu_is_released(rig: Rig) -> None:
     rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
     rig.nvml.write()
     rig.sample()
@@ -349,8 +346,8 @@ def test_a_gpu_that_nobody_uses_any_more_is_let_go(rig: Rig) -> None:
     assert rig.nvml.allocated == 3
 
 
-def test_mig_instances(rig: Rig) -> None:
-    """torch tells a MIG instance's UUID like a GPU's. NVML tells of it what it can."""
+def test_mig_instance_is_found_by_its_uuid(rig: Rig) -> None:
+    """torch reports a MIG instance's UUID with the prefix of a whole GPU."""
     mig = UUIDS[0].replace("GPU-", "MIG-")
     rig.nvml.gpus = [{"uuid": mig, "memory_used": 5 << 30, "memory_total": 18 << 30}]
     rig.nvml.write("fail nvmlDeviceRegisterEvents 3")
@@ -359,26 +356,26 @@ def test_mig_instances(rig: Rig) -> None:
     assert (sample.uuid, sample.memory_used_bytes, sample.power_w, sample.xids) == (UUIDS[0], 5 << 30, None, None)
 
 
-def test_an_unknown_gpu(rig: Rig) -> None:
-    """One that NVML does not show us is not measured, and said to be."""
+def test_gpu_that_nvml_does_not_show_is_noted(rig: Rig) -> None:
     assert rig.sample(UUIDS[3]) == {}
     assert rig.telemetry.notes == [f"{UUIDS[3]}: no telemetry, as NVML cannot open it: Not Found"]
 
 
-def test_a_slow_driver_is_asked_more_rarely(rig: Rig) -> None:
-    """Each call that takes long is counted, and the GPU rests for twenty times as long; the third is worth a note.
+def test_gpu_with_slow_calls_is_sampled_less_often(rig: Rig) -> None:
+    """After a slow sample, the GPU is left alone for twenty times its duration.
 
-    Opening it may take as long, and is no reason to wait.
+    The third one is noted. Opening the GPU may take long without such a delay.
     """
     rig.nvml.write("sleep nvmlDeviceGetName 60")
-    for _ in range(5):  # on a busy machine any call may take long
-        rig.telemetry = GpuTelemetry()  # by the real clock
+    for _ in range(5):  # On a busy machine any call may take long.
+        rig.telemetry = GpuTelemetry()  # This one uses the real clock.
         rig.sample()
         found = set(rig.sample()), rig.telemetry.slow_samples[UUIDS[0]]
         if not found[1]:
             break
     assert found == ({UUIDS[0]}, 0)
-    rig.nvml.write("sleep nvmlDeviceGetClockInfo 30")  # of two clocks
+    # NVML has two clocks, so this is called twice.
+    rig.nvml.write("sleep nvmlDeviceGetClockInfo 30")
     answers = [(bool(rig.sample(after_s=60)), rig.sample(), len(rig.telemetry.notes)) for _ in range(3)]
 
     assert answers == [(True, {}, 0), (True, {}, 0), (True, {}, 1)]
@@ -400,14 +397,13 @@ other.kill()
 
 
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="this kernel has no schedstat")
-def test_a_busy_machine_is_no_slow_driver() -> None:
-    """The clock that calls are timed by stands while somebody else has the CPU."""
+def test_time_without_a_cpu_does_not_count_as_a_slow_call() -> None:
     done = subprocess.run([sys.executable, "-c", _BESIDE_ANOTHER], capture_output=True, text=True, check=True)
     assert 0.01 < float(done.stdout) < 0.9
 
 
-def test_survey(rig: Rig) -> None:
-    """What doctor tells: the driver, and how many GPUs have GPM; or why there is none of it."""
+def test_survey_counts_gpus_with_gpm(rig: Rig) -> None:
+    """Without NVML, the survey returns the error."""
     rig.nvml.gpus = [dict(HOPPER), dict(AMPERE)]
     rig.nvml.write()
     assert survey() == ("580.126.09", 2, 1)
@@ -415,8 +411,8 @@ def test_survey(rig: Rig) -> None:
     assert survey() == "Driver Not Loaded"
 
 
-def test_doctor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its line says what NVML tells here; or why it tells nothing, and what to do."""
+def test_doctor_prints_the_survey(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without NVML, it prints the reason and a remedy."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     line, _ = map(str, doctor.telemetry())
@@ -429,14 +425,13 @@ def test_doctor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_no_gpu_no_library(rig: Rig) -> None:
-    """Nothing is loaded until a process has told of a GPU."""
+def test_nvml_is_not_loaded_without_a_gpu(rig: Rig) -> None:
     assert rig.telemetry.sample([], SECOND, 0) == {}
     assert rig.nvml.calls("nvmlInitWithFlags") == 0
 
 
-def test_without_a_library(tmp_path: Path) -> None:
-    """A node whose process has a GPU and that has no NVML, as in some containers: one note, with the remedy."""
+def test_missing_nvml_library_is_noted_with_a_remedy(tmp_path: Path) -> None:
+    """Some containers have GPUs and no NVML."""
     with contextlib.suppress(OSError):
         ctypes.CDLL("libnvidia-ml.so.1")
         pytest.skip("this machine has NVML")
@@ -453,8 +448,7 @@ def test_without_a_library(tmp_path: Path) -> None:
     ]
 
 
-def test_cost(rig: Rig) -> None:
-    """A sample takes less of the processor than a few hundred calls of a function of pynvml, whatever the machine."""
+def test_sample_costs_less_than_a_few_hundred_pynvml_calls(rig: Rig) -> None:
     import pynvml
 
     rig.one()

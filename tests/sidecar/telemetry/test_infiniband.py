@@ -1,4 +1,4 @@
-"""Counters of InfiniBand and RoCE ports, from a tree like the kernel's."""
+"""Tests of counters of InfiniBand and RoCE ports, from a folder like the kernel's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ FILES = {
 
 
 def port(root: Path, device: str = "mlx5_0", number: int = 1, **changed: str | None) -> Path:
-    """Makes a port's folder. changed: a file's text by its name without folders; None: no such file."""
+    """Make a port's folder.
+
+    changed: text of each file by its name without folders, or None for no file."""
     folder = root / device / "ports" / str(number)
     for name, text in FILES.items():
         text = changed.get(name.rpartition("/")[2], text)
@@ -30,8 +32,8 @@ def port(root: Path, device: str = "mlx5_0", number: int = 1, **changed: str | N
     return folder
 
 
-def test_all_counters_in_their_units(tmp_path: Path) -> None:
-    """Data counters count words of four bytes; the rate is in bits a second."""
+def test_counters_are_converted_to_their_units(tmp_path: Path) -> None:
+    """Data counters count words of four bytes. The rate is in bits per second."""
     port(tmp_path)
     (sample,) = LinkTelemetry(tmp_path).sample(5 * SECOND, 77).values()
 
@@ -44,7 +46,7 @@ def test_all_counters_in_their_units(tmp_path: Path) -> None:
 
 
 def test_growth_between_samples(tmp_path: Path) -> None:
-    """The second sample has what grew; a reset counter begins at 0."""
+    """The second sample has the growth. A reset counter begins at 0."""
     folder, links = port(tmp_path), LinkTelemetry(tmp_path)
     links.sample(SECOND, 0)
     (folder / "counters/port_rcv_data").write_text("2500\n")
@@ -56,8 +58,8 @@ def test_growth_between_samples(tmp_path: Path) -> None:
     assert (sample.interval_ns, sample.active) == (5 * SECOND, False)
 
 
-def test_what_an_adapter_lacks_is_absent(tmp_path: Path) -> None:
-    """A RoCE port without some counters, and with others only by name."""
+def test_missing_counters_are_none(tmp_path: Path) -> None:
+    """A RoCE port lacks some counters, and the files of others contain "N/A"."""
     port(
         tmp_path, "rocep1s0", 2, port_xmit_wait=None, symbol_error="N/A (no PMA)", out_of_sequence=None,
         link_layer="Ethernet", rate="invalid",
@@ -69,8 +71,8 @@ def test_what_an_adapter_lacks_is_absent(tmp_path: Path) -> None:
     assert sample.sequence_errors == 8
 
 
-def test_ports_come_and_go(tmp_path: Path) -> None:
-    """A node without adapters has no samples; one that appears is seen within a minute, one that goes at once."""
+def test_new_ports_are_found_and_removed_ports_disappear(tmp_path: Path) -> None:
+    """A new port is found within a minute. A removed one disappears at once."""
     links = LinkTelemetry(tmp_path / "infiniband")
     assert links.sample(0, 0) == {}
     folder = port(tmp_path / "infiniband")

@@ -1,4 +1,4 @@
-"""Telemetry in the sidecar: when it samples, what it keeps, on disk and over restarts, and what the report shows."""
+"""Tests of telemetry in the sidecar: sampling times, files, restarts, and the report."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FIRST, SECOND_GPU = "GPU-aaaa", "GPU-bbbb"
 
 
 class Gpus:
-    """GPUs that tell what the test has put into `values`, and that count how often they were asked."""
+    """Fake GPUs that return the test's `values` and count the calls."""
 
     def __init__(self) -> None:
         self.values: dict[str, dict[str, Any]] = {}
@@ -49,7 +49,7 @@ class Gpus:
         self._before: dict[str, GpuSample] = {}
 
     def sample(self, uuids: Collection[str], monotonic_ns: int, unix_ns: int) -> dict[str, GpuSample]:
-        """Of those that have values."""
+        """Return samples of the GPUs that have values."""
         self.asked.append(tuple(uuids))
         samples = {}
         for uuid in uuids:
@@ -64,24 +64,24 @@ class Gpus:
         return samples
 
     def close(self) -> None:
-        """Remembers that it was."""
+        """Note that it was called."""
         self.closed = True
 
 
 class Rig:
-    """A log whose clock only the test moves."""
+    """A log with a clock that only the test moves."""
 
-    def __init__(self, run: RunDirectory, root: Path, told: Telemetry | None = None) -> None:
+    def __init__(self, run: RunDirectory, root: Path, saved: Telemetry | None = None) -> None:
         self.gpus = Gpus()
         self.now_ns = 1000 * SECOND
-        self.log = TelemetryLog(run, HOST, told or Telemetry(), self.gpus, LinkTelemetry(root), self.now)
+        self.log = TelemetryLog(run, HOST, saved or Telemetry(), self.gpus, LinkTelemetry(root), self.now)
 
     def now(self) -> Anchor:
-        """The instant on both clocks."""
+        """Return the present time of both clocks."""
         return Anchor(self.now_ns, STARTED_NS + self.now_ns, 0)
 
     def seconds(self, count: int, *uuids: str) -> None:
-        """Lets time pass, and looks four times a second."""
+        """Let time pass, and call sample() four times a second."""
         for _ in range(4 * count):
             self.log.sample(uuids, {})
             self.now_ns += SECOND // 4
@@ -92,8 +92,8 @@ def rig(run: RunDirectory, tmp_path: Path) -> Rig:
     return Rig(run, tmp_path / "infiniband")
 
 
-def test_once_a_second(rig: Rig, tmp_path: Path) -> None:
-    """GPUs are asked once a second and ports once in five, however often the sidecar looks; without a GPU nobody is."""
+def test_gpus_are_sampled_each_second_and_ports_every_five(rig: Rig, tmp_path: Path) -> None:
+    """The rate does not depend on the calls of sample(). Without GPUs, NVML is not called."""
     port(tmp_path / "infiniband")
     rig.seconds(2)
     assert rig.gpus.asked == []
@@ -107,8 +107,7 @@ def test_once_a_second(rig: Rig, tmp_path: Path) -> None:
     assert len(rig.log.link_samples("mlx5_0/1", 0, 1 << 62)) == 3
 
 
-def test_memory_is_bounded(rig: Rig) -> None:
-    """The last quarter of an hour is kept, and the totals are of the whole time."""
+def test_recent_samples_are_bounded_and_totals_are_complete(rig: Rig) -> None:
     rig.gpus.values = {FIRST: {"energy_j": 0.0}}
     for second in range(1000):
         rig.gpus.values[FIRST]["energy_j"] = 500.0 * second
@@ -120,8 +119,8 @@ def test_memory_is_bounded(rig: Rig) -> None:
     assert (totals.samples, totals.grown["energy_j"]) == (1000, 500 * 999)
 
 
-def test_files_hold_what_was_sampled(rig: Rig, run: RunDirectory, tmp_path: Path) -> None:
-    """All samples come back from the files, with their growth; columns that no GPU here tells are there, and null."""
+def test_samples_are_read_back_from_files(rig: Rig, run: RunDirectory, tmp_path: Path) -> None:
+    """Growth is saved too. Columns without any value exist and are null."""
     port(tmp_path / "infiniband")
     rig.gpus.values = {FIRST: {"power_w": 500.5, "xids": 0, "remapping_pending": False}}
     for part in range(3):
@@ -142,8 +141,8 @@ def test_files_hold_what_was_sampled(rig: Rig, run: RunDirectory, tmp_path: Path
     assert (rows["sm_active"].isna().all(), rows["sm_active"].dtype, rows["xids"].max()) == (True, "float64", 2)
 
 
-def test_files_get_rarer(rig: Rig, run: RunDirectory) -> None:
-    """A young run writes every ten seconds, an old one every two minutes."""
+def test_files_are_written_more_rarely_in_an_old_run(rig: Rig, run: RunDirectory) -> None:
+    """The interval grows from ten seconds to two minutes."""
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
     ends = []
     for second in range(2700):
@@ -157,8 +156,8 @@ def test_files_get_rarer(rig: Rig, run: RunDirectory) -> None:
     assert ends[-1] - ends[-2] == 120
 
 
-def test_files_are_bounded(rig: Rig, run: RunDirectory) -> None:
-    """Beyond its share of disk_bytes the oldest files go, and the state says how many."""
+def test_oldest_files_are_removed_beyond_the_disk_limit(rig: Rig, run: RunDirectory) -> None:
+    """The state has the number of removed files."""
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
     for _ in range(40):
         rig.seconds(12, FIRST)
@@ -174,7 +173,7 @@ def test_files_are_bounded(rig: Rig, run: RunDirectory) -> None:
 
 
 def test_full_disk_keeps_samples_for_later(rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be written is written with the next file; no torn file is left."""
+    """The next file has the unwritten samples, and no partial file is left."""
     write = writer.pq.write_table
 
     def full(table: Any, file: IO[bytes], **kwargs: Any) -> None:
@@ -194,8 +193,8 @@ def test_full_disk_keeps_samples_for_later(rig: Rig, run: RunDirectory, monkeypa
     assert len(read_gpus(run, HOST)[FIRST]) == 24
 
 
-def test_what_waits_for_the_disk_is_bounded(rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest are kept for later; those that were let go are counted, and the report says so."""
+def test_unwritten_samples_are_bounded(rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest samples are kept. The report has the number of dropped ones."""
     monkeypatch.setattr(log, "_MAX_UNWRITTEN", 10)
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
     rig.seconds(14, FIRST)
@@ -209,13 +208,13 @@ def test_what_waits_for_the_disk_is_bounded(rig: Rig, run: RunDirectory, monkeyp
     )
 
 
-def test_a_file_that_cannot_be_written_leaves_no_ring(
+def test_full_disk_for_telemetry_does_not_keep_rings(
     run: RunDirectory, rig: Rig, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Telemetry comes last: when its file finds no room, the ranks' records are kept and their rings are gone."""
+    """Telemetry is written last, after the records are saved and the rings are removed."""
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
     rank = with_gpu(run, 0, FIRST, world_size=1)
-    looked(sidecar)
+    run_round(sidecar)
     rank.close()
     sidecar.poll()
     sidecar.account()
@@ -232,8 +231,8 @@ def test_a_file_that_cannot_be_written_leaves_no_ring(
     sidecar.close()
 
 
-def test_a_later_sidecar_goes_on(rig: Rig, run: RunDirectory, tmp_path: Path) -> None:
-    """Totals, losses and file numbers continue where an earlier one ended."""
+def test_totals_continue_after_a_restart_of_the_sidecar(rig: Rig, run: RunDirectory, tmp_path: Path) -> None:
+    """Losses and file numbers continue too."""
     rig.gpus.values = {FIRST: {"pcie_replays": 0}}
     rig.gpus.losses[FIRST] = 1
     rig.seconds(12, FIRST)
@@ -253,8 +252,8 @@ def test_a_later_sidecar_goes_on(rig: Rig, run: RunDirectory, tmp_path: Path) ->
     assert len(read_gpus(run, HOST)[FIRST]) == 24
 
 
-def looked(made: Sidecar) -> None:
-    """A round of the sidecar, without its waiting."""
+def run_round(made: Sidecar) -> None:
+    """Run one round of the sidecar without its waiting."""
     made.poll()
     made.account()
     made.measure()
@@ -262,14 +261,14 @@ def looked(made: Sidecar) -> None:
 
 @pytest.fixture
 def sidecar(run: RunDirectory, rig: Rig) -> Sidecar:
-    """A sidecar whose telemetry is the rig's."""
+    """Return a sidecar that uses the rig's telemetry."""
     made = Sidecar(run, HOST, InMemoryExporter(), lambda run, settings: None)
     made.telemetry = rig.log
     return made
 
 
 def with_gpu(run: RunDirectory, rank: int, *uuids: str, world_size: int = 3, **settings: Any) -> Rank:
-    """A rank that computes on these GPUs, and has said so."""
+    """Return a rank that has published that it computes on these GPUs."""
     made = Rank(run, rank, world_size, **settings)
     made.session.publish(gpus=[{"uuid": uuid, "name": "NVIDIA H200", "index": 0} for uuid in uuids])
     made.session.publish()
@@ -278,21 +277,24 @@ def with_gpu(run: RunDirectory, rank: int, *uuids: str, world_size: int = 3, **s
 
 
 def test_sidecar_samples_the_gpus_of_live_ranks(run: RunDirectory, rig: Rig, sidecar: Sidecar) -> None:
-    """Two processes on one GPU are one sample; once nobody computes on it, it is not asked any more."""
+    """A GPU of two processes is sampled once.
+
+    It is no longer sampled after its processes have ended.
+    """
     exporter = sidecar._exporter
     assert isinstance(exporter, InMemoryExporter)
     rig.gpus.values = {FIRST: {"sm_clock_hz": 5}, SECOND_GPU: {"sm_clock_hz": 6}}
     ranks = [with_gpu(run, 0, FIRST), with_gpu(run, 1, FIRST), with_gpu(run, 2, SECOND_GPU)]
-    looked(sidecar)
+    run_round(sidecar)
     for rank in ranks[:2]:
         rank.close()
     sidecar.poll()
     rig.now_ns += 2 * SECOND
-    looked(sidecar)
+    run_round(sidecar)
     ranks[2].close()
     sidecar.poll()
     rig.now_ns += 2 * SECOND
-    looked(sidecar)
+    run_round(sidecar)
     sidecar.keep()
     sidecar.close()
 
@@ -303,19 +305,21 @@ def test_sidecar_samples_the_gpus_of_live_ranks(run: RunDirectory, rig: Rig, sid
     assert set(read_gpus(run, HOST)) == {FIRST, SECOND_GPU}
 
 
-def test_switched_off(run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path: Path) -> None:
-    """With telemetry=False neither GPUs nor ports are read."""
+def test_telemetry_can_be_switched_off(run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path: Path) -> None:
     port(tmp_path / "infiniband")
     rank = with_gpu(run, 0, FIRST, world_size=1, telemetry=False)
-    looked(sidecar)
+    run_round(sidecar)
 
     assert (rig.gpus.asked, rig.log.links) == ([], [])
     rank.close()
     sidecar.close()
 
 
-def test_report_of_gpus(run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path: Path) -> None:
-    """The report says of each GPU who computes on it, its clock and why that is low; "-" is what nobody measured."""
+def test_report_has_a_row_for_each_gpu(run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path: Path) -> None:
+    """A row has the ranks, the clock and the reason of a low clock.
+
+    "-" stands for missing values.
+    """
     folder = port(tmp_path / "infiniband")
     rig.gpus.values = {
         FIRST: {
@@ -327,7 +331,7 @@ def test_report_of_gpus(run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path:
     }  # fmt: skip
     ranks = [with_gpu(run, 0, FIRST), with_gpu(run, 1, FIRST), with_gpu(run, 2, SECOND_GPU)]
     for second in range(1, 11):
-        looked(sidecar)
+        run_round(sidecar)
         rig.now_ns += SECOND
         rig.gpus.values[FIRST]["throttle_hw_thermal_ns"] = second * SECOND // 2
         rig.gpus.values[FIRST].update(xids=1, last_xid=63)
@@ -353,11 +357,10 @@ def test_report_of_gpus(run: RunDirectory, rig: Rig, sidecar: Sidecar, tmp_path:
     sidecar.close()
 
 
-def test_a_node_without_gpus_has_no_table(run: RunDirectory, sidecar: Sidecar) -> None:
-    """Neither the terminal nor the JSON has anything to show, nor to excuse."""
+def test_report_has_no_gpu_table_without_gpus(run: RunDirectory, sidecar: Sidecar) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(5, forward=4)
-    looked(sidecar)
+    run_round(sidecar)
     sidecar.save()
     value = build(run.run_id, node_state.load_all(run))
     out = io.StringIO()
@@ -370,22 +373,22 @@ def test_a_node_without_gpus_has_no_table(run: RunDirectory, sidecar: Sidecar) -
     sidecar.close()
 
 
-def test_notes_and_errors_reach_the_report(
+def test_missing_telemetry_is_noted_once_in_the_report(
     run: RunDirectory, rig: Rig, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not measured is said once; an error of ours there leaves steps and ranks alone."""
+    """An error in the telemetry does not affect steps and ranks."""
     monkeypatch.setenv(RAISE, "0")
     rank = with_gpu(run, 0, FIRST, world_size=1)
     rig.gpus.notes.append("GPU telemetry is not measured: why")
-    looked(sidecar)
-    looked(sidecar)
+    run_round(sidecar)
+    run_round(sidecar)
 
     def fails(*args: object) -> dict[str, GpuSample]:
         raise ValueError("not a number")
 
     monkeypatch.setattr(rig.gpus, "sample", fails)
     rig.now_ns += 2 * SECOND
-    looked(sidecar)
+    run_round(sidecar)
     sidecar.save()
     value = build(run.run_id, node_state.load_all(run))
 
@@ -400,10 +403,9 @@ def test_notes_and_errors_reach_the_report(
     sidecar.close()
 
 
-def test_state_without_telemetry_is_read(run: RunDirectory, rig: Rig, sidecar: Sidecar) -> None:
-    """The state of a sidecar that knew no telemetry, as an older version's, has none."""
+def test_state_of_an_older_version_without_telemetry_is_read(run: RunDirectory, rig: Rig, sidecar: Sidecar) -> None:
     rank = with_gpu(run, 0, FIRST, world_size=1)
-    looked(sidecar)
+    run_round(sidecar)
     sidecar.save()
     path = run.node_state(HOST)
     value = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""CPU time, memory, disk and network of the ranks' processes, read from /proc."""
+"""Tests of CPU time, memory, disk and network of the ranks' processes, read from /proc."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[int]:
-    """A process that holds 64 MiB and has written 8 MiB."""
+    """Start a process that has allocated 64 MiB and written 8 MiB."""
     command = [sys.executable, "-c", WORKER, str(tmp_path / "data")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -61,13 +61,13 @@ def test_written_bytes_and_ended_processes(worker: int) -> None:
     ended.wait()
     (sample,) = sample_processes({0: ended.pid, 1: worker}, 0, 0)
     assert sample.rank == 1
-    # A file system in memory counts as no disk; elsewhere the 8 MiB have been written.
+    # Bytes in a memory file system do not count as written. On a disk, the 8 MiB do.
     assert sample.written_bytes is not None
     assert sample.written_bytes == 0 or sample.written_bytes >= 8 * MB
 
 
 def proc(root: Path, pid: int, children: str = "", **files: str) -> None:
-    """Write files as /proc has them for a process with 100 ticks of CPU time and 10 pages."""
+    """Write files of /proc for a process with 100 ticks of CPU time and 10 pages."""
     folder = root / str(pid)
     (folder / "task" / str(pid)).mkdir(parents=True)
     (folder / "net").mkdir()
