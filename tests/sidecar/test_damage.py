@@ -209,7 +209,7 @@ def test_unreadable_state_is_read_again_after_a_disk_error(run: RunDirectory, fa
     rank = Rank(run, 0, 1, identity={"attempt": 1})
     rank.steps(30, **WORK)
     sidecar.ensure(run, rank.identity)
-    assert eventually(lambda: run.node_log(HOST).exists() and "begins anew" in run.node_log(HOST).read_text())
+    assert eventually(lambda: run.node_log(HOST).exists() and "restarts in" in run.node_log(HOST).read_text())
     flag.unlink()
     rank.close()
     wait_for_sidecar(run)

@@ -80,8 +80,12 @@ def test_report_has_whereabouts_of_running_ranks_only(run: RunDirectory) -> None
     assert ended["ranks"][0]["now"] is None
 
 
-@pytest.mark.parametrize(("configured", "total"), [((500, 500), 500), ((0, 500), 500), ((400, 500), None), ((0, 0), None)])
-def test_total_steps_are_known_if_all_ranks_agree(run: RunDirectory, configured: tuple[int, int], total: int | None) -> None:
+@pytest.mark.parametrize(
+    ("configured", "total"), [((500, 500), 500), ((0, 500), 500), ((400, 500), None), ((0, 0), None)]
+)
+def test_total_steps_are_known_if_all_ranks_agree(
+    run: RunDirectory, configured: tuple[int, int], total: int | None
+) -> None:
     """Ranks without a number do not matter."""
     ranks = [Rank(run, rank, 2, _total_steps=number) for rank, number in enumerate(configured)]
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)

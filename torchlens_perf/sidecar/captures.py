@@ -184,11 +184,11 @@ class CaptureRelay:
                 captures.ask_path(asked.ring).unlink(missing_ok=True)
                 asked.finishing = self._finish(asked, _nothing(asked, "the process ended"))
             elif now_s - asked.since_s > LONGEST_S and self._withdraw(asked):
-                why = f"no step ended within {LONGEST_S:g} s: {STACKS} says where the rank is"
+                why = f"no step ended within {LONGEST_S:g} s: {STACKS} shows where the rank is"
                 asked.finishing = self._finish(asked, _nothing(asked, why))
             elif live is not None and now_s - asked.since_s > _ANSWER_TIMEOUT_S:
                 why = f"begun, but not answered within {_ANSWER_TIMEOUT_S:g} s: the rank is in step {live.step}"
-                asked.finishing = self._finish(asked, _nothing(asked, f"{why}; {STACKS} says where it was"))
+                asked.finishing = self._finish(asked, _nothing(asked, f"{why}; {STACKS} shows where it was"))
             elif live is not None and self._dump_is_due(asked, live.step, now_s):
                 self._dump(asked, live.step, now_s)
         if asked.finishing is not None and next(asked.finishing, _DONE) is _DONE:

@@ -336,7 +336,7 @@ class Cluster:
             if not contact.left and contact.silent_s < SILENT_S and not f"{node}/".startswith(f"{self._name}/")
         ]
         self._missing = {
-            node: f"node {node} has not been heard of for {contact.silent_s:.0f} s: its ranks are not compared"
+            node: f"node {node} has sent nothing for {contact.silent_s:.0f} s: its ranks are not compared"
             for node, contact in collected.nodes.items()
             if contact.silent_s > SILENT_S and not contact.left
         }

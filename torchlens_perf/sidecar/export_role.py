@@ -61,6 +61,7 @@ class ExportRole:
         """
         world_size = max((each.state.identity.world_size for each in sources), default=1)
         here = len({each.state.identity.rank for each in sources.newest()})
+        # The last known part stays while that of new processes is not known.
         self.part = part or self.part
         if self.part is None:
             self._unknown_since_s = now_s if self._unknown_since_s is None else self._unknown_since_s

@@ -147,6 +147,7 @@ class JobMonitor:
         with self._errors.contain(_JUDGING):
             self.cluster.update(self.epoch, now_s, final=final)
             findings = self.epoch.judge(final=final)
+            # After a restart of the sidecar, keep the saved findings until new rows are judged.
             if findings is not None and (findings.rows or not self._state.findings.rows):
                 details = self._details_by_rank(newest)
                 self._state.findings = self.epoch.with_groups(findings, self._state.findings, details)

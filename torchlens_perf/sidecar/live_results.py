@@ -122,6 +122,7 @@ class LiveResults:
             if self._results is not None and self._ranks() <= MAX_RANKS:
                 text = self._results(self._sidecar.run)
         finally:
+            # Answer even after an error, so that no process waits for its answer.
             _deliver(asked, text)
         if views:
             _deliver(views, text)

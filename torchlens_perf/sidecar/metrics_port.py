@@ -86,6 +86,7 @@ class MetricsPort:
             return
         scrapes, began_s, longest_s = self._exporter.scrapes, self._clock(), self._last_scrape_timeout_s
         if scrapes and lingers:
+            # After a single scrape the interval is not known, so wait for the whole timeout.
             interval_s = scrapes[-1] - scrapes[0]
             until_s = began_s + min(longest_s, 2 * interval_s + 1 if interval_s else longest_s)
             while self._exporter.scrapes[-1] < began_s and self._clock() < until_s and not termination.is_asked():

@@ -145,6 +145,7 @@ class RecordAccount:
         if not source.joins:
             source.joins = True
             self._state.join.set_ranks(self._ranks_of_node(source), source.generation)
+        # Warm-up steps are not typical, so their collectives are left out.
         warm = records["step"] >= (state.statistics.first_step or 0) + WARM_UP_STEPS
         delayed_by_capture = source.delayed_by_capture(records)
         self._state.join.add(

@@ -88,6 +88,7 @@ def replay(
             process.model = process.model or model_digest(process.statistics.modules)
             judged = judged_steps.setdefault(origin.key, JudgedSteps(process.judged_by))
             newly = process.judge_by(judged, kept, table)
+            # As in a live run, only the newest attempt is judged.
             if origin.key not in replaced and origin.attempt >= epoch.generation:
                 if origin.attempt > epoch.generation:
                     epoch = Epoch(origin.attempt)
@@ -186,6 +187,7 @@ class _Sending:
                 continue
             self._exporter.export(part)
             started_s = time.monotonic()
+            # Only flushes that fail count against the patience.
             if not self._exporter.wait_for_room(_FLUSH_TIMEOUT_S):
                 self._waited_s += time.monotonic() - started_s
 

@@ -96,10 +96,10 @@ class TraceSampler:
     ) -> list[ExportBatch]:  # fmt: skip
         """Return the traces to send now.
 
-        here: number of ranks of these processes on this node. running: the ranks that still make
-        steps.
-        received: the newest choice of node 0, see choice(). final: no more steps or choices will
-        come.
+        here: number of ranks of these processes on this node.
+        running: the ranks that still make steps.
+        received: the newest choice of node 0, see choice().
+        final: no more steps or choices will come.
         """
         chooser = self._chooser
         if chooser is None or (role.part is None and not final):

@@ -191,7 +191,7 @@ def test_lost_gpu_is_retried_with_back_off(rig: Rig) -> None:
     assert rig.telemetry.losses == {UUIDS[0]: 1}
     (note,) = rig.telemetry.notes
     assert note == (
-        f"{UUIDS[0]}: no telemetry while the driver says: GPU is lost; see the kernel's log (dmesg), its last XID is 79"
+        f"{UUIDS[0]}: no telemetry while the driver reports: GPU is lost; see the kernel's log (dmesg), its last XID is 79"
     )
 
 
@@ -309,7 +309,7 @@ def test_activity_is_missing_while_another_tool_uses_gpm(rig: Rig) -> None:
     assert soon.sm_active is None
     assert [each.sm_active for each in later] == [None, 0.8]
     (note,) = rig.telemetry.notes
-    assert note.startswith(f"{UUIDS[0]}: activity of SMs, tensor cores and memory is not measured: GPM says ")
+    assert note.startswith(f"{UUIDS[0]}: activity of SMs, tensor cores and memory is not measured: GPM reports ")
 
 
 @pytest.mark.parametrize(("code", "notes"), [(3, 0), (13, 0), (4, 1)], ids=["not supported", "old driver", "no right"])

@@ -30,6 +30,7 @@ class ControlGroup:
         for line in (proc / str(pid) / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             paths.update((controller, path) for controller in controllers.split(","))
+        # Version 2 has a single line, without the name of a controller.
         self._is_v2 = "memory" not in paths
         self.path = paths.get("" if self._is_v2 else "memory", "/")
         """Path of the group in the hierarchy of the memory controller."""
@@ -76,6 +77,7 @@ class ControlGroup:
         resource: "memory" or "io". Without a value for the group, the node's is returned.
         """
         for path in (self._memory / f"{resource}.pressure", self._pressure / resource):
+            # The first line, "some", counts the time in which at least one task waited.
             some = text_of(path).partition("\n")[0]
             if some:  # The text is empty if the kernel does not account for pressure.
                 return int(some.rpartition("total=")[2])

@@ -98,6 +98,7 @@ class Neighbours:
                         text = file.read()
                 except OSError:
                     continue  # The process has just ended.
+                # A name may contain spaces and parentheses, so the fields begin after the last ")".
                 head, _, rest = text.rpartition(b")")
                 fields = rest.split()
                 name = head.partition(b"(")[2].decode("utf-8", "replace")

@@ -175,6 +175,7 @@ class HostMetrics:
     def _count(self, process: _Process, gc_ns: int, now_s: float) -> _Counters:
         group = process.group
         assert group is not None
+        # Fields 12 and 15 of a stat file are major faults and CPU time in the kernel.
         return _Counters(
             now_s=now_s,
             wait_ns=self._wait_ns(process.pid),
@@ -217,6 +218,7 @@ class HostMetrics:
 
         Returns None if the kernel does not show clock rates, as in most virtual machines.
         """
+        # Field 39 of a stat file is the CPU on which the thread ran last.
         folder = self._cpu_folder / f"cpu{int(self._stat(pid)[36])}" / "cpufreq"
         try:
             now, most = (int((folder / name).read_text()) for name in ("scaling_cur_freq", "cpuinfo_max_freq"))

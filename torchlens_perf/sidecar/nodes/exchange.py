@@ -182,6 +182,7 @@ class Exchange:
             self._part = part
         retry_s = self._timing.first_retry_s
         while not self._stop.is_set():
+            # Clear the event before the turn, so that a post during the turn is not missed.
             self._wake.clear()
             try:
                 wait_s = await part.turn()

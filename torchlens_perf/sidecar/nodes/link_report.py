@@ -41,6 +41,7 @@ def encode(attempt: int, rows: Sequence[LinkStatistics]) -> tuple[bytes, int]:
         packed = zlib.compress(unpacked, 1)
         if len(packed) <= MAX_LINKS_BYTES and len(unpacked) <= _MAX_UNPACKED_BYTES:
             return packed, len(ready) - kept
+        # Leave out a quarter of the rows until the report fits.
         kept = kept * 3 // 4
 
 
@@ -50,6 +51,7 @@ def decode(data: bytes, attempt: int, world_size: int) -> list[LinkStatistics]:
     Raises ValueError if invalid.
     """
     try:
+        # The limit keeps a small message from unpacking to a large amount of memory.
         report = _decoder.decode(zlib.decompressobj().decompress(data, _MAX_UNPACKED_BYTES))
     except (zlib.error, msgspec.MsgspecError, UnicodeError) as error:
         raise ValueError(f"not a node's collectives: {error}") from error

@@ -81,6 +81,7 @@ def match_generations(sets: Sequence[ProcessGeneration], generations: Sequence[P
         ]
         if near:
             distance_s, number = min(near)
+            # Two sets of one node cannot belong to one generation, so the nearer set gets it.
             if number not in found or distance_s < found[number][0]:
                 found[number] = distance_s, each.number
     return {of_set: number for number, (_, of_set) in found.items()}
@@ -167,6 +168,7 @@ class Membership:
         """
         sets = self._others.setdefault(node, {})
         sets.setdefault(local, ProcessGeneration(local, started_s, world_size))
+        # Remember only the newest sets of a node.
         while len(sets) > MAX_GENERATIONS:
             del sets[min(sets, key=lambda each: sets[each].started_s)]
         own = [dataclasses.replace(each, number=self.number(each.number)) for each in self._own.values()]

@@ -122,6 +122,7 @@ class Rendezvous:
                 error = f"the address cannot be written to the run directory: {failed}"
         if self._places.job_store is None or self._published_store == address:
             return error
+        # No call waits for the child. A later call takes its result.
         if self._child is None and self._clock() >= self._not_before_s:
             self._start_child(publish=address)
         answer = self._child_answer()

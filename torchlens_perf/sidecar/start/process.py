@@ -185,8 +185,8 @@ def _read(
             if not attends or failures > _MAX_RESTARTS:
                 raise
             rest_s = min(_MAX_RESTART_DELAY_S, 2.0**failures)
-            logger.exception("the sidecar has failed, and begins anew in %g s", rest_s)
-            lock.write_status(f"has failed {failures} times, and begins anew (see its log)")
+            logger.exception("the sidecar has failed and restarts in %g s", rest_s)
+            lock.write_status(f"has failed {failures} times and restarts (see its log)")
             if exporter is not None:
                 with guard("giving the exporter up"):
                     exporter.shutdown(0)

@@ -78,6 +78,7 @@ class GpuTelemetry:
             return {}
         samples: dict[str, GpuSample] = {}
         try:
+            # Exclude GPUs that are no longer used from the event set.
             if unused:
                 self._renew_xids()
             # Read XIDs before sampling: if a GPU was just lost, its XID cannot be read later.
@@ -171,7 +172,7 @@ class GpuTelemetry:
         gpu.close()
         self._renew_xids()
         xid = f"its last XID is {self._last_xids[uuid]}" if uuid in self._last_xids else "for its XID"
-        self._note(f"{uuid}: no telemetry while the driver says: {error}; see the kernel's log (dmesg), {xid}")
+        self._note(f"{uuid}: no telemetry while the driver reports: {error}; see the kernel's log (dmesg), {xid}")
 
     def _unload(self, error: Exception, now_ns: int) -> None:
         """Discard all handles, which became invalid when the driver was unloaded or replaced."""
@@ -304,8 +305,11 @@ class _Gpu:
                 raise
             if error.value in NEVER:
                 self._gpm_due_ns = 1 << 62
+            # An unsupported function needs no note, but a missing permission does.
             if error.value not in NEVER or error.value == self._nvml.NVML_ERROR_NO_PERMISSION:
-                self._note(f"{self._uuid}: activity of SMs, tensor cores and memory is not measured: GPM says {error}")
+                self._note(
+                    f"{self._uuid}: activity of SMs, tensor cores and memory is not measured: GPM reports {error}"
+                )
             self.close()
         return {}
 

@@ -82,6 +82,7 @@ class LinkTelemetry:
         if file in self._missing:
             return None
         text = text_of(file)
+        # Do not read a missing counter again with each sample.
         if not text.isdigit():
             self._missing.add(file)
             return None

@@ -32,6 +32,7 @@ def sample_processes(
         # Fields 14 to 17 are the process's CPU time and that of its ended children, field 24 is its resident pages.
         ticks = sum(int(value) for fields in stats for value in fields[11:15])
         io = [_numbers(f"{proc}/{process}/io") for process in (pid, *children)]
+        # The counters are those of the process's network namespace, not of the process alone.
         sent = _network(f"{proc}/{pid}/net/dev")
         found.append(
             ProcessSample(
@@ -50,7 +51,7 @@ def sample_processes(
 
 
 def _numbers(path: str) -> dict[str, int]:
-    """Return the fields of a file with lines such as `read_bytes: 4096`; empty if it cannot be read."""
+    """Return the fields of a file with lines such as `read_bytes: 4096`, or {} on an error."""
     pairs = (line.partition(":") for line in text_of(path).splitlines())
     return {name: int(value) for name, _, value in pairs}
 
