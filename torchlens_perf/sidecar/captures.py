@@ -83,7 +83,7 @@ class CaptureRelay:
         self._run = run
         self._scanned_s = float("-inf")
         self._seen: set[tuple[str, int]] = set()  # requests and ranks that were handled
-        self._asked: list[_PendingCapture] = []
+        self._pending: list[_PendingCapture] = []
         self._after_verdict: set[int] = set()  # attempts with a capture after a verdict
 
     def update(self, ranks: Mapping[int, LiveRank], now_s: float) -> None:
@@ -94,12 +94,12 @@ class CaptureRelay:
         if now_s - self._scanned_s >= LOOK_S:
             self._scanned_s = now_s
             requests, unreadable = captures.read_requests(self._run.captures)
-            self._note(unreadable)
+            self._note_unreadable(unreadable)
             for request in requests:
                 if time.time() - request.asked_unix_s < REQUEST_LASTS_S:
-                    self._take_up(request, ranks, now_s)
-        for asked in list(self._asked):
-            self._follow(asked, ranks.get(asked.rank), now_s)
+                    self._start(request, ranks, now_s)
+        for capture in list(self._pending):
+            self._continue(capture, ranks.get(capture.rank), now_s)
 
     def ask_after_verdict(
         self, findings: Findings, places: Mapping[int, Placement], ranks: Mapping[int, LiveRank]
@@ -135,7 +135,7 @@ class CaptureRelay:
             ),
         )
 
-    def _note(self, unreadable: list[str]) -> None:
+    def _note_unreadable(self, unreadable: list[str]) -> None:
         for why in unreadable:
             note = f"a request for a capture cannot be used: {why}"
             if note not in self.notes and len(self.notes) < _MAX_NOTES:
@@ -143,10 +143,10 @@ class CaptureRelay:
 
     def close(self) -> None:
         """Finish all files, after all ranks have ended."""
-        while self._asked:
+        while self._pending:
             self.update({}, time.monotonic())
 
-    def _take_up(self, request: Request, ranks: Mapping[int, LiveRank], now_s: float) -> None:
+    def _start(self, request: Request, ranks: Mapping[int, LiveRank], now_s: float) -> None:
         for rank in request.ranks:
             live = ranks.get(rank)
             if live is None or live.attempt != request.attempt or (request.id, rank) in self._seen:
@@ -155,85 +155,85 @@ class CaptureRelay:
             folder = captures.rank_folder(self._run.captures, request.id, rank)
             if captures.outcome_path(folder).exists():
                 continue
-            asked = _PendingCapture(request, rank, live.ring, live.pid, folder, now_s)
+            capture = _PendingCapture(request, rank, live.ring, live.pid, folder, now_s)
             refusal = captures.refusal(self._run.captures, request)
             if refusal:
-                self._finish_without(asked, refusal)
+                self._finish_at_once(capture, refusal)
             elif live.refuses:
-                self._finish_without(asked, "captures are switched off: capture='off'")
-            elif any(other.rank == rank for other in self._asked):
-                self._finish_without(asked, "another capture of this rank is in progress")
+                self._finish_at_once(capture, "captures are switched off: capture='off'")
+            elif any(other.rank == rank for other in self._pending):
+                self._finish_at_once(capture, "another capture of this rank is in progress")
             else:
                 logger.info("asking rank %d for capture %s", rank, request.id)
-                self._dump(asked, live.step, now_s)
+                self._dump(capture, live.step, now_s)
                 # If the folder exists, an earlier sidecar has forwarded the request.
                 if not folder.exists():
                     captures.answer_path(live.ring).unlink(missing_ok=True)
                     of_rank = dataclasses.replace(request, folder=str(folder))
                     captures.write(captures.ask_path(live.ring), of_rank)
                     folder.mkdir(parents=True, exist_ok=True)
-                self._asked.append(asked)
+                self._pending.append(capture)
 
-    def _follow(self, asked: _PendingCapture, live: LiveRank | None, now_s: float) -> None:
-        runs = live is not None and live.pid == asked.pid
-        if asked.finishing is None:
-            answer = self._answer(asked)
+    def _continue(self, capture: _PendingCapture, live: LiveRank | None, now_s: float) -> None:
+        runs = live is not None and live.pid == capture.pid
+        if capture.finishing is None:
+            answer = self._answer(capture)
             if answer is not None:
-                asked.finishing = self._finish(asked, answer)
+                capture.finishing = self._finish(capture, answer)
             elif not runs:
-                captures.ask_path(asked.ring).unlink(missing_ok=True)
-                asked.finishing = self._finish(asked, _nothing(asked, "the process ended"))
-            elif now_s - asked.since_s > LONGEST_S and self._withdraw(asked):
+                captures.ask_path(capture.ring).unlink(missing_ok=True)
+                capture.finishing = self._finish(capture, _failed(capture, "the process ended"))
+            elif now_s - capture.since_s > LONGEST_S and self._withdraw(capture):
                 why = f"no step ended within {LONGEST_S:g} s: {STACKS} shows where the rank is"
-                asked.finishing = self._finish(asked, _nothing(asked, why))
-            elif live is not None and now_s - asked.since_s > _ANSWER_TIMEOUT_S:
+                capture.finishing = self._finish(capture, _failed(capture, why))
+            elif live is not None and now_s - capture.since_s > _ANSWER_TIMEOUT_S:
                 why = f"begun, but not answered within {_ANSWER_TIMEOUT_S:g} s: the rank is in step {live.step}"
-                asked.finishing = self._finish(asked, _nothing(asked, f"{why}; {STACKS} shows where it was"))
-            elif live is not None and self._dump_is_due(asked, live.step, now_s):
-                self._dump(asked, live.step, now_s)
-        if asked.finishing is not None and next(asked.finishing, _DONE) is _DONE:
-            self._asked.remove(asked)
+                capture.finishing = self._finish(capture, _failed(capture, f"{why}; {STACKS} shows where it was"))
+            elif live is not None and self._dump_is_due(capture, live.step, now_s):
+                self._dump(capture, live.step, now_s)
+        if capture.finishing is not None and next(capture.finishing, _DONE) is _DONE:
+            self._pending.remove(capture)
 
-    def _answer(self, asked: _PendingCapture) -> Outcome | None:
-        path = captures.answer_path(asked.ring)
+    def _answer(self, capture: _PendingCapture) -> Outcome | None:
+        path = captures.answer_path(capture.ring)
         try:
             answer = captures.read(path, Outcome)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            return _nothing(asked, f"the rank's answer cannot be read: {error}")
+            return _failed(capture, f"the rank's answer cannot be read: {error}")
         # The answer may belong to an earlier request that was given up.
-        if answer.id not in (asked.request.id, captures.UNREADABLE):
+        if answer.id not in (capture.request.id, captures.UNREADABLE):
             path.unlink(missing_ok=True)
             return None
-        return dataclasses.replace(answer, id=asked.request.id, rank=asked.rank)
+        return dataclasses.replace(answer, id=capture.request.id, rank=capture.rank)
 
-    def _withdraw(self, asked: _PendingCapture) -> bool:
+    def _withdraw(self, capture: _PendingCapture) -> bool:
         """Withdraw a request. Return False if the rank has already taken it."""
         try:
-            captures.ask_path(asked.ring).unlink()
+            captures.ask_path(capture.ring).unlink()
         except FileNotFoundError:
             return False
         return True
 
-    def _dump_is_due(self, asked: _PendingCapture, step: int, now_s: float) -> bool:
-        if step >= asked.request.from_step:
-            return len(asked.dumps) < MAX_DUMPS and step != asked.dumped_step
-        return len(asked.dumps) < _DUMPS_BEFORE_CAPTURE and now_s - asked.dumped_s >= _DUMP_INTERVAL_S
+    def _dump_is_due(self, capture: _PendingCapture, step: int, now_s: float) -> bool:
+        if step >= capture.request.from_step:
+            return len(capture.dumps) < MAX_DUMPS and step != capture.dumped_step
+        return len(capture.dumps) < _DUMPS_BEFORE_CAPTURE and now_s - capture.dumped_s >= _DUMP_INTERVAL_S
 
-    def _dump(self, asked: _PendingCapture, step: int, now_s: float) -> None:
-        asked.dumped_step, asked.dumped_s = step, now_s
-        asked.dumps.append(f"== in step {step}\n{python_stacks(asked.pid, _DUMP_TIMEOUT_S)}\n")
+    def _dump(self, capture: _PendingCapture, step: int, now_s: float) -> None:
+        capture.dumped_step, capture.dumped_s = step, now_s
+        capture.dumps.append(f"== in step {step}\n{python_stacks(capture.pid, _DUMP_TIMEOUT_S)}\n")
 
-    def _finish_without(self, asked: _PendingCapture, why: str) -> None:
-        asked.folder.mkdir(parents=True, exist_ok=True)
-        for _ in self._finish(asked, _nothing(asked, why)):
+    def _finish_at_once(self, capture: _PendingCapture, why: str) -> None:
+        capture.folder.mkdir(parents=True, exist_ok=True)
+        for _ in self._finish(capture, _failed(capture, why)):
             pass
 
-    def _finish(self, asked: _PendingCapture, outcome: Outcome) -> Iterator[None]:
+    def _finish(self, capture: _PendingCapture, outcome: Outcome) -> Iterator[None]:
         """Write the sidecar's files, one chunk for each iteration, and the outcome last."""
         files, left_out = dict(outcome.files), dict(outcome.left_out)
-        raw, compressed = asked.folder / RAW_TRACE, asked.folder / TRACE
+        raw, compressed = capture.folder / RAW_TRACE, capture.folder / TRACE
         if TRACE in files:
             del files[TRACE]
             partial = compressed.with_suffix(".partial")
@@ -258,20 +258,20 @@ class CaptureRelay:
             # Free the space before writing other files, because the disk may be full.
             partial.unlink(missing_ok=True)
         raw.unlink(missing_ok=True)
-        if asked.dumps:
+        if capture.dumps:
             try:
-                ownership.write(asked.folder / STACKS, "\n".join(asked.dumps))
-                files[STACKS] = (asked.folder / STACKS).stat().st_size
+                ownership.write(capture.folder / STACKS, "\n".join(capture.dumps))
+                files[STACKS] = (capture.folder / STACKS).stat().st_size
             except OSError as error:
                 left_out[STACKS] = f"it could not be written: {error.strerror or error}"
         final = dataclasses.replace(outcome, files=files, left_out=left_out)
         try:
-            captures.write(captures.outcome_path(asked.folder), final)
+            captures.write(captures.outcome_path(capture.folder), final)
         except OSError as error:
             self.notes.append(f"capture {outcome.id} of rank {outcome.rank}: its outcome could not be written: {error}")
-        captures.answer_path(asked.ring).unlink(missing_ok=True)
+        captures.answer_path(capture.ring).unlink(missing_ok=True)
         logger.info("capture %s of rank %d: %s", outcome.id, outcome.rank, outcome.ended or "done")
 
 
-def _nothing(asked: _PendingCapture, why: str) -> Outcome:
-    return Outcome(asked.request.id, asked.rank, ended=why)
+def _failed(capture: _PendingCapture, why: str) -> Outcome:
+    return Outcome(capture.request.id, capture.rank, ended=why)

@@ -168,7 +168,7 @@ class Cluster:
         sidecar knew it.
         """
         started_s = time.monotonic() - age_s(identity.process_started)
-        self.membership.began(generation, started_s, identity.world_size, restarts=identity.restarts, number=number)
+        self.membership.add(generation, started_s, identity.world_size, restarts=identity.restarts, number=number)
 
     def leave(self, epoch: Epoch) -> None:
         """Send the rest of an epoch that is replaced, and discard what other nodes sent for it."""
@@ -367,6 +367,6 @@ class Cluster:
             key = each.node, of_set
             if key not in known:
                 started_s = now_s - each.age_s - set_age_s
-                known[key] = self.membership.of_other(*key, started_s, world_size) == current
+                known[key] = self.membership.remote_generation(*key, started_s, world_size) == current
             chosen.append(known[key])
         return np.array(chosen, bool)

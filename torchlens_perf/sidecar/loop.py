@@ -62,7 +62,7 @@ def run_sidecar(
     # A rank that has ended may wait for its report. The calling thread runs that round, because it
     # has the job's priority. In a short run, a rank may have ended before the first round.
     ended = bool(sidecar.run.local_mailboxes(REPORT))
-    while (ended or run_in_background(rounds.until_a_rank_ends)) and rounds.one():
+    while (ended or run_in_background(rounds.until_a_rank_ends)) and rounds.run_one():
         ended = False
     if rounds.replaced:
         sidecar.close()
@@ -122,12 +122,12 @@ class _Rounds:
 
     def until_a_rank_ends(self) -> bool:
         """Run rounds. Return True once a rank has ended, and False after the last round."""
-        while self.one():
+        while self.run_one():
             if _sleep(self._sidecar.sources, self._schedule.poll_s, self._live):
                 return True
         return False
 
-    def one(self) -> bool:
+    def run_one(self) -> bool:
         """Run one round. Return False if it was the last one."""
         sidecar, schedule, live = self._sidecar, self._schedule, self._live
         contain_errors = sidecar.contain_errors

@@ -112,7 +112,7 @@ class TraceSampler:
             chosen += self._receive(chooser, received, role, attempt)
             after_s = 0.0 if final else _NODE_0_TIMEOUT_S
         else:
-            self._look_for_verdicts(chooser, role, state, now_s)
+            self._add_verdicts(chooser, role, state, now_s)
         slow = [group.lead.rank for group in state.findings.groups]
         slow += [each.rank for each in state.findings.slow_now if each.rank not in slow]
         known = Known(self._buffer.spans, running, of_job, self._rows, slow, self._places)
@@ -142,7 +142,7 @@ class TraceSampler:
             chooser.budget = SpanBudget(budget[1])
             chooser.samples_slow = self._samples_slow and part is not Part.HANDS_ON
 
-    def _look_for_verdicts(self, chooser: Chooser, role: ExportRole, state: NodeState, now_s: float) -> None:
+    def _add_verdicts(self, chooser: Chooser, role: ExportRole, state: NodeState, now_s: float) -> None:
         """Choose steps at the start of a verdict, and give slow ranks series of their own."""
         open_now = state.findings.slow_now
         keys = {each.key for each in open_now}

@@ -22,7 +22,7 @@ def node(run_id: str = "run", *sets: tuple[float, int], leads: bool = False, siz
     if leads:
         made.lead()
     for local, (started_s, restarts) in enumerate(sets):
-        made.began(local, started_s, size, restarts=restarts)
+        made.add(local, started_s, size, restarts=restarts)
     return made
 
 
@@ -49,7 +49,7 @@ def test_nodes_with_different_restart_counts_agree() -> None:
 
     assert [zero.number(local) for local in range(2)] == [other.number(local) for local in range(2)] == [0, 1]
     assert other.run_id == "a"
-    assert zero.of_other("b", 1, 50.4, 4) == 1
+    assert zero.remote_generation("b", 1, 50.4, 4) == 1
 
 
 def test_first_set_of_a_late_node_is_not_generation_0() -> None:
@@ -59,25 +59,25 @@ def test_first_set_of_a_late_node_is_not_generation_0() -> None:
     late.receive(zero.control(95.0), 95.0)
     assert late.number(0) == 2
     assert late.is_known(0)
-    late.began(1, 130.0, 4)
+    late.add(1, 130.0, 4)
     assert late.number(1) == 3  # This is a guess until node 0's message.
 
 
 def test_set_is_placed_by_its_age_if_an_earlier_one_was_not_reported() -> None:
     """The first processes of a node ended before they were reported."""
     zero = node("a", (0.0, 0), (50.0, 0), leads=True)
-    assert zero.of_other("b", 1, 51.0, 4) == 1
+    assert zero.remote_generation("b", 1, 51.0, 4) == 1
     early = node("a", (0.0, 0), leads=True)
-    assert early.of_other("b", 1, 51.0, 4) == 0  # No other generation is known yet.
-    early.began(1, 50.0, 4)
-    assert early.of_other("b", 1, 51.0, 4) == 1
+    assert early.remote_generation("b", 1, 51.0, 4) == 0  # No other generation is known yet.
+    early.add(1, 50.0, 4)
+    assert early.remote_generation("b", 1, 51.0, 4) == 1
 
 
 def test_new_node_0_continues_the_numbers() -> None:
     zero, heir = node("a", (0.0, 0), (50.0, 1), leads=True), node("b", (50.1, 0))
     heir.receive(zero.control(60.0), 60.0)
     heir.lead()
-    heir.began(1, 90.0, 2)
+    heir.add(1, 90.0, 2)
     assert (heir.number(0), heir.number(1), heir.run_id) == (1, 2, "a")
 
 
@@ -88,8 +88,8 @@ def test_generation_is_at_least_the_launchers_restart_count() -> None:
 
 def test_restarted_sidecar_keeps_known_numbers() -> None:
     made = Membership("run")
-    made.began(0, 0.0, 4, number=5)
-    made.began(1, 10.0, 4)
+    made.add(0, 0.0, 4, number=5)
+    made.add(1, 10.0, 4)
     assert [made.number(0), made.number(1)] == [5, 6]
 
 

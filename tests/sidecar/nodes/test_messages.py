@@ -212,7 +212,7 @@ class TestAccount:
         assert payloads(collected, 0) == [b"a%d" % n for n in range(2, 10)] + [b"b0"]
         # Two posts were dropped before the first report.
         assert (collected.nodes["n1"].missed, collected.nodes["n1"].left) == (2, False)
-        assert inbox.namesakes() == []
+        assert inbox.duplicate_names() == []
 
     def test_two_live_sidecars_with_one_name_are_noted(self) -> None:
         """Posts of both are read."""
@@ -223,7 +223,7 @@ class TestAccount:
             for sender in ("a1", "b2"):
                 inbox.receive(sender, encode(Report(float(at), 0, False, [Post(float(at), {at: b""})])), float(at))
 
-        assert inbox.namesakes() == ["n1"]
+        assert inbox.duplicate_names() == ["n1"]
         assert len(inbox.collect(3.0).posts) == 4
 
     def test_new_node_0_receives_the_last_posts_again(self) -> None:

@@ -191,7 +191,8 @@ def test_lost_gpu_is_retried_with_back_off(rig: Rig) -> None:
     assert rig.telemetry.losses == {UUIDS[0]: 1}
     (note,) = rig.telemetry.notes
     assert note == (
-        f"{UUIDS[0]}: no telemetry while the driver reports: GPU is lost; see the kernel's log (dmesg), its last XID is 79"
+        f"{UUIDS[0]}: no telemetry while the driver reports: GPU is lost; "
+        "see the kernel's log (dmesg), its last XID is 79"
     )
 
 

@@ -159,7 +159,7 @@ class Sender:
         why = "node 0's sidecar has no address"
         for host in address.hosts:
             try:
-                await self._enter(host, address)
+                await self._open_call(host, address)
             except OSError as error:
                 why = str(error)
                 await self._drop()
@@ -168,7 +168,7 @@ class Sender:
             return
         raise ConnectionError(why)
 
-    async def _enter(self, host: str, address: Address) -> None:
+    async def _open_call(self, host: str, address: Address) -> None:
         """Open a channel and a call.
 
         Each end proves that it has the token before the other sends data.

@@ -28,7 +28,7 @@ from torchlens_perf.sidecar.nodes.rendezvous import NotYet, Rendezvous
 from torchlens_perf.sidecar.nodes.timing import Timing
 
 
-class _Part(Protocol):
+class _End(Protocol):
     """The end of the exchange that runs on this node: client.Sender or server.Collector."""
 
     reply: bytes
@@ -67,12 +67,12 @@ class Exchange:
         self._last_error = ""
         self._failing_since_s: float | None = None
         self._reply = b""
-        self._part: _Part | None = None
+        self._end: _End | None = None
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._closing = False
         self._loop = _event_loop()
-        self._life = asyncio.run_coroutine_threadsafe(self._live(), self._loop)
+        self._life = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
     def post(self, payloads: Mapping[int, bytes]) -> None:
         """Report payloads, by rank. While node 0 cannot be reached, the last 8 posts are kept.
@@ -122,13 +122,13 @@ class Exchange:
             raise ValueError(f"a reply of {len(reply)} bytes, more than {MAX_REPLY_BYTES}")
         with self._lock:
             self._reply = reply
-            if self._part is not None:
-                self._part.reply = reply
+            if self._end is not None:
+                self._end.reply = reply
 
     def reply(self) -> bytes:
         """Return node 0's newest instructions, or b"" before the first and on node 0."""
         with self._lock:
-            return b"" if self._merges or self._part is None else self._part.reply
+            return b"" if self._merges or self._end is None else self._end.reply
 
     @property
     def unreached_s(self) -> float:
@@ -155,7 +155,7 @@ class Exchange:
                 notes.append(f"{count} reports of node {node} could not be read")
             if self._inbox.refused:
                 notes.append(f"{self._inbox.refused} calls without this job's token were refused")
-            notes += [f"several sidecars call their node {node!r}" for node in self._inbox.namesakes()]
+            notes += [f"several sidecars call their node {node!r}" for node in self._inbox.duplicate_names()]
         if self._life.done() and not self._closing:
             notes.append(f"the exchange between nodes has ended by an error of its own: {self._life.exception()!r}")
         return notes
@@ -175,17 +175,17 @@ class Exchange:
 
     # -- on the thread
 
-    async def _live(self) -> None:
-        part = self._make_part()
+    async def _run(self) -> None:
+        end = self._make_end()
         with self._lock:
-            part.reply = self._reply
-            self._part = part
+            end.reply = self._reply
+            self._end = end
         retry_s = self._timing.first_retry_s
         while not self._stop.is_set():
             # Clear the event before the turn, so that a post during the turn is not missed.
             self._wake.clear()
             try:
-                wait_s = await part.turn()
+                wait_s = await end.turn()
                 with self._lock:
                     self._failing_since_s = None
                 retry_s = self._timing.first_retry_s
@@ -197,11 +197,11 @@ class Exchange:
                 await _wait(self._stop, retry_s * random.uniform(0.5, 1.0))
                 retry_s = min(2 * retry_s, self._timing.last_retry_s)
         try:
-            await part.leave()
+            await end.leave()
         except OSError as error:
             self._count(error)
 
-    def _make_part(self) -> _Part:
+    def _make_end(self) -> _End:
         rendezvous = Rendezvous(self._endpoints, self._key, self._timing)
         if self._merges:
             from torchlens_perf.sidecar.nodes.server import Collector

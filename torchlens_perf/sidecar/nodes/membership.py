@@ -100,7 +100,7 @@ class Membership:
         self._received: tuple[ProcessGeneration, ...] = ()
         self._leads = False
 
-    def began(
+    def add(
         self, local: int, started_s: float, world_size: int, *, restarts: int = 0, number: int | None = None
     ) -> None:
         """Add a set of this node.
@@ -159,7 +159,7 @@ class Membership:
         )
         self._match()
 
-    def of_other(self, node: str, local: int, started_s: float, world_size: int) -> int | None:
+    def remote_generation(self, node: str, local: int, started_s: float, world_size: int) -> int | None:
         """Return the generation of a set of another node, or None without a match.
 
         Called on node 0.

@@ -293,7 +293,7 @@ class Inbox:
         """Return the number of reports that could not be read, by node."""
         return {sender.node: sender.unreadable for sender in self._senders.values() if sender.unreadable}
 
-    def namesakes(self) -> list[str]:
+    def duplicate_names(self) -> list[str]:
         """Return the node names that several live sidecars use.
 
         A name counts if a sidecar reported after another one had entered with that name.

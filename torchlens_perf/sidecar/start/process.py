@@ -41,7 +41,7 @@ _CREATE_RETRY_S = 1.0
 _MAX_RESTARTS, _MAX_RESTART_DELAY_S = 10, 60.0
 
 
-def attend(
+def read_live_run(
     run_dir: str, host: str, lock_descriptor: int, rings: Mapping[str, WaitingRing], *, shared: bool = False
 ) -> int:
     """Read the node's rings until its ranks have ended. Return the exit code.
@@ -56,13 +56,13 @@ def attend(
     try:
         lock = locked(run, lock_descriptor)
         lock.write_status(f"is making {run.path}")
-        if not settle(run, host, lock.write_status):
+        if not create_run_directory(run, host, lock.write_status):
             run.clear_local()
             lock.remove()
             return 1
         lock.write_status(LOADS)
         with ownership.as_private_as(run.nodes):
-            _read(run, host, lock, rings, attends=True)
+            _read(run, host, lock, rings, is_live=True)
     except TorchlensPerfError as error:
         print(f"torchlens-perf: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -88,12 +88,12 @@ def by_hand(
     # Rings may exist without the run directory, if it could not be created.
     if not run.nodes.is_dir() and not run.local_rings():
         raise RunStoreError(run.why_unreadable())
-    host = _known_node(run, name)
+    host = _find_node(run, name)
     lock = locked(run)
     priority.lower()
     try:
         run.create()
-        keep_log(run, host)
+        move_log(run, host)
         with ownership.as_private_as(run.nodes):
             if not any(path.exists() for path in run.registered_rings(host)) and nodes_of(run.spans):
                 return _replay(run, lock, replaying, quiet=quiet)
@@ -104,7 +104,7 @@ def by_hand(
     return 0
 
 
-def _known_node(run: RunDirectory, name: str | None) -> str:
+def _find_node(run: RunDirectory, name: str | None) -> str:
     """Return the node's name in file names.
 
     It may differ from the present one: the node may have been restarted, or its processes may have
@@ -157,11 +157,11 @@ def locked(run: RunDirectory, lock_descriptor: int | None = None) -> SidecarLock
 
 
 def _read(
-    run: RunDirectory, host: str, lock: SidecarLock, rings: Mapping[str, WaitingRing], *, attends: bool = False
+    run: RunDirectory, host: str, lock: SidecarLock, rings: Mapping[str, WaitingRing], *, is_live: bool = False
 ) -> None:
     # One low-priority thread does all the work, because the kernel ends the child that builds the
     # tap together with the thread that started it.
-    background = ThreadPoolExecutor(1, initializer=priority.lower_thread) if attends else None
+    background = ThreadPoolExecutor(1, initializer=priority.lower_thread) if is_live else None
     if background is not None and not run.local_mailboxes(REPORT):
         background.submit(__import__, "torchlens_perf.sidecar.node").result()
     from torchlens_perf.exporters.otlp_environment import DeferredExporter, exporter_from_environment, wanted_signals
@@ -170,7 +170,7 @@ def _read(
     from torchlens_perf.sidecar.node import Sidecar
     from torchlens_perf.sidecar.tap_for_next_run import TapForNextRun
 
-    tap = TapForNextRun(builds=attends)
+    tap = TapForNextRun(builds=is_live)
     again, failures = True, 0
     while again:
         wanted = bool(wanted_signals(os.environ))
@@ -182,7 +182,7 @@ def _read(
         except Exception:
             failures += 1
             # A user who started it by hand sees the error.
-            if not attends or failures > _MAX_RESTARTS:
+            if not is_live or failures > _MAX_RESTARTS:
                 raise
             rest_s = min(_MAX_RESTART_DELAY_S, 2.0**failures)
             logger.exception("the sidecar has failed and restarts in %g s", rest_s)
@@ -260,7 +260,9 @@ def live_results(run: RunDirectory) -> str:
     return results_of(run)
 
 
-def settle(run: RunDirectory, host: str, write_status: Callable[[str], None] = lambda doing: None) -> bool:
+def create_run_directory(
+    run: RunDirectory, host: str, write_status: Callable[[str], None] = lambda doing: None
+) -> bool:
     """Create the run directory. Return False if that fails until no rank records any more.
 
     The sidecar creates it and not a rank, because the disk may not answer and no rank may wait for
@@ -273,7 +275,7 @@ def settle(run: RunDirectory, host: str, write_status: Callable[[str], None] = l
     while True:
         try:
             run.create()
-            _redirect_output(keep_log(run, host))
+            _redirect_output(move_log(run, host))
             return True
         except (OSError, RunStoreError) as error:
             if str(error) != last_error:
@@ -301,7 +303,7 @@ def _is_there(folder: Path) -> bool:
     return True
 
 
-def keep_log(run: RunDirectory, host: str) -> Path:
+def move_log(run: RunDirectory, host: str) -> Path:
     """Move the log of this node's sidecars into the run directory. Return its path there.
 
     Raises OSError.

@@ -168,9 +168,9 @@ def main(arguments: Sequence[str]) -> int:
                 os.set_inheritable(ring.descriptor, True)
             opened = [f"{ring.descriptor}:{path}" for path, ring in rings.items()]
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], AT_ONCE, *opened])
-    from torchlens_perf.sidecar.start.process import attend
+    from torchlens_perf.sidecar.start.process import read_live_run
 
-    return attend(run, host, lock, rings, shared=SHARED in more)
+    return read_live_run(run, host, lock, rings, shared=SHARED in more)
 
 
 def _preload() -> Preload:
