@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-_LEFT_OUT = "this node has too many process groups: slow links among the least used ones raise no alerts"
+_TOO_MANY_GROUPS = "this node has too many process groups: slow links among the least used ones raise no alerts"
 # Links are judged rarely, because each judgement covers the whole run.
 _PERIOD_S = 10.0
 _MIN_IDLE_RATIO = 100.0
@@ -66,8 +66,8 @@ class LinkWatch:
         if not cluster.judges_alone:
             own, left_out = link_report.encode(attempt, rows)
             cluster.set_links(own)
-            if left_out and _LEFT_OUT not in state.notes:
-                state.notes.append(_LEFT_OUT)
+            if left_out and _TOO_MANY_GROUPS not in state.notes:
+                state.notes.append(_TOO_MANY_GROUPS)
         for each in cluster.links_of_others():
             try:
                 reported.append(link_report.decode(each, attempt, epoch.world_size))

@@ -164,7 +164,7 @@ class Epoch:
         self._groups.update({name: parse_ranges(group["ranks"]) for name, group in groups.items()})
 
     def add_metrics(self, values: Mapping[int, Mapping[str, float]], now_s: float) -> None:
-        """Add the metrics of the last second, by rank; see verdicts/causes/metrics.py."""
+        """Add the metrics of the last second, by rank. See verdicts/causes/metrics.py."""
         known = {rank: metrics for rank, metrics in values.items() if rank in self.ranks}
         for rank, metrics in known.items():
             self.ranks[rank].metrics = metrics

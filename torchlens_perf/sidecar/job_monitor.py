@@ -132,7 +132,10 @@ class JobMonitor:
             self.epoch.add_steps(source.state.identity, source.state.place, judged, places)
 
     def update(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
-        """Judge the ranks, exchange windows with other nodes, and look for hangs. now_s: CLOCK_MONOTONIC."""
+        """Judge the ranks, exchange windows with other nodes, and look for hangs.
+
+        now_s: CLOCK_MONOTONIC.
+        """
         newest = list(sources.newest())
         with self._errors.contain(_JUDGING):
             uncomparable = self._state.join.uncomparable()

@@ -112,7 +112,10 @@ class Sidecar:
         self.records.count()
 
     def judge(self, now_s: float, *, final: bool = False) -> None:
-        """Judge the ranks, exchange windows with other nodes, and look for hangs. now_s: CLOCK_MONOTONIC."""
+        """Judge the ranks, exchange windows with other nodes, and look for hangs.
+
+        now_s: CLOCK_MONOTONIC.
+        """
         self.monitor.update(self.sources, now_s, final=final)
 
     def join_run(self) -> None:

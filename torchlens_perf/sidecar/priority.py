@@ -36,7 +36,10 @@ MEMORY_BYTES = 4 << 30
 
 
 def lower() -> None:
-    """Give this thread, and the threads and children that it starts, low priority, and call spare_memory()."""
+    """Give this thread low priority, and call spare_memory().
+
+    Threads and children that it starts inherit the priority.
+    """
     lower_thread()
     spare_memory()
 

@@ -254,7 +254,7 @@ def test_library_is_initialised_again_after_a_driver_reload(rig: Rig, how: str, 
         # Retries come after 1, 2 and 4 s, and once more.
         assert rig.nvml.calls("nvmlInitWithFlags") <= 1 + 3 + 1
     assert rig.telemetry.losses == {"": 1}
-    assert "GPU telemetry was interrupted, as the driver was reloaded: Uninitialized" in rig.telemetry.notes
+    assert "GPU telemetry was interrupted because the driver was reloaded: Uninitialized" in rig.telemetry.notes
 
 
 def test_xids_are_counted_per_gpu_without_waiting(rig: Rig) -> None:
@@ -359,7 +359,7 @@ def test_mig_instance_is_found_by_its_uuid(rig: Rig) -> None:
 
 def test_gpu_that_nvml_does_not_show_is_noted(rig: Rig) -> None:
     assert rig.sample(UUIDS[3]) == {}
-    assert rig.telemetry.notes == [f"{UUIDS[3]}: no telemetry, as NVML cannot open it: Not Found"]
+    assert rig.telemetry.notes == [f"{UUIDS[3]}: no telemetry because NVML cannot open it: Not Found"]
 
 
 def test_gpu_with_slow_calls_is_sampled_less_often(rig: Rig) -> None:
@@ -381,7 +381,7 @@ def test_gpu_with_slow_calls_is_sampled_less_often(rig: Rig) -> None:
 
     assert answers == [(True, {}, 0), (True, {}, 0), (True, {}, 1)]
     assert rig.telemetry.slow_samples == {UUIDS[0]: 3}
-    assert rig.telemetry.notes[0].endswith(" s to answer; it is asked more rarely")
+    assert rig.telemetry.notes[0].endswith(" s to answer; it is sampled less often")
 
 
 _BESIDE_ANOTHER = """

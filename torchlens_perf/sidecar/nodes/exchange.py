@@ -119,7 +119,7 @@ class Exchange:
         ValueError for more bytes.
         """
         if len(reply) > MAX_REPLY_BYTES:
-            raise ValueError(f"a reply of {len(reply)} bytes, more than {MAX_REPLY_BYTES}")
+            raise ValueError(f"the reply has {len(reply)} bytes, more than {MAX_REPLY_BYTES}")
         with self._lock:
             self._reply = reply
             if self._end is not None:
@@ -155,9 +155,9 @@ class Exchange:
                 notes.append(f"{count} reports of node {node} could not be read")
             if self._inbox.refused:
                 notes.append(f"{self._inbox.refused} calls without this job's token were refused")
-            notes += [f"several sidecars call their node {node!r}" for node in self._inbox.duplicate_names()]
+            notes += [f"several sidecars use the node name {node!r}" for node in self._inbox.duplicate_names()]
         if self._life.done() and not self._closing:
-            notes.append(f"the exchange between nodes has ended by an error of its own: {self._life.exception()!r}")
+            notes.append(f"the exchange between nodes has failed: {self._life.exception()!r}")
         return notes
 
     def close(self, timeout_s: float = 5.0) -> bool:

@@ -54,16 +54,16 @@ def decode(data: bytes, attempt: int, world_size: int) -> list[LinkStatistics]:
         # The limit keeps a small message from unpacking to a large amount of memory.
         report = _decoder.decode(zlib.decompressobj().decompress(data, _MAX_UNPACKED_BYTES))
     except (zlib.error, msgspec.MsgspecError, UnicodeError) as error:
-        raise ValueError(f"not a node's collectives: {error}") from error
+        raise ValueError(f"invalid link report: {error}") from error
     if report.attempt != attempt:
         return []
     for row in report.rows:
         times = (row.wait_ns, *row.transfer_ns, row.joined, row.bytes, row.waits, row.transfers)
         valid = _are_ranks(row.key.pair, world_size) if row.key.pair else _are_group(row.key.ranges, world_size)
         if not valid or not 0 <= row.key.octave <= 64:
-            raise ValueError("a node's collectives have invalid ranks or sizes")
+            raise ValueError("invalid link report: ranks or sizes are out of range")
         if not all(math.isfinite(each) and each >= 0 for each in times):
-            raise ValueError("a node's collectives have invalid numbers")
+            raise ValueError("invalid link report: times or counts are negative or not finite")
     return report.rows
 
 

@@ -221,10 +221,10 @@ def unpack(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
     """Return many ranks' summaries as one array. Raises ValueError for another version or size."""
     joined = b"".join(payloads)
     if len(joined) != LAYOUT.itemsize * len(payloads):
-        raise ValueError("a summary has another size")
+        raise ValueError("a summary has the wrong size")
     values = np.frombuffer(joined, LAYOUT)
     if len(values) and (values["version"] != VERSION).any():
-        raise ValueError("a summary is of another version")
+        raise ValueError("a summary has another version")
     return values
 
 

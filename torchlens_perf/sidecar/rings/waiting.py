@@ -38,7 +38,7 @@ class WaitingRing:
         self._capacity = int.from_bytes(header[16:24], "little")
         if header[: len(MAGIC)] != MAGIC or not self._capacity:
             self.close()
-            raise ValueError(f"{path} is no ring file")
+            raise ValueError(f"{path} is not a ring file")
         memory.hold(path, self.descriptor)
 
     def update(self, now_s: float) -> bool:

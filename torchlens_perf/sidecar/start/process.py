@@ -117,7 +117,7 @@ def _find_node(run: RunDirectory, name: str | None) -> str:
     known = sorted({path.stem for kind in ("json", "rings") for path in run.nodes.glob(f"*.{kind}")})
     of_host = [node for node in known if host_of(node) == host]
     if len(of_host) > 1:
-        raise RunStoreError(f"{host} is several nodes here, name one by --host: {', '.join(of_host)}")
+        raise RunStoreError(f"{host} has several nodes in this run. Choose one with --host: {', '.join(of_host)}")
     return of_host[0] if of_host else exact
 
 

@@ -122,7 +122,7 @@ class GpuTelemetry:
             backoff.until_ns = max(backoff.until_ns, monotonic_ns + _MIN_IDLE_RATIO * took_ns)
             self.slow_samples[uuid] += 1
             if self.slow_samples[uuid] == _SLOW_SAMPLES_BEFORE_NOTE:
-                self._note(f"{uuid}: its driver takes {took_ns / 1e9:.2g} s to answer; it is asked more rarely")
+                self._note(f"{uuid}: its driver takes {took_ns / 1e9:.2g} s to answer; it is sampled less often")
         return sample
 
     def _read_xids(self) -> None:
@@ -166,7 +166,7 @@ class GpuTelemetry:
         gpu = self._gpus.pop(uuid, None)
         if gpu is None:
             if uuid not in self.losses:  # A lost GPU already has a note.
-                self._note(f"{uuid}: no telemetry, as NVML cannot open it: {error}")
+                self._note(f"{uuid}: no telemetry because NVML cannot open it: {error}")
             return
         self.losses[uuid] += 1
         gpu.close()
@@ -177,7 +177,7 @@ class GpuTelemetry:
     def _unload(self, error: Exception, now_ns: int) -> None:
         """Discard all handles, which became invalid when the driver was unloaded or replaced."""
         self.losses[""] += 1
-        self._note(f"GPU telemetry was interrupted, as the driver was reloaded: {error}")
+        self._note(f"GPU telemetry was interrupted because the driver was reloaded: {error}")
         self.close()
         self._library_backoff.failed(now_ns)
 
