@@ -1,4 +1,4 @@
-"""Where each training step's time goes, on every rank: which rank is slow, why, what it costs, and what to do.
+"""Measure the time of each training step on every rank, and report which rank is slow, why, and what to do.
 
 ::
 
@@ -24,8 +24,8 @@ import os as _os
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-# A sidecar starts beside the first steps of a job, and needs none of it: importing it would take four times as long as
-# all else that it does at first (sidecar/start/wait.py).
+# A sidecar process needs none of these names. Importing them would take four times as long as the rest of its start
+# (sidecar/start/wait.py), while the job makes its first steps.
 if getattr(_sys, "argv", [])[:2] != [__path__[0], "sidecar"]:  # as in run/children.py
     from torchlens_perf.config import Config
     from torchlens_perf.errors import ConfigError, TorchlensPerfError
@@ -49,7 +49,7 @@ def load(run_dir: "str | _os.PathLike[str]") -> "Run":
         print(run.summary())
         steps = run.step_table("pandas")
 
-    Raises RunStoreError, a TorchlensPerfError, for a folder that is no run directory.
+    Raise RunStoreError, a TorchlensPerfError, for a folder that is not a run directory.
     """
     from torchlens_perf.results.run import Run
 

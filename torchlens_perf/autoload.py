@@ -1,4 +1,4 @@
-"""Recording a script that does not know of us.
+"""Record scripts without changing them.
 
 ::
 
@@ -6,8 +6,8 @@
     TORCHLENS_PERF=1 python train.py                   autoload(): entry point torch.backends, at `import torch`
     python -m torchlens_perf run train.py ARGS         commands/run.py: the same, also where torch loads no entry points
 
-In a worker nothing happens until something trains (hooks/loop/first_step.py): data loader workers, compile workers,
-launchers and tools import torch too, and are not ranks.
+Recording starts after the first training step (hooks/loop/first_step.py), because data loader workers, compile workers,
+launchers and tools import torch too and are not ranks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _started: Watch | None = None
 
 
 def is_autoload_off(environ: Mapping[str, str]) -> bool:
-    """Whether torch loads no entry points: with any value but "1" (torch.__init__)."""
+    """Return True if torch does not load entry points: for any value of the switch but "1" (torch.__init__)."""
     return environ.get(AUTOLOAD_SWITCH, "1") != "1"
 
 
 def autoload() -> None:
-    """Entry point `torch.backends`. Never raises: that would make `import torch` itself fail."""
+    """Entry point `torch.backends`. It never raises, as that would make `import torch` fail."""
     try:
         with guard("arming at `import torch`"):
             if configuration.is_on(os.environ):
@@ -45,9 +45,9 @@ def autoload() -> None:
 
 
 def arm() -> None:
-    """Waits for this process's next step, and starts a watch at its end. Again is harmless.
+    """Start a watch when this process's next step has ended. Further calls do nothing.
 
-    Raises ConfigError for a bad TORCHLENS_PERF_* variable.
+    Raise ConfigError for an invalid TORCHLENS_PERF_* variable.
     """
     environment = configuration.from_environment(os.environ)
     from torchlens_perf.hooks.loop import first_step
@@ -61,7 +61,7 @@ def arm() -> None:
 
 
 def disarm() -> None:
-    """Waits no longer, and ends the watch that was started here. Again is harmless."""
+    """Stop waiting for a step, and end the watch that was started here. Further calls do nothing."""
     global _started
     waiting = sys.modules.get("torchlens_perf.hooks.loop.first_step")
     if waiting is not None:
@@ -76,21 +76,24 @@ def _start(optimizer: Any) -> None:
     try:
         _started = start_after_first_step(optimizer)
     except ConfigError as error:
-        _say_off(str(error))  # a setting in the environment is no reason to stop a script that does not know of us
+        # An invalid variable must not stop a script.
+        _say_off(str(error))
 
 
 def _again_in_child() -> None:
-    """A child of a recorded process may be a trainer too: it waits for a step of its own."""
+    """Wait for a step in a forked child of a recorded process, which may train too."""
     if forked_while_recording():
         autoload()
 
 
-# After watch.py's own, which is imported first: what was inherited has been taken away then.
+# Registered after the handler of watch.py, which clears what the child has inherited.
 os.register_at_fork(after_in_child=_again_in_child)
 
 
-@functools.cache  # once, though torch's entry point and `run` both call autoload()
+# Cached, because the entry point and `run` both call autoload(), and the line must appear once.
+@functools.cache
 def _say_off(reason: str) -> None:
     already_printed.add(reason)
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # one line a node, not one a rank
+    # One line per node is enough.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         say(f"torchlens_perf is off: {printable(reason)}\n")

@@ -18,9 +18,9 @@ SWITCH = "TORCHLENS_PERF"
 CHILD = "_TORCHLENS_PERF_CHILD"
 """Set in the environment of each process that this package starts. Such a process records nothing."""
 EXCHANGE_TOKEN = "TORCHLENS_PERF_EXCHANGE_TOKEN"
-"""The token of an exchange with an address. The sidecar gets it by this variable, never by a file."""
+"""The token for nodes that join an exchange. The sidecar receives it in this variable, never in a file."""
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-# Variables of ours that are not settings.
+# Variables of this package that are not settings.
 _NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE}
 SIDECAR_SETTINGS = (
     "disk_bytes", "trace_every", "export_limit", "telemetry", "capture", "exchange", "prometheus", "writes_page",
@@ -45,9 +45,9 @@ _OLD_NAMES = {
 }
 _NEW_NAME = re.compile(r"\b(exchange|memory|report|trace_every|export_limit)\b")
 _MASKED = re.compile(r"(?<=\btoken=)[^&#'\"]*|(?<=://)[^/?#@'\"]*(?=@)")
-"""Parts of a URL that no message shows."""
+"""Secret parts of a URL, which messages hide."""
 _HOST_AND_PORT = re.compile(r"([^\s:@\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
-# No name: to look it up may take long.
+# Host names are refused, because looking them up may take long.
 _LISTENING_ADDRESS = re.compile(r"(?:(?:localhost|[0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-fA-F:.]+\]):)?([0-9]{1,5})")
 
 _T = TypeVar("_T")
@@ -79,13 +79,13 @@ class Settings(TypedDict, total=False):
 
 
 class WatchSettings(Settings, total=False):
-    """Settings, and a Config that has them already."""
+    """Settings, or a Config with settings."""
 
     config: Config | None
 
 
 class Secret(str):
-    """Text that no repr() shows."""
+    """Text that repr() hides."""
 
     def __repr__(self) -> str:
         return "'***'"
@@ -103,13 +103,14 @@ class ExchangeUrl(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> ExchangeUrl:
-        """Raise ValueError, with what is expected, for text of another form."""
+        """Parse a URL. Raise ValueError that describes the expected form."""
         from urllib.parse import parse_qsl, urlsplit
 
         try:
             url = urlsplit(text)
         except ValueError:
-            raise ValueError("a URL with host:port or [address]:port") from None  # the message may show the token
+            # Without a cause: its message could contain the token.
+            raise ValueError("a URL with host:port or [address]:port") from None
         if url.scheme not in ("grpc", "grpcs") or url.path not in ("", "/") or url.fragment:
             raise ValueError('"auto", "off", or a URL such as grpc://HOST:PORT or grpcs://HOST:PORT?certs=FOLDER')
         if _HOST_AND_PORT.fullmatch(url.netloc) is None and (url.netloc or url.scheme == "grpc"):
@@ -121,7 +122,8 @@ class ExchangeUrl(NamedTuple):
         if bool(found.certs) != (url.scheme == "grpcs"):
             raise ValueError("a URL with certs=FOLDER if it begins with grpcs://, and only then")
         if not all(os.path.isabs(path) and _is_path(path) for path in (found.token_file, found.certs) if path):
-            raise ValueError("a URL in which token_file and certs are full paths")  # the sidecar's folder is another
+            # The sidecar runs in another working directory.
+            raise ValueError("a URL in which token_file and certs are full paths")
         return found
 
     def without_token(self) -> str:
@@ -135,56 +137,55 @@ class ExchangeUrl(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of watch(). Each field is also an environment variable: TORCHLENS_PERF_DIR, _MODULES, ...
+    """Settings of watch(). Each field is also an environment variable: TORCHLENS_PERF_DIR, _MODULES, ...
 
-    Raises ConfigError, naming the field, for a value that cannot be used.
+    Raise ConfigError, which names the field, for an invalid value.
     """
 
     dir: str | os.PathLike[str] = "torchlens-perf"
-    """Folder in which each run makes a run directory."""
+    """Folder in which each run creates its run directory."""
 
     modules: Literal["auto", "all", "none"] | int | tuple[str, ...] | list[str] = "auto"
     """Modules to time: "auto" (two levels, at most 128), "all", "none", a number of levels, or name patterns
     like "blocks.*.attn" (a tuple or list; comma-separated in the environment)."""
 
     backward_every: int = 16
-    """Time the backward pass of modules in one step of so many, and more rarely where that would cost more than 0.1 %
-    of the time. 1: in every step, whatever it costs; 0: never."""
+    """Time the backward pass of modules in one step of this many, and less often if it would cost more than 0.1 % of
+    the time. 1 times every step at any cost; 0 none."""
 
     collectives: bool = True
-    """Time collectives and the time blocked in them."""
+    """Time collectives, and how long each rank is blocked in them."""
 
     device_times: Literal["auto", "on", "off"] = "auto"
-    """Time phases on the device, by CUDA events: "auto", but not under CUDA_DEVICE_MAX_CONNECTIONS=1, where they would
-    keep communication from overlapping with computation; "on", there too; "off"."""
+    """Time phases on the device with CUDA events. "auto" does not with CUDA_DEVICE_MAX_CONNECTIONS=1, where events
+    would keep communication from overlapping with computation; "on" always does; "off" never."""
 
     nccl: Literal["auto", "on", "off"] = "off"
-    """Time collectives on the device by NCCL's profiler plugin: "off"; "auto", in every step with NCCL 2.28 to 2.30;
-    "on", with others from 2.27 on too, in one step of 50. NCCL then takes 33 MiB of shared memory for each process and
-    communicator: where there is no room for that, nothing is timed. A plugin that the job has chosen stays."""
+    """Time collectives on the device with NCCL's profiler plugin. "off" does not; "auto" does in every step with NCCL
+    2.28 to 2.30; "on" also does in one step of 50 with other versions from 2.27 on. NCCL then needs 33 MiB of shared
+    memory per process and communicator; without that, nothing is timed. A plugin that the job has chosen is kept."""
 
     aggregate: Literal["sidecar", "device"] = "sidecar"
-    """Who merges device sections over ranks: "sidecar", without any collective; "device", together with the parts of
-    the device's steps, by two all-reduces in a group of our own, once in 64 steps. For the latter all ranks must make
-    the same steps: see docs/explanation/device-time.md."""
+    """Where device sections are merged over ranks: "sidecar", without collectives; "device", with two all-reduces in a
+    process group of its own, once in 64 steps. For "device", all ranks must make the same steps: see
+    docs/explanation/device-time.md."""
 
     exchange: Literal["auto", "off"] | str = "auto"
-    """How the sidecars of several nodes meet: "auto", node 0 takes a free port, which the others find in the run
-    directory or in the job's store; "off", each node judges its own ranks; a URL such as "grpc://HOST:PORT", node 0
-    listens there.
+    """How the sidecars of several nodes connect. "auto": node 0 listens on a free port, which other nodes find in the
+    run directory or the job's store. "off": each node judges its own ranks only. A URL such as "grpc://HOST:PORT": node
+    0 listens there.
 
-    Parameters of the URL: token_file=FILE, with a token that admits nodes; grpcs://...?certs=FOLDER, for TLS with
-    ca.crt, tls.crt and tls.key; name=NAME, as in node 0's certificate. "grpcs://?certs=FOLDER" is "auto" with TLS. The
-    token itself goes into the variable TORCHLENS_PERF_EXCHANGE_TOKEN, or into the URL as token=TOKEN."""
+    Parameters of the URL: token_file=FILE with a token that other nodes must present; certs=FOLDER, with grpcs://, for
+    TLS with ca.crt, tls.crt and tls.key; name=NAME, the name in node 0's certificate. "grpcs://?certs=FOLDER" is "auto"
+    with TLS. The token may also be given as token=TOKEN or in the variable TORCHLENS_PERF_EXCHANGE_TOKEN."""
 
     memory: Literal["usage", "history", "off"] = "usage"
-    """Record device memory, or resident memory on a CPU: there it is read once in 50 ms at most, on a device in one
-    step of 16. "history" also keeps the Python stack of each live block of device memory, and the last 20,000
-    allocations, so that the table of an out-of-memory error names modules and lines; each allocation takes some
-    microseconds longer."""
+    """Record device memory in one step of 16, or a CPU process's resident memory at most every 50 ms. "history" also
+    keeps the Python stack of each live block of device memory and the last 20,000 allocations. The report on an
+    out-of-memory error then names modules and lines, and each allocation takes some microseconds longer."""
 
     nvtx: bool = True
-    """Push NVTX ranges when a tool listens; without one they cost nothing."""
+    """Push NVTX ranges while a tool such as Nsight Systems is attached. Without one they cost nothing."""
 
     telemetry: bool = True
     """Read CPU time, memory, disk and network of the ranks' processes, clocks, power, temperatures and errors of the
@@ -192,54 +193,54 @@ class Config:
     its GPUs."""
 
     ring_records: int = 65536
-    """Capacity of the ring file, in records of 64 bytes; rounded up to a power of two."""
+    """Capacity of the ring file, in records of 64 bytes, rounded up to a power of two."""
 
     disk_bytes: int = 1 << 29
-    """Most bytes of records and telemetry that a node keeps in the run directory. Beyond it the oldest are removed;
-    statistics stay."""
+    """Limit of the records and telemetry of one node in the run directory, in bytes. Beyond it the oldest are removed.
+    Statistics stay."""
 
     sidecar: bool = True
-    """Start the per-node process that reads, keeps and exports. Without it the ring files stay in the run directory
-    for `torchlens-perf sidecar RUN_DIR`."""
+    """Start one sidecar process per node, which reads, stores and exports the records. Without it, ring files stay in
+    the run directory until `torchlens-perf sidecar RUN_DIR` reads them."""
 
     report: Literal["page", "quiet", "text", "off"] = "page"
-    """What rank 0 makes of the run at its end: "page", the report is printed (on stderr, in a notebook in the cell) and
-    report.html is written into the run directory; "quiet", the page alone; "text", the printed report alone; "off"."""
+    """Output of rank 0 at the end of the run: "page" prints the report (on stderr, or in a notebook cell) and writes
+    report.html into the run directory; "quiet" only writes the page; "text" only prints; "off" does neither."""
 
     capture: Literal["ask", "verdict", "off"] = "ask"
-    """Who may ask for a deep look at a few steps: "ask", `torchlens-perf capture` alone; "verdict", also the sidecar,
-    once when a rank is slow, of that one and a healthy one; "off", nobody."""
+    """What may start a capture of a few steps: "ask", only `torchlens-perf capture`; "verdict", also the first slow
+    rank, which is captured together with a healthy one; "off", nothing."""
 
     share: Literal["off", "group"] = "off"
-    """Who may read a run directory: "off", this user alone, whatever the umask; "group", also the group that the file
-    system gives it."""
+    """Who may read the run directory: "off", only this user, whatever the umask; "group", also the group of the
+    folder."""
 
     prometheus: str = ""
-    """Where the sidecar answers Prometheus: a port, of the loopback interface alone, or "address:port" in digits, as
-    "0.0.0.0:9464" for other machines; port 0 takes a free one. "": nowhere. Everybody who reaches the port may read."""
+    """Address of the Prometheus endpoint /metrics: a port on the loopback interface, or "address:port" in digits, such
+    as "0.0.0.0:9464" for other machines. Port 0 chooses a free one; "" opens none. All who reach the port can read."""
 
     trace_every: int = 100
-    """Export the spans of one step of so many over OTLP, besides those of the first steps, of slow steps, and of steps
-    in which a rank becomes slow. 0 exports none."""
+    """Export the spans of one step of this many over OTLP, and also those of the first steps, of slow steps, and of
+    steps in which a rank becomes slow. 0 exports none."""
 
     export_limit: int = 2000
-    """Most metric series that the whole job exports, all nodes together, and ten times the most spans a second. Beyond
-    it, one description of the job and the ranks that stand out are exported, and what is left out is counted. 0: no
+    """Limit of metric series that all nodes of the job export together. Ten spans per second are allowed for each 100.
+    Beyond the limit, series of the whole job and of slow ranks are exported, and the others are counted. 0: no
     limit."""
 
-    # For callbacks of frameworks, tests and the environment. Names without the underscore are the variables'.
+    # For callbacks of frameworks, tests and the environment. Variables have these names without the underscore.
     _exchange_token: str = ""
     _build_tap: bool = True
-    """Let the sidecar compile the native tap on collectives for the next run, where it is missing."""
+    """Let the sidecar compile a missing native tap on collectives for the next run."""
     _faulthandler: bool = False
-    """Let a rank answer SIGUSR2 with its stack, by faulthandler, where py-spy may not look at it."""
+    """Let a rank print its stack on SIGUSR2 with faulthandler, where py-spy is not permitted."""
     _exit_timeout_s: float | None = None
-    """Longest wait for the report when the run ends, in seconds. None: 1 s, but up to 10 s in a job on one node, for as
-    long as the sidecar makes progress; Ctrl-C ends the wait."""
+    """Longest wait for the report when the run ends, in seconds. None: 1 s, and on one node up to 10 s while the
+    sidecar makes progress. Ctrl-C ends the wait."""
     _trace_slow: bool = True
-    """Export the spans of slow steps, and of steps in which a rank becomes slow, too."""
+    """Also export the spans of slow steps and of steps in which a rank becomes slow."""
     _total_steps: int = 0
-    """Steps that the run will make, for progress and the time left in `torchlens-perf top`. 0: not known."""
+    """Total steps of the run, for the time left in `torchlens-perf top`. 0: unknown."""
 
     def __post_init__(self) -> None:
         self._check("dir", isinstance(self.dir, (str, os.PathLike)) and _is_path(self.dir), "a folder's name")
@@ -274,7 +275,7 @@ class Config:
         value = getattr(self, field)
         whole = kind is int
         good = isinstance(value, (int,) if whole else (int, float)) and not isinstance(value, bool)
-        # `not (a <= b)` and not `a > b`: NaN is refused too.
+        # `a <= b` instead of `not a > b`, which would accept NaN.
         good = good and least <= value and (most is None or value <= most)
         limits = f"at least {least}" if most is None else f"from {least} to {most}"
         self._check(field, good, f"a {'whole ' if whole else ''}number, {limits}")
@@ -293,7 +294,7 @@ class Config:
             self._check("modules", isinstance(value, int) and not isinstance(value, bool) and value >= 1, wanted)
 
     def _check_exchange(self) -> None:
-        """Move the token out of the URL, so that nothing that is written or shown has it."""
+        """Move the token out of the URL, so that it is never written or shown."""
         token = self._exchange_token
         if self.exchange not in ("auto", "off"):
             try:
@@ -310,26 +311,26 @@ class Config:
 
     @property
     def prints_report(self) -> bool:
-        """Whether rank 0 shows the report when the run ends."""
+        """True if rank 0 shows the report when the run ends."""
         return self.report in ("page", "text")
 
     @property
     def writes_page(self) -> bool:
-        """Whether the sidecar writes report.html when the run has ended."""
+        """True if the sidecar writes report.html when the run has ended."""
         return self.report in ("page", "quiet")
 
     @property
     def is_shared(self) -> bool:
-        """Whether the group may read the run directory."""
+        """True if the group may read the run directory."""
         return self.share == "group"
 
     @property
     def ring_capacity(self) -> int:
-        """ring_records as a power of two."""
+        """Capacity of the ring file in records, a power of two."""
         return 1 << (self.ring_records - 1).bit_length()
 
     def wants_module(self, name: str) -> bool:
-        """Whether a name pattern chose this module; for the other forms of `modules`, False."""
+        """Return True if a name pattern matches this module. Other forms of `modules` match none."""
         return isinstance(self.modules, tuple) and any(fnmatch.fnmatchcase(name, p) for p in self.modules)
 
 
@@ -374,13 +375,13 @@ def _modules(text: str) -> str | int | tuple[str, ...]:
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float | None": float, "bool": _flag}
-"""By a field's type; a field of any other type takes the text."""
+"""Functions that parse a variable, by the field's type. Other fields take the text."""
 
 
 def is_on(environ: Mapping[str, str]) -> bool | None:
-    """Return whether TORCHLENS_PERF is on or off; None if it is not set. Raises ConfigError for another value.
+    """Return whether TORCHLENS_PERF is on or off; None if it is not set. Raise ConfigError for an invalid value.
 
-    It is off in the processes that this package starts.
+    In processes that this package starts, it is off.
     """
     if CHILD in environ:
         return False

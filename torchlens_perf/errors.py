@@ -1,4 +1,4 @@
-"""The errors of this package, the one place that keeps them out of the training loop, and what may be printed."""
+"""Exceptions of this package, the guards that keep them out of the training loop, and safe text for terminals."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ _R = TypeVar("_R")
 LOGGED_PER_PLACE = 3
 _NOT_PRINTED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 RAISE = "TORCHLENS_PERF_RAISE"
-"""Set to 1, this variable has our own errors raised: for tests, not for jobs."""
+"""With this variable set to 1, internal errors are raised instead of logged. For tests only."""
 
 
 DAMAGED_DATA = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What our own code raises for data that was damaged. It belongs to the file it was read from, and to no other one."""
+"""Exceptions that damaged data can cause while it is decoded. They concern only the file that was read."""
 
 
 class TorchlensPerfError(Exception):
-    """Root of the errors that this package raises."""
+    """Base class of the exceptions that this package raises."""
 
 
 class ConfigError(TorchlensPerfError, ValueError):
-    """A setting that cannot be used. The message names the field and says what to do."""
+    """An invalid setting. The message names the field and what to do."""
 
 
 class RingError(TorchlensPerfError):
-    """A file that is not a ring file, or not a whole one."""
+    """A file that is not a complete ring file."""
 
 
 class RunStoreError(TorchlensPerfError):
-    """A folder that is not a run directory, or that cannot be read or written."""
+    """A folder that is not a run directory, or cannot be read or written."""
 
 
 class HookUnavailable(TorchlensPerfError):
-    """This version of torch lacks what a hook needs. The hook is left out, and the report says so."""
+    """This version of torch lacks an API that a hook needs. The hook is skipped and the report notes it."""
 
 
 class DeviceError(TorchlensPerfError):
-    """A call to the device that failed, or a library that is needed to reach it and is missing."""
+    """A failed device call, or a missing library that is needed for device calls."""
 
 
 def unknown(what: str, word: str, known: Iterable[str]) -> str:
-    """Return a sentence with the nearest known word. what: as in "unknown command"."""
+    """Return "unknown WHAT WORD" with the nearest known word as a suggestion. what: for example "command"."""
     import difflib
 
     close = difflib.get_close_matches(word, list(known), n=1)
@@ -58,19 +58,20 @@ def unknown(what: str, word: str, known: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """One line, in which nothing drives a terminal or turns letters round; such characters become "?".
+    """Return text as one line without control characters, which become "?".
 
-    Names of modules, hosts and exceptions may hold anything: escape sequences, lone surrogates, ends of lines.
+    Names of modules, hosts and exceptions may contain terminal escape sequences, lone surrogates or line breaks.
     """
     if text.isascii() and text.isprintable():
         return text
-    import unicodedata  # rarely needed, and a sidecar begins with next to nothing imported
+    # Imported late: it is rarely needed, and a sidecar must start with few imports.
+    import unicodedata
 
     return "".join("?" if unicodedata.category(c) in _NOT_PRINTED else c for c in text)
 
 
 class Printable:
-    """An object whose str() is that of another one, as printable() has it: made only if it is needed."""
+    """Lazy printable(): the text of a value is made only when str() is called."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -80,7 +81,7 @@ class Printable:
 
 
 class Swallowed:
-    """Counts the errors that guard() kept from the user, by place. One per process."""
+    """Counts of errors that guard() has caught, by place. One instance per process."""
 
     def __init__(self) -> None:
         self.by_place: Counter[str] = Counter()
@@ -88,11 +89,11 @@ class Swallowed:
 
     @property
     def strict(self) -> bool:
-        """Whether to raise instead."""
+        """True if errors are raised instead of caught, for tests."""
         return os.environ.get(RAISE) == "1"
 
     def add(self, place: str, error: Exception) -> None:
-        """Counts, and logs the first few of each place: a broken hook must not flood the job's log."""
+        """Count an error and log the first few of each place. A broken hook must not flood the job's log."""
         self.by_place[place] += 1
         if self.on_error is not None:
             self.on_error()
@@ -110,14 +111,14 @@ swallowed = Swallowed()
 
 
 class switches_off:
-    """Context manager around the start of a watch: an exception leaves the job without recording, and is one line.
+    """Context manager around the start of a watch: an exception switches recording off and becomes one log line.
 
-    What the environment does (no room, no permission, no process) is never raised. Our own mistakes are neither, but
-    for the tests. Lets KeyboardInterrupt and SystemExit pass, and ConfigError, which is the user's.
+    Failures of the environment, such as a full disk, are never raised. Internal errors are raised only in tests.
+    KeyboardInterrupt, SystemExit and ConfigError, which is the user's mistake, pass.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """say: gets the line."""
+        """say: called with the line."""
         self._say = say
 
     def __enter__(self) -> None:
@@ -142,10 +143,10 @@ class switches_off:
 
 
 class guard:
-    """Context manager and decorator around our code in the user's process.
+    """Context manager and decorator around this package's code in the user's process.
 
-    Swallows Exception, counted and logged by `place`. Lets KeyboardInterrupt and SystemExit pass, and errors of the
-    kind `passes`: ConfigError is the user's, and says what to do.
+    Exceptions are caught, counted and logged by `place`. KeyboardInterrupt, SystemExit and exceptions of the kinds
+    `passes` are not caught. ConfigError is the user's mistake and must reach the user.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class guard:
         return True
 
     def run(self, functions: Iterable[Callable[[], object]]) -> list[Callable[[], object]]:
-        """Calls them in order; returns those that failed."""
+        """Call functions in order. Return those that failed."""
         failed = []
         for function in functions:
             try:
@@ -181,7 +182,7 @@ class guard:
         return failed
 
     def calling(self, owner: object, name: str) -> Callable[..., Any]:
-        """A guarded function that calls what `owner.name` then is, if that is not None."""
+        """Return a guarded function that calls the current value of `owner.name`, unless that is None."""
 
         def call(*args: object, **kwargs: object) -> Any:
             function = getattr(owner, name)
@@ -190,7 +191,7 @@ class guard:
         return self(call)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
-        # Not `with self`: its two calls cost as much as a short hook's work.
+        # `with self` would add two calls, which cost as much as a short hook itself.
         @functools.wraps(function)
         def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
             try:
@@ -204,10 +205,10 @@ class guard:
 
 
 class users_code(guard):
-    """A guard around what the user has passed to us. Its error is the user's, and logged once, with the traceback."""
+    """A guard around a function that the user has passed in. Its first exception is logged with the traceback."""
 
     def __init__(self, name: str, role: str) -> None:
-        """role: what it is to us, such as "a callback of on_verdict()"."""
+        """role: description for the log, such as "a callback of on_verdict()"."""
         super().__init__(f"{name}, {role},")
         self._failed = False
 

@@ -1,7 +1,7 @@
-"""Everything that the training process prints or logs for us goes through this module, and nothing in it raises.
+"""All output of this package in the training process: printing to stderr and logging. Nothing here raises.
 
-stderr may be closed, None, any object of the user's, a pipe that nobody reads, or of another encoding. What is wrong
-with it is no reason to stop a job: the text is lost then, and the run directory has it all the same.
+stderr may be closed, None, an object of the user's, a pipe without a reader, or use another encoding. None of this may
+stop a job. Text that cannot be written is lost on stderr, but the run directory has it.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 _WRITE_TIMEOUT_S = 1.0
-"""Longest wait for a reader of stderr that does not read, for one text."""
-_CHUNK_BYTES = 512  # a pipe or terminal that is ready takes this much at once (POSIX's smallest PIPE_BUF)
+"""Longest wait, for one text, until a reader of stderr reads."""
+# A pipe or terminal that is ready accepts this much at once: the smallest PIPE_BUF that POSIX permits.
+_CHUNK_BYTES = 512
 
 
 _whatever_it_raises = contextlib.suppress(Exception)
-"""Around calls of the user's stream and logging handlers."""
+"""Guard around the user's stream and logging handlers."""
 
 
 def is_terminal() -> bool:
-    """Whether stderr is a terminal."""
+    """Return True if stderr is a terminal."""
     with _whatever_it_raises:
         return sys.stderr is not None and bool(sys.stderr.isatty())
     return False
 
 
 def say(text: str) -> None:
-    """Writes to stderr, where the user's program has one. Raises nothing but what is no Exception, as Ctrl-C."""
+    """Write to stderr, if the program has one. Only exceptions such as KeyboardInterrupt can leave this function."""
     stream = sys.stderr
-    if stream is None:  # print() would take stdout then, which is the job's
+    # With stderr=None print() would write to stdout, which belongs to the job.
+    if stream is None:
         return
     with _whatever_it_raises:
         descriptor = _descriptor(stream)
@@ -49,9 +51,9 @@ def say(text: str) -> None:
 
 
 def _descriptor(stream: Any) -> int | None:
-    """The open file below Python's own kind of stream; None for other objects, and where write() was replaced.
+    """Return the file descriptor of a plain text stream; None for other objects, or if write() was replaced.
 
-    What stays in a stream's buffer because nobody takes it would make Python exit with code 120.
+    Writing to the descriptor leaves nothing in the stream's buffer. Python exits with code 120 if it cannot flush that.
     """
     if type(stream) is not io.TextIOWrapper or "write" in vars(stream):
         return None
@@ -64,7 +66,7 @@ def _descriptor(stream: Any) -> int | None:
 
 
 def _write(descriptor: int, content: bytes) -> None:
-    """Write what is taken in time. No more is written where the reader is gone, as that may be a deadly signal."""
+    """Write as much as is accepted in time. Stop if the reader is gone: writing then may raise SIGPIPE."""
     ready = select.poll()
     ready.register(descriptor, select.POLLOUT)
     deadline_s = time.monotonic() + _WRITE_TIMEOUT_S
@@ -88,10 +90,10 @@ else:
 
 
 class _GuardedLogger(_Adapter):
-    """A logger whose handlers, which are the user's, may raise what they like."""
+    """A logger that ignores exceptions of its handlers, which belong to the user."""
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """As Logger.log(); without a handler, as logging itself does then, on stderr."""
+        """Log as Logger.log() does. Without a handler, write to stderr as logging itself does."""
         with _whatever_it_raises:
             if not self.isEnabledFor(level):
                 return
@@ -112,9 +114,9 @@ logger = _GuardedLogger(logging.getLogger("torchlens_perf"), {})
 
 @contextlib.contextmanager
 def above_standard_streams() -> Iterator[None]:
-    """Files that are opened inside never get descriptor 0, 1 or 2, where the job was started with one of them closed.
+    """Keep files that are opened in this context off descriptors 0, 1 and 2, in jobs that start with one closed.
 
-    What native code and children write to their stderr would else go into a ring.
+    Otherwise text that native code or a child process writes to stderr could end up in a ring file.
     """
     taken: list[int] = []
     try:

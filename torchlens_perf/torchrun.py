@@ -1,4 +1,4 @@
-"""`torchrun --logs-specs torchlens_perf`: switches recording on in the workers. Runs in torchrun's own process."""
+"""`torchrun --logs-specs torchlens_perf`: switch recording on in the workers. Runs in torchrun's own process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchlens_perf.output import say
 
 
 class LogsSpecs(DefaultLogsSpecs):  # type: ignore[misc] # torch is not followed
-    """torchrun's own log handling, unchanged; made before the workers are, which inherit the environment."""
+    """torchrun's default log handling. It is created before the workers, which inherit the variable set here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""watch(): read this first. It makes the recorder and the hooks, attaches them, and takes everything away again.
+"""watch() and Watch: attach the hooks, record, and detach everything again. Start reading the code here.
 
 ::
 
@@ -59,22 +59,24 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# Start: 2 s at the longest, with the children's start and end. End: 1.5 s by default. tests/jobs/test_bounded_waits.py
-_FOLDERS_TIMEOUT_S = 1.8  # that a watch waits for its run directory when it begins
-_MIN_WAIT_S = 0.3  # at the end, after the report, for the sidecar to take over a ring in this process's memory
+# A watch delays the start of a job by at most 2 s, which include starting child processes, and its end by 1.5 s by
+# default (tests/jobs/test_bounded_waits.py).
+_FOLDERS_TIMEOUT_S = 1.8
+# After the report, a sidecar gets at least this long to take over a ring that lies in this process's memory.
+_MIN_HANDOVER_S = 0.3
 
 TAGS = {"evaluation": Flag.EVALUATION | Flag.EVALUATED, "checkpoint": Flag.CHECKPOINT}
-"""What a step may be tagged as, see Watch.tag()."""
+"""Flags that each argument of Watch.tag() sets."""
 
 _changing = threading.RLock()
-"""Held while a watch starts or detaches."""
+"""Lock held while a watch starts or detaches."""
 _running: Watch | None = None
 _session: Session | None = None
 """The session whose hooks are attached, or are being attached or detached."""
 _watches_so_far = 0
 _forked_while_recording = False
 already_printed: set[str] = set()
-"""Reasons why recording is off that autoload.py has printed."""
+"""Reasons for not recording that autoload.py has already printed."""
 
 
 def watch(
@@ -95,20 +97,21 @@ def watch(
     The same as a pair of calls is `w = perf.watch(model, optimizer).start()` and `w.stop()`; as a decorator,
     `@perf.watch()` records each call of a function as a run.
 
-    model: what to time per module: a model, a list of them, or a dictionary of them by name. Without it, every model is
-    found and timed whose parameters an optimizer steps. Of several, modules have their model's name in front.
-    optimizer: whose steps count; a framework's wrapper is as good as what it wraps. Without it, every optimizer's.
-    settings: the fields of Config, or config=Config(...).
+    model: the model to time per module, a list of models, or a dictionary of models by name. By default, all models are
+    timed whose parameters an optimizer updates. With several models, module names begin with the model's name.
+    optimizer: the optimizer, or several, whose calls of step() end a step; wrappers of frameworks are accepted. By
+    default, all optimizers count.
+    settings: fields of Config as keywords, or config=Config(...).
 
-    The training thread only writes marks into a memory-mapped file; another process, one per node, does the rest. With
-    TORCHLENS_PERF=0 nothing is attached. Raises ConfigError for an argument that cannot be used.
+    The training thread only writes marks into a memory-mapped file. One sidecar process per node does the rest. With
+    TORCHLENS_PERF=0 nothing is attached. Raise ConfigError for an invalid argument.
     """
     models, optimizers = arguments.models(model, sys._getframe(1), watch.__name__), arguments.optimizers(optimizer)
     try:
         enabled = configuration.is_on(os.environ) is not False
         environment = configuration.from_environment(os.environ)
     except ConfigError as error:
-        # The environment is not the code's fault: it must not stop a job that runs without us.
+        # An invalid variable must not stop a job that would run without torchlens_perf.
         if str(error) not in already_printed:
             logger.warning("torchlens_perf is off: %s", error)
         enabled, environment = False, {}
@@ -128,9 +131,9 @@ def watch(
 
 
 def start_after_first_step(optimizer: Optimizer | None) -> Watch | None:
-    """Record from here on, in a loop whose first step has just ended (autoload.py). None where nothing is recorded.
+    """Start recording in a loop whose first step has just ended (autoload.py). Return None if nothing is recorded.
 
-    optimizer: whose step that was; None where the loop has none. Raise ConfigError for a setting that cannot be met.
+    optimizer: the optimizer that made the step; None in a loop without one. Raise ConfigError for an invalid setting.
     """
     started = watch()
     if not started._record(in_the_middle=True, after_step_of=optimizer):
@@ -157,7 +160,7 @@ _OLD_METHODS = {"steps": "step_table()", "close": "stop()"}
 
 
 class Watch(ShowsResults):
-    """A watch: a context manager that is entered once, a pair start() and stop(), or a decorator."""
+    """Recording of one run: a context manager to enter once, a pair of start() and stop(), or a decorator."""
 
     def __init__(
         self, config: Config, models: list[NamedModel] | None, optimizers: list[Optimizer], *, enabled: bool
@@ -176,7 +179,7 @@ class Watch(ShowsResults):
         names = [type(each.module).__name__ for each in models or ()] + [type(each).__name__ for each in optimizers]
         self._what = ", ".join(names) or "what is trained"
         self.run_dir: Path | None = None
-        """The run directory, once entered; None where nothing is recorded."""
+        """The run directory; None before the watch is entered and if nothing is recorded."""
 
     def __repr__(self) -> str:
         session = (self._joined or self)._session
@@ -196,9 +199,9 @@ class Watch(ShowsResults):
             raise AttributeError(f"Watch.{name} is now {new}" if new else f"a Watch has no attribute {name!r}")
 
     def __call__(self, function: Callable[P, _T]) -> Callable[P, _T]:
-        """Return a function that does the same, and records each call as a run of its own.
+        """Return a wrapper of a function that records each call as a separate run.
 
-        Raise ConfigError for a coroutine or a generator: its body does not run within the call.
+        Raise ConfigError for a coroutine or a generator function, whose body runs after the call has returned.
         """
         kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
         if not callable(function) or any(kind(function) for kind in kinds):
@@ -213,16 +216,16 @@ class Watch(ShowsResults):
         return recorded
 
     def start(self) -> Watch:
-        """Record from here on, as entering the context does. Return this watch.
+        """Start recording, as entering the context does. Return this watch.
 
-        stop() ends that, or else the end of the process.
+        Recording ends with stop() or with the process.
         """
         self.__enter__()
         self._stop_at_exit()
         return self
 
     def stop(self) -> None:
-        """Detach everything and, on rank 0, show the report. Leaving the context does the same; again is harmless."""
+        """Detach everything and, on rank 0, show the report, as leaving the context does. Further calls do nothing."""
         atexit.unregister(self.stop)
         if self._finalizer is not None:
             self._finalizer.cancel()
@@ -232,7 +235,7 @@ class Watch(ShowsResults):
         from multiprocessing.util import Finalize
 
         atexit.register(self.stop)
-        # A process that multiprocessing forked ends without atexit, but with its own finalizers.
+        # A process that multiprocessing forked ends without atexit handlers, but runs its own finalizers.
         self._finalizer = Finalize(None, self.stop, exitpriority=100)
 
     def __enter__(self) -> Watch:
@@ -249,7 +252,7 @@ class Watch(ShowsResults):
         return self
 
     def _join(self, running: Watch) -> None:
-        """Add the models and callbacks to the watch that records already."""
+        """Add this watch's models and callbacks to the watch that is already recording."""
         self._joined = running
         models, self._models, self._optimizers = self._models, None, []
         if models is not None:
@@ -269,11 +272,11 @@ class Watch(ShowsResults):
             self._end(None if kind is None or issubclass(kind, SystemExit) else kind)
 
     def step(self, tokens: int | None = None) -> None:
-        """Ends a step here. From the first call on, nothing else ends one.
+        """End a step. After the first call, only step() ends steps.
 
-        tokens: how much work this rank had in the step, in tokens or whatever else its time grows with; without it, the
-        elements of the first tensor of each batch are counted. A rank that has more to do is not called slow for it.
-        Raises ConfigError for a negative number.
+        tokens: amount of work in this step on this rank, in tokens or any unit that its duration grows with. By
+        default, elements of the first tensor of each batch are counted. A rank with more work is not reported as slow
+        for it. Raise ConfigError for a negative number.
         """
         if tokens is not None and (
             isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 <= tokens < 1 << 40
@@ -286,16 +289,16 @@ class Watch(ShowsResults):
             _warn_not_started()
 
     def steps_by_hand(self) -> None:
-        """From here on only step() ends a step: for what calls it from the first step on, as a framework's callback."""
+        """Let only step() end steps. For callers, such as callbacks of frameworks, that call it in every step."""
         watch = self._joined or self
         if watch._loop is not None:
             watch._loop.manual_step()
 
     def tag(self, what: str) -> None:
-        """The step in progress does something besides training, and is not compared with other ranks' steps.
+        """Mark the current step as more than training. It is not compared with other ranks' steps.
 
-        what: "evaluation" or "checkpoint". Where models are called without gradients, or torch.save() runs, that is
-        seen without this. Raises ConfigError for another word.
+        what: "evaluation" or "checkpoint". Forward passes without gradients and calls of torch.save() are detected
+        without this. Raise ConfigError for another word.
         """
         if what not in TAGS:
             raise ConfigError(f"what={what!r}: must be {' or '.join(map(repr, TAGS))}")
@@ -317,12 +320,12 @@ class Watch(ShowsResults):
 
     @above_standard_streams()
     def _record(self, *, in_the_middle: bool = False, after_step_of: Optimizer | None = None) -> bool:
-        """Makes the ring, the sidecar, the run directory and the hooks. Returns whether it records.
+        """Create ring, sidecar, run directory and hooks. Return True if recording has started.
 
-        in_the_middle: of a loop that has made its first step (autoload.py). after_step_of: the optimizer whose step has
-        just returned; None where the loop has none.
-        Raises ConfigError for an argument that cannot be met, before anything is made. Whatever else goes wrong, also
-        in the system, is one line in the log: nothing is attached then, and the job runs as without us.
+        in_the_middle: True in a loop that has already made its first step (autoload.py). after_step_of: the optimizer
+        whose step has just returned; None in a loop without one.
+        Raise ConfigError for an invalid argument before anything is created. Any other failure, also one of the system,
+        is logged as one line: nothing stays attached, and the job continues unrecorded.
         """
         global _session
         with _changing:
@@ -335,7 +338,7 @@ class Watch(ShowsResults):
 
     def _start(self, *, in_the_middle: bool, after_step_of: Optimizer | None) -> None:
         global _running, _session
-        # The user may delete them inside the watch, to free their memory.
+        # Keep no reference: the user may delete models inside the watch to free their memory.
         models, self._models = self._models, None
         optimizers, self._optimizers = self._optimizers, []
         with switches_off(lambda reason: _say_off(reason, self._identity)), ExitStack() as cleanup:
@@ -361,7 +364,7 @@ class Watch(ShowsResults):
                 self._live_views.begin(session, has_sidecar=self._config.sidecar)
 
     def _begin(self, cleanup: ExitStack, first_step: int) -> tuple[RunDirectory, Session]:
-        """Create ring, folders and sidecar; each may fail. Registers what removes them in `cleanup`."""
+        """Create ring, folders and sidecar, each of which may fail. Register their removal in `cleanup`."""
         global _watches_so_far
         from torchlens_perf.recorder.session import Session
 
@@ -385,16 +388,19 @@ class Watch(ShowsResults):
             cleanup.callback(run.remove_ring, ring.path)
             cleanup.callback(ring.release)
             if not config.sidecar and not ring.path.is_relative_to(run.path):
-                children.interpreter()  # a child copies the ring into the run directory at the end
+                # At the end, a child process copies the ring into the run directory. Look for its interpreter now.
+                children.interpreter()
             session = Session(config, identity, ring)
             cleanup.callback(session.close, {})
             session.publish()
             if folders is not None:
                 answer = folders.answer(_FOLDERS_TIMEOUT_S)
                 self._disk_answers = bool(answer)
-                if answer not in (MADE, ""):  # where nothing is known, the sidecar goes on trying
+                # An empty answer means that the disk has not responded yet. The sidecar keeps trying.
+                if answer not in (MADE, ""):
                     raise RunStoreError(f"cannot write to {run.path}: {answer}. Choose another folder by dir=")
-                # Before the hooks are attached: that imports for seconds, and we may be killed meanwhile.
+                # The sidecar starts before the hooks are attached: attaching imports for seconds, in which the job may
+                # be killed.
                 run.register_ring(identity.node, ring.path)
                 sidecar.ensure(run, identity, config._exchange_token)
                 folders.keep()
@@ -407,9 +413,9 @@ class Watch(ShowsResults):
         return run, session
 
     def _end(self, ended_by: type[BaseException] | None) -> None:
-        """ended_by: the exception that leaves the context.
+        """Detach and show the report. ended_by: type of the exception that leaves the context.
 
-        Of what lies on a disk that may not answer, nothing is touched: the wait for the report is the only one.
+        Nothing here touches the run directory's disk, which may hang. The only wait is the bounded one for the report.
         """
         global _running
         with ExitStack() as changing:
@@ -424,7 +430,11 @@ class Watch(ShowsResults):
     def _close(
         self, session: Session, run: RunDirectory, changing: ExitStack, ended_by: type[BaseException] | None
     ) -> None:
-        """changing: closed when everything is detached, so that other watches may start while this one waits."""
+        """Close the session and show the report.
+
+        changing: the lock on starting watches. It is released once everything is detached, before waiting for the
+        report.
+        """
         global _session
         identity, mailbox, began_s = session.identity, None, time.monotonic()
         cell, is_live = self._end_live()
@@ -437,12 +447,14 @@ class Watch(ShowsResults):
             try:
                 if reports:
                     look = last_report.wanted(mailbox, in_cell=cell is not None)
-            finally:  # Ctrl-C in the user's own stderr loses no record
+            # The session is closed even if the user's own stderr raises KeyboardInterrupt: no record is lost.
+            finally:
                 session.close(look)
                 _session = None
             changing.close()
             if self._config.sidecar:
-                with guard("starting the sidecar again"):  # if it was killed, another one finishes its work
+                # If the sidecar was killed, a new one finishes its work.
+                with guard("starting the sidecar again"):
                     sidecar.ensure(run, identity, self._config._exchange_token)
             if reports:
                 with guard("the report at the end"):
@@ -451,7 +463,8 @@ class Watch(ShowsResults):
                         raised=ended_by is not None, can_wait=self._live_views is None, disk_answers=self._disk_answers,
                     )  # fmt: skip
                     if shown is None:
-                        mailbox = None  # it is still needed
+                        # The report is shown later and still needs the mailbox.
+                        mailbox = None
                     elif self._live_views is not None:
                         self._live_views.ended(shown)
         finally:
@@ -461,11 +474,11 @@ class Watch(ShowsResults):
             with guard("keeping the ring"):
                 timeout_s = self._config._exit_timeout_s
                 timeout_s = last_report.SHORT_TIMEOUT_S if timeout_s is None else timeout_s
-                left_s = max(_MIN_WAIT_S, timeout_s - (time.monotonic() - began_s))
+                left_s = max(_MIN_HANDOVER_S, timeout_s - (time.monotonic() - began_s))
                 self._leave_ring(run, session, left_s)
 
     def _leave_ring(self, run: RunDirectory, session: Session, timeout_s: float) -> None:
-        """Where the ring is in this process's memory, wait until another process has it, at most so long."""
+        """Wait, at most this long, until another process has taken over a ring in this process's memory."""
         ring, identity, problem = session.ring, session.identity, ""
         if not self._config.sidecar:
             problem = keep_ring.keep(run, identity.host, ring, timeout_s)
@@ -476,7 +489,7 @@ class Watch(ShowsResults):
             logger.warning("torchlens_perf: rank %d's ring: %s", identity.rank, problem)
 
     def _abandon(self) -> None:
-        """In a forked child: forgets the session, which is the parent's. The child may start one of its own."""
+        """Forget the parent's session in a forked child, which may start its own."""
         global _running
         session, self._session = self._session, None
         if self._live_views is not None:
@@ -488,12 +501,12 @@ class Watch(ShowsResults):
 
 
 def running() -> Watch | None:
-    """The watch that records in this process."""
+    """Return the watch that is recording in this process, or None."""
     return _running
 
 
 def _end_early(session: Session) -> None:
-    """The hooks could not be attached, or Ctrl-C came. The sidecar, which lives already, removes the ring."""
+    """Close a session whose hooks could not be attached. The sidecar, already running, removes the ring."""
     with guard("noting that recording is off"):
         session.note("recording was switched off when it began: see the job's log")
     session.close({})
@@ -503,14 +516,15 @@ def _end_early(session: Session) -> None:
 def _absolute(folder: str | os.PathLike[str]) -> Path:
     try:
         return Path(folder).absolute()
-    except OSError as error:  # the working directory was removed
+    # The working directory may have been removed.
+    except OSError as error:
         raise RunStoreError(f"dir={folder!r}: the working directory cannot be found: {error.strerror}") from None
 
 
 def _decline(
     config: Config, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
 ) -> None:
-    """Leaving with an error: other ranks must not wait for this one."""
+    """Withdraw from merging over ranks if the block fails, so that other ranks do not wait for this one."""
     if isinstance(error, Exception):
         with guard("declining to merge with other ranks"):
             on_device.decline(config)
@@ -524,9 +538,9 @@ def _warn_not_started() -> None:
 
 
 def _say_off(reason: str, identity: Identity | None) -> None:
-    """Log one line a node, not one a rank: the first that fails logs it. identity: of this rank, if it is known.
+    """Log the reason once per node: as a warning on the first rank that fails, as info on others.
 
-    Where ranks have no place to agree on the first one, each logs it.
+    identity: this rank's identity, if it is known. Ranks that cannot agree on the first one all warn.
     """
     first = True
     if identity is not None:
@@ -537,13 +551,14 @@ def _say_off(reason: str, identity: Identity | None) -> None:
 
 
 def forked_while_recording() -> bool:
-    """Whether this process was forked from one that a watch recorded."""
+    """Return True if this process was forked from one that was recording."""
     return _forked_while_recording
 
 
 def _forget_in_child() -> None:
     global _changing, _forked_while_recording, _session
-    _changing = threading.RLock()  # a thread that the child does not have may hold the other one
+    # The inherited lock may be held by a thread that does not exist in the child.
+    _changing = threading.RLock()
     session, _session = _session, None
     _forked_while_recording = session is not None
     if session is not None:
