@@ -1,6 +1,6 @@
-"""What a watch shows of its own run, to whoever asks for it: in a notebook, as values, by callbacks.
+"""Results of a watch for the user: in notebooks, as values, by callbacks and in loggers.
 
-Nothing in here is imported before somebody asks. What is shown is made elsewhere: by the sidecar while the run goes on
-and at its end, by a child process later. The training process imports no analysis, and reads no file of the run
+These modules are imported when they are first used. The results are computed in other processes: by the sidecar during
+the run and at its end, by a child process later. The training process imports no analysis, and reads no file of the run
 directory.
 """

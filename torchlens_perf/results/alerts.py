@@ -1,7 +1,7 @@
-"""w.on_verdict(): the user's callbacks, called at steps' ends with what the sidecar has named.
+"""w.on_verdict(): call the user's callbacks with the sidecar's alerts, at the ends of steps.
 
-The sidecar writes its newest alerts into a file beside the ring. Once in 50 ms at most, at a step's end, the training
-thread asks for that file's size and time, which is one call to the system (docs/internals/performance.md).
+The sidecar writes its newest alerts into a file next to the ring. At the end of a step, at most every 50 ms, the
+training thread reads that file's size and time, which is one system call (docs/internals/performance.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Callback = Callable[[Alert], object]
 
 
 class Alerts:
-    """The callbacks of one watch. Training thread."""
+    """Callbacks of one watch. Used on the training thread only."""
 
     def __init__(self) -> None:
         self.callbacks: list[Callback] = []
@@ -35,7 +35,7 @@ class Alerts:
 
     @contextmanager
     def listening(self, session: Session) -> Iterator[None]:
-        """While this is entered, the callbacks are called at steps' ends. Raises OSError."""
+        """Call the callbacks at the ends of steps while this context is active. Raise OSError."""
         self._session, self._mailbox = session, Mailbox(session.ring_path, ALERTS)
         try:
             with session.throttled("calling on_verdict's callbacks", self.look):
@@ -45,7 +45,7 @@ class Alerts:
             self._session = self._mailbox = None
 
     def look(self) -> None:
-        """Calls them with what is new."""
+        """Call the callbacks with new alerts."""
         text = None if self._mailbox is None else self._mailbox.news()
         if text is None or self._session is None:
             return
@@ -60,7 +60,7 @@ class Alerts:
                     session.add_overhead(time.monotonic_ns() - began_ns, ours=False)
 
     def _call(self, alert: Alert) -> None:
-        """An exception ends no job and is logged, once for each callback; it is called again all the same."""
+        """Call one callback. Its first exception is logged; it is called again for the next alert."""
         for callback in tuple(self.callbacks):
             name = getattr(callback, "__qualname__", type(callback).__name__)
             with self._guards.setdefault(id(callback), users_code(name, "a callback of on_verdict()")):

@@ -1,4 +1,4 @@
-"""Asking for a run's results: its sidecar while it records, a child process afterwards."""
+"""Request a run's results from its sidecar during the run, and from a child process afterwards."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ _WAKE_INTERVAL_S = 0.5
 
 
 class RunHandle(NamedTuple):
-    """What a watch has recorded, as far as results are asked for."""
+    """Access to the results of a watch or of a loaded run."""
 
     run: RunDirectory | None
-    """None: nothing is recorded."""
+    """None if nothing is recorded."""
     session: Session | None
-    """While it records."""
+    """The session of a watch that is recording, else None."""
     has_sidecar: bool
     missing: str
-    """Why there is no run."""
+    """Reason why nothing is recorded."""
     may_settle: bool = True
-    """Whether the sidecar is waited for, which still writes a run that has ended."""
+    """True if reading an ended run waits until its sidecar has written everything."""
 
 
 class Results(NamedTuple):
-    """A run's results, for people and for programs."""
+    """Results of a run as text, HTML and values."""
 
     text: str
-    """The report, as in a terminal without colours; where there is none, why."""
+    """The report as plain text, or the reason why it is missing."""
     html: str
-    """For a notebook's cell."""
+    """The report for a notebook cell."""
     summary: dict[str, Any]
-    """See summary.py; empty where there is nothing."""
+    """Values for summary.py; empty if results are missing."""
     missing: str
-    """Why there is nothing; "" where there is something."""
+    """Reason why results are missing; "" if they are not."""
 
 
 def nothing(why: str) -> Results:
-    """Results where there are none."""
+    """Return results that only state why they are missing."""
     import html
 
     line = f"torchlens_perf: {printable(why)}"
@@ -63,7 +63,7 @@ def nothing(why: str) -> Results:
 
 
 def parsed(text: str) -> Results:
-    """What page/notebook.py has made. Another text is shown as it is: then something went wrong."""
+    """Decode the results that page/notebook.py writes. Other text reports a failure and is shown unchanged."""
     try:
         value = json.loads(text)
         return Results(value["text"], value["html"], value["summary"], "")
@@ -72,7 +72,7 @@ def parsed(text: str) -> Results:
 
 
 def results(recorded: RunHandle) -> Results:
-    """The results as they are now. Waits at most ANSWER_TIMEOUT_S and child.TIMEOUT_S. Raises nothing of ours."""
+    """Return the current results after at most ANSWER_TIMEOUT_S and child.TIMEOUT_S. Raise no internal errors."""
     run, session = recorded.run, recorded.session
     if run is None:
         return nothing(recorded.missing)
@@ -92,7 +92,7 @@ def results(recorded: RunHandle) -> Results:
 
 
 def ask(recorded: RunHandle, question: str) -> str | None:
-    """The sidecar's answer; None where there is none, or not in time. Starts a sidecar again that was killed."""
+    """Return the sidecar's answer, or None after a timeout. A sidecar that was killed is started again."""
     run, session = recorded.run, recorded.session
     if run is None or session is None or not recorded.has_sidecar:
         return None
@@ -110,14 +110,14 @@ def ask(recorded: RunHandle, question: str) -> str | None:
 
 
 def wake(recorded: RunHandle) -> None:
-    """Starts the node's sidecar again, if it was killed. Raises RunStoreError where that cannot be done."""
+    """Start the node's sidecar again if it was killed. Raise RunStoreError if that fails."""
     if recorded.run is not None and recorded.session is not None:
         session = recorded.session
         sidecar.ensure(recorded.run, session.identity, session.config._exchange_token)
 
 
 def wait_until_written(run: RunDirectory) -> None:
-    """Wait until the node's sidecar has written all of a run that has ended, at most _WRITE_TIMEOUT_S."""
+    """Wait at most _WRITE_TIMEOUT_S until the node's sidecar has written a run that has ended."""
     deadline_s = time.monotonic() + _WRITE_TIMEOUT_S
     while find_sidecar_lock(run.run_id) is not None and time.monotonic() < deadline_s:
         time.sleep(_POLL_INTERVAL_S)
@@ -125,7 +125,7 @@ def wait_until_written(run: RunDirectory) -> None:
 
 @contextmanager
 def own_work(session: Session | None) -> Iterator[None]:
-    """Around what takes the training thread's time at the user's word: the step in progress has it as the tool's."""
+    """Context for work that the user requests on the training thread: its time counts as the tool's, not the step's."""
     if session is None or threading.current_thread() is not threading.main_thread():
         yield
         return

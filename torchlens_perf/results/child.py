@@ -1,4 +1,4 @@
-"""A command of ours in a process of its own, and what it has written: all that the training process reads of a run."""
+"""Run a command of this package in a child process and return its output, so that training imports no analysis."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TIMEOUT_S = 60.0  # of a report on 4096 ranks, three times
 
 @above_standard_streams()
 def output(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
-    """What `torchlens-perf ARGUMENTS` writes to stdout. Waits for it, and ends it where it takes longer.
+    """Run `torchlens-perf ARGUMENTS` and return its stdout. End the process after TIMEOUT_S.
 
-    Its working directory is /: paths are absolute. Raises RunStoreError with the command's own line where it fails.
+    Its working directory is /: paths are absolute. If the command fails, raise RunStoreError with its message.
     """
     command = children.command(*arguments)
     try:

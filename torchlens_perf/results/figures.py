@@ -1,8 +1,8 @@
-"""w.log_to(): a few figures of the run, and its verdicts, in the user's own logger.
+"""w.log_to(): write step figures and verdicts into the user's own logger.
 
-The sidecar keeps sums over this rank's steps in a file beside the ring. At a step's end, once in 50 ms at most, the
-training thread asks for that file's size and time; only when a row is due is more done. No thread, no socket and no
-device is touched here; what the user's logger does is the user's.
+The sidecar keeps sums over this rank's steps in a file next to the ring. At the end of a step, at most every 50 ms, the
+training thread reads that file's size and time, and reads its content only when a row is due. This module uses no
+thread, socket or device; the user's logger may.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Asked(NamedTuple):
-    """One call of log_to()."""
+    """Arguments of one call of log_to()."""
 
     logger: Logger
     every_s: float
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
 
 
 def checked(value: object, every_s: float, step: Callable[[], int] | None) -> Asked:
-    """The arguments of log_to(). Raises ConfigError."""
+    """Return the checked arguments of log_to(). Raise ConfigError for an invalid one."""
     if isinstance(every_s, bool) or not isinstance(every_s, (int, float)) or not 0 <= every_s < float("inf"):
         raise ConfigError(f"every_s={every_s!r}: must be a number of seconds")
     if step is not None and not callable(step):
@@ -48,7 +48,7 @@ def checked(value: object, every_s: float, step: Callable[[], int] | None) -> As
 
 
 class _Log:
-    """One logger, and what it has got so far."""
+    """One logger, and the figures that it has received so far."""
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
@@ -58,10 +58,10 @@ class _Log:
 
 
 class Figures:
-    """Of one watch. Training thread."""
+    """Loggers of one watch. Used on the training thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: in seconds."""
+        """clock: returns seconds."""
         self._clock = clock
         self._logs: list[_Log] = []
         self._session: Session | None = None
@@ -80,7 +80,7 @@ class Figures:
 
     @contextmanager
     def listening(self, session: Session) -> Iterator[None]:
-        """While this is entered, figures are written at steps' ends. Raises OSError."""
+        """Write figures at the ends of steps while this context is active. Raise OSError."""
         self._session, self._mailbox = session, Mailbox(session.ring_path, FIGURES)
         self._several = session.identity.has_other_ranks
         try:
@@ -92,7 +92,7 @@ class Figures:
             self._session = self._mailbox = None
 
     def look(self, *, last: bool = False) -> None:
-        """Writes what is new, where it is due. last: whether or not it is."""
+        """Write new figures to loggers that are due. last: write to all loggers."""
         text = None if self._mailbox is None else self._mailbox.news()
         if text is not None:
             self._newest = json.loads(text)
@@ -103,7 +103,7 @@ class Figures:
             self._write(log, _figures(values))
 
     def heard(self, alert: Alert) -> None:
-        """A verdict has begun, changed or ended."""
+        """Write an alert that has begun, changed or ended."""
         if alert.kind == "straggler":
             self._slow.pop(alert.about, None)
             if alert.change != "ended":
@@ -114,7 +114,7 @@ class Figures:
         self._write_text(REPORT, _COLORS.sub("", report).strip())
 
     def _values(self, before: dict[str, int]) -> dict[str, float]:
-        """Means over the steps since `before`, in seconds, and who stands out. What is not known is left out."""
+        """Return means over the steps since `before`, in seconds, and the slow ranks. Unknown values are left out."""
         sums = self._newest
         steps = sums["steps"] - before.get("steps", 0)
         names = {"step": STEP, "data": DATA, **({"communication": COMMUNICATION} if self._several else {})}
@@ -131,7 +131,7 @@ class Figures:
             self._write(log, lambda to, step: to.text(name, text, step))
 
     def _write(self, log: _Log, write: Callable[[Logger, int], None]) -> None:
-        """A logger that raises is written to again all the same."""
+        """Call a logger. One that raises is called again for the next row."""
         session, began_ns = self._session, time.monotonic_ns()
         try:
             if session is not None:

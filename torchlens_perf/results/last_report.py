@@ -1,6 +1,6 @@
-"""Rank 0's report when its run has ended: how it is asked for, and where it is shown.
+"""Request rank 0's report at the end of a run and show it.
 
-On a terminal and in a log it is text on stderr, as stdout is the job's. In a notebook it is shown in a cell instead.
+In terminals and logs it is text on stderr, because stdout belongs to the job. In notebooks it is shown in a cell.
 After an exception, a report that takes longer than SHORT_TIMEOUT_S is shown when the program ends, below the traceback.
 """
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from torchlens_perf.run.mailbox import Mailbox
 
 SHORT_TIMEOUT_S = 1.0
-"""Longest wait for the report of a sidecar that stands still, where the disk hangs, and in jobs of several nodes."""
+"""Longest wait for a sidecar without progress, with a disk that hangs, and in jobs on several nodes."""
 _LONGEST_S = 10.0  # while it makes progress
 _STANDING_S = 0.5  # without progress, when the short timeout has passed
 _POLL_INTERVAL_S = 0.1
 _at_exit: AtExit | None = None
 
 CELL = "cell"
-"""The form of a report for a notebook, see page/notebook.py; else it is text."""
+"""Name of the report format for notebooks (page/notebook.py). The default format is text."""
 
 
 def in_notebook() -> bool:
-    """Whether this process is a notebook's kernel. Imports nothing where it is none."""
+    """Return True if this process is a notebook's kernel. Import nothing in other processes."""
     if "IPython" not in sys.modules:
         return False
     from torchlens_perf.results import notebook
@@ -46,7 +46,7 @@ def in_notebook() -> bool:
 
 
 def wanted(mailbox: Mailbox | None, *, in_cell: bool) -> dict[str, Any]:
-    """What the report should look like: the sidecar writes it, but does not see rank 0's terminal."""
+    """Return how the report should look. The sidecar writes it but cannot see rank 0's terminal."""
     terminal = output.is_terminal()
     color = terminal and "NO_COLOR" not in os.environ
     return {
@@ -68,7 +68,7 @@ def show(
     can_wait: bool = True,
     disk_answers: bool = True,
 ) -> str | None:
-    """Wait for the sidecar's report and show it, or why it is not there. Return the text.
+    """Wait for the sidecar's report and show it, or the reason why it is missing. Return the text.
 
     mailbox: None where it could not be made. cell: the notebook's cell to show it in; None: on stderr. raised: an
     exception leaves the watch. can_wait: False if the caller needs the text now. disk_answers: False if the disk of the
@@ -88,7 +88,7 @@ def show(
         timeout_s, quiet = config._exit_timeout_s, cell is not None
         found = None if mailbox is None else _wait(mailbox, late, timeout_s, patient and not raised, quiet=quiet)
         if found is None and raised and mailbox is not None and can_wait and not quiet and not _is_interactive():
-            # Other ranks of the job learn of the exception when this process ends.
+            # Other ranks notice the exception only when this process ends.
             _at_exit = AtExit(mailbox, late, patient and identity.world_size == 1 and timeout_s is None)
             return None
         text = found or _instead(late)
@@ -103,15 +103,15 @@ def show(
 
 
 class AtExit:
-    """Shows the report when the program ends: the traceback stands above it then, and nothing looks like its cause."""
+    """Show the report when the program ends. Printed earlier, it would look like the cause of the traceback."""
 
     def __init__(self, mailbox: Mailbox, late: LateReport, patient: bool) -> None:
-        """patient: see _wait()."""
+        """patient: as in _wait()."""
         self._mailbox, self._late, self._patient, self._pid = mailbox, late, patient, os.getpid()
         atexit.register(self._show)
 
     def close(self) -> None:
-        """Forget it: another watch of this process has ended."""
+        """Drop the report, because another watch of this process has ended."""
         atexit.unregister(self._show)
         with guard("forgetting a report"):
             self._mailbox.close()
@@ -126,7 +126,7 @@ class AtExit:
 
 
 def _is_interactive() -> bool:
-    """Whether the program ends much later than the watch: Python's prompt is there, or follows."""
+    """Return True if Python's prompt is or will be open, so that the program ends much later than the watch."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
@@ -137,8 +137,8 @@ def _instead(late: LateReport) -> str:
 def _wait(mailbox: Mailbox, late: LateReport, timeout_s: float | None, patient: bool, *, quiet: bool) -> str | None:
     """Wait for the report, see Config._exit_timeout_s. Return None if it has not come.
 
-    patient: whether it is waited for while the sidecar makes progress. Ctrl-C ends this wait and nothing else: training
-    has succeeded, and what the program does next, as saving the model, must not be lost.
+    patient: keep waiting while the sidecar makes progress. Ctrl-C ends only this wait. Training has succeeded, and the
+    program's next work, such as saving the model, must still happen.
     """
     began_s = moved_s = time.monotonic()
     longest_s = timeout_s if timeout_s is not None else _LONGEST_S if patient else SHORT_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""What shows a watch while it records: a notebook's cell, callbacks, the user's logger. Made when first asked for."""
+"""Live results of a watch: a notebook cell, callbacks and loggers. Created on first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LiveViews:
-    """Training thread."""
+    """Live views of one watch. Used on the training thread only."""
 
     def __init__(self) -> None:
         self.cell = Cell()
@@ -30,23 +30,23 @@ class LiveViews:
 
     @property
     def callbacks(self) -> list[Callback]:
-        """Those of on_verdict()."""
+        """Callbacks of on_verdict()."""
         return self._alerts.callbacks
 
     def on_verdict(self, recorded: RunHandle, callback: Callback) -> None:
-        """See Watch.on_verdict(). Before the watch begins, the callback waits for that."""
+        """See Watch.on_verdict(). A callback that is added early is called once the watch has begun."""
         self.callbacks.append(callback)
         if recorded.session is not None:
             self.begin(recorded.session, has_sidecar=recorded.has_sidecar)
 
     def log_to(self, recorded: RunHandle, asked: Asked) -> None:
-        """See Watch.log_to(). Before the watch begins, the logger waits for that."""
+        """See Watch.log_to(). A logger that is added early is used once the watch has begun."""
         self._figures.add(asked)
         if recorded.session is not None:
             self.begin(recorded.session, has_sidecar=recorded.has_sidecar)
 
     def begin(self, session: Session, *, has_sidecar: bool) -> None:
-        """The watch records from here on. Again, once more is asked for, begins what is missing."""
+        """Start the requested views. A later call starts those that were added since."""
         if self._figures.is_asked and not self._writes and session.identity.rank == 0:
             self._writes = True
             if has_sidecar:
@@ -54,11 +54,11 @@ class LiveViews:
                 with guard("listening for figures"):
                     self._attached.enter_context(self._figures.listening(session))
             else:
-                logger.warning("torchlens_perf: log_to() writes no figures: without a sidecar there are none")
+                logger.warning("torchlens_perf: log_to() writes no figures: they need the sidecar")
         if self.callbacks and not self._hears:
             self._hears = True
             if not has_sidecar:
-                logger.warning("torchlens_perf: on_verdict() calls nobody: without a sidecar no verdict is found")
+                logger.warning("torchlens_perf: on_verdict() calls no callback: verdicts need the sidecar")
                 return
             with guard("listening for verdicts"):
                 self._attached.enter_context(self._alerts.listening(session))
@@ -68,11 +68,11 @@ class LiveViews:
         self.cell.show(recorded, self._attached.enter_context)
 
     def end(self) -> None:
-        """Nothing is shown live any more. In a forked child what the parent shows stays."""
+        """Stop all live views. In a forked child the parent's views stay."""
         with guard("ending what the run was shown by"):
             self._attached.close()
 
     def ended(self, report: str) -> None:
-        """Rank 0 has shown its report."""
+        """Pass on the report that rank 0 has shown."""
         if self._writes:
             self._figures.ended(report)

@@ -1,6 +1,6 @@
-"""The loggers that users have, as w.log_to() writes into them. Nothing here imports one.
+"""Adapters of w.log_to() for common loggers. None of the loggers is imported here.
 
-A logger keeps its own axis: where figures of ours could move it, they wait for the user's next row.
+Figures must not move a logger's step axis. Where they could, they wait for the user's next row.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ KNOWN = (
 
 
 class Logger(Protocol):
-    """Where figures and texts go. Training thread; raises what the user's logger raises."""
+    """A destination of figures and texts. Used on the training thread; exceptions of the user's logger pass."""
 
     def figures(self, values: dict[str, float], step: int) -> None:
-        """Numbers, by name."""
+        """Write numbers by name."""
 
     def text(self, name: str, text: str, step: int) -> None:
-        """A sentence, or a report; a logger that has no place for texts leaves it out."""
+        """Write a sentence or a report. Loggers without texts ignore it."""
 
 
 class SummaryWriter:
-    """TensorBoard's, of torch or of tensorboardX."""
+    """TensorBoard's SummaryWriter, of torch or tensorboardX."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
@@ -43,13 +43,13 @@ class SummaryWriter:
 
 
 class WandbRun:
-    """A run of W&B, or its module while a run is active."""
+    """A run of W&B, or the wandb module while a run is active."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
 
     def figures(self, values: dict[str, float], step: int) -> None:
-        # A row of their own would move the step that the user's next row gets.
+        # A separate row would change the step number of the user's next row.
         self._run.log(values, commit=False)
 
     def text(self, name: str, text: str, step: int) -> None:
@@ -58,7 +58,7 @@ class WandbRun:
 
 
 class MlflowModule:
-    """The active run of mlflow when the first figures come; none is begun."""
+    """The run of mlflow that is active at the first figures. No run is started."""
 
     def __init__(self, mlflow: Any) -> None:
         self._mlflow = mlflow
@@ -82,7 +82,7 @@ class MlflowModule:
 
 
 class LightningLogger:
-    """One of Lightning's, which Fabric has too."""
+    """A logger of Lightning or Fabric."""
 
     def __init__(self, logger: Any) -> None:
         self._logger = logger
@@ -101,7 +101,7 @@ class LightningLogger:
 
 
 class Several:
-    """All loggers that something has when they are written to."""
+    """All loggers that a trainer has at the time of writing."""
 
     def __init__(self, loggers: Callable[[], Iterable[Logger]]) -> None:
         self._loggers = loggers
@@ -116,8 +116,8 @@ class Several:
 
 
 class HuggingFaceTrainer:
-    """What `report_to` names. Trainer.log() itself is not called: a trainer derived from it may average and clear its
-    own figures there, and it would print ours."""
+    """The loggers that `report_to` names. Trainer.log() is not called: derived trainers average and clear their own
+    figures there, and it would print these figures."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -126,7 +126,7 @@ class HuggingFaceTrainer:
     def figures(self, values: dict[str, float], step: int) -> None:
         trainer = self._trainer
         for callback in self._trackers():
-            # A copy each: some add to what they get.
+            # Each logger gets a copy, because some modify it.
             callback.on_log(trainer.args, trainer.state, trainer.control, logs=dict(values), model=trainer.model)
 
     def text(self, name: str, text: str, step: int) -> None:
@@ -147,7 +147,7 @@ class HuggingFaceTrainer:
 
 
 class Accelerator:
-    """Accelerate's, with the trackers that it has when it is written to."""
+    """An Accelerator with the trackers that it has at the time of writing."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -163,7 +163,7 @@ class Accelerator:
 
 
 class Function:
-    """A function of the user's; texts come by w.on_verdict()."""
+    """A function of the user. It receives no texts; w.on_verdict() has them."""
 
     def __init__(self, function: Callable[[dict[str, float], int], object]) -> None:
         self._function = function
@@ -172,11 +172,11 @@ class Function:
         self._function(values, step)
 
     def text(self, name: str, text: str, step: int) -> None:
-        """It takes none."""
+        """Do nothing."""
 
 
 def writer_of(value: Any) -> Logger | None:
-    """What takes texts as well as figures, and belongs to no framework; None for all else."""
+    """Return the adapter of a logger that is not a framework's; None for other objects."""
     if _has(value, "add_scalar", "add_text", "flush"):
         return SummaryWriter(value)
     if _has(value, "log_metrics", "active_run", "MlflowClient"):
@@ -187,7 +187,7 @@ def writer_of(value: Any) -> Logger | None:
 
 
 def logger_for(value: Any) -> Logger:
-    """How to write into what the user has passed. Raises ConfigError for what is no logger."""
+    """Return the adapter for an object that the user has passed. Raise ConfigError if it is not a logger."""
     writer = writer_of(value)
     if writer is not None:
         return writer
@@ -208,5 +208,5 @@ def logger_for(value: Any) -> Logger:
 
 
 def _has(value: Any, *names: str) -> bool:
-    # By class where it can be told there: reading some attributes of a logger opens its files.
+    # Decide by class where possible: reading some attributes of a logger opens its files.
     return value is not None and all(hasattr(type(value), name) or name in dir(value) for name in names)

@@ -1,4 +1,4 @@
-"""The methods of a watch and of a loaded run that show results. They import what they need when they are called."""
+"""Methods of Watch and Run that return results. Their imports are made when they are called."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _PAGE_TIMEOUT_S = 120.0
 
 
 class HasResults(abc.ABC):
-    """Results of a run, live or finished. Each call reads them anew."""
+    """Results of a live or finished run. Each call reads them again."""
 
     run_dir: Path | None = None
 
     @abc.abstractmethod
     def _recorded(self) -> RunHandle:
-        """What there is to show."""
+        """Return the access to the results."""
 
     def summary(self) -> Summary:
         """Return the verdicts, step times and what recording costs, as they are now (run/verdicts.py).
 
-        It takes a fraction of a second, and some seconds where the sidecar is busy; in a watch, the step in progress
-        has that as the tool's time. Raises nothing of ours: what is missing is None, and `missing` says why.
+        The call takes a fraction of a second, or some seconds while the sidecar is busy. In a watch this counts as
+        the tool's time in the current step. Missing values are None, and `missing` gives the reason.
         """
         from torchlens_perf.results.summary import summary
 
@@ -44,21 +44,21 @@ class HasResults(abc.ABC):
     def step_table(self, backend: Backend | None = None) -> Any:
         """Return a frame with a row per step and rank; docs/reference/run-directory.md describes the columns.
 
-        backend: without it, pandas or polars, the one that is imported or else installed, or else pyarrow. Where there
-        are no steps it is empty, and the log says why. Takes as long as summary(). Raises ConfigError for a backend
-        that is not installed.
+        backend: by default pandas or polars, whichever is already imported, then whichever is installed, then pyarrow.
+        Without steps the frame is empty, and the reason is logged. The call takes as long as summary(). Raise
+        ConfigError for a backend that is not installed.
         """
         from torchlens_perf.results.tables import table
 
         return table(self._recorded(), "steps", backend)
 
     def report_html(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write the run as one HTML file, as `torchlens-perf report RUN --html FILE` does, and return where it is.
+        """Write the run as one HTML file, as `torchlens-perf report RUN --html FILE` does. Return its path.
 
-        path: the file; without it, report.html in the run directory. A live run has what the sidecar has saved, which
-        is some seconds old. Blocks the calling thread until another process has written it: a second or two, up to 120
-        s. Raises RunStoreError, with what to do, where nothing is recorded, nothing is saved yet, or the file cannot be
-        written.
+        path: by default report.html in the run directory. The page of a live run shows what the sidecar has saved,
+        which is some seconds old. The call blocks until another process has written the file, usually for one or two
+        seconds and at most 120 s. Raise RunStoreError, with advice, if nothing is recorded or saved yet, or if the
+        file cannot be written.
         """
         from torchlens_perf.results import child
 
@@ -80,19 +80,19 @@ class HasResults(abc.ABC):
 
 
 class ShowsResults(HasResults):
-    """What Watch has of this package. On the training thread, between two steps, or after the end."""
+    """Results and live views of Watch. Call them on the training thread between two steps, or after the end."""
 
     _live_views: LiveViews | None = None
 
     @abc.abstractmethod
     def _recording(self) -> ShowsResults:
-        """The watch that records it: this one, or the one that this has joined."""
+        """Return the watch that records: this one, or the one that it has joined."""
 
     def on_verdict(self, callback: OnVerdict) -> OnVerdict:
-        """Calls callback(alert) for each verdict that begins, changes or ends (run/verdicts.py has Alert).
+        """Call callback(alert) for each verdict that begins, changes or ends (Alert is in run/verdicts.py).
 
-        At the end of a step, on the training thread, which waits for it; on rank 0 and the other ranks of its node. An
-        exception is logged, and ends nothing. Raises ConfigError for what cannot be called.
+        The training thread calls it at the end of a step, on rank 0 and the other ranks of its node. Exceptions are
+        logged and training continues. Raise ConfigError for an object that is not callable.
         """
         if not callable(callback):
             raise ConfigError(f"callback={callback!r}: must be a function of one argument, the alert")
@@ -100,22 +100,21 @@ class ShowsResults(HasResults):
         return callback
 
     def log_to(self, logger: object, *, every_s: float = 10.0, step: Callable[[], int] | None = None) -> None:
-        """Writes a few figures into the user's own logger as the run goes on, and what is found as text.
+        """Write step figures as numbers and verdicts as texts into the user's own logger during the run.
 
         logger: a SummaryWriter, a run of W&B, mlflow, a Hugging Face Trainer, an Accelerator, Lightning's Trainer,
         Fabric or one of its loggers, or a function of (figures: dict[str, float], step: int); several of
-        them as a list. every_s: at most once in so long, at the end of a step, on the training thread. step: the step
-        number that the logger gets; without it, how many steps this watch has counted. Names are listed in
-        docs/guides/frameworks.md.
-        On rank 0 alone; on the others this does nothing. What a logger raises is logged, and ends nothing. Raises
-        ConfigError for what is no logger.
+        them as a list. every_s: shortest interval between rows; rows are written at the end of a step, on the training
+        thread. step: returns the step number for the logger; by default, steps that this watch has counted. Names of
+        the figures are in docs/guides/frameworks.md. Only rank 0 writes; on other ranks the call does nothing. Exceptions of
+        a logger are logged and training continues. Raise ConfigError for an object that is not a logger.
         """
         from torchlens_perf.results.figures import checked
 
         self._views().log_to(self._recorded(), checked(logger, every_s, step))
 
     def _ipython_display_(self) -> None:
-        """Shows the run in a notebook's cell; live while it records, at an update a second at most, at a step's end."""
+        """Show the run in a notebook cell, which is updated at the ends of steps, at most once a second."""
         self._views().display(self._recorded())
 
     def _views(self) -> LiveViews:
@@ -126,7 +125,7 @@ class ShowsResults(HasResults):
         return watch._live_views
 
     def _end_live(self) -> tuple[Cell | None, bool]:
-        """The run ends. Returns the cell for its report, in a notebook, and whether it has been shown live there."""
+        """End the live views. Return the notebook cell for the report, and True if it has been shown live there."""
         was_live = self._live_views is not None and self._live_views.cell.is_live
         if self._live_views is not None:
             self._live_views.end()

@@ -1,8 +1,8 @@
-"""A watch in a notebook: shown in a cell, live while the run goes on, and with the report at its end.
+"""Show a watch in a notebook cell: live during the run, and the report at its end.
 
-A cell is updated from the training thread, at a step's end, once a second at most: a thread of ours would be one more
-in the job, and no other process can write into the notebook. The sidecar makes what is shown; here it is only handed
-on, by IPython's own display. Where nobody displays a watch, nothing of this runs before its end.
+A cell is updated on the training thread at the end of a step, at most once a second. A separate thread would be one
+more in the job, and no other process can write into the notebook. The sidecar renders the content, which IPython's own
+display shows. If a watch is never displayed, this code first runs at its end.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ TOO_MANY = "a job with so many ranks is shown when it is asked for, not live"
 
 
 def shell() -> Any:
-    """IPython's shell, where this process is a notebook's kernel; else None. Imports nothing."""
+    """Return IPython's shell if this process is a notebook's kernel, else None. Import nothing."""
     ipython = sys.modules.get("IPython")
     found = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     kernel = getattr(found, "kernel", None)
     if kernel is None:
         return None
-    # A process that was forked from the kernel, as by a launcher of ranks, must not talk on its sockets.
+    # A process forked from the kernel, for example by a launcher of ranks, must not use its sockets.
     return found if getattr(getattr(kernel, "session", None), "pid", os.getpid()) == os.getpid() else None
 
 
 def bundle(found: Results) -> dict[str, str]:
-    """By MIME type, as notebooks want it."""
+    """Return results by MIME type, as IPython's display expects them."""
     return {"text/plain": found.text, "text/html": found.html}
 
 
 class Cell:
-    """Where one watch is shown. Training thread."""
+    """The cell that shows one watch. Used on the training thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: in seconds."""
+        """clock: returns seconds."""
         self._clock = clock
         self._handle: Any = None  # IPython's, of the newest display
         self._cell: object = None  # that the report at the end was put into, without having been asked for
@@ -60,7 +60,7 @@ class Cell:
         return self._mailbox is not None
 
     def show(self, recorded: RunHandle, attach: Callable[[Any], None]) -> None:
-        """Displays the results in the cell that runs; live from now on, if they may change.
+        """Display the results in the running cell, and keep them up to date while the watch records.
 
         attach: enters a context for as long as the watch records. Raises NotImplementedError outside of a notebook,
         upon which IPython shows the text.
@@ -97,7 +97,7 @@ class Cell:
             box.close()
 
     def _take(self, timeout_s: float) -> bool:
-        """Takes over what the sidecar has written since the last time; waits for it, at most so long."""
+        """Read what the sidecar has written since the last call. Wait for it at most this long."""
         text = None if self._mailbox is None else self._mailbox.wait(timeout_s)
         if text is not None:
             self._newest = parsed(text) if text else nothing(TOO_MANY)
@@ -113,7 +113,7 @@ class Cell:
         self._due_s = now_s + max(_MIN_INTERVAL_S, _MIN_IDLE_RATIO * (self._clock() - now_s))
 
     def end(self, found: Results) -> None:
-        """The run has ended: where it is shown, it is shown as it ended; else in the cell that runs."""
+        """Show the final results where the run is displayed, or else in the running cell."""
         if self._handle is not None:
             self._handle.update(bundle(found), raw=True)
             return
@@ -130,7 +130,7 @@ class Cell:
 
 
 def _running_cell() -> object:
-    """What tells one cell's run from another's; None where nothing does."""
+    """Return an identifier of the current execution of a cell; None outside of one."""
     found = shell()
     parent = found.get_parent() if hasattr(found, "get_parent") else {}
     return (parent.get("header") or {}).get("msg_id")

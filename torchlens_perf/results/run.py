@@ -1,4 +1,4 @@
-"""A run that was recorded, by this process or by any other one: perf.load(run_dir)."""
+"""perf.load(run_dir): results of a run that any process has recorded."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Run(HasResults):
-    """A run directory's results. Any process may read them that can read the folder; nothing is changed in it."""
+    """Results of a run directory. Reading changes nothing in it."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
-        """Raise RunStoreError for a folder that is no run directory."""
+        """Raise RunStoreError for a folder that is not a run directory."""
         self.run_dir: Path = Path(run_dir).absolute()
         if not (self.run_dir / "nodes").is_dir():
             raise RunStoreError(f"{self.run_dir} is no run directory: it has no folder nodes")
@@ -36,13 +36,13 @@ class Run(HasResults):
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """The findings, the most important one first: those of summary()."""
+        """Verdicts of summary(), the most important one first."""
         return self.summary().verdicts
 
     def report(self) -> dict[str, Any]:
-        """Return all of the report, as `torchlens-perf report RUN_DIR --json` prints it.
+        """Return the whole report as `torchlens-perf report RUN_DIR --json` prints it.
 
-        Raise RunStoreError where nothing is saved yet.
+        Raise RunStoreError if nothing is saved yet.
         """
         from torchlens_perf.results import child
 
@@ -64,7 +64,7 @@ class Run(HasResults):
 
 
 def _is_live(ring: Path) -> bool:
-    """Whether a process still records into a ring file."""
+    """Return True if a process still records into a ring file."""
     try:
         reader = Reader(ring)
     except (OSError, RingError):

@@ -1,4 +1,4 @@
-"""w.summary(): the verdicts and the few numbers that a program wants of a run."""
+"""w.summary(): verdicts and key figures of a run as values."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def table(recorded: RunHandle, name: str, backend: str | None) -> Any:
 
 
 def _read(recorded: RunHandle, name: str) -> bytes:
-    """The table as an Arrow stream; b"" where there is none, which is said in the log."""
+    """Return a table as an Arrow stream. If it is missing, log the reason and return b""."""
     why = recorded.missing
     if recorded.run is not None:
         if ask(recorded, STEPS) is None and recorded.session is None and recorded.may_settle:
@@ -44,9 +44,9 @@ def _read(recorded: RunHandle, name: str) -> bytes:
 
 
 def _backend(name: str | None) -> str:
-    """Return which of BACKENDS to use: without a name, the first one that is imported, or else installed.
+    """Return which of BACKENDS to use: by default the first one that is imported, or else installed.
 
-    Raise ConfigError for another one, or one that is not installed. pyarrow is a dependency of ours.
+    Raise ConfigError for an unknown one, or one that is not installed. pyarrow is always installed.
     """
     if name is None:
         frames = BACKENDS[:2]
