@@ -188,7 +188,7 @@ def test_without_a_sidecar_nobody_is_called(tmp_path: Path, caplog: pytest.LogCa
         loop.watch.on_verdict(Heard())
         loop.train(3)
     assert [record.message for record in caplog.records] == [
-        "torchlens_perf: on_verdict() calls nobody: without a sidecar no verdict is found"
+        "torchlens_perf: on_verdict() calls no callback: verdicts need the sidecar"
     ]
 
 

@@ -1,1 +1,1 @@
-"""What OpenTelemetry's own tools load of us, by entry points; a training process has it only where they run in it."""
+"""Entry points for OpenTelemetry's own tools. A training process loads them only if those tools run in it."""

@@ -1,12 +1,12 @@
-"""Our settings as `opentelemetry-instrument` knows them: entry point `opentelemetry_environment_variables`.
+"""Settings as options of `opentelemetry-instrument`: entry point `opentelemetry_environment_variables`.
 
 ::
 
     opentelemetry-instrument --torchlens_perf_dir /scratch/runs --torchlens_perf_trace_every 10 torchrun train.py
 
-It makes an option of each name here that begins with OTEL_, and sets the variable of that name. So each setting
-TORCHLENS_PERF_X has a name OTEL_PYTHON_TORCHLENS_PERF_X, which instrumentor.py makes TORCHLENS_PERF_X again. It reads
-no other names: TORCHLENS_PERF_X itself works too, as everywhere.
+The tool makes an option of each name here that begins with OTEL_, and sets the variable of that name. Each setting
+TORCHLENS_PERF_X therefore also has the name OTEL_PYTHON_TORCHLENS_PERF_X, which instrumentor.py renames to
+TORCHLENS_PERF_X. Setting TORCHLENS_PERF_X itself works too.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Records what `opentelemetry-instrument` starts, as TORCHLENS_PERF=1 does: entry point `opentelemetry_instrumentor`.
+"""Record programs started by `opentelemetry-instrument`: entry point `opentelemetry_instrumentor`.
 
 ::
 
     opentelemetry-instrument torchrun --nproc-per-node 8 train.py
 
-opentelemetry-instrumentation is no dependency of ours. Its own loader imports this file, in every Python process that
-is started so, before the program: torchrun, its workers, and whatever else they start. Torch is not imported here.
+opentelemetry-instrumentation is not a dependency. Its loader imports this file before the program starts, in every
+Python process: torchrun, its workers and their child processes. Torch is not imported here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torchlens_perf.startup.sitecustomize import AfterTorch
 
 
 class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the library is not followed
-    """Switches recording on in this process and its children. Never raises, whatever the environment says."""
+    """Switch recording on in this process and its children. Never raise, whatever the environment contains."""
 
     _switched_on = False
 
     def instrumentation_dependencies(self) -> Collection[str]:
-        """None. "torch >= 2.11" would refuse 2.11.0a0 and the like, as the images of GPU vendors have it."""
+        """Return no requirement: "torch >= 2.11" would refuse versions such as 2.11.0a0 in images of GPU vendors."""
         return ()
 
     def _instrument(self, **kwargs: Any) -> None:
@@ -39,7 +39,8 @@ class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the l
             try:
                 wanted = is_on(os.environ)
             except ConfigError:
-                return  # whoever imports torch says so, once a node
+                # The process that imports torch logs the error.
+                return
             if wanted is None:
                 os.environ[SWITCH] = "1"
                 self._switched_on = True
@@ -48,10 +49,11 @@ class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the l
             if "torch" in sys.modules:
                 autoload.autoload()
             elif autoload.is_autoload_off(os.environ):
-                sys.meta_path.insert(0, AfterTorch())  # torch does not load our entry point
+                # torch does not load entry points, so watch for its import.
+                sys.meta_path.insert(0, AfterTorch())
 
     def _uninstrument(self, **kwargs: Any) -> None:
-        """Ends the recording that began by itself. One that the program began with watch() goes on."""
+        """End the recording that this instrumentor started. One that the program started with watch() continues."""
         with guard("switching off what opentelemetry-instrument switched on"):
             if self._switched_on:
                 os.environ.pop(SWITCH, None)
@@ -60,6 +62,6 @@ class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the l
 
 
 def take_options(environ: MutableMapping[str, str]) -> None:
-    """Renames OTEL_PYTHON_TORCHLENS_PERF_X, which `opentelemetry-instrument --torchlens_perf_x` sets. They win."""
+    """Rename OTEL_PYTHON_TORCHLENS_PERF_X to TORCHLENS_PERF_X. Options take precedence over variables."""
     for name in [name for name in environ if name.startswith(PREFIX)]:
         environ[name.removeprefix("OTEL_PYTHON_")] = environ.pop(name)

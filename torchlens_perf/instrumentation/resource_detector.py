@@ -4,7 +4,7 @@
 
     OTEL_EXPERIMENTAL_RESOURCE_DETECTORS=torchlens_perf opentelemetry-instrument torchrun train.py
 
-The names are those that this package's own spans have, so that a backend groups both alike.
+The names equal those on this package's own spans, so that a backend groups both in the same way.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from torchlens_perf.run.processes import command_line
 
 
 class TorchlensPerfResourceDetector(ResourceDetector):
-    """Reads the environment and a few files of /proc and /sys: no network, no torch. On whichever thread asks."""
+    """Detector that reads the environment and a few files of /proc and /sys. It uses neither network nor torch."""
 
     def detect(self) -> Resource:
-        """What is known before torch.distributed is initialised; empty where nothing is."""
+        """Return the attributes known before torch.distributed is initialised, which may be empty."""
         with guard("detecting the OpenTelemetry resource"):
             return Resource(resource_attributes(os.environ))
         return Resource.get_empty()
 
     def is_process_dependent(self) -> bool:
-        """True: a forked child has another process id."""
+        """Return True, because a forked child has another process id."""
         return True
 
 
 def resource_attributes(environ: Mapping[str, str]) -> dict[str, str | int]:
-    """What this process is, by names of OpenTelemetry where it has one: host.name, process.pid, k8s.*, cloud.*.
+    """Return attributes of this process, by OpenTelemetry's names where they exist: host.name, process.pid, k8s.*.
 
-    It has none for ranks and Slurm. What no launcher says is left out: this may be the launcher itself. The run's id is
-    there only where it is known without asking the node's other ranks: TORCHLENS_PERF_RUN_ID, or a job of Slurm or Open
-    MPI.
+    Ranks and Slurm have no names in OpenTelemetry. Attributes that no launcher provides are left out, because this may
+    be the launcher itself. The run's id is included if it is known without the node's other ranks: from
+    TORCHLENS_PERF_RUN_ID, Slurm or Open MPI.
     """
     place = launcher.place(environ, None, command_line(os.getppid()))
     found: dict[str, str | int] = {

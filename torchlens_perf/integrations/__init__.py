@@ -1,6 +1,6 @@
-"""Callbacks of frameworks, one file each; docs/guides/frameworks.md has the lines to paste.
+"""Callbacks for frameworks, one file each. docs/guides/frameworks.md has the lines to paste.
 
-They are for what a framework knows and no hook sees: its own number of steps, when it evaluates and saves, how many
-steps there will be, and its loggers. Nothing here is imported before the user imports it, and each file imports its
-framework alone. A framework without callbacks, or without a file here, is recorded by watch() as it is.
+A callback provides facts that hooks cannot see: the framework's own step number, when it evaluates and saves, the total
+number of steps, and its loggers. A file is imported only by the user and imports only its own framework. Other
+frameworks are recorded by watch() without a callback.
 """

@@ -1,4 +1,4 @@
-"""One training run of a framework, as its callback sees it: a watch that is begun, stepped and ended by calls."""
+"""One training run of a framework: a watch that the framework's callback starts, steps and ends."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from torchlens_perf.watch import Watch, watch
 
 
 class FrameworkRun:
-    """What callbacks share. Training thread. Copies and pickles of it are of its settings: the run stays where it is.
+    """Shared part of the callbacks. Used on the training thread. Copies and pickles contain only the settings.
 
-    Where the job records already, by a watch() around the framework's call or without one by TORCHLENS_PERF=1, it joins
-    that: nothing is recorded twice.
+    If the job is already recording, by an outer watch() or TORCHLENS_PERF=1, the callback joins that recording.
     """
 
     def __init__(self, settings: Mapping[str, Any], log_to: object, log_every_s: float) -> None:
-        """Raises ConfigError for a setting that watch() would refuse, or for what is no logger."""
+        """Raise ConfigError for an invalid setting, or for an object that is not a logger."""
         configuration.from_settings(settings, {})
         self._settings = dict(settings)
         self._log_to = log_to
@@ -38,10 +37,10 @@ class FrameworkRun:
     def begin(
         self, model: Any = None, step: Callable[[], int] | None = None, *, total_steps: int = 0, log_to: object = None
     ) -> None:
-        """Training begins; a run that was left by an exception is ended first.
+        """Start recording. A run that an exception has left open is ended first.
 
-        model: as watch() takes it. step: the framework's number of the step in progress, for loggers; with it, step()
-        alone ends a step. total_steps: that there will be; 0: not known. log_to: besides what the user has passed.
+        model: as in watch(). step: returns the framework's step number for loggers; if it is given, only step() ends
+        steps. total_steps: 0 if unknown. log_to: a logger in addition to the user's.
         """
         self.end()
         with guard("beginning a run of a framework"):
@@ -65,7 +64,7 @@ class FrameworkRun:
                 self._watch.tag(what)
 
     def end(self) -> None:
-        """Training has ended, also by an exception; again is harmless. Rank 0 shows its report."""
+        """End the recording, also after an exception. Rank 0 shows its report. Further calls do nothing."""
         watched, self._watch = self._watch, None
         if watched is not None:
             with guard("ending a run of a framework"):
@@ -76,5 +75,5 @@ class FrameworkRun:
 
 
 def missing(framework: str, error: ImportError) -> ConfigError:
-    """A framework that is not there, as one clear line."""
+    """Return an ImportError that names a framework that is not installed."""
     return ConfigError(f"{framework} cannot be imported: {error}. Next: pip install {framework}")

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, and what is derived from it, as TRL's trainers.
+"""Callback for Hugging Face's Trainer and classes derived from it, such as TRL's trainers.
 
 ::
 
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 
 
 class TorchlensCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
-    """Records from on_train_begin to on_train_end; a step is one of the Trainer's `global_step`.
+    """Record from on_train_begin to on_train_end. Steps are counted as the Trainer's `global_step`.
 
-    The Trainer fetches all batches of a step before on_step_begin, and logs, evaluates and saves after on_step_end: so
-    a step is from one on_step_end to the next. It holds its own data wait, and what follows on the step before it;
-    steps that evaluate or save are tagged, and compared with none. What follows on the last step is in none.
+    The Trainer fetches all batches of a step before on_step_begin, and logs, evaluates and saves after on_step_end.
+    A step therefore lasts from one on_step_end to the next. It includes its own data wait and the evaluation and saving
+    that follow the previous step. Such steps are tagged and not compared with others. Work after the last step is not
+    recorded.
     """
 
     def __init__(self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Unpack[WatchSettings]) -> None:
-        """log_to, log_every_s: see Watch.log_to(); pass the Trainer itself for what `report_to` names. settings: those
-        of watch(). Raises ConfigError for what cannot be used.
+        """log_to, log_every_s: see Watch.log_to(); pass the Trainer itself to use the loggers of `report_to`.
+        settings: as in watch(). Raise ConfigError for an invalid argument.
         """
         if isinstance(log_to, str):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: a callback, and a profiler.
+"""Callback and profiler for Lightning's Trainer.
 
 ::
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 _SETTINGS = re.compile(r"\{.*\}")
 TRAINER = "trainer"
-"""As log_to: the loggers of the Trainer."""
+"""Value of log_to that stands for the Trainer's loggers."""
 
 
 class TorchlensCallback(Callback):  # type: ignore[misc,unused-ignore]
-    """Records Trainer.fit(); a step is what `trainer.global_step` counts, or several that end with one batch.
+    """Record Trainer.fit(). Steps are counted as `trainer.global_step`; several that end with one batch are one.
 
-    A step is from one on_train_batch_end in which global_step has grown to the next. Batches that are accumulated
-    before it are its micro-steps. Validation and saving follow on a batch's end: the step that they are in is tagged.
+    A step lasts from one on_train_batch_end in which global_step has grown to the next. Batches that are accumulated
+    in between are its micro-steps. Validation and saving after a batch tag the step in which they run.
     """
 
     def __init__(self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Unpack[WatchSettings]) -> None:
-        """log_to, log_every_s: see Watch.log_to(); "trainer" for all loggers of the Trainer. settings: those of
-        watch(). Raises ConfigError for what cannot be used.
+        """log_to, log_every_s: see Watch.log_to(); "trainer" uses all loggers of the Trainer. settings: as in watch().
+        Raise ConfigError for an invalid argument.
         """
         super().__init__()
         if isinstance(log_to, str) and log_to != TRAINER:
@@ -82,14 +82,14 @@ class TorchlensCallback(Callback):  # type: ignore[misc,unused-ignore]
 
 
 class TorchlensProfiler(Profiler):  # type: ignore[misc,unused-ignore]
-    """What Lightning calls by name, its hooks, its callbacks' and its strategy's, as sections of the report.
+    """Lightning's profiled actions (hooks of the module, callbacks and strategy) as sections of the report.
 
-    It records Trainer.fit() by itself, and joins a TorchlensCallback, whose steps are then those that count; else a
-    step ends with the optimizer's.
+    The profiler records Trainer.fit() by itself. With a TorchlensCallback it joins that recording and its steps;
+    otherwise calls of the optimizer end the steps.
     """
 
     def __init__(self, **settings: Unpack[WatchSettings]) -> None:
-        """settings: those of watch(). Raises ConfigError for what cannot be used."""
+        """settings: as in watch(). Raise ConfigError for an invalid setting."""
         super().__init__()
         self._run = FrameworkRun(settings, None, 0.0)
         self._open: dict[str, list[Section]] = {}
@@ -102,7 +102,7 @@ class TorchlensProfiler(Profiler):  # type: ignore[misc,unused-ignore]
 
     @guard("begin of an action of Lightning")
     def start(self, action_name: str) -> None:
-        # A callback is named with all its settings: "[Callback]ModelCheckpoint{'monitor': None, ...}.on_train_end".
+        # Lightning names a callback with its settings: "[Callback]ModelCheckpoint{'monitor': None, ...}.on_train_end".
         entered = section(_SETTINGS.sub("", action_name))
         entered.__enter__()
         self._open.setdefault(action_name, []).append(entered)
@@ -114,7 +114,7 @@ class TorchlensProfiler(Profiler):  # type: ignore[misc,unused-ignore]
             entered.pop().__exit__(None, None, None)
 
     def summary(self) -> str:
-        """Lightning prints what is here; the report comes by itself."""
+        """Return no text for Lightning to print. The report is shown separately."""
         return ""
 
     def teardown(self, stage: str | None) -> None:

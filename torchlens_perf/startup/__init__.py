@@ -1,1 +1,1 @@
-"""A folder that `torchlens-perf run` puts in front of PYTHONPATH: Python loads its sitecustomize before the script."""
+"""Folder that `torchlens-perf run` prepends to PYTHONPATH, so that Python loads its sitecustomize before the script."""

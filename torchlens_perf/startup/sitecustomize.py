@@ -1,8 +1,8 @@
-"""Loaded by Python itself before a script that `torchlens-perf run` started. Leaves a finder that awaits torch.
+"""Python loads this before a script that `torchlens-perf run` starts. It installs a finder that waits for torch.
 
-commands/run.py put this folder in front of PYTHONPATH. That is undone here, and the sitecustomize that Python would
-have loaded without us takes the place of this one. Nothing is imported before torch is: until then sys.modules holds
-what it holds without us (not even `typing` or `__future__`).
+commands/run.py has prepended this folder to PYTHONPATH. That is undone here, and the sitecustomize that Python would
+have loaded otherwise is loaded. Until torch is imported, sys.modules stays as it would be without this package, so not
+even `typing` or `__future__` is imported here.
 """
 
 import os
@@ -21,13 +21,13 @@ USERS_PATH = "_TORCHLENS_PERF_PYTHONPATH"  # the user's own PYTHONPATH, where it
 class AfterTorch:
     """Finder that switches recording on when torch has been imported, also where torch's own autoload is off.
 
-    It stays in sys.meta_path: whoever takes one out while an import goes through that list makes it skip the next.
+    The finder stays in sys.meta_path. Removing it during an import would make that import skip the next finder.
     """
 
     _asks = False
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> "ModuleSpec | None":
-        """For torch, what the other finders answer, with one call added after its import; for all others None."""
+        """Return the spec of torch from the other finders, with a call after its import; None for other modules."""
         if fullname != "torch" or target is not None or self._asks:
             return None
         import importlib.machinery
@@ -55,8 +55,8 @@ def _arm_after(loader: "SourceFileLoader") -> None:
         load(module)
         _arm()
 
-    # The import of torch can fail, and its traceback is the user's. CPython leaves the frames of its import system
-    # out of tracebacks, and knows them by this name.
+    # The import of torch can fail with a traceback for the user. CPython omits the frames of its import system
+    # from tracebacks and recognizes them by this name.
     load_and_arm.__code__ = load_and_arm.__code__.replace(co_filename="<frozen importlib._bootstrap>")
     loader.exec_module = load_and_arm  # type: ignore[method-assign]
 
@@ -64,8 +64,9 @@ def _arm_after(loader: "SourceFileLoader") -> None:
 def _arm() -> None:
     try:
         from torchlens_perf.autoload import autoload
-    except Exception as error:  # a broken installation of ours is no reason to stop the script
-        # Not sys.stderr, which the script may have replaced: torchlens_perf.output, which takes any, may be broken.
+    # A broken installation of this package must not stop the script.
+    except Exception as error:
+        # sys.__stderr__, because the script may have replaced sys.stderr. torchlens_perf.output may be broken too.
         if os.environ.get("LOCAL_RANK", "0") == "0" and sys.__stderr__ is not None:
             line = ascii(f"torchlens_perf is off: {type(error).__name__}: {error}")[1:-1]
             try:
@@ -77,7 +78,7 @@ def _arm() -> None:
 
 
 def _restore() -> None:
-    """Makes PYTHONPATH and sys.path what they are without us."""
+    """Restore PYTHONPATH and sys.path."""
     if USERS_PATH in os.environ:
         os.environ["PYTHONPATH"] = os.environ.pop(USERS_PATH)
     else:
@@ -90,5 +91,5 @@ if __name__ == "sitecustomize":
     _restore()
     sys.meta_path.insert(0, AfterTorch())
     del sys.modules["sitecustomize"]
-    # The next one on sys.path. Where there is none, this raises the ImportError that Python expects then.
+    # Load the next sitecustomize on sys.path. Without one, this raises the ImportError that Python expects.
     import sitecustomize  # type: ignore[import-not-found] # noqa: F401

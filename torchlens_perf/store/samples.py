@@ -29,7 +29,7 @@ class SampleWriter:
 
     @property
     def dropped_files(self) -> int:
-        """How many were removed for newer ones."""
+        """Number of files that were removed for newer ones."""
         return self._writer.removed_files
 
     def write(self, samples: Mapping[str, Sequence[Any]], cap_bytes: int) -> None:

@@ -75,7 +75,7 @@ class SegmentWriter:
 
     @property
     def dropped_segments(self) -> int:
-        """How many were removed for newer ones."""
+        """Number of segments that were removed for newer ones."""
         return self._writer.removed_numbers
 
     def write(self, chunks: list[Chunk]) -> None:

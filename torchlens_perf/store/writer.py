@@ -33,7 +33,7 @@ class Writer:
                 self._sizes[path] = path.stat().st_size
         self._number = max(map(number, self._sizes), default=0)
         self.removed_numbers = 0
-        """How many numbers lost their files to the cap."""
+        """Number of file numbers whose files were removed to stay below the cap."""
         self.removed_files = 0
 
     def write(self, tables: Mapping[Path, pa.Table], cap_bytes: int, footer: Mapping[str, Any] | None = None) -> None:
@@ -93,7 +93,7 @@ def _write(table: pa.Table, path: Path, footer: Mapping[str, Any] | None) -> Non
             file,
             compression="zstd",
             compression_level=1,
-            # No two times are equal: dictionaries of them would make a file two thirds larger, in half as long again.
+            # Times are all different: dictionaries make files two thirds larger, and writing takes 50 % longer.
             use_dictionary=texts_of(table.schema),
             write_statistics=[name for name in _SOUGHT_BY if name in table.schema.names],
             write_page_checksum=True,  # a changed bit would be another time
