@@ -1,1 +1,1 @@
-"""What writes marks into the ring file, what one watch holds, and every private name of torch that we use."""
+"""Recorder of marks, state of one watch, and all private names of torch that this package uses."""

@@ -1,4 +1,4 @@
-"""The hooks of a watch while they are attached."""
+"""Hooks of a watch while they are attached."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _DETACH_TIMEOUT_S = 2.0
 
 
 class AttachedHooks:
-    """Attaches hooks, and detaches all of them, the last one first."""
+    """Attach hooks, and detach all of them in reverse order."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.lock = threading.RLock()
-        """Held while hooks are attached, detached, or work at a step's end: each may be on another thread."""
+        """Lock held while hooks are attached or detached, or run at the end of a step, each on any thread."""
         self.detached = False
         self._note = note
         self._contexts = ExitStack()
 
     def attach(self, name: str, hook: Callable[[], AbstractContextManager[None]]) -> None:
-        """Enter the context that `hook` makes. One that is unavailable or fails is noted. Raise ConfigError."""
+        """Attach a hook. An unavailable or failing hook is noted and left out. Raise ConfigError."""
         attached = False
         try:
             with guard(f"attaching {name}", passes=(HookUnavailable, ConfigError)):
@@ -35,7 +35,7 @@ class AttachedHooks:
                 self._note(f"{name} could not be attached: see the job's log")
 
     def detach(self) -> None:
-        # With a limit: a callback of the user's may wait for this thread at the step's end.
+        # Wait with a limit: at the end of a step, a callback of the user may wait for this thread.
         acquired = self.lock.acquire(timeout=_DETACH_TIMEOUT_S)
         try:
             self.detached = True
@@ -46,7 +46,7 @@ class AttachedHooks:
                 self.lock.release()
 
     def abandon(self) -> None:
-        """Detach in a forked child, where a thread that the child lacks may hold the lock."""
+        """Detach in a forked child, where the lock may be held by a thread that does not exist there."""
         self.detached = True
         with guard("detaching in a forked child"):
             self._contexts.close()

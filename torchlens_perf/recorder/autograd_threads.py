@@ -1,15 +1,16 @@
-"""Whether a thread is one of autograd's, on which the backward passes of devices run."""
+"""Recognize autograd's device threads, which run the backward passes on devices."""
 
 from __future__ import annotations
 
 import threading
 
-_NAMES_BEGIN_WITH = "pt_autograd_"  # torch/csrc/autograd/engine.cpp names them, pt_autograd_0 is the first device's
+# torch/csrc/autograd/engine.cpp names these threads; pt_autograd_0 belongs to the first device.
+_NAMES_BEGIN_WITH = "pt_autograd_"
 _known = threading.local()
 
 
 def is_autograds() -> bool:
-    """Whether the calling thread is one of them; False where Linux's /proc does not tell. A thread keeps its name."""
+    """Return True if the calling thread is an autograd thread; False without Linux's /proc."""
     known: bool | None = getattr(_known, "is_autograds", None)
     if known is None:
         try:

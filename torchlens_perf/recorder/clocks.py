@@ -1,4 +1,4 @@
-"""The clock that takes a rank's marks: the host's, or a device's once there is one."""
+"""Clock that takes a rank's marks: the host's, or the device's once a device is in use."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Protocol
 
 from torchlens_perf.run.clock import HostClock
 
-# A mark on a device takes a microsecond or so of ours. What takes longer waits for room in the device's queue, as the
-# job's next launch would have: that is not ours. The same in native/device.c.
+# A mark on a device costs about a microsecond. A longer call waits for room in the device's queue, as the job's next
+# launch would, so the excess is not overhead. native/device.c uses the same limit.
 LONGEST_MARK_NS = 100_000
 MAX_UNREAD_STEPS = 256
-"""Steps after which a time that the device has not reported is given up."""
+"""Number of steps after which a time that the device has not reported is dropped."""
 CollectiveListener = Callable[[int, int], None]
-"""Called with the device clock's marks around a collective that ran in its caller's stream, on its thread."""
+"""Function called with the device marks around a collective that ran in its caller's stream, on that thread."""
 
 
 class Clock(Protocol):
-    """Marks instants on the thread that works, and reads them later. No method may block or synchronize a device."""
+    """Source of marks, which are read later. No method may block or synchronize a device."""
 
     name: str
 
     def mark(self) -> int | None:
-        """Marks now. Returns a handle for span(); None where a device cannot be marked now."""
+        """Mark the current instant. Return a handle for span(), or None if the device cannot be marked now."""
 
     def span(self, begin: int, end: int) -> tuple[int, int] | None:
-        """From one mark to another: start in ns of the host's CLOCK_MONOTONIC, duration in ns by this clock.
+        """Return (start in ns of CLOCK_MONOTONIC, duration in ns by this clock) between two marks.
 
-        None until the device has reported both marks.
+        Return None until the device has reported both marks.
         """
 
 
 class Stalls(Protocol):
-    """Marks for how long the device waits for communication, see hooks/on_device/stalls.py."""
+    """Marks around waits of the device for communication (hooks/on_device/stalls.py)."""
 
     def begin(self, name_id: int) -> int | None: ...
     def end(self) -> int | None: ...
@@ -42,18 +42,18 @@ class Stalls(Protocol):
 
 
 class Clocks:
-    """Hooks read the attributes, some at every collective, and set them by the methods. Training thread."""
+    """Clocks in use. Hooks read the attributes, some at every collective. Used on the training thread."""
 
     def __init__(self) -> None:
         self.host = HostClock()
         self.current: Clock = self.host
         self.stalls: Stalls | None = None
-        """Marks what a device waits for, while `current` is a device's clock."""
+        """Marks for waits of the device; None while `current` is the host's clock."""
         self.collective_listener: CollectiveListener | None = None
-        """Takes the times of synchronous collectives on a device that nothing else reports."""
+        """Receiver of times of synchronous device collectives that are not reported otherwise."""
 
     def use(self, clock: Clock | None, stalls: Stalls | None = None) -> None:
-        """Take marks by a device's clock from here on; None: by the host's."""
+        """Take further marks with a device's clock, or with the host's if it is None."""
         self.current, self.stalls = clock or self.host, stalls
 
     def listen_to_collectives(self, listener: CollectiveListener | None) -> None:

@@ -1,4 +1,4 @@
-"""The step in progress: what it holds, what is charged to it, and its end."""
+"""The current step: its content, the overhead charged to it, and its end."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _SAMPLED, _MANUAL, _INFERENCE = (int(flag) for flag in (Flag.SAMPLED, Flag.MANUA
 
 
 class StepContent(NamedTuple):
-    """What the user's loop did in a step."""
+    """Activities of the user's loop in one step."""
 
     flags: int
     micro_steps: int
 
 
 class Loop(Protocol):
-    """What the user's loop does, as hooks see it."""
+    """The user's loop as seen by hooks."""
 
     def manual_step(self) -> bool:
-        """The user has called w.step()."""
+        """Note that the user has called w.step()."""
 
     def step_ended(self, *, inference: bool) -> StepContent:
-        """What the step that ends here held."""
+        """Return the content of the step that ends now."""
 
 
 class CurrentStep:
-    """Training thread, where nothing else is said."""
+    """The current step of one watch. Used on the training thread, unless a method states otherwise."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class CurrentStep:
         backward_every: int,
     ) -> None:
         self.training_steps = 0
-        """Those that have ended. The same on all ranks, also where one of them has evaluated before."""
+        """Number of ended training steps. It is equal on all ranks, even if one of them has evaluated before."""
         self._recorder = recorder
         self._thread = thread
         self._hooks = hooks
@@ -58,12 +58,13 @@ class CurrentStep:
         self._sampling = SamplingSchedule(backward_every)
         self._loop: Loop | None = None
         self._flags = 0
-        self._overhead_ns = 0  # since the watch began
+        self._overhead_ns = 0
         self._memory_bytes = 0
-        self._workload = -1  # no batch with a tensor yet
+        # -1 until a batch contains a tensor.
+        self._workload = -1
 
     def begin(self, loop: Loop) -> None:
-        """Record marks from here on. loop: says what a step has held."""
+        """Start recording marks. loop: reports the content of each step."""
         self._loop = loop
         recorder = self._recorder
         recorder.start_thread_time()
@@ -78,17 +79,17 @@ class CurrentStep:
         self._workload = max(0, self._workload) + elements
 
     def set_memory(self, memory_bytes: int) -> None:
-        """Set the memory in this step's record and in later ones; 0: not known."""
+        """Set the memory of this and later steps, in bytes; 0 if unknown."""
         self._memory_bytes = memory_bytes
 
     def add_overhead(self, duration_ns: int, *, ours: bool = True) -> None:
-        """Charge overhead that only some steps have to this step, as the tool's if `ours`."""
+        """Charge overhead that only some steps have to this step. ours: charge it as the tool's."""
         self._overhead_ns += duration_ns
         if ours:
             self._recorder.add_overhead(duration_ns)
 
     def add_probe_cost(self, duration_ns: int) -> None:
-        """Charge work of ours for an earlier step that was sampled."""
+        """Charge overhead that belongs to an earlier, sampled step."""
         self.add_overhead(duration_ns)
         self._sampling.add_cost(duration_ns)
 
@@ -119,7 +120,8 @@ class CurrentStep:
         packed = min(content.micro_steps, MICRO_STEPS_MASK) | (self._workload + 1) << WORKLOAD_SHIFT
         step = recorder.next_step(flags | self._flags | content.flags, self._memory_bytes, packed)
         if (self._flags | content.flags) & _COMPILED:
-            self._metadata.publish()  # how long it took: the process may be killed before the watch ends
+            # Publish early, because the process may be killed before the watch ends.
+            self._metadata.publish()
         self._workload = -1
         self._flags = 0
         recorder.sampled = int(self._sampling.wants(step))
@@ -130,5 +132,5 @@ class CurrentStep:
             self._sampling.step_begins(self._boundary())
 
     def _boundary(self) -> Boundary:
-        """Return where the recorder is. What add_overhead() got is no part of what every step costs."""
+        """Return the recorder's position. Overhead passed to add_overhead() does not count as cost of every step."""
         return Boundary(self._recorder.step, self._recorder.now_ns(), self._recorder.tool_ns - self._overhead_ns)

@@ -1,6 +1,7 @@
-"""What a device must be able to do, by torch's public names, for its times and stalls to be recorded.
+"""Abilities that a device needs for its times and stalls to be recorded, by torch's public API.
 
-CUDA's, ROCm's and XPU's can. One that is added to torch from outside may lack some: `torchlens-perf doctor` asks each.
+CUDA, ROCm and XPU devices have all of them. Backends added to torch from outside may lack some. `torchlens-perf doctor`
+checks each.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ _TIMEOUT_S = 1.0
 
 
 class Ability(NamedTuple):
-    """One thing: how to find out whether the device can do it, and what is lost without it."""
+    """One ability: how to check it, and what is not measured without it."""
 
     name: str
     works: Callable[[Any], bool]
-    """Called with the device, which gets a context."""
+    """Check of the device, which creates a context on it."""
     without: str
 
 
 def problem(ability: Ability, device: Any) -> str:
-    """Why the device cannot do it; "" if it can. Makes a context, and waits for the device for a second at most."""
+    """Return why the device lacks an ability, or "". Create a context, and wait at most a second for the device."""
     try:
         return "" if ability.works(device) else "it gives a wrong answer"
     except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError) as error:

@@ -1,7 +1,7 @@
 """Sections that the device times by its own clock, also in a captured graph: `with device_section(name)`.
 
-Here is only what a script needs at every import: what they do lies in hooks/on_device/stamps.py, which is
-loaded where torch has an NVIDIA device.
+This module is imported by every script, so it contains only the interface. The implementation in
+hooks/on_device/stamps.py is loaded if torch has an NVIDIA device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Stamper(Protocol):
-    """Enqueues stamps of the device's clock on the current stream. Never raises."""
+    """Enqueue stamps of the device's clock on the current stream. Never raise."""
 
     def open(self, name: str) -> None:
-        """A section begins."""
+        """Enqueue the begin of a section."""
 
     def close(self, name: str) -> None:
-        """It ends."""
+        """Enqueue the end of a section."""
 
 
 _stamper: Stamper | None = None
@@ -29,18 +29,18 @@ _wanted = False
 
 
 def set_stamper(stamper: Stamper | None) -> None:
-    """Whom sections tell from now on; None: nobody."""
+    """Set the stamper that sections call; None if there is no device."""
     global _stamper
     _stamper = stamper
 
 
 def wanted() -> bool:
-    """Whether this process has made a section: one that decorates a function, before a watch begins."""
+    """Return True if a section exists, for example as a decorator made before the watch begins."""
     return _wanted
 
 
 class DeviceSection:
-    """What device_section() returns: a context manager and a decorator. Not re-entrant on one name."""
+    """Result of device_section(): a context manager and decorator. It must not be nested in itself."""
 
     __slots__ = ("name",)
 
@@ -71,7 +71,7 @@ class DeviceSection:
 
 
 def device_section(name: str) -> DeviceSection:
-    """A part of the step that the GPU times by its own clock, on the current stream; also a decorator.
+    """Return a named part of the step that the GPU times on the current stream; also a decorator.
 
     ::
 
@@ -79,11 +79,14 @@ def device_section(name: str) -> DeviceSection:
             with perf.device_section("decode"):
                 logits = model(tokens)
 
-    Inside a capture it becomes part of the graph, and each replay adds a time. The memory for the times is made when
-    the watch begins, if there is a section by then and a model on the device; else at the end of the first step that
-    enters one. What is entered or captured before that is not timed, and counted in the report's notes. Costs two
-    launches of a kernel of one thread. At most 64 names. Without a watch, an NVIDIA GPU or CuPy it does nothing; the
-    report says what is missing. Any thread that holds the GIL. Raises TypeError for a name that is no string.
+    Inside a graph capture the section becomes part of the graph, and each replay adds a time. Memory for the times is
+    allocated when the watch begins, if a section and a model on the device exist by then, or else at the end of the
+    first step that enters a section. Sections that were entered or captured earlier are not timed, but counted in the
+    report's notes.
+
+    The cost is two launches of a kernel with one thread. At most 64 names are timed. Without a watch, an NVIDIA GPU or
+    CuPy it does nothing, and the report states what is missing. Any thread may use it. Raise TypeError if the name is
+    not a string.
     """
     if not isinstance(name, str):
         raise TypeError(f"device_section() takes a name, got {type(name).__name__}")

@@ -1,4 +1,4 @@
-"""Which device this process computes on. Nothing here initializes one: that would poison a later fork."""
+"""Find the device that this process computes on, without initializing one: CUDA cannot be used after a later fork."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from collections.abc import Mapping
 
 from torchlens_perf.errors import DeviceError
 
-# With 1, all streams share one queue to the device: a timed event, or a wait, holds up what comes behind it.
+# With 1, all streams share one queue to the device. A timed event or a wait then delays all work behind it.
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_SMALL_SHARE = 0.1  # of the fullest device's memory: what lies on another one by accident
+# A device with less than this share of the fullest device's memory is considered used by accident.
+_SMALL_SHARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceInUse:
-    """One device, as torch has it: "cuda", 0."""
+    """One device by torch's type and index, such as ("cuda", 0)."""
 
     kind: str
     index: int
 
 
 def accelerator() -> str:
-    """The kind of device that torch was built for, or that was added to it: "cuda", also for ROCm, "xpu", ...; "" if
-    there is none, or CUDA sees none."""
+    """Return torch's device type: "cuda" (also for ROCm), "xpu", ..., or "" without one, or if CUDA finds no
+    device."""
     import torch
 
     found = torch.accelerator.current_accelerator()
@@ -32,7 +33,7 @@ def accelerator() -> str:
 
 
 def has_devices() -> bool:
-    """Whether torch was built for CUDA or ROCm and sees a device. Does not initialize CUDA."""
+    """Return True if torch was built for CUDA or ROCm and finds a device. CUDA is not initialized."""
     import torch
 
     built = torch.version.cuda is not None or getattr(torch.version, "hip", None) is not None
@@ -40,10 +41,11 @@ def has_devices() -> bool:
 
 
 def accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse | None:
-    """The device of that kind on which torch has allocated memory; None while there is none.
+    """Return the device of this type on which torch has allocated memory; None while there is none.
 
-    computes_there: the watched models, or a process group's tensors, are known to be on one: then it is the current one
-    where its allocator keeps no numbers, as some that are added to torch do not. Raises DeviceError as device_in_use().
+    computes_there: True if the watched models, or a process group's tensors, are on such a device. It is then assumed
+    to be the current one if its allocator reports no numbers, as with some backends. Raise DeviceError as
+    device_in_use() does.
     """
     if kind == "cuda":
         index = device_in_use()
@@ -55,7 +57,8 @@ def accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse | None
         return None
     try:
         reserved = {each: torch.accelerator.memory_reserved(each) for each in range(torch.accelerator.device_count())}
-    except (RuntimeError, AttributeError):  # its allocator keeps no numbers; an older torch asks none but CUDA's
+    # The allocator may report no numbers, and older versions of torch only ask CUDA's.
+    except (RuntimeError, AttributeError):
         reserved = {}
     used = _used_most(reserved)
     if used:
@@ -64,17 +67,17 @@ def accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse | None
 
 
 def device_in_use() -> int | None:
-    """The index of the CUDA device on which torch has allocated memory; None while there is none.
+    """Return the index of the CUDA device on which torch has allocated memory; None while there is none.
 
-    The current device may be another one, without a context: asking it for a stream would make one, of hundreds of
-    megabytes. Raises DeviceError where several are in use: spans of one would be marked on another.
+    The current device may be another one without a context. Asking it for a stream would create a context of hundreds
+    of megabytes. Raise DeviceError if several are in use, because spans of one would be marked on another.
     """
     used = devices_in_use()
     return _only(used) if used else None
 
 
 def devices_in_use() -> list[int]:
-    """The indices of the CUDA devices on which torch has allocated memory. Makes no context."""
+    """Return the indices of the CUDA devices on which torch has allocated memory. Create no context."""
     import torch
 
     if not torch.cuda.is_initialized():

@@ -1,7 +1,7 @@
-"""Folders on a disk that may not answer, asked for from the training process: a child makes them, and may hang for it.
+"""Create folders from the training process in a child process, which may hang on a disk that does not respond.
 
-The child is run/make_folders.py, some 15 ms of an interpreter without packages. It costs no more where all is well, and
-nothing else bounds a call to a network disk whose server is gone: it sleeps in the kernel, and no signal ends it.
+The child is run/make_folders.py, which takes about 15 ms in an interpreter without packages. A call to a network disk
+whose server is gone sleeps in the kernel, where no signal ends it, so only another process can bound the wait.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import children, make_folders
 
 MADE = "made"
-_END_TIMEOUT_S = 0.1  # of a child that has answered
+_END_TIMEOUT_S = 0.1
 _unended: list[subprocess.Popen[bytes]] = []
 
 
 class FolderRequest:
-    """Asks at once; answer() tells. Whatever is not kept is taken away again. One thread."""
+    """Request for folders, sent on creation. Folders that are not kept are removed. For one thread."""
 
     def __init__(self, folders: Sequence[Path], *, shared: bool = False) -> None:
-        """folders: absolute; they must be writable, and are made where they are missing, with their parents.
+        """Start the child process. Raise RunStoreError if that fails.
 
-        shared: what is made can be read by its group.
-
-        Raises RunStoreError where no process can be started.
+        folders: absolute paths that must be writable. Missing ones are created with their parents. shared: let the
+        group read new folders.
         """
         self._text = b""
         _unended[:] = [process for process in _unended if process.poll() is None]
@@ -43,7 +42,7 @@ class FolderRequest:
             raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
 
     def answer(self, timeout_s: float) -> str:
-        """MADE, or why not, in the system's words; "" if nothing is known after this time."""
+        """Return MADE, the system's error message, or "" if the child has not answered in time."""
         deadline_s = time.monotonic() + timeout_s
         if self._process is not None and self._process.stdout is not None and not self._text:
             descriptor, ended = self._process.stdout.fileno(), False
@@ -56,19 +55,20 @@ class FolderRequest:
         return self._text.decode(errors="replace").strip()
 
     def keep(self) -> None:
-        """What was made stays."""
+        """Keep the folders that were created."""
         process = self._process
         if process is None or process.stdin is None:
             return
         if not self._text:
-            process.kill()  # it hangs, or has not begun; it may have made some of them
+            # It hangs or has not started. It may have created some folders.
+            process.kill()
         elif process.poll() is None:  # it waits for this word: to write to one that is gone may be a deadly signal
             with contextlib.suppress(OSError):
                 process.stdin.write(make_folders.KEEP)
         self.close()
 
     def close(self) -> None:
-        """What was made, or will be, is taken away, unless it was kept. Again is harmless."""
+        """Remove folders that were not kept, also those that are still to be created. Further calls do nothing."""
         process, self._process = self._process, None
         if process is None or process.stdin is None or process.stdout is None:
             return
@@ -81,7 +81,7 @@ class FolderRequest:
 
 
 def problem_with(folder: Path, timeout_s: float = 1.0, *, shared: bool = False) -> str:
-    """Why a folder cannot be written just now, also after having been made; "" if it can. Raises RunStoreError."""
+    """Create a folder if needed. Return why it cannot be written, or "". Raise RunStoreError."""
     request = FolderRequest([folder], shared=shared)
     answer = request.answer(timeout_s)
     request.keep()

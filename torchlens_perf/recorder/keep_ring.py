@@ -1,4 +1,4 @@
-"""The end of a run without a sidecar: a ring that could not be mapped in the run directory is copied there."""
+"""Copy a ring into the run directory at the end of a run without a sidecar, if it could not be mapped there."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @above_standard_streams()
 def keep(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
-    """Has a ring that was closed copied from this node's memory into the run directory, by a child process.
+    """Let a child process copy a closed ring from this node's memory into the run directory.
 
-    Waits at most so long; the child goes on by itself. Returns what went wrong, "" if nothing did, or if the ring lies
-    there already. Raises OSError where no process can be started.
+    Wait at most timeout_s; the child then continues alone. Return the problem, or "" if there was none or the ring is
+    already there. Raise OSError if no process can be started.
     """
     if ring.path.is_relative_to(run.path):
         return ""
@@ -44,7 +44,7 @@ def keep(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
         if not ready.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))):
             return f"{run.rings} did not answer within {timeout_s:g} s; the copy goes on by itself"
         reason = os.read(said.fileno(), 4096).decode(errors="replace")
-    with contextlib.suppress(subprocess.TimeoutExpired):  # it has said what there is to say
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, deadline_s - time.monotonic()))
     if not reason:
         return ""

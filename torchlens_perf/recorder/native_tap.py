@@ -1,13 +1,13 @@
-"""The native tap on collectives: found and loaded, if it has been built for the torch at hand (commands/tap_build.py).
+"""Find and load the native tap on collectives, if it has been built for the installed torch (commands/tap_build.py).
 
-It is C++ against torch's own headers, so it cannot be built before torch is there, as our wheel is. The file's name
-holds what it was built for: torch, Python, and the source; for anything else it is not found, and collectives are
-tapped from Python. It is loaded only from where nobody but this user and root can write (run/ownership.py).
+The tap is C++ code that needs torch's headers, so it cannot be part of a wheel that is built without torch. Its file
+name contains the versions of torch, Python and the source it was built for. Without a matching file, collectives are
+tapped from Python. A tap is loaded only from folders that only this user and root can write (run/ownership.py).
 
-Nothing of ours removes or replaces a tap that can be loaded: on a shared disk, a process of another node may have it
-in memory, page by page, and would end with SIGBUS.
+A tap that can be loaded is never removed or replaced. On a shared disk, a process of another node may have mapped it
+and would end with SIGBUS.
 
-Attached once, it stays until the process ends, and after a watch it passes on what it gets: native/tap.cpp says why.
+Once attached, the tap stays until the process ends. After a watch it only passes calls on (native/tap.cpp).
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ from torchlens_perf.run import ownership, tap_requirements
 
 COMPILER_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 _MODULE = "_torchlens_perf_tap"
-OWNER = "torchlens_perf's native tap"  # for torch_dispatcher.owner_of_tap(), see native/tap.cpp
-_DIGITS = 12  # of digests in the file's name
+# Name under which torch_dispatcher.owner_of_tap() finds the tap; as in native/tap.cpp.
+OWNER = "torchlens_perf's native tap"
+_DIGEST_DIGITS = 12
 
 
 def file_name() -> str:
-    """The name of the tap for this torch, this Python and this source. Raises OSError if the source is not there."""
+    """Return the tap's file name for this torch, Python and source. Raise OSError if the source is missing."""
     import torch
 
-    # Two builds of one version differ in their commit: nightly ones, and those that somebody has patched.
-    commit = str(getattr(torch.version, "git_version", None) or "unknown")[:_DIGITS]
+    # Builds of one version can differ in their commit, for example nightly and patched builds.
+    commit = str(getattr(torch.version, "git_version", None) or "unknown")[:_DIGEST_DIGITS]
     soabi = sysconfig.get_config_var("SOABI")
     return f"{_MODULE}-{torch.__version__}-{commit}-{soabi}-{_source_digest()}.so"
 
 
 def _source_digest() -> str:
-    """All headers count, so that a new one cannot be forgotten here."""
+    """Return a digest over the source and all headers."""
     digest = hashlib.sha256(" ".join(COMPILER_FLAGS).encode())
     for path in (tap_requirements.SOURCES / tap_requirements.SOURCE, *sorted(tap_requirements.SOURCES.glob("*.h"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:_DIGITS]
+    return digest.hexdigest()[:_DIGEST_DIGITS]
 
 
 def find(name: str) -> Iterator[tuple[Path, str | None]]:
-    """The files of that name, the best place first, each with why it is not to be loaded; None: it may be."""
+    """Return files of that name in order of preference, each with the reason not to load it, or None."""
     for place in tap_requirements.places():
         path = place / name
         try:
@@ -58,12 +59,12 @@ def find(name: str) -> Iterator[tuple[Path, str | None]]:
             if path.is_file():
                 yield path, refused
         except OSError:
-            continue  # nothing lies there, or it cannot be looked at
+            continue
 
 
 @functools.cache
 def load() -> Any | None:
-    """The tap; None where it, or the native recorder that it writes with, is not there or cannot be loaded."""
+    """Return the tap; None if it, or the native recorder that it needs, is missing or cannot be loaded."""
     for path in _trusted() if recorder.NATIVE else ():
         try:
             return load_file(path)
@@ -73,13 +74,13 @@ def load() -> Any | None:
 
 
 def loaded_from() -> Path | None:
-    """The file of the tap that load() gives."""
+    """Return the file of the tap that load() returns."""
     tap = load()
     return None if tap is None else Path(tap.__file__)
 
 
 def problems() -> list[str]:
-    """Why the files that are there for what is running are not used, one sentence each."""
+    """Return a sentence for each existing file that fits but is not used."""
     found = []
     for path, refused in find(file_name()):
         try:
@@ -96,14 +97,15 @@ def _trusted() -> Iterator[Path]:
     try:
         yield from (path for path, refused in find(file_name()) if refused is None)
     except OSError:
-        return  # the package came without its source
+        # The package was installed without its source.
+        return
 
 
 def load_file(path: Path) -> ModuleType:
-    """Loads a tap. Raises ImportError for a damaged file, or one for another torch."""
+    """Load a tap. Raise ImportError for a damaged file or one for another torch."""
     loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
     spec = importlib.util.spec_from_file_location(_MODULE, path, loader=loader)
-    assert spec is not None  # never, with a loader
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module

@@ -1,7 +1,7 @@
-"""NCCL's profiler plugin (native/nccl_profiler.c): found, offered to NCCL by its environment variable, and switched.
+"""Find NCCL's profiler plugin (native/nccl_profiler.c), offer it to NCCL by environment variable, and switch it.
 
-NCCL loads it at the first communicator of the process. So it must be offered before `init_process_group`; whoever has
-chosen another plugin keeps that one.
+NCCL loads the plugin at the first communicator of the process, so it must be offered before `init_process_group`.
+Another plugin that the job has chosen is kept.
 """
 
 from __future__ import annotations
@@ -22,49 +22,51 @@ from torchlens_perf.run import ownership
 VARIABLE = "NCCL_PROFILER_PLUGIN"
 OLDEST_NCCL = (2, 27)
 SAMPLED_EVERY = 50
-"""Steps of which one is timed where NCCL pays for it, see steps_between()."""
+"""One step of this many is timed with versions of NCCL for which timing is costly; see steps_between()."""
 POOL_BYTES = 34 << 20
-"""Of shared memory, that NCCL takes for one process and communicator once it times kernels: 33 MiB and some more."""
+"""Shared memory, 33 MiB and more, that NCCL allocates per process and communicator once it times kernels."""
 _SHARED_MEMORY = Path("/dev/shm")
 _MODULE = "_nccl_profiler"
-_LONGEST_PATH = 254  # NCCL cuts the rest
-_BY_NAME = "libnccl-profiler.so"  # the library that NCCL looks for without a setting
+# NCCL truncates longer paths.
+_LONGEST_PATH = 254
+# The library that NCCL looks for by default.
+_BY_NAME = "libnccl-profiler.so"
 _SYSTEM_FOLDERS = ("/usr/local/lib", "/usr/lib", "/usr/lib64", f"/usr/lib/{platform.machine()}-linux-gnu")
 _CAPSULE = b"torchlens_perf._native.collective_marks"
 
 
 class Cause(IntEnum):
-    """Why nothing is timed any more in this process; in the order of native/nccl_mask.h."""
+    """Reasons why timing has ended in this process, in the order of native/nccl_mask.h."""
 
     NOT_GIVEN_UP = 0
     CAPTURED_OPERATION = 1
     SELF_COPY = 2
     IMPOSSIBLE_TIME = 3
     CAPTURE_BEGAN = 4
-    """With an NCCL that does not report what is captured."""
+    """A capture began with a version of NCCL that does not report captured operations."""
     UNSEEN_GRAPH = 5
     MANY_COMMUNICATORS = 6
     NO_ROOM = 7
 
 
 class Counters(NamedTuple):
-    """What the plugin has counted since it was loaded; in the order of native/nccl_operations.h."""
+    """Counters of the plugin since it was loaded, in the order of native/nccl_operations.h."""
 
     communicators: int
     elsewhere: int
     """Operations that were not issued by a recorded call of torch.distributed."""
     unnamed: int
-    """Nor launched in one, where NCCL does not report the call (2.27): in a group, or elsewhere."""
+    """Operations that were not launched in one either, with a version of NCCL (2.27) that reports no calls."""
     crowded: int
-    """Collectives of torch in one group of NCCL with more than 64 others."""
+    """Collectives of torch in one NCCL group with more than 64 others."""
     lost: int
     stale: int
     given_up: int
-    """A Cause, which stays."""
+    """The Cause why timing has ended for good; 0 while it has not."""
 
 
 class NcclPlugin:
-    """The plugin in this process: the same library as NCCL's, if NCCL has loaded it."""
+    """The plugin in this process, which is the library that NCCL has loaded."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -78,7 +80,7 @@ class NcclPlugin:
         self._values = (ctypes.c_uint64 * len(Counters._fields))()
 
     def attach(self) -> bool:
-        """From here on it records what NCCL reports. False where it was built for another version of the recorder."""
+        """Start recording NCCL's reports. Return False if the plugin was built for another version of the recorder."""
         pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
         pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
         return bool(self._attach(pointer_of(recorder.collective_marks(), _CAPSULE)))
@@ -87,18 +89,18 @@ class NcclPlugin:
         self._attach(None)
 
     def switch(self, *, on: bool) -> None:
-        """Whether NCCL times its kernels, from the next one on; never again once that was given up."""
+        """Switch the timing of NCCL's kernels, from the next one on. It stays off once given up."""
         self._switch(int(on))
 
     def capture_begins(self) -> None:
         self._capture_begins()
 
     def unseen_graph(self) -> None:
-        """A CUDA graph will be replayed, of which it is not known what it holds."""
+        """Note that a CUDA graph with unknown content will be replayed."""
         self._unseen_graph()
 
     def forked(self) -> None:
-        """In a child process: what is under way is the parent's, and nothing is timed."""
+        """Reset a forked child: operations in progress are the parent's, and nothing is timed."""
         self._forked()
 
     def counters(self) -> Counters:
@@ -107,12 +109,12 @@ class NcclPlugin:
 
 
 def path() -> Path | None:
-    """The plugin's file; None where problem() says why it is not used."""
+    """Return the plugin's file; None if problem() has a reason against it."""
     return None if problem() else _file()
 
 
 def problem() -> str:
-    """Why there is no plugin for NCCL to load; "" if there is one."""
+    """Return why NCCL cannot load the plugin, or ""."""
     found = _file()
     try:
         refused = ownership.others_can_change(found)
@@ -129,13 +131,13 @@ def _file() -> Path:
 
 @functools.cache
 def load() -> NcclPlugin | None:
-    """The plugin; None where it, or the native recorder that it records with, is not there."""
+    """Return the plugin; None if it or the native recorder is missing."""
     found = path() if recorder.NATIVE else None
     return None if found is None else NcclPlugin(found)
 
 
 def version() -> tuple[int, ...] | None:
-    """NCCL's, (2, 29, 7), of the torch at hand; None for a torch without NVIDIA's NCCL. Does not initialize CUDA."""
+    """Return NCCL's version in torch, such as (2, 29, 7); None without NVIDIA's NCCL. CUDA is not initialized."""
     import torch
 
     if torch.version.cuda is None or not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
@@ -145,8 +147,9 @@ def version() -> tuple[int, ...] | None:
 
 
 def steps_between(nccl: tuple[int, ...], *, asked_for: bool) -> int:
-    """Of so many steps one is timed; 1: each of them. 0: none. asked_for: also with an NCCL of which it is not known
-    that timing harms nothing, see docs/internals/decisions/0042-nccl-timing.md.
+    """Return N if one step of N is timed; 0 if none is.
+
+    asked_for: also time with versions of NCCL that are not known to be unaffected (docs/internals/decisions).
 
     Others report that timing costs 0.3 to 0.4 % with 2.28 to 2.30, and 10 % of a small all-reduce with 2.31
     (nccl#2355); 2.27 ran out of room in its proxy under all-to-all (nccl#2039).
@@ -157,7 +160,7 @@ def steps_between(nccl: tuple[int, ...], *, asked_for: bool) -> int:
 
 
 def no_room(local_ranks: int, shared_memory: Path = _SHARED_MEMORY) -> str:
-    """Why NCCL cannot time the kernels of one communicator of all ranks of this node; "" if it can.
+    """Return why NCCL cannot time kernels of one communicator over all ranks of this node, or "".
 
     The first timed kernel makes NCCL allocate a pool in shared memory for each process and communicator. Where that
     fails, NCCL uses a null pointer: https://github.com/NVIDIA/nccl/pull/2326. The plugin asks again at each later one.
@@ -174,11 +177,12 @@ def no_room(local_ranks: int, shared_memory: Path = _SHARED_MEMORY) -> str:
 
 
 def other_plugin(environ: Mapping[str, str], file: Path) -> str | None:
-    """The plugin that somebody else has chosen: in the environment, in one of NCCL's files of settings, or by a library
-    of the name that NCCL looks for without a setting. None if nobody has."""
+    """Return the plugin that the job has chosen, or None.
+
+    It may be set in the environment or in NCCL's configuration files, or be a library with NCCL's default name."""
     chosen = environ.get(VARIABLE)
     if chosen is not None:
-        # Also ours is that of another installation, whose launcher has started this process.
+        # The plugin of another installation of this package, whose launcher has started this process, is not "other".
         ours = chosen == str(file) or Path(chosen).name.startswith(f"{_MODULE}.")
         return None if ours else f"{VARIABLE}={chosen}"
     own = environ.get("NCCL_CONF_FILE")
@@ -195,9 +199,9 @@ def other_plugin(environ: Mapping[str, str], file: Path) -> str | None:
 
 
 def offer(environ: MutableMapping[str, str], file: Path) -> str | None:
-    """Names the plugin to NCCL, for the communicators that are made from now on; again is harmless.
+    """Offer the plugin to NCCL for communicators that are created later. Further calls do nothing.
 
-    Returns whose plugin stands in the way, and then leaves everything as it is.
+    If another plugin is chosen, change nothing and return that one.
     """
     other = other_plugin(environ, file)
     if other is None:
@@ -206,13 +210,13 @@ def offer(environ: MutableMapping[str, str], file: Path) -> str | None:
 
 
 def withdraw(environ: MutableMapping[str, str], file: Path) -> None:
-    """Takes the plugin's name away again, if nobody has put another one there."""
+    """Withdraw the offer, unless the variable has been changed meanwhile."""
     if environ.get(VARIABLE) == str(file):
         del environ[VARIABLE]
 
 
 def offer_early(environ: MutableMapping[str, str], wish: str) -> None:
-    """At `import torch`, for a recording that begins only when communicators have been made. wish: Config.nccl."""
+    """Offer the plugin at `import torch`, before communicators exist. wish: Config.nccl."""
     file, nccl = path(), None if wish == "off" else version()
     if file is not None and recorder.NATIVE and nccl is not None and steps_between(nccl, asked_for=wish == "on"):
         offer(environ, file)
