@@ -41,7 +41,7 @@ def has_devices() -> bool:
 
 
 def accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse | None:
-    """Return the device of this type on which torch has allocated memory; None while there is none.
+    """Return the device of this type on which torch has allocated memory; None before that.
 
     computes_there: True if the watched models, or a process group's tensors, are on such a device. It is then assumed
     to be the current one if its allocator reports no numbers, as with some backends. Raise DeviceError as
@@ -67,7 +67,7 @@ def accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse | None
 
 
 def device_in_use() -> int | None:
-    """Return the index of the CUDA device on which torch has allocated memory; None while there is none.
+    """Return the index of the CUDA device on which torch has allocated memory; None before that.
 
     The current device may be another one without a context. Asking it for a stream would create a context of hundreds
     of megabytes. Raise DeviceError if several are in use, because spans of one would be marked on another.

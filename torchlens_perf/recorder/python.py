@@ -1,7 +1,7 @@
 """The Python implementation of the native extension: the same names, the same bytes in the ring file.
 
-In use where the package was installed without a C compiler. native/recorder.h, section.c and module_call.c say why
-each thing is done; tests/recorder/test_recorder.py runs every test over both.
+It is used if the package was installed without a C compiler. native/recorder.h, section.c and module_call.c explain the
+design. tests/recorder/test_recorder.py runs every test with both implementations.
 
 Two differences: the ring file's stack of open spans holds phases only, because mirroring every span there would double
 the cost of a section; and sections of one name that tasks of asyncio interleave are not distinguished.
@@ -74,8 +74,10 @@ class Recorder:
         self.intern = intern
         self.now_ns = clock if clock is not None else time.monotonic_ns
         self.sampled = 0
-        self.backwards = 0  # open BACKWARD spans of the owner
-        self._backwards_elsewhere = 0  # the same of the user's other threads
+        # Open BACKWARD spans of the owner thread.
+        self.backwards = 0
+        # Open BACKWARD spans of the user's other threads.
+        self._backwards_elsewhere = 0
         self.closed = False
         self.generation = next(_generations)
         self._buffer = buffer
@@ -198,7 +200,7 @@ class Recorder:
         return self._thread_time is not None
 
     def computes_backward(self) -> None:
-        """The calling thread computes a backward pass, which the owner waits for."""
+        """Note that the calling thread computes a backward pass for which the owner waits."""
         if not self.closed and self._thread_time is not None:
             self._thread_time.computes_backward(threading.get_native_id())
 
@@ -419,7 +421,7 @@ class Recorder:
         return depth
 
     def _show(self, depth: int, frame: Frame) -> None:
-        """Puts an open span where the reader sees it."""
+        """Write an open span to the ring file's stack, where the reader sees it."""
         shown = self._words[DEPTH]
         if shown < MAX_FRAMES:
             position = 0 if depth == 0 else shown
@@ -512,10 +514,10 @@ class Recorder:
 
 
 class ThreadTime:
-    """CPU time of the training thread and time ready without a CPU, phase by phase; native/thread_time.c says why."""
+    """CPU time and run-queue wait of the training thread per phase (see native/thread_time.c)."""
 
     def __init__(self, thread: int) -> None:
-        """thread: its native id. Raises OSError where the kernel does not tell."""
+        """thread: native id. Raise OSError if the kernel does not report the times."""
         self._thread, self._descriptor = thread, _open_times(thread)
         self._autograd: tuple[int, int] | None = None  # its thread, and the file of its times
         self._autograd_ready_ns = 0
@@ -530,11 +532,11 @@ class ThreadTime:
 
     @property
     def available(self) -> bool:
-        """Whether the kernel reports the times. Without its scheduling statistics, all of them are zero."""
+        """Return True if the kernel reports the times. Without scheduling statistics all of them are zero."""
         return self._last[0] > 0
 
     def computes_backward(self, thread: int) -> None:
-        """From here on, the time that this thread stands ready is measured too."""
+        """Also measure this thread's run-queue wait from now on."""
         if thread == self._thread or (self._autograd is not None and self._autograd[0] == thread):
             return
         self._forget_autograd()
@@ -548,7 +550,7 @@ class ThreadTime:
             os.close(autograd[1])
 
     def _ready_in_autograd_ns(self) -> int:
-        """How long autograd's thread has stood ready since the last call; 0 without one."""
+        """Return the run-queue wait of autograd's thread since the last call, in ns; 0 without one."""
         if self._autograd is None:
             return 0
         now, last_ns = _read_times(self._autograd[1]), self._autograd_ready_ns
@@ -587,7 +589,7 @@ def _open_times(thread: int) -> int:
 
 
 def _read_times(descriptor: int) -> tuple[int, int] | None:
-    """CPU time and time ready without a CPU, in ns; None where the thread has ended."""
+    """Return CPU time and run-queue wait in ns; None if the thread has ended."""
     try:
         cpu_ns, ready_ns, *_ = os.pread(descriptor, 96, 0).split()
     except (OSError, ValueError):
@@ -634,7 +636,7 @@ class Section:
         elif recorder._marks_elsewhere or frames is not recorder._frames:
             recorder._close(frames, len(frames) - 1, end_ns, flags)
         else:
-            # _close and _write in one: a call costs 60 ns.
+            # _close() and _write() inlined, because a call costs 60 ns.
             frames.pop()
             start_ns, nested_ns, phase_ns, name_id, _ = frame
             duration_ns = end_ns - start_ns
@@ -657,7 +659,7 @@ class Section:
 
 
 def _resolve(section: Section, recorder: Recorder) -> None:
-    """Asks for the name's id. One that cannot be had is "(other)"; another thread may end the watch meanwhile."""
+    """Intern the name, or "(other)" if that fails. Another thread may end the watch meanwhile."""
     name_id = 0
     with guard("naming a section"):
         name_id = recorder.intern(section.name)
@@ -665,7 +667,7 @@ def _resolve(section: Section, recorder: Recorder) -> None:
 
 
 class ModuleCall:
-    """Times the calls of one nn.Module. `function` gets the module first, as nn.Module.__call__ does."""
+    """Timed call of one nn.Module. `function` receives the module as its first argument, as nn.Module.__call__ does."""
 
     __slots__ = ("_after", "_before", "_forward", "_function", "_name_id", "_recorder")
 
@@ -736,7 +738,7 @@ def _waits(frames: list[Frame]) -> bool:
 
 
 def timed_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """A method for the class `Work` that times its `wait`."""
+    """Return a method for the class `Work` that times `wait`."""
 
     @functools.wraps(wait)
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -762,7 +764,7 @@ _decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]]  # set b
 
 
 def section(name: str) -> Section:
-    """The section of that name; made at its first use."""
+    """Return the section of that name, which is created on first use."""
     try:
         return _sections[name]
     except KeyError:
@@ -774,19 +776,19 @@ def section(name: str) -> Section:
 
 
 def set_section_decorator(decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Sets what `section(name)(function)` returns."""
+    """Set the function that makes the result of `section(name)(function)`."""
     global _decorator
     _decorator = decorator
 
 
 def set_module_call(address: int, call: ModuleCall | None) -> None:
-    """The native recorder's table of modules. Without it, hooks/module.py has its own."""
+    """Do nothing. This is for the native recorder's table of modules; hooks/module.py has its own otherwise."""
 
 
 def route_calls(function: Callable[..., Any]) -> bool:
-    """Only native code can replace what a call of `function` runs."""
+    """Return False: only native code can replace the code that a call of `function` runs."""
     return False
 
 
 def unroute_calls(function: Callable[..., Any]) -> None:
-    """Nothing was routed."""
+    """Do nothing, as nothing was routed."""

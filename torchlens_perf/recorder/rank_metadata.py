@@ -1,4 +1,4 @@
-"""What the sidecar must know of a rank besides its records: written into the ring file as JSON."""
+"""Facts about a rank that the sidecar needs in addition to the records. They are JSON in the ring file."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import DeviceClock, Gpu, Identity, ProcessGroup
     from torchlens_perf.run.ring import RingFile
 
-_MAX_NOTES = 24  # they share 8 KB with all else that the sidecar must know
+# Notes share 8 KB with all other metadata.
+_MAX_NOTES = 24
 
 _start_reported_by = 0
-"""The process whose first watch has reported when the process began."""
+"""Id of the process whose first watch has reported the start time of the process."""
 
 
 class Facts(TypedDict, total=False):
-    """What a hook has found out, by its key in the metadata."""
+    """Facts that hooks report, by their keys in the metadata."""
 
     memory_source: str
-    """Whose memory the readings are of."""
+    """Source of the memory readings, such as a device."""
     device: DeviceClock
     gpus: list[Gpu]
-    """Those that this process computes on."""
+    """GPUs that this process computes on."""
     stack_file: str
-    """The file into which the process writes its stack upon a signal."""
+    """File into which the process writes its stack on a signal."""
     missing_tap: str
-    """The file name of the native tap, where it is missing."""
+    """File name of the native tap that is missing."""
     settings: dict[str, Any]
 
 
 class RankMetadata:
-    """Collects facts about the rank and publishes them. Any thread."""
+    """Facts about the rank, and their publication. Used on any thread."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class RankMetadata:
         *,
         reports_start: bool,
     ) -> None:
-        """simulated_from: the anchor of a simulated rank's clock. reports_start: whether this is a real process."""
+        """simulated_from: anchor of a simulated rank's clock. reports_start: True for a real process."""
         self._ring = ring
         self._recorder = recorder
         self._host_clock = host_clock
@@ -72,9 +73,9 @@ class RankMetadata:
         self._module_names: set[str] = set()
         self.notes: list[str] = []
         self.groups: dict[str, ProcessGroup] = {}
-        """The process groups that were used."""
+        """Process groups that were used, by name."""
         self.device_groups: set[tuple[str, str]] = set()
-        """Names of process groups with tensors on a device, and the kind of device."""
+        """(name, device type) of process groups with tensors on a device."""
         self._facts: dict[str, Any] = {
             "identity": dataclasses.asdict(identity),
             "simulated": simulated_from is not None,
@@ -96,7 +97,7 @@ class RankMetadata:
         }
 
     def note(self, text: str) -> None:
-        """Say in the report's data quality what is not measured, or measured otherwise, and why."""
+        """Add a note on data quality to the report: what is not measured, and why."""
         if text not in self.notes and len(self.notes) < _MAX_NOTES:
             full = len(self.notes) == _MAX_NOTES - 1
             self.notes.append("further notes are left out: see the job's log" if full else text)
@@ -105,7 +106,7 @@ class RankMetadata:
             self.publish()
 
     def not_measured(self, part: str) -> None:
-        """A part of the step cannot be measured separately."""
+        """Note that a part of the step cannot be measured separately."""
         if part not in self._facts["not_measured"]:
             self._facts["not_measured"].append(part)
             self.publish()
@@ -118,16 +119,16 @@ class RankMetadata:
         self.device_groups.add((name, device))
 
     def computes_on(self, device: str) -> bool:
-        """Whether the watched models, or a process group's tensors, are on a device of that kind."""
+        """Return True if watched models or tensors of a process group are on a device of this type."""
         return self._facts["compute_device"] == device or any(kind == device for _, kind in self.device_groups)
 
     def add_modules(
         self, are_roots: Mapping[str, bool], *, device: str, all_levels: bool, unopened: Iterable[str]
     ) -> None:
-        """Modules of these names are timed, and whether each is a whole model.
+        """Add timed modules by name, with True for each that is a whole model.
 
-        device: the device of their model; "": not known yet. all_levels: whether no modules below them are left
-        untimed. unopened: those with untimed ones inside.
+        device: device type of their model; "" if unknown. all_levels: True if all modules below them are timed too.
+        unopened: modules that contain untimed ones.
         """
         facts = self._facts
         self._module_names.update(are_roots)
@@ -137,12 +138,13 @@ class RankMetadata:
         facts["compute_device"] = facts["compute_device"] or device
 
     def publish(self, **news: Unpack[Facts]) -> None:
-        """Write everything into the ring file, and what a hook has found out from here on."""
+        """Write all facts into the ring file. Facts that hooks report later are written at once."""
         self._facts.update(news)
         recorder = self._recorder
         if recorder.closed:
             return
-        if recorder.step <= 1 and self._facts["process_began_ns"]:  # the first step compiles
+        # Only the first step contains compilation.
+        if recorder.step <= 1 and self._facts["process_began_ns"]:
             self._facts["start_cpu_wait_ns"] = cpu_wait_ns(os.getpid())
         self._ring.set_metadata(
             {
@@ -159,14 +161,14 @@ class RankMetadata:
         )
 
     def publish_end(self, report: Mapping[str, Any]) -> None:
-        """Publish for the last time. report: how rank 0 wants the report."""
+        """Publish for the last time. report: format that rank 0 requests for the report."""
         self.publish(settings=self._facts["settings"] | report)
 
 
 def _process_began_ns(identity: Identity) -> int:
-    """Return when this process began, by CLOCK_MONOTONIC.
+    """Return when this process began, in ns of CLOCK_MONOTONIC.
 
-    0 for a later watch of the process: the earlier one's training is no part of the start.
+    Return 0 for a later watch of the process, whose start would include the earlier training.
     """
     global _start_reported_by
     if not identity.process_started or _start_reported_by == os.getpid():
@@ -176,9 +178,9 @@ def _process_began_ns(identity: Identity) -> int:
 
 
 def _threads(*, has_computed: bool) -> int:
-    """Return how many threads an operation of torch uses; 0 where that is not known.
+    """Return how many threads an operation of torch uses; 0 if unknown.
 
-    Before the first operation, asking torch would fix the number that the program may still choose.
+    Before the first operation torch is not asked, as that would fix a number that the program may still choose.
     """
     torch = sys.modules.get("torch")
     if has_computed and torch is not None:

@@ -1,7 +1,7 @@
-"""The recorder in use: the native one, or the one in Python where the package was installed without a C compiler.
+"""Select the recorder: the native one, or the one in Python if the package was installed without a C compiler.
 
-Both rely on the GIL, which is the only lock of marks. So in a Python that runs without it nothing is recorded: a native
-extension that does not say that it can do without would switch the GIL on again, for the whole process.
+Both rely on the GIL as the only lock of marks, so nothing is recorded in a Python that runs without it. Importing a
+native extension that needs the GIL would switch it on for the whole process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.output import logger
 
-LOADING_PROBLEM = ""  # why the native recorder, which is there, is not the one in use
+# Reason why an installed native recorder is not used.
+LOADING_PROBLEM = ""
 
 if TYPE_CHECKING:
     from torchlens_perf import _native as _implementation
@@ -42,7 +43,7 @@ section = _implementation.section
 
 
 class End(IntEnum):
-    """How the end of a collective is known; the same as in native/collective.h."""
+    """Ways to detect the end of a collective, in the order of native/collective.h."""
 
     BY_CALLBACK = 0
     BY_WAIT = 1
@@ -51,20 +52,21 @@ class End(IntEnum):
 
 
 def refusal() -> str | None:
-    """Why nothing can be recorded in this process; None: it can."""
-    has_gil = getattr(sys, "_is_gil_enabled", None)  # from Python 3.13 on
+    """Return why nothing can be recorded in this process, or None."""
+    # The function exists from Python 3.13 on.
+    has_gil = getattr(sys, "_is_gil_enabled", None)
     if has_gil is None or has_gil():
         return None
     return "Python runs without the GIL, which the recorder relies on: PYTHON_GIL=1 switches it on"
 
 
 def collective_marks() -> Any:
-    """What the native tap records with. Only where NATIVE."""
+    """Return the functions that the native tap records with. Only valid if NATIVE."""
     return _implementation.collective_marks()
 
 
 def _timed(timer: Section, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`section(name)(function)`: each call of the function is the section."""
+    """Return `section(name)(function)`, which times each call of the function as the section."""
     if not callable(function):
         raise TypeError(f"a section decorates a function, got {type(function).__name__}")
     if (
@@ -72,7 +74,7 @@ def _timed(timer: Section, function: Callable[..., Any]) -> Callable[..., Any]:
         or inspect.iscoroutinefunction(function)
         or inspect.isasyncgenfunction(function)
     ):
-        # Their body runs between other work; one span around it would time that work too.
+        # The bodies of coroutines and generators run between other work, which one span would include.
         raise TypeError(f"{function.__qualname__} is a generator or coroutine: use `with section(...)` inside it")
     name = timer.name
 

@@ -1,37 +1,39 @@
-"""In which steps the backward times of modules are sampled, which takes Python hooks on every tensor. Pure."""
+"""Choose the steps in which backward times of modules are sampled, which needs Python hooks on every tensor. Pure."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-_SHARE = 0.001  # of the training time, at most, goes into sampling
-_FASTEST_GROWTH = 8  # the first sampled steps are slower than later ones: what they cost must not rule for long
+# Largest share of the training time for sampling.
+_MAX_SHARE = 0.001
+# The first sampled steps are slower than later ones, so their cost must not determine the period for long.
+_FASTEST_GROWTH = 8
 
 
 class Boundary(NamedTuple):
-    """Where one step ends and the next one begins."""
+    """The boundary between two steps."""
 
     step: int
-    """The one that begins."""
+    """The step that begins."""
     time_ns: int
     tool_ns: int
-    """Time spent in our hooks so far, as far as it is a part of what every step costs."""
+    """Time spent in hooks so far, without overhead that only some steps have."""
 
 
 class SamplingSchedule:
-    """One step of `every`; of a multiple of it where sampling would take more than 0.1 % of the time.
+    """Samples one step of `every`, or of a multiple of it if sampling would take more than 0.1 % of the time.
 
-    The multiples are powers of two, and each period's steps are among those of the shorter ones: ranks that measure
-    a slightly different cost still sample the same steps. In synchronous training all wait for the one that samples.
+    The multiples are powers of two, and steps of a longer period belong to all shorter ones. Ranks that measure
+    slightly different costs then sample the same steps. Otherwise, all ranks would wait for each one that samples.
     """
 
     def __init__(self, every: int) -> None:
-        """every: 0 for no sampled steps."""
+        """every: 0 samples no steps."""
         self._every = every
         self._ended = self._begun = Boundary(0, 0, 0)  # of the last sampled step, and of the one in progress
         self._later_ns = 0.0  # what the sampled steps before have cost after their end
         self.period = every
-        """Steps from one sampled step to the next."""
+        """Number of steps from one sampled step to the next."""
 
     def wants(self, step: int) -> bool:
         return self.period > 0 and step % self.period == self._every // 2
@@ -43,23 +45,23 @@ class SamplingSchedule:
         self._begun = now
 
     def add_cost(self, duration_ns: int) -> None:
-        """A sampled step costs that much more, after its end."""
+        """Add a cost of a sampled step that arises after its end."""
         self._later_ns += duration_ns
 
     def step_ended(self, now: Boundary) -> None:
-        """A sampled step has ended: takes into account what it has cost more than those before it."""
+        """Update the period with the extra cost of a sampled step that has ended."""
         before, begun = self._ended, self._begun
         others = begun.step - before.step
         if others > 0:
             more_ns = now.tool_ns - begun.tool_ns - (begun.tool_ns - before.tool_ns) / others
-            # The gradient hooks' time is part of the backward pass. They take about as long as hanging them up.
+            # The time of the gradient hooks is inside the backward pass. It is about as long as attaching them.
             later_ns, self._later_ns = self._later_ns, 0.0
             self.sampled(2 * max(0.0, more_ns) + later_ns, (begun.time_ns - before.time_ns) / others)
         self._ended = now
 
     def sampled(self, cost_ns: float, step_ns: float) -> None:
-        """Sets the period. cost_ns: what sampling took in a step; step_ns: what a step without takes."""
+        """Set the period. cost_ns: cost of sampling in a step; step_ns: duration of a step without sampling."""
         period = self._every
-        while period * step_ns * _SHARE < cost_ns and period < self.period * _FASTEST_GROWTH:
+        while period * step_ns * _MAX_SHARE < cost_ns and period < self.period * _FASTEST_GROWTH:
             period *= 2
         self.period = period

@@ -1,4 +1,4 @@
-"""A running instrument: the recorder, what hooks share, and the hooks attached to it. watch.py makes and ends it."""
+"""State of one watch: the recorder, data shared by hooks, and the attached hooks. watch.py creates and ends it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 class Hook(Protocol):
-    """A source of marks. Raises HookUnavailable on entering where this torch lacks what it needs."""
+    """A source of marks. Entering raises HookUnavailable if this torch lacks a needed API."""
 
     name: str
 
     def attach(self, session: Session) -> AbstractContextManager[None]:
-        """Attached while the context is entered; leaves nothing behind."""
+        """Attach the hook inside the context, and remove all of it afterwards."""
 
 
 class Session:
-    """Owns the parts of one watch. Hooks get it and use its parts; nothing of it is public."""
+    """Owner of the parts of one watch, which hooks use. Nothing of it is public."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Session:
         now_ns: Callable[[], int] | None = None,
         simulated_from: Anchor | None = None,
     ) -> None:
-        """now_ns: the recorder's clock; None: the host's. simulated_from: the anchor of a simulated rank's clock."""
+        """now_ns: clock of the recorder, by default the host's. simulated_from: anchor of a simulated rank's clock."""
         self.config = config
         self.identity = identity
         self.ring = ring
@@ -66,14 +66,14 @@ class Session:
             self.recorder, self.thread, self.hooks, self.step_callbacks, self.metadata, config.backward_every
         )
 
-    # What nearly every hook needs of the parts.
+    # Shortcuts to methods that nearly every hook needs.
 
     @property
     def ring_path(self) -> Path:
         return self.ring.path
 
     def intern(self, name: str) -> int:
-        """Return the id of a name. 0 once the recorder is closed: the ring file is then another process's."""
+        """Return the id of a name; 0 once the recorder is closed and the ring file belongs to another process."""
         return 0 if self.recorder.closed else self.ring.intern(name)
 
     def note(self, text: str) -> None:
@@ -99,7 +99,7 @@ class Session:
     # The life of a watch, in this order.
 
     def prepare(self) -> None:
-        """Count errors of hooks from here on, and keep torch.compile away from them. Before they are attached."""
+        """Start counting errors of hooks, and keep torch.compile from tracing them. Call this before attaching."""
         swallowed.on_error = self.ring.count_internal_error
         if LOADING_PROBLEM:
             self.note(LOADING_PROBLEM)
@@ -107,7 +107,7 @@ class Session:
             torch_private.skip_our_code()
 
     def attach(self, hooks: Sequence[Hook]) -> None:
-        """Attach the hooks in order. An unavailable one is left out, and noted. Raise ConfigError."""
+        """Attach hooks in order. An unavailable one is noted and left out. Raise ConfigError."""
         with self.hooks.lock:
             if not self.hooks.detached:
                 for hook in hooks:
@@ -115,20 +115,21 @@ class Session:
                 self.publish()
 
     def close(self, report: Mapping[str, Any]) -> None:
-        """Detach everything, and end the ring file. report: how rank 0 wants the report."""
+        """Detach everything, and end the ring file. report: format that rank 0 requests for the report."""
         try:
             self.hooks.detach()
             with guard("telling the sidecar of the end"):
                 self.metadata.publish_end(report)
-        finally:  # also where Ctrl-C comes meanwhile
+        # Also after Ctrl-C.
+        finally:
             swallowed.on_error = None
             self.recorder.close()
             self.ring.close()
 
     def abandon(self) -> None:
-        """Record nothing more in a forked child, and detach everything. The ring file stays the parent's.
+        """Stop recording in a forked child, and detach everything. The ring file belongs to the parent.
 
-        Otherwise a watch of the child's own would find the taps taken, and wrap what is wrapped.
+        Otherwise a new watch in the child would find the taps in use and wrap functions twice.
         """
         swallowed.on_error = None
         self.recorder.abandon()

@@ -1,4 +1,4 @@
-"""The node's sidecar, as a training process sees it: starting it, and why its report is not there at the end."""
+"""Start the node's sidecar from a training process, and explain a report that is late."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from torchlens_perf.run.sidecar_status import SEVERAL_NODES, SHARED
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
 
-_STARVES = 0.5  # share of the wait in which it ran
-_MIN_S = 0.1  # of a wait, to say that
+# Below this share of CPU time in the wait, the sidecar lacks a CPU.
+_STARVED_SHARE = 0.5
+_MIN_JUDGED_WAIT_S = 0.1
 
 
 @above_standard_streams()
 def ensure(run: RunDirectory, identity: Identity, token: str = "") -> bool:
-    """Start the node's sidecar unless one lives. Return whether it started one.
+    """Start the node's sidecar unless one is running. Return True if it was started.
 
-    identity: of the rank that starts it. token: Config._exchange_token.
+    identity: identity of the calling rank. token: Config._exchange_token.
 
-    It inherits the locked descriptor, so there is no instant at which two could start. It is detached: a new session,
-    no terminal, no GPU, nobody's child. It is not waited for, and the run directory is not touched: its disk may not
-    answer. Raises RunStoreError where no process can be started.
+    The sidecar inherits the locked descriptor, so two can never start. It is detached: it has its own session, no
+    terminal and no GPU, and is not a child of the training process. This function does not wait for it and does not
+    touch the run directory, whose disk may hang. Raise RunStoreError if no process can be started.
     """
     try:
         return _start(run, identity, token)
@@ -62,10 +63,9 @@ def _start(run: RunDirectory, identity: Identity, token: str) -> bool:
 
 
 class LateReport:
-    """Why the report is not there when a run has ended: what rank 0 can see, on its own node, of the sidecar.
+    """Reason for a missing report at the end of a run, from what rank 0 can observe of the sidecar on its node.
 
-    Made when the wait for the report begins. Nothing is waited for, and nothing is made: a lock file is read, and a few
-    lines of /proc.
+    Create it when the wait for the report begins. It only reads a lock file and a few lines of /proc.
     """
 
     def __init__(self, run: RunDirectory, node: str) -> None:
@@ -75,19 +75,20 @@ class LateReport:
         self._cpu_time_s = self._sidecars_cpu_time_s()
 
     def progress(self) -> object:
-        """A value that changes while the sidecar works, or would work if other programs left it a processor."""
+        """Return a value that changes while the sidecar works, or would work if it had a CPU."""
         with contextlib.suppress(OSError):
             lock = find_sidecar_lock(self._run.run_id)
             pid, _, doing = sidecar_status.read_status(str(lock))
             if lock is not None and not pid and is_held(lock):
-                return time.monotonic()  # its interpreter starts
+                # The interpreter is starting.
+                return time.monotonic()
             if pid and any(process_stat(pid, thread)[0] == "R" for thread in threads(pid)):
                 return time.monotonic()
             return doing, process_cpu_time_s(pid) if pid else 0.0
         return None
 
     def line(self) -> str:
-        """The message to show instead of the report. Raises OSError where a file cannot be read."""
+        """Return the message to show instead of the report. Raise OSError if a file cannot be read."""
         waited_s = time.monotonic() - self._began_s
         lock = find_sidecar_lock(self._run.run_id)
         gone = self._why_nobody_works(lock)
@@ -103,7 +104,7 @@ class LateReport:
         )
 
     def _why_nobody_works(self, lock: Path | None) -> str:
-        """Why nobody is going to write it; "" where somebody is."""
+        """Return why no process will write the report; "" if one will."""
         if lock is None:
             return "the sidecar has ended without one"
         pid, started, _ = sidecar_status.read_status(str(lock))
@@ -113,7 +114,7 @@ class LateReport:
         return "the sidecar died" if state in ("", "Z", "X") or began != started else ""
 
     def _doing(self, lock: Path | None, waited_s: float) -> str:
-        """What the sidecar does, or why it does nothing."""
+        """Return what the sidecar is doing, or why it makes no progress."""
         pid, _, doing = sidecar_status.read_status(str(lock))
         if not pid:
             return "has not started yet"
@@ -122,7 +123,7 @@ class LateReport:
             return f"is stopped: kill -CONT {pid}"
         if "R" in states:
             used_s = self._sidecars_cpu_time_s() - self._cpu_time_s
-            if waited_s >= _MIN_S and used_s < _STARVES * waited_s:
+            if waited_s >= _MIN_JUDGED_WAIT_S and used_s < _STARVED_SHARE * waited_s:
                 return f"{doing}; other programs keep the processors busy: it had one for {used_s:.2f} s of that"
         elif "D" in states:
             return f"waits for a disk while it {doing}"

@@ -1,4 +1,4 @@
-"""Work that hooks do at steps' ends."""
+"""Callbacks of hooks at the ends of steps."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _THROTTLE_NS = 50_000_000
 
 
 class StepCallbacks:
-    """Runs callbacks on the training thread, before the step's record is written. One that fails is switched off."""
+    """Callbacks that run on the training thread before the step's record is written. A failing one is switched off."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._each_step: dict[Callable[[], object], str] = {}
         self._throttled: dict[Callable[[], object], str] = {}
         self._throttled_ns = 0
-        """When the throttled ones ran last."""
+        """Time at which throttled callbacks last ran."""
 
     def add(self, name: str, work: Callable[[], object]) -> None:
-        """Run `work` at each step's end, until it fails or is removed."""
+        """Run `work` at the end of each step until it fails or is removed."""
         self._each_step[work] = name
 
     def remove(self, work: Callable[[], object]) -> None:
@@ -31,7 +31,7 @@ class StepCallbacks:
 
     @contextmanager
     def each_step(self, name: str, work: Callable[[], object]) -> Iterator[None]:
-        """Run `work` at each step's end for as long as the context is entered."""
+        """Run `work` at the end of each step while the context is active."""
         self.add(name, work)
         try:
             yield
@@ -40,7 +40,7 @@ class StepCallbacks:
 
     @contextmanager
     def throttled(self, name: str, work: Callable[[], object]) -> Iterator[None]:
-        """Like each_step(), but at most once in 50 ms: for what takes as long as all else at a step's end."""
+        """Run `work` as each_step() does, but at most every 50 ms. For callbacks with a notable cost."""
         self._throttled[work] = name
         try:
             yield

@@ -1,78 +1,80 @@
-"""Where a step ends, and whether it also evaluated. Pure: each rule hears what happens and says what that means."""
+"""Rules for where a step ends and whether it also evaluated. Pure: events in, decisions out."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-# An optimizer that used to end the step has gone when another one has stepped so often without it. A GAN's critic
-# steps some five times for each step of its generator.
+# The optimizer that ends the steps counts as gone after this many steps of another one. A GAN's critic steps about
+# five times for each step of its generator.
 _GONE_AFTER = 32
-# The same where none was passed, so that the one that ends the step is the first that was seen. Sooner, as steps are
-# missing until then; but an actor may step twice for each step of its critics.
+# The same if no optimizer was passed to watch(), and the first one that was seen ends the steps. The limit is lower
+# because steps are missed until then, but an actor may step twice for each step of its critics.
 _GONE_AFTER_UNPASSED = 4
 NEVER = 1 << 62
-# What was passed to watch() never steps when other optimizers have stepped so often without it.
+# After this many steps of other optimizers, those passed to watch() are considered unused.
 _UNUSED_AFTER = 3
-# Turns of several optimizers, after which it is known which of them step once in each.
+# Number of turns after which it is clear which of several optimizers step once in each.
 _KNOWN_AFTER = 4
-# With an optimizer alive that has not stepped yet, gradients may be accumulated: so many backward passes are no step.
+# While an optimizer exists that has not stepped yet, gradients may be accumulating: this many backward passes do not
+# count as steps.
 _MAX_ACCUMULATION = 256
 
 
 class _Turns:
-    """Which of several optimizers step exactly once in each turn of the loop. A turn begins with the first one's step.
+    """Find the optimizers that step exactly once per turn of the loop. A turn begins with the first one's step.
 
-    An actor that is updated in every second turn, or twice in it, does not say where a turn ends.
+    An actor that steps in every second turn, or twice per turn, does not mark the end of a turn.
     """
 
     def __init__(self, optimizers: int) -> None:
         self._once = set(range(optimizers))
         self._counts: Counter[int] = Counter()
-        self._turns = -1  # that are over
+        self._finished_turns = -1
 
     def stepped(self, position: int) -> bool:
-        """One of them, by its position, has stepped. Returns whether it is known just now which are the ones."""
-        if self._turns == _KNOWN_AFTER:
+        """Note a step of the optimizer at this position. Return True if the result has just become known."""
+        if self._finished_turns == _KNOWN_AFTER:
             return False
         if position == 0:
-            if self._turns >= 0:
+            if self._finished_turns >= 0:
                 self._once = {each for each in self._once if each == 0 or self._counts[each] == 1}
-            self._turns += 1
+            self._finished_turns += 1
             self._counts.clear()
         self._counts[position] += 1
-        return self._turns == _KNOWN_AFTER
+        return self._finished_turns == _KNOWN_AFTER
 
     def leave_out(self, position: int) -> None:
-        """Another loop steps this one. One at least is kept."""
+        """Exclude an optimizer that another loop steps. At least one is kept."""
         if len(self._once) > 1:
             self._once.discard(position)
 
     @property
     def last(self) -> int:
-        """The last of those that do."""
+        """Return the last optimizer that steps once per turn."""
         return max(self._once)
 
 
 class StepRule:
     """Decides the step boundaries of one loop.
 
-    A step ends with the optimizer's step, also if GradScaler skips it. Several optimizers that take turns make one
-    step: it ends with the last of those passed to watch() that steps once in each turn, else with the first one seen,
-    which is as good in a loop.
-    If none of those passed ever steps and another one does, that one counts. An optimizer that takes the place of the
-    one that ends the step, as in a second phase of training, ends it from then on.
-    Until an optimizer has stepped, forward passes without gradients are the steps (inference); in a loop without any
-    optimizer, backward passes are. Once the user calls w.step(), nothing else ends one. The first such call ends none
-    where the turn of the loop that it belongs to has ended one already.
+    A step ends with the optimizer's step, even if GradScaler skips it. Several optimizers that take turns make one
+    step. It ends with the last of those passed to watch() that steps once per turn, or else with the first one seen,
+    which gives the same period.
+    If no passed optimizer ever steps and another one does, that one counts. An optimizer that replaces the one that
+    ends the steps, as in a second phase of training, ends them from then on.
+    Until an optimizer has stepped, forward passes without gradients are the steps (inference). In a loop without
+    optimizers, backward passes are. After the first w.step(), only w.step() ends steps. That first call ends none if
+    the same turn of the loop has already ended one.
     """
 
     def __init__(self, passed: int = 0) -> None:
-        """passed: how many optimizers were passed to watch(); 0: any optimizer ends a step."""
+        """passed: number of optimizers passed to watch(); 0: any optimizer ends a step."""
         self._passed = passed
         self._turns = _Turns(passed)
-        self._last = passed - 1  # of those passed: it ends the step
+        # Position of the passed optimizer that ends the step.
+        self._last = passed - 1
         self.ending: int | None = None
-        """The optimizer that ends the step, by its id."""
+        """Id of the optimizer that ends the steps."""
         self._others: Counter[int] = Counter()  # steps, since the last boundary, of those that did not end it
         self._strangers = 0  # steps of optimizers that were not passed, before any of those passed has stepped
         self._stepped = False  # an optimizer has
@@ -85,19 +87,19 @@ class StepRule:
         self.trains = passed > 0
         self.manual = False
         self.ignores_passed = False
-        """Other optimizers than those passed end the steps, as those passed have not stepped."""
+        """True if the passed optimizers have not stepped, and others end the steps."""
         self.counts_backwards = False
-        """No optimizer is there: each backward pass ends a step."""
+        """True if there is no optimizer, and each backward pass ends a step."""
 
     def manual_step(self) -> bool:
-        # In its first turn, a loop of several optimizers has had a boundary in the middle.
+        # In the first turn of several optimizers, a boundary has fallen into the middle.
         ended_already = not self.manual and (self._ended == 1 or (self._ended > 1 and not self._learned))
         self.manual = self.trains = True
         self._others.clear()
         return not ended_already
 
     def _ends(self) -> bool:
-        """Whether what has just happened ends a step, as the user ends none himself."""
+        """Count a step that the latest event ends. Return False if only w.step() ends steps."""
         if not self.manual:
             self._ended, self._learned = self._ended + 1, False
         return not self.manual
@@ -105,11 +107,11 @@ class StepRule:
     def optimizer_stepped(
         self, optimizer: int, passed: int | None = None, *, ending_lives: bool = True, patience: int | None = None
     ) -> bool:
-        """An optimizer, by its id, has stepped, or would have but for a gradient that is not finite.
+        """Note that an optimizer has stepped, or has skipped a step because of gradients that are not finite.
 
-        passed: which of the optimizers passed to watch() it is, by position; None: none of them. ending_lives: False
-        where the one that ends the steps has been deleted. patience: how many steps it makes without the one that ends
-        the steps before it takes that one's place; None: as many as are usual.
+        optimizer: its id. passed: its position among those passed to watch(), or None. ending_lives: False if the
+        optimizer that ends the steps has been deleted. patience: number of steps after which this optimizer replaces
+        one that has stopped stepping; None for the default.
         """
         self._stepped, self.counts_backwards = True, False
         replaces = patience is not None and self.ending is not None
@@ -141,13 +143,13 @@ class StepRule:
         return self._ends()
 
     def stepped_elsewhere(self, passed: int) -> None:
-        """An optimizer passed to watch(), by its position, steps in another thread's loop: it ends no step here."""
+        """Note that a passed optimizer, by position, steps in another thread's loop and ends no step here."""
         self._turns.leave_out(passed)
         if self._last == passed:
             self._last, self.ending = self._turns.last, None
 
     def _takes_over(self, optimizer: int, passed: int | None, patience: int | None) -> bool:
-        """Whether this one ends the steps from now on: it is the first one, or the one that ended them has gone."""
+        """Return True if this optimizer ends the steps from now on: it is the first, or the previous one has gone."""
         if patience is not None and self.ending is not None:
             return self._others[optimizer] >= patience
         if self._passed and not self.ignores_passed:
@@ -162,24 +164,25 @@ class StepRule:
             self._backwards += 1
 
     def lacks_optimizer(self) -> bool:
-        """Whether to look now, after a backward pass, if there is an optimizer at all.
+        """Return True if it is time to check, after a backward pass, whether an optimizer exists.
 
-        After the second one, as w.step() may come before it, and then ever more rarely: looking takes long.
+        The first check comes after the second pass, as w.step() may come before it. Later checks are ever rarer,
+        because each takes long.
         """
         count, settled = self._backwards, self._stepped or self.manual or self.counts_backwards
         return not settled and count >= 2 and count & (count - 1) == 0
 
     def no_optimizer(self, *, alive: bool) -> None:
-        """None has stepped so far. alive: whether there is one that may still do so."""
+        """Note that no optimizer has stepped. alive: True if one exists that may still step."""
         self.counts_backwards = not alive or self._backwards >= _MAX_ACCUMULATION
 
     def backward_is_step(self) -> bool:
         return self.counts_backwards and self._ends()
 
     def forward_ended(self, *, with_gradient: bool, module: int = 0, is_root: bool = True) -> bool:
-        """A watched module that no other one called has returned. In inference, that may be a step.
+        """Note that a watched module that no other module called has returned. In inference this may end a step.
 
-        module: its id. is_root: it is a whole model; else its model was not called, but parts of it are.
+        module: its id. is_root: True for a whole model; False if parts of a model are called directly.
         """
         if self.trains or self.counts_backwards:
             return False
@@ -187,7 +190,7 @@ class StepRule:
             if self._unused is None:
                 self._unused = module
             return False
-        # Without gradients; or gradients are on and nobody uses them: inference without no_grad().
+        # Either without gradients, or with unused gradients: inference without no_grad().
         self._learns, self._unused = False, module if with_gradient else None
         if is_root:
             self._called = 0
@@ -198,10 +201,10 @@ class StepRule:
 
 
 class EvaluationRule:
-    """Tells steps that also evaluate from those of a loop that always runs a part without gradients.
+    """Decides which steps also evaluate.
 
-    A step with forward passes without gradients has evaluated, unless every other step has some, or more: then they
-    are a part of training, such as a target network, a teacher, or an agent that acts.
+    A step with forward passes without gradients has evaluated, unless at least every second step has such passes. They
+    are then part of training, such as a target network, a teacher, or an agent that acts.
     """
 
     def __init__(self) -> None:
@@ -209,11 +212,11 @@ class EvaluationRule:
         self._without_gradient = 0
 
     def steps_end_elsewhere(self) -> None:
-        """What was seen until here tells nothing of the steps to come; the one in progress holds parts of two."""
+        """Start over: steps now end elsewhere, and the current one contains parts of two."""
         self._steps = self._without_gradient = 1
 
     def step_ended(self, *, without_gradient: bool) -> bool:
-        """Whether the step that ends here has evaluated. without_gradient: it held such forward passes."""
+        """Return True if the ending step has evaluated. without_gradient: it had forward passes without gradients."""
         usual = self._steps > 0 and 2 * self._without_gradient >= self._steps
         self._steps += 1
         self._without_gradient += without_gradient

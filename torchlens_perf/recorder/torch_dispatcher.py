@@ -1,4 +1,4 @@
-"""torch's dispatcher at BackendSelect, where collectives are tapped, by private names: see torch_private.py."""
+"""torch's dispatcher at BackendSelect, where collectives are tapped. Uses private names (torch_private.py)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _SHOWN = f"{KEY}: registered at "  # by the dispatcher, with who has done it, of
 
 
 def rest_of_dispatch() -> torch._C.DispatchKeySet:
-    """The dispatch keys below BackendSelect: where a tap there sends its call on to."""
+    """Return the dispatch keys below BackendSelect, to which a tap passes its call on."""
     import torch
 
     return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 def owner_of_tap(operator: str) -> str:
-    """Who has put the kernel there that is in use for this operator, the last one; "" where there is none.
+    """Return who registered the kernel in use for this operator; "" without one.
 
-    A path and a line, of a tool that registers in Python or C++; ours have names.
+    The owner is a path and line of code. Kernels of this package have names.
     """
     import torch
 
@@ -30,9 +30,9 @@ def owner_of_tap(operator: str) -> str:
 
 
 def library(namespace: str, owner: str) -> Any:
-    """Has `impl(name, key, function, with_keyset)`, which puts kernels there that stay for as long as this object.
+    """Return an object with `impl(name, key, function, with_keyset)`. Its kernels stay as long as the object.
 
-    torch.library.Library would take them away when the interpreter ends, while other threads may use them.
+    torch.library.Library would remove them when the interpreter ends, while other threads may use them.
     """
     import torch
 

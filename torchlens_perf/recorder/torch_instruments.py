@@ -1,4 +1,4 @@
-"""torch's own instruments, by private names that torch_private.py probes: profiler, flight recorder, memory history."""
+"""torch's profiler, flight recorder and memory history, by private names that torch_private.py checks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 from torchlens_perf.recorder.torch_private import FLIGHT_RECORDER, SNAPSHOT, works
 
 MAX_SNAPSHOT_ENTRIES = 200_000
-"""That are pickled: about 1 KB each, with a stack."""
+"""Largest number of history entries in a snapshot. An entry with its stack takes about 1 KB."""
 
 
 def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]) -> None:
-    """Calls `observer` before each out-of-memory error of the device's allocator, for as long as the process lives.
+    """Call `observer` before each out-of-memory error of the device's allocator, until the process ends.
 
-    It gets the device, and bytes: asked for, that the process may take, and free. It runs on the thread that asked,
-    which may be autograd's, and without the allocator's lock: malloc() in c10/cuda/CUDACachingAllocator.cpp lets go of
-    it first, for observers that need the GIL. What it raises would take the place of torch's own error.
+    Its arguments are the device and three byte counts: requested, limit of the process, and free. It runs on the thread
+    that allocates, which may be autograd's, and without the allocator's lock: malloc() in
+    c10/cuda/CUDACachingAllocator.cpp releases it first for observers that need the GIL. An exception of the observer
+    would replace torch's own error.
     """
     import torch
 
@@ -25,14 +26,14 @@ def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]
 
 
 class MemoryHistory:
-    """The history of device memory that we have torch record. One a process, as torch's."""
+    """torch's history of device memory, if this package has started it. There is one per process."""
 
     def __init__(self) -> None:
         self.is_ours = False
-        """Whether one is recorded, and is ours and so bounded."""
+        """True while a history is recorded that this package has started, and that is therefore bounded."""
 
     def start(self, entries: int) -> None:
-        """Keep the Python stack of each live block, and the last so many allocations and frees."""
+        """Record the Python stack of each live block, and this many of the latest allocations and frees."""
         _record_memory_history("all", "alloc", entries)
         self.is_ours = True
 
@@ -42,7 +43,7 @@ class MemoryHistory:
             _record_memory_history(None, None, 0)
 
     def release(self) -> None:
-        """Leave torch's history to the job, or to the parent of this process."""
+        """Give torch's history up to the job, or to the parent of this process."""
         self.is_ours = False
 
 
@@ -50,10 +51,10 @@ memory_history = MemoryHistory()
 
 
 def memory_snapshot() -> dict[str, Any]:
-    """Return the segments and blocks of torch's allocator, with the history if it is ours.
+    """Return segments and blocks of torch's allocator, with the history if this package has started it.
 
-    The form is that of torch.cuda.memory._snapshot(). The job's own history may be of any length, and is not copied;
-    the stacks of blocks are there all the same. Allocates nothing on the device and does not wait for it.
+    The form is that of torch.cuda.memory._snapshot(). A history that the job has started may have any length and is not
+    copied; stacks of blocks are included. Nothing is allocated on the device, and it is not waited for.
     """
     import torch
 
@@ -62,7 +63,7 @@ def memory_snapshot() -> dict[str, Any]:
 
 
 def records_memory_history() -> bool:
-    """Whether somebody records where device memory is allocated. CUDA must be initialized."""
+    """Return True if a history of device memory is being recorded. CUDA must be initialized."""
     import torch
 
     return bool(torch._C._cuda_isHistoryEnabled())
@@ -82,8 +83,9 @@ def profiler_is_on() -> bool:
 
 
 def forget_profiler() -> None:
-    """Takes away what a profiler that will not be ended leaves in this process: its callbacks on each operator, of all
-    threads, would record for as long as the process lives. Another profiler's go too."""
+    """Remove the operator callbacks of a profiler that will not be ended, on all threads.
+
+    They would otherwise record until the process ends. Callbacks of other profilers are removed too."""
     import torch
 
     torch._C._autograd._clear_callbacks()
@@ -91,21 +93,21 @@ def forget_profiler() -> None:
 
 
 def profiler_is_off() -> None:
-    """Says so to those who ask torch: one that fails while it begins has said the contrary."""
+    """Reset torch's flag of an active profiler, which a profiler that fails while starting leaves set."""
     from torch.autograd import profiler
 
     profiler._run_on_profiler_stop()
 
 
 def add_to_trace(key: str, text: str) -> None:
-    """Adds JSON to the head of the trace in progress."""
+    """Add JSON to the metadata of the trace in progress."""
     import torch
 
     torch.autograd._add_metadata_json(key, text)
 
 
 def flight_recorder() -> bytes | str:
-    """What torch.distributed's flight recorder holds, as JSON; or why there is nothing."""
+    """Return the content of torch.distributed's flight recorder as JSON, or the reason why it is missing."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
@@ -119,7 +121,7 @@ def flight_recorder() -> bytes | str:
 
 
 def pickled_memory() -> bytes | str:
-    """The CUDA allocator's segments and blocks, pickled for torch's memory viewer; or why there is nothing."""
+    """Return the CUDA allocator's state pickled for torch's memory viewer, or the reason why it is missing."""
     import torch
 
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():

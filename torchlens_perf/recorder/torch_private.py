@@ -1,8 +1,7 @@
-"""Every private name of PyTorch that we stand on, each with a probe and what happens without it.
+"""All private names of PyTorch that this package uses, each with a check and the effect of its absence.
 
-Nothing else in the package names them, but for the hook that uses the one in question. `torchlens-perf doctor` prints
-this table for the torch at hand; a hook whose probe fails raises HookUnavailable and is left out, and the report says
-what was therefore not measured.
+Only this module and the hook that uses a name contain it. `torchlens-perf doctor` prints this table for the installed
+torch. A hook whose check fails raises HookUnavailable and is left out, and the report states what was not measured.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ RECOMPUTATION = "torch.utils.checkpoint._recomputation_hook"
 
 
 class PrivateName(NamedTuple):
-    """A private name: how to check that it works, and what is lost without it."""
+    """A private name, the check that it works, and what is not measured without it."""
 
     name: str
     works: Callable[[], bool]
@@ -43,16 +42,16 @@ class PrivateName(NamedTuple):
 
 
 def torch_version(text: str) -> tuple[int, int]:
-    """(major, minor) of a version text such as "2.13.0+cpu"."""
+    """Return (major, minor) of a version such as "2.13.0+cpu"."""
     major, minor, *_ = text.split(".")
     return int(major), int(minor)
 
 
 @functools.cache
 def works(name: str) -> bool:
-    """Whether this private name does what we need. Probed once a process; an error in the probe is a no.
+    """Return True if this private name works as needed. It is checked once per process.
 
-    The errors are those of names that are missing, or are something else. Any other is for the caller's guard.
+    Errors of missing or changed names count as failed checks. Other exceptions pass to the caller's guard.
     """
     try:
         return _by_name[name].works()
@@ -61,13 +60,13 @@ def works(name: str) -> bool:
 
 
 def require(name: str) -> None:
-    """Raises HookUnavailable if `name` does not work."""
+    """Raise HookUnavailable if `name` does not work."""
     if not works(name):
         raise HookUnavailable(f"torch lacks {name}: {_by_name[name].without}")
 
 
 def _callable(name: str, without: str) -> PrivateName:
-    """A name that is only looked at. A backward pass, for example, would start the engine's threads too early."""
+    """Return a name whose check only reads it. Calling could have side effects, such as starting autograd's threads."""
     return PrivateName(name, lambda: callable(pkgutil.resolve_name(name)), without)
 
 
@@ -92,7 +91,7 @@ def _recomputation() -> bool:
         inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
         return set(code.co_names).union(*map(names, inner))
 
-    # It is entered where saved tensors are unpacked, around what is run again.
+    # Checkpointing enters it when saved tensors are unpacked, around the recomputed forward pass.
     uses_it = "_recomputation_hook" in names(checkpoint._checkpoint_hook.__init__.__code__)
     contexts = (checkpoint._recomputation_hook.__enter__, checkpoint._recomputation_hook.__exit__)
     return uses_it and all(map(callable, (*contexts, checkpoint.CheckpointFunction.backward)))
@@ -139,7 +138,7 @@ def _skip_code() -> bool:
 
 
 def _in_cuda_build(*names: str) -> Callable[[], bool]:
-    """Whether torch has these functions; a build without CUDA lacks nothing by lacking them."""
+    """Return True if torch has these functions. A build without CUDA does not need them."""
 
     def works() -> bool:
         import torch
@@ -150,12 +149,12 @@ def _in_cuda_build(*names: str) -> Callable[[], bool]:
 
 
 def is_prepared(profile: Any) -> bool:
-    """Whether a torch.autograd.profiler.profile has been prepared and has not ended."""
+    """Return True if a torch.autograd.profiler.profile has been prepared and has not ended."""
     return bool(getattr(profile, "entered", False)) and profile.kineto_results is None
 
 
 def all_threads() -> Any:
-    """A configuration of torch's profiler that sees all threads, and that any of them may end."""
+    """Return a configuration of torch's profiler that records all threads, and that any thread may end."""
     from torch._C._profiler import _ExperimentalConfig
 
     return _ExperimentalConfig(profile_all_threads=True)
@@ -260,7 +259,7 @@ _by_name = {entry.name: entry for entry in PRIVATE_NAMES}
 
 
 def module_call_function() -> Callable[..., Any]:
-    """The function that each call of a module runs."""
+    """Return the function that each call of a module runs."""
     from torch.nn import Module
 
     function: Callable[..., Any] = Module._wrapped_call_impl if works(MODULE_CALL) else Module.__call__
@@ -268,19 +267,19 @@ def module_call_function() -> Callable[..., Any]:
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether torch.compile(module) made this module, or module.compile() was called on it."""
+    """Return True if torch.compile(module) made this module, or module.compile() was called on it."""
     return type(module).__name__ == "OptimizedModule" or module.__dict__.get("_compiled_call_impl") is not None
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Runs `callback` when the backward pass in progress has computed all gradients."""
+    """Run `callback` when the backward pass in progress has computed all gradients."""
     from torch.autograd import Variable
 
     Variable._execution_engine.queue_callback(callback)
 
 
 def tracing_context() -> Callable[[], object]:
-    """What returns, while torch.compile is building a graph on the calling thread, something else than None."""
+    """Return a function whose result is None unless torch.compile is tracing on the calling thread."""
     if not works("torch._guards.TracingContext"):
         return lambda: None
     from torch._guards import TracingContext
@@ -290,7 +289,7 @@ def tracing_context() -> Callable[[], object]:
 
 
 def out_of_sight() -> Callable[[], AbstractContextManager[object]]:
-    """What makes a context that the user's torch function modes and tensor classes do not look into."""
+    """Return a context manager that hides calls from the user's torch function modes and tensor subclasses."""
     if not works("torch._C.DisableTorchFunction"):
         return nullcontext
     import torch
@@ -300,12 +299,12 @@ def out_of_sight() -> Callable[[], AbstractContextManager[object]]:
 
 
 def local_part(tensor: Any) -> Any:
-    """Of a sharded tensor (DTensor), what this rank holds of it; any other tensor itself."""
+    """Return the local shard of a DTensor; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def steps_in_progress() -> list[int] | None:
-    """The ids of the optimizers whose step() the caller is inside of, innermost first; None if that is not known."""
+    """Return the ids of optimizers whose step() is running in the caller, innermost first; None if unknown."""
     if not works("torch.optim.Optimizer.profile_hook_step"):
         return None
     return [
@@ -316,7 +315,7 @@ def steps_in_progress() -> list[int] | None:
 
 
 def current_stream_handle() -> Callable[[int], int] | None:
-    """What gives the handle of a CUDA device's current stream; None without it."""
+    """Return the function that gives the handle of a CUDA device's current stream; None if torch lacks it."""
     if not works(STREAM_HANDLE):
         return None
     import torch
@@ -326,7 +325,7 @@ def current_stream_handle() -> Callable[[int], int] | None:
 
 
 def compile_s() -> float | None:
-    """Return how long torch.compile took in this process so far; None where torch does not tell.
+    """Return how long torch.compile took in this process so far, in seconds; None if unknown.
 
     Dynamo is not imported for this: a process without it has compiled nothing.
     """
@@ -337,15 +336,15 @@ def compile_s() -> float | None:
 
 
 def compiled_autograd() -> bool:
-    """Whether backward passes are compiled too: a gradient hook would become a part of their graphs."""
+    """Return True if backward passes are compiled too. Gradient hooks would then become part of their graphs."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(module, "compiled_autograd_enabled", False))
 
 
 def break_in_compiled_code(function: Any) -> Any:
-    """Makes Dynamo break the graph at a call of `function`, as it does at the function of torch that it stands for.
+    """Let Dynamo break the graph at a call of `function`, as at the function of torch that it replaces.
 
-    A method in C it leaves alone anyway.
+    Methods in C always break the graph.
     """
     if isinstance(function, types.FunctionType):
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -353,16 +352,16 @@ def break_in_compiled_code(function: Any) -> Any:
 
 
 def skip_our_code() -> None:
-    """Makes Dynamo leave all our frames alone.
+    """Let Dynamo skip all frames of this package.
 
-    Where compiled code breaks the graph, at backward() or in an optimizer, Dynamo tries to compile whatever Python
-    function runs there: also our hooks, and what they call.
+    Where compiled code breaks the graph, at backward() or in an optimizer, Dynamo tries to compile every Python
+    function that runs there, including hooks and the functions that they call.
     """
     if not works("torch._C._dynamo.eval_frame.set_code_exec_strategy"):
         return
     package = __name__.partition(".")[0]
     for name, module in list(sys.modules.items()):
-        # What recorder.py wraps around the user's functions is compiled with them.
+        # Wrappers that recorder.py puts around the user's functions are compiled with them.
         if module is not None and name.startswith(package + ".") and not name.endswith(".recorder"):
             for value in vars(module).values():
                 members = vars(value).values() if isinstance(value, type) else (value,)
@@ -376,10 +375,10 @@ def skip_our_code() -> None:
 
 
 def _skip(code: types.CodeType) -> None:
-    # What torch._dynamo.skip() does, without the second that importing torch._dynamo takes.
+    # The effect of torch._dynamo.skip(), without importing torch._dynamo, which takes a second.
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-    # The frame itself is not compiled; those that it calls are looked at, for they may be the user's.
+    # The frame itself is not compiled. Frames that it calls are, because they may be the user's.
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

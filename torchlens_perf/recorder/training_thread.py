@@ -1,7 +1,7 @@
-"""The one thread that a watch records, and what the user's other threads do meanwhile.
+"""Decide which thread a watch records when the user has several.
 
-Autograd's state belongs to the thread that runs the backward pass: reading `parameter.grad` while another thread's pass
-writes it crashes the process. So hooks ask here before they look at a tensor, count a pass or end a step.
+Reading `parameter.grad` while another thread's backward pass writes it crashes the process. Hooks therefore ask this
+module before they read a tensor, count a pass or end a step.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _NOT_RECORDED = (
     "other threads run models, train or call w.step() too: a watch records one thread, and their steps are not counted"
 )
 _BUSY_INTERVAL_S = 0.01
-# A thread with no other packages on its stack has no work: it waits in its pool, or hands a result over.
+# A thread with only these packages on its stack has no work: it waits in its pool or hands a result over.
 _POOLS = frozenset({"threading", "queue", "concurrent", "multiprocessing", "asyncio", "selectors", "socket", "anyio"})
 
 
 class Work(enum.IntEnum):
-    """What a thread does. The thread that does the most is the training thread."""
+    """Kinds of work of a thread, in ascending order. The thread with the highest one is the training thread."""
 
     FORWARD = 1
     BACKWARD = 2
@@ -47,30 +47,32 @@ class Work(enum.IntEnum):
 class TrainingThread:
     """Decides which thread is recorded: the one that entered the watch, unless another one does more of a step's work.
 
-    A thread that only serves or waits for the training thread makes way for it, and one that has ended, or waits in its
-    pool for work, for any other. Of two threads that train at once the first one stays.
+    A thread that only serves or waits for the training thread is replaced by it. A thread that has ended, or waits in
+    its pool for work, is replaced by any other. Of two threads that train at once, the first one stays.
     """
 
     def __init__(self, recorder: Recorder, note: Callable[[str], None]) -> None:
         self._recorder = recorder
         self._note = note
         self._ident = threading.get_ident()
-        self._most = 0  # the most that the recorded thread has done
+        # The highest kind of work of the recorded thread.
+        self._most = 0
         self._elsewhere = threading.local()
-        self._busy_s = 0.0  # when the recorded thread was last seen at work
+        # When the recorded thread was last seen working.
+        self._busy_s = 0.0
         self.gradients = threading.RLock()
-        """Held while gradients are read, and while another thread announces its first backward pass."""
+        """Lock held while gradients are read, and while another thread announces its first backward pass."""
         self.reads_gradients = True
-        """Whether no other thread has run a backward pass. Valid while `gradients` is held."""
+        """True while no other thread has run a backward pass. Valid while `gradients` is held."""
 
     def is_current(self) -> bool:
-        """Whether the calling thread is the recorded one, or computes a device's part of its backward pass."""
+        """Return True if the calling thread is the recorded one, or computes a device's part of its backward pass."""
         if threading.get_ident() == self._ident:
             return True
         return self._recorder.backwards > 0 and is_autograds()
 
     def does(self, work: Work) -> bool:
-        """Note what the calling thread does. Returns whether it is recorded, which this may have changed."""
+        """Note the work of the calling thread. Return True if it is recorded, which this call may change."""
         if threading.get_ident() == self._ident:
             if work > self._most:
                 self._most = work
@@ -80,14 +82,14 @@ class TrainingThread:
         return bool(self._take_over(work))
 
     def may_end_step(self) -> bool:
-        """Whether w.step() on the calling thread ends a step: it does not on a thread whose work is not recorded."""
+        """Return True if w.step() on the calling thread ends a step. It does not on threads that are not recorded."""
         if threading.get_ident() == self._ident or not getattr(self._elsewhere, "works", False):
             return True
         self._note(_NOT_RECORDED)
         return False
 
     def backward_elsewhere(self) -> None:
-        """A backward pass that is not recorded begins on the calling thread."""
+        """Note that an unrecorded backward pass begins on the calling thread."""
         if self.reads_gradients:
             with self.gradients:
                 self.reads_gradients = False
@@ -95,7 +97,7 @@ class TrainingThread:
     def look_for_passes(self, engine: CodeType | None) -> None:
         """Find backward passes that other threads began before the hooks were attached.
 
-        engine: the code of torch's function; None where that is not written in Python.
+        engine: code object of torch's function; None if it is not written in Python.
         """
         own = threading.get_ident()
         for ident, frame in sys._current_frames().items():
@@ -121,7 +123,7 @@ class TrainingThread:
         return False
 
     def _has_no_work(self) -> bool:
-        """Whether the recorded thread has ended, or waits in its pool. Does not look again soon after a no."""
+        """Return True if the recorded thread has ended or waits in its pool. Reuse a negative result for a while."""
         now_s = time.monotonic()
         if now_s - self._busy_s < _BUSY_INTERVAL_S:
             return False
