@@ -106,8 +106,8 @@ class ShowsResults(HasResults):
         Fabric or one of its loggers, or a function of (figures: dict[str, float], step: int); several of
         them as a list. every_s: shortest interval between rows; rows are written at the end of a step, on the training
         thread. step: returns the step number for the logger; by default, steps that this watch has counted. Names of
-        the figures are in docs/guides/frameworks.md. Only rank 0 writes; on other ranks the call does nothing. Exceptions of
-        a logger are logged and training continues. Raise ConfigError for an object that is not a logger.
+        the figures are in docs/guides/frameworks.md. Only rank 0 writes; on other ranks the call does nothing.
+        Exceptions of a logger are logged and training continues. Raise ConfigError for an object that is not a logger.
         """
         from torchlens_perf.results.figures import checked
 
