@@ -79,10 +79,12 @@ def main() -> int:
 
 
 def measured(arguments: list[str]) -> tuple[float, float]:
-    """Seconds and megabytes that `torchlens-perf report ARGUMENTS` takes."""
+    """Return the seconds and megabytes that `torchlens-perf report ARGUMENTS` takes."""
+    # VmHWM instead of getrusage(), whose maximum includes the memory of the process that started this one.
     code = (
-        "import resource, sys; from torchlens_perf.commands.cli import main; status = main(['report', *sys.argv[1:]]); "
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(status)"
+        "import sys; from torchlens_perf.commands.cli import main; status = main(['report', *sys.argv[1:]]); "
+        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), "
+        "file=sys.stderr); sys.exit(status)"
     )
     began_s = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
