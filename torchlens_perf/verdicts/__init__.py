@@ -1,1 +1,1 @@
-"""Verdicts: what is wrong with a job, from when it was found to its end."""
+"""Verdicts on a job: findings from their start to their end, their alerts and their sentences."""

@@ -1,4 +1,7 @@
-"""How an alert is made from what was found: id, sentence, numbers. Pure; finding_log.py says when."""
+"""Alerts from findings: id, sentence and numbers.
+
+Pure; finding_log.py decides when to raise them.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ class Straggler:
     """One rank that is slow, or several that are slow together."""
 
     key: tuple[int, int]
-    """Episode.key of the rank that was named first: judged_from_step is corrected while an episode is open."""
+    """Episode.key of the rank that was named first. Unlike judged_from_step, it never changes."""
     kind: str
     name: str
-    """As a StragglerGroup has them."""
+    """Kind and name of its StragglerGroup."""
     episodes: tuple[Episode, ...]
-    """The times in which its ranks were slow, also those that have ended before it."""
+    """The episodes of its ranks, including those that have already ended."""
 
     @property
     def lead(self) -> Episode:
@@ -55,7 +58,7 @@ class Straggler:
 
 @dataclasses.dataclass(frozen=True)
 class AlertContext:
-    """One look at what was found, and how alerts are made from it."""
+    """The findings at one time, and the values that alerts on them need."""
 
     run_id: str
     attempt: int
@@ -65,14 +68,18 @@ class AlertContext:
     context: Callable[[], SlowRankContext]
     diagnosed: Callable[[StragglerGroup], Diagnosis | None] | None = None
     alone: str = ""
-    """The node that judges its own ranks alone, whose alerts are none of the job's; "": all ranks are judged."""
+    """The node that judges only its own ranks, whose alerts are not about the whole job; "": all
+    ranks are judged."""
     at_step: int | None = None
     """The furthest step in progress; None if no process runs."""
     last_step: int | None = None
     """The newest finished step."""
 
     def started(self, slow: Straggler, group: StragglerGroup, change: str = STARTED, *parts: object) -> Alert:
-        """Return the alert on a straggler. group: the same, as straggler_groups() has it now."""
+        """Return the alert on a straggler.
+
+        group: the same straggler in the newest result of straggler_groups().
+        """
         if self.diagnosed is not None:
             group = dataclasses.replace(group, diagnosis=self.diagnosed(group))
         verdict = slow_verdict(self.context(), group, self.findings)
@@ -92,7 +99,10 @@ class AlertContext:
         )
 
     def resolved(self, slow: Straggler, why: str) -> Alert:
-        """Return the alert on an end whose step is not known. why: a sentence."""
+        """Return the alert on the end of a straggler whose last step is not known.
+
+        why: a sentence.
+        """
         lead = slow.lead
         text = f"{_who_was(slow)} slow in {phase_name(lead.phase)} from step {lead.since_step} on. {why}"
         verdict = past_verdict(dataclasses.replace(lead, until_step=lead.last_step + 1))
@@ -102,7 +112,11 @@ class AlertContext:
         self, slow: Straggler, episode: Episode, change: str, verdict: JudgedVerdict, text: str, *parts: object,
         ranks: tuple[int, ...],
     ) -> Alert:  # fmt: skip
-        """verdict: for the cost, which of several ranks is not that of one of them, and may not be known."""
+        """Return an alert on a straggler.
+
+        verdict: gives the cost. The cost of several ranks differs from that of any one of them, and
+        may not be known.
+        """
         about = ("straggler", *slow.key)
         return dataclasses.replace(
             self._alert("straggler", about, change, text, parts, ranks, episode.rank, episode.since_step),
@@ -117,7 +131,11 @@ class AlertContext:
         self, kind: str, about: tuple[object, ...], change: str, text: str, parts: tuple[object, ...],
         ranks: tuple[int, ...], rank: int | None, since_step: int | None,
     ) -> Alert:  # fmt: skip
-        """parts: what distinguishes it from others of that change. rank: of the suspect."""
+        """Return an alert.
+
+        parts: values that distinguish its id from other alerts of the same change. rank: the
+        suspect.
+        """
         if self.alone:
             about = (*about, self.alone)
             text = f"On node {self.alone} alone, from where node 0 is not reached: {text}"
@@ -130,6 +148,7 @@ class AlertContext:
         )  # fmt: skip
 
     def hang(self, hang: OpenHang, change: str, text: str) -> Alert:
+        """Return the alert on a hang."""
         ranks = hang.ranks
         parts = (hang.kind, ranges(ranks)) if change == UPDATED else ()
         rank = ranks[0] if ranks else None
@@ -137,14 +156,14 @@ class AlertContext:
         return dataclasses.replace(alert, cause=hang.kind, duration_s=hang.since_s)
 
     def hang_over(self, hang: OpenHang, why: str) -> Alert:
-        """hang: as it was seen last; its since_s is of then. why: a sentence."""
+        """Return the alert on the end of a hang. hang: its newest state. why: a sentence."""
         return self.hang(hang, ENDED, f"The job hung in step {hang.step}. {why}")
 
     def verdict(self, verdict: JudgedVerdict, change: str = STARTED, *parts: object) -> Alert:
-        """verdict: one that is not about a slow rank, nor a hang.
+        """Return the alert on a verdict that is not about a slow rank or a hang.
 
-        Slow links are one thing, for which of them costs most changes: one that was not reported before updates the
-        alert.
+        All slow links share one alert, because the costliest link changes over time. A newly slow
+        link updates it.
         """
         evidence, cause, scope = verdict.evidence, "", ""
         ranks: tuple[int, ...] = ()
@@ -152,7 +171,8 @@ class AlertContext:
         if isinstance(evidence, ImbalanceEvidence):
             ranks, cause, scope = evidence.ranks, evidence.cause, evidence.scope
             about = ranges(sorted(ranks))
-        elif isinstance(evidence, SlowLinkEvidence):  # the ranks that all of them have; else those of the worst
+        elif isinstance(evidence, SlowLinkEvidence):
+            # The ranks that all slow links share, or else the ranks of the worst link.
             ranks, cause = evidence.shared_ranks or evidence.links[0].ranks, SLOW_COMMUNICATION
         key = verdict.kind, verdict.rank, verdict.phase, verdict.since_step, about
         return dataclasses.replace(
@@ -165,7 +185,11 @@ class AlertContext:
         )
 
     def verdict_over(self, last: Alert, why: str = "") -> Alert:
-        """last: verdict() of it as it stood last. why: a sentence, where it is not that it does not hold any more."""
+        """Return the alert on the end of a verdict.
+
+        last: its newest alert. why: a sentence with the reason, by default that the verdict no
+        longer holds.
+        """
         text, uid = f"{last.text} {why}" if why else f"No longer: {last.text}", _hash(last.about, ENDED)
         return dataclasses.replace(last, id=uid, change=ENDED, text=text, next="", unix_ns=self.unix_ns)
 

@@ -1,11 +1,13 @@
-"""The findings of a run: what is wrong, since when, and until when. The only keeper of when something began and ended.
+"""The findings of a run, with their start and end. No other module records when a finding began or
+ended.
 
-Every change is an alert with an id made from the run, its attempt and what the finding is about. A sidecar that was
-restarted, and a replay, therefore raise the same alerts under the same ids.
+Every change is an alert. Its id is made from the run, its attempt and the subject of the finding. A
+restarted sidecar and a replay therefore raise the same alerts with the same ids.
 
-Ranks that are slow together, such as those of a slow node, are one finding. Its id is made from the rank that was named
-first. Ranks named later update it; a rank that had a finding of its own before keeps it. It ends with the last of its
-ranks. A replay sees a whole run in one look: the steps at which ranks were named decide which were slow together.
+Ranks that are slow together, such as those of a slow node, are one finding. Its id is made from the
+rank that was named first. Ranks named later update it. A rank that already has a finding of its own
+keeps it. The finding ends with the last of its ranks. A replay evaluates a whole run at once, so
+the steps at which ranks were named decide which ranks were slow together.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ from torchlens_perf.verdicts.words.stragglers import SlowRankContext, cause_clas
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, StragglerGroup
 
-MAX_KEPT = 32  # findings; the oldest that are over go first
+# Above this number, the oldest findings that are over are removed.
+MAX_KEPT = 32
 _CLASSES = ("slow_compute", "slow_data", "slow_host", "more_work")
-# A verdict about as large as it must be comes and goes: it is over when it was missed for so long.
-_OVER_NS = 60_000_000_000
+# A verdict that is close to its threshold comes and goes. It is over after it was absent for this
+# long.
+_MAX_ABSENCE_NS = 60_000_000_000
 
 
 @dataclasses.dataclass
@@ -42,20 +46,21 @@ class Finding:
     """A straggler, a hang, slow links or an imbalance. Times are UTC."""
 
     alert: Alert
-    """Its id, sentence and figures as they stood last."""
+    """Its newest alert, with id, sentence and figures."""
     since_step: int | None
-    """Its first step; of slow links and an imbalance, the step in which it was found."""
+    """Its first step. For slow links and an imbalance, the step in which it was found."""
     since_unix_ns: int
     until_step: int | None = None
-    """The step from which on it was over; None while it holds."""
+    """The first step after its end; None while it holds."""
     until_unix_ns: int | None = None
     straggler: Straggler | None = None
     hang: OpenHang | None = None
-    """As it was seen last, with the longest duration, and the stacks that were read."""
+    """The newest state of the hang, with the longest duration and the stacks that were read."""
     subjects: list[str] = dataclasses.field(default_factory=list)
     """The slow links that were reported, sorted."""
     seen_ns: int = 0
-    """When it stood last; 0 after a restart of the sidecar, which may have to find it anew."""
+    """Time at which it was found last; 0 after a restart of the sidecar, which may have to find it
+    again."""
 
     @property
     def kind(self) -> str:
@@ -67,7 +72,7 @@ class Finding:
 
     @property
     def duration_s(self) -> float | None:
-        """For how long no step was made in a hang; None for other kinds."""
+        """Time without a finished step in a hang; None for other kinds."""
         return None if self.hang is None else self.hang.since_s
 
     @property
@@ -78,13 +83,14 @@ class Finding:
 
 @dataclasses.dataclass
 class FindingRecords:
-    """The findings of one attempt of the job, as the node's state keeps them."""
+    """The findings of one attempt of the job, as saved in the node's state."""
 
     attempt: int = -1
     alone: str = ""
-    """The node that found them, where it judged its own ranks alone."""
+    """The node that found them, if it judged only its own ranks."""
     findings: list[Finding] = dataclasses.field(default_factory=list)
-    """The oldest first. Stragglers only while they hold: the judge keeps the episodes of earlier ones."""
+    """The oldest first. Stragglers are removed at their end, as the detector keeps the episodes of
+    earlier ones."""
 
     @property
     def open(self) -> list[Finding]:
@@ -92,18 +98,22 @@ class FindingRecords:
         return [each for each in self.findings if not each.is_over]
 
     def holds(self, kind: str, since_step: int | None = None) -> Finding | None:
-        """Return the finding of a kind that holds. since_step: of a hang, the step that it hangs in."""
+        """Return the open finding of a kind.
+
+        since_step: for a hang, the step in which the job hangs.
+        """
         found = (each for each in self.open if each.kind == kind)
         return next((each for each in found if since_step in (None, each.since_step)), None)
 
 
 class FindingLog:
-    """Records what is found, and raises an alert for each change. One thread."""
+    """Record findings, and raise an alert for each change. Not thread-safe."""
 
     def __init__(self, run_id: str, saved: FindingRecords | None = None, findings: Findings = NOTHING) -> None:
-        """saved, findings: what an earlier sidecar of the node has saved, and raised alerts for.
+        """Start a log, or resume the log of an earlier sidecar of the node.
 
-        Later findings go on with those, see stragglers/resume.py.
+        saved, findings: saved by the earlier sidecar, which has raised alerts for them. Later
+        findings continue them, see stragglers/resume.py.
         """
         self._run_id = run_id
         self.records = FindingRecords() if saved is None else saved
@@ -131,16 +141,18 @@ class FindingLog:
         context: Callable[[], SlowRankContext] | None = None,
         diagnosed: Callable[[StragglerGroup], Diagnosis | None] | None = None,
     ) -> tuple[Alert, ...]:
-        """Record what has changed since the last call, and return the alerts.
+        """Record the changes since the last call, and return their alerts.
 
-        findings, hang: those of the sidecar's state. unix_ns: now.
-        at_step: the furthest step in progress; None if no process runs. last_step: the newest finished step.
-        judge: "" for findings on all ranks. The node's name where it judges its own ranks alone, because node 0 is not
-        reached. None where another node judges: findings recorded here are over.
-        verdicts: other verdicts that stand now, such as an imbalance. Each is a finding until it was missed for a
-        minute.
-        context: what sentences take from the report. diagnosed: why a straggler is slow. Both are called only when a
-        straggler is reported.
+        findings, hang: from the sidecar's state. unix_ns: the present time.
+        at_step: the furthest step in progress; None if no process runs. last_step: the newest
+        finished step.
+        judge: "" for findings on all ranks. The node's name if it judges only its own ranks,
+        because node 0 cannot be reached. None if another node judges: findings recorded here are
+        over.
+        verdicts: other verdicts that hold now, such as an imbalance. Each is a finding until it was
+        absent for a minute.
+        context: returns the report's values that sentences need. diagnosed: returns the diagnosis
+        of a straggler. Both are called only when a straggler is reported.
         """
         cached = functools.cache(SlowRankContext if context is None else context)
         now = AlertContext(
@@ -179,7 +191,7 @@ class FindingLog:
         return alert
 
     def _end_all(self, now: AlertContext, why: str) -> Iterator[Alert]:
-        """The ranks are other processes, or another node judges them."""
+        """End all open findings: the ranks are other processes now, or another node judges them."""
         before = dataclasses.replace(now, attempt=self.records.attempt, alone=self.records.alone)
         order = {"straggler": 0, "hang": 1}
         for each in sorted(self.records.open, key=lambda finding: order.get(finding.kind, 2)):
@@ -197,11 +209,13 @@ class FindingLog:
     def _stragglers(self, now: AlertContext) -> Iterator[Alert]:
         episodes = {each.key: each for each in now.findings.episodes}
         for finding, straggler in self._open_stragglers:
-            # The newest of each: what is known of it changes, and it may be another object.
+            # Episodes are immutable: an updated one is another object with the same key.
             known = tuple(episodes[each.key] for each in straggler.episodes if each.key in episodes)
             if known:
                 finding.straggler = dataclasses.replace(straggler, episodes=known)
-            else:  # findings lose none of theirs: these are of other processes
+            else:
+                # Findings keep all their episodes. If none is left, the findings are about other
+                # processes.
                 yield self._end(now, finding, now.resolved(straggler, "It is over: the ranks were started again."))
         self._alerted &= episodes.keys()
         new = [each for key, each in episodes.items() if key not in self._alerted]
@@ -219,7 +233,8 @@ class FindingLog:
 
     def _named(self, now: AlertContext, step: int, named: Sequence[Episode]) -> Iterator[Alert]:
         """Record the ranks that were named after a step."""
-        # last_step grows while an episode is open: so these were open then, whenever one looks.
+        # last_step grows while an episode is open, so this selects the episodes that were open
+        # after that step, also when the call is made later.
         then = [
             each
             for each in now.findings.episodes
@@ -251,14 +266,16 @@ class FindingLog:
         self._begin(now, alert).straggler = straggler
         return alert
 
-    # -- hangs, and the others
+    # -- hangs and other verdicts
 
     def _hangs(self, now: AlertContext, hang: OpenHang | None) -> Iterator[Alert]:
         before = self.records.holds("hang")
         if before is not None and before.hang is not None:
             stands_still = now.at_step is not None and now.at_step <= before.hang.step
             if hang is None and self._hang_is_saved and stands_still:
-                return  # a sidecar that was started again counts from its own start, and has not found it anew yet
+                # A restarted sidecar measures a hang from its own start, and has not found this one
+                # again yet.
+                return
             if hang is None or hang.step != before.hang.step:
                 why = "It is over: steps are made again, or the processes have ended."
                 yield self._end(now, before, now.hang_over(before.hang, why))
@@ -294,12 +311,12 @@ class FindingLog:
                 yield now.verdict(verdict, UPDATED, *known.subjects)
         for missed in stand.values():
             missed.seen_ns = missed.seen_ns or now.unix_ns
-            if now.unix_ns - missed.seen_ns >= _OVER_NS:
+            if now.unix_ns - missed.seen_ns >= _MAX_ABSENCE_NS:
                 yield self._end(now, missed, now.verdict_over(missed.alert))
 
 
 def stragglers_by_class(findings: Findings) -> dict[str, int]:
-    """Return how many ranks are slow now, of each class; also classes without any."""
+    """Return the number of slow ranks of each class, including classes without any."""
     counts = dict.fromkeys(_CLASSES, 0)
     for episode in findings.slow_now:
         counts[cause_class(episode)] += 1

@@ -1,7 +1,9 @@
-"""Since when each verdict of the report has held, in how many windows of the run; and what held for a part of it only.
+"""Periods for which the report's verdicts have held, and verdicts that held for a part of the run
+only.
 
-Slow ranks have their episodes. What limits the step is looked up in the windows of all ranks. Hangs, slow links and
-imbalances were noted by the sidecar when they were found (verdicts/finding_log.py).
+A slow rank's period is its episode. Limits of the step are looked up in the windows of all ranks.
+Hangs, slow links and imbalances were recorded by the sidecar when they were found
+(verdicts/finding_log.py).
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.episodes import Episode
     from torchlens_perf.verdicts.words.report import Facts, Held
 
-_MIN_WINDOWS = 4  # that something must last for to be named beside the run as a whole
-_CLEARLY = 1.5  # times what it takes in the rest of the run
+# A limit of a part of the run gets a verdict if it lasts for this many windows, and takes this many
+# times as long as in the rest of the run.
+_MIN_WINDOWS = 4
+_MIN_RATIO_TO_REST = 1.5
 _TAGS = {
     "capture": Flag.CAPTURED, "compilation": Flag.COMPILED, "evaluation": Flag.EVALUATION,
     WITHOUT_GRADIENTS: Flag.EVALUATION, "saving": Flag.CHECKPOINT,
@@ -49,29 +53,32 @@ _Found = tuple[JudgedVerdict, "Held | None"]
 
 @dataclasses.dataclass(frozen=True)
 class VerdictTimes:
-    """Since when verdicts have held, from the windows of a run and the findings of its sidecar."""
+    """Periods of verdicts, from the windows of a run and the findings of its sidecar."""
 
     facts: Facts
     windows: JudgedWindows | None
-    """None where none is known."""
+    """None if the run has no windows."""
     records: FindingRecords
     step_time: Callable[[int, int | None], str | None]
-    """When a step began, in UTC; of which rank, if that is here."""
+    """Returns the time at which a step began, in UTC. The second argument selects the rank, if its
+    steps are known."""
     time: Callable[[int], str]
-    """Nanoseconds of UTC as text."""
+    """Formats UTC nanoseconds."""
     first_step: int
     last_step: int | None
 
     def rows(self, verdicts: Sequence[JudgedVerdict]) -> list[order.Row]:
-        """The report's verdicts in their order, each with since when it has held and the time that it has cost.
+        """Return the report's verdicts in order, each with its period and the time that it has
+        cost.
 
-        verdicts: those on the run as a whole.
+        verdicts: the verdicts on the run as a whole.
         """
         noted = self._noted_before({each.kind for each in verdicts})
         hung = {each.since_step for each, _ in noted if each.kind == f"hang{OVER}"}
-        found = [(each, self._of_whole(each)) for each in verdicts if not _are(each.evidence, hung)]
+        found = [(each, self._of_whole(each)) for each in verdicts if not _are_hangs(each.evidence, hung)]
         stretches = self._stretches(found)
-        for kind in {each.kind for each, _ in stretches}:  # one figure for one wait
+        # A wait that has a verdict of its own is not also named by the verdict on the typical step.
+        for kind in {each.kind for each, _ in stretches}:
             found = [(without_use(each, kind) if _of_run(each) else each, held) for each, held in found]
         found += [*stretches, *noted]
         steps, alike, end = self.facts["steps"]["count"], self.facts["steps"]["alike"], self.last_step
@@ -81,7 +88,7 @@ class VerdictTimes:
     # -- verdicts on the run as a whole
 
     def _of_whole(self, verdict: JudgedVerdict) -> Held | None:
-        """None where it cannot be known."""
+        """Return the period of a verdict on the whole run; None if it is not known."""
         evidence = verdict.evidence
         if verdict.episode is not None:
             return self._episode(verdict.episode)
@@ -112,7 +119,7 @@ class VerdictTimes:
         return self._from_to(*of, self.windows.covered(episode) & judged, judged)
 
     def _nobody_slow(self) -> Held | None:
-        """Since the last episode, or from the start."""
+        """Return the period since the last episode, or since the start."""
         if self.windows is None:
             return None
         ends = [each.until_step or 0 for each in self.windows.findings.slow_before]
@@ -121,10 +128,12 @@ class VerdictTimes:
         return self._from_to(since, None, None, judged & later & ~self.windows.anybody_slow, judged)
 
     def _long_steps(self, long: LongSteps) -> Held | None:
-        """Return in how many windows there were steps of a class that comes regularly, if windows know what they did.
+        """Return the windows with steps of a class that comes regularly, if windows have a tag for
+        its work.
 
-        The sentence on other classes names their steps. Windows know what a step did, and not how long it took: they
-        would count the steps of other classes, and of the warm-up, too.
+        Windows record what a step did and not how long it took. Without a tag they would also count
+        the steps of other classes and of the warm-up. The sentence on such a class lists its steps
+        instead.
         """
         if self.windows is None or not long["period"] or not long["kinds"] or long["kinds"][0] not in _TAGS:
             return None
@@ -141,9 +150,10 @@ class VerdictTimes:
     # -- what held for a part of the run
 
     def _stretches(self, whole: Sequence[_Found]) -> list[_Found]:
-        """Return the parts of the run in which something else limits the steps than in the run as a whole.
+        """Return the parts of the run in which something else limits the steps than in the run as a
+        whole.
 
-        What the sentence on the whole run names is not named again, unless it no longer holds.
+        Limits that the sentence on the whole run names are left out, unless they no longer hold.
         """
         of_run = [row for row in whole if _of_run(row[0])]
         if not of_run:
@@ -158,7 +168,7 @@ class VerdictTimes:
         return found
 
     def _computing_now(self) -> list[_Found]:
-        """That nothing but computing limits the newest steps, where something else did before."""
+        """Return a verdict that computing limits the newest steps, if something else did before."""
         found = None if self.windows is None else self.windows.limited_by("compute_bound")
         if self.windows is None or found is None or found.until_step is not None:
             return []
@@ -185,7 +195,7 @@ class VerdictTimes:
         if not everywhere and len(rest) < _MIN_WINDOWS:
             return None
         use_s, rest_s = (_mean([each.wait(kind).seconds for each in some]) for some in (inside, rest))
-        if not rest or use_s < _CLEARLY * rest_s:
+        if not rest or use_s < _MIN_RATIO_TO_REST * rest_s:
             return None
         held, step_s = self._stretch(found), _mean([each.step_s for each in inside])
         use = dataclasses.replace(inside[0].wait(kind), seconds=use_s)
@@ -194,8 +204,12 @@ class VerdictTimes:
         return verdict, held
 
     def _noted_before(self, shown: set[str]) -> list[_Found]:
-        """What the sidecar has noted and is over, the newest first; also what stood when the run ended and is not
-        found any more. shown: kinds of verdicts."""
+        """Return the findings of the sidecar that are over, the newest first.
+
+        After the run, these include findings that were open at its end and have no verdict in the
+        report.
+        shown: the kinds of the report's verdicts.
+        """
         found = [each for each in self.records.findings[::-1] if each.kind != "straggler"]
         past = [each for each in found if each.is_over or (not self.facts["run"]["live"] and each.kind not in shown)]
         return [(self._over(each), self._noted(each)) for each in past]
@@ -211,7 +225,7 @@ class VerdictTimes:
         found = PastEvidence(noted.alert.ranks, noted.duration_s, went_on, noted.stacks)
         return over.hang_over(noted.since_step, noted.alert, found, steps=self.facts["steps"]["count"], total_s=total_s)
 
-    # -- as the report has it
+    # -- conversion to the report's type
 
     def _stretch(self, found: Stretch) -> Held:
         return self._from_to(max(self.first_step, found.since_step), found.until_step, None, found.held, found.judged)
@@ -228,7 +242,11 @@ class VerdictTimes:
         held: Columns | None = None,
         judged: Columns | None = None,
     ) -> Held:
-        """rank: whose steps tell the time. held, judged: windows, where they know of it."""
+        """Return the period between two steps.
+
+        rank: the rank whose steps give the times. held, judged: windows, if the verdict can be
+        looked up in them.
+        """
         until_time = None if until is None else self.step_time(until, rank)
         value = _held(since, until, self.step_time(since, rank), until_time)
         if self.windows is not None and held is not None and judged is not None:
@@ -238,12 +256,12 @@ class VerdictTimes:
 
 
 def _of_run(verdict: JudgedVerdict) -> bool:
-    """Whether this is the verdict on the typical step of the whole run."""
+    """Return True for the verdict on the typical step of the whole run."""
     return isinstance(verdict.evidence, TypicalStepEvidence | DeviceStepEvidence)
 
 
-def _are(evidence: Evidence, hung: set[int | None]) -> bool:
-    """Whether these are long steps, in each of which the job hung."""
+def _are_hangs(evidence: Evidence, hung: set[int | None]) -> bool:
+    """Return True if the evidence is of long steps and the job hung in each of them."""
     if not isinstance(evidence, dict) or "kinds" not in evidence:
         return False
     steps = evidence["steps"]

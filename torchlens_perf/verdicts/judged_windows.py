@@ -1,4 +1,5 @@
-"""What each window of a run shows: who was compared, who was slow, what limited the step. Pure."""
+"""Judgements of each window of a run: compared ranks, slow ranks, and the limit of the step.
+Pure."""
 
 from __future__ import annotations
 
@@ -27,62 +28,72 @@ if TYPE_CHECKING:
     Columns = npt.NDArray[np.bool_]
     """Shape [columns]."""
 
-_STILL = 1  # windows at the end of the run in which something may be missing that still holds
+# A verdict still holds if it is absent in at most this many windows at the end of the run.
+_MAX_ABSENT_AT_END = 1
 
 
 class Stretch(NamedTuple):
-    """The part of the run in most of whose windows something held."""
+    """A part of the run in which a condition held in most windows."""
 
     since_step: int
     until_step: int | None
-    """None: to the end."""
+    """None if the part lasts to the end of the run."""
     held: Columns
-    """In which of its windows."""
+    """The windows of the part in which the condition held."""
     judged: Columns
-    """Which show whether it held, over the whole run."""
+    """The windows of the whole run that show whether the condition held."""
     inside: Columns
-    """Which of those are in the part."""
+    """The judged windows of the part."""
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgedWindows:
-    """The windows of a run, with what is known of its ranks."""
+    """The windows of a run, with the findings and placements of its ranks."""
 
     windows: RunWindows
     findings: Findings
     places: Mapping[int, Placement]
     on_device: bool
-    """Whether all ranks are judged by their devices' clocks."""
+    """True if all ranks are judged by their devices' clocks."""
 
     def compared_with_others(self, rank: int) -> Columns:
-        """Where a rank was compared with others; of one that is not here, on a node without our disk, any was."""
+        """Return the windows in which a rank was compared with others.
+
+        For a rank without windows here, on a node with another disk, return those in which any rank
+        was compared.
+        """
         here = np.isin(self.windows.ranks, rank)
         return np.asarray((self._compared[here] if here.any() else self._compared).any(axis=0))
 
     @property
     def anybody_compared(self) -> Columns:
-        """Where ranks were compared."""
+        """The windows in which ranks were compared."""
         return np.asarray(self._compared.any(axis=0))
 
     @functools.cached_property
     def anybody_slow(self) -> Columns:
-        """Where a rank was slow."""
+        """The windows in which any rank was slow."""
         slow = np.zeros(len(self.windows), bool)
         for episode in self.findings.episodes:
             slow |= self.covered(episode)
         return slow
 
     def covered(self, episode: Episode) -> Columns:
-        """Where a rank was slow; of an episode that is shorter than a column, the one that it began in."""
+        """Return the windows of an episode.
+
+        If it is shorter than a window, return the one in which it began.
+        """
         covered = self.windows.covered(episode.since_step, episode.until_step)
         if not covered.any():
             covered[max(0, int(np.searchsorted(self.windows.first_steps, episode.since_step, "right")) - 1)] = True
         return covered
 
     def limited_by(self, kind: str) -> Stretch | None:
-        """When that limited the step, by the rule of the verdict on the whole run (words/bottleneck.py); None: never.
+        """Return the part of the run in which a kind of use limited the step; None if there is no
+        such part.
 
-        While one rank holds up the others, their waiting is its doing: then only lack of a CPU is judged.
+        The rule is that of the verdict on the whole run (words/bottleneck.py). While one rank holds
+        up the others, it causes their waiting, so only lack of a CPU is judged then.
         """
         judged = np.array([each is not None for each in self.spent])
         if kind == "lack_of_cpu":
@@ -93,7 +104,8 @@ class JudgedWindows:
 
     @functools.cached_property
     def spent(self) -> list[Spent | None]:
-        """By column, what a usual step is spent on, the mean over the ranks; None where nobody has a window."""
+        """The uses of a usual step's time, by column: means over the ranks; None for columns
+        without any rank."""
         found: list[Spent | None] = []
         windows = self.windows
         for column in range(len(windows)):
@@ -111,7 +123,8 @@ class JudgedWindows:
         return found
 
     def out_of_balance(self) -> Stretch | None:
-        """When the pipeline stage that has the most work now had so."""
+        """Return the part of the run in which the present largest pipeline stage had the most
+        work."""
         now = self.findings.imbalance
         if now is None:
             return None
@@ -137,12 +150,12 @@ class JudgedWindows:
         return self._stretch(judged, held)
 
     def tagged(self, flag: int) -> Columns:
-        """Where a rank did that, of rank.TAGS."""
+        """Return the windows in which any rank has a flag of rank.TAGS."""
         return np.array([bool(flags & flag) for flags in self.windows.tags])
 
     @functools.cached_property
     def _compared(self) -> Columns:
-        """Shape [ranks, columns]."""
+        """True where a rank was compared: shape [ranks, columns]."""
         return np.isfinite(window_excess(self.windows, self.places))
 
     def _stretch(self, judged: Columns, held: Columns) -> Stretch | None:
@@ -154,14 +167,17 @@ class JudgedWindows:
         inside = np.zeros(len(judged), bool)
         inside[columns[begin:end]] = True
         until = None
-        if len(columns) - end > _STILL:
+        if len(columns) - end > _MAX_ABSENT_AT_END:
             until = int(self.windows.first_steps[columns[end - 1]]) + self.windows.width
         return Stretch(int(self.windows.first_steps[columns[begin]]), until, held & inside, judged, inside)
 
 
 def longest(held: list[bool]) -> tuple[int, int] | None:
-    """The part in which something held more often than not, by as many as in no other part: from one index to before
-    another; of several the newest. None where it never held."""
+    """Return the slice with the largest surplus of True over False, as start and end; None without
+    any True.
+
+    Of several such slices, return the newest.
+    """
     best, found, since, total = 0, None, 0, 0
     for index, each in enumerate(held):
         if total <= 0:

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def latest_attempt(nodes: Iterable[NodeState]) -> dict[int, ProcessState]:
-    """By rank, the last process of the newest world. An earlier one may have had other ranks, and other steps.
+    """Return the newest process of each rank, from the newest attempt and world size only.
 
-    Agents that join or leave an elastic job make another world, and torchrun does not count that as an attempt.
+    Earlier processes may have had other ranks and other steps. Agents that join or leave an elastic
+    job change the world size, which torchrun does not count as an attempt.
     """
     processes = sorted(
         (process for node in nodes for process in node.processes.values()),
@@ -27,14 +28,14 @@ def latest_attempt(nodes: Iterable[NodeState]) -> dict[int, ProcessState]:
 
 
 def newest_joins(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
-    """The joins of the nodes that have processes of the newest attempt."""
+    """Return the joined collectives of the nodes that have processes of the newest attempt."""
     attempts = [(max((each.identity.attempt for each in node.processes.values()), default=0), node) for node in nodes]
     newest = max((attempt for attempt, _ in attempts), default=0)
     return [node.join for attempt, node in attempts if attempt == newest]
 
 
 def links_of(nodes: Sequence[NodeState]) -> LinkFindings:
-    """The slow links."""
+    """Return the slow links of the newest attempt."""
     hosts = {rank: process.identity.host for rank, process in latest_attempt(nodes).items()}
     operations = merged_operations([join.operations() for join in newest_joins(nodes)])
     return slow_links(link_statistics(operations), hosts)

@@ -1,4 +1,7 @@
-"""What one node's sidecar knows, as a file: the report is made from these files, live or later."""
+"""The state of one node's sidecar, as a file.
+
+Reports are made from these files, during the run or later.
+"""
 
 from __future__ import annotations
 
@@ -38,37 +41,39 @@ from torchlens_perf.verdicts.finding_log import FindingRecords
 SCHEMA = 13
 
 MAX_BYTES = 1 << 28
-"""Of a node's state: 13 KB a rank of a plain loop, 100 KB of one with many modules and collectives."""
+"""Largest node state that is read. A rank takes 13 KB in a plain loop, 100 KB with many modules and
+collectives."""
 _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Whereabouts:
-    """What a running process was doing at one instant: a snapshot, taken beside it. Seconds are by then."""
+    """A snapshot of what a running process was doing, taken by the sidecar."""
 
     step: int
-    """In progress."""
+    """The step in progress."""
     step_s: float
-    """For so long."""
+    """Time since that step began."""
     inside: tuple[str, ...]
     """The spans that its training thread was inside of, outermost first, without the step."""
     inside_s: float | None
-    """For how long it had been in the innermost; None where it was in none."""
+    """Time since the innermost of these spans began; None without spans."""
 
 
 @dataclasses.dataclass
 class CpuUsers:
-    """Who uses the CPUs of a process, as the sidecar sees it."""
+    """The use of a process's CPUs, as sampled by the sidecar."""
 
     cpus: int = 0
-    """How many it may use; 0: not known."""
+    """Number of CPUs that the process may use; 0 if not known."""
     workers: int = 0
-    """Its child processes, at most at once."""
+    """Highest number of child processes at one time."""
     others: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
-    """Of the samples in which it lacked a CPU: the sum of the shares of its CPUs that programs outside of the job kept
-    busy, and how many samples there are."""
+    """Two sums over the samples in which the process lacked a CPU: the shares of its CPUs that
+    programs outside of the
+    job kept busy, and the number of these samples."""
     busiest_other: str = ""
-    """The busiest of them, as "name (pid 7)"."""
+    """The busiest of these programs, as "name (pid 7)"."""
 
 
 @dataclasses.dataclass
@@ -79,26 +84,27 @@ class ProcessState:
     anchor: Anchor
     statistics: RankStatistics
     counted: int = -1
-    """Sequence number of the last record that the statistics hold."""
+    """Sequence number of the last record that the statistics include."""
     ended: str = ""
     """"closed" by its watch, "died", or "" while it runs."""
     trace_every: int = 0
     gpus: list[Gpu] = dataclasses.field(default_factory=list)
     native: bool = True
     model: str = ""
-    """What it computes, see identity.model_digest."""
+    """Digest of the model's structure, see identity.model_digest."""
     memory_source: str = ""
     compute_device: str = ""
-    """What its models are on: "cpu", "cuda", ...; "" where that is not known."""
+    """The device of its models: "cpu", "cuda", ...; "" if not known."""
     deeper_modules: bool = False
-    """Whether its models have modules below those that are timed."""
+    """True if its models have modules below those that are timed."""
     root_modules: list[str] = dataclasses.field(default_factory=list)
     """The names of its whole models."""
     unopened_modules: list[str] = dataclasses.field(default_factory=list)
     """Timed modules with others inside that are not timed."""
     device: DeviceClock = dataclasses.field(default_factory=DeviceClock)
     judged_by: str = ""
-    """Whose clock its steps are judged by, "host" or "device"; "" until that is decided, see judged_steps.py."""
+    """The clock that its steps are judged by, "host" or "device"; "" until that is decided, see
+    judged_steps.py."""
     notes: list[str] = dataclasses.field(default_factory=list)
     unbalanced: int = 0
     too_deep: int = 0
@@ -106,39 +112,46 @@ class ProcessState:
     internal_errors: int = 0
     tool_ns: int = 0
     made_steps: int = 0
-    """How many steps have ended, those that were not recorded or were lost included."""
+    """Number of finished steps, including those that were not recorded or were lost."""
     process_began_ns: int = 0
-    """When the process began, by its clock of marks; 0 where that is not known or tells nothing: see Startup."""
+    """Start of the process, by the clock of its records; 0 if not known or not meaningful, see
+    Startup."""
     compile_s: float | None = None
-    """How long torch.compile took in this process so far; None where it was not measured."""
+    """Time spent in torch.compile so far; None if it was not measured."""
     start_cpu_wait_ns: int | None = None
-    """How long the main thread was runnable without a CPU until training began; None where it was not measured."""
+    """Time for which the main thread was runnable without a CPU until training began; None if it
+    was not measured."""
     interactive: bool = False
-    """Whether a person types into the process, as in a notebook."""
+    """True if a person types into the process, as in a notebook."""
     open_spans: list[str] = dataclasses.field(default_factory=list)
-    """What a process that died was inside of."""
+    """The spans that a process was inside of when it died."""
     now: Whereabouts | None = None
-    """Of one that runs, when the state was saved; None of others, and of simulated ones."""
+    """Activity of a running process when the state was saved; None for ended and simulated
+    processes."""
     total_steps: int = 0
-    """How many steps it will make, as its watch was told; 0: not known."""
+    """Total steps of the run, as configured in watch(); 0 if not known."""
     groups: dict[str, ProcessGroup] = dataclasses.field(default_factory=dict)
-    """Those that it has used, by name."""
+    """The process groups that it has used, by name."""
     not_measured: list[str] = dataclasses.field(default_factory=list)
-    """Parts of the step that exist, or may exist, and that nothing distinguishes from the others."""
+    """Parts of the step that cannot be measured separately."""
     cpu_wait: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
-    """Of the sidecar's samples: the sum of the shares of time in which its main thread was ready and had no CPU, and
-    how many samples there are."""
+    """Two sums over the sidecar's samples: the shares of time in which the main thread was runnable
+    without a CPU, and
+    the number of samples."""
     threads: int = 0
-    """Of torch, for one operation; 0: not known."""
+    """Number of threads that torch uses for one operation; 0 if not known."""
     cpu_users: CpuUsers = dataclasses.field(default_factory=CpuUsers)
     missing_tap: str = ""
-    """The file of the native tap on collectives that it has not found; "" if it had it, or had no other ranks."""
+    """The missing file of the native tap on collectives; "" if the tap was loaded or the process
+    has no other ranks."""
     out_of_memory: OutOfMemory | None = None
-    """The newest table that it wrote when its device's memory ran out, see hooks/on_device/out_of_memory.py."""
+    """The newest table from a failed allocation on its device, see
+    hooks/on_device/out_of_memory.py."""
 
     @property
     def on_device(self) -> bool | None:
-        """Whether it computes on a device other than the CPU; None where that is not known."""
+        """True if the process computes on a device other than the CPU; None if that is not
+        known."""
         if self.device:
             return True
         return None if not self.compute_device else self.compute_device != "cpu"
@@ -146,7 +159,10 @@ class ProcessState:
     def judge_by(
         self, judged: JudgedSteps, records: npt.NDArray[np.void] | None = None, steps: StepTable | None = None
     ) -> StepTable | None:
-        """The steps to judge the rank by that are known with these records; without any, what was held back."""
+        """Return the newly known steps to judge the rank by.
+
+        Without records, return the steps held back so far.
+        """
         if records is None or steps is None:
             newly = judged.rest()
         else:
@@ -160,13 +176,13 @@ class ProcessState:
         return newly
 
     def judged_windows(self) -> Windows:
-        """The history of the steps that it is judged by."""
+        """Return the history of the steps that the rank is judged by."""
         of = self.statistics
         return (of.device_history if self.judged_by == DEVICE else of.history).windows()
 
     @property
     def place(self) -> Placement:
-        """Where the rank is, and whom it is compared with."""
+        """The rank's placement, which also determines the ranks it is compared with."""
         return place_of(self.identity, self.model, self.groups, self.judged_by)
 
 
@@ -178,30 +194,36 @@ class NodeState:
     processes: dict[str, ProcessState] = dataclasses.field(default_factory=dict)
     dropped_segments: int = 0
     unwritten_records: int = 0
-    """Let go while the run directory could not be written: the statistics hold them, no segment does."""
+    """Records dropped while the run directory could not be written. Statistics include them,
+    segments do not."""
     notes: list[str] = dataclasses.field(default_factory=list)
     passing_notes: list[str] = dataclasses.field(default_factory=list)
-    """What holds now, as that another node is not reached; a later sidecar says what holds then."""
+    """Notes on the present situation, such as an unreachable node. A restarted sidecar writes its
+    own."""
     sidecar_cpu_s: float = 0.0
     saved_unix_ns: int = 0
-    """When this was saved, by the node's clock; 0: not known."""
+    """Time of the last save, by the node's clock; 0 if not known."""
     join: CollectiveJoin = dataclasses.field(default_factory=CollectiveJoin)
     """The node's collectives, joined across its ranks."""
     hang: OpenHang | None = None
     findings: Findings = NOTHING
-    """What this node's straggler detector found: in its own ranks, or on node 0 in those of all nodes."""
+    """Findings of this node's straggler detector: about its own ranks, or on node 0 about all
+    ranks."""
     records: FindingRecords = dataclasses.field(default_factory=FindingRecords)
-    """What was found while the run went on, and when."""
+    """Findings made during the run, with their times."""
     telemetry: Telemetry = dataclasses.field(default_factory=Telemetry)
     traced: list[TracedStep] = dataclasses.field(default_factory=list)
-    """The newest steps that were sent as traces, and what of them."""
+    """The newest steps that were sent as traces, and the parts of them that were sent."""
     tap_outlook: str = ""
-    """What becomes of the native tap that its ranks have missed, see TapForNextRun.outlook()."""
+    """State of the build of the native tap that its ranks lacked, see TapForNextRun.outlook()."""
     schema: int = SCHEMA
 
     def save(self, run: RunDirectory, *, durably: bool = False) -> None:
-        """Replaces the node's file. durably: so that the machine may lose its power then. Raises OSError on a full
-        disk."""
+        """Replace the node's file.
+
+        durably: also sync the file, to survive a power failure. Raises OSError, for example on a
+        full disk.
+        """
         path = run.node_state(self.host)
         partial = path.with_suffix(".partial")
         with open(ownership.create(partial), "wb", buffering=0) as file:
@@ -217,11 +239,14 @@ class _Schema:
 
 
 class DamagedStateError(RunStoreError):
-    """A file of a node's state that can be read and is none of this version's."""
+    """Raised for a readable file that is not a node state of this version."""
 
 
 def load(path: Path) -> NodeState:
-    """The state that save() wrote. Raises RunStoreError if it cannot be read, DamagedStateError if it is none."""
+    """Return the state that save() wrote.
+
+    Raises RunStoreError if the file cannot be read, DamagedStateError if it is not a valid state.
+    """
     try:
         text = ownership.read_bytes(path, MAX_BYTES)
     except ownership.NotRegularFileError as error:
@@ -240,9 +265,10 @@ def load(path: Path) -> NodeState:
 
 
 def load_or_new(run: RunDirectory, host: str) -> NodeState:
-    """What the node's sidecar has saved, if anything. What is no state is set aside, which the new one notes.
+    """Return the saved state of a node, or a new one without any.
 
-    Raises RunStoreError where the disk does not let it be read: then it may be read later.
+    A damaged file is renamed, and the new state notes that. Raises RunStoreError on a disk error:
+    the file may be readable later.
     """
     path = run.node_state(host)
     try:
@@ -254,7 +280,10 @@ def load_or_new(run: RunDirectory, host: str) -> NodeState:
 
 
 def _set_aside(path: Path) -> str:
-    """Renames what cannot be used: it is neither lost nor in the way. Says where it is. Raises RunStoreError."""
+    """Rename an unusable file to a free name, and return a sentence with that name.
+
+    Raises RunStoreError.
+    """
     for number in itertools.count(1):
         aside = path.with_name(f"{path.name}.damaged-{number}")
         if not aside.exists():
@@ -271,10 +300,12 @@ def load_all(
     unusable: list[str] | None = None,
     advanced: Callable[[int, int], object] = lambda done, total: None,
 ) -> list[NodeState]:
-    """All nodes of the run, by host. unusable: gets a line for each file that cannot be read; None: that is an error.
+    """Return the states of all nodes of the run, by host.
 
-    advanced: called with the number of files that are looked at, and of all. Raises RunStoreError if there are none, or
-    none can be read.
+    unusable: receives a line for each file that cannot be read. With None, such a file raises
+    RunStoreError.
+    advanced: called with the number of files read so far and the number of all files.
+    Raises RunStoreError if there are no readable files.
     """
     paths = sorted(run.nodes.glob("*.json"))
     if not paths:
@@ -291,16 +322,22 @@ def load_all(
     return states
 
 
-# -- as JSON and back, by the types: msgspec does it, but for the few types in here
+# -- JSON encoding: msgspec encodes by type, except for the few types handled here
 
 
 def encode(value: object) -> bytes:
-    """The value as JSON. What is infinite or not a number becomes null, and is refused where a number must be."""
+    """Return the value as JSON.
+
+    Infinity and NaN become null, which decode() refuses for fields that must be numbers.
+    """
     return msgspec.json.encode(value, enc_hook=_plain)
 
 
 def decode(text: bytes, kind: type[_T]) -> _T:
-    """What encode() was given. Raises msgspec.MsgspecError for what is no such value."""
+    """Return the value that encode() was called with.
+
+    Raises msgspec.MsgspecError for invalid text.
+    """
     return msgspec.json.decode(text, type=kind, dec_hook=_of_plain)
 
 

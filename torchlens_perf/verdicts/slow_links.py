@@ -1,4 +1,4 @@
-"""The verdict on slow links, from what a job's nodes know of their collectives. Pure."""
+"""The verdict on slow links, from the collective statistics of a job's nodes. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 
 
 def slow_link_verdict(found: LinkFindings, ranks: Collection[RankStatistics]) -> JudgedVerdict | None:
-    """The verdict; None if no link is slow. ranks: their steps are those that the cost is a share of."""
+    """Return the verdict; None if no link is slow.
+
+    ranks: the cost is given as a share of their steps.
+    """
     if not found.links:
         return None
-    from torchlens_perf.verdicts.words import verdict  # all sentences, which a sidecar rarely needs
+    # The module imports all sentences, which a sidecar rarely needs.
+    from torchlens_perf.verdicts.words import verdict
 
     steps = merged(each.step for each in ranks)
     counted = max((each.counted_steps for each in ranks), default=0)

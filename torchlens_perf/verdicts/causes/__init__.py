@@ -1,1 +1,1 @@
-"""Why a rank is slow: the metrics that are compared, and the rules."""
+"""Causes of slow ranks: the compared metrics, and the rules."""

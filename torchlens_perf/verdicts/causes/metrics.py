@@ -1,7 +1,8 @@
-"""Signals: what may be behind a slow rank, as numbers of one second each, and their means over steps. Pure.
+"""Signals that may explain a slow rank: values of one second each, and their means over steps.
+Pure.
 
-A signal is a share of the time, a rate, or a level; NaN where it is not measured. All ranks have the same list, so that
-a rank can be held against the others, and against itself before.
+A signal is a share of the time, a rate, or a level. It is NaN if it is not measured. All ranks have
+the same list of signals, so a rank can be compared with other ranks, and with its own past.
 """
 
 from __future__ import annotations
@@ -15,40 +16,43 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 METRICS = (
-    "cpu_wait_share",  # of the time: the training thread was ready and had no CPU
-    "asleep_share",  # of the steps' time: it neither computed nor was ready, outside of communication
-    "kernel_share",  # of the time: it computed in the kernel, as for page faults and system calls
-    "neighbour_share",  # of the CPUs that the rank may use, what programs kept busy that are none of the job's
-    "cpu_quota_share",  # of its control group's periods: it had used up its CPU quota
-    "cpu_clock_share",  # of the highest clock of its CPU
-    "gc_share",  # of the time: Python's garbage collector ran in it
-    "disk_wait_share",  # of the time: it, or a loader worker that it waits for, was in uninterruptible sleep
-    "major_faults_per_s",  # pages that it had to wait for
+    "cpu_wait_share",  # share of time: the training thread was runnable without a CPU
+    "asleep_share",  # share of the steps' time: the training thread slept, outside of communication
+    "kernel_share",  # share of time: the training thread ran in the kernel, as for page faults and system calls
+    "neighbour_share",  # share of the rank's CPUs that programs outside of the job kept busy
+    "cpu_quota_share",  # share of its control group's periods in which the CPU quota was used up
+    "cpu_clock_share",  # clock of its CPU, as a share of the highest clock
+    "gc_share",  # share of time: Python's garbage collector ran
+    "disk_wait_share",  # share of time: the rank, or a loader worker it waits for, was in uninterruptible sleep
+    "major_faults_per_s",  # pages that were read from a disk
     "refaults_per_s",  # pages that its control group had evicted and needed again
-    "memory_limit_share",  # used, without what can be dropped at once, of its control group's limit
-    "memory_stall_share",  # of the time: something in its control group, or on its node, waited for memory (PSI)
-    "sm_clock_mhz",  # while its GPU was not idle
-    "sm_clock_share",  # the same, of that GPU's highest
-    "thermal_share",  # of the time: its GPU's clocks were lowered for its temperature
-    "power_share",  # for its power limit
-    "hw_slowdown_share",  # by the board: power brake, overheating
+    "memory_limit_share",  # used share of its control group's memory limit, without memory that can be dropped at once
+    "memory_stall_share",  # share of time: its control group, or its node, waited for memory (PSI)
+    "sm_clock_mhz",  # SM clock while its GPU was not idle
+    "sm_clock_share",  # the same, as a share of the GPU's highest SM clock
+    "thermal_share",  # share of time: the GPU's clocks were lowered because of its temperature
+    "power_share",  # share of time: the GPU's clocks were lowered because of its power limit
+    "hw_slowdown_share",  # share of time: the board lowered the GPU's clocks (power brake, overheating)
     "temperature_c",
-    "ecc_errors_per_s",  # uncorrectable
+    "ecc_errors_per_s",  # uncorrectable errors only
     "remapped_rows_per_s",
     "xids_per_s",  # errors that the driver reports
     "pcie_replays_per_s",
     "nvlink_errors_per_s",
-    "link_errors_per_s",  # of its node's InfiniBand or RoCE ports
-    "alloc_retries_per_step",  # of the device allocator: each frees its cache and waits for the device
+    "link_errors_per_s",  # errors of its node's InfiniBand or RoCE ports
+    "alloc_retries_per_step",  # the device allocator freed its cache and waited for the device
 )
-CLOCKS = ("cpu_clock_share", "sm_clock_mhz", "sm_clock_share")  # signals of which less is worse
+# For these signals, less is worse.
+CLOCKS = ("cpu_clock_share", "sm_clock_mhz", "sm_clock_share")
 SLOTS = 32
-MIN_BEFORE_S = 4.0  # of a rank's signals before it was slow: less time is mostly the job's start
+# A rank is compared with its own past over at least this time. A shorter past is mostly the job's
+# start.
+MIN_BEFORE_S = 4.0
 _FIRST_SLOT_S = 1.0
 _MAX_COUNTED = 60_000
 _INDEX = {name: index for index, name in enumerate(METRICS)}
 _IS_CLOCK = np.array([name in CLOCKS for name in METRICS])
-# Errors and the like, single ones or bursts; page faults go on for as long as their cause.
+# Signals that count rare events. Page faults are not rare: they last as long as their cause.
 _BURSTS = (
     "ecc_errors_per_s", "remapped_rows_per_s", "xids_per_s", "pcie_replays_per_s", "nvlink_errors_per_s",
     "link_errors_per_s", "alloc_retries_per_step",
@@ -57,7 +61,10 @@ _IS_BURST = np.array([name in _BURSTS for name in METRICS])
 
 
 def vector(values: Mapping[str, float]) -> npt.NDArray[np.float16]:
-    """Signals by name as they travel; NaN for those that are not there, and the largest number for those beyond it."""
+    """Return named signals as an array for transmission.
+
+    Missing signals are NaN, and large ones are clipped.
+    """
     row = np.full(len(METRICS), np.nan, np.float64)
     for name, value in values.items():
         row[_INDEX[name]] = value
@@ -65,17 +72,18 @@ def vector(values: Mapping[str, float]) -> npt.NDArray[np.float16]:
 
 
 def named(row: npt.NDArray[np.floating[Any]]) -> dict[str, float]:
-    """The signals that are measured, by name."""
+    """Return the measured signals, by name."""
     return {name: float(value) for name, value in zip(METRICS, row, strict=True) if value == value}
 
 
 class _Slot:
-    """Means of all ranks' signals over a stretch of time, and of how many samples each is."""
+    """Means of all ranks' signals over a range of time, and the number of samples of each mean."""
 
     def __init__(self, start_s: float, step: int) -> None:
         self.start_s = self.end_s = start_s
         self.first_step = self.last_step = step
-        self.means = np.zeros((0, len(METRICS)), np.float32)  # half as long a number, once the slot is over
+        # Stored as float16 once the slot is complete.
+        self.means = np.zeros((0, len(METRICS)), np.float32)
         self.counts = np.zeros((0, len(METRICS)), np.uint16)
 
     def grow(self, ranks: int) -> None:
@@ -86,7 +94,7 @@ class _Slot:
             self.counts = np.concatenate([self.counts, empty.astype(np.uint16)])
 
     def add(self, at: npt.NDArray[np.int64], values: npt.NDArray[np.float16]) -> None:
-        """A sample of the ranks at these places. What was not measured neither counts nor is 0."""
+        """Add a sample of the ranks at these indices. NaN values are ignored."""
         measured = ~np.isnan(values)
         count = self.counts[at] + measured
         mean = self.means[at]
@@ -95,7 +103,7 @@ class _Slot:
         self.counts[at] = np.minimum(count, _MAX_COUNTED)
 
     def take_in(self, later: _Slot) -> None:
-        """Becomes the stretch of both."""
+        """Merge the next slot into this one."""
         ranks = max(len(self.counts), len(later.counts))
         self.grow(ranks)
         later.grow(ranks)
@@ -107,9 +115,10 @@ class _Slot:
 
 
 class MetricHistory:
-    """All ranks' signals over the run, in at most SLOTS slots of time: the further back, the longer they are.
+    """All ranks' signals over the run, in at most SLOTS slots of time. Older slots are longer.
 
-    Times are by the clock of the detector's node; each slot holds which steps were in progress in it.
+    Times are by the clock of the detector's node. Each slot records the range of steps that were in
+    progress.
     """
 
     def __init__(self) -> None:
@@ -123,7 +132,10 @@ class MetricHistory:
         values: npt.NDArray[np.float16],
         now_s: float,
     ) -> None:
-        """The newest signals of some ranks. values: shape [ranks, signals]. steps: those that they are in."""
+        """Add the newest signals of some ranks.
+
+        values: shape [ranks, signals]. steps: the step that each rank is in.
+        """
         if not len(ranks):
             return
         newest = int(steps.max())
@@ -141,15 +153,15 @@ class MetricHistory:
 
     @property
     def ranks(self) -> list[int]:
-        """Those that signals have come of."""
+        """The ranks with signals."""
         return list(self._index)
 
     def means(
         self, ranks: Sequence[int], since_step: int, until_step: int | None = None
     ) -> dict[int, npt.NDArray[np.float32]]:
-        """By rank, the signals' means over the time in which these steps were made; of those that are known.
+        """Return each known rank's mean signals over the time of these steps.
 
-        Time in which others were made too is left out, unless there is no other.
+        Slots that also contain other steps are left out, unless there are only such slots.
         """
         end = float("inf") if until_step is None else until_step
         inside = [slot for slot in self._slots if slot.first_step >= since_step and slot.last_step < end]
@@ -161,21 +173,23 @@ class MetricHistory:
         return dict(zip(there, means, strict=True))
 
     def usual_before(self, rank: int, step: int) -> npt.NDArray[np.float32] | None:
-        """What a rank's signals were before a step: in the better quarter of that time, but for errors, which come in
-        bursts: on average. None if the time is too short.
+        """Return a rank's usual signals before a step; None if that time is too short.
 
-        Not the other signals' means: the step at which a rank became slow is found in noisy times, and may be too late.
-        Without the first slot, the job's start.
+        The value is the better quartile over the slots, and the mean for rare events, which come in
+        bursts. A mean of the other signals would contain slow steps, as the detected first slow
+        step may be too late. The first slot is left out: it is the job's start.
         """
         inside = [slot for slot in self._slots if slot.last_step < step][1:]
         at = self._index.get(rank)
         if at is None or not inside or inside[-1].end_s - inside[0].start_s + _FIRST_SLOT_S < MIN_BEFORE_S:
             return None
-        total, counts = self._sums(inside, np.array([at]))  # after it, all of them have room for this rank
+        # _sums() also grows all slots to include this rank, which the next line needs.
+        total, counts = self._sums(inside, np.array([at]))
         table = np.stack([np.where(slot.counts[at] > 0, slot.means[at].astype(np.float32), np.nan) for slot in inside])
         usual = np.full(len(METRICS), np.nan, np.float32)
         measured = ~np.isnan(table).all(axis=0)
-        if measured.any():  # of a rank whose signals come later, nothing is
+        # A rank that was added later has no signals in these slots.
+        if measured.any():
             low, high = np.nanquantile(table[:, measured], (0.25, 0.75), axis=0)
             usual[measured] = np.where(_IS_CLOCK[measured], high, low)
         bursts = _IS_BURST & measured
@@ -185,7 +199,7 @@ class MetricHistory:
     def _sums(
         self, slots: Sequence[_Slot], at: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Of all samples, and how many these are: [ranks, signals]."""
+        """Return the sums of all samples, and their counts: [ranks, signals]."""
         total = np.zeros((len(at), len(METRICS)))
         counts = np.zeros_like(total)
         for slot in slots:
@@ -196,11 +210,13 @@ class MetricHistory:
         return total, counts
 
     def _merge(self, now_s: float) -> None:
-        """Two neighbours become one: those that together are the shortest for their age."""
+        """Merge the two adjacent slots that together are the shortest in proportion to their
+        age."""
 
         def length_by_age(index: int) -> float:
             first, second = self._slots[index], self._slots[index + 1]
             return (second.end_s - first.start_s + _FIRST_SLOT_S) / (now_s - second.end_s + _FIRST_SLOT_S)
 
-        index = min(range(len(self._slots) - 2), key=length_by_age)  # the newest one is still being filled
+        # The newest slot is left out, as samples are still added to it.
+        index = min(range(len(self._slots) - 2), key=length_by_age)
         self._slots[index].take_in(self._slots.pop(index + 1))

@@ -1,8 +1,9 @@
-"""Why a rank is slow: its signals held against the other ranks', and against its own before. Pure.
+"""Causes of a slow rank, from its signals compared with other ranks' and with its own past. Pure.
 
-A cause that takes time is judged by it: what its signal took of each step more than on the others, beside the time that
-the rank loses. What takes none by itself, as errors of a link, is no more than seen on that rank alone. Where nothing
-fits, that is said, with what was looked at: a guess would send people the wrong way.
+A cause that takes time must explain a share of the rank's excess: the time that its signal takes
+more than on other ranks, divided by the excess. Errors of a link and similar signals take no time
+by themselves, so they are only reported as seen on that rank alone. If no cause fits, the diagnosis
+lists what was checked, because a guess would mislead.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.episodes import Episode
 
 MAX_CAUSES = 3
-_EXPLAINS = 0.3  # share of the lost time from which on a cause is named
-_MIN_NEIGHBOURS = 0.1  # share of a rank's CPUs that others keep busy
+# A cause is named if it explains at least this share of the excess.
+_EXPLAINS = 0.3
+# Other programs are named if they keep at least this share of the rank's CPUs busy.
+_MIN_NEIGHBOURS = 0.1
 _MIN_FAULTS_PER_S = 20
-_MIN_RETRIES = 0.05  # of the device allocator, a step
-_CLOCK_LOWER = 0.03  # share below the others' clock that is more than their spread
+_MIN_RETRIES_PER_STEP = 0.05
+# Clocks of healthy ranks differ by less than this share.
+_CLOCK_LOWER = 0.03
 
 
 WAITS_FOR_CPU = "waits for a CPU"
-# What the message lists as looked at, and the signal that shows whether it was measured.
+# The checks that a message lists, each with the signal that shows whether it was measured.
 _SUBJECTS = (
     ("garbage collection", "gc_share"),
     (WAITS_FOR_CPU, "cpu_wait_share"),
@@ -49,11 +53,12 @@ _SUBJECTS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """One slow rank: its signals while it is slow, what they would be otherwise, and what it loses."""
+    """One slow rank: its signals while it is slow, the usual signals, and its episode."""
 
     mine: Mapping[str, float]
     usual: Mapping[str, float]
-    """The others' median, or its own usual before, whichever is nearer: a cause must stand out from both."""
+    """The other ranks' median or the rank's own past, whichever is nearer: a cause must stand out
+    from both."""
     others: Mapping[str, float]
     episode: Episode
     details: Mapping[str, str]
@@ -63,21 +68,23 @@ class _Case:
         return self.details.get("gpu", "its GPU")
 
     def more(self, signal: str) -> float:
-        """How much larger a signal is than usual; 0 where it is not measured here or there."""
+        """Return the difference between a signal and its usual value; 0 if either is not
+        measured."""
         if signal not in self.mine or signal not in self.usual:
             return 0.0
         return self.mine[signal] - self.usual[signal]
 
     def explained(self, share_of_time: float) -> float:
-        """So much of each step, as a share of what the rank loses a step."""
+        """Convert a share of the step to a share of the rank's excess."""
         return share_of_time * self.episode.step_ns / max(1.0, self.episode.excess_ns)
 
     def explained_by_clock(self, lower: float) -> float:
-        """The same of a clock that is lower by this share, through all of its work."""
+        """Return the share of the excess that a clock explains which is lower by this share during
+        all work."""
         return lower * self.episode.work_ns / max(1.0, self.episode.excess_ns)
 
     def against(self, signal: str, words: Callable[[float], str]) -> str:
-        """What it is on the others, where it is measured there."""
+        """Return a clause with the other ranks' value; "" if it is not measured there."""
         return f", against {words(self.others[signal])} on the others" if signal in self.others else ""
 
     def evidence(self, *signals: str) -> dict[str, float]:
@@ -92,11 +99,12 @@ def diagnose(
     together: Collection[int] = (),
     details: Mapping[str, str] | None = None,
 ) -> Diagnosis:
-    """Why the episode's rank is slow.
+    """Return the causes of an episode.
 
-    during: by rank, the means of the signals in the steps of the episode, of all ranks that are compared. before: what
-    was usual of this rank's before them, see SignalBoard.usual_before(). together: ranks that are slow with it, which
-    are no comparison. details: names for what was seen on its node: "neighbour", "control_group", "gpu".
+    during: mean signals of each compared rank over the steps of the episode.
+    before: the slow rank's usual signals before the episode, see MetricHistory.usual_before().
+    together: ranks that are slow at the same time. They are not used for comparison.
+    details: names of things on its node: "neighbour", "control_group", "gpu".
     """
     rank = episode.rank
     if rank not in during:
@@ -125,7 +133,7 @@ def _median(rows: list[npt.NDArray[np.float32]]) -> dict[str, float]:
     return {METRICS[i]: float(np.nanmedian(table[:, i])) for i in measured.tolist()}
 
 
-# -- what is looked for. Each takes a case and returns the causes that it finds.
+# -- rules: each takes a case and returns the causes that it finds
 
 
 def _garbage_collection(case: _Case) -> list[Cause]:
@@ -145,8 +153,11 @@ def _garbage_collection(case: _Case) -> list[Cause]:
 
 
 def _no_cpu(case: _Case) -> list[Cause]:
-    """What it lacks a CPU for is taken out of its work, but for the phase "cpu", where it is all of it, and in steps
-    too short to tell."""
+    """Return a cause of a lack of CPU time.
+
+    Work does not contain waits for a CPU if they are recorded, so these explain an excess in two
+    cases only: in the phase "cpu", and in steps that are too short to record them.
+    """
     if case.episode.phase != "cpu" and "asleep_share" in case.mine:
         return []
     waits = case.more("cpu_wait_share")
@@ -154,7 +165,8 @@ def _no_cpu(case: _Case) -> list[Cause]:
     if explains < _EXPLAINS:
         return []
     waited = f"its thread is ready without a CPU for {percent(case.mine['cpu_wait_share'])} of the time"
-    # Ranks without a quota have no share of it, and programs are looked for only where a rank waits.
+    # Ranks without a quota have no cpu_quota_share, and other programs are sampled only while a
+    # rank waits.
     quota = case.mine.get("cpu_quota_share", 0.0) - case.usual.get("cpu_quota_share", 0.0)
     neighbours = case.mine.get("neighbour_share")
     if quota >= max(0.1, waits / 2):
@@ -168,7 +180,9 @@ def _no_cpu(case: _Case) -> list[Cause]:
     if neighbours is None:
         action = "see what else runs on its CPUs, how many threads it has, and how it is pinned."
         return [Cause("no_cpu", waited, action, explains, evidence)]
-    if neighbours >= _MIN_NEIGHBOURS:  # on other ranks' CPUs there may be some too: they wait less for them
+    # The absolute share counts, as other ranks may also have busy neighbours, but wait less because
+    # of them.
+    if neighbours >= _MIN_NEIGHBOURS:
         who = case.details.get("neighbour")
         text = f"{waited}, while programs other than the job's keep {percent(neighbours)} of its CPUs busy"
         text += f", most of all {who}" if who else ""
@@ -186,13 +200,17 @@ _MEMORY_SIGNALS = (
 
 
 def _disk(case: _Case) -> list[Cause]:
-    """Waiting for pages that were evicted looks like waiting for files, but for the faults and the full group."""
+    """Return slow storage or memory pressure as a cause.
+
+    Waiting for evicted pages looks like waiting for files, except for page faults and a full
+    control group.
+    """
     waits = case.more("disk_wait_share")
-    # How much it sleeps is known exactly; that it sleeps for a disk, from looking at it now and then.
+    # The time asleep is measured exactly. The time asleep for a disk comes from samples.
     slept = case.more("asleep_share") if "asleep_share" in case.mine else waits
     explains = case.explained(slept)
-    if _presses(case):
-        # Reclaiming pages takes time awake, too.
+    if _has_memory_pressure(case):
+        # Reclaiming pages also takes CPU time in the kernel.
         reclaims = explains + case.explained(max(0.0, case.more("kernel_share")))
         if reclaims >= _EXPLAINS:
             return [_memory_pressure(case, reclaims)]
@@ -210,8 +228,9 @@ def _disk(case: _Case) -> list[Cause]:
     return [Cause("slow_storage", text, action, explains, case.evidence(*signals))]
 
 
-def _presses(case: _Case) -> bool:
-    """Whether it waits for pages that it had and lost. Pages that it needs for the first time are just read."""
+def _has_memory_pressure(case: _Case) -> bool:
+    """Return True if the rank waits for pages that were evicted, and not for pages that it reads
+    for the first time."""
     if case.more("major_faults_per_s") < _MIN_FAULTS_PER_S:
         return False
     if "refaults_per_s" in case.mine or "memory_stall_share" in case.mine:
@@ -274,11 +293,11 @@ def _gpu_clock(case: _Case) -> list[Cause]:
 
 
 def _may_be_device(case: _Case) -> bool:
-    """Whether a device could be behind it: not where it waits for data, or for a CPU."""
+    """Return True if a device may be the cause: not if the rank waits for data or for a CPU."""
     return case.episode.phase not in ("data", "cpu")
 
 
-# Signals that are no time but errors: kind, what is counted in words, and what to do.
+# Signals that count errors: kind of the cause, name of the counted events, and action.
 _ERRORS = {
     "xids_per_s": ("gpu_errors", "errors of the driver (XID)", "look them up in the kernel's log; drain the node"),
     "ecc_errors_per_s": ("gpu_errors", "uncorrectable ECC errors", "reset or replace that GPU; drain the node"),
@@ -291,7 +310,7 @@ _ERRORS = {
     "nvlink_errors_per_s": ("nvlink", "NVLink errors", "look at nvidia-smi nvlink -e, and at the fabric manager"),
     "link_errors_per_s": ("network", "InfiniBand errors", "look at the cable and port (perfquery, ibdiagnet)"),
 }
-# A second; fewer are usual. Of the others, each is worth telling.
+# Smaller rates of these are usual. Every error of the other signals is reported.
 _MIN_ERRORS = {"pcie_replays_per_s": 1.0, "nvlink_errors_per_s": 1 / 60, "link_errors_per_s": 1 / 60}
 
 
@@ -302,14 +321,15 @@ def _errors(case: _Case) -> list[Cause]:
         if more <= 0 or more < _MIN_ERRORS.get(signal, 0.0) or case.mine[signal] < 3 * case.usual.get(signal, 0.0):
             continue
         text = f"{case.gpu if kind != 'network' else 'its node'} has {what}"
-        if signal != "remapped_rows_per_s":  # to which one that waits for a reset counts all the time
+        # A pending remapping is counted in every sample until a reset, so its rate has no meaning.
+        if signal != "remapped_rows_per_s":
             text += f": {_often(case.mine[signal])}{case.against(signal, _often)}"
         found.append(Cause(kind, text, f"{action}.", None, case.evidence(signal)))
     return found
 
 
 def _allocator(case: _Case) -> list[Cause]:
-    if not _may_be_device(case) or case.more("alloc_retries_per_step") < _MIN_RETRIES:
+    if not _may_be_device(case) or case.more("alloc_retries_per_step") < _MIN_RETRIES_PER_STEP:
         return []
     every = 1 / case.mine["alloc_retries_per_step"]
     text = (
@@ -326,7 +346,7 @@ _LOOKS: tuple[Callable[[_Case], list[Cause]], ...] = (
 
 
 def _below(case: _Case, clock: str) -> float:
-    """How far a clock is below the usual, as a share of that."""
+    """Return how far a clock is below its usual value, as a share of that value."""
     mine, usual = case.mine.get(clock), case.usual.get(clock)
     return 1 - mine / usual if mine is not None and usual else 0.0
 
@@ -339,5 +359,5 @@ def _often(per_s: float) -> str:
 
 
 def _squeezed(text: str) -> str:
-    """Without the gap that a name leaves which is not known."""
+    """Remove the double space that an unknown name leaves."""
     return " ".join(text.split())

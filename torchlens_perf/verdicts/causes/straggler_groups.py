@@ -1,4 +1,4 @@
-"""From slow ranks to what they have in common: one rank, a whole node, or a position in the mesh. Pure."""
+"""Groups of slow ranks: a single rank, a whole node, or a position in the mesh. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Diagnosis, Findings, StageImbalance, StragglerGroup
 from torchlens_perf.verdicts.stragglers.placement import STAGES, Placement, groups_of
 
-MAX_EXPLAINED = 8  # groups, the costliest: of the others, nobody asks why they are slow
-MAX_MODULES = 3  # of a straggler group
-MIN_IMBALANCE = 0.1  # of the step: what a pipeline stage does more than the others on average
+# Only this many groups, the costliest, get a diagnosis.
+MAX_EXPLAINED = 8
+MAX_MODULES = 3
+# The excess work of a pipeline stage, as a share of the step, from which the pipeline is out of
+# balance.
+MIN_IMBALANCE = 0.1
 
 
 def with_groups(
@@ -23,11 +26,12 @@ def with_groups(
     diagnosed: Callable[[StragglerGroup], Diagnosis] | None = None,
     before: Findings = NOTHING,
 ) -> Findings:
-    """Return the findings with who is slow together, why, and which pipeline stage has too much work.
+    """Return the findings with groups of slow ranks, their diagnoses, and the pipeline stage with
+    too much work.
 
-    places: of all ranks that were compared. module_excess_ns: by module, how much longer it takes on that rank than on
-    the others. diagnosed: why it is slow. before: earlier findings. Diagnoses of ranks that are no longer slow are
-    carried over.
+    places: placements of all compared ranks. module_excess_ns: returns a rank's excess time by
+    module. diagnosed: returns the diagnosis of a group. before: earlier findings. Diagnoses of
+    ranks that are no longer slow are carried over.
     """
     groups = straggler_groups(findings.slow_now, places)
     for index, each in enumerate(groups[:MAX_EXPLAINED]):
@@ -49,7 +53,10 @@ def _largest(excess_ns: Mapping[str, float]) -> dict[str, float]:
 
 
 def straggler_groups(episodes: Sequence[Episode], places: Mapping[int, Placement]) -> list[StragglerGroup]:
-    """Who is to be named for these episodes, the costliest first. `places` has all ranks that were compared."""
+    """Return the groups to name for these episodes, the costliest first.
+
+    `places` has all compared ranks.
+    """
     left = {episode.rank: episode for episode in episodes}
     found = [
         StragglerGroup(kind, name, ranks, max(map(left.pop, ranks), key=lambda episode: episode.excess_ns))
@@ -68,7 +75,8 @@ def straggler_groups(episodes: Sequence[Episode], places: Mapping[int, Placement
 
 
 def stage_imbalance(findings: Findings, places: Mapping[int, Placement]) -> StageImbalance | None:
-    """The pipeline stage with the most work, if that is much more than the others'. None without stages."""
+    """Return the pipeline stage with the most work if it exceeds the others by MIN_IMBALANCE; else
+    None."""
     stages: dict[str, list[tuple[tuple[int, ...], float]]] = defaultdict(list)
     for usual in findings.usual:
         ranks = parse_ranges(usual.ranks)
@@ -91,10 +99,11 @@ def stage_imbalance(findings: Findings, places: Mapping[int, Placement]) -> Stag
 def suspect_and_healthy(
     findings: Findings, places: Mapping[int, Placement], within_reach: Collection[int]
 ) -> tuple[int, ...]:
-    """The slowest rank of the costliest straggler group that is within reach, and one that nobody suspects beside it.
+    """Return a slow rank and a healthy one to compare it with.
 
-    Of the same population, and of its node where there is one: then the node is not what they differ by. Only the
-    suspect where there is no other; () where nobody is named.
+    The slow rank leads the costliest group with a rank in `within_reach`. The healthy rank is of
+    the same population, and if possible of the same node, so the node does not differ. Without a
+    healthy rank, return only the slow one. Return () if no rank is slow.
     """
     suspect = next((each.lead.rank for each in findings.groups if each.lead.rank in within_reach), None)
     if suspect is None:

@@ -1,1 +1,1 @@
-"""Which ranks are slow, since when, in which part of the step, and what that costs the job."""
+"""The straggler detector: slow ranks, their first slow step, their slow phase and their cost."""

@@ -1,4 +1,4 @@
-"""Which of the compared ranks are slow in the newest rows, and since when. Pure; detector.py says by what test."""
+"""Search for slow ranks in the rows of one judgement. Pure; detector.py describes the test."""
 
 from __future__ import annotations
 
@@ -26,25 +26,39 @@ if TYPE_CHECKING:
 
     from torchlens_perf.verdicts.stragglers.window import SlidingWindow
 
-MIN_ROWS = 12  # of an interval that names somebody
-MIN_LASTING_NS = 3e9  # of it, or
-MIN_LOST_NS = 1e8  # in it: for a second or two, an operating system or a neighbour on the machine slows any rank
-MIN_SHARE = 0.03  # of the step: what is not worth a person's time
-_MIN_GAIN = 0.0075  # of the step
-# Where all is compared by the hosts' times: times that share, time and loss. A host shares its processors with others,
-# and in clean runs one is slower by up to 5 % of the step for seconds.
+# The fewest rows of an interval in which a rank is named.
+MIN_ROWS = 12
+# The excess must last this long or add up to this loss. For a second or two, the operating system
+# or another program on the machine slows any rank.
+MIN_LASTING_NS = 3e9
+MIN_LOST_NS = 1e8
+# A smaller excess, as a share of the step, is not worth a person's time.
+MIN_SHARE = 0.03
+# In steps that are long for lack of CPUs, the smallest gain of the job that is worth naming, as a
+# share of the step.
+_MIN_GAIN = 0.0075
+# Factors on the share, time and loss above if all ranks are compared by their hosts' times. Hosts
+# share their processors with other programs. In healthy runs, one host is slower by up to 5 % of
+# the step for seconds.
 _SHARE_OF_HOSTS, _LASTING_OF_HOSTS, _LOST_OF_HOSTS = 2.0, 5 / 3, 10.0
-WORKLOAD_FACTOR = 1.5  # times that, where the ranks' workload differs: what it explains is a straight line at best
-SPREAD_FACTOR = 4.0  # times the ranks' own spread, where there are enough ranks to know it
-_LASTING_WORKLOAD = 48  # rows with more workload than the others, from which on that is a finding, and no excuse
+# Factor on MIN_SHARE if the ranks' workload differs: it is only explained by a linear fit.
+WORKLOAD_FACTOR = 1.5
+# The excess must exceed this many times the spread of the ranks, if there are enough ranks to
+# estimate it.
+SPREAD_FACTOR = 4.0
 _RANKS_WITH_A_SPREAD = 8
-_POWER = 2.0  # standard errors more than what is asked, with which nearly all are seen
-_SURE = 0.8  # of the rows there are: an interval that is chosen may be a little shorter
-_MAX_SUSPECTS = 16  # at a time: if more ranks are slow at once, the slowest go first
+# More workload than other ranks for this many rows is a finding. Its effect is not subtracted.
+_LASTING_WORKLOAD = 48
+# An excess that is this many standard errors above the threshold is detected nearly always.
+_POWER = 2.0
+# A chosen interval may be shorter than all rows, by up to this factor.
+_SURE = 0.8
+# Above this number of candidates in one judgement, the strongest are considered.
+_MAX_SUSPECTS = 16
 
 
 class ComparedBins:
-    """The rows that are judged at one time: common to all ranks that are there."""
+    """The rows of one judgement, which all present ranks have."""
 
     def __init__(
         self,
@@ -55,9 +69,10 @@ class ComparedBins:
         step_ns: float,
         running_ns: float,
     ) -> None:
-        """with_workload: ranks that are named for an excess that their workload is part of, and since which step.
+        """Prepare the excess of all ranks.
 
-        step_ns: the usual step. running_ns: that without the time that its thread was ready and had no CPU.
+        with_workload: first step of open episodes whose excess includes the part that a larger
+        workload explains. step_ns: the usual step. running_ns: the usual step without ready time.
         """
         self._window = window
         self._present = present
@@ -80,7 +95,8 @@ class ComparedBins:
                     left[index, self.row_of(step) :] = self._excess[index, self.row_of(step) :]
 
     def has_workload_in(self, index: int, start: int) -> bool:
-        """Whether the excess from row `start` on is judged as it was measured."""
+        """Return True if no part of the excess from row `start` on was subtracted because of the
+        workload."""
         return bool((self._series[""][index, start:] == self._excess[index, start:]).all())
 
     def index_of(self, rank: int) -> int | None:
@@ -88,11 +104,11 @@ class ComparedBins:
         return index if index < len(self.ranks) and self.ranks[index] == rank else None
 
     def row_of(self, step: int) -> int:
-        """The first row from that step on."""
+        """Return the index of the first row from a step on."""
         return min(int(np.searchsorted(self.keys * self.width, step)), len(self.keys) - 1)
 
     def series(self, phase: str) -> npt.NDArray[np.floating[Any]]:
-        """[ranks, rows]: the excess that a phase is judged by."""
+        """Return the excess that a phase is judged by: [ranks, rows]."""
         kind = "cpu" if phase == "cpu" else ""
         if kind not in self._series:
             ready = np.nan_to_num(self._window.no_cpu_ns[np.ix_(self._present, self._at)])
@@ -100,7 +116,7 @@ class ComparedBins:
         return self._series[kind]
 
     def without_stalls(self, phase: str, index: int, start: int) -> npt.NDArray[np.floating[Any]]:
-        """That of one rank from row `start` on, as far as it is judged by means."""
+        """Return the excess of one rank from row `start` on, without single stalls, for means."""
         return without_stalls(self.series(phase)[index, start:], self.scale(phase))
 
     def scale(self, phase: str) -> float:
@@ -110,20 +126,25 @@ class ComparedBins:
         return self._scales[kind]
 
     def suspects(self, phase: str, over: Mapping[int, int], slow: Collection[int]) -> list[tuple[int, int]]:
-        """Indices of ranks that are slow now, and the row since which each one is.
+        """Return the index and the first slow row of each rank that is slow now.
 
-        over: by rank, the step before which it is not looked at. slow: ranks that are known to be slow.
+        over: by rank, the step before which rows are ignored. slow: ranks that are known to be
+        slow.
         """
-        # What is worth naming. Steps that are long for lack of CPUs are no measure for work.
+        # Excess is compared with the step without ready time, as steps that are long for lack of
+        # CPUs would hide it.
         min_rows, min_ns = MIN_ROWS, max(self._min_share * self._running_ns, self._min_of_hosts_ns)
-        if phase == "cpu":  # who gets one changes by chance for seconds: that is asked for longer, and more of it
+        if phase == "cpu":
+            # Scheduling favours ranks by chance for seconds, so lack of a CPU must last longer and
+            # be larger.
             min_rows, min_ns = 8 * MIN_ROWS, 4 * MIN_SHARE * self.step_ns
         if len(self.keys) < min_rows:
             return []
         if phase == "cpu" and not np.isfinite(self._window.no_cpu_ns[self._present, self._at[-1]]).all():
             return []
-        # Intervals above zero show what comes and goes; but where a rank was always a little slower, they reach far
-        # back, and weaken what is new. Those above half of what is worth naming do not.
+        # Intervals above zero detect intermittent slowness. But if a rank was always a little
+        # slower, they reach far back and dilute a new excess. Intervals above half of the smallest
+        # excess worth naming do not.
         candidates = [each for level in (0.0, min_ns / 2) for each in self._candidates(phase, min_rows, level, over)]
         unusual = {index for index, _ in candidates} | {self.index_of(rank) for rank in slow}
         found: dict[int, int] = {}
@@ -134,7 +155,8 @@ class ComparedBins:
         return list(found.items())
 
     def _candidates(self, phase: str, min_rows: int, level_ns: float, over: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Indices of ranks whose mean is above the level beyond chance, the strongest first, and since which row."""
+        """Return index and first row of ranks whose mean is significantly above the level, the
+        strongest first."""
         scale = self.scale(phase)
         deviations, level = self.series(phase) / scale, level_ns / scale
         found = strongest_interval(deviations, min_rows, level)
@@ -147,7 +169,8 @@ class ComparedBins:
         return [(index, int(found.start[index])) for index in strongest if found.z_score[index] >= self.threshold]
 
     def _slow_since(self, phase: str, index: int, start: int, min_ns: float) -> int | None:
-        """Since which row a rank is slow that is a candidate from row `start` on; None if it is not."""
+        """Return the first slow row of a rank that is a candidate from row `start` on; None if it
+        is not slow."""
         cpu = phase == "cpu"
         series = self.series(phase)
         interval = self.without_stalls(phase, index, start)
@@ -167,9 +190,11 @@ class ComparedBins:
         return start + min(change_point(interval, mean), len(interval) - MIN_ROWS)
 
     def _matters(self, index: int, start: int, unusual: Collection[int | None]) -> bool:
-        """Whether the excess of a rank since row `start` is worth naming in a step that is long for lack of CPUs.
+        """Return True if the excess since row `start` is worth naming in a step that is long for
+        lack of CPUs.
 
-        It is where it is that much of the whole step; or where the job would gain without it, beside the usual ranks.
+        It is if the excess is large enough as a share of the whole step, or if the job would gain
+        enough without it.
         """
         excess_ns = self._series[""][index, start:]
         if float(self.without_stalls("", index, start).mean()) >= self._min_share * self.step_ns:
@@ -183,7 +208,7 @@ class ComparedBins:
 
     @property
     def _min_lasting_ns(self) -> float:
-        """MIN_LASTING_NS, or what rows of short steps can show."""
+        """MIN_LASTING_NS, or less if the rows of short steps cover less time."""
         return min(
             MIN_LASTING_NS * self._of_hosts(_LASTING_OF_HOSTS), _SURE * self._window.rows * self.width * self.step_ns
         )
@@ -199,25 +224,31 @@ class ComparedBins:
         return MIN_LOST_NS * self._of_hosts(_LOST_OF_HOSTS)
 
     def _of_hosts(self, factor: float) -> float:
-        """The factor, as far as the hosts' times count; 1 where they do not."""
+        """Return the factor, weighted by the share of host times in own time: 1 without host
+        times."""
         return 1 + (factor - 1) * self._hosts_share
 
     @property
     def _min_of_hosts_ns(self) -> float:
-        """The lack of a CPU, of the rank that lacks most: it is known of the training thread, and not of autograd's."""
+        """Lack of a CPU of the rank that lacks most, weighted by the share of host times.
+
+        It is measured for the training thread only. The autograd threads of a rank may lack as
+        much.
+        """
         if not self._hosts_share:
             return 0.0
         lack_ns = np.nan_to_num(self._window.no_cpu_ns[np.ix_(self._present, self._at)]).mean(axis=1)
         return self._hosts_share * float(lack_ns.max())
 
     def _is_last_for_lack_of_cpu(self, index: int, start: int, lack_ns: npt.NDArray[np.floating[Any]]) -> bool:
-        """Whether it lacks a CPU in most steps, and is the one that the others wait for."""
+        """Return True if the rank lacks a CPU in most steps and is the one that the others wait
+        for."""
         at = np.ix_(self._present, self._at[start:])
         own = self._window.own_ns[at].mean(axis=1) + self._window.no_cpu_ns[at].mean(axis=1)
         return int(own.argmax()) == index and float((lack_ns > lack_ns.mean() / 2).mean()) > 0.6
 
     def episode(self, rank: int, index: int, start: int, phase: str, *, from_start: bool) -> Episode:
-        """What is to be said of a rank that is slow from row `start` on."""
+        """Return a new episode of a rank that is slow from row `start` on."""
         last_step = int(self.keys[-1] + 1) * self.width - 1
         episode = Episode(
             rank=rank, phase=phase, judged_from_step=int(self.keys[start]) * self.width, from_start=from_start,
@@ -228,17 +259,19 @@ class ComparedBins:
         return self.described(episode, index, start)
 
     def described(self, episode: Episode, index: int, start: int) -> Episode:
-        """The episode with what is measured from row `start` on."""
+        """Return the episode with its measurements from row `start` on."""
         series = self.series(episode.phase)[index, start:].astype(np.float64)
         others = np.delete(self._present, index)
         scale = self.scale(episode.phase)
         return described(episode, self._window, int(self._present[index]), others, self.keys[start:], series, scale)
 
     def detectable_ns(self) -> float:
-        """The smallest excess that would have been named, had it lasted through all these rows."""
+        """Return the smallest excess that would have been named, had it lasted through all these
+        rows."""
         rows = len(self.keys)
         error_ns = self.scale("") / float(np.sqrt(rows))
-        worth_ns = self._min_share * self.step_ns / (1 - self._min_share)  # the step would be as much longer
+        # The excess would make the step itself longer, of which it must be a share.
+        worth_ns = self._min_share * self.step_ns / (1 - self._min_share)
         min_ns = max(worth_ns, self._min_of_hosts_ns) + _POWER * error_ns
         min_ns = max(min_ns, (self.threshold + _POWER) * error_ns)
         if len(self.ranks) >= _RANKS_WITH_A_SPREAD:

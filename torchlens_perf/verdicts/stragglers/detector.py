@@ -1,15 +1,22 @@
-"""Which rank is slow, since when, in which phase, and what it costs. Pure: rows of ranks in, episodes out.
+"""The straggler detector: it takes rows of all ranks and returns episodes of slow ranks. Pure.
 
-Step times equalise in synchronous training, so they name nobody. Judged is each rank's work: its step without the time
-blocked in collectives, and without the time that its thread was ready and had no CPU. A rank's excess is its work above
-the median of the other ranks that do the same, in the same step, so what makes all ranks slow together cancels.
+All ranks have the same step times in synchronous training, so a slow rank cannot be found by them.
+The detector compares work: the step without the time blocked in collectives, and without ready time
+(runnable without a CPU). A rank's excess is its work minus the median of the other ranks that do
+the same work in the same step. Slowness of all ranks together therefore cancels out.
 
-At every EVERY-th row, for each rank: over which interval that ends now is its mean excess most standard errors above
-zero, or above half of what is worth naming (a window-limited generalised likelihood ratio; Lai, IEEE Trans. Inf. Theory
-44, 1998)? Single values are clipped, so that no single stall makes a verdict. A rank is named when that is more than
-chance gives among so many ranks and intervals, when the excess is worth a person's time and larger than the ranks
-differ anyway, and when it lasts: through the interval, and for longer than any machine is disturbed now and then. It is
-dropped when the same test says that the excess has gone.
+After every EVERY rows, the detector searches for each rank the interval up to the newest row whose
+mean excess is the most standard errors above a level. The level is zero, and then half of the
+smallest excess that is worth naming. This is a window-limited generalized likelihood ratio test
+(Lai, IEEE Trans. Inf. Theory 44, 1998). Single values are clipped, so no single stall makes a
+verdict. A rank is named if all of these hold:
+
+- The standard errors are higher than chance gives for this number of ranks and intervals.
+- The excess is worth a person's time, and larger than the usual differences between ranks.
+- The excess lasts through the interval, and longer than the short disturbances that any machine
+  has.
+
+An episode ends when a likelihood ratio test shows that the excess is gone.
 """
 
 from __future__ import annotations
@@ -37,18 +44,21 @@ _NOT_DIMENSIONS = ("", "undefined", "default_pg")
 
 
 class StragglerDetector:
-    """Judges all ranks of a job, each beside those that do the same work. Fed as rows come; one thread."""
+    """Compare the ranks of a job within their populations, as rows arrive. Not thread-safe."""
 
     def __init__(self) -> None:
         self._populations: dict[str, Population] = {}
         self._place: dict[int, Placement] = {}
 
     def set_place(self, rank: int, place: Placement) -> None:
-        """Where a rank is; before its first rows. A rank that is placed anew begins anew."""
+        """Set the placement of a rank before its first rows.
+
+        Another population starts without earlier rows.
+        """
         self._place[rank] = place
 
     def add(self, rank: int, rows: StepBins) -> None:
-        """Rows of a rank, in the order of their steps."""
+        """Add rows of a rank, in the order of their steps."""
         self.add_block(self._place.get(rank, Placement()).population, BinBatch.of(rank, rows))
 
     def add_block(self, population: str, block: BinBatch) -> None:
@@ -59,7 +69,7 @@ class StragglerDetector:
             population.end(rank)
 
     def judge(self, *, final: bool = False) -> Findings:
-        """Judges what has come. final: the run has ended."""
+        """Judge the new rows and return all findings. final: the run has ended."""
         populations = list(self._populations.values())
         usual = []
         for population in populations:
@@ -90,11 +100,15 @@ class StragglerDetector:
         )
 
     def _share_costs(self, populations: Sequence[Population]) -> None:
-        """Set what slow ranks cost together: each alone may cost nothing, as the job then waits for another one."""
+        """Set the shared costs of slow ranks.
+
+        Each alone may cost nothing, if the job then waits for another one.
+        """
         of_each = [population.shared_costs_ns() for population in populations]
         costs_ns = {rank: cost_ns for costs in of_each for rank, cost_ns in costs.items()}
         shared_ns = {rank: cost_ns for costs in of_each if len(costs) > 1 for rank, cost_ns in costs.items()}
-        # A node or a position may have ranks of several populations, whose steps wait for one another.
+        # A node or a position may have ranks of several populations, which wait for one another in
+        # each step.
         for group in groups_of(costs_ns.keys(), self._place) if len(costs_ns) > 1 else ():
             known = [cost_ns for rank in group.ranks if (cost_ns := costs_ns[rank]) is not None]
             shared_ns.update(dict.fromkeys(group.ranks, max(known, default=None)))
@@ -103,14 +117,17 @@ class StragglerDetector:
 
 
 def dimension(description: str) -> str:
-    """The mesh dimension that a process group's description names: "mesh_tp" is "tp"; "" if it names none."""
+    """Return the mesh dimension in a process group's description: "tp" for "mesh_tp"; "" without
+    one."""
     return "" if description in _NOT_DIMENSIONS else description.removeprefix("mesh_")
 
 
 def place_of(identity: Identity, model: str, groups: Mapping[str, ProcessGroup], judged_by: str = "") -> Placement:
-    """Where a rank is: its host, what it computes (identity.model_digest), its position in the groups that it uses.
+    """Return a rank's placement: its host, its model (identity.model_digest) and its positions in
+    process groups.
 
-    judged_by: whose clock its steps are judged by. Host and device times are not compared with one another.
+    judged_by: the clock that its steps are judged by. Host and device times are not compared with
+    one another.
     """
     coordinates = {}
     for group in groups.values():
@@ -123,10 +140,13 @@ def place_of(identity: Identity, model: str, groups: Mapping[str, ProcessGroup],
 
 
 class JobDetector:
-    """Judge the ranks of one generation of processes. Their places are settled when their first rows come."""
+    """Judge the ranks of one generation of processes.
+
+    A rank's placement is final once its first rows have arrived.
+    """
 
     def __init__(self, earlier: Findings = NOTHING) -> None:
-        """earlier: what an earlier sidecar has found about the same processes."""
+        """earlier: findings of an earlier sidecar about the same processes."""
         self._earlier = EarlierEpisodes(earlier)
         self.places: dict[int, Placement] = {}
         self.findings: Findings = NOTHING
@@ -138,7 +158,10 @@ class JobDetector:
     def add_steps(
         self, rank: int, place: Placement, table: StepTable, min_row_ns: float = MIN_ROW_NS
     ) -> StepBins | None:
-        """Add finished steps of a rank of this node. Return the rows that they complete, to be sent to other nodes."""
+        """Add finished steps of a rank of this node.
+
+        Return the completed rows, to be sent to other nodes.
+        """
         self.set_place(rank, place)
         rows = self._makers.setdefault(rank, StepBinMaker(min_row_ns=min_row_ns)).add(table)
         return self._add(rank, rows)
@@ -158,7 +181,7 @@ class JobDetector:
         return rows
 
     def judge(self, *, final: bool = False) -> Findings:
-        """Return the findings about the rows that have come. final: the run has ended."""
+        """Return the findings about all rows so far. final: the run has ended."""
         if final:
             for rank, maker in self._makers.items():
                 self._add(rank, maker.rest())
@@ -168,11 +191,12 @@ class JobDetector:
         return self.findings
 
     def has_rows(self, rank: int) -> bool:
-        """Whether rows of a rank have come: its place is settled."""
+        """Return True if rows of a rank have arrived, so its placement is final."""
         return rank in self._has_rows
 
     def set_place(self, rank: int, place: Placement) -> None:
-        """Set a rank's place until its first rows come: then it is compared with others.
+        """Set a rank's placement. This has no effect after its first rows, as the rank is compared
+        with others then.
 
         Models and groups are known within the first steps.
         """

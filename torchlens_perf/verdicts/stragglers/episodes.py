@@ -1,4 +1,4 @@
-"""Episodes: times in which a rank was slow, and what is to be said of them. Pure."""
+"""Episodes: ranges of steps in which a rank was slow, and their measurements. Pure."""
 
 from __future__ import annotations
 
@@ -18,68 +18,79 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.window import SlidingWindow
 
 _COMPUTE = ("forward", "backward")
-# Where both grew alike: how many times as large as the other ratio one may be. The host of the rank that is last is a
-# little slower in all phases.
-_ALIKE, _ALIKE_ON_HOSTS = 2.25, 1.5
-_MOST = 0.5  # of own time, that lies in parts in which the device waits for its host
-_SAMPLE = 256  # of many ranks, from which the others' usual times are taken
+# Forward and backward count as equally slow if one relative excess is less than this many times the
+# other. The limit is lower for host times, as the host of the last rank is a little slower in all
+# phases.
+_MAX_RATIO, _MAX_RATIO_ON_HOSTS = 2.25, 1.5
+# An episode is the host's if the device waits for its host in more than this share of own time.
+_MOST = 0.5
+# The other ranks' usual times are computed from at most about this many ranks.
+_SAMPLE = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
-    """A time in which one rank was slow. Times in ns, means per step over the episode."""
+    """A range of steps in which one rank was slow.
+
+    Times in ns, as means per step over the episode.
+    """
 
     rank: int
     phase: str
-    """An own part, "compute" where forward and backward grew alike, "cpu" where it lacked a CPU, or merged_windows.GAP
-    where its device waited for its host."""
+    """The slow part: an own part, "compute" if forward and backward are slower by similar ratios,
+    "cpu" if the rank
+    lacked a CPU, or merged_windows.GAP if its device waited for its host."""
     judged_from_step: int
-    """The first step of the rows that it is described by."""
+    """The first step of the rows that the measurements are from."""
     from_start: bool
-    """Whether these are the first rows that were judged: no step before them is known to be another."""
+    """True if these are the first judged rows, so the rank is not known to have been faster
+    before."""
     last_step: int
     until_step: int | None
-    """The step from which on it was no longer slow; None while it is."""
+    """The first step in which the rank was no longer slow; None while it is slow."""
     named_step: int
-    """The step after which it was named. Unlike judged_from_step it is never corrected."""
+    """The step after which the rank was named. Unlike judged_from_step it is never corrected."""
     excess_ns: float
     phase_excess_ns: float
     cost_ns: float
-    """How much sooner the step would have ended without it."""
+    """How much sooner the step would have ended without the excess."""
     work_ns: float
     others_work_ns: float
     step_ns: float
     z_score: float
-    """Standard errors, with clipped values."""
+    """Standard errors of the mean excess above zero, with clipped values."""
     slow_share: float
-    """Share of the steps in which it was slow by at least half of its usual excess when slow."""
+    """Share of the steps in which the excess was at least half of its usual value in slow steps."""
     slow_excess_ns: float
-    """Median excess in those."""
+    """Median excess in these steps."""
     more_workload: float
-    """How much more workload it had than the others, as a share; 0 if not known."""
+    """How much more workload the rank had than the others, as a share; 0 if not known."""
     shared_cost_ns: float | None = None
-    """How much sooner the step would have ended without all slow ranks that do the same work: of the newest time when
-    there were any. None: it is not known."""
+    """How much sooner the step would have ended without all slow ranks that do the same work, when
+    there were several last; None if not known."""
     by_host: bool = False
-    """Whether its device waits for its host in what it is slow in: its host is slow, and hosts were compared."""
+    """True if the device waits for its host in the slow phase: the host is slow, and hosts were
+    compared."""
     by_windows: bool = False
-    """Known from windows that the devices merged, and not from the rank's own rows, see merged_windows.py."""
+    """True if it is known from windows that devices merged, not from the rank's own rows, see
+    merged_windows.py."""
     disputed: bool = False
-    """Those windows would show it, and do not."""
+    """True if those windows should show it and do not."""
 
     @property
     def since_step(self) -> int:
-        """The first step in which the rank was slow, on every surface: 0 if it was slow from the start."""
+        """The first step in which the rank was slow, on every surface: 0 if it was slow from the
+        start."""
         return 0 if self.from_start else self.judged_from_step
 
     @property
     def is_over(self) -> bool:
-        """Whether the rank is no longer slow."""
+        """True if the rank is no longer slow."""
         return self.until_step is not None
 
     @property
     def key(self) -> tuple[int, int]:
-        """The same for this one, whatever becomes known of it later, also to a sidecar that was started again."""
+        """A key that never changes, also after a restart of the sidecar."""
         return self.rank, self.named_step
 
 
@@ -92,10 +103,11 @@ def described(
     series: npt.NDArray[np.float64],
     scale: float,
 ) -> Episode:
-    """The episode with what is measured over the rows `keys`.
+    """Return the episode with its measurements over the rows `keys`.
 
-    index, others: the rank's and the others' positions in `window`. series: the rank's excess in those rows; scale: its
-    noise. Rows with a single stall are left out: they would hide what the rank does else.
+    index, others: the rank's and the others' positions in `window`. series: the rank's excess in
+    those rows; scale: its noise. Rows with a single stall are left out, as they would hide what the
+    rank usually does.
     """
     last_step = int(keys[-1] + 1) * window.width - 1
     usual_rows = without_stalls(series, scale) == series
@@ -117,8 +129,8 @@ def described(
     phase, phase_excess_ns, by_host = episode.phase, excess_ns, False
     if phase != "cpu":
         above = (parts - usual_parts)[slow].mean(axis=0) if slow.any() else np.zeros(len(OWN_PARTS))
-        alike = _ALIKE_ON_HOSTS if _is_by_host(parts, its_host[0], _COMPUTE) else _ALIKE
-        phase, part_ns = phase_of(above, usual_parts.mean(axis=0), alike)
+        max_ratio = _MAX_RATIO_ON_HOSTS if _is_by_host(parts, its_host[0], _COMPUTE) else _MAX_RATIO
+        phase, part_ns = phase_of(above, usual_parts.mean(axis=0), max_ratio)
         phase_excess_ns = part_ns * slow_share
         by_host = _is_by_host(parts, its_host[0], _COMPUTE if phase == "compute" else (phase,))
     return dataclasses.replace(
@@ -127,8 +139,9 @@ def described(
         last_step=last_step,
         excess_ns=excess_ns,
         phase_excess_ns=phase_excess_ns,
-        # The step ends with the slowest rank: how much sooner it would without this one, less what noise gives any.
-        # Where it also lacks a CPU, the job waits for that too; but that is none of what makes it slower than others.
+        # The step ends with the slowest rank. The cost is how much sooner it would end without this
+        # rank, minus the same for a healthy rank, which is noise. The job may also wait for the
+        # rank's lack of a CPU, but that is not part of its excess, so the excess limits the cost.
         cost_ns=min(_gain_ns(_own_ns(window, np.append(others, index), at)), max(0.0, excess_ns)),
         work_ns=float(parts.sum(axis=1).mean()),
         others_work_ns=float(np.median(window.own_ns[np.ix_(sample, at)], axis=0).mean()),
@@ -148,10 +161,11 @@ def would_gain_ns(
     keys: npt.NDArray[np.int64],
     excess_ns: npt.NDArray[np.floating[Any]],
 ) -> float:
-    """How much sooner the step would have ended without the rank's excess in each of the rows `keys`.
+    """Return how much sooner the step would have ended without the rank's excess in each of the
+    rows `keys`.
 
-    index, others: positions in `window`. Other than its cost, this is no larger where the rank was the last one by
-    chance, for another reason.
+    index, others: positions in `window`. Unlike the cost, the gain of each row is limited by the
+    rank's excess in it. A row in which the rank was last for another reason does not count.
     """
     own = _own_ns(window, np.append(others, index), keys % window.columns)
     return float(np.clip(own[-1] - own[:-1].max(axis=0), 0, np.maximum(excess_ns, 0)).mean())
@@ -160,9 +174,10 @@ def would_gain_ns(
 def shared_cost_ns(
     window: SlidingWindow, together: npt.NDArray[np.int64], others: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]
 ) -> float:
-    """How much sooner the step would have ended without several ranks at once, over the rows `keys`.
+    """Return how much sooner the step would have ended without several ranks, over the rows `keys`.
 
-    Less what noise gives any as many. together, others: positions in `window`. Rows with a single stall are left out.
+    The same gain for as many healthy ranks, which is noise, is subtracted. together, others:
+    positions in `window`. Rows with a single stall are left out.
     """
     own = _own_ns(window, np.append(others, together), keys % window.columns)
     theirs, own = own[len(others) :].max(axis=0), own[: len(others)]
@@ -173,20 +188,27 @@ def shared_cost_ns(
 
 
 def _own_ns(window: SlidingWindow, ranks: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """[ranks, rows]: work and the time ready without a CPU, which the others wait for alike."""
+    """Return work plus ready time, as other ranks wait for both: [ranks, rows]."""
     place = np.ix_(ranks, at)
     return window.own_ns[place] + np.nan_to_num(window.no_cpu_ns[place])
 
 
 def _is_by_host(own_ns: npt.NDArray[np.float64], by_host: npt.NDArray[np.bool_], phases: Sequence[str]) -> bool:
-    """Whether the device waits for its host in most of a rank's own time in these phases: of [rows, parts]."""
+    """Return True if the device waits for its host in most of the own time of these phases.
+
+    own_ns, by_host: [rows, parts].
+    """
     places = [OWN_PARTS.index(phase) for phase in phases]
     by_host_ns = float(own_ns[:, places][by_host[:, places]].sum())
     return by_host_ns > _MOST * max(1.0, float(own_ns[:, places].sum()))
 
 
 def _gain_ns(own: npt.NDArray[np.float32]) -> float:
-    """What is gained without the last row, less what is gained without any: [ranks or teams, rows]."""
+    """Return how much earlier the rows end without the last entry, minus the median of the same for
+    other entries.
+
+    own: [ranks or teams, rows].
+    """
     last, columns = own.argmax(axis=0), np.arange(own.shape[1])
     largest = own[last, columns]
     own[last, columns] = -np.inf
@@ -197,18 +219,19 @@ def _gain_ns(own: npt.NDArray[np.float32]) -> float:
 
 
 def phase_of(
-    above_ns: npt.NDArray[np.float64], usual_ns: npt.NDArray[np.float64], alike: float = _ALIKE
+    above_ns: npt.NDArray[np.float64], usual_ns: npt.NDArray[np.float64], max_ratio: float = _MAX_RATIO
 ) -> tuple[str, float]:
-    """The phase that explains most of an excess, and how much: from the excess and the usual time of each own part.
+    """Return the phase that explains most of an excess, and its part of the excess.
 
-    Where forward and backward are both slower, by a similar ratio, the rank computes slowly: "compute". alike: how many
-    times as large one ratio may be.
+    above_ns, usual_ns: excess and usual time of each own part. If forward and backward are slower
+    by similar ratios, the phase is "compute". max_ratio: limit of the larger ratio divided by the
+    smaller one.
     """
     largest = int(np.argmax(above_ns))
     forward, backward = (OWN_PARTS.index(part) for part in _COMPUTE)
     pair = above_ns[forward] + above_ns[backward]
     if largest in (forward, backward) and min(above_ns[forward], above_ns[backward]) > 0.15 * pair:
         ratios = [above_ns[part] / max(1.0, usual_ns[part]) for part in (forward, backward)]
-        if max(ratios) < alike * min(ratios):
+        if max(ratios) < max_ratio * min(ratios):
             return "compute", float(pair)
     return OWN_PARTS[largest], float(above_ns[largest])

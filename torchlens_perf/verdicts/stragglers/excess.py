@@ -1,4 +1,5 @@
-"""The statistics of the judgement: excess over other ranks, its noise, and the strongest interval. Pure."""
+"""Statistics of the straggler detector: excess over other ranks, its noise, and the strongest
+interval. Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +12,31 @@ from torchlens_perf.analysis.statistics.robust import TO_SIGMA, median
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_INTERVALS = 256  # at most, of a rank at a time
-CLIP = 4.0  # standard deviations that one row may count
-FALSE_ALARMS = 1e-4  # a judgement of a clean job, by the bound that threshold() takes
-_SAMPLE = 1024  # ranks from which the noise is taken
-_FEW_RANKS = 16  # so many are compared with the others alone; of more, one does not move the median
-_NEIGHBOURS = (1, 4, 8)  # rows, over which means are taken for the noise
+# The most intervals that one judgement tests for each rank.
+_MAX_INTERVALS = 256
+# Rows are clipped at this many standard deviations, so that no single row decides.
+CLIP = 4.0
+# False alarms per judgement of a healthy job, by the bound in threshold().
+FALSE_ALARMS = 1e-4
+# Above this number of ranks, the noise is estimated from a sample of them.
+_SAMPLE = 1024
+# Up to this number of ranks, a rank is compared with the median of the others. With more, its own
+# value hardly changes the median, so all ranks are compared with the median of all.
+_FEW_RANKS = 16
+# The noise is estimated from means over these numbers of neighbouring rows.
+_NEIGHBOURS = (1, 4, 8)
 
 
 def excess_over_others(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.floating[Any]]:
-    """[ranks, rows]: each value above the median of the other ranks' in its row."""
+    """Return each value minus the median of the other ranks' values in its row: [ranks, rows]."""
     ranks = len(values)
     if ranks > _FEW_RANKS:
         over_all: npt.NDArray[np.floating[Any]] = values - median(values, 0)
         return over_all
     if ranks < 2:
         return np.full(values.shape, np.nan, values.dtype)
-    # What is at position i among the others is at i among all, or at i + 1 if the rank itself comes before it.
+    # Element i of the others' sorted values is element i of all sorted values, or i + 1 if the rank
+    # comes before it.
     order = values.argsort(axis=0, kind="stable")
     ascending, position = np.take_along_axis(values, order, 0), order.argsort(axis=0)
     lower, upper = (ranks - 2) // 2, (ranks - 1) // 2
@@ -38,8 +47,12 @@ def excess_over_others(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
 
 
 def relative_excess(work: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """[ranks, columns] of ranks that do the same: each value above the median of the others in its column, as a share
-    of that; NaN where the rank has none there, or no other rank."""
+    """Return the excess of each value over the median of the others in its column, as a share of
+    that median.
+
+    work: [ranks, columns], of ranks that do the same work. Missing values, and columns of a single
+    rank, give NaN.
+    """
     relative = np.full(work.shape, np.nan)
     for column, values in enumerate(work.T):
         present = np.flatnonzero(np.isfinite(values))
@@ -52,11 +65,13 @@ def relative_excess(work: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def noise(excess: npt.NDArray[np.floating[Any]]) -> float:
-    """Standard deviation of the excess from row to row, as it counts in a mean over many rows: the middle rank's.
+    """Return the standard deviation of the excess from row to row, for use in means over many rows.
 
-    From differences of neighbours, which a lasting excess does not move; and of means over four and eight rows, which
-    vary more where neighbours are alike; of few such means, that may be more than is seen. Medians over rows, and means
-    of clipped values: single stalls do not count. Not each rank's own, which an excess that comes and goes would raise.
+    It is estimated from differences of neighbouring rows, which a lasting excess does not change.
+    Differences of means over four and eight rows are used as well, as neighbouring rows may be
+    correlated. They are raised where there are few of them. Medians over rows and clipped values
+    make single stalls irrelevant. The result is that of the median rank, because an intermittent
+    excess raises the rank's own noise.
     """
     if len(excess) > _SAMPLE:
         excess = excess[:: len(excess) // _SAMPLE]
@@ -76,42 +91,48 @@ def noise(excess: npt.NDArray[np.floating[Any]]) -> float:
 
 
 class Interval(NamedTuple):
-    """For each rank, the interval up to now over which its mean is the most standard errors above a level."""
+    """For each rank, the interval up to the newest row whose mean is the most standard errors above
+    a level."""
 
     start: npt.NDArray[np.int64]
     z_score: npt.NDArray[np.floating[Any]]
-    """Those standard errors."""
+    """Standard errors above the level."""
 
 
 def strongest_interval(
     deviations: npt.NDArray[np.floating[Any]], min_rows: int, level: float | np.floating[Any] = 0.0
 ) -> Interval:
-    """deviations: [ranks, rows], in standard deviations, as is the level."""
+    """Return the strongest interval of each rank.
+
+    deviations: [ranks, rows], in standard deviations, as is `level`.
+    """
     ranks, rows = deviations.shape
     if rows < min_rows:
         return Interval(np.zeros(ranks, np.int64), np.full(ranks, -np.inf))
     above = np.clip(deviations - deviations.dtype.type(level), -CLIP, CLIP)
     sums = np.cumsum(above[:, ::-1], axis=1)[:, min_rows - 1 :]
-    strengths = sums / np.sqrt(np.arange(min_rows, rows + 1)).astype(
-        sums.dtype
-    )  # of many ranks, no larger than need be
+    # The cast keeps 32 bits, which halves the memory for many ranks.
+    strengths = sums / np.sqrt(np.arange(min_rows, rows + 1)).astype(sums.dtype)
     best = strengths.argmax(axis=1)
     return Interval(rows - min_rows - best, strengths[np.arange(ranks), best])
 
 
 def change_point(series: npt.NDArray[np.floating[Any]], mean: float) -> int:
-    """The row from which on the series' mean is rather `mean` than zero: the most likely one for normal values.
+    """Return the row at which the mean of the series most likely changed from zero to `mean`.
 
-    Hinkley, Biometrika 57, 1970. Values are clipped at twice the mean around it.
+    This is the maximum likelihood estimate for normal values (Hinkley, Biometrika 57, 1970). Values
+    are clipped at `mean` plus and minus twice the mean.
     """
     gains = np.clip(series, -mean, 3 * mean) - mean / 2
     return len(series) - 1 - int(np.cumsum(gains[::-1]).argmax())
 
 
 def over_since(slow: npt.NDArray[np.bool_], usual_share: float, min_rows: int) -> int | None:
-    """From which row on slow rows are so rare that the slowness is over; None if it is not.
+    """Return the row from which on slow rows are so rare that the slowness is over; None if it is
+    not over.
 
-    A likelihood ratio test of a fifth of the usual share against the usual share of slow rows, over the rows up to now.
+    This is a likelihood ratio test of a fifth of the usual share of slow rows against the usual
+    share.
     """
     usual = min(max(usual_share, 0.05), 0.95)
     rare = usual / 5
@@ -123,9 +144,10 @@ def over_since(slow: npt.NDArray[np.bool_], usual_share: float, min_rows: int) -
 
 
 def without_stalls(series: npt.NDArray[np.floating[Any]], scale: float) -> npt.NDArray[np.floating[Any]]:
-    """The series with its single stalls cut down to the largest of the other values: at most one row in 16, far above.
+    """Return the series with single stalls reduced to the largest other value.
 
-    scale: its noise. A stall of seconds, by storage or a network, would else be all that is seen of a rank.
+    At most one row in 16 is a stall, and only if it is far above the others. scale: noise of the
+    series. A stall of seconds, by storage or a network, would otherwise dominate all means.
     """
     rare = max(1, len(series) // 16)
     if len(series) <= rare:
@@ -135,14 +157,18 @@ def without_stalls(series: npt.NDArray[np.floating[Any]], scale: float) -> npt.N
 
 
 def threshold(ranks: int) -> float:
-    """Standard errors that chance does not give: sqrt(2 ln(n / p)) bounds n = ranks x intervals normal values."""
-    return float(np.sqrt(2 * np.log(ranks * _INTERVALS / FALSE_ALARMS)))
+    """Return the standard errors that chance does not reach.
+
+    sqrt(2 ln(n / p)) bounds n = ranks x intervals normal values, except with probability p.
+    """
+    return float(np.sqrt(2 * np.log(ranks * _MAX_INTERVALS / FALSE_ALARMS)))
 
 
 def self_normalized_threshold(ranks: int) -> float:
-    """Standard errors by an interval's own spread: the same bound, for one interval of each rank and one chance in 200.
+    """Return the threshold for standard errors by an interval's own spread.
 
-    Less than threshold(): it is asked of intervals that threshold() has let pass.
+    It is the bound of threshold() for one interval of each rank and a probability of 1 in 200. It
+    can be lower, as it is applied only to intervals that have passed threshold().
     """
     return float(np.sqrt(2 * np.log(200 * ranks)))
 
@@ -150,10 +176,12 @@ def self_normalized_threshold(ranks: int) -> float:
 def is_persistent(
     series: npt.NDArray[np.floating[Any]], scale: float, min_errors: float, *, strict: bool = False
 ) -> bool:
-    """Whether an interval's excess is there in all its quarters, but for one; strict: in all, and evenly.
+    """Return True if the excess is present in all quarters of an interval but one; strict: in all,
+    and evenly.
 
-    And whether it is clear by the interval's own spread: a few long stalls are no lasting excess. scale: its noise;
-    min_errors: standard errors of the interval's own.
+    The excess must also be significant by the interval's own spread, as a few long stalls are not a
+    lasting excess. scale: noise of the series. min_errors: the lowest number of standard errors by
+    the interval's own spread.
     """
     mean = float(series.mean())
     clipped = np.clip(series, -2 * CLIP * scale, 2 * CLIP * scale)
@@ -168,11 +196,13 @@ def is_persistent(
 def without_workload(
     excess: npt.NDArray[np.floating[Any]], workload: npt.NDArray[np.floating[Any]], min_rows: int
 ) -> npt.NDArray[np.floating[Any]]:
-    """The excess without what a rank's larger workload explains: [ranks, rows], as are both arguments.
+    """Return the excess without the part that a larger workload explains: [ranks, rows], as are
+    both arguments.
 
-    One straight line for all ranks and rows; only where that makes the excess smaller. And only for workload that
-    varies: the excess of a rank that has had clearly more of it for `min_rows` rows or longer, up to now, stays.
-    Rows in which a rank's workload is not known (NaN) stay as they are.
+    The explained part is one linear fit for all ranks and rows. It is subtracted only if that
+    reduces the excess. It is not subtracted for a rank that has had clearly more workload in the
+    newest `min_rows` or more rows: that is a finding of its own. Rows with an unknown workload
+    (NaN) are not changed.
     """
     known = np.isfinite(workload).all(axis=0)
     if known.sum() < max(min_rows // 4, known.size / 2):

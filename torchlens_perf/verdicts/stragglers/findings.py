@@ -1,4 +1,4 @@
-"""What is found of slow ranks: who is slow, since when, together with whom, and why. Values only."""
+"""Findings of the straggler detector: slow ranks, their groups, and their causes. Values only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchlens_perf.verdicts.stragglers.own_time import OwnTime
 
 @dataclasses.dataclass(frozen=True)
 class Usual:
-    """What a population's ranks do in a step, in ns: medians over ranks and the newest rows."""
+    """Usual times of a population in a step, in ns: medians over its ranks and the newest rows."""
 
     population: str
     ranks: str
@@ -20,23 +20,23 @@ class Usual:
     work_ns: float
     wait_ns: float
     own: OwnTime | None = None
-    """None: not known."""
+    """Own times by part; None if not known."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Something that makes a rank slow, or may."""
+    """A cause, or a possible cause, of a rank's slowness."""
 
     kind: str
-    """gc, busy_neighbour, cpu_quota, own_threads, no_cpu, memory_pressure, slow_storage, cpu_clock, gpu_throttled,
-    gpu_clock, gpu_errors, pcie, nvlink, network or alloc_retries."""
+    """gc, busy_neighbour, cpu_quota, own_threads, no_cpu, memory_pressure, slow_storage, cpu_clock,
+    gpu_throttled, gpu_clock, gpu_errors, pcie, nvlink, network or alloc_retries."""
     text: str
-    """What is seen, after "because"."""
+    """The observation, as a clause after "because"."""
     action: str
     explains: float | None
     """Share of the rank's excess that it accounts for; None where it cannot be determined."""
     evidence: Mapping[str, float]
-    """The rank's signals, and as others_* those of the other ranks."""
+    """Signals of the rank. Keys with the prefix others_ are medians of the other ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,43 +45,46 @@ class Diagnosis:
 
     causes: tuple[Cause, ...]
     looked_at: tuple[str, ...]
-    """What was measured, in words: where there are no causes, these were ruled out. Without what it is slow in."""
+    """Names of the measured subjects, except the phase that is slow. Without causes, these were
+    ruled out."""
     not_measured: tuple[str, ...]
     signals: Mapping[str, float]
-    """All that is measured of the rank, as means over the steps in which it is slow."""
+    """All measured signals of the rank: means over the steps in which it is slow."""
     others_signals: Mapping[str, float]
-    """Medians of the other ranks'."""
+    """Medians of the other ranks' signals."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StragglerGroup:
-    """Ranks that are slow together, and why they are named together."""
+    """Ranks that are slow together and named by one verdict."""
 
     kind: str
-    """rank, node, or position."""
+    """What they have in common: rank, node, or position."""
     name: str
-    """The host, or the position as "ep 3"; else ""."""
+    """The host, or the position as "ep 3"; "" for a rank."""
     ranks: tuple[int, ...]
     lead: Episode
-    """That of the slowest rank."""
+    """The episode of the slowest rank."""
 
     host: str = ""
-    """Of the slowest rank."""
+    """The host of the slowest rank."""
     location: str = ""
-    """Where that host is, in words."""
+    """The location of that host, in words."""
     slower_modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Where it is slow in the forward pass, the modules that take longer on the slowest rank than on the others, and by
-    how much; empty if not known."""
+    """For slowness in the forward pass, the excess of modules on the slowest rank; empty if not
+    known."""
     diagnosis: Diagnosis | None = None
-    """Why the slowest rank is slow; None where it was not asked."""
+    """The diagnosis of the slowest rank; None if no diagnosis was made."""
     slow_too: tuple[int, ...] = ()
-    """Other slow ranks that do the same work, where it is known what all of them cost together."""
+    """Other slow ranks that do the same work, if the cost of all of them together is known."""
 
     @property
     def cost_ns(self) -> float | None:
-        """What the job would gain a step without all of its ranks and those of `slow_too`; None: not known.
+        """Gain of the job per step without all ranks of the group and of `slow_too`; None if not
+        known.
 
-        Not the sum of theirs, nor that of one: without one of eight slow ranks, the job waits for the other seven.
+        It is not the sum of single costs: without one of eight slow ranks, the job waits for the
+        other seven.
         """
         return self.lead.cost_ns if self.kind == "rank" and not self.slow_too else self.lead.shared_cost_ns
 
@@ -101,38 +104,43 @@ class StageImbalance:
     others_work_ns: float
     """The mean of the other stages."""
     stages: int
-    """How many there are, this one included."""
+    """Number of stages, including this one."""
 
     @property
     def cost_ns(self) -> float:
-        """What balancing gains: the work stays the same in all, so each stage comes to the mean of all of them."""
+        """Gain of the job per step if all stages had the mean work.
+
+        The total work stays the same.
+        """
         return (self.work_ns - self.others_work_ns) * (self.stages - 1) / self.stages
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """The state of the judgement."""
+    """The findings about all ranks at one time."""
 
     episodes: tuple[Episode, ...]
     rows: int
-    """Common rows that were judged."""
+    """Number of rows that were compared between ranks."""
     step_ns: float
     detectable_ns: float | None
-    """The smallest excess that would have been named by now, had it lasted through `rows`; None: none."""
+    """The smallest excess that would have been named by now, had it lasted through `rows`; None if
+    nothing would."""
     compared: int
-    """Ranks that were compared."""
+    """Number of compared ranks."""
     last_step: int
     steps_needed: int = 0
-    """How many steps ranks that do the same work must make until they are compared; 0: no two ranks do."""
+    """Number of steps after which ranks with the same work are compared; 0 if no two ranks do the
+    same work."""
     usual: tuple[Usual, ...] = ()
-    """By population."""
+    """Usual times of each population."""
     unconfirmed: tuple[Episode, ...] = ()
-    """Of ranks that windows merged by the devices name, and the judgement does not, see merged_windows.py."""
+    """Episodes that only windows merged by the devices show, see merged_windows.py."""
     groups: tuple[StragglerGroup, ...] = ()
-    """The ranks that are slow now, as they are reported: alone, or with those that are slow together."""
+    """The ranks that are slow now, in the groups in which they are reported."""
     imbalance: StageImbalance | None = None
     diagnoses: tuple[tuple[tuple[int, int], Diagnosis], ...] = ()
-    """With Episode.key, why ranks were slow that no longer are."""
+    """Diagnoses of ranks that are no longer slow, by Episode.key."""
 
     @property
     def slow_now(self) -> tuple[Episode, ...]:
@@ -145,12 +153,12 @@ class Findings:
         return tuple(each for each in self.episodes if each.is_over)
 
     def with_episodes(self, episodes: Iterable[Episode], **changed: Any) -> Findings:
-        """Return findings with these episodes: those that hold first, the costliest of each first."""
+        """Return findings with these episodes, sorted: open ones first, then by descending cost."""
         in_order = tuple(sorted(episodes, key=lambda episode: (episode.is_over, -episode.cost_ns)))
         return dataclasses.replace(self, episodes=in_order, **changed)
 
     def diagnosis(self, key: tuple[int, int]) -> Diagnosis | None:
-        """Why a rank is, or was, slow in this episode; None if that is not known."""
+        """Return the diagnosis of an episode, open or ended; None without a diagnosis."""
         now = (each.diagnosis for each in self.groups if each.lead.key == key)
         return next(now, None) or dict(self.diagnoses).get(key)
 

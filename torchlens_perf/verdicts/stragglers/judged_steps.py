@@ -1,7 +1,8 @@
-"""By whose clock a rank is judged, and its steps by that clock. Pure.
+"""The clock that a rank is judged by, host or device, and the rank's steps by that clock. Pure.
 
-A rank that computes on a device is judged by the device's clock, where that tells what the device did in each step.
-Where it does not, the host's clock is all there is. The two are never mixed: it is decided once, before the first rows.
+A rank that computes on a device is judged by the device's clock if device times are recorded for
+each step. Otherwise it is judged by the host's clock. The clock is decided once, before the first
+rows, and never changes.
 """
 
 from __future__ import annotations
@@ -18,23 +19,29 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
 
 HOST, DEVICE, UNDECIDED = "host", "device", ""
-SILENT_AFTER_STEPS = 64  # a device that has reported nothing by then is not timed
-_KNOWN_AFTER_STEPS = 8  # what a rank computes on: as many as the width of rows is chosen by
+# A device without any device times after this many steps is not timed.
+SILENT_AFTER_STEPS = 64
+# Number of steps after which the rank's device would be known. The width of rows is chosen by as
+# many steps.
+_KNOWN_AFTER_STEPS = 8
 
 
 class JudgedSteps:
-    """Of one process. Fed with its records in order."""
+    """The steps of one process by the clock that it is judged by. add() takes its records in
+    order."""
 
     def __init__(self, by: str = UNDECIDED) -> None:
-        """by: what was decided before, by an earlier sidecar."""
+        """by: the decision of an earlier sidecar."""
         self.by = by
         self._device = DeviceSteps()
-        self._held: list[StepTable] = []  # the host's, until it is decided
+        # Steps by the host's clock, until the clock is decided.
+        self._held: list[StepTable] = []
 
     def add(self, records: npt.NDArray[np.void], steps: StepTable, *, on_device: bool | None) -> StepTable | None:
-        """The steps to judge the rank by that are known now; None where there are none.
+        """Return the newly known steps to judge the rank by; None without any.
 
-        steps: the host's, of these records. on_device: whether the rank computes on one; None where that is not known.
+        steps: steps of these records, by the host's clock. on_device: True if the rank computes on
+        a device; None if that is not known.
         """
         if self.by == HOST:
             return steps
@@ -50,7 +57,7 @@ class JudgedSteps:
         return None
 
     def rest(self) -> StepTable | None:
-        """What is held back: no more comes, so it is judged by the host's clock, if by any."""
+        """Return the steps that were held back, by the host's clock, and decide for that clock."""
         if self.by != UNDECIDED or not self._held:
             return None
         held, self._held, self.by = concatenate(self._held), [], HOST

@@ -1,20 +1,22 @@
-"""Who is slow by the windows that the devices merged over all ranks (aggregate="device"), beside the judge. Pure.
+"""Slow ranks by the windows that devices merged over all ranks (aggregate="device"). Pure.
 
-Of each window, 64 steps, rank 0 knows the ranks' median of each part of the device's step, and by how much the ranks
-whose work stands out are above it. A rank is slow here when its work stands out in MIN_WINDOWS windows one after the
-other, by what is worth a person's time. It is over after QUIET_WINDOWS without.
+For each window of 64 steps, rank 0 receives the median over the ranks of each part of the device's
+step. It also receives the excess of ranks whose work is an outlier. A rank is slow here if its work
+is an outlier in MIN_WINDOWS consecutive windows, by an excess that is worth naming. Its episode
+ends after QUIET_WINDOWS windows without.
 
-It is all that is known of the ranks of other nodes where sidecars do not talk to each other. It knows less than the
-judge (detector.py), which has every rank's rows:
+If sidecars do not exchange data, these windows are the only source about ranks of other nodes. They
+show less than the straggler detector (detector.py), which has the rows of every rank:
 
-- Steps only by windows: since when is known to a window, and later by as many steps as the device was behind.
-- Medians only: slowness that comes and goes in less than half of the steps is not seen, nor what is below 1 % of the
-  median or five deviations of the ranks.
-- Not which ranks do the same work. Where a pipeline is known, or more than a quarter of the ranks stand out, nobody is
-  named; of two ranks, the faster one is what is usual.
-- Not what the host did: a gap is the loader's or other host code's, and lack of a CPU is not distinguished from
-  either. Not the workload. What the job would gain is at most what is said.
-- Nothing of steps before this sidecar began.
+- The first slow step is known only to a window, plus the number of steps that the device was
+  behind.
+- Only medians are known. Slowness in less than half of the steps is not seen, nor an excess below 1
+  % of the median or five deviations of the ranks.
+- Ranks with the same work are not known. With a known pipeline, or if more than a quarter of the
+  ranks are outliers, no rank is named. Of two ranks, the faster one counts as usual.
+- Host activity is not known. A gap may be data loading, other host code or lack of a CPU. The
+  workload is not known either, and costs are upper bounds.
+- Steps before the start of this sidecar are missing.
 """
 
 from __future__ import annotations
@@ -42,15 +44,21 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.placement import Placement
 
 MIN_WINDOWS, QUIET_WINDOWS = 3, 2
-GAP = "gap"  # the phase of an episode whose rank's device waits for its host
-_MAX_SLOW_SHARE = 4  # of the ranks, one in so many: else they do different work
-_KEPT = 64  # windows of an episode that its figures are of, and that the judge's are held against
+# The phase of an episode in which the rank's device waits for its host.
+GAP = "gap"
+# If more than one in this many ranks is an outlier, the ranks do different work.
+_RANKS_PER_OUTLIER = 4
+# Number of newest windows that are kept: for the figures of an episode, and to check the detector's
+# episodes.
+_KEPT = 64
 _ROW_OF_PART = {
     "forward": Row.FORWARD, "recompute": Row.RECOMPUTE, "backward": Row.BACKWARD, "optimizer": Row.OPTIMIZER,
     "host": Row.GAP,
 }  # fmt: skip
-_SEEN_SHARE = 0.6  # of the steps in which a rank is slow, so that its medians show it
-_ROBUST_DEVIATION, _MIN_SPREAD = 1.4826, 0.01  # as rank_scores has them
+# Medians show a rank that is slow in at least this share of the steps.
+_SEEN_SHARE = 0.6
+# The constants of rank_scores on the device.
+_ROBUST_DEVIATION, _MIN_SPREAD = 1.4826, 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +66,19 @@ class _Window:
     first_step: int
     last_step: int
     median_ns: npt.NDArray[np.float64]
-    """By row: the ranks' median."""
+    """Medians over the ranks, by row."""
     spread_ns: float
-    """Of the ranks' work."""
+    """Spread of the ranks' work."""
     excess_ns: Mapping[int, npt.NDArray[np.float64]]
-    """By rank and row; of those that are slowest in it, and of those whose work stands out."""
+    """Excess by rank and row, of the ranks that are slowest in a row and of those whose work is an
+    outlier."""
     score: Mapping[int, float]
-    """Of the work, by rank."""
+    """Scores of the work, by rank."""
     has_all: bool
-    """Whether the work of no other rank stands out: a window holds eight at the most."""
+    """True if the window has all outliers of the work. It has at most eight."""
 
     def is_known(self, rank: int) -> bool:
-        """Whether it says how much this rank's work stands out."""
+        """Return True if the window shows whether the work of this rank is an outlier."""
         return self.has_all or rank in self.score
 
     @property
@@ -82,7 +91,8 @@ class _Window:
         return bool(self.excess_ns[rank][Row.WORK] >= MIN_SHARE * self.step_ns)
 
     def gain_ns(self, *ranks: int) -> float:
-        """How much more the work of the slowest of these ranks takes than that of any other rank."""
+        """Return by how much the work of the slowest of these ranks exceeds that of all other
+        ranks."""
         work = {rank: float(excess[Row.WORK]) for rank, excess in self.excess_ns.items()}
         others = [excess for rank, excess in work.items() if rank not in ranks]
         return max(0.0, max((work.get(rank, 0.0) for rank in ranks), default=0.0) - max(others, default=0.0))
@@ -90,13 +100,13 @@ class _Window:
 
 @dataclasses.dataclass
 class _Slow:
-    """A rank that is slow, or may be."""
+    """A slow rank, or a candidate."""
 
     rank: int
     since_step: int
     from_start: bool
     windows: deque[_Window]
-    """In which it was slow."""
+    """The newest windows in which the rank was slow."""
     slow: int = 0
     seen: int = 0
     quiet: int = 0
@@ -106,20 +116,23 @@ class _Slow:
 
 
 class MergedWindows:
-    """Fed with the records of rank 0, in order. One attempt of a job."""
+    """The merged windows of one attempt of a job. add() takes the records of rank 0, in order."""
 
     def __init__(self) -> None:
         self.ranks = 0
         self.seen = 0
-        """Windows that ranks could be compared in."""
+        """Number of windows in which ranks could be compared."""
         self.windows: deque[_Window] = deque(maxlen=_KEPT)
-        """The newest of them."""
+        """The newest of these windows."""
         self._last_step = -1
         self._slow: dict[int, _Slow] = {}
         self._over: list[_Slow] = []
 
     def add(self, records: npt.NDArray[np.void], ranks: int) -> None:
-        """records: any; a window's are there together. ranks: of the job."""
+        """Add records of any kind.
+
+        The records of one window must come together. ranks: number of ranks of the job.
+        """
         self.ranks = ranks
         merged = [unpacked(record, []) for record in records[records["kind"] == Kind.MERGED]]
         by_step: dict[int, list[MergedRow]] = {}
@@ -133,7 +146,7 @@ class MergedWindows:
                 self._judge(window)
 
     def episodes(self) -> list[Episode]:
-        """Of ranks that are slow, or were."""
+        """Return the episodes of ranks that are or were slow."""
         now = [each for each in self._slow.values() if each.named_step is not None]
         newest = list(self.windows)[-MIN_WINDOWS:]
         shared_ns = None
@@ -143,12 +156,13 @@ class MergedWindows:
         return [*(dataclasses.replace(_episode(each), shared_cost_ns=shared_ns) for each in now), *before]
 
     def detectable_ns(self) -> float:
-        """What would stand out, and be worth naming, in the newest windows."""
+        """Return the smallest excess that would be named, by the newest windows."""
         newest = list(self.windows)[-MIN_WINDOWS:]
         return max(max(STANDS_OUT * each.spread_ns, MIN_SHARE * each.step_ns) for each in newest)
 
     def disputes(self, episode: Episode) -> bool:
-        """Whether an episode of the judge's would be seen here, and is not."""
+        """Return True if an episode of the detector should be visible in these windows and is
+        not."""
         if episode.phase == "cpu" or episode.slow_share < _SEEN_SHARE:
             return False
         inside = [each for each in self.windows if each.first_step >= episode.since_step][-MIN_WINDOWS:]
@@ -167,7 +181,8 @@ class MergedWindows:
                 self._slow[rank] = _Slow(rank, window.first_step, is_first, deque(maxlen=_KEPT))
         for rank, slow in list(self._slow.items()):
             if not window.is_known(rank):
-                continue  # neither slow nor quiet
+                # The window does not show the rank, which counts neither as slow nor as not slow.
+                continue
             slow.seen += 1
             if window.is_slow(rank):
                 slow.windows.append(window)
@@ -193,10 +208,12 @@ class MergedWindows:
 
 
 def held_against(findings: Findings, windows: MergedWindows, places: Mapping[int, Placement]) -> Findings:
-    """What the judge has found, held against the merged windows. places: of the ranks that it knows.
+    """Return the detector's findings, combined with the merged windows. places: placements of the
+    ranks it knows.
 
-    Where it does not compare all ranks of the job, slow ranks that it does not name are taken over. Where it does, they
-    are kept apart, as unconfirmed. What it names and the windows would show, and do not, is disputed.
+    Slow ranks that only the windows show are added if the detector does not compare all ranks of
+    the job. If it does, they become `unconfirmed`. Episodes that the windows should show and do not
+    become `disputed`.
     """
     if windows.seen < MIN_WINDOWS or _do_different_work(places):
         return findings
@@ -232,21 +249,25 @@ def held_against(findings: Findings, windows: MergedWindows, places: Mapping[int
 
 
 def without_windows(findings: Findings) -> Findings:
-    """What the judge alone had found: another sidecar has other windows."""
+    """Return the detector's findings without merged windows.
+
+    A restarted sidecar has other windows.
+    """
     judged = [dataclasses.replace(each, disputed=False) for each in findings.episodes if not each.by_windows]
     return dataclasses.replace(findings, episodes=tuple(judged), unconfirmed=())
 
 
 def _do_different_work(places: Mapping[int, Placement]) -> bool:
-    """Whether ranks are known to be of different stages, or to compute different models."""
+    """Return True if the ranks are known to be of different stages or to compute different
+    models."""
     stages = any(name in STAGES for place in places.values() for name in place.coordinates)
     return stages or len({place.population for place in places.values()}) > 1
 
 
 def _window(first_step: int, last_step: int, rows: list[MergedRow], ranks: int) -> _Window | None:
-    """None where ranks cannot be compared in it."""
+    """Return a window from its rows; None if ranks cannot be compared in it."""
     work = next((row for row in rows if row.row == Row.WORK), None)
-    if work is None or work.times < MIN_ROWS * ranks or work.outstanding > max(1, ranks // _MAX_SLOW_SHARE):
+    if work is None or work.times < MIN_ROWS * ranks or work.outstanding > max(1, ranks // _RANKS_PER_OUTLIER):
         return None
     median_ns = np.zeros(len(Row))
     excess_ns: dict[int, npt.NDArray[np.float64]] = {}
@@ -269,7 +290,8 @@ def _episode(slow: _Slow) -> Episode:
     above, usual_parts = np.zeros(len(OWN_PARTS)), np.zeros(len(OWN_PARTS))
     for part, row in _ROW_OF_PART.items():
         above[OWN_PARTS.index(part)], usual_parts[OWN_PARTS.index(part)] = excess[row], usual[row]
-    # Where no part's median is above the others', all of it a little is what the sum shows.
+    # If no part's median is above the others', all parts together are a little slower: it computes
+    # slowly.
     phase, phase_excess_ns = phase_of(above, usual_parts) if above.any() else ("compute", 0.0)
     excess_ns = float(excess[Row.WORK])
     assert slow.named_step is not None

@@ -1,19 +1,20 @@
-"""A rank's own time in a step: how long the step would take it if it never waited for another rank. Pure.
+"""A rank's own time in a step: the time that the step would take if the rank never waited for
+another rank. Pure.
 
-A device executes what its host issues. Two marks of one point give two lines: when the host issued it, and when the
-device came to it. Between the marks of a part, the host needs `issue` to issue the work and the device needs `busy` to
-execute it, and the device begins the part `lag` after the host. The device then ends the part after the longer of
-`busy` and `issue - lag`.
+A device executes the work that its host issues. Each mark has two times: when the host issued it,
+and when the device reached it. For each part, the host needs `issue` to issue the work, the device
+needs `busy` to execute it, and the device begins the part `lag` after the host. The device then
+ends the part after the longer of `busy` and `issue - lag`.
 
-The device's own clock shows that time only on the rank that the others wait for, the critical one. Another rank waits
-in a collective while its host goes on. Its lag grows by that wait, and hides the host's time in the parts that follow.
-All ranks are therefore compared with the critical rank's lag: max(busy, issue - lag of the critical rank). Where the
-device is the bottleneck the lag is long and the device's time counts. Where the host is, the lag is short and the
-host's time counts.
+The device's own clock shows that time only on the rank that the others wait for, the critical one.
+Another rank waits in a collective while its host goes on. Its lag grows by that wait, and hides the
+host's time in the parts that follow. All ranks are therefore compared with the critical rank's lag:
+max(busy, issue - lag of the critical rank). Where the device is the bottleneck the lag is long and
+the device's time counts. Where the host is, the lag is short and the host's time counts.
 
-Where both take long in one part, as kernels after host code, that is too little: without its larger lag, up to so much
-more of the host's time would have come before the device's. A rank is then taken to have as much of it as the critical
-one has.
+If host and device both take long in one part, such as kernels after host code, this maximum is too
+small. Without its larger lag, the rank would need up to that much more time. Within this limit, its
+device time beyond the host's time is assumed to be that of the critical rank.
 """
 
 from __future__ import annotations
@@ -33,15 +34,19 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
 
 Floats: TypeAlias = "npt.NDArray[np.floating[Any]]"
-_HIDDEN = 0.03  # of own time: a share from which on devices' own clocks do not tell what ranks do
-_MOST = 0.5  # of a part's own time, that its host needs where the device waits for it
+# Share of own time above which the devices' own clocks do not show where the time goes.
+_HIDDEN = 0.03
+# The device waits for its host in a part if the host needs at least this share of the part's own
+# time.
+_MOST = 0.5
 _LAUNCHES = [place for place, part in enumerate(OWN_PARTS) if part not in ("data", "host")]
 _COMMUNICATION = PARTS.index("communication")
 _BACKWARD, _RECOMPUTE = OWN_PARTS.index("backward"), OWN_PARTS.index("recompute")
 
 
 def critical_rank(wait_ns: Floats) -> npt.NDArray[np.int64]:
-    """Return the index of the rank that the others wait for, by row. It is the one that waits least.
+    """Return the index of the rank that the others wait for, by row. It is the one that waits
+    least.
 
     wait_ns: [ranks, rows].
     """
@@ -54,20 +59,23 @@ class OwnTime:
     """Own times of ranks that are judged by their devices: means over the ranks and some rows."""
 
     parts_ns: tuple[float, ...]
-    """Of each of OWN_PARTS, in a step."""
+    """Own time in a step, for each of OWN_PARTS."""
     launch_share: float
-    """Share of it in which the device waits for its host to issue work."""
+    """Share of own time in which the device waits for its host to issue work."""
     hidden_share: float
-    """Share of it that is not in the device's own clock, as its host goes on while the device waits for other ranks."""
+    """Share of own time that the device's clock does not show, as hosts go on while devices wait
+    for other ranks."""
 
     @property
     def is_hidden(self) -> bool:
-        """Whether so much is hidden that devices' own clocks do not tell what ranks do."""
+        """True if so much is hidden that the devices' own clocks do not show where the time
+        goes."""
         return self.hidden_share >= _HIDDEN
 
 
 class Lines(NamedTuple):
-    """What devices take, without stalls, what hosts need to issue it, and how far devices lag behind: [..., parts]."""
+    """Device times without stalls, host times to issue the work, and lags of devices behind hosts:
+    [..., parts]."""
 
     device_ns: Floats
     issue_ns: Floats
@@ -75,7 +83,8 @@ class Lines(NamedTuple):
 
 
 def own_time(ranks: Lines, critical: Lines) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Return each rank's own time by part, and whether the device waits for its host there: [ranks, rows, parts].
+    """Return each rank's own time by part, and whether the device waits for its host there: [ranks,
+    rows, parts].
 
     ranks: [ranks, rows, parts]. critical: [rows, parts], of the rank that the others wait for.
     """
@@ -89,9 +98,10 @@ def own_time(ranks: Lines, critical: Lines) -> tuple[Floats, npt.NDArray[np.bool
 
 
 def own_work_ns(tables: Sequence[StepTable]) -> list[npt.NDArray[np.int64]]:
-    """Return each rank's own time in each of its steps. Where not all ranks have the step, it is work.
+    """Return each rank's own time in each of its steps. For steps that not all ranks have, return
+    work.
 
-    tables: steps by the devices' clocks of ranks that do the same, in ascending order.
+    tables: steps by the devices' clocks, in ascending order, of ranks that do the same work.
     """
     work_ns = [table.work_ns for table in tables]
     steps = functools.reduce(np.intersect1d, [table.step for table in tables])
@@ -114,7 +124,10 @@ def own_work_ns(tables: Sequence[StepTable]) -> list[npt.NDArray[np.int64]]:
 
 
 def mean_own_time(own_ns: Floats, by_host: npt.NDArray[np.bool_], device_ns: Floats) -> OwnTime | None:
-    """Return the mean of own times; None where there are none. All are [ranks, rows, parts]."""
+    """Return the mean of own times; None if no row is known.
+
+    All arguments are [ranks, rows, parts].
+    """
     known = np.isfinite(own_ns).all(axis=2)
     own_ns, by_host, device_ns = own_ns[known], by_host[known], device_ns[known]
     total_ns = float(own_ns.sum(dtype=np.float64))
@@ -131,7 +144,8 @@ def _busy_and_host(lines: Lines, critical_lag_ns: Floats) -> tuple[Floats, Float
 
 
 def _with_recompute(parts_ns: Floats) -> Floats:
-    """Return the parts with recomputation in the backward pass, in which the host issues it."""
+    """Return the parts with recomputation added to the backward pass, in which the host issues
+    it."""
     joined = parts_ns.copy()
     joined[..., _BACKWARD] += joined[..., _RECOMPUTE]
     joined[..., _RECOMPUTE] = 0

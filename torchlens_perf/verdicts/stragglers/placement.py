@@ -1,4 +1,5 @@
-"""Where a rank is, and what slow ranks have in common: a whole node, or a position in the mesh. Pure."""
+"""Placements of ranks, and groups of slow ranks on one node or at one position in the mesh.
+Pure."""
 
 from __future__ import annotations
 
@@ -7,38 +8,44 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-# Names of a mesh's dimension whose positions do different work: they are not compared with each other.
+# Names of the mesh dimension of pipeline stages. Stages do different work, so they are not
+# compared.
 STAGES = ("pp", "pipeline", "stage")
-BY_DEVICE = " by device"  # ends the population of ranks that are judged by their devices' clocks
-MAX_OF_A_NODE = 0.75  # of its ranks must be slow for the node to be named
+# Suffix of the population of ranks that are judged by their devices' clocks.
+BY_DEVICE = " by device"
+# At least this share of the ranks of a node or position must be slow for it to be named.
+MAX_OF_A_NODE = 0.75
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """What is known of a rank besides its times."""
+    """Host, population and mesh position of a rank."""
 
     host: str = ""
     population: str = ""
-    """Ranks with the same text do the same work, and are compared."""
+    """Key of the rank's population: ranks with the same key do the same work, and are compared."""
     coordinates: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Its position in each dimension of the job's mesh: {"dp": 3, "pp": 0}."""
     location: str = ""
-    """Where its host is, in words, see run/location.py."""
+    """Location of its host, in words, see run/location.py."""
 
 
 class RankGroup(NamedTuple):
-    """Slow ranks that are one thing: a person looks at the node, or at what the position is given."""
+    """Slow ranks with a common cause, the node or the input of the position."""
 
     kind: str
     """node, or position."""
     name: str
     """The host, or the position as "ep 3"."""
     ranks: tuple[int, ...]
-    """Those that are slow."""
+    """The slow ranks of the group."""
 
 
 def groups_of(slow: Collection[int], places: Mapping[int, Placement]) -> list[RankGroup]:
-    """Each slow rank in one group at most, nodes first. `places` has all ranks that were compared."""
+    """Return groups of slow ranks, nodes first.
+
+    A rank is in at most one group. `places` has all compared ranks.
+    """
     left = set(slow)
     found: list[RankGroup] = []
     for kind, name, members in (*_nodes(places), *_positions(places)):
@@ -57,7 +64,7 @@ def _nodes(places: Mapping[int, Placement]) -> list[tuple[str, str, list[int]]]:
 
 
 def _positions(places: Mapping[int, Placement]) -> list[tuple[str, str, list[int]]]:
-    """Positions in a dimension of the mesh, where all ranks there do the same part of the model: experts, above all."""
+    """Return the mesh positions whose ranks all do the same part of the model, such as experts."""
     by_position = defaultdict(list)
     for rank, place in places.items():
         for name, coordinate in place.coordinates.items():

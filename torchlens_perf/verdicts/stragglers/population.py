@@ -1,4 +1,4 @@
-"""Ranks that do the same work, judged as their rows come, and the times in which one of them was slow. Pure."""
+"""Judgement of the ranks of a population as their step bins arrive, and their episodes. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from torchlens_perf.verdicts.stragglers.own_time import OwnTime
 
-EVERY = 4  # rows between two judgements
+# Rows (step bins) from one judgement to the next.
+EVERY = 4
 WARM_UP_ROWS = 4
 _CHUNK_ROWS = 32
 
@@ -31,18 +32,21 @@ class Population:
         self.episodes: list[Episode] = []
         self._window: SlidingWindow | None = None
         self._pending: list[BinBatch] = []
-        self._judged = -1  # row number up to which was judged
-        self._first: int | None = None  # row number that the judgement began with
+        self._judged = -1  # number of the last judged row
+        self._first: int | None = None  # number of the first judged row
         self._ended: set[int] = set()
-        self._with_workload: set[int] = set()  # ranks that were named for an excess that their workload is part of
+        # Open episodes of these ranks include the excess that a larger workload explains.
+        self._with_workload: set[int] = set()
         self.rows = 0
         self.compared = 0
         self.last_step = -1
         self.step_ns = self.work_ns = self.wait_ns = 0.0
         self.own: OwnTime | None = None
         self.detectable_ns = float("inf")
-        self._recent: tuple[npt.NDArray[np.int64], ...] | None = None  # the rows of which these are, as an index
-        self._running_ns = 0.0  # the step without the time that its thread was ready and had no CPU
+        # Index of the rows that the usual times are computed from.
+        self._recent: tuple[npt.NDArray[np.int64], ...] | None = None
+        # The usual step without ready time.
+        self._running_ns = 0.0
 
     @property
     def ranks(self) -> list[int]:
@@ -50,28 +54,32 @@ class Population:
 
     @property
     def steps_needed(self) -> int:
-        """How many steps its ranks must make until they are compared; 0: it has no two ranks."""
+        """Number of steps after which its ranks are compared; 0 if it has fewer than two ranks."""
         window = self._window
         return (WARM_UP_ROWS + MIN_ROWS + EVERY) * window.width if window and len(window.ranks) > 1 else 0
 
     def add(self, block: BinBatch) -> None:
-        """Takes rows over; they are judged by judge()."""
+        """Add rows, to be judged by the next judge()."""
         if (block.key >= 0).any():
             self._pending.append(block)
 
     def end(self, rank: int) -> None:
-        """The rank will send no more: the others are judged on without it."""
+        """Mark a rank as ended, so that the others are judged without waiting for it."""
         self._ended.add(rank)
 
     def judge(self, *, final: bool = False) -> None:
-        """Judges what has come since, row by row, as far as all ranks have it. final: also what is left at the end."""
+        """Judge the new rows that all ranks have, in order.
+
+        final: also judge the rows after the last full interval.
+        """
         for chunk in self._chunks():
             self._place(chunk)
             self._judge_ready(final=False)
-        self._judge_ready(final=final)  # also without new rows: a rank that has ended is not waited for
+        # Rows may become ready without new ones, when a rank that was waited for has ended.
+        self._judge_ready(final=final)
 
     def _chunks(self) -> list[list[BinBatch]]:
-        """The pending rows in pieces that the window has room for, whatever came at once."""
+        """Return the pending rows in chunks that fit into the window."""
         pending, self._pending = self._pending, []
         if not pending:
             return []
@@ -80,7 +88,8 @@ class Population:
         if rows[-1] - rows[0] <= _CHUNK_ROWS:
             return [pending]
         chunks = []
-        for begin in np.unique(rows // _CHUNK_ROWS * _CHUNK_ROWS).tolist():  # not what lies between
+        # Only chunks with rows, as there may be long gaps between them.
+        for begin in np.unique(rows // _CHUNK_ROWS * _CHUNK_ROWS).tolist():
             pieces = [block.between(begin * width, (begin + _CHUNK_ROWS) * width) for block in pending]
             chunks.append([block for block in pieces if (block.key >= 0).any()])
         return [chunk for chunk in chunks if chunk]
@@ -90,7 +99,7 @@ class Population:
         width = max([block.width for block in chunk] + ([window.width] if window is not None else []))
         ranks = np.unique(np.concatenate([block.ranks for block in chunk] + ([window.ranks] if window else [])))
         if window is None or width != window.width:
-            # Rows of another width cannot be laid beside the old ones.
+            # Rows of different widths cannot be compared.
             self._judged, self._first = -1, None
             window = SlidingWindow(ranks, width)
         elif len(ranks) != len(window.ranks):
@@ -110,18 +119,20 @@ class Population:
         begin = max(self._judged, frontier - window.rows)
         ends = range((begin + 1) // EVERY * EVERY + EVERY, frontier + 2, EVERY)
         before = self._judged
-        for end in ends if len(window.ranks) > 1 else ends[-1:]:  # a single rank: only its usual times are reported
+        # For a single rank only the usual times are computed, which need the newest rows only.
+        for end in ends if len(window.ranks) > 1 else ends[-1:]:
             self._judge_at(window, end)
         if final and frontier > self._judged:
             self._judge_at(window, frontier + 1)
-        if self._judged > before and self._recent is not None:  # what is usual; nobody is judged by it
+        # These usual times are only reported, so once a call is enough.
+        if self._judged > before and self._recent is not None:
             self.work_ns = float(median(window.own_ns[self._recent].ravel(), 0))
             self.own = window.mean_own_time(self._recent)
             self.wait_ns = float(median(window.wait_ns[self._recent].ravel(), 0))
         self._end_with_ranks(window)
 
     def _judge_at(self, window: SlidingWindow, end: int) -> None:
-        """Judges the rows before number `end`."""
+        """Judge the rows before row number `end`."""
         self._judged, self._recent = end - 1, None
         first = self._first or 0
         keys, present = window.comparable(first + (WARM_UP_ROWS if self._from_start else 0), end)
@@ -131,7 +142,8 @@ class Population:
         duration_ns, ready_ns = window.duration_ns[recent].ravel(), window.no_cpu_ns[recent].ravel()
         self.step_ns = float(median(duration_ns, 0))
         self._running_ns = float(median(duration_ns - np.where(np.isnan(ready_ns), 0, ready_ns), 0))
-        if len(present) < 2:  # nobody to compare it with, as in a pipeline of one rank a stage
+        # A single rank cannot be compared, as in a pipeline with one rank for each stage.
+        if len(present) < 2:
             return
         self.rows = max(self.rows, len(keys))
         self.compared, self.last_step = len(present), end * window.width - 1
@@ -139,25 +151,28 @@ class Population:
         self._with_workload.intersection_update(open_since)
         with_workload = {rank: open_since[rank] for rank in self._with_workload}
         rows = ComparedBins(window, present, keys, with_workload, self.step_ns, self._running_ns)
-        self.episodes = [each if each.is_over else self._now(each, rows) for each in self.episodes]
+        self.episodes = [each if each.is_over else self._updated(each, rows) for each in self.episodes]
         self._begin_episodes(rows)
         self.detectable_ns = rows.detectable_ns()
 
     @property
     def _from_start(self) -> bool:
-        """Whether the run's first steps were judged. Under torchrun's flag the first recorded one has number 1."""
+        """True if the run's first steps were judged.
+
+        The first recorded step may have the number 1, with torchrun.
+        """
         return self._window is not None and (self._first or 0) * self._window.width <= 1
 
     def _end_with_ranks(self, window: SlidingWindow) -> None:
-        """A rank that has ended while others went on is slow no more."""
+        """End the episodes of ranks that have ended while others went on."""
         gone = set(window.ranks[window.newest < self._judged].tolist()) & self._ended
         self.episodes = [
             dataclasses.replace(each, until_step=each.last_step + 1) if not each.is_over and each.rank in gone else each
             for each in self.episodes
         ]
 
-    def _now(self, episode: Episode, rows: ComparedBins) -> Episode:
-        """What is known by now of an episode that was open."""
+    def _updated(self, episode: Episode, rows: ComparedBins) -> Episode:
+        """Return an open episode with the newest values, or with its end."""
         index = rows.index_of(episode.rank)
         if index is None:
             return episode
@@ -165,21 +180,24 @@ class Population:
         series = rows.without_stalls(episode.phase, index, begin)
         over = over_since(series > episode.slow_excess_ns / 2, episode.slow_share, MIN_ROWS)
         worth_ns = MIN_SHARE * self._running_ns
-        if over is None and series.mean() < worth_ns / 2:  # little is left, hidden in much noise
+        # With much noise, the test above cannot show that only little of the excess is left.
+        if over is None and series.mean() < worth_ns / 2:
             over = min(int(np.cumsum(series - worth_ns).argmax()) + 1, len(series) - 1)
         if over is not None:
             return dataclasses.replace(episode, until_step=int(rows.keys[begin + over]) * rows.width)
         if not episode.from_start and begin >= MIN_ROWS and len(series) < 4 * MIN_ROWS:
-            # With few rows it was named with those before it; with more, it is clearer when it began.
-            # Not before it was over last time: a sentence has said that it was.
-            before = max(begin - MIN_ROWS, rows.row_of(self._over().get(episode.rank, 0)))
+            # At first, the excess may only be significant together with earlier rows. With more
+            # rows, the first slow row can be determined better. It stays after the end of the
+            # rank's previous episode, which was reported.
+            before = max(begin - MIN_ROWS, rows.row_of(self._last_ends().get(episode.rank, 0)))
             begin = before + change_point(rows.without_stalls(episode.phase, index, before), episode.excess_ns)
             episode = dataclasses.replace(episode, judged_from_step=int(rows.keys[begin]) * rows.width)
         return rows.described(episode, index, begin)
 
     def _begin_episodes(self, rows: ComparedBins) -> None:
         slow = {episode.rank for episode in self.episodes if not episode.is_over}
-        over = self._over()  # what has been judged and dropped is not judged again
+        # Rows of earlier episodes are not judged again.
+        over = self._last_ends()
         for phase in ("", "cpu"):
             for index, start in rows.suspects(phase, over, slow):
                 rank = int(rows.ranks[index])
@@ -191,8 +209,8 @@ class Population:
                     if rows.has_workload_in(index, start):
                         self._with_workload.add(rank)
 
-    def _over(self) -> dict[int, int]:
-        """By rank, the first step in which it was no longer slow, the last time."""
+    def _last_ends(self) -> dict[int, int]:
+        """Return until_step of each rank's newest ended episode."""
         over: dict[int, int] = {}
         for episode in self.episodes:
             if episode.until_step is not None:
@@ -200,7 +218,7 @@ class Population:
         return over
 
     def share_costs(self, cost_ns: Mapping[int, float | None]) -> None:
-        """Sets what the open episodes of these ranks cost together with those of others."""
+        """Set the shared costs of the open episodes of these ranks."""
         self.episodes = [
             dataclasses.replace(each, shared_cost_ns=cost_ns[each.rank])
             if not each.is_over and each.rank in cost_ns
@@ -209,7 +227,11 @@ class Population:
         ]
 
     def shared_costs_ns(self) -> dict[int, float | None]:
-        """By slow rank, what the job would gain without all of them at once, since all are slow; None: not known."""
+        """Return the shared cost by slow rank: the gain without all of them, over the steps in
+        which all are slow.
+
+        A cost is None if it is not known.
+        """
         together, window = [each for each in self.episodes if not each.is_over], self._window
         ranks = [each.rank for each in together]
         if window is None or not together:
@@ -221,5 +243,6 @@ class Population:
         if not len(keys) or not slow.any() or slow.all():
             return dict.fromkeys(ranks)
         cost_ns = shared_cost_ns(window, present[slow], present[~slow], keys)
-        # As in described(): what they lack of a CPU is not their work.
+        # A cost never exceeds the excess, as in described(): the job may also wait for a lack of
+        # CPU, which is not work.
         return dict.fromkeys(ranks, min(cost_ns, max(each.excess_ns for each in together)))

@@ -1,4 +1,5 @@
-"""Findings of a detector that began in the middle of a run, merged with those of the one before it. Pure."""
+"""Findings of a detector after a restart of the sidecar, merged with those before the restart.
+Pure."""
 
 from __future__ import annotations
 
@@ -14,27 +15,35 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.episodes import Episode
     from torchlens_perf.verdicts.stragglers.findings import Findings
 
-_MAX_ROWS = 8 * MIN_ROWS  # that are waited for; the detector looks at a rank that lacks a CPU for as many
+# Number of rows after which an earlier episode can be ended. The detector needs as many to find a
+# lack of CPU.
+_MAX_ROWS = 8 * MIN_ROWS
 
 
 class EarlierEpisodes:
-    """The episodes that an earlier sidecar has found: the detector of one that was started again has none of its rows.
+    """The episodes that an earlier sidecar has found. After a restart, the detector has no earlier
+    rows.
 
-    A rank that was slow then, and is slow still, is one straggler with one first step and one key. What has ended stays
-    so, for its alert has been closed. One thread.
+    A rank that was slow before and after the restart has one episode, with one first step and one
+    key. Ended episodes are not reopened, because their alerts are closed. Not thread-safe.
     """
 
     def __init__(self, earlier: Findings) -> None:
-        """earlier: what the sidecar before has saved. What it knew from merged windows is found again, or is not."""
+        """earlier: saved findings of the earlier sidecar.
+
+        Findings from merged windows are dropped.
+        """
         earlier = without_windows(earlier)
         self._open = {episode.rank: episode for episode in earlier.slow_now}
         self._over = list(earlier.slow_before)
-        self._same: dict[tuple[int, int], Episode] = {}  # by the new detector's key: the one that it goes on with
+        # Earlier episodes that continue, by the key of the new detector's episode.
+        self._same: dict[tuple[int, int], Episode] = {}
         self._seen: set[tuple[int, int]] = set()
-        self._few_rows_step: int | None = None  # up to which the new detector had few rows; -1 if it began with many
+        # The step up to which the new detector had few rows; -1 if it started with many.
+        self._few_rows_step: int | None = None
 
     def merged_with(self, now: Findings) -> Findings:
-        """Return what the new detector finds now, with the earlier episodes."""
+        """Return the new detector's findings, merged with the earlier episodes."""
         if self._few_rows_step is None and now.rows:
             self._few_rows_step = now.last_step if now.rows <= 2 * MIN_ROWS else -1
         for episode in sorted(now.episodes, key=lambda each: each.named_step):
@@ -53,7 +62,8 @@ class EarlierEpisodes:
         before = self._open.pop(episode.rank, None)
         if before is None:
             return
-        # If it was fine between them, that lasted for too few steps, or too few known ones, to detect.
+        # A healthy time between the two episodes, if any, had too few known steps to be detected:
+        # they are one.
         gap = episode.judged_from_step - before.last_step
         if gap < _steps_to_tell(before, compared) or episode.judged_from_step <= (self._few_rows_step or -1):
             self._same[episode.key] = before
@@ -61,7 +71,7 @@ class EarlierEpisodes:
             self._end(before)
 
     def _end(self, before: Episode) -> None:
-        """Its true end is not known: it was slow in the last step that was judged."""
+        """End an earlier episode after its last judged step. Its true end is not known."""
         self._over.append(dataclasses.replace(before, until_step=before.last_step + 1))
 
     def _as_before(self, episode: Episode) -> Episode:
@@ -77,14 +87,18 @@ class EarlierEpisodes:
 
 
 def _steps_to_tell(before: Episode, compared: int) -> float:
-    """Within so many steps it would be named once more, were it slow as before, with little left to chance."""
+    """Return the number of steps within which the rank would almost certainly be named again, if
+    still as slow."""
     took = before.named_step - before.judged_from_step + 1
     lasted = before.last_step - before.judged_from_step + 1
     return 3 * max(took, lasted * (threshold(compared) / max(before.z_score, 1.0)) ** 2)
 
 
 def _is_over(before: Episode, now: Findings, since_step: int) -> bool:
-    """Whether it would have been named once more by now. since_step: from which on the new detector has the steps."""
+    """Return True if the rank would have been named again by now, if still slow.
+
+    since_step: the step before the first one that the new detector has.
+    """
     if not now.compared:
         return False
     # Intermittent slowness needs more rows than its mean suggests, see is_persistent().

@@ -1,7 +1,8 @@
-"""The newest rows of all ranks that are compared, side by side: the straggler detector's input. Pure.
+"""The sliding window: the newest rows of all compared ranks, as arrays. Pure.
 
-Rows come rank by rank and late; a column, the rows of the same steps, is ready when all ranks have it. What is needed
-of it again and again, each rank's excess, is computed once.
+Rows arrive for each rank separately, and late. A column has the rows of the same steps, and is
+ready when all ranks have it. Each rank's excess is needed again and again, so it is computed once
+for each column.
 """
 
 from __future__ import annotations
@@ -20,25 +21,36 @@ from torchlens_perf.verdicts.stragglers.own_time import Lines, OwnTime, critical
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-ENDED_ROWS = 4  # a rank that has ended, and is so far behind the others, has ended with them
-LATE_ROWS = 64  # a rank that is so far behind the others is missing, and is not waited for
+# A rank that has ended at most this many rows before the others has ended with them.
+ENDED_ROWS = 4
+# A rank that is more rows behind the others is missing. The judgement does not wait for it.
+LATE_ROWS = 64
 _MANY_RANKS = 4096
-_ROWS_AT_ONCE = 1 << 16  # of ranks that are judged by their devices: of many ranks, more would fill the memory
-_LONGEST_S = 6e4  # in 16 bits
-_KEY_BITS = 32  # of a row's number
+# Own times are computed for at most this many rows at once, which limits the memory for many ranks.
+_ROWS_AT_ONCE = 1 << 16
+# The largest value of a 16-bit float is 65504.
+_LONGEST_S = 6e4
+# Bits of a row's number in a key of rank and row.
+_KEY_BITS = 32
 _OF_HOST = ("issue_ns", "issue_ready_ns", "lag_ns")
 _OF_ALL = ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns")
 _VALUES = (*_OF_ALL, *_OF_HOST)
 
 
 def judged_rows(ranks: int) -> int:
-    """How many rows are looked back at: fewer for many ranks, whose rows would fill the memory."""
+    """Return the number of rows of a judgement.
+
+    It is smaller for many ranks, to limit the memory.
+    """
     return 256 if ranks <= _MANY_RANKS else 128
 
 
 @dataclasses.dataclass(frozen=True)
 class BinBatch:
-    """Rows of several ranks at once: arrays [ranks, rows], as in StepBins. A key of -1: no row there."""
+    """Rows of several ranks: arrays [ranks, rows], with the fields of StepBins.
+
+    A key of -1 marks a missing row.
+    """
 
     width: int
     ranks: npt.NDArray[np.int64]
@@ -50,7 +62,7 @@ class BinBatch:
     ready_ns: npt.NDArray[np.floating[Any]]
     workload: npt.NDArray[np.floating[Any]]
     parts_ns: npt.NDArray[np.floating[Any]]
-    """[ranks, rows, len(OWN_PARTS)]: work."""
+    """Work by part: [ranks, rows, len(OWN_PARTS)]."""
     issue_ns: npt.NDArray[np.floating[Any]]
     issue_ready_ns: npt.NDArray[np.floating[Any]]
     lag_ns: npt.NDArray[np.floating[Any]]
@@ -64,7 +76,7 @@ class BinBatch:
         return cls(rows.width, np.array([rank]), (rows.step // rows.width)[None], parts_ns=rows.work_ns[None], **values)
 
     def between(self, low: int, high: int) -> BinBatch:
-        """The rows of steps from `low` to below `high`."""
+        """Return the rows of steps from `low` to before `high`."""
         steps = self.key * self.width
         inside = (self.key >= 0) & (steps >= low) & (steps < high)
         return dataclasses.replace(self, key=np.where(inside, self.key, -1))
@@ -72,7 +84,10 @@ class BinBatch:
 
 @dataclasses.dataclass(frozen=True)
 class _NarrowBins:
-    """Rows of any ranks one below the other, [rows, ...], of which the window's rows are means."""
+    """Rows that are narrower than the window's, [rows, ...].
+
+    The window's rows are means over them.
+    """
 
     width: int
     rank: npt.NDArray[np.int64]
@@ -87,7 +102,7 @@ class _NarrowBins:
         return cls(block.width, block.ranks[rank], block.key[rank, row], block.flags[rank, row], values)
 
     def and_then(self, later: _NarrowBins) -> _NarrowBins:
-        """Both; of a row that is in both, the later one."""
+        """Return the rows of both. Later values replace earlier ones of the same row."""
         known = np.isin(self.rank << _KEY_BITS | self.key, later.rank << _KEY_BITS | later.key)
         self = self.chosen(~known) if known.any() else self
         values = {name: np.concatenate([self.values[name], later.values[name]]) for name in _VALUES}
@@ -101,7 +116,8 @@ class _NarrowBins:
         return _NarrowBins(self.width, self.rank[which], self.key[which], self.flags[which], values)
 
     def widened(self, width: int) -> tuple[BinBatch | None, _NarrowBins]:
-        """Means over `width` steps, where all their rows are there; and the rows that are left, to be completed."""
+        """Return means over `width` steps, where all rows are present, and the rows that are
+        left."""
         per = width // self.width
         wide = self.key // per
         (pairs, group, count) = np.unique(np.stack([self.rank, wide]), axis=1, return_inverse=True, return_counts=True)
@@ -128,7 +144,10 @@ class _NarrowBins:
 
 
 class SlidingWindow:
-    """Arrays [ranks, columns], a column for each row of steps, used in turn. The last column takes what is no row."""
+    """Ring buffers [ranks, columns] with one column for each row number.
+
+    The last column takes missing rows.
+    """
 
     def __init__(self, ranks: npt.NDArray[np.int64], width: int) -> None:
         """ranks: ascending."""
@@ -143,25 +162,33 @@ class SlidingWindow:
             np.full(shape, np.nan, np.float32) for _ in range(4)
         )
         self.parts_ns = np.full((*shape, len(OWN_PARTS)), np.nan, np.float32)
-        # What ranks have that are judged by their devices; of others, work is the rank's own time.
-        # Of many ranks, more digits would fill the memory.
+        # These exist only if ranks are judged by their devices. For other ranks, own time is work.
+        # 16 bits limit the memory for many ranks.
         self._issue_s = self._lag_s = np.zeros((0, 0, 0), np.float16)
         self.no_cpu_ns = self.issue_ready_ns = self.ready_ns
         self.own_ns = np.full(shape, np.nan, np.float32)
         self.by_host_ns = np.zeros((0, 0), np.float32)
-        """Own time of the parts in which the device waits for its host; empty where no rank is judged by its device."""
+        """Own time of the parts in which the device waits for its host; empty if no rank is judged
+        by its device."""
         self._critical = np.full(self.columns + 1, -1, np.int64)
-        """By column, the index of the rank whose lag own times are computed with; -1: own time is work."""
+        """Index of the critical rank of each column, whose lag is used for own times; -1 if own
+        time is work."""
         self.excess_ns = np.zeros(shape, np.float32)
         self.newest = np.full(len(ranks), -1, np.int64)
-        # Of each column: the row number whose excess has been computed, and whether it may be compared.
+        # For each column: the row number whose excess has been computed, and whether the row can be
+        # compared.
         self._computed = np.full(self.columns, -1, np.int64)
         self._good = np.zeros(self.columns, bool)
-        self._compared = np.zeros(0, np.int64)  # the ranks, by index, that they were computed for
-        self._narrow: dict[int, _NarrowBins] = {}  # by width: rows that do not fill one of the window's yet
+        # Indices of the ranks that these were computed for.
+        self._compared = np.zeros(0, np.int64)
+        # By width, narrower rows that do not yet complete a row of the window.
+        self._narrow: dict[int, _NarrowBins] = {}
 
     def put(self, block: BinBatch) -> None:
-        """Adds rows of ranks that are in the window. Rows that are narrower than its own wait until they fill one."""
+        """Add rows of ranks that are in the window.
+
+        Narrower rows are kept until they complete a row of the window.
+        """
         if block.width != self.width:
             narrow = _NarrowBins.of(block)
             if block.width in self._narrow:
@@ -179,7 +206,7 @@ class SlidingWindow:
         for name in self._kept:
             getattr(self, name)[index, at] = getattr(block, name)
         if self._has_host_times:
-            # A lag that is not known is a very long one.
+            # An unknown lag is a very long one, beyond what 16 bits can hold.
             self._issue_s[index, at], self._lag_s[index, at] = (
                 np.minimum(each / 1e9, _LONGEST_S) for each in (block.issue_ns, block.lag_ns)
             )
@@ -187,7 +214,8 @@ class SlidingWindow:
         self.key[index, at] = keys
         self.newest[index[:, 0]] = np.maximum(self.newest[index[:, 0]], keys.max(axis=1))
         self._critical[at[keys >= 0]] = -1
-        self._computed[at[keys >= 0]] = -1  # rows that come late change what was computed without them
+        # Late rows invalidate values that were computed without them.
+        self._computed[at[keys >= 0]] = -1
 
     @property
     def _has_host_times(self) -> bool:
@@ -198,7 +226,7 @@ class SlidingWindow:
         return (*_OF_ALL, "issue_ready_ns") if self._has_host_times else _OF_ALL
 
     def _keep_host_times(self) -> None:
-        """Begin to keep what only ranks that are judged by their devices have."""
+        """Create the arrays for ranks that are judged by their devices."""
         if not self._has_host_times:
             self._issue_s, self._lag_s = (np.zeros(self.parts_ns.shape, np.float16) for _ in range(2))
             self.issue_ready_ns = np.full_like(self.ready_ns, np.nan)
@@ -207,7 +235,8 @@ class SlidingWindow:
     def with_ranks(self, ranks: npt.NDArray[np.int64]) -> SlidingWindow:
         grown = SlidingWindow(ranks, self.width)
         if grown.columns != self.columns:
-            return grown  # so many ranks more that less is kept of each: begins anew
+            # With this many ranks the window has fewer rows, so it starts empty.
+            return grown
         at = np.searchsorted(ranks, self.ranks)
         if self._has_host_times:
             grown._keep_host_times()
@@ -218,11 +247,13 @@ class SlidingWindow:
         return grown
 
     def frontier(self, ended: Collection[int]) -> int:
-        """The newest row that all ranks have, but for those that ended long before the others, or are far behind."""
+        """Return the newest row that all ranks have, except ranks that ended long before or are far
+        behind."""
         has_ended = np.isin(self.ranks, list(ended))
         newest = self.newest[~has_ended]
         frontier = int(newest[newest >= newest.max() - LATE_ROWS].min() if len(newest) else self.newest.max())
-        # Ranks of a job end a row apart, or more where their rows are of other widths: they are judged to the end.
+        # Ranks of a job end a row apart, or more with other widths. Rows up to their end are judged
+        # with them.
         just_ended = self.newest[has_ended & (self.newest >= frontier - ENDED_ROWS)]
         return int(min([frontier, *just_ended]))
 
@@ -231,7 +262,8 @@ class SlidingWindow:
         return int(keys[keys >= 0].min())
 
     def comparable(self, first: int, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Row numbers from `first` to below `end` that can be compared, and the ranks (indices) that take part."""
+        """Return the comparable row numbers from `first` to before `end`, and the indices of the
+        ranks that have them."""
         keys = np.arange(max(first, end - self.rows, 0), end)
         present = np.flatnonzero(self.newest >= end - 1)
         if not np.array_equal(present, self._compared):
@@ -246,7 +278,7 @@ class SlidingWindow:
     def _compute(
         self, keys: npt.NDArray[np.int64], columns: npt.NDArray[np.int64], present: npt.NDArray[np.int64]
     ) -> None:
-        """What these columns, of these rows, show; whether they may be compared."""
+        """Compute the excess in the columns of these rows, and whether the rows can be compared."""
         self._computed[columns] = keys
         self.excess_ns[:, columns] = 0.0
         block = np.ix_(present, columns)
@@ -262,7 +294,10 @@ class SlidingWindow:
             self.excess_ns[block] = excess_over_others(self.own_ns[block].astype(np.float64))
 
     def _own_time(self, present: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> None:
-        """Compare by the hosts' times too, in the columns in which all ranks have them: not those of other nodes."""
+        """Compute own times in the columns in which all ranks have host times.
+
+        Ranks of other nodes have none.
+        """
         block = np.ix_(present, columns)
         known: npt.NDArray[np.bool_] = np.asarray((self._issue_s[block] > 0).any(axis=2).all(axis=0))
         critical = present[critical_rank(self.wait_ns[block])]
@@ -277,9 +312,10 @@ class SlidingWindow:
     def own_parts(
         self, block: tuple[npt.NDArray[np.int64], ...]
     ) -> tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.bool_]]:
-        """Return own time by part, and whether the device waits for its host there: [ranks, columns, len(OWN_PARTS)].
+        """Return own time by part, and whether the device waits for its host there: [ranks,
+        columns, len(OWN_PARTS)].
 
-        block: ranks and columns, of which `comparable` was asked.
+        block: ranks and columns, for which comparable() was called before.
         """
         parts_ns, columns = self.parts_ns[block], block[1].ravel()
         known = self._critical[columns] >= 0
@@ -293,11 +329,14 @@ class SlidingWindow:
         return np.where(known[:, None], own_ns, parts_ns), by_host & known[:, None]
 
     def mean_own_time(self, block: tuple[npt.NDArray[np.int64], ...]) -> OwnTime | None:
-        """Return the mean of own times; None where ranks are not judged by their devices. block: as of own_parts()."""
+        """Return mean own times; None if ranks are not judged by their devices.
+
+        block: see own_parts().
+        """
         return mean_own_time(*self.own_parts(block), self.parts_ns[block]) if self._has_host_times else None
 
     def by_host_share(self, block: tuple[npt.NDArray[np.int64], ...]) -> npt.NDArray[np.float64]:
-        """Return how much of each rank's own time lies in parts in which the device waits for its host: [ranks].
+        """Return the share of each rank's own time in which the device waits for its host: [ranks].
 
         block: ranks and columns.
         """

@@ -1,7 +1,7 @@
-"""How much more work each rank had than the others, in windows over the whole run. Pure.
+"""Relative excess of each rank in windows over the whole run. Pure.
 
-The judge (detector.py) has the newest rows only; this is what a picture of the run, and the history of a verdict, are
-made of.
+It is used for the heat map and the history of verdicts. The detector (detector.py) has only the
+newest rows.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def window_excess(windows: RunWindows, places: Mapping[int, Placement]) -> npt.NDArray[np.float64]:
-    """[ranks, columns]: a rank's work above the median of the other ranks that do the same, as a share of that median.
+    """Return each rank's excess as a share of the median work of the other ranks: [ranks, columns].
 
-    NaN where it, or all others, have no work there that can be compared.
+    It is NaN in windows in which the rank, or all others, have no comparable work.
     """
     populations: dict[str, list[int]] = defaultdict(list)
     for row, rank in enumerate(windows.ranks):

@@ -1,1 +1,1 @@
-"""Sentences that people read, made from values."""
+"""Sentences of verdicts, and their evidence."""

@@ -1,8 +1,9 @@
-"""Where the steps' time goes, on all ranks together, in words. A sentence has one base: a typical step, or all steps.
+"""Verdicts on the use of the steps' time, over all ranks. Shares are of a typical step, or of the
+time of all steps.
 
-Computing is what a job is for: it is named first, unless waiting or host code takes a quarter of the step, or more than
-computing; then that is. What else is worth a person's time comes after it. Where the work is on a device, its own clock
-says what limits the step; without that, only what the host did is said.
+Computing is the purpose of a job. It is named first, unless a wait or host code takes a quarter of
+the step, or more than computing. Other large uses follow. For work on a device, the device's clock
+determines the limit. Without device times, the verdict is that the limit is not known.
 """
 
 from __future__ import annotations
@@ -34,29 +35,40 @@ from torchlens_perf.verdicts.words.stragglers import module_label, phase_name
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts, TypicalStep
 
-# Shares of a typical step, or of all steps' time, from which something is worth naming.
+# Shares of a typical step from which a use is named, is what the advice is about, and is named
+# before computing.
 _WORTH_NAMING, _WORTH_DOING, _WASTE_FIRST = 0.1, 0.15, 0.25
+# Share of all steps' time from which a class of long steps is named. It is lower if all waited for
+# one known rank.
 _LONG_WORTH_NAMING = 0.05
-_STALL_WORTH_NAMING = 0.015  # where it is known which rank all waited for
-_NEARLY = 0.8  # of the longest wait, of the rank that waits longest, or of the section around another one
-_MOST, _SOME = 0.5, 0.25  # of the host code in a step, that is in a section
-_SOME_LACK = 0.05  # of the time, from which on it is said that figures contain it
-_SAMPLED_LACK = 0.25  # of the time, that the sidecar saw a main thread without a CPU, where steps do not record it
+_STALL_WORTH_NAMING = 0.015
+# Two times are nearly equal if the smaller is at least this share of the larger.
+_NEARLY = 0.8
+# Shares of a step's host code that one section has.
+_MOST, _SOME = 0.5, 0.25
+# Sampled lack of CPUs, as a share of the time: from the first on it is mentioned, from the second
+# on it is the limit.
+_SOME_LACK = 0.05
+_SAMPLED_LACK = 0.25
 _MAX_LONG = 2
-_MAX_NUMBERS = 4  # of steps that come irregularly
-_RARELY = 0.05  # of a typical step, that communication takes where ranks mostly communicate in other steps
-_FEWEST = 5  # steps that make a kind of steps
+# The most numbers of irregular steps that a sentence lists.
+_MAX_NUMBERS = 4
+# Below this share of communication in the typical step, ranks communicate in other steps.
+_RARELY = 0.05
+# The fewest steps of a class that counts as a kind of steps.
+_FEWEST = 5
 _NOT_A_CAUSE = ("garbage collection", "sampled backward pass")
-"""What a long step also did, which does not explain it while a rank is slow."""
+"""Kinds of long steps that do not explain their length while a rank is slow."""
 _GAP = ("data", "host")
 _COMPUTE = ("forward", "backward", "recompute", "optimizer")
-# Of forward and backward passes that a device ended as soon as the host had issued the last of them.
+# Share of forward and backward passes at whose end the device had no work left: above the first,
+# the step is limited by launches. Below the second, the host is ahead of the device.
 _LAUNCH_BOUND, _CAUGHT_UP = 0.8, 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """What a part of a step is spent on, in seconds, the mean over the ranks."""
+    """A use of a step's time. Seconds are means over the ranks."""
 
     kind: str
     phase: str
@@ -67,21 +79,28 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """What a step of `step_s` is spent on. They add up to it, but for our own time."""
+    """The uses of a step of `step_s` seconds.
+
+    They add up to it, except for the overhead of recording.
+    """
 
     step_s: float
     computing: Use
     waits: list[Use]
-    """The rest, the most first."""
+    """All other uses, the largest first."""
 
     @property
     def limit(self) -> Use:
-        """What is named first: computing, unless something else takes a quarter of the step, or more than computing."""
+        """The use that is named first: computing, unless a wait takes a quarter of the step, or
+        more than computing."""
         most = self.waits[0]
         return most if most.seconds >= self._enough_s else self.computing
 
     def limits(self, kind: str) -> bool:
-        """Whether a kind of use limits the step. Two waits that take nearly the same time both do."""
+        """Return True if a kind of use limits the step.
+
+        Two waits that take nearly the same time both do.
+        """
         if kind == self.computing.kind:
             return self.limit is self.computing
         return self.wait(kind).seconds >= max(self._enough_s, _NEARLY * self.waits[0].seconds)
@@ -91,11 +110,11 @@ class Spent:
         return min(_WASTE_FIRST * self.step_s, self.computing.seconds)
 
     def wait(self, kind: str) -> Use:
-        """That of a kind."""
+        """Return the wait of a kind."""
         return next(each for each in self.waits if each.kind == kind)
 
     def without(self, kind: str) -> Spent:
-        """The same step, where the cause of one kind of wait is the subject of another verdict."""
+        """Return the step without one kind of wait, whose cause has another verdict."""
         return dataclasses.replace(self, waits=[each for each in self.waits if each.kind != kind])
 
     @property
@@ -106,9 +125,12 @@ class Spent:
 def spent(
     step_s: float, parts_s: Mapping[str, float], lack_s: Mapping[str, float], *, device: bool, look_at: str = ""
 ) -> Spent:
-    """From the seconds of each part of a step, and those of them in which a thread was ready and had no CPU.
+    """Return the uses of a step.
 
-    device: they are by the device's clock, which lacks a CPU where it waits for the host: between the phases.
+    parts_s: seconds of each part. lack_s: seconds of each part in which a thread was runnable
+    without a CPU.
+    device: the parts are by the device's clock. A lack of CPU then counts only between the phases,
+    where the device waits for the host.
     """
     lack = {part: min(parts_s.get(part, 0.0), lack_s.get(part, 0.0)) for part in (_GAP if device else OWN_PARTS)}
     left = {part: seconds - lack.get(part, 0.0) for part, seconds in parts_s.items()}
@@ -125,22 +147,27 @@ def spent(
 
 
 def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[JudgedVerdict]:
-    """The verdict on the typical step, and those on the classes of long steps that cost much.
+    """Return the verdict on the typical step, and verdicts on classes of long steps with a high
+    cost.
 
-    waits_explained: ranks wait in communication for one that another verdict is about. Such waits are left out.
+    waits_explained: True if ranks wait in communication for a rank that has another verdict. These
+    waits are left out.
     """
     typical = _typical(report, waits_explained=waits_explained)
     classes = report["steps"]["long"]
-    if report["steps"]["alike"] < _FEWEST:  # too few to tell what is usual
+    # With too few typical steps, the usual duration is not known.
+    if report["steps"]["alike"] < _FEWEST:
         classes = [each for each in classes if each["kinds"] or each["waited_for"] is not None]
-    if typical.kind == "lack_of_cpu":  # it explains steps that only lack a CPU for longer than the others
+    if typical.kind == "lack_of_cpu":
+        # This verdict also explains steps that only lack a CPU for longer than the others.
         lacking = [each for each in classes if not each["kinds"] and each["part"] == LACK_OF_CPU]
         classes = [each for each in classes if each not in lacking]
         typical = dataclasses.replace(typical, text=f"{typical.text}{_lack_longer(lacking)}")
     if waits_explained:
         classes = [each for each in classes if set(each["kinds"]).difference(_NOT_A_CAUSE)]
     if report["run"]["device"] is not None and report["steps"]["by"] != DEVICE:
-        # The host's step is long where it waits for the device, as in every tenth one for a loss to print.
+        # The host's step is long if it waits for the device, for example to print the loss in every
+        # tenth step.
         classes = [each for each in classes if each["kinds"]]
     worth = [
         each
@@ -152,9 +179,10 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[JudgedV
 
 
 def _by_kind(classes: Sequence[LongSteps]) -> list[LongSteps]:
-    """Return the classes, those of one known kind joined, the costliest first: a longer evaluation is an evaluation.
+    """Return the classes, the costliest first. Classes of the same known kind are joined, such as
+    evaluations of two lengths.
 
-    Steps of unknown kinds stay apart: what takes twice as long may be something else.
+    Classes of unknown kinds are not joined: steps that take twice as long may do other work.
     """
     found: dict[object, list[LongSteps]] = {}
     for each in classes:
@@ -167,7 +195,8 @@ def _by_kind(classes: Sequence[LongSteps]) -> list[LongSteps]:
 
 
 def _lack_longer(lacking: list[LongSteps]) -> str:
-    """Return a sentence on steps that lack a CPU for longer than the typical step, where they cost much."""
+    """Return a sentence on steps that lack a CPU for longer than the typical step; "" if they cost
+    little."""
     count, total_s = sum(each["count"] for each in lacking), sum(each["total_s"] for each in lacking)
     if sum(each["share"] for each in lacking) < _LONG_WORTH_NAMING:
         return ""
@@ -177,7 +206,7 @@ def _lack_longer(lacking: list[LongSteps]) -> str:
 
 
 def named_uses(verdict: JudgedVerdict) -> set[str]:
-    """The kinds of uses that the sentence on the typical step names."""
+    """Return the kinds of uses that the sentence on the typical step names."""
     evidence, uses_s = verdict.evidence, dict[str, float]()
     if isinstance(evidence, TypicalStepEvidence):
         uses_s, step_s = dict(evidence.uses_s), evidence.typical_step_s
@@ -188,7 +217,8 @@ def named_uses(verdict: JudgedVerdict) -> set[str]:
 
 
 def without_use(verdict: JudgedVerdict, kind: str) -> JudgedVerdict:
-    """The verdict on the typical step, where another verdict is about one of the waits that its sentence adds."""
+    """Return the verdict on the typical step without the clause on one wait, which has another
+    verdict."""
     what = next((_lower(each.what) for each in (*_WAITS, _LACK) if each.kind == kind), kind)
     return dataclasses.replace(verdict, text=re.sub(rf"; {re.escape(what)} [^()]*\([^()]*\)", "", verdict.text))
 
@@ -239,7 +269,8 @@ _ACTION_ON_DATA_THREAD = "see whether the loop waits for the batches that anothe
 
 
 def _on_other_threads(report: Facts, found: Spent) -> JudgedVerdict | None:
-    """The verdict where the recorded thread's host code is the limit, and other threads do a step's work meanwhile."""
+    """Return a verdict if host code is the limit while other threads do a step's work; else
+    None."""
     outside, others = found.limit, _other_threads_s(report)
     if outside.kind != "host_bound" or sum(others.values()) < _WASTE_FIRST * outside.seconds:
         return None
@@ -255,7 +286,7 @@ def _on_other_threads(report: Facts, found: Spent) -> JudgedVerdict | None:
 
 
 def other_threads_note(report: Facts) -> str:
-    """Return a note on the work of threads other than the recorded one; "" if they did none."""
+    """Return a note on work of threads other than the recorded one; "" without such work."""
     others = _other_threads_s(report)
     if not others:
         return ""
@@ -263,7 +294,8 @@ def other_threads_note(report: Facts) -> str:
 
 
 def _other_threads_s(report: Facts) -> dict[str, float]:
-    """Return seconds per step of each phase on threads other than the recorded one, the mean over the ranks."""
+    """Return seconds per step of each phase on threads other than the recorded one, the mean over
+    the ranks."""
     total_s: dict[str, float] = {}
     for phase, seconds in (item for rank in report["ranks"] for item in rank["other_threads"].items()):
         total_s[phase] = total_s.get(phase, 0.0) + seconds
@@ -281,9 +313,10 @@ def _of(seconds: float, step_s: float) -> str:
 
 
 def _wait_alike(limit: Use, waits_s: Sequence[float]) -> str:
-    """Return what the ranks' waits in communication cannot tell, where these limit the step and are all alike.
+    """Return a caveat if waits in communication limit the step and are equal on all ranks; else "".
 
-    waits_s: of each rank. All ranks leave a collective together, whichever of them sends slowly.
+    waits_s: wait of each rank. All ranks leave a collective together, so equal waits do not exclude
+    one slow sender.
     """
     if limit.kind != "communication_bound" or len(waits_s) < 2 or min(waits_s) < _NEARLY * max(waits_s):
         return ""
@@ -291,12 +324,14 @@ def _wait_alike(limit: Use, waits_s: Sequence[float]) -> str:
 
 
 def _kinds_of_steps(report: Facts) -> str:
-    """Return a sentence where the typical step is not the only frequent kind of steps; else nothing."""
+    """Return a sentence if there are several frequent kinds of steps; else ""."""
     steps = report["steps"]
     others = [*steps["long"], *steps["short"]]
     total = steps["alike"] + sum(each["count"] for each in others)
     found = [(steps["alike"], steps["alike_mean_s"] or 0.0)]
-    # Steps that wait for a CPU do the same as the others. Where that is not measured, it may be why some take longer.
+    # Steps that wait for a CPU do the same work as the others. If these waits are not measured,
+    # they may explain why some steps are longer, so such steps must be in the majority to count as
+    # a kind.
     of_other_kinds = [each for each in others if each["kinds"] or each["part"] != LACK_OF_CPU]
     doubtful = [] if _lack_is_measured(report) else [each for each in steps["long"] if _is_unexplained(report, each)]
     for each in of_other_kinds:
@@ -312,17 +347,18 @@ def _kinds_of_steps(report: Facts) -> str:
 
 
 def _lack_is_measured(report: Facts) -> bool:
-    """Return whether the typical step of any rank is long enough for its waits for a CPU to be recorded."""
+    """Return True if the typical step of any rank is long enough for its waits for a CPU to be
+    recorded."""
     return any(typical["lack_of_cpu"] is not None for typical in _typical_steps(report))
 
 
 def _typical_steps(report: Facts) -> list[TypicalStep]:
-    """Of the ranks that have one."""
+    """Return the typical steps of all ranks that have one."""
     return [rank["typical"] for rank in report["ranks"] if rank["typical"] is not None]
 
 
 def _on_the_host(report: Facts) -> Spent:
-    """What a typical step is spent on by the hosts' clocks."""
+    """Return the uses of a typical step by the hosts' clocks."""
     steps = _typical_steps(report)
 
     def mean_s(values: Iterable[Mapping[str, float]], part: str) -> float:
@@ -353,9 +389,10 @@ _WAITS = (
 
 
 def _in_sections(report: Facts, use: Use, step_s: float) -> list[Use]:
-    """Host code, by the section that it is mostly in, and the rest of it if that is worth naming; other uses as given.
+    """Return host code split into the section with most of it and the rest; other uses unchanged.
 
-    Of nested sections, the innermost one that has most of the time of those around it.
+    The rest is left out if it is small. Of nested sections, the innermost is named that has most of
+    the time of the outer ones.
     """
     whole_s = sum(step["parts"].get("host", 0.0) for step in _typical_steps(report)) / len(_typical_steps(report))
     sections = [(row["host_s_per_typical_step"] or 0.0, row["name"]) for row in report["sections"]]
@@ -369,7 +406,9 @@ def _in_sections(report: Facts, use: Use, step_s: float) -> list[Use]:
         return [dataclasses.replace(use, what=what, action=_section_action(max(sections)[1]))]
     seconds, name = min(most)
     action = _section_action(name)
-    if use.seconds < _NEARLY * whole_s:  # it is without the time in which there was no CPU, as no section is
+    if use.seconds < _NEARLY * whole_s:
+        # The use has no waits for a CPU, but the section's time contains them, so its time is not
+        # shown.
         return [dataclasses.replace(use, what=f'{use.what}, most of it in section "{name}",', action=action)]
     seconds = min(seconds, use.seconds)
     found = [dataclasses.replace(use, seconds=seconds, what=f'Section "{name}"', action=action)]
@@ -387,7 +426,7 @@ def _section_action(name: str) -> str:
 
 
 def computing_action(report: Facts) -> str:
-    """Return which module to begin with, and how to look deeper."""
+    """Return advice on the module to look at first, and on how to time modules inside it."""
     if not report["modules"]:
         return "time modules: watch(model)."
     row = report["modules"][0]
@@ -412,13 +451,14 @@ _LAUNCH_ACTION = (
 
 
 def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> JudgedVerdict:
-    """What limits the step is said by the device's clock, or not at all."""
+    """Return the verdict on a step with work on a device, by the device's clock only."""
     timed = [rank["device"] for rank in report["ranks"] if rank["device"] is not None and rank["device"]["parts"]]
     if not timed:
         return _not_known(report, device)
     parts = {part: sum(each["parts"].get(part, 0.0) for each in timed) / len(timed) for part in PARTS}
     step_s, own = sum(parts.values()), report["steps"]["own_time"]
-    if own is not None and own["is_hidden"]:  # most ranks wait for one, and do not show what it does
+    if own is not None and own["is_hidden"]:
+        # The devices of most ranks wait for one rank, so their clocks do not show that rank's work.
         parts = {**parts, **own["parts"], "communication": max(0.0, step_s - sum(own["parts"].values()))}
     evidence = DeviceStepEvidence({part: s for part, s in parts.items() if s})
     waits_s = [each["parts"].get("communication", 0.0) for each in timed]
@@ -453,7 +493,7 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Judged
             f"The {device} waits for the host: it had no work left at the end of {percent(share)} of the forward and "
             f"backward passes. Next: {_LAUNCH_ACTION}"
         )
-        # What the job would gain is not known: how long a device idled between two kernels is not measured.
+        # The cost is not known, because idle time of a device between two kernels is not measured.
         return judged("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share, launch_share))
     phases = sorted(((parts[part], part) for part in _COMPUTE if parts[part]), reverse=True)
     shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for seconds, part in phases)
@@ -488,9 +528,9 @@ def _lower(text: str) -> str:
 
 
 def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> JudgedVerdict:
-    """A class of long steps: how often, how much longer, why, and what they cost in all.
+    """Return the verdict on a class of long steps.
 
-    short_of_cpus: the verdict on the typical step says that it waits for a CPU.
+    short_of_cpus: True if the verdict on the typical step names waits for a CPU.
     """
     steps, count = report["steps"], long["count"]
     often = f"One step in {long['period']}" if long["period"] else f"{count} of {steps['count']} steps"
@@ -529,28 +569,33 @@ def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> JudgedVerdi
 
 
 def _stalling_rank(long: LongSteps) -> int | None:
-    """Return the rank that all others waited for, where it is not known what that rank did; else None."""
+    """Return the rank that all others waited for, if that rank's work is of no known kind; else
+    None."""
     return None if long["kinds"] else long["waited_for"]
 
 
 def _rarely_communicates(report: Facts) -> bool:
-    """Return whether the typical step of the ranks has little communication, as of local SGD."""
+    """Return True if the typical step has little communication, as with local SGD."""
     steps = _typical_steps(report)
     communication_s = sum(step["parts"].get("communication", 0.0) for step in steps)
     return communication_s < _RARELY * sum(step["s"] for step in steps)
 
 
 def _is_unexplained(report: Facts, long: LongSteps) -> bool:
-    """Return whether these steps may be longer only because they waited for a CPU.
+    """Return True if these steps may be longer only because they waited for a CPU.
 
-    Other work comes regularly or is of a known kind. A device's own time contains no wait for a CPU.
+    Additional work comes regularly or is of a known kind. A device's own time contains no wait for
+    a CPU.
     """
     parts = _GAP if report["steps"]["by"] == DEVICE else OWN_PARTS
     return not long["kinds"] and not long["period"] and long["part"] in parts
 
 
 def _waited(report: Facts, long: LongSteps, rank: int, often: str) -> JudgedVerdict:
-    """Long steps in which all other ranks waited for one. often: how many steps, where there are many."""
+    """Return the verdict on long steps in which all ranks waited for one.
+
+    often: their number, if there are many.
+    """
     steps, several = long["steps"], len(long["steps"]) > 1
     numbers = f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}" if several else str(steps[0])
     which = f"Step{'s' * several} {numbers}" if long["count"] <= len(steps) and not long["period"] else often
@@ -566,7 +611,10 @@ def _waited(report: Facts, long: LongSteps, rank: int, often: str) -> JudgedVerd
 
 
 def _numbers(long: LongSteps) -> str:
-    """Which steps. The count is each rank's, on average; the numbers are those of all ranks."""
+    """Return the numbers of the steps.
+
+    They are of all ranks, while the count is a mean over the ranks.
+    """
     steps, count = long["steps"], long["count"]
     numbers = ", ".join(map(str, steps[:_MAX_NUMBERS])) + (", ..." if len(steps) > _MAX_NUMBERS else "")
     which = "not the same on all ranks: " if len(steps) > count else "among them " if len(steps) < count else ""
@@ -588,7 +636,8 @@ _BESIDES_PASSES = {"host": "host code", "data": "data loading", "communication":
 
 
 def _passes_action(part: str) -> str:
-    """Return advice that holds whatever the forward passes without gradients are for."""
+    """Return advice for forward passes without gradients that is correct for any purpose of these
+    passes."""
     return {
         "host": "look at what the loop does between these passes.",
         "data": "look at how these passes get their data.",
@@ -626,5 +675,5 @@ def _long_action(long: LongSteps) -> str:
 
 
 def _at(long: LongSteps) -> str:
-    """Return which steps they are, of many the last."""
+    """Return the numbers of the steps, or of the last ones if there are many."""
     return f"step{'s' * (len(long['steps']) > 1)} {', '.join(map(str, long['steps'][-_MAX_NUMBERS:]))}"

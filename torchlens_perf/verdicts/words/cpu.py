@@ -1,4 +1,4 @@
-"""What to do where the ranks lack CPUs, by what is known of those who use them. Pure."""
+"""Advice for ranks that lack CPUs, from the known uses of their CPUs. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts
 
 CPU_ACTION = "see what else keeps the CPUs busy; then fewer threads, workers or ranks, or more CPUs."
-"""The general advice, in the place of which with_cpu_action() puts what is known of the run."""
-_OTHERS = 0.1  # share of the job's CPUs that other programs keep busy, from which on they are named
+"""The general advice, which with_cpu_action() replaces with advice for the run."""
+# Other programs are named if they keep at least this share of the job's CPUs busy.
+_OTHERS = 0.1
 
 
 def with_cpu_action(verdict: JudgedVerdict, report: Facts) -> JudgedVerdict:
-    """The verdict with advice that the run can follow: it has no fewer threads, workers or ranks than one of each."""
+    """Return the verdict with advice that fits the run: no fewer threads, workers or ranks if it
+    has only one."""
     if CPU_ACTION not in verdict.next:
         return verdict
     return dataclasses.replace(verdict, next=verdict.next.replace(CPU_ACTION, _action(report)))
@@ -50,6 +52,6 @@ def _action(report: Facts) -> str:
 
 
 def _now(values: Set[int | None]) -> str:
-    """How many there are, where that is known and the same of all ranks."""
+    """Return a clause with the present number, if it is known and the same for all ranks."""
     (value,) = values if len(values) == 1 else (None,)
     return "" if value is None else f", now {value}"

@@ -1,7 +1,7 @@
-"""A verdict, and the numbers behind its sentence: a type for each kind of evidence, as `report --json` has it.
+"""Verdicts and their evidence: a type for each kind of evidence in `report --json`.
 
-Names end in their units: `_s` seconds, `_bytes`. A share is between 0 and 1. A Struct is used where JSON has a field
-`class`, which no dataclass can have, and so for all that are made here.
+Names end in their units: `_s` seconds, `_bytes`. A share is between 0 and 1. Some evidence has a
+field `class` in JSON, which a dataclass cannot have. All types defined here are therefore Structs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SLOW_COMMUNICATION = "slow_communication"
 
 
 class StragglerEvidence(Struct, frozen=True):
-    """Of ranks that are slow now. Seconds are those of a step of the slowest one."""
+    """Evidence on ranks that are slow now. Seconds are per step of the slowest rank."""
 
     cause: str = field(name="class")
     """slow_compute, slow_data, slow_host, more_work, or imbalance for a position in the mesh."""
@@ -31,27 +31,28 @@ class StragglerEvidence(Struct, frozen=True):
     """rank, node or position."""
     ranks: tuple[int, ...]
     slow_too: tuple[int, ...]
-    """Other slow ranks that do the same work. The verdict's cost is that of all of them together."""
+    """Other slow ranks that do the same work. The verdict's cost is that of all of them
+    together."""
     work_s: float
     others_work_s: float
     excess_s: float
     phase_excess_s: float
     share_of_steps: float
-    """In how many of the steps it is slow."""
+    """Share of the steps in which it is slow."""
     excess_when_slow_s: float
     standard_errors: float
-    """How far the excess is beyond what chance gives."""
+    """Standard errors of the mean excess above zero."""
     named_at_step: int
     more_workload: float
-    """Share that it has more to do than the others."""
+    """Share by which it has more workload than the others."""
     modules: tuple[str, ...]
-    """Those that explain most of the phase's excess."""
+    """Modules that explain most of the phase's excess."""
     module_excess_s: float
     diagnosis: Diagnosis | None
 
 
 class PastStragglerEvidence(Struct, frozen=True):
-    """Of a rank that was slow, and no longer is."""
+    """Evidence on a rank that is no longer slow."""
 
     cause: str = field(name="class")
     until_step: int
@@ -60,7 +61,7 @@ class PastStragglerEvidence(Struct, frozen=True):
 
 
 class ImbalanceEvidence(Struct, frozen=True):
-    """Of a pipeline stage that has more work than the others."""
+    """Evidence on a pipeline stage that has more work than the others."""
 
     cause: str = field(name="class")
     scope: str
@@ -68,29 +69,31 @@ class ImbalanceEvidence(Struct, frozen=True):
 
 
 class SlowLinkEvidence(LinkFindings, frozen=True, tag_field="class", tag=SLOW_COMMUNICATION):
-    """Of slow links, the costliest first."""
+    """Evidence on slow links, the costliest first."""
 
 
 @final
 class OutOfMemoryEvidence(OutOfMemory):
-    """Of the rank that was first to run out of its device's memory."""
+    """Evidence on the first rank that ran out of its device's memory."""
 
     ranks: list[int]
-    """That one, and then the others that ran out."""
+    """This rank, followed by the other ranks that ran out of memory."""
 
 
 @final
 class LongSteps(TypedDict):
-    """A class of steps that take longer than the typical step, or shorter."""
+    """A class of steps that are longer or shorter than the typical step."""
 
     kinds: list[str]
-    """What else they do; for longer steps, as far as it may be why."""
+    """Additional work of these steps. For longer steps, only work that may explain the
+    difference."""
     part: str
     """The part of the step that makes most of the difference."""
     count: int
     steps: list[int]
     waited_for: int | None
-    """The rank that all others waited for in each of them; None where that is not one and the same, or not known."""
+    """The rank that all others waited for in each of these steps; None if it differs or is not
+    known."""
     period: int | None
     mean_s: float
     """Their mean duration."""
@@ -100,7 +103,8 @@ class LongSteps(TypedDict):
 
 
 def joined(classes: Sequence[LongSteps]) -> LongSteps:
-    """Return several classes as one, named as the first: sums, and means by count."""
+    """Return the union of several classes, with sums, weighted means, and the names of the first
+    class."""
     count = sum(each["count"] for each in classes)
     return {
         **classes[0],
@@ -114,141 +118,153 @@ def joined(classes: Sequence[LongSteps]) -> LongSteps:
 
 
 class TypicalStepEvidence(Struct, frozen=True):
-    """What a typical step is spent on, by the hosts' clocks: the mean over the ranks."""
+    """Uses of a typical step's time by the hosts' clocks, as means over the ranks."""
 
     typical_step_s: float
     uses_s: dict[str, float]
-    """By the kind of verdict that it would be."""
+    """Seconds by the kind of verdict that each use would be."""
 
 
 class DeviceStepEvidence(Struct, frozen=True):
     """Shares of a step by the devices' clocks, as means over the ranks."""
 
     device_parts_s: dict[str, float]
-    """They add up to the step: phases; communication, that the compute stream waited for; data and host, that the
-    device waited for between the phases."""
+    """Parts that add up to the step: phases; communication, for which the compute stream waited;
+    data and host, for
+    which the device waited between the phases."""
 
 
 class StretchEvidence(Struct, frozen=True):
-    """Of a part of the run in which something else took the step's time than in the rest. Seconds are those of a step,
-    by windows: the mean over the ranks."""
+    """Evidence on a part of the run that was limited by something else than the rest.
+
+    Seconds are per step, from windows, as means over the ranks.
+    """
 
     step_s: float
     spent_s: float
-    """What it took in a step meanwhile."""
+    """Seconds of a step that the limit took in this part of the run."""
     rest_s: float
     """The same in the rest of the run."""
 
 
 class PastEvidence(Struct, frozen=True):
-    """Of what was found while the run went on, and is over."""
+    """Evidence on a finding that was made during the run and is over."""
 
     ranks: tuple[int, ...]
     duration_s: float | None
-    """Of a hang, for how long no step was made."""
+    """For a hang, the time without a finished step."""
     went_on: bool | None
-    """Of a hang, whether steps were made afterwards."""
+    """For a hang, true if steps were made afterwards."""
     stacks: Mapping[int, RankStack]
-    """Of a hang, the Python stacks that were read meanwhile, by rank."""
+    """For a hang, the Python stacks that were read during it, by rank."""
 
 
 class CaughtUpEvidence(Struct, frozen=True):
-    """Of devices that wait for the host."""
+    """Evidence on devices that wait for their hosts."""
 
     caught_up: float
     """Share of the forward and backward passes at whose end a device had no work left."""
     launch_share: float | None
-    """Share of a step's work in which the devices wait for their hosts to issue it; None: not known."""
+    """Share of a step's work in which the devices wait for their hosts to issue it; None if not
+    known."""
 
 
 class SampledEvidence(Struct, frozen=True):
-    """Of a lack of CPUs that the sidecar has seen, where steps are too short to record it."""
+    """Evidence on a lack of CPUs from the sidecar's samples, as steps are too short to record
+    it."""
 
     sampled: float
-    """Share of the samples in which a main thread was ready and had no CPU."""
+    """Share of the samples in which a main thread was runnable without a CPU."""
 
 
 class NotKnownEvidence(Struct, frozen=True):
-    """Of work on a device, of which only host time was recorded."""
+    """Evidence on work on a device of which only host time was recorded."""
 
     device: str
 
 
 class TooDeepEvidence(Struct, frozen=True):
-    """Of steps with spans that were nested too deep to be recorded: their time counts as host code."""
+    """Evidence on steps with spans that were nested too deep to be recorded.
+
+    Their time counts as host code.
+    """
 
     too_deep: int
-    """How many such spans there were."""
+    """Number of such spans."""
 
 
 class OtherThreadsEvidence(Struct, frozen=True):
-    """Of steps in which threads that are not recorded do the work. Seconds per step, the mean over ranks."""
+    """Evidence on steps in which unrecorded threads do the work.
+
+    Seconds are per step, as means over the ranks.
+    """
 
     step_s: float
     outside_s: float
-    """What the recorded thread spends outside of its phases."""
+    """Time of the recorded thread outside of its phases."""
     other_threads_s: dict[str, float]
-    """By phase, what other threads spend meanwhile."""
+    """Time of other threads, by phase."""
 
 
 class NobodySlowEvidence(Struct, frozen=True):
-    """Of ranks of which none stands out."""
+    """Evidence that no compared rank is slow."""
 
     rows: int
-    """Windows of steps that were compared."""
+    """Number of compared windows of steps."""
     detectable_s: float
-    """What a rank would have needed more a step to be named."""
+    """The smallest excess per step that would have been named."""
     compared: int
-    """Ranks that were compared."""
+    """Number of compared ranks."""
 
 
 class NotComparedEvidence(Struct, frozen=True):
-    """Of ranks that were not compared, or not yet."""
+    """Evidence on ranks that were not compared, or not yet."""
 
     rows: int
 
 
 class NoStepsEvidence(Struct, frozen=True):
-    """Of a run without steps."""
+    """Evidence on a run without steps."""
 
     records: int
 
 
 class DiedEvidence(Struct, frozen=True):
-    """Of ranks whose processes ended without closing their watch."""
+    """Evidence on ranks whose processes ended without closing their watch."""
 
     ranks: tuple[int, ...]
     last_step: int | None
-    """The last whole step of the rank that made the fewest; None: it made none."""
+    """The last finished step of the rank with the fewest steps; None if it finished no step."""
     inside: tuple[str, ...]
-    """The spans that this rank was inside of."""
+    """The spans that this rank was inside of when it died."""
 
 
 class StartupEvidence(Struct, frozen=True):
-    """Of a run whose start takes much of it."""
+    """Evidence on a run whose start takes a large share of its time."""
 
     before_first_step_s: float
     warm_up_more_s: float
-    """How much longer the warm-up steps took than as many usual ones."""
+    """Time of the warm-up steps beyond the time of as many usual steps."""
     compile_s: float | None
-    """How long torch.compile took in the process; None where it was not measured."""
+    """Time spent in torch.compile by the process; None if it was not measured."""
     cpu_wait_s: float | None
-    """How long the main thread was runnable without a CPU meanwhile; None where it was not measured."""
+    """Time for which the main thread was runnable without a CPU during the start; None if it was
+    not measured."""
     whole_s: float
     """From the start of the process to the end of its last step."""
 
 
 class GrowthEvidence(Struct, frozen=True):
-    """Of steps that take longer and longer. Medians of the windows of all ranks."""
+    """Evidence on steps that take longer and longer. Medians of the windows of all ranks."""
 
     first_third_s: float
     last_third_s: float
     later_is_slower: float
-    """Share of all pairs of windows of which the later one is slower."""
+    """Share of all pairs of windows in which the later window is slower."""
 
 
 class WarmUpEvidence(Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a run whose steps were all warm-up: there is none."""
+    """Evidence on a run with warm-up steps only. It has no fields."""
 
 
 Evidence = (
@@ -279,11 +295,11 @@ Evidence = (
 
 _BY_STEP = (TypicalStepEvidence, DeviceStepEvidence, StretchEvidence)
 OVER = "_ended"
-"""How the kinds of verdicts end that no longer hold."""
+"""Suffix of the kinds of verdicts that no longer hold."""
 WASTE = ("data_bound", "communication_bound", "host_bound", "lack_of_cpu")
-"""What a step's time may go to besides computing."""
+"""Kinds of verdicts on uses of a step's time other than computing."""
 
-# All kinds of verdicts, and which evidence each may have. The JSON schema is made from it.
+# All kinds of verdicts with their possible types of evidence. The JSON schema is made from it.
 EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "straggler": (StragglerEvidence,),
     "straggler_transient": (PastStragglerEvidence,),
@@ -305,7 +321,7 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "none": (NobodySlowEvidence, NotComparedEvidence, WarmUpEvidence),
     "not_compared": (NotComparedEvidence,),
     "no_steps": (NoStepsEvidence,),
-    # What is over; slow ranks have kinds of their own above.
+    # Findings that are over. Slow ranks have kinds of their own above.
     **dict.fromkeys((f"{kind}{OVER}" for kind in ("hang", "slow_link", "imbalance")), (PastEvidence,)),
     **dict.fromkeys((f"{kind}{OVER}" for kind in WASTE), (StretchEvidence,)),
 }
@@ -313,22 +329,24 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class JudgedVerdict(Verdict):
-    """A verdict with the numbers behind its sentence; one row of the report's `verdicts`.
+    """A verdict with its evidence: one row of the report's `verdicts`.
 
-    The cost of a slow rank is that of all of `evidence.slow_too` as well.
+    The cost of a slow rank includes the ranks in `evidence.slow_too`.
     """
 
     confidence: float
     evidence: Evidence
     episode: Episode | None = dataclasses.field(default=None, compare=False)
-    """The time in which its rank is, or was, slow; None for other kinds. It is in no report."""
+    """The episode of a slow rank; None for other kinds. Reports do not contain it."""
     explanation: str = ""
-    """What was measured, without place, cost, time and cause, which fields have; "" where that is the whole text."""
+    """The measurement, without place, cost, time and cause, which are in other fields; "" if that
+    is the whole text."""
     cause: str = ""
-    """Why a rank is slow, or what was checked in vain; "" where no cause was looked for."""
+    """The cause of a rank's slowness, or the causes that were ruled out; "" if no diagnosis was
+    made."""
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields that a report has."""
+        """Return the fields of the report's row."""
         return {
             "kind": self.kind, "rank": self.rank, "phase": self.phase, "cost_s_per_step": self.cost_s_per_step,
             "cost_share": self.cost_share, "since_step": self.since_step, "confidence": self.confidence,
@@ -342,7 +360,10 @@ def judged(
     since_step: int | None, confidence: float, sentence: str, evidence: Evidence, episode: Episode | None = None,
     explanation: str = "", cause: str = "",
 ) -> JudgedVerdict:  # fmt: skip
-    """Return a verdict. kind: one of EVIDENCE. sentence: with what to do after "Next: "."""
+    """Return a verdict.
+
+    kind: a key of EVIDENCE. sentence: the text, with the action after "Next: ".
+    """
     said = sentence_and_action(sentence)
     return JudgedVerdict(
         kind,

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 _MIN_CHANGE = 0.25
 """Growth of the windows' medians from the first to the last third of the run."""
 _STEADY = 0.8
-"""Share of all pairs of windows of which the later one is slower. A single change halfway has 0.75 of the pairs."""
+"""Share of all pairs of windows in which the later is slower. A single change halfway, with noise,
+has 0.75."""
 _MIN_WINDOWS = 12
 _MIN_CHANGE_WITHOUT_CPUS = 1.0
-"""The same where the ranks lack CPUs: a smaller growth may be that of the machine's load."""
+"""_MIN_CHANGE if the ranks lack CPUs: a smaller growth may come from the machine's load."""
 
 
 def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedVerdict]:
@@ -46,7 +47,8 @@ def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedVerdict
 
 
 def _changes_once(means_s: Sequence[float]) -> bool:
-    """Return whether a single change describes the windows better than steady growth does, by least squares."""
+    """Return True if a single change fits the windows better than steady growth, by least
+    squares."""
     sizes = np.log(means_s)
     at = np.arange(len(sizes))
     of_line = float(np.square(sizes - np.polyval(np.polyfit(at, sizes, 1), at)).sum())
@@ -58,7 +60,8 @@ def _changes_once(means_s: Sequence[float]) -> bool:
 
 
 def is_growth(report: Facts, verdict: JudgedVerdict) -> bool:
-    """Return whether a verdict is on long steps of an unknown kind, the last of a run whose steps grow."""
+    """Return True for a verdict on long steps of an unknown kind that are mostly in the last third
+    of the run."""
     history, long = report["history"], verdict.evidence
     if history is None or not isinstance(long, dict) or "kinds" not in long or long["kinds"] or long["period"]:
         return False

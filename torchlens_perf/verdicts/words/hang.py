@@ -1,4 +1,5 @@
-"""A hang in words: for how long, who waits for whom in what, what the missing ones were inside of, and what to do."""
+"""A hang in words: its duration, the waiting and the blocking ranks, their operations and spans,
+and the action."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.ring import Kind
 
-_MAX_NAMED = 4  # ranks with their hosts, and places
-_MAX_SPANS = 6  # of a place
+# The most ranks with hosts, and the most places, that one sentence lists.
+_MAX_NAMED = 4
+# The most spans of one place.
+_MAX_SPANS = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class RankStack:
-    """A rank's Python stack, innermost line last; or why there is none."""
+    """A rank's Python stack with the innermost line last, or the reason for its absence."""
 
     lines: tuple[str, ...]
     reason: str
@@ -26,33 +29,33 @@ class RankStack:
 
 @dataclasses.dataclass(frozen=True)
 class HangEvidence:
-    """A hang in progress, as the report has it. Hang says what the fields mean."""
+    """A hang in progress, as reports show it. See Hang for the fields."""
 
     kind: str
     since_s: float
     step: int
     ranks: tuple[int, ...]
-    """Those that the others wait for."""
+    """The blocking ranks."""
     waiting: tuple[int, ...]
     stacks: Mapping[int, RankStack]
-    """By rank, of a few of those that are worth a look."""
+    """Stacks of a few relevant ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenHang(HangEvidence):
-    """A hang in progress with its sentence, as the node's state and alerts have it."""
+    """A hang in progress with its sentence, as node states and alerts contain it."""
 
     text: str
 
 
 def described(hang: Hang, stacks: Mapping[int, RankStack]) -> OpenHang:
-    """The hang in words, without what only they are made from."""
+    """Return the hang with its sentence, without the values that only the sentence is made from."""
     ranks = tuple(each.progress.rank for each in hang.blocking)
     return OpenHang(hang.kind, hang.since_s, hang.step, ranks, hang.waiting, stacks, text=text(hang))
 
 
 def text(hang: Hang) -> str:
-    """Sentences for a log or a terminal, on one line."""
+    """Return sentences on the hang, on one line."""
     usual = f"usually {duration(hang.usual_s)}" if hang.usual_s > 0 else "no usual time is known yet"
     opening = f"No step for {duration(hang.since_s)} ({usual})"
     if hang.moving:
@@ -65,23 +68,24 @@ def text(hang: Hang) -> str:
 
 
 def operation(collective: Collective) -> str:
-    """A collective for people: "allreduce 57 of group 0"."""
+    """Return the name of a collective, such as "allreduce 57 of group 0"."""
     return f"{collective.operation or 'collective'} {collective.sequence} of group {collective.group}"
 
 
 def place(inside: Sequence[str]) -> str:
-    """Where a rank is, for people."""
+    """Return a phrase for the spans that a rank is inside of."""
     names = list(inside)
     if len(names) > _MAX_SPANS:
         names[2 : 3 - _MAX_SPANS] = ["..."]
     return f"inside {' > '.join(names)}" if names else "outside of all that is timed"
 
 
-# The kind is that of the gravest problem. The message lists the ranks with it first, and says what to do about them.
+# The kind of a hang comes from the gravest problem of its blocking ranks. The message lists ranks
+# with that problem first, and its action is about them.
 _GRAVE = {"stopped": ("stopped", "traced"), "missing": ("stuck",), "uneven": ("closed",)}
 
 
-# -- what was found
+# -- the finding
 
 
 def _blamed(hang: Hang) -> str:
@@ -104,7 +108,7 @@ def _blamed(hang: Hang) -> str:
 
 
 def _clause(blocking: BlockingRank, hang: Hang) -> str:
-    """What a blocking rank did, worded for one rank as for several."""
+    """Return a clause on a blocking rank that is correct for one rank and for several."""
     each = blocking.progress
     missing = "entered all that others have"
     if blocking.missing:
@@ -149,7 +153,7 @@ def _together(hang: Hang) -> str:
 
 
 def _level(hang: Hang) -> str:
-    """Why no device is named, where there are some."""
+    """Return a sentence on why no device is named; "" without devices."""
     devices = hang.devices
     if devices is None:
         return ""
@@ -225,7 +229,10 @@ _FINDINGS: dict[str, Callable[[Hang], str]] = {
 
 
 def _places(hang: Hang) -> str:
-    """Where the ranks are, the fewest first: they differ from the others."""
+    """Return a sentence on the places of ranks.
+
+    Places with few ranks are first, as they differ from the others.
+    """
     order = sorted(hang.places.items(), key=lambda item: (len(item[1]), item[1]))
     parts = [f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {place(inside)}" for inside, ranks in order]
     if len(parts) > _MAX_NAMED:
@@ -259,7 +266,10 @@ _UNNAMED_SPANS: dict[int, str] = {
 
 
 def device_place(mark: DeviceMark, name: str) -> DevicePlace:
-    """What a rank's ring says of its device, for a hang and its words. name: of the mark's span; "": not known."""
+    """Return the place of a rank's device from a mark in its ring file.
+
+    name: of the mark's span; "" if not known.
+    """
     span = _SPANS.get(mark.kind, "")
     if mark.kind in _NAMED_SPANS:
         span = f"{_NAMED_SPANS[mark.kind]} {name}" if name else _UNNAMED_SPANS[mark.kind]
@@ -270,7 +280,7 @@ def device_place(mark: DeviceMark, name: str) -> DevicePlace:
     return DevicePlace(mark.step, mark.place, words, stood_s, mark.kind, mark.is_end)
 
 
-# -- what to do
+# -- the action
 
 
 def _next_action(hang: Hang) -> str:
@@ -339,7 +349,7 @@ def _action_on(blocking: BlockingRank) -> str:
 
 
 def _named(blocking_ranks: Sequence[BlockingRank]) -> str:
-    """Ranks with their hosts, as in "ranks 2 (node-b) and 3 (node-b)"."""
+    """Return ranks with their hosts, such as "ranks 2 (node-b) and 3 (node-b)"."""
     names = [f"{each.progress.rank} ({each.progress.host})" for each in blocking_ranks]
     rest = len(names) - _MAX_NAMED
     if rest > 0:

@@ -1,4 +1,5 @@
-"""An out-of-memory error in words: who, when, what for, what held the memory, and what would help. Pure."""
+"""An out-of-memory error in words: rank, step, request, owners of the memory, and the action.
+Pure."""
 
 from __future__ import annotations
 
@@ -12,18 +13,22 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.memory import Growth
     from torchlens_perf.verdicts.words.report import Facts, Rank
 
-# From so much of the reserved memory on, free memory in the wrong places is worth the allocator's other mode; and from
-# so much of the device on, one request, one place's blocks or somebody else's memory are what to look at.
+# Expandable segments are advised if at least this share of the reserved memory is free in pieces.
 _FRAGMENTED_SHARE = 0.1
+# The advice is about one request, the blocks of one place, or other users of the device, from these
+# shares on.
 _ONE_REQUEST_SHARE = 0.25
 _ONE_PLACE_SHARE = 0.3
 _OTHERS_SHARE = 0.2
 _MANY_BLOCKS = 2
-_ALL_SHARE = 0.98  # the driver may report two sizes of one device, which differ by what it keeps for itself
+# The driver may report two sizes of one device, which differ by the memory that it reserves for
+# itself.
+_ALL_SHARE = 0.98
 
 
 def out_of_memory_verdicts(report: Facts) -> list[JudgedVerdict]:
-    """The rank that was first to run out of its device's memory, of those that have not finished a step since."""
+    """Return a verdict on the first rank that ran out of device memory and has not finished a step
+    since."""
     ended = [(rank["out_of_memory"], rank) for rank in report["ranks"] if ended_by_it(rank)]
     found = [(oom, rank) for oom, rank in ended if oom is not None]
     if not found:
@@ -33,8 +38,11 @@ def out_of_memory_verdicts(report: Facts) -> list[JudgedVerdict]:
 
 
 def ended_by_it(rank: Rank) -> bool:
-    """Whether the step in which a rank's memory ran out is the last that is known of it, and no watch of it has ended
-    without an error since."""
+    """Return True if a rank ran out of memory and did not recover.
+
+    It recovered if a later step was finished, or if its watch was closed after the error was
+    caught.
+    """
     oom = rank["out_of_memory"]
     if oom is None or (oom.get("caught") and rank["state"] == "closed"):
         return False
@@ -42,7 +50,7 @@ def ended_by_it(rank: Rank) -> bool:
 
 
 def out_of_memory_note(rank: Rank) -> str | None:
-    """Of a rank that ran out of memory and went on."""
+    """Return a note on a rank that ran out of memory and went on; else None."""
     oom = rank["out_of_memory"]
     if oom is None or ended_by_it(rank):
         return None
@@ -84,7 +92,8 @@ def _asked(oom: OutOfMemory) -> str:
 
 
 def _has_a_share(oom: OutOfMemory) -> bool:
-    """Whether the process may not take all of the device: torch.cuda.set_per_process_memory_fraction."""
+    """Return True if the process is limited to a share of the device
+    (torch.cuda.set_per_process_memory_fraction)."""
     return oom["limit_bytes"] < _ALL_SHARE * _device_bytes(oom)
 
 
@@ -100,14 +109,14 @@ def _largest(rows: list[LiveRow]) -> str:
 
 
 def place(row: LiveRow) -> str:
-    """Where a row's blocks were asked for."""
+    """Return the place in the code that allocated a row's blocks."""
     if not row["stack"]:
         return f"of {amount(row['largest_bytes'], 'B')} each, without a Python stack"
     return f"{row['module']}, {row['stack'][0]}" if row["module"] else row["stack"][0]
 
 
 def next_action(oom: OutOfMemory, growth: Growth | None) -> str:
-    """What would help, by what holds the memory."""
+    """Return the action that would help, from the owners of the memory."""
     table, limit, asked = oom["table"], oom["limit_bytes"], oom["asked_bytes"]
     if table is None:
         return _by_growth(growth) or f"{oom['earlier']}, and a smaller batch, checkpointing, or sharding (FSDP)."
@@ -161,7 +170,7 @@ def _by_growth(growth: Growth | None) -> str:
 
 
 def oom_text(oom: OutOfMemory) -> str:
-    """The table as plain text, for people without the report."""
+    """Return the table as plain text, for reading without the report."""
     table = oom["table"]
     lines = [
         f"rank {oom['rank']} ({oom['host']}), step {oom['step']}, device {oom['device']}: out of memory",

@@ -1,4 +1,7 @@
-"""The order of verdicts: by the seconds of job time that each has cost. All surfaces show them in this order. Pure."""
+"""The order of verdicts: by the seconds of job time that each has cost.
+
+All screens show them in this order. Pure.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,33 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Held
 
 WORTH_A_LINE = 0.05
-"""Share of all steps' time from which on a loss that is over stays among the verdicts that hold."""
+"""A hang that is over stays among the verdicts that hold if it took at least this share of all
+steps' time."""
 _URGENT = ("out_of_memory", "hang", "died")
 _OF_THE_RUN = (TypicalStepEvidence, DeviceStepEvidence, StretchEvidence)
 Row = tuple[JudgedVerdict, "Held | None", "float | None"]
-"""A verdict, since when it has held, and the seconds of job time that it has cost."""
+"""A verdict, its period, and the seconds of job time that it has cost."""
 
 
 def ended_in_it(evidence: Any) -> bool:
-    """Whether this is a hang from which the run did not recover."""
+    """Return True for a hang from which the run did not recover."""
     return isinstance(evidence, PastEvidence) and evidence.went_on is False
 
 
 class Lasting(TypedDict):
-    """What has held since a step."""
+    """A condition that has held since a step."""
 
     until_step: int | None
 
 
 def has_ended(of: Lasting | None) -> bool:
-    """Return whether what has held since a step is known to have ended."""
+    """Return True if the condition is known to have ended."""
     return of is not None and of["until_step"] is not None
 
 
 def ranks_of(row: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ranks that a row of the report's `verdicts`, or of its JSON, is about; () for the job as a whole."""
+    """Return the ranks of a row of the report's `verdicts`, or of its JSON; () for the job as a
+    whole."""
     evidence = row["evidence"]
     ranks = evidence.get("ranks") if isinstance(evidence, dict) else getattr(evidence, "ranks", None)
     if ranks:
@@ -51,9 +56,10 @@ def ranks_of(row: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def is_over(verdict: JudgedVerdict, held: Held | None) -> bool:
-    """Return whether a verdict is about an earlier part of the run only.
+    """Return True if a verdict is about an earlier part of the run only.
 
-    A hang that ended has cost its time for good, as a long step has: it is not over while that time is worth a line.
+    A hang that ended counts like a long step: it is not over if its share of the time is at least
+    WORTH_A_LINE.
     """
     kind, evidence = verdict.kind, verdict.evidence
     if ended_in_it(evidence):
@@ -66,18 +72,23 @@ def is_over(verdict: JudgedVerdict, held: Held | None) -> bool:
 
 
 def key(row: Row) -> tuple[int, float]:
-    """Return the sort key of a verdict: what stops the job, then what holds, then what is over; the costliest first."""
+    """Return the sort key of a verdict: first those that stop the job, then those that hold, then
+    those that are over.
+
+    Within these groups, the costliest is first.
+    """
     verdict, held, lost_s = row
     if verdict.kind in _URGENT or ended_in_it(verdict.evidence):
-        # Processes of a job that hangs are killed: the hang is the cause of their death, or names the rank that died.
+        # A hang comes before deaths: processes of a job that hangs are killed, and a hang after a
+        # death names the rank.
         return 0, 1.0 if verdict.kind == "died" else 0.0
     return 2 if is_over(verdict, held) else 1, -(lost_s or 0.0)
 
 
 def lost_s(verdict: JudgedVerdict, held: Held | None, *, steps: int, alike: int, last_step: int | None) -> float | None:
-    """Return the seconds of job time that a verdict's finding has cost so far; None where its cost is not known.
+    """Return the seconds of job time that a verdict has cost so far; None if its cost is not known.
 
-    steps: how many the run made, of which `alike` are typical. last_step: the newest.
+    steps: number of steps of the run. alike: number of typical steps. last_step: the newest step.
     """
     cost_s, evidence = verdict.cost_s_per_step, verdict.evidence
     if cost_s is None:

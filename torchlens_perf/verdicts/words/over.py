@@ -1,4 +1,4 @@
-"""Sentences on what held for a part of the run only, and since when something has held. Pure."""
+"""Verdicts on a part of the run, and sentences on the period of a verdict. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 def stretch(
     use: Use, step_s: float, rest_s: float, since_step: int, until_step: int | None, *, everywhere: bool = True
 ) -> JudgedVerdict:
-    """Return a verdict on what took the time of the steps from one to before another; None: to the end.
+    """Return a verdict on a use that limited the steps from since_step to before until_step; None:
+    to the end.
 
-    rest_s: what it takes a step in the rest of the run. everywhere: whether it was measured in all of the rest.
+    rest_s: time of the use per step in the rest of the run. everywhere: True if it was measured in
+    all of the rest.
     """
     share = use.seconds / step_s
     takes = f"{percent(share)} ({duration(use.seconds)}) of a step of {duration(step_s)}"
@@ -36,9 +38,10 @@ def stretch(
 
 
 def computing_now(computing: Use, step_s: float, before_s: float, since_step: int) -> JudgedVerdict:
-    """Computing limits the newest steps, and something else the steps before them.
+    """Return a verdict that computing limits the newest steps, and something else limited the
+    earlier ones.
 
-    before_s: what a step took then.
+    before_s: duration of an earlier step.
     """
     share = computing.seconds / step_s
     text = (
@@ -50,9 +53,9 @@ def computing_now(computing: Use, step_s: float, before_s: float, since_step: in
 
 
 def hang_over(step: int, last: Alert, found: PastEvidence, *, steps: int, total_s: float) -> JudgedVerdict:
-    """A hang that is over, by its alert as it stood last.
+    """Return a verdict on a hang that is over.
 
-    steps, total_s: of the whole run.
+    last: its newest alert. steps, total_s: number and time of all steps of the run.
     """
     lost_s, went_on = found.duration_s or 0.0, found.went_on
     lasted = f" for {duration(lost_s)}" if lost_s else ""
@@ -68,13 +71,19 @@ def hang_over(step: int, last: Alert, found: PastEvidence, *, steps: int, total_
 
 
 def no_longer(kind: str, text: str, ranks: Sequence[int], since_step: int | None) -> JudgedVerdict:
-    """What was found while the run went on, and is not found by its end. text: the verdict's as it stood last."""
+    """Return a verdict on a finding that was made during the run and is over.
+
+    text: its newest sentence.
+    """
     evidence = PastEvidence(tuple(ranks), None, None, {})
     return judged(f"{kind}{OVER}", None, None, None, None, since_step, 0.5, f"No longer: {text}", evidence)
 
 
 def held_words(held: Held | None, started: str | None) -> str:
-    """Since when, and in how many windows; "" where that is not known. started: of the run."""
+    """Return a sentence on the period and the windows of a verdict; "" if not known.
+
+    started: start of the run.
+    """
     if held is None or held["since_step"] is None:
         return ""
     steps, windows = steps_words(held["since_step"], held["until_step"]), held["windows_judged"]
@@ -87,7 +96,10 @@ def held_words(held: Held | None, started: str | None) -> str:
 
 
 def _clock(at: str, started: str | None) -> str:
-    """The time of day of what is written as ISO has it; with the date where that is not the run's first day."""
+    """Return the time of day of an ISO timestamp.
+
+    The date is added if it is not the run's first day.
+    """
     day, _, clock = at.partition("T")
     seconds = clock[:8]
     return seconds if started is not None and started.startswith(day) else f"{day} {seconds}"

@@ -1,8 +1,8 @@
-"""The fields of `report --json`, which sentences and tables are made of. Types only.
+"""The fields of `report --json`, which are also the input of sentences and tables. Types only.
 
-`torchlens-perf report --schema` prints them as a JSON schema. Names end in their units: `_s` seconds, `_ns`
-nanoseconds, `_bytes`, `_hz`. A share is between 0 and 1. None, in JSON null, is what was not measured or is not known.
-Keys of `by_rank` are ranks as text, as JSON wants them.
+`torchlens-perf report --schema` prints them as a JSON schema. Names end in their units: `_s`
+seconds, `_ns` nanoseconds, `_bytes`, `_hz`. A share is between 0 and 1. None (null in JSON) means
+not measured or not known. Keys of `by_rank` are ranks as strings, because JSON has no other keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from torchlens_perf.verdicts.words.report_memory import Memory
 
 
 class Distribution(TypedDict):
-    """Of durations in seconds; None where there is no value. Quantiles are off by at most 1.1 %."""
+    """Quantiles and mean of durations; None without any value.
+
+    Quantiles have an error of at most 1.1 %.
+    """
 
     p50_s: float | None
     p95_s: float | None
@@ -27,18 +30,22 @@ class Distribution(TypedDict):
 
 
 class Startup(TypedDict):
-    """How long a process took until its first recorded step began, of the rank that took longest."""
+    """Time from the start of the process to its first recorded step, for the rank that took
+    longest."""
 
     rank: int
     before_first_step_s: float
     warm_up_s: float
-    """How long the warm-up steps took."""
+    """Time of the warm-up steps."""
     compile_s: float | None
-    """How long torch.compile took in the process, in recorded steps too; None where it was not measured."""
+    """Time spent in torch.compile by the process, also in recorded steps; None if it was not
+    measured."""
     cpu_wait_s: float | None
-    """How long the main thread was runnable without a CPU until training began; None where it was not measured."""
+    """Time for which the main thread was runnable without a CPU until training began; None if it
+    was not measured."""
     interactive: bool
-    """Whether a person types into the process, as in a notebook: the time before the first step may be idle."""
+    """True if a person types into the process, as in a notebook. The time before the first step may
+    then be idle."""
 
 
 class Run(TypedDict):
@@ -53,28 +60,30 @@ class Run(TypedDict):
     ended: str | None
     last_step_at: str | None
     as_of: str | None
-    """When the newest of the nodes' states that this was made from was written."""
+    """Time at which the newest node state of this report was written."""
     total_steps: int | None
-    """How many steps it will make, where its ranks were told so, and the same."""
+    """Total steps of the run, if all ranks were configured with the same number."""
     live: bool
     state: str
-    """running, ended, or died: ended, and a rank did not close its watch."""
+    """running, ended, or died (ended, and a rank did not close its watch)."""
     died: list[int]
     """Ranks whose process ended without closing its watch."""
     ranks_seen: int
-    """How many of world_size ranks are in this report."""
+    """Number of ranks in this report, of world_size ranks."""
     startup: Startup | None
-    """None where no rank's is known: no step yet, a simulated run, or not the first watch of its process."""
+    """None if not known for any rank: no step yet, a simulated run, or not the first watch of its
+    process."""
     device: str | None
+    """"GPU", or torch's name of another kind of device; None for a CPU."""
     judged_by: str | None
-    """Whose clock the ranks are judged by: host, device, "host and device"; None while that is not decided."""
-    """"GPU", or torch's name of another kind; None for a CPU."""
+    """The clock that the ranks are judged by: host, device, "host and device"; None while that is
+    not decided."""
     deeper_modules: bool
-    """There are modules below those that are timed."""
+    """True if there are modules below those that are timed."""
 
 
 class Trend(TypedDict):
-    """Step times of the run's first and last third."""
+    """Step times of the first and the last third of the run."""
 
     first_third_p50_s: float
     last_third_p50_s: float
@@ -82,36 +91,40 @@ class Trend(TypedDict):
 
 
 class AlikeAndLong(TypedDict):
-    """Classes of a rank's steps, on average over the ranks.
+    """Classes of a rank's steps, as means over the ranks.
 
-    Each step after the warm-up is in one class: the counts of `alike`, `long` and `short` add up to all of them, and
-    their counts times their means to total_s.
+    Each step after the warm-up is in one class. The counts of `alike`, `long` and `short` add up to
+    the number of these steps. The sum of count times mean duration over all classes is total_s.
     """
 
     total_s: float
     """Time of all steps after the warm-up."""
     warm_up: int
-    """Steps of the warm-up, which are in no class."""
+    """Number of warm-up steps, which are in no class."""
     alike: int
-    """Steps of the typical step's class."""
+    """Number of steps in the class of the typical step."""
     alike_mean_s: float | None
-    """Their mean duration; None if there is no such step."""
+    """Mean duration of these steps; None if there is no such step."""
     long: list[LongSteps]
     short: list[LongSteps]
-    """Classes of shorter steps: more_s, total_s and share are negative."""
+    """Classes of shorter steps. Their more_s, total_s and share are negative."""
 
 
 class Steps(Distribution, AlikeAndLong):
-    """Steps of all ranks, without the warm-up. By the devices' clocks, where all ranks are judged by those."""
+    """Steps of all ranks, without the warm-up.
+
+    Times are by the devices' clocks if all ranks are judged by those.
+    """
 
     count: int
     by: str
-    """Whose clock all but the warm-up is by: "host" or "device"."""
+    """The clock of all times except the warm-up: "host" or "device"."""
     warm_up_max_s: float | None
     warm_up_parts: dict[str, float]
     """Each part's share of the warm-up steps' time."""
     made: int
-    """Most steps that a rank has ended, those that were not recorded or were lost included."""
+    """Highest number of finished steps of a rank, including those that were not recorded or were
+    lost."""
     trend: Trend | None
     inference: bool
     micro_steps: int
@@ -120,23 +133,21 @@ class Steps(Distribution, AlikeAndLong):
 
 
 class OwnStep(TypedDict):
-    """A step of ranks that never wait for each other, by the lines of devices and hosts: means over the newest steps.
-
-    None in Steps where it is not known.
-    """
+    """Own time of a step, from the times of devices and hosts: means over the newest steps."""
 
     parts: dict[str, float]
-    """In seconds."""
+    """Own time by part, in seconds."""
     launch_share: float
-    """Share of it in which devices wait for their hosts to issue work."""
+    """Share of own time in which devices wait for their hosts to issue work."""
     hidden_share: float
-    """Share of it that devices do not show, as hosts go on while devices wait for other ranks."""
+    """Share of own time that devices do not show, as hosts go on while devices wait for other
+    ranks."""
     is_hidden: bool
-    """Whether that is so much that devices' own clocks do not tell what ranks do."""
+    """True if so much is hidden that the devices' own clocks do not show where the time goes."""
 
 
 class TypicalStep(TypedDict):
-    """One rank's typical step; the parts add up to s."""
+    """One rank's typical step. The parts add up to s."""
 
     s: float
     own_s: float
@@ -146,7 +157,8 @@ class TypicalStep(TypedDict):
 
 
 class Phase(TypedDict):
-    """One part of a step: typical_s and share of the typical step, the others of all steps."""
+    """One part of a step. typical_s and share are of the typical step, the other values of all
+    steps."""
 
     typical_s: float
     share: float
@@ -162,7 +174,7 @@ class DevicePhase(TypedDict):
 
 
 class DeviceTimes(TypedDict):
-    """What the device's clock shows of one rank."""
+    """Times of one rank by its device's clock."""
 
     clock: str | None
     error_s: float | None
@@ -170,17 +182,21 @@ class DeviceTimes(TypedDict):
     step_s: Distribution
     phases: dict[str, DevicePhase]
     work_s: Distribution | None
-    """Of training steps: without what the compute stream waited for other ranks. None where not judged by device."""
+    """Training steps without the waits of the compute stream for other ranks; None if not judged by
+    the device."""
     parts: dict[str, float]
-    """What those steps are made of, in seconds a step; communication is that waiting, data and host what the device
-    waited for without work. Empty where the rank is not judged by its device."""
+    """Parts of these steps, in seconds per step. communication is the waiting for other ranks; data
+    and host are the
+    times in which the device waited without work. Empty if the rank is not judged by its device."""
     behind_s: Distribution
     caught_up: float | None
 
 
 class ArrivedLast(TypedDict):
-    """To how many collectives a rank came last, of those that it took part in and of which that is known: all ranks of
-    the group are on one node, and all wait for all."""
+    """Number and share of collectives to which a rank came last.
+
+    Only collectives are counted whose group is on one node, and in which all ranks wait for all.
+    """
 
     count: int
     joined: int
@@ -188,29 +204,32 @@ class ArrivedLast(TypedDict):
 
 
 class RankNow(TypedDict):
-    """What a running rank was doing when its node's state was written."""
+    """Activity of a running rank when its node's state was written."""
 
     step: int
-    """In progress, for step_s."""
+    """The step in progress."""
     step_s: float
+    """Time since that step began."""
     inside: list[str]
-    """The spans that its training thread was inside of, outermost first; for inside_s in the innermost."""
+    """The spans that its training thread was inside of, outermost first."""
     inside_s: float | None
+    """Time since the innermost span began."""
 
 
 class CpuFacts(TypedDict):
-    """Who uses the CPUs of a rank."""
+    """Use of a rank's CPUs."""
 
     cpus: int | None
-    """How many it may use; None: the sidecar has not sampled the rank."""
+    """Number of CPUs that the rank may use; None if the sidecar has not sampled the rank."""
     threads: int | None
-    """Of torch, for one operation."""
+    """Number of threads that torch uses for one operation."""
     workers: int | None
-    """Child processes, such as a loader's, at most at once; None as of `cpus`."""
+    """Highest number of child processes at one time, such as loader workers; None like `cpus`."""
     others_share: float | None
-    """Share of its CPUs that programs outside of the job kept busy. None: not looked for, as it did not wait."""
+    """Share of its CPUs that programs outside of the job kept busy; None if not measured, as the
+    rank did not wait."""
     busiest_other: str
-    """The busiest of them that can be seen, as "name (pid 7)"; "" where none can."""
+    """The busiest of these programs that is visible, as "name (pid 7)"; "" if none is."""
 
 
 class Rank(TypedDict):
@@ -219,7 +238,7 @@ class Rank(TypedDict):
     rank: int
     host: str
     local_rank: int | None
-    """None: its launcher does not say it."""
+    """None if the launcher does not set it."""
     pid: int
     attempt: int
     state: str
@@ -227,7 +246,7 @@ class Rank(TypedDict):
     inside: list[str]
     """The spans that a process was inside of when it died."""
     now: RankNow | None
-    """None of a process that has ended."""
+    """None for a process that has ended."""
     steps: int
     first_step: int | None
     last_step: int | None
@@ -237,25 +256,29 @@ class Rank(TypedDict):
     typical: TypicalStep | None
     phases: dict[str, Phase]
     other_threads: dict[str, float]
-    """Seconds per step of phases that ran on threads other than the recorded one: no part of the step's time."""
+    """Seconds per step of phases on threads other than the recorded one. They are not part of the
+    step's time."""
     not_measured: list[str]
-    """What is missing."""
+    """Measurements that are missing."""
     memory: Memory
     out_of_memory: OutOfMemory | None
     device: DeviceTimes | None
     arrived_last: ArrivedLast | None
-    """None where that is known of no collective."""
+    """None if it is not known for any collective."""
     wait_s_per_step: float | None
-    """How long a typical step is blocked in communication, by the clock that the rank is judged by; None where it is in
-    none, or that is not measured."""
+    """Time that a typical step is blocked in communication, by the clock that the rank is judged
+    by; None without communication, or if it is not measured."""
     cpu: CpuFacts | None
-    """None where nothing is known of them."""
+    """None if nothing is known."""
     coverage: float
     lost: int
 
 
 class HeatRank(TypedDict):
-    """A row of the heat map; slow: [since, until] step, None for still."""
+    """A row of the heat map.
+
+    slow: pairs of first slow step and first healthy step, None while it is slow.
+    """
 
     rank: int
     excess: list[float | None]
@@ -263,7 +286,7 @@ class HeatRank(TypedDict):
 
 
 class Heat(TypedDict):
-    """How much more work each rank had than the others, in windows of `width` steps."""
+    """Relative excess of each rank, in windows of `width` steps."""
 
     width: int
     first_steps: list[int]
@@ -272,8 +295,10 @@ class Heat(TypedDict):
 
 
 class StepHistory(TypedDict):
-    """How long steps took, in windows of `width` steps, without the warm-up and steps with other work: of the ranks'
-    usual steps in each window, the median and the extremes."""
+    """Step times in windows of `width` steps, without the warm-up and steps with other work.
+
+    Median and extremes are over the ranks' usual steps in each window.
+    """
 
     width: int
     first_steps: list[int]
@@ -287,9 +312,10 @@ class Module(TypedDict):
 
     name: str
     is_root: bool
-    """It is a whole model. Its own time is that of its forward() outside of the timed modules."""
+    """True for a whole model. Its own time is the time of its forward() outside of the timed
+    modules."""
     has_untimed: bool
-    """There are modules inside that are not timed."""
+    """True if there are modules inside that are not timed."""
     calls: int
     own_s: Distribution
     own_s_per_step: float
@@ -302,7 +328,7 @@ class Module(TypedDict):
 
 
 class Section(TypedDict):
-    """One section of the user's."""
+    """One section that the user has defined."""
 
     name: str
     calls: int
@@ -310,13 +336,17 @@ class Section(TypedDict):
     s_per_step: float
     by_rank: dict[str, float]
     host_s_per_typical_step: float | None
-    """Its time outside of all phases: the median over the usual steps, and the mean over the ranks. None without any
-    such step."""
+    """Its time outside of all phases: the median over the usual steps, as mean over the ranks; None
+    without usual
+    steps."""
     device_s: Distribution | None
 
 
 class DeviceSection(TypedDict):
-    """One device section; over_all_ranks: its last window, where ranks were merged on the device."""
+    """One device section.
+
+    over_all_ranks: its last window, if windows of all ranks were merged on the devices.
+    """
 
     name: str
     calls: int
@@ -326,7 +356,7 @@ class DeviceSection(TypedDict):
 
 
 class Collective(TypedDict):
-    """One operation, of one type on one group or pair of ranks."""
+    """One kind of collective operation, with one data type and one group or pair of ranks."""
 
     operation: str
     group: str
@@ -357,14 +387,14 @@ class Collective(TypedDict):
 
 
 class CapturedFile(TypedDict):
-    """A file of a capture; path inside the run directory."""
+    """A file of a capture. The path is relative to the run directory."""
 
     path: str
     bytes: int
 
 
 class Capture(TypedDict):
-    """What came of a capture of one rank."""
+    """The result of a capture of one rank."""
 
     id: str
     asked_by: str
@@ -379,19 +409,21 @@ class Capture(TypedDict):
 
 
 class Held(TypedDict):
-    """Since when a verdict has held. Of a slow rank, that is its episode."""
+    """The period for which a verdict has held. For a slow rank, that is its episode."""
 
     since_step: int | None
     until_step: int | None
-    """The step from which on it no longer held; None while it holds."""
+    """The first step in which it no longer held; None while it holds."""
     windows_held: int | None
-    """In how many windows, from the one step to the other."""
+    """Number of windows between these steps in which it held."""
     windows_judged: int | None
-    """Of how many that show whether it held, over the whole run; None: it is not judged by windows."""
+    """Number of windows of the whole run that show whether it held; None if it is not judged by
+    windows."""
     window_steps: int | None
-    """How many steps a window has."""
+    """Number of steps in a window."""
     since: str | None
-    """When that step began, in UTC; within the window, by a usual step's duration."""
+    """Time at which that step began, in UTC. Inside a window it is interpolated by the duration of
+    a usual step."""
     until: str | None
 
 
@@ -404,30 +436,33 @@ class VerdictFacts(TypedDict):
     cost_s_per_step: float | None
     cost_share: float | None
     lost_s: float | None
-    """Seconds of job time that it has cost so far, by which verdicts are ordered; None where that is not known."""
+    """Seconds of job time that it has cost so far, which determine the order of verdicts; None if
+    not known."""
     since_step: int | None
     confidence: float
     text: str
     explanation: str
-    """What was measured, for a headline that shows place, cost, time, cause and what to do apart from it."""
+    """The measurement. Place, cost, time, cause and action are in other fields, for screens that
+    show them apart."""
     cause: str
-    """Why a rank is slow, or what was checked in vain; "" where no cause was looked for."""
+    """The cause of a rank's slowness, or the causes that were ruled out; "" if no diagnosis was
+    made."""
     where: dict[str, str] | None
-    """Who knows the rank by which name: host, scheduler, container, cloud."""
+    """Names of the rank's location: host, scheduler, container, cloud."""
     held: Held | None
-    """None where it cannot be known."""
+    """None if the period is not known."""
     is_over: bool
-    """Whether it is about an earlier part of the run only."""
+    """True if it is about an earlier part of the run only."""
 
 
 class VerdictRow(VerdictFacts):
-    """A verdict; evidence has the numbers behind its sentence, by kind."""
+    """A verdict with its evidence. The type of evidence depends on the kind."""
 
     evidence: Evidence
 
 
 class Quality(TypedDict):
-    """What the records are worth, and what recording cost."""
+    """Completeness of the records, and the overhead of recording."""
 
     records: int
     lost: int

@@ -1,4 +1,4 @@
-"""Rows of `report --json` on GPUs and network ports, see report.py. Types only."""
+"""Types of `report --json` for GPUs and network ports. See report.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TypedDict
 
 
 class Gpu(TypedDict):
-    """One GPU over the run: means, extremes, and what counters grew by."""
+    """One GPU over the run: means, extremes, and increases of counters."""
 
     uuid: str
     name: str | None
@@ -34,7 +34,7 @@ class Gpu(TypedDict):
     temperature_max_c: float | None
     power_max_w: float | None
     throttled: dict[str, float]
-    """By reason, for which share of the time clocks were held down."""
+    """Share of the time in which clocks were lowered, by reason."""
     energy_j: float | None
     xids: float | None
     ecc_corrected: float | None

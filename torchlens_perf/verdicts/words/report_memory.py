@@ -1,4 +1,4 @@
-"""The fields of `report --json` that are about a rank's memory. Types only; see report.py."""
+"""Types of `report --json` for a rank's memory. See report.py."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Retries(TypedDict):
 
 
 class DeviceMemory(TypedDict):
-    """The allocator's newest reading, and what there was over the run."""
+    """The newest reading of the allocator, and extremes over the run."""
 
     step: int
     allocated_bytes: int | None
     reserved_bytes: int | None
     inactive_bytes: int | None
-    """In blocks that are free and cannot be given back."""
+    """Memory in free blocks that cannot be returned to the device."""
     peak_bytes: int | None
-    """Most allocated since the job last reset the allocator's peaks."""
+    """Highest allocation since the job last reset the allocator's peaks."""
     limit_bytes: int | None
-    """What the process may take of the device."""
+    """Device memory that the process may use."""
     alloc_retries: int | None
     ooms: int | None
     age_steps: int | None
@@ -38,7 +38,7 @@ class DeviceMemory(TypedDict):
 
 
 class Memory(TypedDict):
-    """Of one rank: resident memory on a CPU, the allocator's on a device."""
+    """Memory of one rank: resident memory on a CPU, allocator memory on a device."""
 
     last_bytes: int | None
     max_bytes: int | None

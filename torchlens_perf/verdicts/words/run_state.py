@@ -1,6 +1,7 @@
-"""The state of a run in words: how many ranks were seen, and whether they run, have ended, have died or are silent.
+"""The state of a run in words: the number of ranks seen, and if they run, have ended, have died or
+are silent.
 
-Every surface takes its words from here: the report's title, the page, the notebook, `top` and the list of runs.
+All screens use these words: the report's title, the page, the notebook, `top` and the list of runs.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ if TYPE_CHECKING:
 
 RUNNING, ENDED, DIED = "running", "ended", "died"
 SILENT_S = 60.0
-"""The sidecars of a running job write their state every few seconds."""
+"""A live run counts as silent after this time. Sidecars of a running job write their state every
+few seconds."""
 
 
 def run_state(live: bool, died: Sequence[int]) -> str:
-    """Return the state for programs: running, ended, or died if a rank did not close its watch."""
+    """Return the state as a constant: running, ended, or died if a rank did not close its watch."""
     return RUNNING if live else DIED if died else ENDED
 
 
 def ranks_words(run: Run) -> str:
-    """Return the number of ranks, with the number of those that were seen where it is smaller."""
+    """Return the number of ranks, and the number of ranks seen if it is smaller."""
     nodes = f" on {len(run['nodes'])} nodes" if len(run["nodes"]) > 1 else ""
     size, seen = run["world_size"], run["ranks_seen"]
     if seen < size:
@@ -38,12 +40,18 @@ def ranks_words(run: Run) -> str:
 
 
 def state_words(run: Run, now_unix_s: float | None = None) -> str:
-    """Return the state for people. now_unix_s: the present time, by default this machine's."""
+    """Return the state in words.
+
+    now_unix_s: the present time, by default from this machine's clock.
+    """
     return state_of(run["live"], run["died"], run["ranks_seen"], _silent_s(run, now_unix_s))
 
 
 def state_of(live: bool, died: Sequence[int], seen: int, silent_s: float = 0.0) -> str:
-    """Return the state in words. seen: how many ranks were seen. silent_s: since when a live run reports nothing."""
+    """Return the state in words.
+
+    seen: number of ranks seen. silent_s: time since the newest state of a live run was written.
+    """
     state = "ended"
     if live:
         state = f"silent for {ago(silent_s)}" if silent_s > SILENT_S else "running"
@@ -57,7 +65,8 @@ def state_of(live: bool, died: Sequence[int], seen: int, silent_s: float = 0.0) 
 def _silent_s(run: Run, now_unix_s: float | None) -> float:
     try:
         written_s = datetime.datetime.fromisoformat(run["as_of"] or "").timestamp()
-    except ValueError:  # it is not known, or somebody else has written the report
+    except ValueError:
+        # The time is missing, or the report was written by another program.
         return 0.0
     return (time.time() if now_unix_s is None else now_unix_s) - written_s
 
@@ -72,7 +81,8 @@ def ago(seconds: float) -> str:
 
 
 def died_verdicts(report: Facts) -> list[JudgedVerdict]:
-    """Return a verdict on the ranks that died, but for those that ran out of memory: they have one."""
+    """Return a verdict on the ranks that died, except those that ran out of memory, which have a
+    verdict of their own."""
     died = [rank for rank in report["ranks"] if rank["state"] == DIED and not ended_by_it(rank)]
     if not died:
         return []

@@ -1,4 +1,5 @@
-"""The start of a run in words: the time before the first recorded step, and what torch.compile took of it."""
+"""The start of a run in words: the time before the first recorded step, and the time in
+torch.compile."""
 
 from __future__ import annotations
 
@@ -12,18 +13,19 @@ from torchlens_perf.verdicts.words.evidence import JudgedVerdict, StartupEvidenc
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts, Run
 
-_LONG_S = 60.0
-"""A shorter start is shown, and is no verdict: importing torch takes tens of seconds on a busy machine."""
+_MIN_START_S = 60.0
+"""A shorter start is shown without a verdict: importing torch takes tens of seconds on a busy
+machine."""
 _WORTH_NAMING = 0.25
-"""Share of the time until the end of the last step."""
+"""Share of the time until the end of the last step from which the start gets a verdict."""
 _COMPILES_MUCH = 0.25
-"""Share of the start from which torch.compile is what to look at."""
+"""Share of the start from which the advice is about torch.compile."""
 _WAITS_MUCH = 0.25
-"""Share of the start from which the lack of a CPU is what to look at."""
+"""Share of the start from which the advice is about CPUs."""
 
 
 def startup_words(run: Run) -> str:
-    """Return the line on the start of the run; "" where it is not known."""
+    """Return the line on the start of the run; "" if it is not known."""
     start = run["startup"]
     if start is None:
         return ""
@@ -35,9 +37,10 @@ def startup_words(run: Run) -> str:
 
 
 def startup_verdicts(report: Facts) -> list[JudgedVerdict]:
-    """Return a verdict on the start of a run that has ended, where the start took long and much of the run.
+    """Return a verdict on the start of an ended run, if it took long and a large share of the run.
 
-    Nothing is said before a step has followed the warm-up: until then, no step is known to be an ordinary one.
+    There is no verdict without a step after the warm-up, as the usual duration of steps is not
+    known then.
     """
     start, steps, run = report["run"]["startup"], report["steps"], report["run"]
     if start is None or start["interactive"] or run["live"] or steps["p50_s"] is None:
@@ -46,7 +49,7 @@ def startup_verdicts(report: Facts) -> list[JudgedVerdict]:
     warm_up_s = max(0.0, start["warm_up_s"] - usual_s)
     lost_s = start["before_first_step_s"] + warm_up_s
     whole_s = start["before_first_step_s"] + start["warm_up_s"] + steps["total_s"]
-    if lost_s < _LONG_S or lost_s < _WORTH_NAMING * whole_s:
+    if lost_s < _MIN_START_S or lost_s < _WORTH_NAMING * whole_s:
         return []
     parts = f"{duration(start['before_first_step_s'])} before the first recorded step"
     if warm_up_s >= _WORTH_NAMING * lost_s:

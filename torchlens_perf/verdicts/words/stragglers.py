@@ -1,4 +1,5 @@
-"""Slow ranks in words: who, where, since when, what it costs, and what to do next."""
+"""Verdicts on slow ranks: sentences on the rank, the phase, the first step, the cost and the next
+action."""
 
 from __future__ import annotations
 
@@ -28,24 +29,35 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Collective, Facts, Module
 
 MAX_NAMED = 4
-_MIN_STEPS = 40  # that are asked for; of short steps more, as several of them are compared at a time
-MAX_PAST = 64  # the newest of those that are over
-_SHORT_STEPS = 30  # an episode that was over so soon is transient
-_NOW_AND_THEN = 0.6  # share of slow steps below which the slowness comes and goes
+# Number of steps that the advice asks for. Short steps need more, because several of them are
+# compared at a time.
+_MIN_STEPS = 40
+# The most ended episodes that get a verdict. The newest are kept.
+MAX_PAST = 64
+# An ended episode of at most this many steps is transient.
+_SHORT_STEPS = 30
+# Below this share of slow steps, the slowness is intermittent.
+_INTERMITTENT = 0.6
 _MORE_WORK = 0.05
-_LAST_IN_MOST = 0.6  # of the collectives
+# A rank contradicts the verdict on another if it came last in at least this share of the
+# collectives.
+_LAST_IN_MOST = 0.6
 _MIN_JOINED = 20
-_WAITS_FOR_IT = 0.5  # of what one part does more, the others wait so much at least
-_MAX_NAMES = 40  # characters
+# A stage has too much work if the others wait for at least this share of the difference.
+_WAITS_FOR_IT = 0.5
+_MAX_NAMES_LENGTH = 40
 _COMPUTING = ("forward", "recompute", "backward", "compute", "optimizer")
-_SHARED = 2.0  # times its own cost, that an ended rank has cost together with other slow ranks
+# The shared cost of an ended episode is reported if it is at least this many times the episode's
+# own cost.
+_MIN_SHARED_RATIO = 2.0
 _BY_DEVICES, _BY_BOTH = ", by the devices' clocks", ", by the clocks of hosts and devices"
-# Modules' times are those of typical steps of the run, with lack of a CPU. The excess is that of the time when the rank
-# was slow, without lack of a CPU: where they differ, only the modules' names are said.
-_ALL_OF_IT = 1.1
+# Times of modules are from typical steps and contain lack of a CPU. The excess is from the slow
+# steps, without lack of a CPU. If the modules' excess is more than this many times the phase's
+# excess, only the modules' names are shown.
+_MAX_MODULE_RATIO = 1.1
 _ModuleTimes = Literal["by_rank", "backward_by_rank", "device_own_by_rank"]
-# By the phase that a rank is slow in, which of a module's times are compared: where hosts are, and where devices are. A
-# device does not time the modules of a backward pass.
+# The times of modules to compare for each slow phase, by the host's clock and by the device's
+# clock. Devices do not time the modules of a backward pass.
 _BY_RANK: dict[str, tuple[_ModuleTimes, ...]] = {
     "forward": ("by_rank",), "backward": ("backward_by_rank",), "compute": ("by_rank", "backward_by_rank"),
 }  # fmt: skip
@@ -53,22 +65,23 @@ _ON_DEVICE: dict[str, tuple[_ModuleTimes, ...]] = {"forward": ("device_own_by_ra
 
 
 class SlowRankContext(NamedTuple):
-    """What sentences on slow ranks take from the report, besides what was found of the ranks."""
+    """Values of the report that sentences on slow ranks need."""
 
     modules: Sequence[Module] = ()
     device: str | None = None
-    """As the report's `run` has it."""
+    """See Run.device."""
     judged_by: str | None = None
-    """As there: whose clock the ranks are judged by."""
+    """See Run.judged_by."""
     came_last: Mapping[int, float] = {}
-    """By rank, in which share of the collectives that were joined by their kernels' times it came last; empty where
-    too few were."""
+    """Result of came_last()."""
     lacks_cpu: bool = False
-    """Another verdict says that the ranks wait for CPUs: that is no subject of which nothing was found."""
+    """True if another verdict is that the ranks wait for CPUs. That cause is then not listed as
+    ruled out."""
 
 
 def straggler_verdicts(context: SlowRankContext, findings: Findings) -> tuple[list[JudgedVerdict], list[JudgedVerdict]]:
-    """Who is slow now, the costliest first, and who was before."""
+    """Return verdicts on ranks that are slow now, the costliest first, and on ranks that were slow
+    before."""
     now = [slow_verdict(context, each, findings) for each in findings.groups[:MAX_NAMED]]
     before = sorted(findings.slow_before, key=lambda episode: -episode.since_step)
     past = [past_verdict(each, findings.diagnosis(each.key)) for each in before[:MAX_PAST]]
@@ -76,7 +89,8 @@ def straggler_verdicts(context: SlowRankContext, findings: Findings) -> tuple[li
 
 
 def slow_verdict(context: SlowRankContext, straggler: StragglerGroup, findings: Findings) -> JudgedVerdict:
-    """Return the verdict on ranks that are slow now, with what another way to know it says."""
+    """Return the verdict on ranks that are slow now, with a note if another measurement does not
+    confirm it."""
     verdict, lead = _slow(context, straggler, findings), straggler.lead
     if context.device is not None and context.judged_by != DEVICE and not lead.by_windows:
         verdict = _doubted(verdict, "By host time; what the devices did was not compared.")
@@ -89,9 +103,10 @@ def slow_verdict(context: SlowRankContext, straggler: StragglerGroup, findings: 
 
 
 def came_last(rows: Sequence[Collective]) -> dict[int, float]:
-    """By rank, in which share of the collectives it came last that were joined by their kernels' times.
+    """Return the share of collectives to which each rank came last, by the times of their kernels.
 
-    rows: the report's. Empty where too few were joined; without those whose ranks are on several nodes.
+    rows: the report's collectives. Those with ranks on several nodes are left out. The result is
+    empty if too few are left.
     """
     by_kernels = [row for row in rows if row["joined_whole"] and 0 < row["by_device"] == row["ended"]]
     joined = sum(row["joined"] for row in by_kernels)
@@ -105,7 +120,8 @@ def came_last(rows: Sequence[Collective]) -> dict[int, float]:
 
 
 def _others_came_last(context: SlowRankContext, straggler: StragglerGroup) -> str:
-    """A slow rank comes last to most collectives, by their kernels' own times. Where another one does, that is said."""
+    """Return a sentence if another rank than the slow one comes last to most collectives; else
+    ""."""
     others = {rank: share for rank, share in context.came_last.items() if rank not in straggler.ranks}
     theirs = sum(share for rank, share in context.came_last.items() if rank in straggler.ranks)
     latest = max(others, key=lambda rank: others[rank], default=None)
@@ -124,12 +140,12 @@ def _with(verdict: JudgedVerdict, said: str) -> JudgedVerdict:
 
 
 def _doubted(verdict: JudgedVerdict, why: str) -> JudgedVerdict:
-    """Where the ranks compute on devices whose time was not compared; or where two ways to know it disagree."""
+    """Return the verdict with a reason for doubt, and half of its confidence."""
     return dataclasses.replace(_with(verdict, why), confidence=verdict.confidence / 2)
 
 
 def _rather(findings: Findings) -> str:
-    """Whom merged windows name and the judgement does not; "" if nobody."""
+    """Return a clause on ranks that only merged windows show as slow; "" without such ranks."""
     found = sorted(findings.unconfirmed, key=lambda each: -each.excess_ns)[:MAX_NAMED]
     each = ", ".join(
         f"rank {each.rank} (+{duration(each.excess_ns / 1e9)} a step, in {phase_name(each.phase)})" for each in found
@@ -138,7 +154,7 @@ def _rather(findings: Findings) -> str:
 
 
 def phase_name(phase: str) -> str:
-    """A part of the step, as people call it."""
+    """Return the name of a part of the step in sentences."""
     return {
         "data": "data loading",
         "forward": "the forward pass",
@@ -155,7 +171,8 @@ def phase_name(phase: str) -> str:
 
 
 def cause_class(episode: Episode) -> str:
-    """slow_compute, slow_data, slow_host, or more_work where it has more to do than the others."""
+    """Return the class of an episode: slow_compute, slow_data, slow_host, or more_work for a larger
+    workload."""
     if episode.more_workload > _MORE_WORK:
         return "more_work"
     if episode.phase == "data":
@@ -164,7 +181,8 @@ def cause_class(episode: Episode) -> str:
 
 
 def module_label(name: str) -> str:
-    """Return a module's name as a sentence has it: "module 1" where it is a number, as in nn.Sequential."""
+    """Return a module's name for sentences: "module 1" if the name is a number, as in
+    nn.Sequential."""
     return f"module {name}" if name.replace(".", "").isdigit() else name
 
 
@@ -180,7 +198,7 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
         who = f"Rank {episode.rank} ({host}) is slow" if host else f"Rank {episode.rank} is slow"
     modules, module_excess_s = _modules_of(context, straggler)
     where = f"; most of the difference is in {', '.join(map(module_label, modules))}" if modules else ""
-    if modules and module_excess_s <= _ALL_OF_IT * episode.phase_excess_ns / 1e9:
+    if modules and module_excess_s <= _MAX_MODULE_RATIO * episode.phase_excess_ns / 1e9:
         where += f" (+{duration(module_excess_s)} a step)"
     cost_s, share = None if straggler.cost_ns is None else straggler.cost_ns / 1e9, straggler.cost_share
     since = "since the start" if episode.from_start else f"since step {episode.since_step}"
@@ -224,7 +242,10 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
 
 
 def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> tuple[str, str]:
-    """Return the causes, or what was checked in vain: as sentences, and in short. lacks_cpu: see SlowRankContext."""
+    """Return the causes, or the list of checks that found none: as sentences, and as short text.
+
+    lacks_cpu: see SlowRankContext.
+    """
     diagnosis = straggler.diagnosis
     if diagnosis is None:
         return "", ""
@@ -244,7 +265,10 @@ def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> tuple[str, str]:
 
 
 def _against(episode: Episode, it: str, ranks: int) -> str:
-    """Return the time of a slow rank and of the other ranks. it: what the sentence calls the slow rank."""
+    """Return a clause with the times of the slow rank and of the others.
+
+    it: the sentence's name for the slow rank.
+    """
     others, its = "the other rank" if ranks == 2 else "the other ranks", "its" if it == "it" else f"{it}'s"
     if episode.phase == "cpu":
         more = duration(episode.excess_ns / 1e9)
@@ -259,7 +283,7 @@ def _against(episode: Episode, it: str, ranks: int) -> str:
 
 def _pattern(episode: Episode) -> str:
     text = ""
-    if episode.slow_share < _NOW_AND_THEN:
+    if episode.slow_share < _INTERMITTENT:
         text = (
             f"; it comes and goes: +{duration(episode.slow_excess_ns / 1e9)} in {percent(episode.slow_share)} of steps"
         )
@@ -269,7 +293,7 @@ def _pattern(episode: Episode) -> str:
 
 
 def _confidence(episode: Episode) -> float:
-    """From 0.5 at the threshold towards 1: how far the excess is beyond what chance gives."""
+    """Return the confidence: 0.5 at five standard errors or fewer, and close to 1 for many."""
     return 1 - 0.5 * min(1.0, (5.0 / max(episode.z_score, 1e-9)) ** 2)
 
 
@@ -305,13 +329,13 @@ def _next_action(episode: Episode, modules: list[str], straggler: StragglerGroup
 
 
 def _modules_of(context: SlowRankContext, straggler: StragglerGroup) -> tuple[list[str], float]:
-    """The fewest modules, at most three, that together explain most of the phase's excess, and by how much.
+    """Return the fewest modules, at most three, that explain most of the phase's excess, and their
+    excess.
 
-    The clock is that which the rank is judged by.
-
-    Where the report's modules do not hold the rank, from what the detector's node received: nodes may share no disk.
-    On a device, a module is only named where most others are as fast as on other ranks, and its own forward() is slow:
-    what a whole model's forward() does between its modules is no module.
+    Times are by the clock that the rank is judged by. If the report has no times of the rank, as
+    nodes may not share a disk, the excess received by the detector's node is used. On a device,
+    modules are not named if these are more than half of all modules, or if one of them is a whole
+    model: a model's own forward() time is not that of a module.
     """
     episode = straggler.lead
     on_device = context.judged_by == DEVICE and not episode.by_host
@@ -346,7 +370,7 @@ def past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Judged
     assert episode.until_step is not None
     kind = "transient" if episode.until_step - episode.since_step <= _SHORT_STEPS else "ended"
     shared_ns = episode.shared_cost_ns or 0.0
-    together = shared_ns >= _SHARED * episode.cost_ns and shared_ns > 0
+    together = shared_ns >= _MIN_SHARED_RATIO * episode.cost_ns and shared_ns > 0
     cost_ns = shared_ns if together else episode.cost_ns
     cost_s, share = cost_ns / 1e9, cost_ns / episode.step_ns if episode.step_ns else 0.0
     since = "from the start" if episode.from_start else f"from step {episode.since_step}"
@@ -365,7 +389,8 @@ def past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Judged
 
 
 def imbalance_verdicts(findings: Findings) -> list[JudgedVerdict]:
-    """Return the verdict on a pipeline stage that has more work than the others, if there is one."""
+    """Return the verdict on a pipeline stage that has more work than the others, if there is
+    one."""
     found = findings.imbalance
     if found is None:
         return []
@@ -380,11 +405,15 @@ def imbalance_verdicts(findings: Findings) -> list[JudgedVerdict]:
 
 
 def unequal_parts(findings: Findings) -> str:
-    """Where ranks run other models, as the stages of a pipeline do: who works while the others wait. It is not said to
-    be slow, as nobody knows what it should take. "" where that is no finding."""
+    """Return a sentence on ranks with more work than others of another model, such as pipeline
+    stages; "" without any.
+
+    They are not called slow, as the right amount of work is not known.
+    """
     parts = sorted(findings.usual, key=lambda part: -part.work_ns)
     if len(parts) < 2 or len({part.population.endswith(BY_DEVICE) for part in parts}) > 1:
-        return ""  # host and device times are not compared with one another
+        # Host and device times cannot be compared with one another.
+        return ""
     largest, others = parts[0], parts[1:]
     work_ns = sum(part.work_ns for part in others) / len(others)
     wait_ns = sum(part.wait_ns for part in others) / len(others)
@@ -394,7 +423,7 @@ def unequal_parts(findings: Findings) -> str:
     who, does = ("ranks", "have") if not largest.ranks.isdecimal() else ("rank", "has")
     names = ", ".join(part.ranks for part in others)
     one = names.isdecimal()
-    rest = f"rank{'s' * (not one)} {names}" if len(names) <= _MAX_NAMES else "the others"
+    rest = f"rank{'s' * (not one)} {names}" if len(names) <= _MAX_NAMES_LENGTH else "the others"
     theirs = f"{'has' if one else 'have'} {duration(work_ns / 1e9)} and wait{'s' * one} {duration(wait_ns / 1e9)}"
     return (
         f"The ranks were not compared, as they run other models. {who.capitalize()} {largest.ranks} {does} "
@@ -405,7 +434,8 @@ def unequal_parts(findings: Findings) -> str:
 
 
 def no_straggler(report: Facts, findings: Findings) -> JudgedVerdict:
-    """Nobody is slow, and what would have been seen; or that it is not known."""
+    """Return the verdict that no rank is slow, with the smallest detectable slowdown, or that it is
+    not known."""
     count, why = report["steps"]["count"], _why_not_compared(report, findings)
     if why or not findings.compared or findings.detectable_ns is None:
         text = (
@@ -434,7 +464,8 @@ def _steps_needed(findings: Findings) -> int:
 
 
 def _why_not_compared(report: Facts, findings: Findings) -> str:
-    """Return why the ranks were not compared, and what to do; "" where they were, or will be after more steps."""
+    """Return the reason why ranks were not compared, and advice; "" if they were, or will be after
+    more steps."""
     run = report["run"]
     if run["ranks_seen"] == 1 and not run["live"] and findings.compared < 2:
         return (

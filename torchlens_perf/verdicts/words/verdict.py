@@ -1,4 +1,4 @@
-"""The verdict in words: who or what, what it costs, since when, and what to do next."""
+"""The report's verdicts: sentences on the cause, the cost, the first step and the next action."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 _MAX_WARM_UP_PARTS = 3
 
-_MOST = 0.5  # of the steps
+# If a rank was slow in at least this share of the steps, it explains the waits of the whole run.
+_MOST_STEPS = 0.5
 
 
 def verdicts(
@@ -49,7 +50,10 @@ def verdicts(
     hang: OpenHang | None,
     links: LinkFindings,
 ) -> list[JudgedVerdict]:
-    """The report's verdicts, of which no two are about one cause; order.py puts them in order. Never empty."""
+    """Return the report's verdicts, each about another cause.
+
+    The list is never empty. order.py sorts it.
+    """
     out_of_memory = out_of_memory_verdicts(report)
     if hang is not None:
         return [*out_of_memory, _hang(hang)]
@@ -64,12 +68,14 @@ def verdicts(
     now, before = straggler_verdicts(context, findings)
     if links.links:
         now.append(slow_link(report["steps"]["count"], report["steps"]["mean_s"], links))
-    # While one rank holds up the others, their waiting is its doing, as in most of a run that was so for most of it.
-    slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST
+    # While one rank holds up the others, it causes their waiting. If it did for most of the run, it
+    # explains the waits of the whole run.
+    slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST_STEPS
     explained = bool(now) or slow_before or bool(not findings.compared and unequal_parts(findings))
     typical, *long = bottlenecks(report, waits_explained=explained)
     grows: list[JudgedVerdict] = []
-    if not now and not slow_before:  # a slow rank makes the later steps longer
+    # A rank that becomes slow makes the later steps longer, which is not growth.
+    if not now and not slow_before:
         grows = growth_verdicts(report, short_of_cpus="lack_of_cpu" in named_uses(typical))
     if grows:
         long = [each for each in long if not is_growth(report, each)]
@@ -84,15 +90,17 @@ def verdicts(
 
 
 def _share_slow_before(findings: Findings, steps: int) -> float:
-    """Share of the steps in which a rank was slow that no longer is."""
+    """Return the longest ended slowness of a rank, as a share of all steps."""
     over = findings.slow_before
     return max((each.until_step - each.since_step for each in over if each.until_step), default=0) / max(1, steps)
 
 
 def _one_of_each_cause(slow: list[JudgedVerdict], typical: JudgedVerdict) -> list[JudgedVerdict]:
-    """Slow ranks, and what all ranks lose in a typical step; one verdict where both are about one cause, the costlier.
+    """Return the verdicts on slow ranks and on the typical step. If both have one cause, return
+    only the costlier.
 
-    A mean over all ranks contains the excess of a slow one. Only a larger mean is a finding of its own.
+    The typical step is a mean over all ranks, which contains the excess of a slow rank. Only a
+    larger mean is a finding of its own.
     """
     if typical.kind not in WASTE or not typical.cost_s_per_step:
         return slow
@@ -110,7 +118,8 @@ def _one_of_each_cause(slow: list[JudgedVerdict], typical: JudgedVerdict) -> lis
 
 
 def _unless_too_deep(report: Facts, verdict: JudgedVerdict) -> JudgedVerdict:
-    """Return the verdict; of host code, that nothing is known, where phases may be among the spans not recorded."""
+    """Return the verdict, or "not known" for host code if phases may be among the spans that were
+    not recorded."""
     too_deep = report["quality"]["too_deep"]
     if verdict.kind != "host_bound" or not too_deep:
         return verdict
@@ -123,7 +132,10 @@ def _unless_too_deep(report: Facts, verdict: JudgedVerdict) -> JudgedVerdict:
 
 
 def slow_link(steps: int, mean_s: float | None, links: LinkFindings) -> JudgedVerdict:
-    """The slow links, of which there are some. steps: how many there were; mean_s: what one took."""
+    """Return the verdict on slow links, of which there is at least one.
+
+    steps: number of steps. mean_s: mean duration of a step.
+    """
     worst = links.links[0]
     where = f"rank {links.shared_ranks[0]}" if links.shared_ranks else f"ranks {ranges(worst.ranks)}"
     action = f"test the network at {where} with nccl-tests, and look at the NICs and cables there."
@@ -185,7 +197,7 @@ def _only_warm_up(report: Facts) -> JudgedVerdict:
 
 
 def warm_up_words(steps: Steps) -> str:
-    """Return how long the warm-up steps took, and their largest parts; "" where that is not known."""
+    """Return the duration of the warm-up steps and their largest parts; "" if not known."""
     if steps["warm_up_max_s"] is None:
         return ""
     parts = list(steps["warm_up_parts"].items())[:_MAX_WARM_UP_PARTS]
@@ -195,7 +207,10 @@ def warm_up_words(steps: Steps) -> str:
 
 
 def slow_link_text(findings: LinkFindings) -> str:
-    """The slow links in words, for a verdict; why nothing could be decided, if so; "" if none is slow."""
+    """Return a sentence on the slow links; "" if no link is slow.
+
+    If nothing could be decided, return the reason.
+    """
     if not findings.links:
         return findings.undecided
     worst = findings.links[0]
