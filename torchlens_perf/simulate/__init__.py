@@ -1,1 +1,2 @@
-"""Jobs that never ran: recorded noise, planted faults, and the ring files that a job would have left."""
+"""Simulated jobs: recorded noise, planted faults, and the ring files that the ranks would have
+written."""

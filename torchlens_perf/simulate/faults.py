@@ -1,6 +1,8 @@
-"""The faults that a simulation can plant, and how they are written: `constant:rank=3,share=0.25,phase=forward`. Pure.
+"""The faults that a simulation can plant, and their text form:
+`constant:rank=3,share=0.25,phase=forward`. Pure.
 
-A share is of a rank's usual work in a step: share=0.05 makes the rank 5 % slower, whichever phase has it.
+Shares are of a rank's usual work in a step: share=0.05 makes the rank 5 % slower, in whatever
+phase.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ if TYPE_CHECKING:
 
     from torchlens_perf.simulate.simulation import Draft, Fault, Topology
 
-_NOBODY: frozenset[int] = frozenset()
-_TYPICAL_LENGTH = 4096  # tokens
+_NO_RANKS: frozenset[int] = frozenset()
+_TYPICAL_TOKENS = 4096
 _DIMENSIONS = ("dp", "tp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Lasting:
-    """From step `since` on, and before step `until` if it is set."""
+    """A fault that lasts from step `since` to before step `until`, or to the end."""
 
     since: int = 0
     until: int | None = None
@@ -35,17 +37,18 @@ class _Lasting:
         return self.since <= step and (self.until is None or step < self.until)
 
     def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
-        return _NOBODY
+        return _NO_RANKS
 
     def when(self, draft: Draft) -> npt.NDArray[np.float32]:
-        """1 in the steps in which it lasts, else 0; shape [steps]."""
+        """Return 1 for steps in which the fault lasts, else 0; shape [steps]."""
         step = draft.step
         return ((step >= self.since) & (step < (self.until if self.until is not None else 1 << 62))).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Slow(_Lasting):
-    """Some ranks' own work takes longer, in one phase; "compute" is forward and backward alike."""
+    """A fault that makes some ranks' work longer in one phase. "compute" is forward and backward
+    together."""
 
     share: float
     phase: str = "compute"
@@ -65,7 +68,7 @@ class _Slow(_Lasting):
         raise NotImplementedError
 
     def amount(self, draft: Draft) -> npt.NDArray[np.float32]:
-        """How much of the share each step has; shape [steps], or [ranks of it, steps]."""
+        """Return the factor on the share in each step; shape [steps], or [slow ranks, steps]."""
         return self.when(draft)
 
     def plant(self, draft: Draft) -> None:
@@ -73,12 +76,12 @@ class _Slow(_Lasting):
         _lengthen(draft, self.ranks_of(draft.topology), self.phase, extra)
 
     def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
-        return frozenset(self.ranks_of(topology)) if self.holds(step) else _NOBODY
+        return frozenset(self.ranks_of(topology)) if self.holds(step) else _NO_RANKS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constant(_Slow):
-    """One rank is slower, by the same amount in each step."""
+    """One rank is slower by the same amount in each step."""
 
     rank: int
 
@@ -88,7 +91,7 @@ class Constant(_Slow):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drifting(Constant):
-    """One rank gets slower, up to the share in `over` steps."""
+    """One rank becomes slower over `over` steps, up to the share."""
 
     over: int = 200
 
@@ -100,7 +103,7 @@ class Drifting(Constant):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Intermittent(Constant):
-    """One rank is slower in `slow` of each `of` steps, picked by chance."""
+    """One rank is slower in `slow` of `of` steps, chosen at random."""
 
     slow: int = 1
     of: int = 4
@@ -118,7 +121,7 @@ class Intermittent(Constant):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moving(_Slow):
-    """One rank after the other is slower, each for `every` steps, and then the first one again."""
+    """One rank after the other is slower, each for `every` steps, in a cycle."""
 
     ranks: tuple[int, ...]
     every: int = 100
@@ -133,7 +136,7 @@ class Moving(_Slow):
 
     def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
         turn = (step - self.since) // self.every % len(self.ranks)
-        return frozenset([self.ranks[turn]]) if self.holds(step) else _NOBODY
+        return frozenset([self.ranks[turn]]) if self.holds(step) else _NO_RANKS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +157,8 @@ class Node(_Slow):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stalls(Constant):
-    """One rank waits long for data now and then: in one of `every` steps, for `share` on average, often much less."""
+    """One rank waits long for data in one of `every` steps: for `share` on average, exponentially
+    distributed."""
 
     phase: str = "data"
     every: int = 50
@@ -168,8 +172,11 @@ class Stalls(Constant):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pauses(_Slow):
-    """Each rank pauses in one of `every` steps, as for Python's garbage collector: at its own times, or all together.
-    Nobody is at fault."""
+    """Each rank pauses in one of `every` steps, as for Python's garbage collector. No rank is at
+    fault.
+
+    together: all ranks pause in the same steps.
+    """
 
     phase: str = "host"
     every: int = 100
@@ -185,12 +192,15 @@ class Pauses(_Slow):
         return np.broadcast_to(struck, draft.flags.shape).astype(np.float32)
 
     def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
-        return _NOBODY
+        return _NO_RANKS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link(_Lasting):
-    """The transfers of one group are slow: `rank` and its data-parallel or tensor-parallel peers. No rank's work is."""
+    """Transfers are slow in one group, of `rank` and its data-parallel or tensor-parallel peers.
+
+    Work is not.
+    """
 
     rank: int
     share: float
@@ -211,12 +221,15 @@ class Link(_Lasting):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableLength(_Lasting):
-    """Each rank draws how long its sequences are anew in each step, and computes in proportion. Nobody is at fault."""
+    """Each rank has sequences of random length in each step, and work in proportion.
+
+    No rank is at fault.
+    """
 
     spread: float = 0.2
-    """Standard deviation of a step's tokens, as a share of the usual."""
+    """Standard deviation of a step's tokens, as a share of the usual number."""
     reported: bool = False
-    """Whether the job reports its tokens."""
+    """True if the job reports its tokens."""
 
     def check(self, topology: Topology) -> None:
         if not 0 < self.spread <= 0.5:
@@ -229,7 +242,7 @@ class VariableLength(_Lasting):
         for part in ("forward", "backward"):
             draft.parts_ns[:, :, OWN_PARTS.index(part)] *= length.astype(np.float32)
         if self.reported:
-            draft.workload[:] = np.round(length * _TYPICAL_LENGTH)
+            draft.workload[:] = np.round(length * _TYPICAL_TOKENS)
 
 
 KINDS: dict[str, type[Any]] = {
@@ -246,7 +259,10 @@ KINDS: dict[str, type[Any]] = {
 
 
 def parse_fault(text: str) -> Fault:
-    """A fault from its text, `KIND:NAME=VALUE,...`; several ranks as 1+2+3. Raises ConfigError."""
+    """Return a fault from its text, `KIND:NAME=VALUE,...`.
+
+    Several ranks are 1+2+3. Raises ConfigError.
+    """
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
         raise ConfigError(f"--fault {text}: {unknown('fault', kind, KINDS)} Faults: {', '.join(KINDS)}")
@@ -286,7 +302,10 @@ def _check_rank(rank: int, topology: Topology) -> None:
 
 
 def _lengthen(draft: Draft, ranks: list[int], phase: str, extra_ns: npt.NDArray[np.float32]) -> None:
-    """Adds to the ranks' work in a phase; "compute" divides it between forward and backward as their time is."""
+    """Add to the ranks' work in a phase.
+
+    For "compute" it is divided in proportion to forward and backward.
+    """
     parts = [OWN_PARTS.index(part) for part in (("forward", "backward") if phase == "compute" else (phase,))]
     usual = np.median(draft.parts_ns[ranks][:, :, parts], axis=(0, 1))
     shares = usual / usual.sum() if usual.sum() > 0 else np.full(len(parts), 1 / len(parts))

@@ -1,7 +1,9 @@
-"""Data-parallel ranks whose hosts need longer to issue a step than their devices to execute it, and run ahead. Pure.
+"""Launch-bound data-parallel ranks: hosts need longer to issue a step than devices to execute it.
+Pure.
 
-No host waits for its device within a step, as in a loop without `.item()`. The device follows its host, and stands idle
-between kernels. Where a rank waits for others in the gradients' all-reduce, its host goes on, up to some steps ahead.
+No host waits for its device within a step, as in a loop without `.item()`. The device follows its
+host and is idle between kernels. While a rank waits for others in the gradients' all-reduce, its
+host goes on, up to AHEAD steps ahead.
 """
 
 from __future__ import annotations
@@ -20,38 +22,44 @@ if TYPE_CHECKING:
     from torchlens_perf.simulate.simulation import Steps, Topology
 
 AHEAD = 4
-"""After so many steps that the device has not done, a host waits for room in its queue."""
-_BUSY = 0.05  # of the host's time for a phase: what the device needs to execute it
+"""A host waits for room in its queue when the device is this many steps behind."""
+# Time that the device needs to execute a phase, as a share of the host's time to issue it.
+_BUSY_SHARE = 0.05
 PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclasses.dataclass(frozen=True)
 class HostsAhead:
-    """When the hosts and the devices of all ranks make the same steps. Times in ns since the first step's begin."""
+    """Times of hosts and devices of all ranks for some steps, in ns since the begin of the first
+    step."""
 
     steps: Steps
     full_ns: npt.NDArray[np.int64]
-    """How long the host waits for room in the queue, in the forward pass: [ranks, steps]."""
+    """Time for which the host waits for room in the queue, in the forward pass: [ranks, steps]."""
     began_ns: npt.NDArray[np.int64]
-    """When the device comes to the step's begin: [ranks, steps]. The step ends where the next one begins."""
+    """Time at which the device begins the step: [ranks, steps]. A step ends at the begin of the
+    next one."""
     phases_ns: npt.NDArray[np.int64]
-    """When the device begins and ends each phase: [ranks, steps, phases, 2]."""
+    """Times at which the device begins and ends each phase: [ranks, steps, phases, 2]."""
     arrived_ns: npt.NDArray[np.int64]
-    """When the device comes to the gradients' all-reduce, at the end of the backward pass: [ranks, steps]."""
+    """Time at which the device reaches the gradients' all-reduce, at the end of backward: [ranks,
+    steps]."""
 
 
 class Hosts:
-    """Where the hosts and the devices of a job are. Steps are asked for in order."""
+    """The present times of the hosts and devices of a job. ahead() must be called for steps in
+    order."""
 
     def __init__(self, topology: Topology) -> None:
-        """Raises ConfigError for a job that is more than data parallel."""
+        """Raise ConfigError for a job that is not only data parallel."""
         if topology.tp > 1 or topology.pp > 1:
             raise ConfigError("ranks whose hosts run ahead are data parallel only: leave out tp and pp")
         self._host_ns, self._device_ns = np.zeros((2, topology.ranks))
-        self._ends_ns = np.zeros((AHEAD, topology.ranks))  # of the newest steps, on the devices
+        # Times at which the devices ended the newest steps.
+        self._ends_ns = np.zeros((AHEAD, topology.ranks))
 
     def ahead(self, steps: Steps) -> HostsAhead:
-        """Return when hosts and devices do the next steps."""
+        """Return the times of hosts and devices for the next steps."""
         ranks, count, _ = steps.parts_ns.shape
         full_ns, began_ns, arrived_ns = np.zeros((3, ranks, count))
         phases_ns = np.zeros((ranks, count, len(PHASES), 2))
@@ -64,7 +72,7 @@ class Hosts:
                 begin_ns = np.maximum(self._device_ns, self._host_ns)
                 host_ns = own[phase] + (own["recompute"] if phase == "backward" else 0)
                 self._host_ns = self._host_ns + host_ns + (full_ns[:, index] if phase == "forward" else 0)
-                self._device_ns = np.maximum(begin_ns + _BUSY * host_ns, self._host_ns)
+                self._device_ns = np.maximum(begin_ns + _BUSY_SHARE * host_ns, self._host_ns)
                 if phase == "backward":
                     arrived_ns[:, index] = self._device_ns
                     reduced_ns = self._device_ns.max() + steps.transfer_ns[:, index].max()

@@ -1,4 +1,5 @@
-"""What was planted beside what the report's verdicts name: each fault found, or not found and why. Pure."""
+"""Comparison of planted faults with the report's verdicts: found faults, and reasons for missed
+ones. Pure."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 """A row of the report's `verdicts`, as its JSON has it."""
 NO_TRANSFERS = "--rows holds no transfer times: leave out --rows, and give --out"
-_SEEN = 0.5  # of how much longer long steps take: a fault that explains less is not their reason
-_RARE = 0.25  # of the steps in which a fault lasts
+# A fault explains long steps if it causes at least this share of their additional time.
+_EXPLAINS = 0.5
+# A fault is rare if it makes fewer than this share of its steps longer.
+_RARE = 0.25
 
 
 def _when(since: int, until: int | None) -> str:
@@ -38,7 +41,7 @@ class NamedBy:
     kind: str
     ranks: tuple[int, ...]
     slow_too: tuple[int, ...]
-    """Other slow ranks whose cost is in the verdict's."""
+    """Other slow ranks that the verdict's cost includes."""
     phase: str | None
     since_step: int | None
     until_step: int | None
@@ -58,27 +61,28 @@ class PlantedFault:
     """A fault that was planted, and the verdicts that name it."""
 
     fault: str
-    """As the user wrote it."""
+    """The fault as the user wrote it."""
     ranks: tuple[int, ...]
-    """Ranks at fault, or the members of a slow group; empty for what is no rank's fault."""
+    """Ranks at fault, or the members of a slow group; empty if no rank is at fault."""
     phase: str | None
     since_step: int | None
-    """First step of the run in which it lasts; None: there is none."""
+    """First step in which it lasts; None if it does not begin within the run."""
     until_step: int | None
-    """None: it lasts until the run's end."""
+    """None if it lasts until the end of the run."""
     work_s_per_step: float
-    """What one of its ranks works longer, or a slow group's transfers take longer, while it lasts."""
+    """Additional work of one of its ranks, or additional transfer time of a slow group, while it
+    lasts."""
     cost_s_per_step: float
-    """What the job's step takes longer while it lasts, the other faults in place."""
+    """Additional time of the job's step while it lasts, with all other faults planted."""
     found: bool | None
-    """None for what is no rank's fault."""
+    """None if no rank is at fault."""
     missed_ranks: tuple[int, ...]
     named_by: tuple[NamedBy, ...]
     why_not: str
-    """Why it, or a part of its ranks, was not found; "" where that is not known, or all of it was."""
+    """The reason why some of its ranks were not found; "" if not known, or if all were found."""
 
     def lines(self) -> Iterator[str]:
-        """Yield what a person reads of it."""
+        """Yield the lines of text on this fault."""
         state = {True: "found", False: "not found", None: "no rank is at fault"}[self.found]
         if self.found and self.missed_ranks:
             state += f", but not on {rank_list(self.missed_ranks)}"
@@ -95,24 +99,24 @@ class PlantedFault:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """What the report says of its comparison of the ranks."""
+    """The report's verdicts, with the limits of its comparison of ranks and links."""
 
     rows: Sequence[Row]
     detectable_s: float | None
-    """The smallest detectable slowdown; None: nothing was compared."""
+    """The smallest detectable slowdown; None if no ranks were compared."""
     undecided_links: str | None
-    """Why groups were not compared, "" if they were; None: there are no transfer times."""
+    """The reason why groups were not compared; "" if they were; None without transfer times."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Each planted fault, and the verdicts on slow ranks and links that name nothing planted."""
+    """All planted faults, and the verdicts on slow ranks and links that match none of them."""
 
     planted: tuple[PlantedFault, ...]
     not_planted: tuple[NamedBy, ...]
 
     def lines(self) -> Iterator[str]:
-        """Yield what a person reads of it; nothing without faults and verdicts."""
+        """Yield the lines of text; none without faults and verdicts."""
         counted = [each for each in self.planted if each.found is not None]
         if counted:
             found = sum(bool(each.found) and not each.missed_ranks for each in counted)
@@ -151,9 +155,10 @@ def answer(texts: Sequence[str], simulation: Simulation, steps: int, compared: C
 def _credited(
     row: Row, found: Sequence[int], cases: Sequence[tuple[Fault, npt.NDArray[np.bool_], Effect]]
 ) -> list[int]:
-    """Return which of the faults that a verdict names it counts for: one for each rank and step, the largest first.
+    """Return the faults that a verdict counts for, of those that it matches.
 
-    A fault in the verdict's phase comes before faults in other phases.
+    For each rank and step it counts for one fault only. Faults in the verdict's phase are
+    preferred, then larger ones.
     """
     if not row["kind"].startswith("straggler"):
         return list(found)
@@ -175,7 +180,8 @@ def _credited(
 
 
 def _lasting(fault: Fault, simulation: Simulation, steps: int) -> npt.NDArray[np.bool_]:
-    """[ranks, steps]: which ranks are at fault, or members of a slow group, in which steps."""
+    """Return True for ranks that are at fault, or members of a slow group, in a step: [ranks,
+    steps]."""
     topology = simulation.topology
     found = np.zeros((topology.ranks, steps), bool)
     group = topology.group(fault.dimension, fault.rank) if isinstance(fault, Link) else []
@@ -203,7 +209,7 @@ def _named_by(row: Row) -> NamedBy:
 
 
 def _names(row: Row, fault: Fault, lasting: npt.NDArray[np.bool_], effect: Effect) -> bool:
-    """Whether the verdict is on this fault: its kind, its ranks, and a time in which the fault lasts."""
+    """Return True if the verdict's kind, ranks and steps match the fault."""
     kind, named = row["kind"], _named_by(row)
     members = set(np.flatnonzero(lasting.any(axis=1)).tolist())
     if isinstance(fault, Link):
@@ -215,7 +221,7 @@ def _names(row: Row, fault: Fault, lasting: npt.NDArray[np.bool_], effect: Effec
         steps = [step for step in row["evidence"]["steps"] if step < lasting.shape[1]]
         if not members.intersection(named.ranks) or not steps:
             return False
-        return bool(effect.work_ns[named.ranks[0], steps].mean() >= _SEEN * 1e9 * row["evidence"]["more_s"])
+        return bool(effect.work_ns[named.ranks[0], steps].mean() >= _EXPLAINS * 1e9 * row["evidence"]["more_s"])
     if not kind.startswith("straggler"):
         return False
     return bool(lasting[[*named.ranks, *named.slow_too], named.since_step : named.until_step].any())
@@ -225,7 +231,10 @@ def _planted(
     text: str, fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_], effect: Effect,
     named: Sequence[NamedBy], compared: Compared, at_fault: npt.NDArray[np.bool_], is_hidden: bool,
 ) -> PlantedFault:  # fmt: skip
-    """is_hidden: a verdict on its ranks and steps counts for another fault."""
+    """Return the result for one fault.
+
+    is_hidden: a verdict on its ranks and steps counts for another fault.
+    """
     members, steps = _members(fault, simulation, lasting), np.flatnonzero(lasting.any(axis=0))
     is_link, begun, until = isinstance(fault, Link), bool(len(steps)), None
     if begun and steps[-1] + 1 < lasting.shape[1]:
@@ -256,7 +265,8 @@ def _planted(
 
 
 def _members(fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_]) -> tuple[int, ...]:
-    """Return the ranks of a fault, also of one that does not begin within the run; none where no rank is at fault."""
+    """Return the ranks of a fault, also if it does not begin within the run; () if no rank is at
+    fault."""
     if isinstance(fault, Link):
         return tuple(simulation.topology.group(fault.dimension, fault.rank))
     if lasting.any():
@@ -268,7 +278,7 @@ def _why_not(
     fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_], effect: Effect, work_ns: float,
     compared: Compared, at_fault: npt.NDArray[np.bool_],
 ) -> str:  # fmt: skip
-    """Return why the fault was not found; "" where that is not known."""
+    """Return the reason why the fault was not found; "" if it is not known."""
     count, total = int(lasting.any(axis=0).sum()), lasting.shape[1]
     if not count:
         return f"it does not begin within the {total} steps"

@@ -1,11 +1,13 @@
-"""Ring files of simulated ranks: what a recorder would have written of such steps, with a clock that is moved by hand.
+"""Ring files of simulated ranks, written by the real recorder with a simulated clock.
 
-Everything downstream is as in a real run: the same recorder, the same files, the ordinary sidecar. A rank's step is
-data, forward, backward, the gradients' all-reduce, the optimizer with an all-reduce of the gradients' norm over all
-ranks, and host code; tensor-parallel neighbours wait for each other at the end of forward and of backward.
+Everything downstream is as in a real run: the same recorder, the same files, the ordinary sidecar.
+A rank's step is data, forward, backward, the gradients' all-reduce, the optimizer with an
+all-reduce of the gradients' norm over all ranks, and host code. Tensor-parallel neighbours wait for
+each other at the end of forward and of backward.
 
-On a device, the host issues a step's work in little time and waits for the device at the step's end, as for a loss;
-what the device did is reported some steps later. Or the device waits for the host, which runs ahead (launch_bound.py).
+On a device, the host issues a step's work in little time and waits for the device at the end of the
+step, as for a loss. Device times are reported some steps later. In a launch-bound job, the device
+waits for its host, which runs ahead (launch_bound.py).
 """
 
 from __future__ import annotations
@@ -36,12 +38,16 @@ if TYPE_CHECKING:
     from torchlens_perf.simulate.simulation import Steps, Topology
 
 MAX_RANKS = 1024
-OPEN_FILES = 2  # of each rank: its recorder's and the sidecar's
+# Open files of each rank: one of its recorder and one of the sidecar.
+OPEN_FILES = 2
 _WORLD = "0"
-_LAYERS = 4  # of each pipeline stage
-_BYTES = {"dp": 1 << 28, "tp": 1 << 25, "world": 4}  # gradients, activations, and their norm
-_RING_RECORDS = 2048  # a block of steps has some 1,000 at most; with a device's late ones twice as many
-_ISSUING = 0.05  # of a phase's time on the device: what issuing it takes the host
+_LAYERS_PER_STAGE = 4
+# Sizes of gradients, activations, and the gradients' norm.
+_BYTES = {"dp": 1 << 28, "tp": 1 << 25, "world": 4}
+# A block of steps has about 1,000 records at most, and twice as many with late device times.
+_RING_RECORDS = 2048
+# Time that the host needs to issue a phase, as a share of the phase's time on the device.
+_ISSUING_SHARE = 0.05
 _CLOCK: DeviceClock = {"clock": "simulated events", "error_ns": 0, "captured": 0, "skipped": 0, "unread": 0}
 _PHASES = {
     "data": (Kind.DATA, "data"),
@@ -53,7 +59,7 @@ _PHASES = {
 
 
 class HandClock:
-    """A clock that stands still until it is moved."""
+    """A clock that only changes when now_ns is set."""
 
     def __init__(self, now_ns: int) -> None:
         self.now_ns = now_ns
@@ -64,32 +70,32 @@ class HandClock:
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedDevice:
-    """How the ranks' devices tell their times."""
+    """Settings for the device times of all ranks."""
 
     late_steps: int = 1
-    """After how many steps a step's times are reported."""
+    """Number of steps after which a step's device times are reported."""
     missing: float = 0.0
-    """Share of the steps of which nothing is reported, as of captured ones."""
+    """Share of the steps without device times, such as captured steps."""
     launch_bound: bool = False
-    """Whether the host needs longer to issue a step than the device to execute it."""
+    """True if the host needs longer to issue a step than the device to execute it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A block's steps as integers, for all ranks. Times in ns."""
+    """The steps of a block with integer times in ns, for all ranks."""
 
     steps: Steps
     duration_ns: npt.NDArray[np.int64]
     parts_ns: npt.NDArray[np.int64]
     tensor_wait_ns: npt.NDArray[np.int64]
     gradients_ns: npt.NDArray[np.int64]
-    """Shape [ranks, steps]: waiting at the end of the backward pass, until the gradients have been reduced."""
+    """Wait at the end of the backward pass, until the gradients are reduced: [ranks, steps]."""
     norm_ns: npt.NDArray[np.int64]
-    """The rest of the step's waiting: until the slowest rank of all has come."""
+    """The rest of the step's wait, until the slowest rank has arrived: [ranks, steps]."""
 
     @classmethod
     def of(cls, steps: Steps) -> Timeline:
-        """Divides each rank's waiting."""
+        """Divide each rank's wait between the two all-reduces."""
         topology = steps.topology
         parts, tensor = steps.parts_ns.astype(np.int64), steps.tensor_wait_ns.astype(np.int64)
         duration = np.round(steps.duration_ns).astype(np.int64)
@@ -99,12 +105,13 @@ class Timeline:
         grid = (topology.pp, topology.dp, topology.tp, -1)
         reduced = (arrived.reshape(grid).max(axis=1) + steps.transfer_ns.reshape(grid).max(axis=1))[:, None]
         gradients = np.broadcast_to(reduced, (*grid[:3], len(steps))).reshape(arrived.shape).astype(np.int64) - arrived
-        gradients = np.minimum(gradients, left) if topology.dp > 1 else np.zeros_like(left)  # by rounding, a nanosecond
+        # Rounding can make the first wait longer than the whole one, by a nanosecond.
+        gradients = np.minimum(gradients, left) if topology.dp > 1 else np.zeros_like(left)
         return cls(steps, duration, parts, tensor, gradients, left - gradients)
 
 
 class SimulatedRank:
-    """One rank: its ring file and its recorder. One thread; close() ends both."""
+    """One rank with its ring file and its recorder, which close() closes. Not thread-safe."""
 
     def __init__(
         self,
@@ -118,30 +125,35 @@ class SimulatedRank:
         *,
         total_steps: int = 0,
     ) -> None:
-        """sidecar_host: the host whose sidecar reads it. begin: when its first step begins, by its host's clock.
+        """Create the ring file and the recorder.
 
-        device: that its work is on; None: it computes on the CPU. total_steps: that it says it will make.
+        sidecar_host: the host whose sidecar reads the file. begin: start of the first step, by the
+        rank's host clock. device: settings of its device; None for a rank on the CPU. total_steps:
+        the total steps that it reports.
         """
         self.rank = rank
         self._device = device
-        self._unreported: deque[tuple[int, ...]] = deque()  # DEVICE records of steps that are reported later
+        # DEVICE records that are written some steps later.
+        self._unreported: deque[tuple[int, ...]] = deque()
         self._random = np.random.default_rng(rank)
         self._begin_ns = begin.monotonic_ns
-        self._device_step: tuple[int, bool] | None = None  # when the one in progress began, and whether it is reported
+        # Begin of the device's step in progress, and if its times are reported.
+        self._device_step: tuple[int, bool] | None = None
         self.clock = HandClock(begin.monotonic_ns)
         self.identity = identity_of(run, topology, rank)
         config = Config(
             ring_records=_RING_RECORDS << (device is not None), telemetry=False, capture="off", _build_tap=False,
             exchange="off", report="off", _total_steps=total_steps,
         )  # fmt: skip
-        # In the run directory: a simulation that is interrupted leaves nothing in shared memory.
+        # The ring file is in the run directory, so an interrupted simulation leaves nothing in
+        # shared memory.
         ring = create_ring(run, self.identity, config.ring_capacity, keep=True)
         self._session = Session(config, self.identity, ring, self.clock, begin)
         self._recorder, self._intern = self._session.recorder, self._session.intern
         self._ids = {part: (kind, self._intern(name)) for part, (kind, name) in _PHASES.items()}
         self._wait_id = self._intern("wait")
         stage = topology.coordinates(rank)["pp"]
-        modules = [f"layers.{stage * _LAYERS + i}" for i in range(_LAYERS)]
+        modules = [f"layers.{stage * _LAYERS_PER_STAGE + i}" for i in range(_LAYERS_PER_STAGE)]
         if stage == 0:
             modules.insert(0, "embedding")
         if stage == topology.pp - 1:
@@ -161,7 +173,10 @@ class SimulatedRank:
         run.register_ring(sidecar_host, ring.path)
 
     def record(self, timeline: Timeline | HostsAhead) -> None:
-        """Writes a block of steps. The sidecar has read what was written before, or it is lost."""
+        """Write a block of steps.
+
+        Earlier records that the sidecar has not read may be overwritten.
+        """
         for index in range(len(timeline.steps)):
             if isinstance(timeline, HostsAhead):
                 self._step_ahead(timeline, index)
@@ -201,7 +216,8 @@ class SimulatedRank:
         own = dict(zip(OWN_PARTS, timeline.parts_ns[self.rank, index].tolist(), strict=True))
         in_forward_ns, in_backward_ns = timeline.tensor_wait_ns[self.rank, index].tolist()
         gradients_ns, norm_ns = (int(each[self.rank, index]) for each in (timeline.gradients_ns, timeline.norm_ns))
-        # By phase, in the device's order: work, what the stream waits for, and then work again.
+        # The pieces of each phase in the device's order: work, or waits of its stream in
+        # collectives.
         phases = {
             "forward": [(Kind.FORWARD, own["forward"]), ("tp", in_forward_ns)],
             "backward": [
@@ -213,11 +229,12 @@ class SimulatedRank:
         reported = self._device is not None and self._random.random() >= self._device.missing
         with self._phase("data"):
             self.clock.now_ns += own["data"]
-        at_ns = self.clock.now_ns  # the device had no work until here
+        # The device had no work until now.
+        at_ns = self.clock.now_ns
         for part, pieces in phases.items():
             phase_ns = at_ns
             with self._phase(part):
-                self.clock.now_ns += round(_ISSUING * sum(duration_ns for _, duration_ns in pieces))
+                self.clock.now_ns += round(_ISSUING_SHARE * sum(duration_ns for _, duration_ns in pieces))
             for what, duration_ns in pieces:
                 if isinstance(what, Kind):
                     if what == Kind.RECOMPUTE and duration_ns:
@@ -258,7 +275,7 @@ class SimulatedRank:
         self._report_device_times(step - self._device.late_steps - AHEAD)
 
     def _end_device_step(self, end_ns: int) -> None:
-        """Of a device that is behind, a step ends where the next one begins."""
+        """Record the device's step in progress, which ends at the begin of the next one."""
         if self._device_step is not None:
             begin_ns, reported = self._device_step
             self._on_device(Kind.STEP, begin_ns, end_ns - begin_ns, reported=reported, step=self._recorder.step - 1)
@@ -266,7 +283,8 @@ class SimulatedRank:
     def _on_device(
         self, kind: Kind, start_ns: int, duration_ns: int, *, reported: bool, step: int | None = None
     ) -> None:
-        """A span by the device's clock, which is reported later, or never."""
+        """Queue a span by the device's clock for a later report, unless its step is not
+        reported."""
         behind_ns = max(0, start_ns + duration_ns - self.clock.now_ns)
         if reported:
             step = self._recorder.step if step is None else step
@@ -278,7 +296,8 @@ class SimulatedRank:
             self._recorder.record_completed(*self._unreported.popleft())
 
     def _end_step(self, timeline: Timeline | HostsAhead, index: int, end_ns: int) -> None:
-        self.clock.now_ns = end_ns  # the rest is the host's
+        # The remaining time of the step is host code.
+        self.clock.now_ns = end_ns
         workload, flags = int(timeline.steps.workload[self.rank, index]), int(timeline.steps.flags[self.rank, index])
         self._recorder.next_step(flags, 0, 1 | (workload + 1) << WORKLOAD_SHIFT)
 
@@ -296,7 +315,7 @@ class SimulatedRank:
         self.clock.now_ns += own_ns % len(self._modules)
 
     def _wait(self, dimension: str, wait_ns: int) -> None:
-        """A collective over a group, and the waiting for it."""
+        """Record a collective over a group, and the wait in it."""
         if dimension not in self._group_of:
             return
         start_ns = self.clock.now_ns
@@ -313,7 +332,7 @@ class SimulatedRank:
 
 
 def identity_of(run: RunDirectory, topology: Topology, rank: int) -> Identity:
-    """A rank of the job; its process is this one."""
+    """Return the identity of a rank. Its process is the present one."""
     return Identity(
         run_id=run.run_id, rank=rank, local_rank=rank % topology.node_size, world_size=topology.ranks,
         local_world_size=min(topology.node_size, topology.ranks), attempt=0, host=topology.host(rank), pid=os.getpid(),
@@ -329,7 +348,8 @@ class _Group(NamedTuple):
 
 
 def groups_of(topology: Topology, rank: int) -> dict[str, _Group]:
-    """The process groups that the rank uses, by name: those of the mesh's dimensions, and that of all ranks."""
+    """Return the rank's process groups by name: one for each mesh dimension, and one of all
+    ranks."""
     groups = {_WORLD: _Group("world", list(range(topology.ranks)), "default_pg")}
     for dimension in ("tp", "dp", "pp"):
         members = topology.group(dimension, rank)

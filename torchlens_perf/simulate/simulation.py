@@ -1,8 +1,9 @@
-"""Simulated training: the steps of every rank of a job of any size, with faults planted where the caller says.
+"""Simulated training: the steps of all ranks of a job of any size, with planted faults.
 
-What varies by chance is cut out of recorded runs (recorded_noise.npz) and laid together anew, in excerpts of a block,
-so that heavy tails and neighbouring steps stay as they were. Steps come in blocks; a block depends on the seed and its
-number alone, so a run can be made a piece at a time, and twice. Pure: no clock, no file but that one.
+Random variation is resampled from recorded runs (recorded_noise.npz) in excerpts of one block. This
+keeps heavy tails and the correlation of neighbouring steps. Steps are made in blocks. A block
+depends only on the seed and its number, so a run can be made piece by piece, and repeated. Pure: it
+uses no clock, and no other file.
 """
 
 from __future__ import annotations
@@ -24,24 +25,30 @@ from torchlens_perf.verdicts.stragglers.window import BinBatch
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-BLOCK = 32  # steps
-_MIN_STEP_NS, _LONGEST_STEP_NS = 1_000_000, 600_000_000_000
-_MIN_PART = 0.2  # of its usual time: noise makes no part shorter
-_TRANSFER_SHARE = 0.03  # of the usual work: how long the gradients travel once all have arrived
-_TENSOR_TRANSFER_SHARE = 0.02  # the same for the activations of tensor-parallel neighbours, in forward and backward
-_LAST_STAGE = 0.05  # the last pipeline stage has the head and the loss, and so much more work than the others
-_MICRO_BATCHES = 4  # for each pipeline stage
+# Number of steps in a block.
+BLOCK = 32
+_MIN_STEP_NS, _MAX_STEP_NS = 1_000_000, 600_000_000_000
+# Noise makes no part shorter than this share of its usual time.
+_MIN_PART = 0.2
+# Transfer time of the gradients, as a share of the usual work, after all ranks have arrived.
+_TRANSFER_SHARE = 0.03
+# The same for activations between tensor-parallel neighbours, in forward and backward together.
+_TENSOR_TRANSFER_SHARE = 0.02
+# Additional work of the last pipeline stage, which has the head and the loss.
+_LAST_STAGE_SHARE = 0.05
+_MICRO_BATCHES_PER_STAGE = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Ranks as Megatron numbers them: tensor-parallel neighbours first, then data parallel, then pipeline stages."""
+    """Ranks in Megatron's order: tensor-parallel neighbours first, then data parallel, then
+    pipeline stages."""
 
     dp: int
     tp: int = 1
     pp: int = 1
     node_size: int = 8
-    """Ranks of one host."""
+    """Number of ranks on one host."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -53,11 +60,12 @@ class Topology:
         return self.dp * self.tp * self.pp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is in each dimension."""
+        """Return a rank's coordinate in each dimension."""
         return {"tp": rank % self.tp, "dp": rank // self.tp % self.dp, "pp": rank // (self.tp * self.dp)}
 
     def group(self, dimension: str, rank: int) -> list[int]:
-        """The ranks that share all of this rank's coordinates but the one of `dimension`, in order."""
+        """Return the ranks that share all coordinates of this rank except the one of `dimension`,
+        in order."""
         grid = np.arange(self.ranks).reshape(self.pp, self.dp, self.tp)
         at = self.coordinates(rank)
         where = [slice(None) if name == dimension else at[name] for name in ("pp", "dp", "tp")]
@@ -65,34 +73,38 @@ class Topology:
         return found
 
     def node(self, rank: int) -> int:
-        """Index of the rank's host."""
+        """Return the index of the rank's host."""
         return rank // self.node_size
 
     def host(self, rank: int) -> str:
         return f"node-{self.node(rank):04d}"
 
     def place(self, rank: int) -> Placement:
-        """What a judge must know of the rank: stages do different work, and are not compared."""
+        """Return the rank's placement.
+
+        Each pipeline stage is a population, as stages do different work.
+        """
         at = self.coordinates(rank)
         return Placement(self.host(rank), f"pp{at['pp']}" if self.pp > 1 else "", at)
 
 
 @dataclasses.dataclass
 class Draft:
-    """Consecutive steps of all ranks in the making: what a fault may change. Times in ns."""
+    """Consecutive steps of all ranks, which faults may change. Times in ns."""
 
     topology: Topology
     first_step: int
     usual_ns: float
-    """A rank's usual work in a step; what faults are shares of."""
+    """A rank's usual work in a step. The size of a fault is a share of it."""
     parts_ns: npt.NDArray[np.float32]
     """Own work, shape [ranks, steps, len(OWN_PARTS)]."""
     transfer_ns: npt.NDArray[np.float32]
-    """How long the gradients of the rank's data-parallel group travel, shape [ranks, steps]."""
+    """Transfer time of the gradients of the rank's data-parallel group, shape [ranks, steps]."""
     tensor_transfer_ns: npt.NDArray[np.float32]
-    """How long the activations of its tensor-parallel group do, in forward and backward together, shaped alike."""
+    """Transfer time of the activations of its tensor-parallel group, in forward and backward
+    together, same shape."""
     workload: npt.NDArray[np.int64]
-    """Shape [ranks, steps]; -1 where the job does not report it."""
+    """Shape [ranks, steps]; -1 if the job does not report it."""
     flags: npt.NDArray[np.int64]
     random: np.random.Generator
 
@@ -101,27 +113,33 @@ class Draft:
         return np.arange(self.first_step, self.first_step + self.parts_ns.shape[1])
 
     def copy(self) -> Draft:
-        """The same times in arrays of its own. The generator is shared."""
+        """Return a copy with arrays of its own. The generator is shared."""
         names = ("parts_ns", "transfer_ns", "tensor_transfer_ns", "workload", "flags")
         return dataclasses.replace(self, **{name: getattr(self, name).copy() for name in names})
 
 
 class Fault(Protocol):
-    """Something that makes ranks slow, or only looks as if."""
+    """A fault that makes ranks slow, or a variation that only looks like one."""
 
     def check(self, topology: Topology) -> None:
-        """Raises ConfigError where it cannot be planted in such a job."""
+        """Raise ConfigError if the fault cannot be planted in a job of this topology."""
 
     def plant(self, draft: Draft) -> None:
-        """Changes the draft. Draws from its generator only, so that the same seed gives the same run."""
+        """Change the draft.
+
+        Random numbers come from its generator only, so the same seed gives the same run.
+        """
 
     def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
-        """The ranks that are at fault in a step: those that a judge ought to name."""
+        """Return the ranks at fault in a step, which the detector should name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Finished steps of all ranks. Times in ns; work as float32, whose 24 bits are ten microseconds in minutes."""
+    """Finished steps of all ranks.
+
+    Times in ns. Work is float32, which is exact to 10 µs for times of minutes.
+    """
 
     topology: Topology
     first_step: int
@@ -130,9 +148,10 @@ class Steps:
     parts_ns: npt.NDArray[np.float32]
     """Own work, shape [ranks, steps, len(OWN_PARTS)]."""
     tensor_wait_ns: npt.NDArray[np.float64]
-    """Waiting for tensor-parallel neighbours, and the transfer, in forward and in backward; [ranks, steps, 2]."""
+    """Wait for tensor-parallel neighbours, with the transfer, in forward and in backward; [ranks,
+    steps, 2]."""
     transfer_ns: npt.NDArray[np.float32]
-    """Shape [ranks, steps]: how long the gradients of the rank's data-parallel group travel."""
+    """Transfer time of the gradients of the rank's data-parallel group, shape [ranks, steps]."""
     workload: npt.NDArray[np.int64]
     flags: npt.NDArray[np.int64]
 
@@ -145,7 +164,10 @@ class Steps:
         return dataclasses.replace(self, duration_ns=self.duration_ns[:count], **cut)
 
     def blocks(self, width: int) -> Iterator[tuple[str, BinBatch]]:
-        """What a judge gets of all ranks: rows of `width` steps, by population. What fills no row is left out."""
+        """Yield the detector's rows of `width` steps by population.
+
+        Steps that do not fill a row are left out.
+        """
         topology, count = self.topology, len(self) // width
         if not count:
             return
@@ -175,16 +197,16 @@ class Steps:
 
 
 class Effect(NamedTuple):
-    """What a fault adds to each step. Times in ns."""
+    """The time that a fault adds to each step, in ns."""
 
     work_ns: npt.NDArray[np.float32]
-    """To the ranks' own work, shape [ranks, steps]."""
+    """Time added to the ranks' own work, shape [ranks, steps]."""
     cost_ns: npt.NDArray[np.float64]
-    """To the duration of the step, shape [steps]."""
+    """Time added to the duration of the step, shape [steps]."""
 
 
 class Simulation:
-    """A job. Each call of block() computes; nothing is kept."""
+    """A simulated job. Each call of block() computes the block anew."""
 
     def __init__(
         self,
@@ -196,15 +218,19 @@ class Simulation:
         spread: float = 0.003,
         work_ns: float = 200e6,
     ) -> None:
-        """noise: times the recorded runs' noise. spread: standard deviation of the ranks' lasting differences, as a
-        share of their work. work_ns: a rank's usual own work in a step. Raises ConfigError for what cannot be."""
+        """Raise ConfigError for invalid values.
+
+        noise: factor on the noise of the recorded runs. spread: standard deviation of lasting
+        differences between ranks, as a share of their work. work_ns: a rank's usual own work in a
+        step.
+        """
         if seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {seed}")
         if not 0 <= noise <= 4:
             raise ConfigError(f"noise must be 0 to 4 times what was recorded, got {noise:g}")
         if not 0 <= spread <= 0.2:
             raise ConfigError(f"spread must be 0 to 0.2 of the work, got {spread:g}")
-        if not _MIN_STEP_NS <= work_ns <= _LONGEST_STEP_NS:
+        if not _MIN_STEP_NS <= work_ns <= _MAX_STEP_NS:
             raise ConfigError(f"a step's work must be 1 ms to 10 min, got {work_ns / 1e6:g} ms")
         for fault in faults:
             fault.check(topology)
@@ -217,14 +243,15 @@ class Simulation:
         lasting = np.random.default_rng([seed, 1]).standard_normal(topology.ranks).astype(np.float32)
         stage = np.arange(topology.ranks) // (topology.tp * topology.dp)
         last = (stage == topology.pp - 1) & (topology.pp > 1)
-        self._usual = (1 + spread * lasting.clip(-4, 4)) * np.where(last, 1 + _LAST_STAGE, 1).astype(np.float32)
+        self._usual = (1 + spread * lasting.clip(-4, 4)) * np.where(last, 1 + _LAST_STAGE_SHARE, 1).astype(np.float32)
 
     def block(self, number: int) -> Steps:
-        """Steps [number * BLOCK, (number + 1) * BLOCK)."""
+        """Return the steps from number * BLOCK to before (number + 1) * BLOCK."""
         return self._planted(number, None)
 
     def effects(self, count: int) -> list[Effect]:
-        """Return what each fault adds to the first `count` steps, the other faults in place."""
+        """Return the effect of each fault on the first `count` steps, with all other faults
+        planted."""
         work: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.faults]
         cost: list[list[npt.NDArray[np.float64]]] = [[] for _ in self.faults]
         for number in range(-(-count // BLOCK)):
@@ -236,11 +263,15 @@ class Simulation:
         return [Effect(np.hstack(of_ranks), np.hstack(of_job)) for of_ranks, of_job in zip(work, cost, strict=True)]
 
     def transfer_share(self, dimension: str) -> float:
-        """How long the group's usual transfers take in a step, as a share of a rank's usual work."""
+        """Return the usual time of a group's transfers in a step, as a share of a rank's usual
+        work."""
         return _TRANSFER_SHARE if dimension == "dp" else self._tensor_share
 
     def _planted(self, number: int, left_out: int | None) -> Steps:
-        """A block with all faults but the one of that index, which draws its random numbers nevertheless."""
+        """Return a block with all faults except the one with the index `left_out`.
+
+        That fault still draws its random numbers, on a copy, so the others draw the same ones.
+        """
         topology = self.topology
         random = np.random.default_rng([self.seed, 2, number])
         shape = (topology.ranks, BLOCK)
@@ -263,7 +294,7 @@ class Simulation:
         return _finished(draft)
 
     def steps(self, count: int) -> Iterator[Steps]:
-        """The first `count` steps, in blocks; the last one may be shorter."""
+        """Yield the first `count` steps in blocks. The last block may be shorter."""
         for number in range(-(-count // BLOCK)):
             yield self.block(number).head(count - number * BLOCK)
 
@@ -271,7 +302,8 @@ class Simulation:
         return frozenset().union(*(fault.slow_ranks(step, self.topology) for fault in self.faults))
 
     def _chance(self, random: np.random.Generator) -> npt.NDArray[np.float32]:
-        """[ranks, BLOCK, own parts]: each rank's own excerpt, and one of what the recorded ranks had in common."""
+        """Return noise: an excerpt for each rank, plus one of the recorded common noise: [ranks,
+        BLOCK, own parts]."""
         recorded = recorded_noise()
         streams, length, _ = recorded.individual.shape
         ranks = self.topology.ranks
@@ -286,8 +318,12 @@ class Simulation:
 
 
 def _finished(draft: Draft) -> Steps:
-    """Lets the ranks wait: tensor-parallel neighbours for each other at the end of forward and of backward, pipeline
-    stages for the longest stage, all for the last gradients, and at the step's end for the longest optimizer."""
+    """Return finished steps, with the waits of all ranks.
+
+    Tensor-parallel neighbours wait for each other at the end of forward and of backward. Pipeline
+    stages wait for the longest stage. All ranks wait for the last gradients, and at the step's end
+    for the longest optimizer.
+    """
     topology, parts = draft.topology, draft.parts_ns
     grid = (topology.pp, topology.dp, topology.tp, parts.shape[1])
     at = {part: parts[:, :, OWN_PARTS.index(part)].astype(np.float64) for part in OWN_PARTS}
@@ -297,8 +333,9 @@ def _finished(draft: Draft) -> Steps:
     waits = [(pace - half.reshape(grid)).reshape(half.shape) for pace, half in zip(paces, halves, strict=True)]
     stage_ns = (paces[0] + paces[1])[:, :, 0]
     after_ns = (at["optimizer"] + at["host"]).max(axis=0)
-    # A pipeline of p stages does m micro-batches in the time of m + p - 1 of the longest stage.
-    filled = 1 + (topology.pp - 1) / (_MICRO_BATCHES * topology.pp)
+    # A pipeline of p stages takes the time of m + p - 1 micro-batches in the longest stage for m
+    # micro-batches.
+    filled = 1 + (topology.pp - 1) / (_MICRO_BATCHES_PER_STAGE * topology.pp)
     duration_ns = filled * stage_ns.max(axis=(0, 1)) + draft.transfer_ns.max(axis=0) + after_ns
     return Steps(
         topology, draft.first_step, duration_ns, parts, np.stack(waits, axis=2), draft.transfer_ns, draft.workload,
@@ -307,7 +344,10 @@ def _finished(draft: Draft) -> Steps:
 
 
 def _means(values: npt.NDArray[Any], width: int) -> npt.NDArray[np.floating[Any]]:
-    """[ranks, steps, ...]: means over `width` steps; what is left over at the end is left out."""
+    """Return means over `width` steps: [ranks, rows, ...].
+
+    Remaining steps at the end are left out.
+    """
     if width == 1:
         return values
     ranks, steps = values.shape[:2]
@@ -323,22 +363,24 @@ class RecordedNoise:
     profile: npt.NDArray[np.float32]
     """Each own part's share of the work; sums to 1."""
     parts: npt.NDArray[np.int64]
-    """Which own parts the deviations are of."""
+    """Indices of the own parts that have deviations."""
     individual: npt.NDArray[np.float32]
-    """Shape [ranks of all runs, steps, parts]: a rank's own, beyond what all ranks of its run had in common."""
+    """A rank's deviations from the common ones of its run. Shape [ranks of all runs, steps,
+    parts]."""
     common: npt.NDArray[np.float32]
-    """Shape [runs, steps, parts]: that."""
+    """Deviations that all ranks of a run have in common. Shape [runs, steps, parts]."""
 
     @property
     def deviation(self) -> tuple[float, float]:
-        """Standard deviation of a rank's work from step to step, and the same by 1.48 median absolute deviations."""
+        """Standard deviation of a rank's work over its steps, and its estimate by 1.48 median
+        absolute deviations."""
         total = self.individual.sum(axis=2, dtype=np.float64)
         return float(total.std()), 1.4826 * float(np.median(np.abs(total - np.median(total))))
 
 
 @functools.cache
 def recorded_noise() -> RecordedNoise:
-    """The noise that ships with the package. docs/internals/accuracy.md says where it was recorded."""
+    """Return the noise that ships with the package. docs/internals/accuracy.md describes its recording."""
     noise = resources.files("torchlens_perf.simulate").joinpath("recorded_noise.npz")
     with noise.open("rb") as file, np.load(file) as data:
         return RecordedNoise(
