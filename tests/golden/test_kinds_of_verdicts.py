@@ -1,6 +1,7 @@
-"""The sentence and figures of each kind of verdict, and of each evidence that it may have, held against kept files.
+"""Sentence and figures of each kind of verdict, with each type of evidence, compared with golden
+files.
 
-They change only on purpose. `UPDATE_GOLDEN=1` writes them anew, and the commit says why.
+The files change only on purpose. `UPDATE_GOLDEN=1` writes them, and the commit says why.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.told import kept, told
+from tests.golden.golden_text import expected_text, golden_text
 from tests.report.test_schema import STATES
 from tests.support.ranks import make_run
 from tests.support.reports import checked
@@ -19,11 +20,11 @@ KEPT = Path(__file__).parent / "kinds"
 
 
 @pytest.mark.parametrize(("kind", "evidence"), STATES, ids=lambda each: getattr(each, "__name__", each))
-def test_it_is_told_as_before(kind: str, evidence: type, tmp_path: Path) -> None:
+def test_report_equals_the_golden_file(kind: str, evidence: type, tmp_path: Path) -> None:
     report = checked(build("run", [STATES[kind, evidence](make_run(tmp_path))]))
-    text = told(f"{kind} by {evidence.__name__}", report)
+    text = golden_text(f"{kind} by {evidence.__name__}", report)
 
-    assert text == kept(text, KEPT / f"{kind}_{evidence.__name__}.txt")
+    assert text == expected_text(text, KEPT / f"{kind}_{evidence.__name__}.txt")
 
 
 def test_no_file_is_left_over() -> None:

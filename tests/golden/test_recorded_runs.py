@@ -1,7 +1,8 @@
-"""What is found in ten recorded training runs when their records are judged anew, held against kept files.
+"""Verdicts and alerts of ten recorded training runs, replayed from their records and compared with
+golden files.
 
-The runs are in recorded/, made by scripts/record_golden_runs.py. The files change only on purpose: `UPDATE_GOLDEN=1`
-writes them anew, and the commit says why.
+The runs are in recorded/, made by scripts/record_golden_runs.py. The files change only on purpose:
+`UPDATE_GOLDEN=1` writes them, and the commit says why.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.golden.told import kept, told
+from tests.golden.golden_text import expected_text, golden_text
 from tests.support.reports import checked
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build
@@ -29,7 +30,7 @@ def test_there_are_ten_runs() -> None:
 
 
 def replayed(name: str, folder: Path) -> tuple[dict[str, Any], InMemoryExporter]:
-    """Return the report on a recorded run that was judged anew, and what an exporter got of it."""
+    """Replay a recorded run. Return its report, and the exporter with all that it received."""
     run, exporter = RunDirectory(folder / name), InMemoryExporter()
     run.create()
     shutil.copytree(RECORDED / name / "spans", run.spans, dirs_exist_ok=True)
@@ -38,8 +39,8 @@ def replayed(name: str, folder: Path) -> tuple[dict[str, Any], InMemoryExporter]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_it_is_told_as_before(name: str, tmp_path: Path) -> None:
+def test_report_and_alerts_equal_the_golden_file(name: str, tmp_path: Path) -> None:
     report, exporter = replayed(name, tmp_path)
-    text = told(name.replace("_", " "), report, exporter.alerts)
+    text = golden_text(name.replace("_", " "), report, exporter.alerts)
 
-    assert text == kept(text, RECORDED / f"{name}.txt")
+    assert text == expected_text(text, RECORDED / f"{name}.txt")

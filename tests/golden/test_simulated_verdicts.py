@@ -1,6 +1,7 @@
-"""What simulated runs with each kind of fault are told: sentences, figures and alerts, held against kept files.
+"""Sentences, figures and alerts of simulated runs with each kind of fault, compared with golden
+files.
 
-They change only on purpose. `UPDATE_GOLDEN=1` writes them anew, and the commit says why.
+The files change only on purpose. `UPDATE_GOLDEN=1` writes them, and the commit says why.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.golden.told import kept, told
+from tests.golden.golden_text import expected_text, golden_text
 from tests.support.reports import checked
 from torchlens_perf.commands.simulate import record
 from torchlens_perf.exporters import otlp_environment
@@ -49,19 +50,21 @@ RUNS: dict[str, tuple[Topology, SimulatedDevice | None, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_it_is_told_as_before(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = _told(name, tmp_path, monkeypatch)
+def test_report_and_alerts_equal_the_golden_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = _text_of_run(name, tmp_path, monkeypatch)
 
-    assert text == kept(text, KEPT / f"{name.replace(' ', '_')}.txt")
+    assert text == expected_text(text, KEPT / f"{name.replace(' ', '_')}.txt")
 
 
-def _told(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def _text_of_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     topology, device, faults = RUNS[name]
     run, exporter = RunDirectory(folder / "golden"), InMemoryExporter()
     run.create()
-    monkeypatch.setattr(directory, "_SHARED_MEMORY", folder)  # alerts' ids need this name in every checkout
+    # Ids of alerts depend on the folder of ring files, which must have the same name in every
+    # checkout.
+    monkeypatch.setattr(directory, "_SHARED_MEMORY", folder)
     monkeypatch.setattr(otlp_environment, "exporter_from_environment", lambda *_: exporter)
     simulation = Simulation(topology, faults=[parse_fault(each) for each in faults], noise=0.05)
     record(simulation, STEPS, run, "golden", device)
     report: dict[str, Any] = checked(build(run.run_id, node_state.load_all(run)))
-    return told(" and ".join(faults) or "no fault", report, exporter.alerts)
+    return golden_text(" and ".join(faults) or "no fault", report, exporter.alerts)

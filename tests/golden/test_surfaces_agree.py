@@ -1,7 +1,8 @@
-"""One number per fact: what the surfaces say of 50 simulated and ten recorded runs is held against each other.
+"""One number per fact: all screens and exporters must agree, for 50 simulated and ten recorded
+runs.
 
-Cost, share, first and last step of a finding are the same in its sentence, its row, its alert and the assessment that
-exporters get. The parts of a table add up to the total beside them.
+Cost, share, first and last step of a finding are equal in its sentence, its row, its alert and the
+assessment that exporters receive. The parts in a table add up to its total.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def test_recorded_runs(name: str, tmp_path: Path) -> None:
 
 
 def hold_together(report: dict[str, Any], exporter: InMemoryExporter, folder: Path) -> None:
-    """folder: that the run directory is in."""
+    """Check that all surfaces agree. folder: the parent of the run directory."""
     for row in report["verdicts"]:
         sentence_has_the_figures_of_its_row(row)
     parts_add_up(report)
@@ -105,7 +106,7 @@ def sentence_has_the_figures_of_its_row(row: dict[str, Any]) -> None:
 
 
 def _shown(text: str) -> Iterator[tuple[str, str, int, int | None]]:
-    """Return the cost, the share, the first step and the step after the last one that a sentence has."""
+    """Yield the cost, the share, the first step and the step after the last one in a sentence."""
     for cost, share, since in NOW.findall(text):
         yield cost, share, int(since or 0), None
     for since, last, cost, share in BEFORE.findall(text):
@@ -163,7 +164,10 @@ def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
 
 
 def ends_of_sentences(report: dict[str, Any]) -> list[str]:
-    """The last words of each finding. In a terminal, the rank and its phase are apart from the sentence."""
+    """Return the last words of each finding.
+
+    A terminal shows the rank and its phase apart from the sentence.
+    """
     return [head.sentence[-30:] for head in headlines(cast("Any", report))]
 
 
@@ -177,7 +181,8 @@ def alerts_and_assessment_have_the_figures_of_the_rows(report: dict[str, Any], e
     newest = {alert.about: alert for alert in exporter.alerts if alert.kind == "straggler"}
     for alert in newest.values():
         row = before[alert.rank, alert.since_step] if alert.change == ENDED else now.get(alert.rank)
-        if row is None:  # its ranks are named together with others by now
+        if row is None:
+            # Its ranks are named together with others by now.
             assert any(alert.rank in each["evidence"].ranks for each in now.values()), alert
             continue
         assert (alert.phase, alert.since_step) == (row["phase"], row["since_step"]), (alert, row)
@@ -194,7 +199,7 @@ def alerts_and_assessment_have_the_figures_of_the_rows(report: dict[str, Any], e
 
 
 def gauges_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemoryExporter) -> None:
-    """As OTLP and Prometheus have them."""
+    """Check the gauges of OTLP and Prometheus."""
     assert exporter.assessment is not None
     meter = Meter()
     NodeMetrics(meter, time.monotonic).on_assessment(exporter.assessment)
@@ -214,7 +219,7 @@ def gauges_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemo
 
 
 def loggers_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemoryExporter) -> None:
-    """As `log_to()` writes them: a rank that is slow, each alert, and the report."""
+    """Check the output of `log_to()`: the slow rank, each alert, and the report."""
     board, figures = Board(), Figures()
     figures.add(checked_logger(board, 0.0, lambda: 1))
     for alert in exporter.alerts:
@@ -234,7 +239,7 @@ def loggers_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMem
 
 
 def the_list_of_runs_has_the_first_verdict(report: dict[str, Any], folder: Path) -> None:
-    """As `serve` lists them; its page of one run is the report's."""
+    """Check the list of `serve`. Its page of one run is the report's."""
     (line,) = lines_of(str(folder), find_runs(str(folder)), 60.0)
     verdict = overall(headlines(run_report(RunDirectory(folder / line.name))))
     assert verdict is not None

@@ -1,4 +1,5 @@
-"""Alerts: raised once when something begins and when it ends, with ids that do not depend on who raises them."""
+"""Alerts: raised once at the start and once at the end, with ids that do not depend on the process
+that raises them."""
 
 from __future__ import annotations
 
@@ -22,17 +23,17 @@ NOW_NS = 1_700_000_000_000_000_000
 
 
 def told(log: FindingLog, found: Findings, *, attempt: int = 0, hung: dict | None = None) -> list[Alert]:
-    """What a log raises for these findings."""
+    """Return the alerts that a log raises for these findings."""
     return list(log.changes(attempt, found, hung, PLACES, NOW_NS))
 
 
 def restarted(log: FindingLog, found: Findings = NOTHING) -> FindingLog:
-    """The log of a sidecar that was started again, with what the one before has saved."""
+    """Return the log of a restarted sidecar, with the saved records of the earlier one."""
     return FindingLog("run", saved(log.records), found)
 
 
-def test_a_straggler_is_told_of_once_and_ends_once() -> None:
-    """An alert when a rank is named, another when it is over, nothing in between; both are about the same."""
+def test_straggler_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
+    """Both have the same subject."""
     log, slow = FindingLog("run"), episode()
     assert told(log, NOTHING) == []
     (started,) = told(log, findings(slow))
@@ -55,8 +56,7 @@ def test_a_straggler_is_told_of_once_and_ends_once() -> None:
     assert ended.sentence.startswith("Rank 3 was slow in the backward pass from step 100 to step 179")
 
 
-def test_why_it_is_slow() -> None:
-    """An alert says why, in words and for machines; who is called needs not look it up."""
+def test_alert_contains_the_cause_as_text_and_as_kind() -> None:
     cause = Cause("gc", "it collects garbage", "call gc.freeze().", 0.9, {})
     because = Diagnosis((cause,), (), (), {}, {})
     (started,) = FindingLog("run").changes(
@@ -70,14 +70,13 @@ def test_why_it_is_slow() -> None:
     assert started.id == unknown.id
 
 
-def test_one_that_came_and_went_between_two_looks_is_told_of() -> None:
-    """A replay sees everything at once: it raises the start and the end."""
+def test_straggler_that_started_and_ended_at_once_raises_both_alerts() -> None:
+    """A replay evaluates the whole run at once."""
     raised = told(FindingLog("run"), findings(episode(until=180)))
     assert [alert.change for alert in raised] == ["started", "ended"]
 
 
-def test_ids_are_the_same_for_everybody() -> None:
-    """Live in many looks, or in one look at the end: the same alerts have the same ids."""
+def test_ids_of_a_replay_equal_those_of_the_live_run() -> None:
     live, slow, other = FindingLog("run"), episode(), episode(rank=5, since=140)
     raised = told(live, findings(slow)) + told(live, findings(slow, other))
     slow = dataclasses.replace(slow, until_step=180)
@@ -88,8 +87,7 @@ def test_ids_are_the_same_for_everybody() -> None:
     assert len({alert.id for alert in raised}) == 3
 
 
-def test_ids_differ() -> None:
-    """Run, attempt, rank, step and what has happened each make another id."""
+def test_ids_differ_by_run_attempt_rank_step_and_change() -> None:
     ids = [
         alert.id
         for run, attempt, rank, since in itertools.product("ab", (0, 1), (1, 2), (100, 200))
@@ -100,14 +98,18 @@ def test_ids_differ() -> None:
 
 
 def test_ids_are_pinned() -> None:
-    """No version of ours moves them: `printf run/0/straggler/3/112 | sha256sum`, and again with /started."""
+    """Ids must not change in later versions: `printf run/0/straggler/3/112 | sha256sum`, and again
+    with /started."""
     (alert,) = told(FindingLog("run"), findings(episode()))
     assert (alert.about, alert.id) == ("d99058c2bea77235e991556cbaa1c026", "d096ecffb5fb492b68522f7dd942ffa1")
 
 
 @pytest.mark.parametrize("restart", [None, 80], ids=["one sidecar", "two"])
-def test_a_first_step_that_is_corrected_makes_no_other_alert(restart: int | None) -> None:
-    """While a rank grows slower, the first step moves: it is one straggler, live, over a restart and in a replay."""
+def test_corrected_first_step_raises_no_other_alert(restart: int | None) -> None:
+    """While a rank becomes slower, its first step is corrected.
+
+    It is one straggler live, over a restart and in a replay.
+    """
     blocks = [
         block.between(first, first + 4)
         for part in simulation("drifting:rank=3,share=0.2,over=60,since=40,until=110").steps(160)
@@ -137,8 +139,10 @@ def test_a_first_step_that_is_corrected_makes_no_other_alert(restart: int | None
 @pytest.mark.parametrize(
     ("shared_cost_ns", "cost"), [(12e6, (0.012, 0.12)), (None, (None, None))], ids=["known", "not known"]
 )
-def test_a_slow_node_is_one_alert(shared_cost_ns: float | None, cost: tuple[float | None, float | None]) -> None:
-    """It names all of its ranks and what they cost together, which is not what each of them costs: that is nothing."""
+def test_slow_node_is_one_alert_with_its_shared_cost(
+    shared_cost_ns: float | None, cost: tuple[float | None, float | None]
+) -> None:
+    """Each of its ranks alone costs nothing."""
     slow = [episode(rank, excess_ns=20e6 + rank, cost_ns=0.0, shared_cost_ns=shared_cost_ns) for rank in range(4)]
     log = FindingLog("run")
     (started,) = told(log, findings(*slow))
@@ -161,9 +165,9 @@ def test_a_slow_node_is_one_alert(shared_cost_ns: float | None, cost: tuple[floa
 
 @pytest.mark.parametrize("restart", [None, 130, 150, 170], ids=str)
 def test_ranks_that_join_a_slow_node_update_its_alert(restart: int | None) -> None:
-    """Nothing is lost of those that are named later; live, over a restart and in a replay the ids are the same."""
-    # Ranks 0 and 1 are known each by itself, 2 makes them a node, 3 joins it; 2 is over and is named once more. That
-    # 0 is over since before 3 was named is found out only after that.
+    """Live, over a restart and in a replay, the ids are the same."""
+    # Ranks 0 and 1 are named alone, rank 2 makes the group a node, and rank 3 joins it. Rank 2 ends
+    # and is named again. Rank 0 ended before rank 3 was named, which becomes known only later.
     named = {(0, 112): 143, (1, 120): 190, (2, 140): 160, (3, 145): 200, (2, 175): 195}
 
     def at(step: int) -> Findings:
@@ -200,8 +204,8 @@ def test_ranks_that_join_a_slow_node_update_its_alert(restart: int | None) -> No
     assert sorted(alert.id for alert in live) == sorted(alert.id for alert in replayed)
 
 
-def test_a_sidecar_that_was_started_again_goes_on() -> None:
-    """It does not tell again of a rank that is still slow, and the end is about what was told before."""
+def test_restarted_sidecar_does_not_repeat_an_alert() -> None:
+    """The end has the subject of the earlier alert."""
     first, slow = FindingLog("run"), episode(since=100)
     (started,) = told(first, findings(slow))
     second = restarted(first, findings(slow))
@@ -218,8 +222,8 @@ def test_a_sidecar_that_was_started_again_goes_on() -> None:
     assert "from step 100 to step 299" in ended.sentence
 
 
-def test_one_that_ended_while_no_sidecar_ran() -> None:
-    """Once a rank that was slow would have been named again, and is not, it is over, as far as is known at once."""
+def test_straggler_that_ended_without_a_sidecar_raises_its_end() -> None:
+    """Its end is known once it would have been named again."""
     before = findings(episode())
     log, goes_on = FindingLog("run"), EarlierEpisodes(before)
     told(log, before)
@@ -232,16 +236,15 @@ def test_one_that_ended_while_no_sidecar_ran() -> None:
     assert (ended.change, ended.rank, ended.since_step, ended.until_step) == ("ended", 3, 100, 151)
 
 
-def test_what_had_ended_before_is_not_told_again() -> None:
-    """Of saved findings, ended episodes are not raised once more when the judge still has them."""
+def test_ended_straggler_is_not_raised_again_after_a_restart() -> None:
     before = findings(episode(until=180))
     log = FindingLog("run")
     assert [alert.change for alert in told(log, before)] == ["started", "ended"]
     assert told(restarted(log, before), before) == []
 
 
-def test_restarted_ranks_end_what_was_open() -> None:
-    """With another attempt the slow processes are gone, and so is the hang; the new ones are told of anew."""
+def test_new_attempt_ends_open_findings() -> None:
+    """Findings on the new processes are raised again."""
     log = FindingLog("run")
     told(log, findings(episode()), hung=hang())
     raised = told(log, findings(episode()), attempt=1)
@@ -254,8 +257,7 @@ def test_restarted_ranks_end_what_was_open() -> None:
     assert raised[0].text.endswith("It is over: the job was restarted.")
 
 
-def test_ranks_that_were_replaced_within_an_attempt() -> None:
-    """Findings that begin anew end what was open, and the new process of a rank is told of as if it were the first."""
+def test_new_findings_end_those_of_replaced_processes() -> None:
     log = FindingLog("run")
     told(log, findings(episode(), episode(5, until=180)))
     (ended,) = told(log, NOTHING)
@@ -266,8 +268,8 @@ def test_ranks_that_were_replaced_within_an_attempt() -> None:
     assert [(alert.change, alert.rank) for alert in raised] == [("started", 3), ("started", 5)]
 
 
-def test_hang_begins_and_ends() -> None:
-    """One alert when it is found and one when it is over; in between only if it is known better."""
+def test_hang_raises_its_start_its_updates_and_its_end() -> None:
+    """The alert is updated only if kind or ranks change."""
     log = FindingLog("run")
     (started,) = told(log, NOTHING, hung=hang(kind="apart", ranks=()))
     assert told(log, NOTHING, hung=hang(kind="apart", ranks=(), since_s=20)) == []
@@ -279,12 +281,11 @@ def test_hang_begins_and_ends() -> None:
     assert len({started.id, updated.id, ended.id}) == 3
     assert (started.rank, started.host, updated.rank, updated.host) == (None, "", 5, "node-b")
     assert (updated.cause, updated.since_step, updated.sentence) == ("dead", 57, hang(since_s=20).text)
-    # Its age is that at the last look: it grows there, and is not counted twice.
+    # The end has the duration that was measured last. It does not grow until the end.
     assert (started.duration_s, ended.duration_s) == (12.0, 20)
 
 
-def test_a_hang_in_a_later_step_is_another_one() -> None:
-    """Steps were made in between: the first hang is over, and another one has begun."""
+def test_hang_in_a_later_step_is_another_hang() -> None:
     log = FindingLog("run")
     (first,) = told(log, NOTHING, hung=hang(step=57))
     over, second = told(log, NOTHING, hung=hang(step=58))
@@ -294,8 +295,8 @@ def test_a_hang_in_a_later_step_is_another_one() -> None:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["saved", "not saved"])
-def test_hang_over_a_restart_of_the_sidecar(before: bool) -> None:
-    """A hang that was saved is not told of again; one that was not has the id that it would have had."""
+def test_saved_hang_is_not_raised_again_after_a_restart(before: bool) -> None:
+    """A hang that was not saved is raised with the same id."""
     log = FindingLog("run")
     (first,) = told(log, NOTHING, hung=hang())
     raised = told(restarted(log) if before else FindingLog("run"), NOTHING, hung=hang(since_s=90))
@@ -303,14 +304,14 @@ def test_hang_over_a_restart_of_the_sidecar(before: bool) -> None:
 
 
 def hanging() -> FindingLog:
-    """The log of a sidecar that was started again while the job hangs."""
+    """Return the log of a sidecar that was restarted during a hang."""
     log = FindingLog("run")
     told(log, NOTHING, hung=hang(since_s=90.0))
     return restarted(log)
 
 
-def test_a_saved_hang_lasts_until_it_is_known_to_be_over() -> None:
-    """A sidecar that was started again finds it anew only seconds later; until then, no step was made."""
+def test_saved_hang_stays_open_until_a_step_is_made() -> None:
+    """A restarted sidecar finds it again only after some seconds."""
     log = hanging()
 
     def look(hung: dict | None, at_step: int | None) -> list[tuple[str, float | None]]:
@@ -320,14 +321,14 @@ def test_a_saved_hang_lasts_until_it_is_known_to_be_over() -> None:
     assert look(None, 57) == []
     assert look(hang(since_s=12), 57) == []
     assert look(None, 57) == [("ended", 90)]
-    for at_step in (58, None):  # a step was made, or all processes have ended
+    # The hang is over after a step was made, or after all processes have ended.
+    for at_step in (58, None):
         log = hanging()
         assert look(None, 57) == []
         assert look(None, at_step) == [("ended", 90)]
 
 
-def test_new_processes_have_alerts_of_their_own() -> None:
-    """After a restart ranks begin anew: one named at the same step is another one."""
+def test_rank_named_at_the_same_step_of_a_new_attempt_has_another_alert() -> None:
     log = FindingLog("run")
     (first,) = told(log, findings(episode()))
     ended, second = log.changes(1, findings(episode()), None, PLACES, NOW_NS)
@@ -339,8 +340,8 @@ def test_new_processes_have_alerts_of_their_own() -> None:
     assert again.changes(1, findings(episode()), None, PLACES, NOW_NS) == ()
 
 
-def test_another_slow_link_updates_the_alert() -> None:
-    """Slow links are one alert, whichever costs most by now; one that was not told of before is news."""
+def test_newly_slow_link_updates_the_alert() -> None:
+    """All slow links share one alert, whichever costs most."""
     log, raised = FindingLog("run"), []
     for verdict in (
         slow_links((0, 1)),
@@ -358,8 +359,7 @@ def test_another_slow_link_updates_the_alert() -> None:
     assert others == [(), ()]
 
 
-def test_a_verdict_that_is_missed_for_moments_stands() -> None:
-    """One that is about as large as it must be is not told of each time."""
+def test_verdict_absent_for_less_than_a_minute_stays_open() -> None:
     log, second = FindingLog("run"), 10**9
     changes = [
         [each.change for each in log.changes(0, NOTHING, None, PLACES, NOW_NS + at * second, verdicts=verdicts)]
@@ -374,8 +374,8 @@ def test_a_verdict_that_is_missed_for_moments_stands() -> None:
     assert changes == [["started"], [], [], [], ["ended"]]
 
 
-def test_other_verdicts_come_and_go() -> None:
-    """A verdict that stands is told of once, however its numbers change, and once more when it is gone."""
+def test_verdict_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
+    """Changed numbers raise no alert."""
     log = FindingLog("run")
     evidence = ImbalanceEvidence("imbalance", "stage", (6, 7))
     verdict = judged("imbalance", None, None, 0.01, 0.1, None, 0.9, "The stage is slow. Next: see.", evidence)
@@ -396,8 +396,7 @@ def test_other_verdicts_come_and_go() -> None:
     ]
 
 
-def test_modules_are_in_the_sentence_where_there_is_a_report() -> None:
-    """With the report's modules the alert names the slow one, as the report's verdict does."""
+def test_alert_names_the_slow_module_of_the_report() -> None:
     module = {"name": "blocks.3", "by_rank": {}, "backward_by_rank": {"3": 0.030, "1": 0.012, "2": 0.012}}
     (alert,) = FindingLog("run").changes(
         0, findings(episode()), None, PLACES, NOW_NS, context=lambda: SlowRankContext([module])
@@ -405,16 +404,16 @@ def test_modules_are_in_the_sentence_where_there_is_a_report() -> None:
     assert "most of the difference is in blocks.3" in alert.sentence
 
 
-def test_counts_by_class() -> None:
-    """Only ranks that are slow now count, and every class is there."""
+def test_slow_ranks_are_counted_by_class() -> None:
+    """Ended episodes do not count, and all classes are present."""
     found = findings(
         episode(0), episode(1, phase="data"), episode(2, phase="cpu"), episode(3, phase="host"), episode(4, until=120)
     )
     assert stragglers_by_class(found) == {"slow_compute": 1, "slow_data": 1, "slow_host": 2, "more_work": 0}
 
 
-def test_a_node_that_judges_alone() -> None:
-    """Its alerts are its own, and end when another node judges; what was over before it began is nothing new."""
+def test_alerts_of_a_node_that_judges_alone_end_when_another_node_judges() -> None:
+    """Earlier ended episodes raise no alert."""
     log, slow, past = FindingLog("run"), episode(), episode(rank=5, since=10, until=40)
     links = slow_links((0, 1))
 

@@ -1,4 +1,5 @@
-"""The findings of a run as the node's state keeps them: as the alerts say, also over a restart of the sidecar."""
+"""The findings of a run in the node's state: equal to the alerts, also over a restart of the
+sidecar."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ S = 1_000_000_000
 
 
 class Rig:
-    """A sidecar's log of findings, which can be started again from what it has saved."""
+    """A log of findings that can be restarted from its saved records."""
 
     def __init__(self) -> None:
         self.log, self.raised = FindingLog("run"), 0
@@ -37,8 +38,7 @@ class Rig:
         self.log = FindingLog("run", decode(encode(self.log.records), FindingRecords))
 
 
-def test_a_hang_from_its_begin_to_its_end() -> None:
-    """Noted once, with the step, when it began, how long it lasted, and the sentence as it stood last."""
+def test_hang_is_recorded_with_start_end_duration_and_last_sentence() -> None:
     rig = Rig()
     rig.look(100, 56)
     (noted,) = rig.look(112, 56, hang(57, since_s=12))
@@ -51,8 +51,7 @@ def test_a_hang_from_its_begin_to_its_end() -> None:
     assert rig.log.records.holds("hang") is None
 
 
-def test_a_restart_in_the_middle_changes_nothing() -> None:
-    """A sidecar that is started again goes on: the same alerts, and the same that is noted."""
+def test_restart_changes_neither_alerts_nor_records() -> None:
     straight, restarted = Rig(), Rig()
     looks = [
         (100, 56, None), (112, 56, hang(57)), (113, 56, hang(57, since_s=13)), (114, 56, None), (160, 57, None),
@@ -72,14 +71,16 @@ def test_a_restart_in_the_middle_changes_nothing() -> None:
 
 
 def _without_duration(finding: Finding) -> Finding:
-    """The longest that was seen is lost with the looks that a restart takes."""
+    """Return a finding without its duration.
+
+    The longest duration may fall into the restart, when it is not seen.
+    """
     hang = None if finding.hang is None else dataclasses.replace(finding.hang, since_s=0.0, text="")
     alert = dataclasses.replace(finding.alert, duration_s=None, text="", unix_ns=0)
     return dataclasses.replace(finding, hang=hang, alert=alert, seen_ns=0)
 
 
-def test_a_slow_link_from_its_begin_to_its_end() -> None:
-    """It holds for a minute after it was seen last."""
+def test_slow_link_ends_a_minute_after_it_was_seen_last() -> None:
     rig, held = Rig(), []
     for at_s, verdicts in ((0, []), (10, [slow_links((0, 1))]), (20, [slow_links((0, 1), (2, 3))]), (40, []), (90, [])):
         rig.look(at_s, at_s, None, *verdicts)
@@ -90,8 +91,7 @@ def test_a_slow_link_from_its_begin_to_its_end() -> None:
     assert (noted.since_step, noted.until_step, noted.alert.ranks) == (10, 90, (0, 1))
 
 
-def test_what_comes_again_is_noted_again() -> None:
-    """A slow link that was gone for longer than a minute."""
+def test_slow_link_that_returns_after_a_minute_is_a_new_finding() -> None:
     rig = Rig()
     for at_s, verdicts in ((0, [slow_links((0, 1))]), (10, []), (90, []), (100, [slow_links((0, 1))]), (110, [])):
         rig.look(at_s, at_s, None, *verdicts)
@@ -99,8 +99,8 @@ def test_what_comes_again_is_noted_again() -> None:
     assert [(each.since_step, each.until_step) for each in rig.found] == [(0, 90), (100, None)]
 
 
-def test_slow_ranks_are_kept_while_they_are_slow() -> None:
-    """Earlier ones have their episodes, which are known again from the records."""
+def test_stragglers_are_removed_at_their_end() -> None:
+    """The detector keeps their episodes."""
     log = FindingLog("run")
     alerts = log.changes(0, findings(episode(), episode(5, until=180)), None, PLACES, S, last_step=200)
 
@@ -110,7 +110,7 @@ def test_slow_ranks_are_kept_while_they_are_slow() -> None:
     assert log.records.findings == []
 
 
-def test_another_attempt_begins_anew() -> None:
+def test_new_attempt_starts_without_findings() -> None:
     rig = Rig()
     rig.look(112, 56, hang(57))
     rig.look(120, 3, None, slow_links((0, 1)), attempt=1)
@@ -118,8 +118,8 @@ def test_another_attempt_begins_anew() -> None:
     assert (rig.log.records.attempt, [each.kind for each in rig.found]) == (1, ["slow_link"])
 
 
-def test_it_does_not_grow_with_the_run() -> None:
-    """The oldest that are over go; what holds stays."""
+def test_oldest_ended_findings_are_removed() -> None:
+    """Open findings stay."""
     rig = Rig()
     for step in range(0, 10 * MAX_KEPT, 10):
         rig.look(step, step, hang(step + 1), slow_links((0, 1)))

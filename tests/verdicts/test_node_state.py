@@ -1,4 +1,4 @@
-"""The file of a node's state: what is written is read again, whole and unchanged, or refused."""
+"""The file of a node's state: it is read back unchanged, or refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ WHY = Diagnosis(
 
 @pytest.fixture
 def state(run: RunDirectory, tmp_path: Path) -> NodeState:
-    """A state that holds some of everything, most of it from a sidecar's rounds over two ranks."""
+    """Return a state with a value in every field, mostly from rounds of a sidecar over two
+    ranks."""
     ranks = [Gpu(run, rank, identity={"attributes": {"slurm.job.id": "7"}}) for rank in range(2)]
     for rank in ranks:
         session, recorder = rank.session, rank.session.recorder
@@ -89,8 +90,8 @@ def empty(value: dict[str, Any]) -> set[str]:
     return {key for key, each in value.items() if each in (None, "", 0, [], {})}
 
 
-def test_written_and_read(run: RunDirectory, state: NodeState) -> None:
-    """All of it comes back: written once more it is the same file, and the report is the same."""
+def test_saved_state_is_read_back_unchanged(run: RunDirectory, state: NodeState) -> None:
+    """Saved again it is the same file, and the report is the same."""
     state.save(run)
     written = run.node_state(HOST).read_bytes()
     loaded = node_state.load(run.node_state(HOST))
@@ -111,8 +112,8 @@ def test_written_and_read(run: RunDirectory, state: NodeState) -> None:
     assert empty(value["join"]) == {"generation", "outdated_records", "from_any"}
 
 
-def test_what_is_read_goes_on(run: RunDirectory, state: NodeState) -> None:
-    """The types are those that were written: sketches, arrays, values that can be changed, and values that cannot."""
+def test_types_are_read_back(run: RunDirectory, state: NodeState) -> None:
+    """Sketches, arrays, and mutable and immutable values."""
     state.save(run)
     loaded = node_state.load(run.node_state(HOST))
     (process, *_), (before, *_) = loaded.processes.values(), state.processes.values()
@@ -129,15 +130,14 @@ def test_what_is_read_goes_on(run: RunDirectory, state: NodeState) -> None:
 
 
 @pytest.mark.parametrize("schema", [b"12", b"99"])
-def test_another_schema(run: RunDirectory, schema: bytes) -> None:
-    """Of another version, nothing but the schema is looked at."""
+def test_file_of_another_schema_is_refused(run: RunDirectory, schema: bytes) -> None:
     run.node_state(HOST).write_bytes(b'{"host":3,"schema":' + schema + b"}")
     with pytest.raises(RunStoreError, match=f"has schema {schema.decode()}, this version reads {node_state.SCHEMA}"):
         node_state.load(run.node_state(HOST))
 
 
-def test_damaged(run: RunDirectory, state: NodeState) -> None:
-    """A file that ends early, lacks what must be there, or has it in another type, is refused, wherever that is."""
+def test_damaged_file_is_refused(run: RunDirectory, state: NodeState) -> None:
+    """The file ends early, lacks a field, or has a value of another type."""
     state.save(run)
     path = run.node_state(HOST)
     text = path.read_bytes()
@@ -159,8 +159,8 @@ def test_damaged(run: RunDirectory, state: NodeState) -> None:
             node_state.load(path)
 
 
-def test_no_number(run: RunDirectory) -> None:
-    """What is not finite is null in the file: there where None says so, and refused where a number must be."""
+def test_values_that_are_not_finite_become_null(run: RunDirectory) -> None:
+    """They are refused when read, unless the field may be None."""
     for detectable_ns, cpu_s in ((None, 1.0), (3.0, 1.0), (3.0, math.nan), (3.0, math.inf)):
         state = NodeState(HOST, findings=dataclasses.replace(NOTHING, detectable_ns=detectable_ns), sidecar_cpu_s=cpu_s)
         assert (b"null" in encode(state.sidecar_cpu_s)) is not math.isfinite(cpu_s)

@@ -1,4 +1,4 @@
-"""The history of signals: means over the steps of an interval, for ranks that come and go, in bounded memory."""
+"""The history of signals: means over steps, for ranks that come and go, in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchlens_perf.verdicts.causes.metrics import METRICS, SLOTS, MetricHistory
 
 
 def told(history: MetricHistory, second: float, step: int, shares: dict[int, float]) -> None:
-    """One second's gc_share of some ranks."""
+    """Return gc_share of some ranks for one second."""
     rows = np.stack([vector({"gc_share": share}) for share in shares.values()])
     history.add(np.array(list(shares)), np.full(len(shares), step), rows, second)
 
@@ -18,8 +18,7 @@ def gc_share(history: MetricHistory, rank: int, since: int, until: int | None = 
     return named(history.means([rank], since, until)[rank])["gc_share"]
 
 
-def test_vector() -> None:
-    """What is not measured is no number, and what is beyond a half's range is the largest one."""
+def test_vector_keeps_missing_signals_as_nan_and_clips_large_ones() -> None:
     row = vector({"gc_share": 0.25, "major_faults_per_s": 1e6})
 
     assert named(row) == {"gc_share": 0.25, "major_faults_per_s": 65504.0}
@@ -28,8 +27,8 @@ def test_vector() -> None:
         vector({"no such signal": 1.0})
 
 
-def test_usual_before_of_a_rank_without_signals() -> None:
-    """Of a rank of another node whose summaries have no signals yet, nothing is known, and nothing is raised."""
+def test_rank_without_signals_has_no_usual_signals() -> None:
+    """The rank is on another node, and its summaries have no signals yet."""
     history = MetricHistory()
     for second in range(10):
         history.add(
@@ -41,8 +40,8 @@ def test_usual_before_of_a_rank_without_signals() -> None:
     assert np.isnan(found).all()
 
 
-def test_means_over_steps() -> None:
-    """The time in which others were made is left out; where there is no other, it counts."""
+def test_means_leave_out_slots_with_other_steps() -> None:
+    """If all slots also contain other steps, they count."""
     history = MetricHistory()
     for second in range(10):
         told(history, 100.0 + second, 10 * second, {0: 0.0, 3: 0.5 if second >= 5 else 0.25})
@@ -55,8 +54,8 @@ def test_means_over_steps() -> None:
     assert history.ranks == [0, 3]
 
 
-def test_usual_before() -> None:
-    """The better quarter of the time before: a fault that began earlier than it was found does not count as usual."""
+def test_usual_signals_are_the_better_quartile_before_a_step() -> None:
+    """A fault that began earlier than it was detected does not count as usual."""
     history = MetricHistory()
     for second in range(12):
         values = {"gc_share": 0.5 * (second >= 5), "refaults_per_s": 900.0 * (second >= 5)}
@@ -70,8 +69,7 @@ def test_usual_before() -> None:
     assert history.usual_before(7, 100) is None
 
 
-def test_what_was_always_so_is_usual() -> None:
-    """A rank that always had it has it as its usual."""
+def test_signal_that_was_always_high_is_usual() -> None:
     history = MetricHistory()
     for second in range(12):
         told(history, float(second), 10 * second, {3: 0.5})
@@ -81,8 +79,8 @@ def test_what_was_always_so_is_usual() -> None:
     assert named(found) == {"gc_share": 0.5}
 
 
-def test_many_samples_of_a_second_and_ranks_that_come_later() -> None:
-    """All of a second's samples count alike; a rank has the mean of what it told."""
+def test_samples_of_one_second_have_equal_weight() -> None:
+    """A rank that comes later has the mean of its own samples."""
     history = MetricHistory()
     told(history, 0.1, 0, {1: 0.25})
     told(history, 0.2, 1, {1: 0.75})
@@ -92,8 +90,7 @@ def test_many_samples_of_a_second_and_ranks_that_come_later() -> None:
     assert gc_share(history, 2, 0) == 1.0
 
 
-def test_not_measured_now_and_then() -> None:
-    """A second in which a signal was not measured neither counts as 0 nor hides the others."""
+def test_missing_samples_do_not_change_a_mean() -> None:
     history = MetricHistory()
     told(history, 0.0, 0, {1: 0.5})
     history.add(np.array([1]), np.array([10]), vector({"cpu_wait_share": 0.5})[None], 1.0)
@@ -102,8 +99,8 @@ def test_not_measured_now_and_then() -> None:
     assert named(history.means([1], 0)[1]) == {"gc_share": 0.375, "cpu_wait_share": 0.5}
 
 
-def test_bounded_and_fine_where_it_is_new() -> None:
-    """A run of days keeps SLOTS slots; what began minutes ago is told apart from the days before."""
+def test_history_has_at_most_32_slots_and_short_ones_for_recent_time() -> None:
+    """After a run of days, a change minutes ago is still separate from earlier days."""
     history, days, slow_since = MetricHistory(), 2 * 86400, 2 * 86400 - 300
     for second in range(0, days, 5):
         told(history, float(second), second, {1: float(second >= slow_since)})
@@ -114,8 +111,8 @@ def test_bounded_and_fine_where_it_is_new() -> None:
     assert gc_share(history, 1, 0) == pytest.approx(300 / days, rel=0.1)
 
 
-def test_long_slots_do_not_freeze() -> None:
-    """The thousandth sample of a slot counts as much as the first: means are not rounded while they are made."""
+def test_late_samples_of_a_slot_have_full_weight() -> None:
+    """Means of a slot are not rounded while samples are added."""
     history = MetricHistory()
     for sample in range(4000):
         told(history, 0.5 + sample / 1e5, 0, {1: float(sample >= 2000)})
@@ -123,8 +120,8 @@ def test_long_slots_do_not_freeze() -> None:
     assert gc_share(history, 1, 0) == pytest.approx(0.5, abs=0.002)
 
 
-def test_what_is_measured_rarely() -> None:
-    """One sample in five rounds counts once, not for the rounds in between."""
+def test_rare_sample_counts_once() -> None:
+    """One sample in five rounds does not count for the rounds in between."""
     history = MetricHistory()
     for round_ in range(100):
         values = {"gc_share": 0.1} | ({"link_errors_per_s": float(round_ % 10 == 0)} if round_ % 5 == 0 else {})
@@ -133,8 +130,8 @@ def test_what_is_measured_rarely() -> None:
     assert named(history.means([1], 0)[1])["link_errors_per_s"] == 0.5
 
 
-def test_bursts_before_are_usual() -> None:
-    """Errors that came in bursts before are no news: they are held against their mean."""
+def test_usual_rate_of_bursts_is_their_mean() -> None:
+    """Earlier bursts of errors make later ones unremarkable."""
     history = MetricHistory()
     for second in range(100):
         row = vector({"nvlink_errors_per_s": 3.0 * (second % 20 == 5)})

@@ -1,4 +1,5 @@
-"""Why a rank is slow, from signals: each cause with its evidence and next action, and none where nothing fits."""
+"""Diagnosis of slow ranks by signals: each cause with its evidence and action, and no cause if none
+fits."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis, Stragg
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, straggler_verdicts
 
 SLOW = 3
-# What a healthy rank has; the episode of tests/support/findings.py loses 20 ms of 100 a step.
+# Signals of a healthy rank. The episode of tests/support/findings.py has an excess of 20 ms in a
+# step of 100 ms.
 HEALTHY = {
     "cpu_wait_share": 0.02, "asleep_share": 0.02, "kernel_share": 0.02, "gc_share": 0.0, "disk_wait_share": 0.0,
     "major_faults_per_s": 0.0, "refaults_per_s": 0.0, "memory_limit_share": 0.5, "memory_stall_share": 0.0,
@@ -39,7 +41,10 @@ def diagnosis(
     others: dict[str, float] | None = None,
     **details: str,
 ) -> Diagnosis:
-    """Of rank SLOW, whose signals are a healthy rank's but for these; the other ranks' are in `others`."""
+    """Diagnose rank SLOW.
+
+    changed: its differences from a healthy rank. others: those of the other ranks.
+    """
     rows = {rank: {**HEALTHY, **(others or {})} for rank in range(4)}
     for rank in (SLOW, *together):
         rows[rank] = {**HEALTHY, **changed}
@@ -119,8 +124,8 @@ def only(found: Diagnosis) -> Cause:
         ("alloc_retries", "forward", {"alloc_retries_per_step": 0.25}, "runs out once in 4 steps"),
     ],
 )
-def test_each_cause(kind: str, phase: str, changed: dict[str, float], words: str) -> None:
-    """What is planted is named, with its numbers and an action, and nothing else is."""
+def test_planted_cause_is_the_only_one_named(kind: str, phase: str, changed: dict[str, float], words: str) -> None:
+    """The cause has its numbers, its evidence and an action."""
     details = {"neighbour": "yes (pid 7)", "control_group": "/pod", "gpu": "GPU 5"}
     cause = only(diagnosis(changed, slow=episode(SLOW, phase=phase), **details))
 
@@ -130,8 +135,8 @@ def test_each_cause(kind: str, phase: str, changed: dict[str, float], words: str
     assert all(cause.evidence[signal] == pytest.approx(value, rel=0.01) for signal, value in changed.items())
 
 
-def test_none() -> None:
-    """A healthy rank has no cause; what was looked at is told apart from what was not measured."""
+def test_healthy_rank_has_no_cause() -> None:
+    """The diagnosis lists measured and unmeasured subjects separately."""
     found = diagnosis({})
     unmeasured = {rank: vector({"gc_share": 0.0}).astype(np.float32) for rank in range(4)}
     on_a_cpu = diagnose(episode(SLOW), unmeasured, None)
@@ -144,8 +149,11 @@ def test_none() -> None:
     assert diagnose(episode(SLOW), {}, None).looked_at == ()
 
 
-def test_a_rank_that_lacks_a_cpu_is_not_said_to_wait_for_none() -> None:
-    """The signal is of the training thread; autograd's may be the one that waits."""
+def test_lack_of_cpu_is_not_listed_as_ruled_out_for_a_rank_in_phase_cpu() -> None:
+    """The signal is measured on the training thread.
+
+    The autograd thread may be the one that waits.
+    """
     unmeasured = {rank: vector({"gc_share": 0.0, "cpu_wait_share": 0.0}).astype(np.float32) for rank in range(4)}
 
     assert diagnose(episode(SLOW), unmeasured, None).looked_at == ("garbage collection", "waits for a CPU")
@@ -157,21 +165,20 @@ def test_a_rank_that_lacks_a_cpu_is_not_said_to_wait_for_none() -> None:
     [
         {"gc_share": 0.05},
         {"asleep_share": 0.07, "disk_wait_share": 0.07},
-        {"asleep_share": 0.3},  # it sleeps, but not for a disk
-        {"major_faults_per_s": 500.0},  # they cost it nothing
-        {"sm_clock_mhz": 1950.0, "sm_clock_share": 0.985, "power_share": 0.6},  # clocks differ that much by themselves
-        {"sm_clock_mhz": 1900.0, "sm_clock_share": 0.96, "power_share": 0.9},  # a sixth of what it loses
+        {"asleep_share": 0.3},  # asleep, but not for a disk
+        {"major_faults_per_s": 500.0},  # page faults that take no time
+        {"sm_clock_mhz": 1950.0, "sm_clock_share": 0.985, "power_share": 0.6},  # usual difference of clocks
+        {"sm_clock_mhz": 1900.0, "sm_clock_share": 0.96, "power_share": 0.9},  # explains a sixth of the excess
         {"sm_clock_mhz": 1410.0, "sm_clock_share": 1.0},  # another kind of GPU, at its highest clock
-        {"asleep_share": 0.1, "major_faults_per_s": 900.0, "memory_limit_share": 0.99},  # pages that it never had
+        {"asleep_share": 0.1, "major_faults_per_s": 900.0, "memory_limit_share": 0.99},  # first reads of pages
         {"nvlink_errors_per_s": 1 / 1200},
         {"pcie_replays_per_s": 0.5},
         {"alloc_retries_per_step": 0.02},
         {"temperature_c": 90.0},
-        {"cpu_wait_share": 0.2, "neighbour_share": 0.9},  # its work does not hold that
+        {"cpu_wait_share": 0.2, "neighbour_share": 0.9},  # work does not contain waits for a CPU
     ],
 )
-def test_too_little_to_explain_it(changed: dict[str, float]) -> None:
-    """What takes far less than the rank loses is no cause of it."""
+def test_signal_that_explains_little_is_no_cause(changed: dict[str, float]) -> None:
     assert diagnosis(changed, slow=episode(SLOW, phase="compute")).causes == ()
 
 
@@ -183,15 +190,17 @@ def test_too_little_to_explain_it(changed: dict[str, float]) -> None:
         {"xids_per_s": 0.05}, {"alloc_retries_per_step": 1.0},
     ],
 )  # fmt: skip
-def test_what_all_have_or_had_before(changed: dict[str, float]) -> None:
-    """It is no cause if the other ranks have it too, or if the rank had it when it was not slow."""
+def test_signal_of_all_ranks_or_of_the_past_is_no_cause(changed: dict[str, float]) -> None:
     assert diagnosis(changed, others=changed).causes == ()
     assert diagnosis(changed, before=changed).causes == ()
     assert len(diagnosis(changed, before={}).causes) == 1
 
 
-def test_what_is_measured_nowhere_else_stands_out_from_nothing() -> None:
-    """A node whose neighbours have no telemetry: its replays may be what all have. A quota is there or is not."""
+def test_signal_without_comparison_is_no_cause_except_a_quota() -> None:
+    """Other ranks have no telemetry, so their replays may be as high.
+
+    A CPU quota needs no comparison.
+    """
     rows = {rank: {**HEALTHY, "cpu_wait_share": 0.2 * (rank == SLOW)} for rank in range(4)}
     for rank, row in rows.items():
         if rank != SLOW:
@@ -204,15 +213,15 @@ def test_what_is_measured_nowhere_else_stands_out_from_nothing() -> None:
     assert cause.kind == "cpu_quota"
 
 
-def test_ranks_that_are_slow_together_are_no_comparison() -> None:
-    """A node whose ranks are all throttled."""
+def test_ranks_that_are_slow_together_are_not_compared() -> None:
+    """All ranks of a node are throttled."""
     changed = {"sm_clock_mhz": 1200.0, "sm_clock_share": 0.6, "thermal_share": 0.8}
 
     assert only(diagnosis(changed, together=(2, SLOW))).kind == "gpu_throttled"
 
 
-def test_several() -> None:
-    """The one that explains most comes first; evidence that takes no time by itself, after what does."""
+def test_causes_are_ordered_by_explained_share() -> None:
+    """Evidence that takes no time by itself comes last."""
     found = diagnosis({"gc_share": 0.08, "asleep_share": 0.12, "disk_wait_share": 0.12, "nvlink_errors_per_s": 1.0})
 
     assert [cause.kind for cause in found.causes] == ["slow_storage", "gc", "nvlink"]
@@ -230,8 +239,7 @@ def verdict(found: Diagnosis, **changed: Any) -> Any:
     return now
 
 
-def test_in_words() -> None:
-    """The verdict says why, with how much of it that explains, and what to do about that."""
+def test_verdict_names_cause_explained_share_and_action() -> None:
     told = verdict(diagnosis({"gc_share": 0.2, "nvlink_errors_per_s": 1.0}))
 
     assert "since step 100. Because Python's garbage collector runs in it for 20% of the time" in told.sentence
@@ -241,8 +249,8 @@ def test_in_words() -> None:
     assert told.evidence.diagnosis.signals["gc_share"] == pytest.approx(0.2, rel=0.01)
 
 
-def test_what_is_only_seen_is_no_because() -> None:
-    """An error that takes no time by itself is told as what it is, and the next action stays that of the phase."""
+def test_error_without_time_is_not_called_the_cause() -> None:
+    """The next action stays that of the phase."""
     told = verdict(diagnosis({"xids_per_s": 0.001}))
 
     assert "Because" not in told.sentence
@@ -253,16 +261,15 @@ def test_what_is_only_seen_is_no_because() -> None:
 
 
 @pytest.mark.parametrize("phase", ["data", "cpu"])
-def test_a_device_is_not_behind_that(phase: str) -> None:
-    """A GPU that is waited for by nobody explains no wait for data, and none for a CPU."""
+def test_device_is_no_cause_of_waiting_for_data_or_cpu(phase: str) -> None:
     changed = {"sm_clock_mhz": 1200.0, "sm_clock_share": 0.6, "thermal_share": 0.8, "xids_per_s": 1.0}
     changed |= {"alloc_retries_per_step": 1.0, "link_errors_per_s": 1.0}
 
     assert diagnosis(changed, slow=episode(SLOW, phase=phase)).causes == ()
 
 
-def test_steps_too_short_to_tell_waiting_from_work() -> None:
-    """In short steps time without a CPU is part of the work: there it may be the cause of any phase."""
+def test_lack_of_cpu_may_explain_any_phase_of_short_steps() -> None:
+    """Work of short steps contains the waits for a CPU."""
     rows = {rank: {**HEALTHY, "cpu_wait_share": 0.3 * (rank == SLOW), "neighbour_share": 0.5} for rank in range(4)}
     for row in rows.values():
         del row["asleep_share"]
@@ -272,15 +279,14 @@ def test_steps_too_short_to_tell_waiting_from_work() -> None:
     assert cause.kind == "busy_neighbour"
 
 
-def test_no_cause_in_words() -> None:
-    """That none was found is said, with what was looked at; where nothing was measured, nothing is said."""
+def test_verdict_lists_checks_if_no_cause_was_found() -> None:
+    """If nothing was measured, the verdict does not mention causes."""
     assert "No cause found among garbage collection, waits for a CPU, " in verdict(diagnosis({})).sentence
     assert "Next: look for what only rank 3 does" in verdict(diagnosis({})).sentence
     assert "ause" not in verdict(diagnose(episode(SLOW), {}, None)).sentence
 
 
-def test_kept() -> None:
-    """A diagnosis survives the state file."""
+def test_diagnosis_survives_the_state_file() -> None:
     slow = episode(SLOW, phase="data")
     named = with_groups(findings(slow), places(8), diagnosed=lambda group: diagnosis({"gc_share": 0.2}))
 

@@ -1,4 +1,5 @@
-"""From slow ranks to what they have in common: whole jobs are judged, and places say who belongs together."""
+"""Groups of slow ranks on one node or at one position, from judged jobs and the placements of their
+ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from torchlens_perf.verdicts.stragglers.placement import Placement
 MS = 1e6
 
 
-def test_a_slow_node() -> None:
-    """Ranks of one host that are all slow are one group: the node, with the slowest of them in front."""
+def test_slow_ranks_of_one_host_are_one_node() -> None:
+    """The slowest rank leads the group."""
     job = Job.of(32, 100)
     for rank in range(8, 16):
         job.slow(rank, 30 + (rank == 11) * 10, "backward")
@@ -34,9 +35,9 @@ def test_a_slow_node() -> None:
     assert (found.ranks, found.lead.rank) == (tuple(range(8, 16)), 11)
 
 
-def test_what_a_node_costs() -> None:
-    """A node costs what the job would gain without all of its ranks. Without one of them it would gain next to nothing:
-    seven others are as slow. That survives plain JSON, and is told of its ranks when they are slow no more."""
+def test_cost_of_a_node_is_the_gain_without_all_of_its_ranks() -> None:
+    """Without one of eight slow ranks the job would gain nearly nothing, as seven others are as
+    slow."""
     job, at = Job.of(32, 140), places(32)
     for rank in range(8, 16):
         job.slow(rank, 30, "backward", slice(20, 110))
@@ -63,8 +64,8 @@ def test_what_a_node_costs() -> None:
     assert [each.shared_cost_ns for each in ended] == pytest.approx([gain_ns] * 8, rel=0.1)
 
 
-def test_what_a_node_costs_in_stages() -> None:
-    """Of a node whose ranks belong to several populations, what the slowest of them costs; of a rank alone, its own."""
+def test_cost_of_a_node_with_several_populations_is_that_of_the_slowest() -> None:
+    """A rank alone has its own cost."""
     job, at = Job.of(16, 80), {}
     judge = StragglerDetector()
     for rank in range(16):
@@ -81,8 +82,8 @@ def test_what_a_node_costs_in_stages() -> None:
     assert alone.cost_ns == alone.lead.cost_ns == pytest.approx(20 * MS, rel=0.15)
 
 
-def test_what_is_not_known_costs_nothing_known() -> None:
-    """Ranks that were never judged together have no cost as a node, and are not last for that."""
+def test_cost_of_ranks_never_compared_together_is_not_known() -> None:
+    """Such a node is not sorted last because of it."""
     slow = [episode(rank, cost_ns=rank * MS) for rank in (8, 9, 11, 12, 14, 15)]
     node, rank = straggler_groups([*slow, episode(3, cost_ns=MS)], places(32))
 
@@ -90,8 +91,7 @@ def test_what_is_not_known_costs_nothing_known() -> None:
     assert (rank.kind, rank.cost_ns) == ("rank", MS)
 
 
-def test_modules_of_the_slowest() -> None:
-    """Where the forward pass is slow, the modules that take longer there are kept, the largest three."""
+def test_three_largest_slow_modules_are_kept_for_the_forward_pass() -> None:
     excess_ns = {"a": 1 * MS, "b": -2 * MS, "c": 5 * MS, "d": 3 * MS, "e": 4 * MS}
     slow = findings(episode(3, phase="forward"), episode(5))
     forward, backward = with_groups(slow, places(8), {3: excess_ns, 5: excess_ns}.__getitem__).groups
@@ -102,8 +102,8 @@ def test_modules_of_the_slowest() -> None:
     assert saved(both) == both
 
 
-def test_most_of_a_node() -> None:
-    """Six of eight are the node; five are five ranks."""
+def test_node_is_named_if_three_quarters_of_its_ranks_are_slow() -> None:
+    """Six of eight slow ranks are a node, five are five ranks."""
     slow = [episode(rank) for rank in (8, 9, 11, 12, 14, 15)]
     (node,) = straggler_groups(slow, places(32))
 
@@ -111,15 +111,14 @@ def test_most_of_a_node() -> None:
     assert [each.kind for each in straggler_groups(slow[1:], places(32))] == ["rank"] * 5
 
 
-def test_no_node_without_others() -> None:
-    """A job of one host has no slow node, and a host of one rank is that rank."""
+def test_node_is_not_named_in_a_job_of_one_host_or_for_one_rank() -> None:
     assert [each.kind for each in straggler_groups([episode(rank) for rank in range(8)], places(8))] == ["rank"] * 8
     (found,) = straggler_groups([episode(3)], places(8, node_size=1))
     assert (found.kind, found.host, found.ranks) == ("rank", "node-3", (3,))
 
 
-def test_a_position() -> None:
-    """Slow ranks that hold the same experts, on all nodes, are a position in the mesh."""
+def test_slow_ranks_at_one_mesh_position_are_one_group() -> None:
+    """They hold the same experts, on all nodes."""
     job = Job.of(32, 100)
     ep = [rank % 8 for rank in range(32)]
     for rank in range(3, 32, 8):
@@ -130,15 +129,13 @@ def test_a_position() -> None:
     assert found.host == f"node-{found.lead.rank // 8}"
 
 
-def test_stages_are_no_positions() -> None:
-    """Pipeline stages do different work: those of one stage are not named together for that."""
+def test_pipeline_stage_is_not_named_as_a_position() -> None:
     slow = [episode(rank) for rank in (0, 8, 16, 24)]
 
     assert {each.kind for each in straggler_groups(slow, places(32, pp=[rank % 8 for rank in range(32)]))} == {"rank"}
 
 
-def test_a_node_comes_before_a_position() -> None:
-    """Each slow rank is named once: with its node, if that is slow; what is left, by position or alone."""
+def test_rank_is_named_once_with_its_node_before_its_position() -> None:
     members = [*range(8, 16), 3, 19, 27, 20]
     found = straggler_groups([episode(rank) for rank in members], places(32, ep=[rank % 8 for rank in range(32)]))
 
@@ -147,8 +144,8 @@ def test_a_node_comes_before_a_position() -> None:
     ]  # fmt: skip
 
 
-def test_the_costliest_first() -> None:
-    """By what they cost, then by their excess; of very many slow ranks it is asked why the first few are slow."""
+def test_groups_are_ordered_by_cost_then_excess() -> None:
+    """Only the first groups get a diagnosis."""
     slow = [episode(rank, cost_ns=rank % 3 * MS, excess_ns=rank * MS) for rank in range(12)]
     why = Diagnosis((), ("garbage collection",), (), {}, {})
     found = with_groups(findings(*slow), places(12, node_size=100), diagnosed=lambda group: why).groups
@@ -157,16 +154,16 @@ def test_the_costliest_first() -> None:
     assert [each.diagnosis for each in found] == [why] * MAX_EXPLAINED + [None] * 4
 
 
-def test_only_who_is_slow_now() -> None:
-    """Episodes that are over name nobody, and two slow ranks of four are two."""
+def test_ended_episodes_form_no_group() -> None:
+    """Two slow ranks of four are two groups."""
     assert with_groups(findings(episode(1, until=120)), places(8)).groups == ()
     job = Job.of(4, 150).slow(1, 20).slow(2, 20).slow(3, 20, rows=slice(0, 60))
 
     assert {each.ranks for each in with_groups(job.judged(), places(4)).groups} == {(1,), (2,)}
 
 
-def test_why_a_rank_was_slow_is_kept() -> None:
-    """When it is over, who looks back still learns why; until it is known no more that it was."""
+def test_diagnosis_is_kept_after_the_end_of_an_episode() -> None:
+    """The diagnosis is dropped together with the episode."""
     slow, why = episode(1), Diagnosis((), ("garbage collection",), (), {}, {})
     now = with_groups(findings(slow), places(8), diagnosed=lambda group: why)
     assert now.diagnosis(slow.key) is why
@@ -183,7 +180,7 @@ def test_why_a_rank_was_slow_is_kept() -> None:
 
 
 def pipeline(*work: float, ranks: int = 4) -> tuple[Findings, dict[int, Placement]]:
-    """A judged pipeline whose stages do so many times the usual work."""
+    """Return a judged pipeline. Each argument is the factor on the usual work of one stage."""
     job = Job.of(ranks * len(work), 60)
     judge, at = StragglerDetector(), {}
     for stage, factor in enumerate(work):
@@ -199,8 +196,8 @@ def pipeline(*work: float, ranks: int = 4) -> tuple[Findings, dict[int, Placemen
 
 class TestImbalance:
     @pytest.mark.parametrize("ranks", [1, 4])
-    def test_the_stage_with_the_most_work(self, ranks: int) -> None:
-        """It is told with its ranks, its work and the others' mean; no rank is slow. Also with one rank a stage."""
+    def test_imbalance_names_the_stage_with_the_most_work(self, ranks: int) -> None:
+        """No rank is slow. Stages of one rank are compared as well."""
         found, at = pipeline(1.0, 0.9, 1.4, 1.1, ranks=ranks)
         named = with_groups(found, at)
 
@@ -211,8 +208,8 @@ class TestImbalance:
         assert named.imbalance.work_ns == pytest.approx(1.4 * WORK_NS, rel=0.02)
         assert named.imbalance.others_work_ns == pytest.approx(WORK_NS, rel=0.02)
 
-    def test_what_balancing_gains(self) -> None:
-        """The most work less the mean of all stages, its own included: with two stages, half the difference."""
+    def test_cost_is_the_excess_over_the_mean_of_all_stages(self) -> None:
+        """With two stages it is half of the difference."""
         for work, gain in (((1.0, 1.5), 0.25), ((1.0, 0.9, 1.4, 1.1), 0.3)):
             found, at = pipeline(*work)
             imbalance = stage_imbalance(found, at)
@@ -220,14 +217,12 @@ class TestImbalance:
             assert imbalance.stages == len(work)
             assert imbalance.cost_ns == pytest.approx(gain * WORK_NS, rel=0.03)
 
-    def test_less_than_a_tenth_is_none(self) -> None:
-        """Stages are never quite alike: less than a tenth of the step is nothing to be told."""
+    def test_difference_below_a_tenth_of_the_step_is_no_imbalance(self) -> None:
         found, at = pipeline(1.0, 1.0, 1.08)
 
         assert stage_imbalance(found, at) is None
 
-    def test_no_stages(self) -> None:
-        """Populations for other reasons, a single stage, ranks of unknown place, or no step: no imbalance."""
+    def test_no_imbalance_without_two_stages_known_places_and_steps(self) -> None:
         found, at = pipeline(1.0, 2.0)
         assert stage_imbalance(found, at) is not None
         assert stage_imbalance(found, {}) is None
@@ -236,8 +231,8 @@ class TestImbalance:
         assert stage_imbalance(dataclasses.replace(found, step_ns=0.0), at) is None
         assert stage_imbalance(NOTHING, {}) is None
 
-    def test_several_populations_of_a_stage(self) -> None:
-        """A stage's ranks may do different work, too: its most counts, and all of its ranks are told."""
+    def test_stage_with_several_populations_counts_its_largest_work(self) -> None:
+        """All ranks of the stage are named."""
         usual = tuple(
             Usual(population, ranks, work * MS, 0.0)
             for population, ranks, work in (("a", "0-1", 100), ("b", "2-3", 160), ("c", "4-7", 100))
@@ -249,8 +244,7 @@ class TestImbalance:
         assert (imbalance.stage, imbalance.ranks, imbalance.work_ns) == ("stage 0", (0, 1, 2, 3), 160 * MS)
 
 
-def test_json() -> None:
-    """Who is named survives plain JSON: nobody, ranks and nodes, and an imbalance."""
+def test_groups_and_imbalance_survive_json() -> None:
     found, at = pipeline(1.0, 1.5)
     slow = [episode(rank) for rank in (1, 8, 9, 10)]
     both = findings(groups=tuple(straggler_groups(slow, places(16, node_size=4))))

@@ -1,4 +1,5 @@
-"""The judge over rows of whole jobs: who is named, when, why, and who never is."""
+"""The straggler detector on rows of whole jobs: named ranks, first slow steps, and jobs without
+slow ranks."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def two_of_seven(first: int, end: int) -> np.ndarray:
 class TestNamed:
     @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 64])
     @pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer", "host", "compute"])
-    def test_rank_phase_and_step(self, ranks: int, phase: str) -> None:
-        """A rank that is 6 % slower is named alone, with its phase, since when, by how much; its victims never are."""
+    def test_slow_rank_is_named_with_phase_first_step_and_excess(self, ranks: int, phase: str) -> None:
+        """The rank is 6 % slower. Ranks that wait for it are not named."""
         rank = ranks // 2
         found = only(Job.of(ranks, 200, seed=1).slow(rank, 12, phase, slice(80, None)).judged())
 
@@ -52,8 +53,8 @@ class TestNamed:
         assert found.work_ns - found.others_work_ns == pytest.approx(12 * MS, rel=0.15)
         assert 0.4 * found.excess_ns < found.cost_ns < 1.001 * found.excess_ns
 
-    def test_since_the_start(self) -> None:
-        """A rank that was slow when the judgement began says so, whatever its warm-up was like."""
+    def test_rank_that_was_always_slow_is_slow_since_the_start(self) -> None:
+        """Slow warm-up steps of another rank do not change that."""
         job = Job.of(4, 100).slow(3, 12)
         job.slow(0, 5000, rows=slice(0, 3))
         found = only(job.judged())
@@ -61,8 +62,7 @@ class TestNamed:
         assert (found.rank, found.from_start, found.since_step, found.judged_from_step) == (3, True, 0, 4)
 
     @pytest.mark.parametrize("since", [40, 220])
-    def test_in_a_job_of_ranks_that_differ(self, since: int) -> None:
-        """Ranks that have always been a little slower, and its own past as one of them, do not hide what is new."""
+    def test_new_excess_is_found_among_ranks_with_lasting_differences(self, since: int) -> None:
         job = Job.of(64, 280, noise=0.004, seed=2)
         for rank in range(64):
             job.slow(rank, 0.3 * (rank % 8))
@@ -72,8 +72,7 @@ class TestNamed:
         assert found.named_step - since < 20
         assert abs(found.since_step - since) <= 4
 
-    def test_a_slow_rank_that_moves(self) -> None:
-        """Two episodes: the first one ends when the slowness leaves the rank, the second one begins there."""
+    def test_slowness_that_moves_to_another_rank_is_two_episodes(self) -> None:
         job = Job.of(4, 400, seed=2).slow(0, 20, "data", slice(60, 200)).slow(1, 20, "data", slice(200, None))
         now, before = job.judged().episodes
 
@@ -85,8 +84,8 @@ class TestNamed:
         assert before.excess_ns == pytest.approx(20 * MS, rel=0.15)
 
     @pytest.mark.parametrize("seed", [*range(4), 47])
-    def test_times_of_one_rank_do_not_overlap(self, seed: int) -> None:
-        """Slow again and again, in much noise: what was said to be over by a step began again after it."""
+    def test_episodes_of_one_rank_do_not_overlap(self, seed: int) -> None:
+        """The rank is slow again and again, in much noise."""
         job, draw = Job.of(2 + seed % 3, 600, noise=0.05, seed=seed), np.random.default_rng(seed)
         at = 60
         while at < 600:
@@ -101,8 +100,8 @@ class TestNamed:
             assert before.until_step <= after.since_step
 
     @pytest.mark.parametrize("seed", range(8))
-    def test_intermittent(self, seed: int) -> None:
-        """Slow in two of seven steps: named within 60 of them, with its share of steps and its excess in those."""
+    def test_intermittent_slowness_is_named_with_its_share_of_steps(self, seed: int) -> None:
+        """The rank is slow in two of seven steps."""
         job = Job.of((2, 3, 4, 8)[seed % 4], 200, seed=seed).slow(1, 40, "host", two_of_seven(80, 200))
         found = only(job.judged())
 
@@ -113,8 +112,8 @@ class TestNamed:
         assert found.slow_excess_ns == pytest.approx(40 * MS, rel=0.15)
 
     @pytest.mark.parametrize("stalls", [[90], [62, 110], [100, 130, 160]])
-    def test_single_stalls_hide_nothing(self, stalls: list[int]) -> None:
-        """Five seconds now and then, for another reason, change neither the phase nor the numbers of a slow rank."""
+    def test_single_stalls_change_neither_phase_nor_excess(self, stalls: list[int]) -> None:
+        """Each stall takes five seconds."""
         job = Job.of(4, 260).slow(1, 12, rows=slice(60, None)).slow(1, 5000, "data", rows=stalls)
         found = only(job.judged())
 
@@ -123,8 +122,8 @@ class TestNamed:
         assert found.named_step < 60 + 3 * MIN_ROWS
         assert found.excess_ns == pytest.approx(12 * MS, rel=0.15)
 
-    def test_two_slow_ranks_of_four(self) -> None:
-        """Both are named; neither alone costs the job much, for the other one would hold it up as long."""
+    def test_each_of_two_slow_ranks_costs_little_alone(self) -> None:
+        """Without one of them, the job waits for the other."""
         one, other = Job.of(4, 200).slow(1, 20).slow(2, 20).judged().episodes
 
         assert {one.rank, other.rank} == {1, 2}
@@ -132,8 +131,7 @@ class TestNamed:
             assert found.excess_ns == pytest.approx(20 * MS, rel=0.15)
             assert found.cost_ns < 3 * MS
 
-    def test_more_workload_is_said(self) -> None:
-        """A rank that always has more to do is named, and by how much more it has."""
+    def test_rank_with_more_workload_is_named_with_its_share(self) -> None:
         for ranks in (2, 4, 32):
             lengths = 1 + 0.05 * np.random.default_rng(ranks).standard_normal((ranks, 200))
             lengths[1, 60:] *= 1.4
@@ -143,8 +141,8 @@ class TestNamed:
             assert abs(found.since_step - 60) <= 4
             assert found.more_workload == pytest.approx(0.4, abs=0.06)
 
-    def test_slow_in_spite_of_varying_workload(self) -> None:
-        """Where the workload is told, a slow rank is found that would drown in its variation."""
+    def test_slow_rank_is_found_if_varying_workload_is_reported(self) -> None:
+        """Without reported workload, its variation hides the rank."""
         lengths = np.clip(1 + 0.3 * np.random.default_rng(3).standard_normal((4, 150)), 0.1, 2)
         told, untold = (
             Job.of(4, 150).load(lengths, told=told).slow(2, 14, "backward", slice(60, None)) for told in (True, False)
@@ -152,7 +150,8 @@ class TestNamed:
 
         assert only(told.judged()).rank == 2
         assert abs(only(told.judged()).more_workload) < 0.1
-        told.workload[1, [90, 149]] = np.nan  # what one rank once did not tell does not undo it
+        # Single steps without reported workload do not change the result.
+        told.workload[1, [90, 149]] = np.nan
         assert (only(told.judged()).rank, only(told.judged()).until_step) == (2, None)
         assert untold.judged().episodes == ()
 
@@ -164,8 +163,7 @@ class TestCpu:
         job.ready_ns[1, rows] += excess_ms * MS
         return job
 
-    def test_lasting_lack(self) -> None:
-        """A rank without a CPU in every step, for long, that the others wait for: named, in the phase "cpu"."""
+    def test_rank_that_lacks_a_cpu_for_long_is_named_in_phase_cpu(self) -> None:
         found = only(self.job(60, slice(100, None)).judged())
 
         assert (found.rank, found.phase) == (1, "cpu")
@@ -175,24 +173,22 @@ class TestCpu:
         assert found.phase_excess_ns == found.excess_ns
         assert found.cost_ns == pytest.approx(58 * MS, rel=0.1)
 
-    def test_a_while_is_nothing(self) -> None:
-        """CPUs change hands by chance for seconds: what passes is not named."""
+    def test_short_lack_of_cpu_is_not_named(self) -> None:
+        """Scheduling favours ranks by chance for seconds."""
         assert self.job(60, slice(100, 100 + 5 * MIN_ROWS)).judged().episodes == ()
 
-    def test_now_and_then_is_nothing(self) -> None:
-        """Nor is a lack in fewer than half of the steps, however long."""
+    def test_lack_of_cpu_in_fewer_than_half_of_the_steps_is_not_named(self) -> None:
         job = self.job(0, slice(0))
         job.ready_ns[1, 50::3] += 200 * MS
         assert job.judged().episodes == ()
 
-    def test_nobody_waits_for_it(self) -> None:
-        """A rank that lacks a CPU while another one is slower is not the job's problem."""
+    def test_lack_of_cpu_is_not_named_while_another_rank_is_slower(self) -> None:
         found = only(self.job(60, slice(100, None)).slow(2, 100, "data", slice(50, None)).judged())
 
         assert (found.rank, found.phase) == (2, "data")
 
-    def test_more_work_where_cpus_are_short(self) -> None:
-        """4 % of the time with a CPU, less than 3 % of the step: named where the job waits for it; two ranks, too."""
+    def test_small_excess_is_named_in_long_steps_if_the_job_waits_for_it(self) -> None:
+        """The excess is 4 % of the time with a CPU, and less than 3 % of the step."""
         random = np.random.default_rng(0)
         job = Job.of(12, 300, noise=1e-3)
         for rank in (1, 2):
@@ -200,13 +196,13 @@ class TestCpu:
         job.ready_ns = np.tile(random.uniform(0, 2 * WORK_NS, 300), (12, 1))
         assert {episode.rank for episode in job.judged().episodes} == {1, 2}
 
-        job.ready_ns = random.uniform(0, WORK_NS, (12, 300))  # whoever has no CPU is last
+        # Now the rank that waits longest for a CPU is last.
+        job.ready_ns = random.uniform(0, WORK_NS, (12, 300))
         found = job.judged()
         assert found.episodes == ()
         assert found.detectable_ns >= MIN_SHARE * found.step_ns
 
-    def test_not_measured_on_all(self) -> None:
-        """Where one rank's time without a CPU is not known, nobody is named for it."""
+    def test_lack_of_cpu_is_not_named_if_one_rank_has_no_measurement(self) -> None:
         job = self.job(60, slice(100, None))
         job.ready_ns[3] = np.nan
         assert job.judged().episodes == ()
@@ -231,19 +227,19 @@ NOISES: dict[str, Any] = {
 }
 
 
-class TestNobody:
+class TestNoRankNamed:
     @pytest.mark.parametrize("ranks", [4, 64, *long(2, 16)])
     @pytest.mark.parametrize("noise", long_but({"normal", "heavy tails"}, NOISES))
-    def test_clean_jobs(self, noise: str, ranks: int) -> None:
-        """50 healthy jobs of each size: whatever the noise is like, nobody is named."""
+    def test_no_rank_is_named_in_healthy_jobs(self, noise: str, ranks: int) -> None:
+        """50 jobs of each size and kind of noise."""
         share = 0.01 if noise == "autocorrelated" else 0.05
         deviations = NOISES[noise](np.random.default_rng(ranks), (50, ranks, 80))
         for each in deviations:
             assert Job.of(ranks, 80, noise=share, deviations=each).judged().episodes == ()
 
     @pytest.mark.long
-    def test_much_autocorrelated_noise(self) -> None:
-        """Steps that vary by 5 % and are like their neighbours look slow for a while: in few jobs, and not for ever."""
+    def test_autocorrelated_noise_names_few_ranks_and_not_for_ever(self) -> None:
+        """Steps vary by 5 % and are similar to their neighbours, so ranks look slow for a while."""
         deviations = autocorrelated(np.random.default_rng(1), (60, 4, 160))
         found = [Job.of(4, 160, noise=0.05, deviations=each).judged() for each in deviations]
 
@@ -251,45 +247,44 @@ class TestNobody:
         assert sum(episode.until_step is None for each in found for episode in each.episodes) <= 2
 
     @pytest.mark.long
-    def test_named_for_nothing(self) -> None:
-        """Who was named by chance, and is no slower in the long run, is dropped, though its noise goes on."""
+    def test_rank_named_for_a_short_excess_is_dropped(self) -> None:
+        """Its noise goes on."""
         for seed in (6, 10, 15, 16):
             found = only(Job.of(2, 600, noise=0.05, seed=seed).slow(1, 16, rows=slice(40, 70)).judged())
             assert found.until_step is not None
             assert abs(found.until_step - 70) <= 10
 
     @pytest.mark.parametrize("noise", NOISES)
-    def test_long_clean_job(self, noise: str) -> None:
-        """Nor in one that is judged five hundred times."""
+    def test_no_rank_is_named_in_500_judgements_of_a_healthy_job(self, noise: str) -> None:
         share = 0.01 if noise == "autocorrelated" else 0.05
         deviations = NOISES[noise](np.random.default_rng(7), (4, 2000))
         assert Job.of(4, 2000, noise=share, deviations=deviations).judged().episodes == ()
 
     @pytest.mark.parametrize("told", [True, False])
-    def test_varying_workload(self, told: bool) -> None:
-        """Sequences of any length, drawn anew on each rank in each step: nobody, whether they are told or not."""
+    def test_varying_workload_names_no_rank(self, told: bool) -> None:
+        """Sequences have random lengths, which are reported or not."""
         for seed in range(20):
             ranks = (2, 3, 4, 8)[seed % 4]
             lengths = np.clip(1 + 0.3 * np.random.default_rng(seed).standard_normal((ranks, 120)), 0.1, 2)
             assert Job.of(ranks, 120, seed=seed).load(lengths, told=told).judged().episodes == ()
 
-    def test_varying_workload_asks_for_more(self) -> None:
-        """What would have been named is told with the factor that it takes where workloads differ."""
+    def test_varying_workload_raises_the_detectable_excess(self) -> None:
         lengths = np.clip(1 + 0.3 * np.random.default_rng(3).standard_normal((4, 200)), 0.1, 2)
         found = Job.of(4, 200, noise=0.001).load(lengths, told=True).judged()
 
         assert found.detectable_ns >= MIN_SHARE * WORKLOAD_FACTOR * found.step_ns
 
-    def test_not_worth_a_persons_time(self) -> None:
-        """2 % of the step is nothing to be named, however certain; 4 % is."""
+    def test_excess_below_three_percent_of_the_step_is_not_named(self) -> None:
         assert Job.of(4, 200, noise=1e-4).slow(1, 0.02 * WORK_NS / MS).judged().episodes == ()
         assert only(Job.of(4, 200, noise=1e-4).slow(1, 0.04 * WORK_NS / MS).judged()).rank == 1
 
     @pytest.mark.parametrize(
         ("excess_ms", "rows", "named"), [(4, 20, False), (4, 70, True), (12, 20, True)], ids=["short", "long", "much"]
     )
-    def test_a_disturbance(self, excess_ms: int, rows: int, named: bool) -> None:
-        """8 % of the step for a second is what any machine does to a rank; for three seconds, or 24 %, it is not."""
+    def test_short_disturbance_is_not_named_unless_it_is_long_or_large(
+        self, excess_ms: int, rows: int, named: bool
+    ) -> None:
+        """Steps of 50 ms are 8 % longer for one second, for three seconds, or 24 % longer."""
         job = Job.of(4, 120)
         job.parts_ns /= 4  # steps of 50 ms
         found = job.slow(1, excess_ms, rows=slice(40, 40 + rows)).judged()
@@ -297,8 +292,7 @@ class TestNobody:
         assert [episode.rank for episode in found.episodes] == [1] * named
 
     @pytest.mark.parametrize("width", [1, 4])
-    def test_what_a_short_run_would_have_named(self, width: int) -> None:
-        """It says how much: what it takes in so few steps, in rows of any width; half of it is not named."""
+    def test_detectable_excess_of_a_short_run_is_named_and_half_of_it_is_not(self, width: int) -> None:
         job = Job.of(4, 44 * width, noise=1e-3)
         job.parts_ns /= 4 * width
         rows = slice(4 * width, None)
@@ -310,8 +304,7 @@ class TestNobody:
 
     @pytest.mark.parametrize("noise", [0.03, *long(0.001)])
     @pytest.mark.parametrize("step_ms", [46, *long(10, 200)])
-    def test_what_would_have_been_named_is(self, noise: float, step_ms: int) -> None:
-        """In all of ten jobs but one at most, whatever the steps' length and the noise."""
+    def test_detectable_excess_is_named_in_nine_of_ten_jobs(self, noise: float, step_ms: int) -> None:
         named = 0
         for seed in range(10):
             job = Job.of(4, 200, noise=noise, seed=seed)
@@ -321,8 +314,7 @@ class TestNobody:
         assert named >= 9
 
     @pytest.mark.parametrize(("ranks", "share"), [(4, 0.0175), *long((64, 0.02))])
-    def test_always_a_little_slower(self, ranks: int, share: float) -> None:
-        """Half of what is worth naming is not named, however long it lasts and however much the noise."""
+    def test_half_of_the_detectable_excess_is_not_named_after_long_time(self, ranks: int, share: float) -> None:
         named = [
             only_rank
             for seed in range(6)
@@ -331,14 +323,13 @@ class TestNobody:
         assert len(named) <= 1
 
     @pytest.mark.long
-    def test_short_rows_are_judged_too(self) -> None:
-        """Where what is looked back at is shorter than what is asked for, all of it is enough."""
+    def test_slow_rank_is_named_in_rows_shorter_than_the_asked_time(self) -> None:
         job = Job.of(4, 1200, noise=1e-3)
         job.parts_ns *= 9 * MS / WORK_NS
         assert only(job.slow(1, 0.5, rows=slice(100, None)).judged()).rank == 1
 
-    def test_ranks_that_always_differ(self) -> None:
-        """Where eight or more ranks differ lastingly, the slowest of them is none that stands out."""
+    def test_slowest_of_many_differing_ranks_is_not_named(self) -> None:
+        """Eight or more ranks show their usual spread."""
         spread = np.linspace(-15, 15, 16)
         job = Job.of(16, 200)
         for rank, excess_ms in enumerate(spread):
@@ -347,8 +338,7 @@ class TestNobody:
         assert job.judged().episodes == ()
         assert only(job.slow(3, 80).judged()).rank == 3
 
-    def test_all_slow_together(self) -> None:
-        """What slows all ranks alike, however much, names none of them."""
+    def test_slowness_of_all_ranks_names_no_rank(self) -> None:
         job = Job.of(4, 200)
         job.parts_ns[:, 100:] *= 1.5
         assert job.judged().episodes == ()
@@ -356,21 +346,19 @@ class TestNobody:
 
 class TestHysteresis:
     @pytest.mark.parametrize("noise", [0.04, *long(0.01)])
-    def test_constant(self, noise: float) -> None:
-        """One fault over 1500 rows is one episode, also where it is hardly above the noise."""
+    def test_lasting_fault_is_one_episode(self, noise: float) -> None:
+        """The fault lasts 1500 rows, also with an excess close to the noise."""
         found = only(Job.of(4, 2000, noise=noise).slow(1, 20, rows=slice(500, None)).judged())
 
         assert (found.until_step, found.last_step) == (None, 1999)
         assert found.since_step == pytest.approx(500, abs=4 if noise == 0.01 else 16)
 
-    def test_intermittent(self) -> None:
-        """So is one that comes and goes."""
+    def test_lasting_intermittent_fault_is_one_episode(self) -> None:
         found = only(Job.of(4, 2000).slow(1, 40, "host", two_of_seven(500, 2000)).judged())
 
         assert (found.until_step, found.last_step) == (None, 1999)
 
-    def test_back_again(self) -> None:
-        """A fault that was over for long and comes back is a second episode, not a longer first one."""
+    def test_fault_that_returns_after_long_is_a_second_episode(self) -> None:
         job = Job.of(4, 400).slow(1, 20, rows=slice(50, 150)).slow(1, 20, rows=slice(300, None))
         now, before = job.judged().episodes
 
@@ -378,7 +366,8 @@ class TestHysteresis:
 
 
 def with_splits(draw: Any, job: Job) -> Iterator[tuple[int, slice, bool]]:
-    """The rows of all ranks cut anywhere and mixed, each rank's in order; and whether to judge after each piece."""
+    """Yield the rows of all ranks in random pieces, in order for each rank, and if to judge after
+    each piece."""
     left = dict.fromkeys(range(job.ranks), 0)
     while left:
         rank = draw(st.sampled_from(sorted(left)))
@@ -394,8 +383,7 @@ class TestBatching:
     WHOLE = JOB.judged()
 
     @given(data=st.data())
-    def test_any_split(self, data: st.DataObject) -> None:
-        """However the rows come, rank by rank, in whatever pieces: the findings are the same to the last digit."""
+    def test_findings_do_not_depend_on_how_rows_are_split(self, data: st.DataObject) -> None:
         assert [(each.rank, each.until_step is None) for each in self.WHOLE.episodes] == [(2, True), (1, False)]
         judge = StragglerDetector()
         judge.add_block("", self.JOB.block(rows=slice(0, 1)))
@@ -407,8 +395,7 @@ class TestBatching:
         assert judge.judge(final=True) == self.WHOLE
 
     @pytest.mark.long
-    def test_more_than_the_board_holds(self) -> None:
-        """A thousand rows at once are judged as if they had come one after the other."""
+    def test_rows_beyond_the_window_are_judged_as_if_they_came_in_turn(self) -> None:
         job = Job.of(3, 1000).slow(0, 20, rows=slice(100, 300)).slow(1, 20, rows=slice(700, None))
         judge = StragglerDetector()
         for row in range(0, 1000, 50):
@@ -418,8 +405,7 @@ class TestBatching:
         assert judge.judge(final=True) == job.judged()
         assert len(job.judged().episodes) == 2
 
-    def test_rank_order(self) -> None:
-        """Ranks in another order, with the same rows, change nothing but their numbers."""
+    def test_findings_do_not_depend_on_rank_numbers(self) -> None:
         order = [2, 0, 1]
         mixed = dataclasses.replace(self.JOB, parts_ns=self.JOB.parts_ns[order]).judged()
 
@@ -428,8 +414,8 @@ class TestBatching:
             assert dataclasses.replace(found, rank=0) == dataclasses.replace(expected, rank=0)
 
     @pytest.mark.parametrize("piece", [1, 3, 7, 200])
-    def test_ranks_with_rows_of_different_width(self, piece: int) -> None:
-        """Rows of one, two and four steps, in any pieces, are compared as rows of four: none is lost on the way."""
+    def test_rows_of_different_widths_are_compared_in_the_widest(self, piece: int) -> None:
+        """Rows of one, two and four steps arrive in pieces, and no row is lost."""
         job = Job.of(3, 400, noise=0.02).slow(1, 20, "data", slice(100, None))
         rows = [wider(job.rows_of(rank), width) for rank, width in enumerate((1, 2, 4))]
         judge = StragglerDetector()
@@ -447,7 +433,7 @@ class TestBatching:
 
 
 def judged_in_rows(job: Job, width: int) -> Findings:
-    """What is said of rows of so many steps each."""
+    """Return the findings on rows of `width` steps."""
     judge = StragglerDetector()
     for rank in range(job.ranks):
         judge.add(rank, wider(job.rows_of(rank), width))
@@ -455,7 +441,7 @@ def judged_in_rows(job: Job, width: int) -> Findings:
 
 
 def streamed(job: Job, hidden: dict[int, slice], piece: int = 10) -> tuple[StragglerDetector, list[Findings]]:
-    """Judges every ten rows; what is hidden of a rank never comes."""
+    """Judge after every `piece` rows. hidden: rows of a rank that never arrive."""
     judge, all_found = StragglerDetector(), []
     for first in range(0, job.rows, piece):
         for rank in range(job.ranks):
@@ -470,21 +456,19 @@ class TestLateAndMissing:
     def job(self, rows: int = 300) -> Job:
         return Job.of(4, rows, seed=5).slow(1, 20, "data", slice(60, None))
 
-    def test_waits_for_a_rank_that_is_behind(self) -> None:
-        """Rows are judged when all ranks have them: while one lags by less than LATE_ROWS, the others' rest."""
+    def test_rows_wait_for_a_rank_within_64_rows(self) -> None:
         _, found = streamed(self.job(), {3: slice(40, 40 + LATE_ROWS)})
 
         assert found[8].last_step == 39
 
-    def test_does_not_wait_for_ever(self) -> None:
-        """A rank that is more than LATE_ROWS behind is left out, and the others go on."""
+    def test_rank_behind_by_more_than_64_rows_is_left_out(self) -> None:
         _, found = streamed(self.job(), {3: slice(40, 1 << 30)})
 
         assert [each.last_step for each in found[8:12]] == [39, 39, 107, 119]
         assert only(found[-1]).rank == 1
 
-    def test_a_rank_that_comes_late(self) -> None:
-        """A rank whose rows begin later is compared from then on; what was found before stays."""
+    def test_rank_with_late_first_rows_is_compared_from_then_on(self) -> None:
+        """Earlier findings are kept."""
         for rank in (0, 1):
             job = self.job().slow(3, 25, "host", slice(150, None))
             _, found = streamed(job, {rank: slice(0, 100)})
@@ -495,8 +479,8 @@ class TestLateAndMissing:
             assert all(np.isfinite(value) for each in slow.values() for value in numbers(each))
 
     @pytest.mark.long
-    def test_a_hole_in_one_rank(self) -> None:
-        """Rows that a rank lost are compared on no rank once it is back, and nothing becomes "not a number"."""
+    def test_rows_that_one_rank_lost_are_not_compared(self) -> None:
+        """All values stay finite."""
         for hole in (slice(70, 100), slice(70, 170)):
             for rank in (0, 1, 3):
                 judge, found = streamed(Job.of(4, 300, seed=5).slow(1, 20, "data"), {rank: hole})
@@ -509,8 +493,7 @@ class TestLateAndMissing:
                     assert all(np.isfinite(value) for episode in each.episodes for value in numbers(episode))
                     assert all(np.isfinite([usual.work_ns, usual.wait_ns]).all() for usual in each.usual)
 
-    def test_a_rank_that_catches_up(self) -> None:
-        """Rows that come after the others were judged without them count as if they had come in time."""
+    def test_late_rows_count_like_rows_in_time(self) -> None:
         job = self.job()
         judge = StragglerDetector()
         for rank in (0, 1, 2):
@@ -523,8 +506,7 @@ class TestLateAndMissing:
         assert only(late).excess_ns == pytest.approx(only(whole).excess_ns, rel=0.01)
         assert late.rows == whole.rows
 
-    def test_a_rank_that_ends_early(self) -> None:
-        """The others are judged on without it, at once."""
+    def test_other_ranks_are_judged_at_once_after_a_rank_ended(self) -> None:
         job = self.job()
         judge = StragglerDetector()
         for rank in range(4):
@@ -536,8 +518,7 @@ class TestLateAndMissing:
         assert found.last_step == 79
         assert only(found).rank == 1
 
-    def test_the_slow_rank_ends_first(self) -> None:
-        """It stays named, until then: what it was is not undone by its end, and nothing is said of it afterwards."""
+    def test_episode_of_an_ended_rank_ends_with_its_last_row(self) -> None:
         job = self.job()
         judge = StragglerDetector()
         for rank in range(4):
@@ -551,14 +532,14 @@ class TestLateAndMissing:
 
     @pytest.mark.parametrize("fewer", [1, 3, 4])
     @pytest.mark.parametrize("short", [0, 1])
-    def test_ranks_that_end_a_few_rows_apart(self, short: int, fewer: int) -> None:
-        """They have ended together: the slow one stays slow to the end, and all have been compared."""
+    def test_ranks_that_end_a_few_rows_apart_are_compared_to_the_end(self, short: int, fewer: int) -> None:
+        """The slow rank stays slow."""
         job = self.job()
         judge = StragglerDetector()
         for rank in range(4):
             judge.add(rank, job.rows_of(rank, slice(0, 120 - (fewer if rank == short else 0))))
         judge.judge()
-        for rank in range(4):  # whoever's end is heard of first
+        for rank in range(4):  # the ends arrive in another order for each value of `short`
             judge.end((short + rank) % 4)
             judge.judge()
         found = judge.judge(final=True)
@@ -566,8 +547,8 @@ class TestLateAndMissing:
         assert (only(found).rank, only(found).until_step) == (1, None)
         assert (found.compared, found.last_step) == (4, 119 - fewer)
 
-    def test_ranks_with_rows_of_other_widths_end(self) -> None:
-        """The last row of the wider ones is begun by the others, and not filled."""
+    def test_ranks_with_different_widths_are_compared_to_the_end(self) -> None:
+        """The last row of the wider ranks is not filled."""
         job = self.job()
         judge = StragglerDetector()
         for rank in range(4):
@@ -578,8 +559,7 @@ class TestLateAndMissing:
         assert (only(found).rank, only(found).until_step) == (1, None)
         assert found.compared == 4
 
-    def test_one_rank_is_left(self) -> None:
-        """What was compared stays what it was: nothing is claimed of steps that only one rank made."""
+    def test_steps_of_a_single_remaining_rank_do_not_change_the_comparison(self) -> None:
         job = Job.of(2, 300)
         judge = StragglerDetector()
         judge.add(0, job.rows_of(0))
@@ -591,8 +571,8 @@ class TestLateAndMissing:
         assert (before.last_step, before.rows, before.compared) == (59, 56, 2)
         assert (found.last_step, found.rows, found.compared) == (59, 56, 2)
 
-    def test_a_judge_that_begins_late_does_not_say_since_the_start(self) -> None:
-        """As after the sidecar's restart: only what began with the run is known to be since its start."""
+    def test_detector_that_starts_late_does_not_report_since_the_start(self) -> None:
+        """This happens after a restart of the sidecar."""
         job = Job.of(4, 200).slow(1, 20)
         judge = StragglerDetector()
         judge.add_block("", job.block(rows=slice(100, None)))
@@ -606,8 +586,7 @@ class TestLateAndMissing:
     @pytest.mark.parametrize(
         "flag", [Flag.EVALUATION, Flag.SKIPPED, Flag.SAMPLED, Flag.CHECKPOINT, Flag.COMPILED, Flag.CAPTURED]
     )
-    def test_other_work(self, flag: Flag) -> None:
-        """A step with other work on one rank is compared on none."""
+    def test_step_with_other_work_on_one_rank_is_not_compared(self, flag: Flag) -> None:
         job = Job.of(4, 200)
         job.slow(1, 300, "host", slice(0, 200, 3)).flags[1, ::3] = flag
         found = job.judged()
@@ -617,8 +596,7 @@ class TestLateAndMissing:
         job.flags[:] = Flag.COLLECTED | Flag.MANUAL | Flag.INFERENCE
         assert only(job.judged()).rank == 1
 
-    def test_the_last_rows(self) -> None:
-        """What does not fill EVERY rows is judged at the end."""
+    def test_remaining_rows_are_judged_at_the_end(self) -> None:
         job = Job.of(2, 4 * EVERY + 3)
         judge = StragglerDetector()
         judge.add_block("", job.block())
@@ -632,8 +610,8 @@ def numbers(episode: Episode) -> list[float]:
 
 
 class TestPopulations:
-    def test_never_mixed(self) -> None:
-        """Ranks that do different work are not compared: the busier stage is not slow, and its work is told."""
+    def test_ranks_with_different_work_are_not_compared(self) -> None:
+        """The usual work of each stage is reported."""
         judge = StragglerDetector()
         job = Job.of(8, 100)
         job.parts_ns[4:] *= 1.3
@@ -648,8 +626,8 @@ class TestPopulations:
         assert found.usual[1].work_ns / found.usual[0].work_ns == pytest.approx(1.3, rel=0.02)
         assert found.usual[0].wait_ns == pytest.approx(0.3 * WORK_NS, rel=0.2)
 
-    def test_slow_in_its_stage(self) -> None:
-        """A rank that is slow among its like is named, though those of another stage work longer."""
+    def test_rank_is_compared_within_its_stage(self) -> None:
+        """Ranks of the other stage take longer."""
         job = Job.of(8, 100).slow(2, 20, "optimizer")
         job.parts_ns[4:] *= 1.3
         judge = StragglerDetector()
@@ -658,8 +636,8 @@ class TestPopulations:
 
         assert only(judge.judge(final=True)).rank == 2
 
-    def test_one_rank_a_stage(self) -> None:
-        """A rank without its like is compared with nobody; what it does is known."""
+    def test_single_rank_of_a_stage_is_not_compared(self) -> None:
+        """Its usual times are still known."""
         judge = StragglerDetector()
         judge.add_block("a", Job.of(1, 100).block())
         found = judge.judge(final=True)
@@ -668,8 +646,8 @@ class TestPopulations:
         assert StragglerDetector().judge(final=True) == NOTHING
 
 
-def test_detectable() -> None:
-    """What would have been seen is told: that much is found, and half of it is not; few rows detect nothing."""
+def test_excess_above_the_detectable_one_is_found_and_half_of_it_is_not() -> None:
+    """Few rows detect nothing."""
     found = Job.of(4, 64, noise=0.05, seed=6).judged()
     assert MIN_SHARE * found.step_ns < found.detectable_ns < 0.2 * found.step_ns
     seen_ms = found.detectable_ns / MS
@@ -682,7 +660,8 @@ def test_detectable() -> None:
     for rank, excess_ms in enumerate(np.linspace(-15, 15, 16).tolist()):
         differing.slow(rank, excess_ms)
     seen_ms = differing.judged().detectable_ns / MS
-    assert seen_ms > 2 * 0.03 * WORK_NS / MS  # much less than that is named where ranks are alike
+    # A much smaller excess is detectable among similar ranks.
+    assert seen_ms > 2 * 0.03 * WORK_NS / MS
     assert differing.slow(8, 0.8 * seen_ms).judged().episodes == ()
     assert only(differing.slow(8, 0.7 * seen_ms).judged()).rank == 8
 
@@ -690,8 +669,7 @@ def test_detectable() -> None:
     assert quiet.detectable_ns == pytest.approx(MIN_SHARE / (1 - MIN_SHARE) * quiet.step_ns)
 
 
-def test_json() -> None:
-    """Findings survive plain JSON, also those that detect nothing yet."""
+def test_findings_survive_json() -> None:
     judge = StragglerDetector()
     judge.add_block("a/pp0", Job.of(4, 100).slow(1, 20).block())
     for found in (judge.judge(final=True), NOTHING):

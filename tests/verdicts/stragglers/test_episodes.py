@@ -1,4 +1,4 @@
-"""What is said of a slow rank: numbers from rows without noise, where each of them can be told exactly."""
+"""Measurements of episodes, on rows without noise, so that the expected values are exact."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EMPTY = Episode(
 
 
 def episode_of(job: Job, rank: int = 1, first: int = 0, phase: str = "") -> Episode:
-    """The episode of a rank from row `first` on."""
+    """Return the episode of a rank from row `first` on."""
     window = SlidingWindow(np.arange(job.ranks), 1)
     window.put(job.block())
     keys, present = window.comparable(first, job.rows)
@@ -38,8 +38,7 @@ def parts(**ms: float) -> np.ndarray:
 
 class TestPhase:
     @pytest.mark.parametrize("phase", OWN_PARTS)
-    def test_the_largest_excess(self, phase: str) -> None:
-        """The phase with the largest excess is the one, whatever it usually takes."""
+    def test_phase_is_the_part_with_the_largest_excess(self, phase: str) -> None:
         found = phase_of(parts(data=1, optimizer=1) + parts(**{phase: 9}), parts(**WORK_MS))
 
         assert found == (phase, pytest.approx((9 + (phase in ("data", "optimizer"))) * MS))
@@ -47,33 +46,31 @@ class TestPhase:
     @pytest.mark.parametrize(
         ("forward", "backward", "phase", "ms"),
         [
-            (6, 11, "compute", 17),  # by the same share
-            (9, 8, "compute", 17),  # not quite
+            (6, 11, "compute", 17),  # equal relative excess
+            (9, 8, "compute", 17),  # similar relative excess
             (6, 0, "forward", 6),
             (1, 11, "backward", 11),
-            (17, 5, "forward", 17),  # by more than three times the share
+            (17, 5, "forward", 17),  # more than three times the relative excess
             (-3, 11, "backward", 11),
         ],
     )
-    def test_compute(self, forward: float, backward: float, phase: str, ms: float) -> None:
-        """Forward and backward that are slower alike are one thing, a rank that computes slowly; else they are two."""
+    def test_similar_relative_excess_in_forward_and_backward_is_compute(
+        self, forward: float, backward: float, phase: str, ms: float
+    ) -> None:
         found = phase_of(parts(forward=forward, backward=backward), parts(**WORK_MS))
 
         assert found == (phase, pytest.approx(ms * MS))
 
-    def test_compute_needs_a_share_of_both(self) -> None:
-        """Where the forward pass is hardly any part of the excess, it is the backward pass, whatever the ratios."""
+    def test_phase_is_backward_if_forward_has_hardly_any_excess(self) -> None:
         usual = parts(forward=5, backward=170)
 
         assert phase_of(parts(forward=0.5, backward=17), usual)[0] == "backward"
 
-    def test_compute_is_not_the_largest(self) -> None:
-        """Where another phase is slower still, it is that one."""
+    def test_phase_is_another_part_with_a_larger_excess(self) -> None:
         assert phase_of(parts(forward=6, backward=11, data=12), parts(**WORK_MS))[0] == "data"
 
 
-def test_constant() -> None:
-    """Without noise, all numbers are what was planted."""
+def test_measurements_of_a_constant_excess_are_exact() -> None:
     found = episode_of(Job.of(4, 100, noise=0.0).slow(1, 20, "optimizer", slice(40, None)), first=40)
 
     assert (found.phase, found.last_step, found.slow_share) == ("optimizer", 99, 1.0)
@@ -85,8 +82,8 @@ def test_constant() -> None:
     assert found.z_score == pytest.approx(4 * np.sqrt(60))  # ten standard deviations a row, clipped to four
 
 
-def test_now_and_then() -> None:
-    """Slow in every fourth step: the share of steps, the excess in those, and the mean over all."""
+def test_intermittent_excess_has_its_share_of_steps() -> None:
+    """The rank is slow in every fourth step."""
     found = episode_of(Job.of(4, 100, noise=0.0).slow(1, 40, "data", slice(0, None, 4)))
 
     assert found.slow_share == 0.25
@@ -96,8 +93,8 @@ def test_now_and_then() -> None:
     assert found.phase == "data"
 
 
-def test_a_single_stall() -> None:
-    """Five seconds in one row do not hide what the rank does in all others, and count in none of the numbers."""
+def test_single_stall_does_not_change_measurements() -> None:
+    """The stall takes five seconds in one row."""
     job = Job.of(4, 100, noise=0.0).slow(1, 20, "optimizer").slow(1, 5000, "data", slice(70, 71))
     found = episode_of(job)
 
@@ -106,8 +103,7 @@ def test_a_single_stall() -> None:
         assert getattr(found, name) == pytest.approx(ms * MS, rel=1e-5), name
 
 
-def test_cost_is_what_the_step_would_gain() -> None:
-    """With a second slow rank, only what this one is slower than that; with a slower one, nothing."""
+def test_cost_is_the_excess_over_the_second_slowest_rank() -> None:
     job = Job.of(4, 50, noise=0.0).slow(1, 20).slow(2, 15)
 
     assert episode_of(job, 1).cost_ns == pytest.approx(5 * MS, rel=1e-4)
@@ -115,15 +111,14 @@ def test_cost_is_what_the_step_would_gain() -> None:
 
 
 def shared(job: Job, *ranks: int, first: int = 0) -> float:
-    """What several ranks together cost from row `first` on."""
+    """Return the shared cost of several ranks from row `first` on."""
     window = SlidingWindow(np.arange(job.ranks), 1)
     window.put(job.block())
     keys, present = window.comparable(first, job.rows)
     return shared_cost_ns(window, np.array(ranks), np.delete(present, ranks), keys)
 
 
-def test_cost_of_several() -> None:
-    """Each of them costs nothing, for the others are as slow; together, what the rest would do without them."""
+def test_shared_cost_of_ranks_that_cost_nothing_alone() -> None:
     job = Job.of(8, 60, noise=0.0).slow(2, 20).slow(3, 20).slow(6, 5)
 
     assert episode_of(job, 2).cost_ns == episode_of(job, 3).cost_ns == 0.0
@@ -133,20 +128,20 @@ def test_cost_of_several() -> None:
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (4, 5, 6), (0, 1, 2, 3)])
-def test_cost_of_several_without_what_noise_gives_any(ranks: tuple[int, ...]) -> None:
-    """Some ranks that are like the others cost nothing, though one of them is often the slowest."""
+def test_shared_cost_of_healthy_ranks_is_zero(ranks: tuple[int, ...]) -> None:
+    """One of them is often the slowest by chance."""
     assert shared(Job.of(8, 200, noise=0.05), *ranks) < 1.5 * MS
 
 
-def test_cost_without_what_noise_gives_any_rank() -> None:
-    """A rank that is like the others costs nothing, though each is the slowest one now and then."""
+def test_cost_of_a_healthy_rank_is_zero() -> None:
+    """Each rank is sometimes the slowest by chance."""
     job = Job.of(4, 200, noise=0.05)
 
     assert all(episode_of(job, rank).cost_ns < 0.7 * MS for rank in range(4))
 
 
-def test_lack_of_a_cpu() -> None:
-    """The phase stays, the excess is the time without a CPU, and the cost counts it as the rank's own."""
+def test_episode_in_phase_cpu_measures_ready_time() -> None:
+    """The cost includes it."""
     job = Job.of(4, 50, noise=0.0)
     job.ready_ns[:] = 0.0
     job.ready_ns[1] = 30 * MS
@@ -158,8 +153,8 @@ def test_lack_of_a_cpu() -> None:
     assert found.work_ns == pytest.approx(200 * MS)
 
 
-def test_cost_is_no_more_than_the_excess() -> None:
-    """A slow rank that lacks a CPU as well: what the job waits for because of that is none of its work."""
+def test_cost_never_exceeds_the_excess() -> None:
+    """The slow rank also lacks a CPU, for which the job waits as well."""
     job = Job.of(4, 50, noise=0.0).slow(1, 20)
     job.ready_ns[:] = 0.0
     job.ready_ns[1] = 30 * MS
@@ -169,8 +164,8 @@ def test_cost_is_no_more_than_the_excess() -> None:
     assert found.cost_ns == pytest.approx(20 * MS)
 
 
-def test_more_workload() -> None:
-    """How much more it had to do than the median of the others, as a share; 0 where that is not known."""
+def test_more_workload_is_relative_to_the_median_of_the_others() -> None:
+    """The share is 0 if not known."""
     job = Job.of(4, 50, noise=0.0).slow(1, 20)
     job.workload[:] = np.array([[100], [130], [90], [100]])
     assert episode_of(job).more_workload == pytest.approx(0.3)
@@ -185,16 +180,14 @@ def test_more_workload() -> None:
     assert episode_of(job).more_workload == pytest.approx(0.3)
 
 
-def test_of_many_others_a_sample() -> None:
-    """With hundreds of ranks the others' usual times are those of a sample of them, and the same."""
+def test_usual_times_of_many_ranks_come_from_a_sample() -> None:
     found = episode_of(Job.of(600, 20, noise=0.01).slow(1, 20, "host"))
 
     assert found.others_work_ns == pytest.approx(200 * MS, rel=0.005)
     assert (found.phase, found.phase_excess_ns) == ("host", pytest.approx(20 * MS, rel=0.02))
 
 
-def test_json() -> None:
-    """An episode survives plain JSON."""
+def test_episode_survives_json() -> None:
     for changes in ({}, {"until_step": 90}):
         episode: Any = dataclasses.replace(episode_of(Job.of(2, 30).slow(1, 20)), **changes)
         assert saved(episode) == episode

@@ -1,4 +1,5 @@
-"""The judge's statistics, beside what they are defined by: brute force, and normal values of known spread."""
+"""Statistics of the straggler detector, compared with brute force and with normal values of known
+spread."""
 
 from __future__ import annotations
 
@@ -30,17 +31,15 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 class TestExcess:
-    def test_two_ranks_mirror_each_other(self) -> None:
-        """Each of two is compared with the other one."""
+    def test_excess_of_two_ranks_has_opposite_signs(self) -> None:
         assert excess_over_others(np.array([[5.0, 1.0], [2.0, 4.0]])).tolist() == [[3.0, -3.0], [-3.0, 3.0]]
 
-    def test_a_rank_is_not_compared_with_itself(self) -> None:
-        """Of few ranks, the median is that of the others: the slow one does not hide behind itself."""
+    def test_few_ranks_are_compared_with_the_median_of_the_others(self) -> None:
         assert excess_over_others(np.array([[1.0], [2.0], [30.0]])).ravel().tolist() == [-15.0, -13.5, 28.5]
 
     @given(ranks=st.integers(2, 40), seed=st.integers(0, 999), kind=st.sampled_from([np.float32, np.float64]))
-    def test_definition(self, ranks: int, seed: int, kind: type) -> None:
-        """To the last bit what NumPy's median of the others gives, or of all of many; also of values that are equal."""
+    def test_excess_equals_numpy_median_exactly(self, ranks: int, seed: int, kind: type) -> None:
+        """Also for equal values, and for many ranks, which are compared with the median of all."""
         values = np.round(2 * normal(ranks, 6, seed=seed)).astype(kind)
         values[:, :3] += normal(ranks, 3, seed=seed + 1).astype(kind)
         usual = [np.median(values if ranks > 16 else np.delete(values, rank, axis=0), axis=0) for rank in range(ranks)]
@@ -51,16 +50,14 @@ class TestExcess:
         assert (median(values, 1) == np.median(values, axis=1)).all()
 
     @given(ranks=st.integers(2, 40), seed=st.integers(0, 999))
-    def test_what_all_share_cancels(self, ranks: int, seed: int) -> None:
-        """Adding the same to all ranks of a row changes no excess, of few ranks as of many."""
+    def test_common_change_of_all_ranks_cancels(self, ranks: int, seed: int) -> None:
         values = normal(ranks, 5, seed=seed)
         shifted = values + np.array([0, 10, -3, 1e3, 5])
 
         np.testing.assert_allclose(excess_over_others(shifted), excess_over_others(values), atol=1e-9)
 
     @pytest.mark.parametrize("ranks", [3, 16, 17, 40])
-    def test_one_slow_rank(self, ranks: int) -> None:
-        """Its excess is its own; the others have none."""
+    def test_only_the_slow_rank_has_excess(self, ranks: int) -> None:
         values = np.ones((ranks, 3))
         values[1] += 7
         found = excess_over_others(values)
@@ -71,12 +68,10 @@ class TestExcess:
 
 class TestNoise:
     @pytest.mark.parametrize("ranks", [2, 8, 300, 3000])
-    def test_known_spread(self, ranks: int) -> None:
-        """Independent normal values: their standard deviation, within what 256 rows can tell."""
+    def test_noise_of_normal_values_is_their_standard_deviation(self, ranks: int) -> None:
         assert noise(50 * normal(ranks, 256)) == pytest.approx(50, rel=0.25)
 
-    def test_what_does_not_move_it(self) -> None:
-        """A lasting excess, a late one, giant stalls, one that comes and goes, or one rank in disorder."""
+    def test_noise_ignores_lasting_excess_and_stalls_and_one_noisy_rank(self) -> None:
         calm = noise(50 * normal(8, 256))
         for change in (
             lambda values: values[3].__iadd__(1e4),
@@ -89,8 +84,7 @@ class TestNoise:
             change(values)
             assert noise(values) < 1.6 * calm
 
-    def test_neighbours_that_are_alike(self) -> None:
-        """Rows that are like the rows before them count as the fewer independent ones that they are."""
+    def test_noise_is_higher_for_correlated_rows(self) -> None:
         values = 50 * normal(4, 256)
         for row in range(1, 256):
             values[:, row] += 0.7 * values[:, row - 1]
@@ -98,21 +92,19 @@ class TestNoise:
 
         assert noise(values) > 1.7 * apart
 
-    def test_few_rows_are_not_trusted(self) -> None:
-        """Noise as it is seen in few rows is not less than it is in many, on average."""
+    def test_noise_of_few_rows_is_not_lower_on_average(self) -> None:
         few = np.mean([noise(50 * normal(2, 12, seed=seed)) for seed in range(200)])
 
         assert 60 < few < 90
 
-    def test_it_is_never_zero(self) -> None:
-        """Values that do not vary at all leave a nanosecond."""
+    def test_noise_is_at_least_one_nanosecond(self) -> None:
         assert noise(np.zeros((4, 50))) == 1.0
         assert noise(np.zeros((4, 1))) == 1.0
 
 
 @given(rows=st.integers(1, 40), seed=st.integers(0, 999), least=st.integers(1, 15))
-def test_strongest_interval(rows: int, seed: int, least: int) -> None:
-    """It is the best of all intervals that end now and have `least` rows, values clipped; none where rows are few."""
+def test_strongest_interval_equals_brute_force(rows: int, seed: int, least: int) -> None:
+    """Intervals end at the newest row and have at least `least` rows."""
     deviations = 3 * normal(3, rows, seed=seed)
     found = strongest_interval(deviations, least)
 
@@ -128,20 +120,18 @@ def test_strongest_interval(rows: int, seed: int, least: int) -> None:
 
 class TestThreshold:
     @pytest.mark.parametrize("ranks", [2, 64])
-    def test_chance_stays_below(self, ranks: int) -> None:
-        """Normal values reach it in no interval of any rank, in a hundred jobs; half of it, they do."""
+    def test_normal_values_stay_below_the_threshold(self, ranks: int) -> None:
+        """In a hundred jobs, they reach half of it."""
         strongest = [strongest_interval(normal(ranks, 256, seed=seed), LEAST).z_score.max() for seed in range(100)]
 
         assert max(strongest) < threshold(ranks)
         assert max(strongest) > threshold(ranks) / 2
 
-    def test_more_ranks_more_chances(self) -> None:
-        """It grows with the ranks, and slowly: 16384 ranks ask for less than one and a half times as much as two."""
+    def test_threshold_grows_slowly_with_the_number_of_ranks(self) -> None:
         assert threshold(2) < threshold(64) < threshold(16384) < 1.5 * threshold(2)
         assert self_normalized_threshold(2) < self_normalized_threshold(16384) < threshold(16384)
 
-    def test_no_single_value_reaches_it(self) -> None:
-        """One stall, however long, is clipped below it."""
+    def test_single_value_never_reaches_the_threshold(self) -> None:
         deviations = np.zeros((2, 64))
         deviations[0, -LEAST] = 1e9
 
@@ -150,13 +140,12 @@ class TestThreshold:
 
 class TestChangePoint:
     @pytest.mark.parametrize("at", [0, 1, 30, 59])
-    def test_a_clean_step(self, at: int) -> None:
-        """Without noise, exactly the row at which it begins."""
+    def test_change_point_is_exact_without_noise(self, at: int) -> None:
         series = np.where(np.arange(60) >= at, 10.0, 0.0)
         assert change_point(series, 10.0) == at
 
-    def test_under_noise(self) -> None:
-        """With noise of half the excess, within a few rows, in 100 tries; a giant stall before it moves it little."""
+    def test_change_point_is_within_a_few_rows_under_noise(self) -> None:
+        """The noise is half of the excess, and there is a giant stall before it."""
         errors = []
         for seed in range(100):
             series = 5 * normal(100, seed=seed) + np.where(np.arange(100) >= 60, 10.0, 0.0)
@@ -168,15 +157,14 @@ class TestChangePoint:
 
 
 class TestOverSince:
-    def test_when_it_ended(self) -> None:
-        """Slow in all rows, then in none: over from that row on, once there are enough rows to say so."""
+    def test_slowness_is_over_after_enough_rows_without(self) -> None:
         slow = np.arange(60) < 40
         assert over_since(slow, 0.95, LEAST) == 40
         assert over_since(slow[:45], 0.95, LEAST) is None
         assert over_since(np.ones(60, bool), 1.0, LEAST) is None
 
-    def test_a_pause_is_no_end(self) -> None:
-        """Slow in two of seven rows: a pause of twelve rows may be chance, one of fifty is none."""
+    def test_short_pause_of_intermittent_slowness_is_no_end(self) -> None:
+        """The rank is slow in two of seven rows. A pause of fifty rows is an end."""
         slow = np.arange(300) % 7 < 2
         for gap, over in ((12, None), (50, 250)):
             series = slow.copy()
@@ -184,32 +172,28 @@ class TestOverSince:
             found = over_since(series, 2 / 7, LEAST)
             assert found == over if over is None else abs((found or 0) - over) <= 5
 
-    def test_few_rows(self) -> None:
-        """Fewer rows than asked for say nothing."""
+    def test_too_few_rows_are_no_end(self) -> None:
         assert over_since(np.zeros(LEAST - 1, bool), 0.95, LEAST) is None
 
 
-class TestLasts:
-    def test_lasting(self) -> None:
-        """Values around their mean from start to end are a lasting excess."""
+class TestIsPersistent:
+    def test_steady_excess_is_persistent(self) -> None:
         assert is_persistent(10 + normal(40), 1.0, 3.0)
         assert is_persistent(10 + normal(40), 1.0, 3.0, strict=True)
 
-    def test_few_long_stalls(self) -> None:
-        """Three giant stalls among forty rows have a large mean, and do not last."""
+    def test_few_long_stalls_are_not_persistent(self) -> None:
         series = normal(40)
         series[[5, 17, 33]] += 1000
         assert series.mean() > 50
         assert not is_persistent(series, 1.0, 3.0)
 
-    def test_a_stall_now_and_then_hides_nothing(self) -> None:
-        """An excess of three standard deviations lasts, also where a giant stall lies in each quarter."""
+    def test_excess_with_a_stall_in_each_quarter_is_persistent(self) -> None:
         series = 3 + normal(40)
         series[[5, 15, 25, 35]] += 1000
         assert is_persistent(series, 1.0, 3.0)
 
-    def test_in_all_quarters_but_one(self) -> None:
-        """A quarter with less is a pause, two are none; one that is below zero is an end."""
+    def test_one_low_quarter_is_allowed_and_two_are_not(self) -> None:
+        """A quarter below zero is an end."""
         for quarters, loose, strict in (
             ([10, 10, 10, 10], True, True),
             ([10, 10, 1, 10], True, False),
@@ -223,8 +207,7 @@ class TestLasts:
 
 
 class TestStalls:
-    def test_single_stalls_are_cut(self) -> None:
-        """Up to one giant value in sixteen comes down to the largest of the others; nothing else changes."""
+    def test_single_stalls_are_reduced_to_the_largest_other_value(self) -> None:
         series = normal(48)
         with_stalls = series.copy()
         with_stalls[[3, 17, 40]] = [50, 1e9, 300]
@@ -234,8 +217,8 @@ class TestStalls:
         assert np.delete(cut, [3, 17, 40]).tolist() == others.tolist()
         assert cut[[3, 17, 40]].tolist() == [others.max()] * 3
 
-    def test_what_comes_again_is_none(self) -> None:
-        """More than one in sixteen is what the rank is like; noise, heavy tails and few values stay as well."""
+    def test_frequent_large_values_are_no_stalls(self) -> None:
+        """Noise, heavy tails and short series are not changed either."""
         often = normal(48)
         often[::10] += 1000
         for series in (often, normal(48), 3 * normal(64, seed=2), np.array([1e9]), np.full(20, 7.0), np.zeros(0)):
@@ -244,20 +227,18 @@ class TestStalls:
 
 class TestWorkload:
     def rows(self, ranks: int = 4) -> tuple[np.ndarray, np.ndarray]:
-        """Excess in ns that varies with the workload at 1000 ns a token, and little else; and the tokens."""
+        """Return excess that mostly depends on the workload, by 1000 ns a token, and the tokens."""
         tokens = 4096 + 400 * normal(ranks, 100)
         return excess_over_others(1000 * tokens + 20_000 * normal(ranks, 100, seed=1)), tokens
 
-    def test_what_it_explains_is_taken_out(self) -> None:
-        """What is left hardly depends on the workload, and has the noise that was there beside it."""
+    def test_excess_explained_by_workload_is_subtracted(self) -> None:
         excess, tokens = self.rows()
         left = without_workload(excess, tokens, 48)
 
         assert noise(left) < noise(excess) / 8
         assert abs(np.corrcoef(left.ravel(), excess_over_others(tokens).ravel())[0, 1]) < 0.4
 
-    def test_another_excess_stays(self) -> None:
-        """A rank that is slower whatever it has to do is so afterwards."""
+    def test_excess_of_another_cause_is_kept(self) -> None:
         excess, tokens = self.rows()
         excess[2] += 300_000
         left = without_workload(excess, tokens, 48)
@@ -265,9 +246,8 @@ class TestWorkload:
         assert left[2].mean() == pytest.approx(300_000, rel=0.2)
         assert abs(left[1].mean()) < 60_000
 
-    def test_lasting_workload_is_no_excuse(self) -> None:
-        """The excess of a rank that has had more to do for long stays as it was measured, since it has; a shorter one
-        does not."""
+    def test_excess_of_a_lasting_larger_workload_is_kept(self) -> None:
+        """A larger workload of few rows is subtracted."""
         for rows, stays in ((60, True), (20, False)):
             tokens = 4096 + 100 * normal(4, 200)
             tokens[1, -rows:] += 1500
@@ -278,8 +258,7 @@ class TestWorkload:
             assert (left[0] != excess[0]).all()
             assert (left[1, : -rows - 10] != excess[1, : -rows - 10]).all()
 
-    def test_rows_of_which_it_is_not_known(self) -> None:
-        """Those stay as they are, and the others are what they would be without them."""
+    def test_rows_without_workload_are_not_changed(self) -> None:
         excess, tokens = self.rows()
         gaps = tokens.copy()
         gaps[0, [3, 50]], gaps[2, 99] = np.nan, np.nan
@@ -290,8 +269,8 @@ class TestWorkload:
         np.testing.assert_allclose(left[:, ~untold], whole[:, ~untold], atol=60_000)
         assert noise(left[:, ~untold]) < noise(excess) / 8
 
-    def test_where_it_explains_nothing(self) -> None:
-        """Workload that is unknown, equal, unrelated, or that makes a rank faster changes nothing."""
+    def test_workload_that_explains_nothing_changes_nothing(self) -> None:
+        """The workload is unknown, constant, unrelated, or makes a rank faster."""
         excess, tokens = self.rows()
         unknown = tokens.copy()
         unknown[0, :60] = np.nan  # of most rows

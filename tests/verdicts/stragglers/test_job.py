@@ -1,4 +1,4 @@
-"""From steps to findings on one node: places, rows on the way, attempts, ends."""
+"""From steps to findings on one node: placements, rows for other nodes, and ends of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HERE = Placement("node-0", "same")
 
 
 def table(steps: range, rank: int = 0, communication: float = 1.0, **more_ms: float) -> StepTable:
-    """Steps of 20 ms of work with a little noise, and with what is more."""
+    """Return steps of 20 ms of work with a little noise, plus additional time."""
     random = np.random.default_rng([rank, steps.start])
     rows = []
     for _ in steps:
@@ -40,8 +40,7 @@ class TestPlace:
         ("description", "name"),
         [("mesh_tp", "tp"), ("mesh_dp_shard_cp", "dp_shard_cp"), ("default_pg", ""), ("undefined", ""), ("ep", "ep")],
     )
-    def test_dimensions(self, description: str, name: str) -> None:
-        """The dimension that a process group's description names, if it names one."""
+    def test_dimension_is_the_one_in_the_group_description(self, description: str, name: str) -> None:
         assert dimension(description) == name
 
     def groups(self, **ranks: str) -> dict[str, Any]:
@@ -50,8 +49,8 @@ class TestPlace:
     def who(self, rank: int, host: str) -> Identity:
         return identity_of(RunDirectory(Path("run")), rank, host=host)
 
-    def test_position_in_groups(self) -> None:
-        """Its place in each group that it is in; the default group is no dimension."""
+    def test_coordinates_are_positions_in_named_groups(self) -> None:
+        """The default group is not a dimension."""
         groups = self.groups(dp="1-13/4", tp="8-9", cp="0-3")
         groups["9"] = {"description": "default_pg", "ranks": "0-15"}
         place = place_of(self.who(9, host="node-1"), "net", groups)
@@ -59,23 +58,20 @@ class TestPlace:
         assert place.coordinates == {"dp": 2, "tp": 1}
         assert place.host == "node-1"
 
-    def test_who_is_compared(self) -> None:
-        """Ranks with the same modules in the same stage; their order, the host and other dimensions do not matter."""
+    def test_population_depends_on_modules_and_stage_only(self) -> None:
         one = place_of(self.who(0, host="node-0"), "one", self.groups(pp="0,8", tp="0-7")).population
 
         assert one == place_of(self.who(1, host="node-1"), "one", self.groups(pp="1,9", tp="0-7")).population
         assert one != place_of(self.who(8, host="node-0"), "one", self.groups(pp="0,8", tp="8-15")).population
         assert one != place_of(self.who(0, host="node-0"), "other", self.groups(pp="0,8", tp="0-7")).population
 
-    def test_model_digest(self) -> None:
-        """The order of modules does not matter; their names do."""
+    def test_model_digest_depends_on_module_names_and_not_on_their_order(self) -> None:
         assert model_digest(["a", "b"]) == model_digest(["b", "a"])
         assert len({model_digest(names) for names in (["a", "b"], ["ab"], ["a", "c"], [])}) == 4
 
 
 class TestNodeJudge:
-    def test_a_slow_rank(self) -> None:
-        """Steps of this node's ranks, as they come, lead to findings; the rows go on to other nodes."""
+    def test_steps_of_a_slow_rank_lead_to_findings_and_rows(self) -> None:
         judge, sent = JobDetector(), []
         for first in range(0, 200, 25):
             for rank in range(4):
@@ -89,8 +85,8 @@ class TestNodeJudge:
         assert judge.places == dict.fromkeys(range(4), HERE)
         assert sum(len(rows) for rows in sent if rows is not None) == 4 * 200
 
-    def test_short_steps_make_wide_rows(self) -> None:
-        """Rows take at least the time that they are asked to; the rest of them comes with the rank's end."""
+    def test_short_steps_are_joined_to_wide_rows(self) -> None:
+        """The remaining steps come with the rank's end."""
         judge = JobDetector()
         rows = [judge.add_steps(rank, HERE, table(range(62), rank), min_row_ns=100e6) for rank in range(2)]
         assert rows[0] is not None
@@ -102,8 +98,7 @@ class TestNodeJudge:
         assert judge.end(0) is None
         assert judge.end(7) is None
 
-    def test_waits_for_no_rank_that_has_ended(self) -> None:
-        """A rank's end lets the others be judged on."""
+    def test_ended_rank_is_not_waited_for(self) -> None:
         judge = JobDetector()
         for rank in range(3):
             judge.add_steps(rank, HERE, table(range(80 if rank else 40), rank, forward=2.0 * (rank == 1)))
@@ -113,8 +108,7 @@ class TestNodeJudge:
         assert judge.judge().last_step == 79
         assert [each.rank for each in judge.findings.episodes] == [1]
 
-    def test_other_stages_are_not_compared(self) -> None:
-        """Ranks whose place has another population are judged apart."""
+    def test_ranks_of_other_populations_are_not_compared(self) -> None:
         judge = JobDetector()
         for rank in range(4):
             stage = f"pp{rank // 2}"
@@ -125,8 +119,8 @@ class TestNodeJudge:
         assert [(each.population, each.ranks) for each in found.usual] == [("pp0", "0-1"), ("pp1", "2-3")]
 
     @pytest.mark.parametrize("early", [0, 3])
-    def test_compared_by_what_is_known_at_the_first_rows(self, early: int) -> None:
-        """In the first steps, models and groups are not known of all ranks yet; later, a place does not change."""
+    def test_placement_is_final_after_the_first_rows(self, early: int) -> None:
+        """Models and groups of all ranks may not be known in the first steps."""
         judge = JobDetector()
         for rank in range(3):
             judge.set_place(rank, Placement("", "not known yet"))
@@ -139,8 +133,7 @@ class TestNodeJudge:
         assert [each.rank for each in judge.judge(final=True).episodes] == [1]
         assert judge.findings.compared == 3
 
-    def test_rows_of_other_nodes(self) -> None:
-        """Blocks of ranks that set_place() has told of are judged together with this node's."""
+    def test_rows_of_other_nodes_are_judged_together_with_own_ranks(self) -> None:
         job = Job.of(4, 80).slow(3, 20)
         judge = JobDetector()
         for rank in range(4):
@@ -151,16 +144,14 @@ class TestNodeJudge:
         assert found.rank == 3
         assert {place.host for place in judge.places.values()} == {"node-0", "node-1"}
 
-    def test_findings_of_an_earlier_sidecar_go_on(self) -> None:
-        """What ended before is kept."""
+    def test_ended_episodes_of_an_earlier_sidecar_are_kept(self) -> None:
         over = episode(2, since=10, until=40)
         judge = JobDetector(findings(over))
         for rank in range(3):
             judge.add_steps(rank, HERE, table(range(60, 100), rank))
         assert judge.judge().episodes == (over,)
 
-    def test_nothing_new_is_not_judged(self) -> None:
-        """Without new rows the findings are those that were there."""
+    def test_findings_stay_the_same_without_new_rows(self) -> None:
         judge = JobDetector()
         assert judge.judge() is NOTHING
         for rank in range(2):

@@ -1,4 +1,4 @@
-"""Slow ranks by windows that devices merged: who is named, who is not, and what becomes of the judge's findings."""
+"""Slow ranks by windows that devices merged, and their effect on the detector's findings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ Slow = dict[int, dict[Row, float]]
 def window(
     number: int, slow: Slow, *, ranks: int = 8, steps: int = STEPS, scale: float = 1.0, stall_ms: int = 4
 ) -> npt.NDArray[np.void]:
-    """Records of the window whose merge was in the last of its 64 steps. slow: by rank and part, ms more."""
+    """Return the records of a window, which was merged in the last of its 64 steps.
+
+    slow: additional ms by rank and part.
+    """
     usual = {row: round(scale * ms * MS) for row, ms in {**USUAL_MS, Row.STALL: stall_ms}.items()}
     usual[Row.WORK] = sum(usual.values()) - usual[Row.STALL]
     usual[Row.STEP] = usual[Row.WORK] + usual[Row.STALL]
@@ -70,8 +73,11 @@ FORWARD: Slow = {3: {Row.FORWARD: 9}}
 CLEAN: Slow = {5: {Row.GAP: 0.2}}
 
 
-def test_a_rank_is_named_after_three_windows() -> None:
-    """With its part, its excess, and since the window in which it began; and once more there is nobody when it ends."""
+def test_rank_is_named_after_three_slow_windows() -> None:
+    """The episode has its part and excess, and the first step of its first slow window.
+
+    It ends after two healthy windows.
+    """
     windows = seen(CLEAN, CLEAN, FORWARD, FORWARD)
     assert windows.episodes() == []
     windows.add(window(4, FORWARD), 8)
@@ -97,7 +103,7 @@ def test_a_rank_is_named_after_three_windows() -> None:
         ({Row.FORWARD: 0.5, Row.GAP: 9, Row.OPTIMIZER: 1}, GAP),
     ],
 )
-def test_in_which_part(more: dict[Row, float], phase: str) -> None:
+def test_episode_has_the_slow_part(more: dict[Row, float], phase: str) -> None:
     (found,) = seen(*[{2: more}] * MIN_WINDOWS).episodes()
     assert (found.phase, found.from_start) == (phase, True)
     named = with_groups(dataclasses.replace(NOTHING, episodes=(found,), step_ns=70 * MS, compared=8), {})
@@ -107,7 +113,7 @@ def test_in_which_part(more: dict[Row, float], phase: str) -> None:
     assert "By host time" not in verdict.sentence
 
 
-def test_of_two_slow_ranks_the_job_gains_by_the_slower_one() -> None:
+def test_cost_of_two_slow_ranks_is_that_of_the_slower_one() -> None:
     both: Slow = {3: {Row.FORWARD: 9}, 6: {Row.FORWARD: 14}}
     found = {each.rank: each for each in seen(*[both] * 3).episodes()}
     assert {rank: each.excess_ns / MS for rank, each in found.items()} == pytest.approx({3: 9, 6: 14})
@@ -129,18 +135,18 @@ def test_of_two_slow_ranks_the_job_gains_by_the_slower_one() -> None:
         pytest.param(seen(*[{0: {Row.STALL: 9}}] * 9), id="it waits for others"),
     ],
 )
-def test_who_is_not_named(windows: MergedWindows) -> None:
+def test_no_rank_is_named_without_a_lasting_large_excess(windows: MergedWindows) -> None:
     assert windows.episodes() == []
 
 
 def judged(*episodes: Any, ranks: int, **changed: Any) -> Findings:
-    """Return the findings of a judge that compares this many ranks."""
+    """Return findings of a detector that compares this many ranks."""
     usual = (Usual("model", f"0-{ranks - 1}", 66 * MS, 4 * MS),)
     return findings(*episodes, usual=usual, compared=ranks, **changed)
 
 
-def test_where_the_judge_lacks_ranks() -> None:
-    """Slow ranks that only the windows show are added. The judge's own findings stay unchanged."""
+def test_slow_ranks_unknown_to_the_detector_are_added() -> None:
+    """The detector's own findings stay unchanged."""
     own = episode(rank=1)
     found = held_against(judged(own, ranks=2), seen(*[{3: {Row.FORWARD: 9}, 1: {Row.BACKWARD: 20}}] * 3), NODE)
     assert [(each.rank, each.by_windows) for each in found.episodes] == [(1, False), (3, True)]
@@ -153,8 +159,8 @@ def test_where_the_judge_lacks_ranks() -> None:
     assert held_against(few, seen(*[FORWARD] * 2), NODE) is few
 
 
-def test_where_both_know_all_ranks() -> None:
-    """They agree: nothing new. They do not: nobody is named by it, and both are told."""
+def test_slow_rank_that_only_windows_show_is_unconfirmed() -> None:
+    """The rank is not named, but mentioned. If both agree, nothing changes."""
     agreed = judged(episode(rank=3, since=0), ranks=8)
     assert held_against(agreed, seen(*[FORWARD] * 3), ALL) == agreed
     nobody = held_against(judged(ranks=8), seen(*[FORWARD] * 3), ALL)
@@ -169,8 +175,8 @@ def test_where_both_know_all_ranks() -> None:
     assert held_against(too_little, seen(*[FORWARD] * 3), ALL) == too_little, "the judge could not have seen it yet"
 
 
-def test_what_the_windows_would_show_and_do_not() -> None:
-    """The judge's verdict is doubted, and it is said whom they have instead. Not where they could not show it."""
+def test_episode_that_windows_should_show_and_do_not_is_disputed() -> None:
+    """The verdict names the ranks that the windows show instead."""
     windows = seen(*[FORWARD] * 5)
     found = held_against(judged(episode(rank=6, since=64), ranks=8), windows, ALL)
     assert [(each.rank, each.disputed) for each in found.episodes] == [(6, True)]
@@ -201,20 +207,19 @@ def test_what_the_windows_would_show_and_do_not() -> None:
         {0: Placement("a", "model"), 1: Placement("a", "other")},
     ],
 )
-def test_ranks_that_do_different_work(places: dict[int, Placement]) -> None:
+def test_windows_of_ranks_with_different_work_are_ignored(places: dict[int, Placement]) -> None:
     found = judged(ranks=2)
     assert held_against(found, seen(*[FORWARD] * 4), places) is found
 
 
-def test_another_sidecar_begins_without_them() -> None:
-    """What an earlier one knew from windows alone is found again, or it is not: it is not kept open for ever."""
+def test_restarted_sidecar_drops_episodes_from_windows() -> None:
+    """They are found again, or not, but never stay open."""
     found = held_against(judged(episode(rank=1), ranks=2), seen(*[FORWARD] * 3), NODE)
     assert [each.rank for each in EarlierEpisodes(found).merged_with(judged(ranks=2)).episodes] == [1]
 
 
-def test_more_ranks_stand_out_than_a_window_holds() -> None:
-    """Of twelve of 64, windows have eight: nobody is doubted for not being among those, and none that falls out of them
-    for a while is over."""
+def test_rank_outside_of_a_full_window_is_neither_disputed_nor_over() -> None:
+    """A window has eight outliers, and twelve of 64 ranks are slow."""
     ranks = 64
     places = {rank: Placement(f"node-{rank // 8}", f"model{BY_DEVICE}") for rank in range(ranks)}
     slow: Slow = {rank: {Row.FORWARD: 20.0 + rank} for rank in range(12)}

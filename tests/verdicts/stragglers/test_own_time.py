@@ -1,4 +1,4 @@
-"""A rank's own time from the lines of its host and its device, with values worked out by hand."""
+"""A rank's own time from the times of its host and its device, with values calculated by hand."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ MS = 1e6
 
 
 def parts(**ms: float) -> np.ndarray:
-    """One rank and one row."""
+    """Return the parts of one rank in one row."""
     return np.array([[[ms.get(part, 0.0) * MS for part in OWN_PARTS]]])
 
 
 def forward_ms(device_ms: list[float], issue_ms: list[float], lag_ms: list[float]) -> np.ndarray:
-    """Return the own time of two ranks in a forward pass, for which rank 0 waits in a collective."""
+    """Return the own time of two ranks in a forward pass, for which rank 0 waits in a
+    collective."""
     lines = [np.concatenate([parts(forward=ms) for ms in of_ranks]) for of_ranks in (device_ms, issue_ms, lag_ms)]
     own_ns, _ = own_time(Lines(*lines), Lines(*(each[1] for each in lines)))
     own_ms: np.ndarray = own_ns.sum(axis=2)[:, 0] / MS
@@ -31,14 +32,17 @@ def forward_ms(device_ms: list[float], issue_ms: list[float], lag_ms: list[float
 
 
 def own_alone_ms(device: np.ndarray, issue: np.ndarray, lag: np.ndarray) -> np.ndarray:
-    """Return the own time, by part, of a rank that nobody has to wait for."""
+    """Return the own time, by part, of a rank without other ranks."""
     own_ns, _ = own_time(Lines(device, issue, lag), Lines(device[0], issue[0], lag[0]))
     own_ms: np.ndarray = own_ns / MS
     return own_ms
 
 
-def test_launch_bound_ranks_are_alike() -> None:
-    """Rank 1 is last by chance. Its device stands idle until its host has issued; that of rank 0 does so in a stall."""
+def test_launch_bound_ranks_have_equal_own_times() -> None:
+    """Rank 1 is last by chance, and its device is idle until its host has issued.
+
+    The device of rank 0 is in a stall meanwhile.
+    """
     np.testing.assert_allclose(forward_ms([0.5, 8.0], issue_ms=[8.0, 8.0], lag_ms=[7.5, 0.0]), [8.0, 8.0])
 
 
@@ -46,13 +50,17 @@ def test_slow_host_costs_what_it_is_slower_by() -> None:
     np.testing.assert_allclose(np.diff(forward_ms([0.5, 8.4], issue_ms=[8.0, 8.4], lag_ms=[7.9, 0.0])), [0.4])
 
 
-def test_host_that_the_device_hides_is_not_counted() -> None:
-    """The device of the slow rank lags by more than the host needs: both are compared by what their devices do."""
+def test_host_time_hidden_by_a_lagging_device_is_not_counted() -> None:
+    """The device of the slow rank lags by more than its host needs, so device times are
+    compared."""
     np.testing.assert_allclose(forward_ms([10.0, 12.0], issue_ms=[9.0, 3.0], lag_ms=[30.0, 20.0]), [10.0, 12.0])
 
 
-def test_kernels_after_host_code_come_on_top_of_it() -> None:
-    """Both hosts need 15 ms and both devices 8, half of it after the host's code. The lag of rank 0 hides that."""
+def test_kernels_after_host_code_add_to_own_time() -> None:
+    """Both hosts need 15 ms and both devices 8 ms, half of it after the host's code.
+
+    The lag of rank 0 hides that.
+    """
     device_ms = [8.0, 19.0]
 
     np.testing.assert_allclose(forward_ms(device_ms, issue_ms=[15.0, 15.0], lag_ms=[11.0, 0.0]), [19.0, 19.0])
@@ -66,8 +74,8 @@ def test_lag_hides_a_part_of_the_hosts_time() -> None:
     np.testing.assert_allclose(own_ms, parts(forward=6.0) / MS)
 
 
-def test_recomputation_is_issued_in_the_backward_pass() -> None:
-    """The host's time for both is in backward: it is held against what the device does in both."""
+def test_recomputation_counts_as_issued_in_the_backward_pass() -> None:
+    """The host's time for both is in backward, and is compared with the device's time for both."""
     own_ms = own_alone_ms(parts(backward=4.0, recompute=3.0), parts(backward=6.0), parts())
 
     np.testing.assert_allclose(own_ms, parts(backward=4.0, recompute=3.0) / MS)
@@ -78,9 +86,9 @@ def test_rank_whose_wait_is_not_known_is_not_the_critical_one() -> None:
 
 
 def launch_bound(job: Job) -> BinBatch:
-    """The same hosts, of devices that need a twentieth of the time. In each row the others wait for the slowest.
+    """Return a job with equal hosts, whose devices need a twentieth of the time.
 
-    Its device stands idle until its host has issued. Those of the others do so in a stall, while their hosts go on.
+    In each row, ranks wait for the slowest.
     """
     block, hosts_ns = job.block(), job.parts_ns.copy()
     is_last = np.arange(job.ranks)[:, None] == hosts_ns.sum(axis=2).argmax(axis=0)
@@ -99,8 +107,11 @@ def judged(block: BinBatch) -> Findings:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_nobody_is_named_in_a_clean_launch_bound_job(ahead: int) -> None:
-    """Though one rank is ahead for long. By the devices' times alone, the other one would cost 95 % of the step."""
+def test_no_rank_is_named_in_a_healthy_launch_bound_job(ahead: int) -> None:
+    """One rank is ahead for long.
+
+    By device times alone, the other one would cost 95 % of the step.
+    """
     job = Job.of(2, 120, noise=0.001)
     job.parts_ns[1 - ahead] *= 1.01
     block = launch_bound(job)
@@ -111,8 +122,8 @@ def test_nobody_is_named_in_a_clean_launch_bound_job(ahead: int) -> None:
     assert by_devices.episodes[0].cost_ns > 0.9 * WORK_NS
 
 
-def test_a_slow_host_costs_the_difference() -> None:
-    """30 ms of 200 in the forward pass."""
+def test_cost_of_a_slow_host_is_the_difference() -> None:
+    """The slow host takes 30 ms more of 200 ms, in the forward pass."""
     (episode,) = judged(launch_bound(Job.of(2, 120, noise=0.001).slow(1, 30, "forward", slice(40, None)))).episodes
 
     assert (episode.rank, episode.phase, episode.by_host) == (1, "forward", True)
@@ -120,8 +131,11 @@ def test_a_slow_host_costs_the_difference() -> None:
     assert episode.cost_ns == pytest.approx(30 * MS, rel=0.03)
 
 
-def test_a_difference_that_hosts_have_by_chance_is_not_named() -> None:
-    """5 % of the step: a host shares its processors. By devices that would be named."""
+def test_small_difference_between_hosts_is_not_named() -> None:
+    """The difference is 5 % of the step, as hosts share their processors.
+
+    By device times it would be named.
+    """
     job = Job.of(2, 120, noise=0.001).slow(1, 10, "forward")
 
     assert judged(launch_bound(job)).episodes == ()
@@ -129,8 +143,8 @@ def test_a_difference_that_hosts_have_by_chance_is_not_named() -> None:
     assert not judged(job.block()).episodes[0].by_host
 
 
-def test_columns_without_the_hosts_times_of_all_ranks_are_compared_by_work() -> None:
-    """Those of other nodes do not travel. Where all have them, the hosts' times count."""
+def test_rows_without_host_times_of_all_ranks_are_compared_by_work() -> None:
+    """Host times of other nodes are not sent."""
     job = Job.of(2, 40)
     block = job.block()
     block.issue_ns[:] = 1e12

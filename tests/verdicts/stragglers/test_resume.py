@@ -1,4 +1,5 @@
-"""A judge that begins in the middle of a run: what was slow before is the same straggler, or is over for good."""
+"""A detector that starts in the middle of a run: earlier stragglers continue, or are over for
+good."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ USUAL = (Usual("same", "0-7", 60e6, 40e6),)
 
 
 def looks(fault: str, steps: int, restart: int, seed: int = 0, noise: float = 0.1) -> Iterator[tuple[int, Findings]]:
-    """What the sidecars of a run find, every four steps; from step `restart` on, it is another one."""
+    """Yield the findings after every four steps. At step `restart` another sidecar takes over."""
     judge, goes_on, found = StragglerDetector(), EarlierEpisodes(NOTHING), NOTHING
     for part in simulation(fault, seed=seed, noise=noise).steps(steps):
         for population, block in part.blocks(1):
@@ -41,8 +42,9 @@ def looks(fault: str, steps: int, restart: int, seed: int = 0, noise: float = 0.
         "intermittent:rank=3,share=0.3,since=100",
     ],
 )
-def test_one_that_stays_slow_is_never_over(fault: str, seed: int) -> None:
-    """Also while the new judge has too few rows to name it, as of one that is a little slower, or now and then."""
+def test_rank_that_stays_slow_has_one_open_episode(fault: str, seed: int) -> None:
+    """Also while the new detector has too few rows to name a slightly or intermittently slow
+    rank."""
     seen = [(step, found.episodes) for step, found in looks(fault, 320, 200, seed, 0.2) if step >= 200]
 
     assert {len(episodes) for _, episodes in seen} == {1}
@@ -53,8 +55,8 @@ def test_one_that_stays_slow_is_never_over(fault: str, seed: int) -> None:
 
 @pytest.mark.parametrize("noise", [0.05, 0.2])
 @pytest.mark.parametrize("until", [200, 300])
-def test_one_slowness_is_one_episode(until: int, noise: float) -> None:
-    """It ends under the step and the key that the first judge has given it; once over, it stays so."""
+def test_slowness_over_a_restart_is_one_episode(until: int, noise: float) -> None:
+    """The episode keeps its first step and key, and is not reopened after its end."""
     seen = list(looks(f"constant:rank=3,share=0.1,since=100,until={until}", 400, 200, noise=noise))
     (before,) = next(found.episodes for step, found in seen if step == 200)
     over = [found.episodes for _, found in seen if any(each.until_step is not None for each in found.episodes)]
@@ -66,15 +68,15 @@ def test_one_slowness_is_one_episode(until: int, noise: float) -> None:
     assert len(over) >= 10
 
 
-def test_what_would_have_been_named_again_is_over() -> None:
-    """Enough rows, enough steps, and an excess that would be seen; the last step that was judged is where it ends."""
+def test_episode_ends_if_it_would_have_been_named_again() -> None:
+    """The episode ends at the last step that the earlier detector judged."""
     enough = {"usual": USUAL, "rows": 64, "last_step": 300}
     for changed in (
         {"rows": 11},
         {"last_step": 180},
         {"detectable_ns": 21e6},
         {"detectable_ns": None},
-        {"usual": (Usual("same", "0-2,4-7", 60e6, 40e6),)},  # it has made no step that could be compared
+        {"usual": (Usual("same", "0-2,4-7", 60e6, 40e6),)},  # its steps were not compared
         {"rows": 0, "compared": 0, "detectable_ns": None},
     ):
         (left,) = EarlierEpisodes(findings(episode())).merged_with(findings(**{**enough, **changed})).episodes
@@ -87,16 +89,15 @@ def test_what_would_have_been_named_again_is_over() -> None:
     ("changed", "rows", "last_step"),
     [({"phase": "cpu"}, 95, 320), ({"slow_share": 0.25}, 80, 320), ({"z_score": 6.0}, 96, 280)],
 )
-def test_what_takes_longer_to_name_is_waited_for(changed: dict[str, Any], rows: int, last_step: int) -> None:
-    """A lack of CPU, what comes and goes, and what is hardly clear."""
+def test_episode_that_takes_longer_to_name_ends_later(changed: dict[str, Any], rows: int, last_step: int) -> None:
+    """Lack of a CPU, intermittent slowness, and a low score."""
     for seen, until in (((rows, last_step), None), ((96, 320), 151)):
         now = findings(usual=USUAL, rows=seen[0], last_step=seen[1])
         (left,) = EarlierEpisodes(findings(episode(**changed))).merged_with(now).episodes
         assert left.until_step == until
 
 
-def test_what_could_not_be_seen_yet_is_not_over() -> None:
-    """An excess below what would have been named by now may still be there."""
+def test_episode_below_the_detectable_excess_stays_open() -> None:
     earlier = findings(episode(excess_ns=2e6))
     ends = [
         EarlierEpisodes(earlier)
@@ -108,8 +109,8 @@ def test_what_could_not_be_seen_yet_is_not_over() -> None:
     assert ends == [None, None, 151]
 
 
-def test_slow_again_after_it_was_fine_is_another_one() -> None:
-    """All of it at once, as after a long time without a sidecar: the first is over where it was last seen."""
+def test_slowness_after_a_healthy_time_is_another_episode() -> None:
+    """All rows arrive at once, as after a long time without a sidecar."""
     goes_on = EarlierEpisodes(findings(episode()))
     found = goes_on.merged_with(findings(episode(since=400), usual=USUAL, rows=200, last_step=450))
     assert [(each.since_step, each.until_step, each.named_step) for each in found.episodes] == [
@@ -118,8 +119,8 @@ def test_slow_again_after_it_was_fine_is_another_one() -> None:
     ]
 
 
-def test_slow_from_the_new_judges_first_rows_on_is_the_same() -> None:
-    """However many steps nobody has seen in between."""
+def test_slowness_in_the_first_rows_after_a_restart_continues_the_episode() -> None:
+    """The number of missed steps does not matter."""
     goes_on = EarlierEpisodes(findings(episode()))
     (left,) = goes_on.merged_with(findings(usual=USUAL, rows=12, last_step=920)).episodes
     assert left.until_step is None
@@ -127,8 +128,7 @@ def test_slow_from_the_new_judges_first_rows_on_is_the_same() -> None:
     assert (same.since_step, same.named_step, same.until_step) == (100, 112, None)
 
 
-def test_what_was_over_stays_as_it_was() -> None:
-    """Ended episodes are kept, below those that are open."""
+def test_ended_episodes_are_kept_after_open_ones() -> None:
     over = episode(5, until=160, cost_ns=90e6)
     found = EarlierEpisodes(findings(over, episode())).merged_with(findings(episode(since=155), usual=USUAL))
     assert [(each.rank, each.key) for each in found.episodes] == [(3, (3, 112)), (5, (5, 112))]

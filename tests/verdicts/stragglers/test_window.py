@@ -1,4 +1,5 @@
-"""The window of rows: columns that all ranks share, reused, late, missing, and of different width."""
+"""The sliding window: columns that all ranks have, which are reused, late, missing, or of different
+width."""
 
 from __future__ import annotations
 
@@ -27,12 +28,11 @@ def filled(job: Job, width: int = 1) -> SlidingWindow:
 
 
 def excess_of(job: Job, keys: np.ndarray, ranks: Any = slice(None)) -> np.ndarray:
-    """What the judge looks at, computed from the job itself."""
+    """Return the expected excess, computed from the job itself."""
     return excess_over_others(job.parts_ns[ranks].sum(axis=2)[:, keys])
 
 
-def test_block_of_one_rank() -> None:
-    """A rank's rows as a block: row numbers instead of steps, and the same values."""
+def test_batch_of_one_rank_has_row_numbers_and_equal_values() -> None:
     job = Job.of(3, 10)
     block = BinBatch.of(1, wider(job.rows_of(1), 2))
 
@@ -41,16 +41,15 @@ def test_block_of_one_rank() -> None:
     assert all(getattr(block, name).shape[:2] == (1, 5) for name in FIELDS)
 
 
-def test_block_between() -> None:
-    """Rows outside of the steps are no rows any more; a row that begins inside is inside."""
+def test_between_marks_rows_outside_as_missing() -> None:
+    """A row that begins inside is kept."""
     block = BinBatch.of(0, wider(Job.of(1, 20).rows_of(0), 4))
 
     assert block.between(4, 13).key.tolist() == [[-1, 1, 2, 3, -1]]
     assert block.between(0, 4).between(4, 8).key.max() == -1
 
 
-def test_columns_have_the_excess_of_their_rows() -> None:
-    """Which rows can be compared, and each rank's excess in them."""
+def test_comparable_rows_have_the_expected_excess() -> None:
     job = Job.of(4, 40)
     window = filled(job)
     keys, present = window.comparable(0, 40)
@@ -60,8 +59,7 @@ def test_columns_have_the_excess_of_their_rows() -> None:
     assert window.comparable(10, 30)[0].tolist() == list(range(10, 30))
 
 
-def test_columns_are_used_again() -> None:
-    """Of a long run the newest rows are there, in whatever pieces they came; older ones are not."""
+def test_window_keeps_the_newest_rows() -> None:
     job = Job.of(2, 1000)
     once, pieces = filled(job), SlidingWindow(np.arange(2), 1)
     for first in range(0, 1000, 170):
@@ -72,8 +70,8 @@ def test_columns_are_used_again() -> None:
         np.testing.assert_allclose(window.excess_ns[:, keys % window.columns], excess_of(job, keys), atol=20)
 
 
-def test_a_row_that_one_rank_lacks() -> None:
-    """It is compared on none, and those around it are; nor is one with other work on a single rank."""
+def test_row_missing_on_one_rank_is_not_comparable() -> None:
+    """A row with other work on one rank is not comparable either. Rows around it are."""
     job = Job.of(3, 20)
     job.flags[1, 5] = Flag.CHECKPOINT
     job.flags[2, 6] = Flag.COLLECTED
@@ -84,12 +82,12 @@ def test_a_row_that_one_rank_lacks() -> None:
     assert set(range(20)) - set(window.comparable(0, 20)[0].tolist()) == {5, 9}
 
 
-def test_frontier() -> None:
-    """The newest row of the slowest rank that is not far behind and has not ended."""
+def test_frontier_is_the_newest_row_of_the_slowest_rank() -> None:
+    """Ranks that are far behind or have ended do not count."""
     window = SlidingWindow(np.arange(3), 1)
     job = Job.of(3, 200)
     window.put(job.block([0], slice(0, 100)))
-    assert window.frontier(()) == 99  # the others have not begun, and are not waited for any more
+    assert window.frontier(()) == 99  # ranks without rows are no longer waited for
     window.put(job.block([1], slice(0, 60)))
     window.put(job.block([2], slice(0, 100 - LATE_ROWS)))
     assert window.frontier(()) == 99 - LATE_ROWS
@@ -100,16 +98,14 @@ def test_frontier() -> None:
     assert window.oldest() == 0
 
 
-def test_waits_for_ranks_without_a_row() -> None:
-    """In the first LATE_ROWS rows, a rank that has sent nothing is waited for."""
+def test_ranks_without_rows_are_waited_for_at_first() -> None:
     window = SlidingWindow(np.arange(2), 1)
     window.put(Job.of(2, 30).block([0]))
 
     assert window.frontier(()) == -1
 
 
-def test_more_ranks() -> None:
-    """Ranks that come later, at any place among those there, change nothing of what these have."""
+def test_added_ranks_do_not_change_rows_of_others() -> None:
     job = Job.of(4, 30)
     window = SlidingWindow(np.array([1, 3]), 1)
     window.put(job.block([1, 3]))
@@ -123,8 +119,7 @@ def test_more_ranks() -> None:
     np.testing.assert_allclose(window.excess_ns[:, keys], excess_of(job, keys), atol=20)
 
 
-def test_many_ranks_keep_less() -> None:
-    """Beyond 4096 ranks fewer rows are kept; the window begins anew, and says so by having nothing."""
+def test_window_of_more_than_4096_ranks_starts_empty_with_fewer_rows() -> None:
     assert (judged_rows(4096), judged_rows(4097)) == (256, 128)
     window = filled(Job.of(2, 30)).with_ranks(np.arange(4097))
 
@@ -132,8 +127,7 @@ def test_many_ranks_keep_less() -> None:
 
 
 class TestLate:
-    def test_rows_that_come_later(self) -> None:
-        """A row is compared anew when a rank's part of it comes after all."""
+    def test_row_is_compared_again_after_a_late_part(self) -> None:
         job = Job.of(3, 100)
         window = SlidingWindow(np.arange(3), 1)
         window.put(job.block([0, 1]))
@@ -146,8 +140,8 @@ class TestLate:
         assert (len(keys), present.tolist()) == (100, [0, 1, 2])
         np.testing.assert_allclose(window.excess_ns[:, keys], excess_of(job, keys), atol=20)
 
-    def test_older_rows_that_come_later(self) -> None:
-        """So is one of a rank that has newer rows already."""
+    def test_older_row_is_compared_again_after_a_late_part(self) -> None:
+        """The rank already has newer rows."""
         job = Job.of(2, 50)
         window = SlidingWindow(np.arange(2), 1)
         window.put(job.block([0]))
@@ -158,8 +152,7 @@ class TestLate:
 
         np.testing.assert_allclose(window.excess_ns[:, keys], excess_of(job, np.arange(50)), atol=20)
 
-    def test_a_rank_that_is_back_after_a_hole(self) -> None:
-        """Rows that were compared without it are not compared with it, for it has none there."""
+    def test_rows_missing_on_a_returned_rank_are_not_comparable(self) -> None:
         job = Job.of(3, 200)
         window = SlidingWindow(np.arange(3), 1)
         window.put(job.block([0, 1], slice(0, 150)))
@@ -171,8 +164,7 @@ class TestLate:
         assert present.tolist() == [0, 1, 2]
         assert keys.tolist() == [*range(50), *range(150, 200)]
 
-    def test_a_rank_that_has_gone(self) -> None:
-        """Rows that lacked one rank are compared once that rank does not take part any more."""
+    def test_rows_are_comparable_once_the_rank_that_lacks_them_has_gone(self) -> None:
         job = Job.of(3, 100)
         job.flags[2, 30] = Flag.SAMPLED
         window = SlidingWindow(np.arange(3), 1)
@@ -187,8 +179,8 @@ class TestLate:
 
 class TestNarrowRows:
     @given(cuts=st.lists(st.integers(1, 31), max_size=6), order=st.booleans())
-    def test_any_pieces(self, cuts: list[int], order: bool) -> None:
-        """Rows of one step make rows of four, in whatever pieces they come, one rank or several at a time."""
+    def test_rows_of_one_step_make_rows_of_four(self, cuts: list[int], order: bool) -> None:
+        """They arrive in random pieces, of one rank or several."""
         job = Job.of(2, 32)
         job.flags[0, 9], job.flags[1, 11] = Flag.MANUAL, Flag.COLLECTED
         window = SlidingWindow(np.arange(2), 4)
@@ -207,8 +199,7 @@ class TestNarrowRows:
             assert window.flags[rank, keys].tolist() == expected.flags.tolist()
             assert np.isnan(window.ready_ns[rank, keys]).all()
 
-    def test_what_never_fills_a_row(self) -> None:
-        """A row that lacks a step stays away, is forgotten in the end, and takes no other with it."""
+    def test_incomplete_row_is_dropped_without_others(self) -> None:
         job = Job.of(1, 1200)
         window = SlidingWindow(np.arange(1), 4)
         for first, end in ((0, 5), (6, 50), (50, 1200)):
@@ -218,8 +209,7 @@ class TestNarrowRows:
         assert set(range(40)) - set(keys[(keys >= 0) & (keys < 40)].tolist()) == {1}
         assert len(window._narrow[1].key) == 0
 
-    def test_two_widths_at_once(self) -> None:
-        """Rows of one and of two steps wait beside each other."""
+    def test_rows_of_two_widths_wait_at_the_same_time(self) -> None:
         job = Job.of(2, 16)
         window = SlidingWindow(np.arange(2), 4)
         for first in range(0, 16, 2):
@@ -231,8 +221,8 @@ class TestNarrowRows:
         assert grown.newest.tolist() == [3, 3, -1]
 
     @pytest.mark.parametrize("width", [1, 4])
-    def test_rows_that_come_twice_change_nothing(self, width: int) -> None:
-        """Once more at once, before they fill a row of the window, and long after."""
+    def test_repeated_rows_change_nothing(self, width: int) -> None:
+        """At once, before they complete a row, and long after."""
         job = Job.of(2, 64)
         once, twice = SlidingWindow(np.arange(2), width), SlidingWindow(np.arange(2), width)
         for first in range(0, 64, 6):
@@ -246,8 +236,7 @@ class TestNarrowRows:
         assert twice.comparable(0, 64 // width)[0].tolist() == once.comparable(0, 64 // width)[0].tolist()
         np.testing.assert_array_equal(twice.excess_ns, once.excess_ns)
 
-    def test_they_wait_while_ranks_come(self) -> None:
-        """A window that gets more ranks keeps what does not fill a row yet."""
+    def test_narrow_rows_are_kept_when_ranks_are_added(self) -> None:
         job = Job.of(2, 8)
         window = SlidingWindow(np.arange(1), 4)
         window.put(job.block([0], slice(0, 6)))
@@ -260,8 +249,8 @@ class TestNarrowRows:
 
 
 @pytest.mark.parametrize("ended", [(), (2,)])
-def test_nobody_but_the_ended(ended: tuple[int, ...]) -> None:
-    """A rank without rows of the last row to judge takes no part, whether it has ended or is late."""
+def test_rank_without_the_last_row_takes_no_part(ended: tuple[int, ...]) -> None:
+    """The rank has ended, or is late."""
     job = Job.of(3, 80)
     window = SlidingWindow(np.arange(3), 1)
     window.put(job.block([0, 1]))
@@ -271,8 +260,7 @@ def test_nobody_but_the_ended(ended: tuple[int, ...]) -> None:
     assert window.comparable(0, 80)[1].tolist() == [0, 1]
 
 
-def test_rows_far_apart() -> None:
-    """Only what has rows is judged, piece by piece: nothing of the billions of steps between them."""
+def test_gap_of_billions_of_steps_is_skipped() -> None:
     population, rows = Population(), Job.of(2, 20)
     for rank in range(2):
         block = BinBatch.of(rank, rows.rows_of(rank))

@@ -1,4 +1,7 @@
-"""Where the steps' time goes, in words: each figure of a sentence is held against the table below it, and the truth."""
+"""Verdicts on the use of the steps' time.
+
+Each number in a sentence is compared with the table and the true value.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from torchlens_perf.view.tables import tables
 NUMBER = r"(\d+(?:\.\d+)?)"
 DURATION = NUMBER + r" (s|ms|us|ns)"
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-# What a sentence calls a column of the table.
+# Names in sentences of the columns of the table.
 COLUMNS = {
     "waiting for data": "data",
     "host code outside of the phases": "other",
@@ -38,7 +41,8 @@ def seconds(number: str, unit: str) -> float:
 
 
 def state_of(rank: int, ranks: int, steps: list[dict[str, Any]], **changed: Any) -> ProcessState:
-    """A process that has made these steps: parts in ms, "flags", "cpu" for the lack of a CPU in its forward part."""
+    """Return a process with these steps: parts in ms, "flags", and "cpu" for the lack of a CPU in
+    its forward part."""
     statistics = RankStatistics()
     statistics.add(np.zeros(0, record_dtype()), mixed_table(steps), [], 0)
     identity = Identity("r", rank, rank, ranks, ranks, 0, "h", 10 + rank, 1, 1, False, "train.py", "", {})
@@ -51,7 +55,7 @@ def report_on(*ranks: list[dict[str, Any]], **changed: Any) -> dict[str, Any]:
 
 
 class Shown:
-    """What a reader sees: the sentences, and the columns of the table, in seconds."""
+    """A rendered report: its sentences, and the columns of its table in seconds."""
 
     def __init__(self, report: dict[str, Any]) -> None:
         self.sentences = [row["text"] for row in report["verdicts"]]
@@ -68,7 +72,7 @@ class Shown:
 
 
 def holds_typical(shown: Shown) -> str:
-    """Checks the sentence on the typical step against the table. Returns its first words."""
+    """Check the sentence on the typical step against the table. Return its first words."""
     sentence = shown.sentence("of a typical step of").partition(" Next: ")[0]
     step = re.search(rf"of a typical step of {DURATION}", sentence)
     assert step is not None, sentence
@@ -93,7 +97,8 @@ def holds_typical(shown: Shown) -> str:
 
 
 def holds_long(sentence: str, report: dict[str, Any]) -> None:
-    """Checks a sentence on long steps: number, time each, time in all, and share of all steps' time."""
+    """Check a sentence on long steps: their number, time each, total time, and share of all steps'
+    time."""
     steps = report["steps"]
     each, total = (seconds(*found) for found in re.findall(rf"{DURATION} (?:longer|in all)", sentence))
     share = re.search(rf"{NUMBER}% of the time of all steps", sentence)
@@ -110,7 +115,8 @@ def holds_long(sentence: str, report: dict[str, Any]) -> None:
 
 
 def random_steps(rng: np.random.Generator, count: int, ranks: int) -> list[list[dict[str, Any]]]:
-    """A loop with parts of any proportion, noise, and now and then something else: by chance or regularly."""
+    """Return steps with random parts and noise, and sometimes other work, at random or
+    regularly."""
     usual = dict(zip(("data", "forward", "backward", "optimizer", "host"), rng.exponential(size=5) * 10, strict=True))
     if ranks > 1:
         usual["communication"] = float(rng.exponential() * 10)
@@ -138,8 +144,7 @@ def random_steps(rng: np.random.Generator, count: int, ranks: int) -> list[list[
 
 
 @pytest.mark.parametrize("seed", range(120))
-def test_sentences_hold_on_random_mixes(seed: int) -> None:
-    """Against the table, whatever the loop does."""
+def test_sentences_agree_with_the_table_for_random_steps(seed: int) -> None:
     rng = np.random.default_rng(seed)
     loops = random_steps(rng, int(rng.integers(40, 300)), int(rng.choice([1, 1, 3])))
     report = report_on(*loops)
@@ -151,8 +156,11 @@ def test_sentences_hold_on_random_mixes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_first_is_what_is_largest(seed: int) -> None:
-    """By the truth: the largest wait, if it takes a quarter of the step or more than computing; else computing."""
+def test_limit_is_the_largest_wait_if_it_is_large_enough(seed: int) -> None:
+    """The wait takes a quarter of the step, or more than computing.
+
+    Otherwise computing is the limit.
+    """
     rng = np.random.default_rng(1000 + seed)
     (loop,) = random_steps(rng, 100, 1)
     found = holds_typical(Shown(report_on(loop)))
@@ -183,8 +191,8 @@ def duration_ms(step: dict[str, Any]) -> float:
 BASE = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0, "host": 1.0}
 
 
-def test_one_evaluation_does_not_decide_the_headline() -> None:
-    """The share of host code is that of the steps that are alike, and the evaluation is named apart."""
+def test_one_evaluation_does_not_change_the_share_of_host_code() -> None:
+    """The evaluation has a verdict of its own."""
     loop = [dict(BASE) for _ in range(103)]
     for number in (50, 100):
         loop[number] = {**BASE, "host": 901.0, "flags": Flag.EVALUATION | Flag.EVALUATED}
@@ -202,17 +210,16 @@ def test_one_evaluation_does_not_decide_the_headline() -> None:
 
 
 def outliers(report: dict[str, Any]) -> tuple[dict[str, int], str]:
-    """The counts in the table of outlier steps, and its note."""
+    """Return the counts in the table of outlier steps, and its note."""
     (table,) = [each for each in tables(cast("Any", report)) if each.key == "outlier_steps"]
     kinds, counts = (column.values for column in table.columns[:2])
     return dict(zip(map(str, kinds), map(int, map(str, counts)), strict=True)), table.note
 
 
 class TestKindsOfSteps:
-    """Where the typical step is not the only frequent kind of steps, that is said."""
+    """Sentences on several frequent kinds of steps."""
 
-    def test_two_kinds(self) -> None:
-        """With their counts and times, in the sentence on the typical step and in the table of outlier steps."""
+    def test_two_kinds_are_named_with_counts_and_times(self) -> None:
         loop = [dict(BASE)] * 3 + [dict(BASE)] * 45 + [{**BASE, "optimizer": 46.0}] * 55
         report = report_on(loop)
         (long,) = report["steps"]["long"]
@@ -224,8 +231,7 @@ class TestKindsOfSteps:
         assert (long["count"], long["more_s"]) == (55, pytest.approx(0.044))
         assert outliers(report) == ({"unknown cause": 55}, "45 of 103 steps are typical, 3 are warm-up.")
 
-    def test_shorter_steps(self) -> None:
-        """They have no verdict, and are not left out."""
+    def test_shorter_steps_are_named_without_a_verdict(self) -> None:
         report = report_on([dict(BASE)] * 83 + [{**BASE, "backward": 1.0}] * 20)
         (verdict,) = report["verdicts"]
         assert "Two kinds of steps: 80 take 16.0 ms, 20 take 9.00 ms." in verdict["text"]
@@ -253,14 +259,13 @@ class TestKindsOfSteps:
             ("host", "see what the loop does at steps 95, 97, 99, 101"),
         ],
     )
-    def test_longer_steps_with_a_period(self, part: str, advice: str) -> None:
-        """The loop does something else in them, as training a second model."""
+    def test_longer_steps_with_a_period_are_a_kind(self, part: str, advice: str) -> None:
+        """The loop does additional work in them, such as training a second model."""
         loop = [{**BASE, part: 60.0 if number % 2 else BASE[part]} for number in range(103)]
         texts = [each["text"] for each in report_on(loop)["verdicts"]]
         assert any(f"Next: {advice}" in text for text in texts), texts
 
-    def test_what_is_not_typical_is_named(self) -> None:
-        """Warm-up, evaluations, and steps that are long for another reason."""
+    def test_table_counts_warm_up_evaluations_and_other_long_steps(self) -> None:
         loop = [dict(BASE) for _ in range(150)]
         loop[40] = {**BASE, "host": 900.0, "flags": Flag.EVALUATION | Flag.EVALUATED}
         loop[90] = {**BASE, "data": 500.0}
@@ -292,8 +297,7 @@ class TestKindsOfSteps:
         assert any(" longer" in text for text in texts) == named, texts
 
     @pytest.mark.parametrize("seed", range(30))
-    def test_classes_add_up_to_all_steps(self, seed: int) -> None:
-        """Counts and times, in the report."""
+    def test_counts_and_times_of_classes_add_up_to_all_steps(self, seed: int) -> None:
         rng = np.random.default_rng(5000 + seed)
         loops = random_steps(rng, int(rng.integers(40, 300)), 1)
         steps = report_on(*loops)["steps"]
@@ -304,7 +308,7 @@ class TestKindsOfSteps:
 
 
 class TestLongStepsAndCpus:
-    """Steps that come irregularly and may only have waited for a CPU are not explained by their batch."""
+    """Irregular long steps that may only have waited for a CPU."""
 
     @staticmethod
     def text(usual: dict[str, float], longer: dict[str, float], steps: list[int], **changed: Any) -> str:
@@ -313,37 +317,35 @@ class TestLongStepsAndCpus:
         return next(str(text) for text in texts if "longer on" in text or "longer (" in text)
 
     @pytest.mark.parametrize(("part", "where"), [("backward", "the backward pass"), ("host", "host code")])
-    def test_wait_that_is_not_measured(self, part: str, where: str) -> None:
+    def test_sentence_mentions_that_waits_are_not_measured(self, part: str, where: str) -> None:
         text = self.text(BASE, {part: 60.0}, [20, 53, 60, 97, 131])
         assert f"(most of it in {where}" in text
         assert "; whether they waited for a CPU is not measured)" in text
         assert "batch size" not in text
         assert text.endswith("Next: see what the loop does at steps 53, 60, 97, 131, and what else kept the CPUs busy.")
 
-    def test_wait_of_one_step_that_is_not_measured(self) -> None:
+    def test_sentence_on_one_step_mentions_that_its_wait_is_not_measured(self) -> None:
         text = self.text(BASE, {"backward": 600.0}, [53])
         assert "(most of it in the backward pass; whether it waited for a CPU is not measured)" in text
         assert text.endswith("Next: see what the loop does at step 53, and what else kept the CPUs busy.")
 
-    def test_lack_by_samples(self) -> None:
-        """The sidecar saw that CPUs are short, and no step says where."""
+    def test_sampled_lack_of_cpus_is_mentioned(self) -> None:
         text = self.text(BASE, {"backward": 60.0}, [20, 53, 60, 97, 131], cpu_wait=[12.0, 20.0])
         assert "(most of it in the backward pass, while CPUs are short)" in text
         assert text.endswith("Next: see whether steps 53, 60, 97, 131 still take longer with enough CPUs.")
 
-    def test_lack_in_every_step(self) -> None:
-        """It is measured, and the longer steps lack a CPU for no longer than the others."""
+    def test_equal_lack_of_cpu_in_all_steps_is_mentioned(self) -> None:
+        """The longer steps lack a CPU for no longer than the others."""
         text = self.text({**BASE, "forward": 24.0, "cpu": 20.0}, {"backward": 600.0}, [53])
         assert "(most of it in the backward pass, while CPUs are short)" in text
         assert text.endswith("Next: see whether step 53 still takes longer with enough CPUs.")
 
-    def test_no_lack(self) -> None:
+    def test_measured_steps_without_lack_of_cpu_have_no_such_note(self) -> None:
         text = self.text({**BASE, "cpu": 0.0}, {"backward": 600.0}, [53])
         assert text.endswith("Next: see what is different at step 53: batch size, sequence length.")
 
 
-def test_ranks_that_communicate_in_some_steps_only() -> None:
-    """As of local SGD: no rank does something else."""
+def test_regular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> None:
     loop = [{**BASE, "communication": 60.0 if step % 4 == 0 else 0.01} for step in range(100)]
     (text,) = [each["text"] for each in report_on(loop, loop)["verdicts"] if each["kind"] == "long_steps"]
     assert text.endswith(
@@ -352,8 +354,8 @@ def test_ranks_that_communicate_in_some_steps_only() -> None:
     )
 
 
-def test_ranks_that_communicate_in_irregular_steps_only() -> None:
-    """The same, where some of these steps are of another class on a busy machine."""
+def test_irregular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> None:
+    """Some of these steps are of another class on a busy machine."""
     loop = [{**BASE, "communication": 60.0 if step in (20, 24, 32, 36, 52, 56) else 0.4} for step in range(100)]
     (text,) = [each["text"] for each in report_on(loop, loop)["verdicts"] if each["kind"] == "long_steps"]
     assert text.endswith(
@@ -361,8 +363,8 @@ def test_ranks_that_communicate_in_irregular_steps_only() -> None:
     )
 
 
-def test_one_huge_step_has_a_sentence_of_its_own() -> None:
-    """A very long step is not averaged with a slightly long step of the same part."""
+def test_very_long_step_has_a_verdict_of_its_own() -> None:
+    """The step is not averaged with a slightly long step of the same part."""
     loop = [{**BASE, "communication": 1.0} for _ in range(319)]
     loop[130] = {**BASE, "communication": 60.0}
     loop[300] = {**BASE, "communication": 45_000.0}
@@ -381,7 +383,7 @@ def test_one_huge_step_has_a_sentence_of_its_own() -> None:
     ],
 )
 def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, action: str) -> None:
-    """They may be rollouts or sampling: the advice holds for all."""
+    """They may be rollouts or sampling. The advice fits all of them."""
     loop = [{**BASE, part: 65.0, "flags": Flag.EVALUATION} if step % 8 == 7 else dict(BASE) for step in range(160)]
     (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
     assert "(forward passes without gradients: evaluation, rollouts or sampling" in long["text"]
@@ -392,7 +394,10 @@ def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, a
 
 
 def test_long_steps_of_one_kind_are_one_verdict() -> None:
-    """One that takes much longer is one of them: all are counted before they are compared with other findings."""
+    """A much longer one counts as well.
+
+    They are joined before they are compared with other findings.
+    """
     lengths = {40: 10.0, 80: 10.0, 120: 60.0, 160: 120.0}
     loop = [
         {**BASE, "forward": 4.0 + lengths.get(step, 0.0), "flags": Flag.EVALUATION * (step in lengths)}
@@ -404,8 +409,8 @@ def test_long_steps_of_one_kind_are_one_verdict() -> None:
     assert long["lost_s"] == pytest.approx(0.2, rel=0.05)
 
 
-def test_wait_for_a_cpu_that_was_not_measured_is_no_zero() -> None:
-    """Steps of few milliseconds do not record it: the figures contain it, and samples may say how much there is."""
+def test_unmeasured_wait_for_a_cpu_is_not_reported_as_zero() -> None:
+    """Steps of few milliseconds do not record it. Samples may show it."""
     evidence = report_on([dict(BASE)] * 60)["verdicts"][-1]["evidence"]
     assert "lack_of_cpu" not in evidence.uses_s
     text = report_on([dict(BASE)] * 60, cpu_wait=[2.0, 20.0])["verdicts"][-1]["text"]
@@ -413,8 +418,8 @@ def test_wait_for_a_cpu_that_was_not_measured_is_no_zero() -> None:
     assert "show 10% of the time. Next:" in text
 
 
-def test_long_steps_of_some_ranks() -> None:
-    """The count is each rank's, on average, and the numbers are of all ranks: where they differ, that is said."""
+def test_sentence_notes_if_long_steps_differ_between_ranks() -> None:
+    """The count is a mean over the ranks, and the numbers are of all ranks."""
     ranks = [[dict(BASE) for _ in range(103)] for _ in range(2)]
     for rank, numbers in enumerate(((30, 50), (50, 100))):
         for number in numbers:
@@ -424,8 +429,8 @@ def test_long_steps_of_some_ranks() -> None:
     assert long["text"].startswith("2 of 103 steps (not the same on all ranks: steps 30, 50, 100) take 900 ms longer ")
 
 
-def test_what_was_asked_of_this_tool_is_not_the_collectors() -> None:
-    """A step in which w.step_table() imported a library, which collected garbage: long by this tool, and says so."""
+def test_step_with_a_request_to_this_tool_is_attributed_to_it() -> None:
+    """w.step_table() imported a library, which triggered the garbage collector."""
     usual, asked = {"forward": 5.0}, {"forward": 5.0, "tool": 900.0, "flags": int(Flag.COLLECTED)}
     (said,) = (text for text in Shown(report_on([*[usual] * 40, asked, *[usual] * 40])).sentences if "longer" in text)
 
@@ -434,8 +439,7 @@ def test_what_was_asked_of_this_tool_is_not_the_collectors() -> None:
     assert "garbage" not in said
 
 
-def test_lack_of_cpu_is_said_first() -> None:
-    """Half of the time nobody had a CPU: that, and not the forward pass."""
+def test_lack_of_cpu_in_half_of_the_time_is_the_limit() -> None:
     loop = [{**BASE, "forward": 20.0, "cpu": 16.0} for _ in range(60)]
     verdicts = report_on(loop, [dict(step) for step in loop])["verdicts"]
 
@@ -445,8 +449,7 @@ def test_lack_of_cpu_is_said_first() -> None:
     )
 
 
-def test_lack_of_cpu_by_samples() -> None:
-    """Where steps are too short to tell, the sidecar's samples do."""
+def test_sampled_lack_of_cpu_is_the_limit_of_short_steps() -> None:
     short = [{part: value / 10 for part, value in BASE.items()} for _ in range(60)]
     (verdict,) = report_on(short, cpu_wait=[12.0, 20.0])["verdicts"]
     (quiet,) = report_on(short, cpu_wait=[1.0, 20.0])["verdicts"]
@@ -466,8 +469,7 @@ def test_lack_of_cpu_by_samples() -> None:
         ({"communication": 9.0}, "communication_bound", "buckets"),
     ],
 )
-def test_what_to_do_first(parts: dict[str, float], kind: str, next_words: str) -> None:
-    """Data does not win where other waits are larger; where computing is largest, what is lost beside it comes next."""
+def test_advice_is_about_the_limit_or_the_largest_wait(parts: dict[str, float], kind: str, next_words: str) -> None:
     verdict = report_on([{**BASE, **parts} for _ in range(60)])["verdicts"][-1]
     assert verdict["kind"] == kind
     assert next_words in verdict["text"].partition(" Next: ")[2]
@@ -476,7 +478,7 @@ def test_what_to_do_first(parts: dict[str, float], kind: str, next_words: str) -
 class TestOtherThreads:
     @staticmethod
     def report(parts: dict[str, float], elsewhere_ms: dict[str, float], **changed: Any) -> dict[str, Any]:
-        """Of steps of these parts, while other threads spend so much on a phase in each of them."""
+        """Return a report on steps of these parts, with time of other threads by phase."""
         state = state_of(0, 1, [{**BASE, **parts} for _ in range(60)], **changed)
         steps = state.statistics.step.count
         state.statistics.other_threads_ns = {phase: int(ms * 1e6 * steps) for phase, ms in elsewhere_ms.items()}
@@ -487,8 +489,8 @@ class TestOtherThreads:
         return verdict
 
     @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
-    def test_host_code_is_no_verdict_while_other_threads_work(self, phase: str) -> None:
-        """The step may wait for them there: that is no reason to look at logging."""
+    def test_host_code_is_not_the_limit_while_other_threads_work(self, phase: str) -> None:
+        """The recorded thread may wait for them there."""
         verdict = self.verdict({"host": 40.0}, {phase: 30.0})
 
         assert (verdict["kind"], verdict["cost_share"]) == ("not_known", None)
@@ -504,15 +506,15 @@ class TestOtherThreads:
         [({"host": 40.0}, {}, "host_bound"), ({"host": 40.0}, {"forward": 1.0}, "host_bound"),
          ({"host": 0.1}, {"forward": 30.0}, "compute_bound"), ({"data": 40.0}, {"forward": 30.0}, "data_bound")],
     )  # fmt: skip
-    def test_what_limits_the_recorded_thread_otherwise_is_said(
+    def test_other_limits_are_named_while_other_threads_work(
         self, parts: dict[str, float], elsewhere_ms: dict[str, float], kind: str
     ) -> None:
-        """Work on other threads explains no more than time outside of the phases."""
+        """Work on other threads only explains time outside of the phases."""
         assert self.verdict(parts, elsewhere_ms)["kind"] == kind
 
     @pytest.mark.parametrize(("elsewhere_ms", "noted"), [({"forward": 30.0, "data": 1.0}, True), ({}, False)])
     def test_work_on_other_threads_is_always_in_a_note(self, elsewhere_ms: dict[str, float], noted: bool) -> None:
-        """Also where the verdict is about something else."""
+        """Also if the verdict is about something else."""
         notes = self.report({"data": 40.0}, elsewhere_ms)["quality"]["notes"]
 
         note = "other threads also worked (the forward pass 30.0 ms, data loading 1.00 ms a step)"
@@ -520,7 +522,7 @@ class TestOtherThreads:
 
 
 class TestWaitsInCommunication:
-    """Which rank makes a collective slow is not recorded, and where nothing else tells, that is said."""
+    """Equal waits of all ranks, which may come from a slow link of one rank."""
 
     @staticmethod
     def text(*waits_ms: float) -> str:
@@ -528,19 +530,19 @@ class TestWaitsInCommunication:
         (verdict,) = (each for each in report_on(*ranks)["verdicts"] if each["kind"] == "communication_bound")
         return str(verdict["text"])
 
-    def test_of_ranks_that_wait_alike(self) -> None:
+    def test_equal_waits_have_a_note_on_slow_links(self) -> None:
         assert ". All ranks wait for about as long. A slow link of one rank would look the same. Next:" in self.text(
             30.0, 33.0
         )
 
     @pytest.mark.parametrize("waits_ms", [(30.0,), (20.0, 40.0)])
-    def test_of_others(self, waits_ms: tuple[float, ...]) -> None:
+    def test_unequal_waits_have_no_note(self, waits_ms: tuple[float, ...]) -> None:
         assert "slow link" not in self.text(*waits_ms)
 
 
 class TestOnADevice:
-    def test_without_device_times_it_is_not_known(self) -> None:
-        """What the host did is no answer, and is not sold as one."""
+    def test_limit_is_not_known_without_device_times(self) -> None:
+        """Host times are not presented as the answer."""
         verdict = report_on([{**BASE, "host": 40.0} for _ in range(60)], compute_device="xpu")["verdicts"][-1]
 
         assert (verdict["kind"], verdict["cost_share"]) == ("not_known", None)
@@ -550,8 +552,8 @@ class TestOnADevice:
             "the device."
         )
 
-    def test_ranks_were_not_compared(self) -> None:
-        """Instead of "no slow rank"."""
+    def test_report_notes_that_ranks_were_not_compared(self) -> None:
+        """The report does not claim that no rank is slow."""
         verdict = report_on(*[[dict(BASE) for _ in range(60)]] * 2, compute_device="cuda")["verdicts"][0]
 
         assert verdict["kind"] == "not_compared"
@@ -585,7 +587,8 @@ class TestOnADevice:
     ],
 )
 def test_advised_pattern_matches_modules(rows: list[tuple[str, bool, bool]], deeper: bool, advice: str) -> None:
-    """No module's name begins with the class of the whole model, and a leaf has nothing inside."""
+    """Module names do not begin with the class of the whole model, and a leaf has no modules
+    inside."""
     modules = [
         {"name": name, "is_root": is_root, "has_untimed": has_untimed, "device_own_s_per_step": None}
         for name, is_root, has_untimed in rows

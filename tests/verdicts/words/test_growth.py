@@ -1,4 +1,5 @@
-"""Steps that take longer and longer: one verdict on all of them, and none on the last of them."""
+"""Steps that take longer and longer: one verdict on all of them, and no verdict on the last
+ones."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ def verdicts(host_ms: list[float], **parts: Any) -> list[dict[str, Any]]:
     return found
 
 
-def test_growth_is_one_verdict() -> None:
-    """As by episodes that take more steps the longer the training goes on."""
+def test_growing_steps_are_one_verdict() -> None:
+    """Episodes may take more steps the longer the training lasts."""
     rng = np.random.default_rng(2)
     grown = [float(each) for each in 1.04 ** np.arange(200) * np.exp(0.2 * rng.standard_normal(200))]
     found = verdicts(grown)
@@ -34,7 +35,7 @@ def test_growth_is_one_verdict() -> None:
 
 
 def test_growth_of_waits_for_a_cpu_is_no_finding() -> None:
-    """It may be the load of the machine that grows, and the verdict is on that."""
+    """The machine's load may have grown, which has another verdict."""
     found = verdicts([float(each) for each in 1.02 ** np.arange(200)], forward=64.0, cpu=60.0)
 
     assert found[0]["kind"] == "lack_of_cpu"
@@ -42,7 +43,7 @@ def test_growth_of_waits_for_a_cpu_is_no_finding() -> None:
 
 
 def test_little_growth_is_found_early() -> None:
-    """Steps of 14 ms that grow by half."""
+    """Steps of 14 ms grow by half."""
     (growth,) = [each for each in verdicts([3.0 + step / 20 for step in range(160)]) if each["kind"] == "growing_steps"]
 
     assert growth["lost_s"] == pytest.approx(160 * growth["cost_s_per_step"], rel=0.01)
@@ -58,7 +59,7 @@ def test_change_at_once_is_no_growth(begin: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_change_halfway_of_a_short_run_is_no_growth(seed: int) -> None:
-    """As where a rank becomes slow: few windows, and by chance many later ones are slower."""
+    """A rank may become slow. With few windows, many later ones are slower by chance."""
     noise = np.exp(0.02 * np.random.default_rng(seed).standard_normal(128))
     found = verdicts([float((10 if step < 64 else 18) * noise[step]) for step in range(128)])
 

@@ -1,4 +1,4 @@
-"""The sentences on slow ranks, with their numbers, and what to do next."""
+"""Sentences on slow ranks, with their numbers and the next action."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OTHERWISE = "The kernels of the collectives say otherwise"
 
 
 def verdict_on(slow: Episode, context: SlowRankContext = CONTEXT, **changed: Any) -> JudgedVerdict:
-    """What is said of one slow rank."""
+    """Return the verdict on one slow rank."""
     found = findings(slow, **changed)
     (now,), before = straggler_verdicts(context, with_groups(found, AT))
     assert before == []
@@ -46,12 +46,14 @@ def verdict_on(slow: Episode, context: SlowRankContext = CONTEXT, **changed: Any
 
 
 def module(title: str, forward: dict[str, float], backward: dict[str, float] | None = None) -> dict[str, Any]:
-    """A module's row of the report: seconds per step by rank."""
+    """Return a module's row of the report, with seconds per step by rank."""
     return {"name": title, "by_rank": forward, "backward_by_rank": backward or {}}
 
 
-def test_a_slow_rank() -> None:
-    """Who, where, in what, against what, what it costs, since when, and what to do: in this order, with numbers."""
+def test_sentence_on_a_slow_rank() -> None:
+    """The sentence has the rank, the phase, the times, the cost, the first step and the action, in
+    this
+    order."""
     verdict = verdict_on(episode())
 
     assert verdict.sentence == (
@@ -73,9 +75,8 @@ def test_a_slow_rank() -> None:
         ({3: 0.9, 5: 0.1}, ""), ({3: 0.45, 5: 0.55}, ""), ({}, ""),
     ],
 )  # fmt: skip
-def test_held_against_the_collectives_kernels(last: dict[int, float], said: str) -> None:
-    """Where another rank comes last to most of them, that is said, and the verdict is less sure. By host time it is no
-    question: the wait is what the host's judgement is made of."""
+def test_verdict_is_doubted_if_another_rank_comes_last_to_collectives(last: dict[int, float], said: str) -> None:
+    """Not by host time: the host's judgement is made of the same waits."""
     usual = verdict_on(episode())
     held = verdict_on(episode(), SlowRankContext((), "GPU", "device", last))
 
@@ -84,8 +85,7 @@ def test_held_against_the_collectives_kernels(last: dict[int, float], said: str)
     assert verdict_on(episode(), SlowRankContext((), None, "host", last)).text == usual.text
 
 
-def test_who_came_last() -> None:
-    """Of collectives that are joined by their kernels' times, on one node, if there are enough of them."""
+def test_shares_of_last_arrivals_come_from_enough_collectives_joined_by_kernels() -> None:
 
     def row(joined: int, last: dict[str, int], *, whole: bool = True, by_device: int = 10) -> dict[str, Any]:
         by_rank = {rank: {"last": count} for rank, count in last.items()}
@@ -97,8 +97,7 @@ def test_who_came_last() -> None:
     assert came_last(rows[1:]) == {}
 
 
-def test_where_its_machine_is() -> None:
-    """What is known of it stands beside the host's name; of a slow node, beside the node's."""
+def test_location_follows_the_name_of_the_host_or_node() -> None:
     at = {rank: dataclasses.replace(place, location="switch leaf3") for rank, place in AT.items()}
     slow = [episode(rank, shared_cost_ns=15 * MS) for rank in range(4)]
     (one,), _ = straggler_verdicts(CONTEXT, with_groups(findings(episode()), at))
@@ -108,8 +107,7 @@ def test_where_its_machine_is() -> None:
     assert node.sentence.startswith("Node node-0 (switch leaf3) is slow (ranks 0-3)")
 
 
-def test_two_ranks_and_the_start() -> None:
-    """With two ranks there is one other; who was slow when it began was so since the start; no host, no brackets."""
+def test_sentence_on_two_ranks_since_the_start_without_a_host() -> None:
     found = findings(episode(1, from_start=True), compared=2)
     (verdict,), _ = straggler_verdicts(CONTEXT, with_groups(found, {}))
 
@@ -141,8 +139,7 @@ def test_two_ranks_and_the_start() -> None:
         ("cpu", "in getting a CPU:", "what else runs on rank 3's CPUs", "slow_host"),
     ],
 )
-def test_every_phase(phase: str, words: str, next_words: str, cause: str) -> None:
-    """Each phase has its words, its class, and its own next action."""
+def test_phase_determines_words_class_and_action(phase: str, words: str, next_words: str, cause: str) -> None:
     verdict = verdict_on(episode(phase=phase))
 
     assert words in verdict.sentence
@@ -150,29 +147,25 @@ def test_every_phase(phase: str, words: str, next_words: str, cause: str) -> Non
     assert verdict.evidence.cause == cause_class(episode(phase=phase)) == cause
 
 
-def test_no_phase_without_words() -> None:
-    """Whatever the judge may call a phase has a name."""
+def test_every_phase_has_a_name() -> None:
     assert len({phase_name(phase) for phase in (*OWN_PARTS, "compute", "cpu")}) == len(OWN_PARTS) + 2
 
 
-def test_lack_of_a_cpu() -> None:
-    """It is told as time without a CPU, not as work."""
+def test_lack_of_a_cpu_is_described_as_time_without_a_cpu() -> None:
     text = verdict_on(episode(phase="cpu")).sentence
 
     assert "its thread was ready but had no CPU for 20.0 ms a step more than on the other ranks" in text
     assert "computes" not in text
 
 
-def test_now_and_then() -> None:
-    """What comes and goes says how much it is in which share of steps; what is nearly always there does not."""
+def test_intermittent_slowness_has_its_share_of_steps() -> None:
     seldom = verdict_on(episode(slow_share=0.286, slow_excess_ns=70 * MS)).sentence
 
     assert "; it comes and goes: +70.0 ms in 29% of steps." in seldom
     assert "comes and goes" not in verdict_on(episode(slow_share=0.7)).sentence
 
 
-def test_more_to_do() -> None:
-    """A rank with more workload hears so, in the class and the next action, too."""
+def test_larger_workload_changes_sentence_class_and_action() -> None:
     verdict = verdict_on(episode(more_workload=0.42))
 
     assert "; it has 42% more to do than they." in verdict.sentence
@@ -185,8 +178,7 @@ class TestModules:
     def context(self, *modules: dict[str, Any]) -> SlowRankContext:
         return SlowRankContext(modules)
 
-    def test_the_one_that_explains_it(self) -> None:
-        """The module that explains most of the phase's excess is named, with its part of it."""
+    def test_module_with_most_of_the_excess_is_named(self) -> None:
         others = {str(rank): 0.010 for rank in range(8)}
         context = self.context(
             module("embed", {**others, "3": 0.011}),
@@ -200,16 +192,17 @@ class TestModules:
         assert verdict.evidence.modules == ("block",)
         assert verdict.evidence.module_excess_s == pytest.approx(0.015)
 
-    def test_no_figure_that_is_larger_than_the_excess(self) -> None:
-        """Modules' times hold the lack of a CPU, and are of the whole run: 49 ms is no part of an excess of 18 ms."""
+    def test_module_excess_above_the_phase_excess_is_not_shown(self) -> None:
+        """Times of modules are of the whole run and contain lack of a CPU. 49 ms cannot be part of
+        18 ms."""
         others = {str(rank): 0.010 for rank in range(8)}
         verdict = verdict_on(episode(phase="forward"), self.context(module("block", {**others, "3": 0.059})))
 
         assert "; most of the difference is in block. It costs the job" in verdict.sentence
         assert "49" not in verdict.sentence
 
-    def test_several_together(self) -> None:
-        """As many as explain most of it, the largest first; in computing, forward and backward count together."""
+    def test_fewest_modules_with_most_of_the_excess_are_named(self) -> None:
+        """In the phase "compute", forward and backward are added."""
         context = self.context(
             module("a", {"3": 0.004, "1": 0.001}, {"3": 0.006, "1": 0.003}),
             module("b", {"3": 0.004, "1": 0.001}, {"3": 0.008, "1": 0.003}),
@@ -221,8 +214,7 @@ class TestModules:
         assert verdict.evidence.module_excess_s == pytest.approx(0.014)
         assert verdict_on(episode(phase="backward"), context).evidence.modules == ()
 
-    def test_none_explains_it(self) -> None:
-        """Modules that explain little are not named, and what has no modules has none."""
+    def test_modules_with_little_excess_are_not_named(self) -> None:
         context = self.context(module("a", {"3": 0.012, "1": 0.010}))
 
         assert verdict_on(episode(phase="forward"), context).evidence.modules == ()
@@ -230,11 +222,17 @@ class TestModules:
 
 
 class TestModulesOnDevices:
-    """A rank that is judged by its device: the host's times lie where its queue was full."""
+    """Modules of a rank that is judged by its device.
+
+    Host times depend on where its queue was full.
+    """
 
     @staticmethod
     def named(excess_s: dict[str, float], phase: str = "forward", **changed: Any) -> tuple[str, ...]:
-        """The modules in the sentence. excess_s: of the device's own time, by module; "Net" is the whole model."""
+        """Return the modules in the sentence.
+
+        excess_s: excess of own device time by module; "Net" is the whole model.
+        """
         modules = [
             module(name, {"3": 0.11 if name == "c" else 0.01, "1": 0.01}, {"3": 0.11, "1": 0.01})
             | {"is_root": name == "Net", "device_own_by_rank": {"1": 0.01, "3": 0.01 + more_s}}
@@ -243,27 +241,24 @@ class TestModulesOnDevices:
         context = SlowRankContext(modules, "cuda", DEVICE)
         return verdict_on(episode(phase=phase, **changed), context).evidence.modules
 
-    def test_by_the_devices_own_times(self) -> None:
+    def test_modules_are_named_by_own_device_times(self) -> None:
         assert self.named({"b": 0.018}) == ("b",)
         assert self.named({"a": 0.010, "b": 0.008}) == ("a", "b")
 
-    def test_between_modules(self) -> None:
-        """What the whole model does in its own forward() is no module."""
+    def test_whole_model_is_not_named_as_a_module(self) -> None:
         assert self.named({"Net": 0.018}) == ()
 
-    def test_a_slow_device(self) -> None:
-        """No module is named where all of them are slower by the same time."""
+    def test_no_module_is_named_if_all_are_equally_slower(self) -> None:
         assert self.named(dict.fromkeys("abcde", 0.004)) == ()
 
     def test_backward_passes_have_no_device_times_of_modules(self) -> None:
         assert self.named({"b": 0.018}, phase="backward") == ()
 
-    def test_where_hosts_are_compared_their_times_count(self) -> None:
+    def test_host_times_count_if_hosts_are_compared(self) -> None:
         assert self.named({"b": 0.018}, by_host=True, excess_ns=150 * MS, phase_excess_ns=150 * MS) == ("c",)
 
 
-def test_a_slow_host() -> None:
-    """The device waits for its host: that is another cause than a slow device, with another next step."""
+def test_slow_host_has_its_own_sentence_class_and_action() -> None:
     slow = verdict_on(episode(phase="forward", by_host=True))
 
     assert (
@@ -278,8 +273,7 @@ def test_a_slow_host() -> None:
     assert verdict_on(episode(phase="forward")).evidence.cause == "slow_compute"
 
 
-def test_a_node_and_a_position() -> None:
-    """Ranks that are slow together are told together, with the slowest, and what they have in common to look at."""
+def test_node_or_position_is_named_with_its_slowest_rank() -> None:
     slow = [episode(rank, excess_ns=rank * MS) for rank in range(4, 8)]
     (node,), _ = straggler_verdicts(CONTEXT, findings(*slow, groups=tuple(straggler_groups(slow, AT))))
     experts = places(8, node_size=4, ep=[rank % 4 for rank in range(8)])
@@ -295,8 +289,8 @@ def test_a_node_and_a_position() -> None:
     assert position.evidence.cause == "imbalance"
 
 
-def test_what_a_node_costs() -> None:
-    """All of its ranks together, not one; nothing where that is not known; afterwards it is told of each."""
+def test_cost_of_a_node_is_shared_or_not_known() -> None:
+    """After the end, it is reported for each rank."""
     known = [episode(rank, cost_ns=0.4 * MS, shared_cost_ns=19 * MS) for rank in range(4, 8)]
     unknown = [episode(rank, cost_ns=0.4 * MS) for rank in range(4, 8)]
     (told,), _ = straggler_verdicts(CONTEXT, with_groups(findings(*known), AT))
@@ -315,8 +309,7 @@ def test_what_a_node_costs() -> None:
     assert (was.cost_s_per_step, was.cost_share) == pytest.approx((0.019, 0.19))
 
 
-def test_what_several_slow_ranks_cost() -> None:
-    """Each sentence has the cost of all slow ranks together, and names the others; its own cost is not said."""
+def test_sentences_on_several_slow_ranks_have_the_shared_cost() -> None:
     slow = [episode(rank, cost_ns=0.0, excess_ns=(20 + rank) * MS, shared_cost_ns=12 * MS) for rank in (1, 4, 6)]
     found = findings(*slow)
     now, _ = straggler_verdicts(CONTEXT, with_groups(found, AT))
@@ -330,7 +323,6 @@ def test_what_several_slow_ranks_cost() -> None:
 
 
 def test_a_slow_rank_that_does_other_work_has_its_own_cost() -> None:
-    """Ranks of other populations do not hide its cost."""
     at = {rank: dataclasses.replace(place, population=str(rank % 2)) for rank, place in AT.items()}
     found = findings(episode(1), episode(4, cost_ns=5 * MS))
     now, _ = straggler_verdicts(CONTEXT, with_groups(found, at))
@@ -339,9 +331,8 @@ def test_a_slow_rank_that_does_other_work_has_its_own_cost() -> None:
     assert [verdict.cost_s_per_step for verdict in now] == pytest.approx([0.015, 0.005])
 
 
-def test_modules_of_a_rank_of_another_node() -> None:
-    """A rank that the report does not hold has its modules by what the judging node was told, and what it holds counts
-    first; only where they explain the excess."""
+def test_module_excess_from_another_node_is_used_if_the_report_has_none() -> None:
+    """The module must explain the excess as well."""
     slow = findings(episode(phase="forward"))
     told = with_groups(slow, AT, lambda rank: {"layers.7": 15 * MS, "head": 2 * MS})
     elsewhere = SlowRankContext([module("layers.7", {"0": 0.01, "1": 0.01})])
@@ -356,8 +347,7 @@ def test_modules_of_a_rank_of_another_node() -> None:
     assert [verdict.evidence.modules for verdict in verdicts] == [("layers.7",), ("layers.2",), ()]
 
 
-def test_an_imbalance() -> None:
-    """A pipeline out of balance: the stage, its ranks, its work beside the others', its share of the step."""
+def test_sentence_on_an_imbalance() -> None:
     imbalance = StageImbalance("pp 2", (8, 9, 10, 11), 140 * MS, 100 * MS, stages=4)
     (verdict,), _ = straggler_verdicts(CONTEXT, findings(step_ns=160 * MS, imbalance=imbalance))
 
@@ -369,8 +359,8 @@ def test_an_imbalance() -> None:
     assert (verdict.cost_s_per_step, verdict.cost_share) == pytest.approx((0.03, 0.1875))
 
 
-def test_who_was_slow() -> None:
-    """What is over is told after what is not, the latest first, with its end; a short one is transient."""
+def test_ended_episodes_follow_open_ones_newest_first() -> None:
+    """A short one is transient."""
     slow = [episode(5, 150), episode(1, 20, until=45), episode(2, 60, until=110), episode(3, 0, 70, from_start=True)]
     now, before = straggler_verdicts(CONTEXT, with_groups(findings(*slow), AT))
 
@@ -385,8 +375,8 @@ def test_who_was_slow() -> None:
     assert before[0].evidence.until_step == 110
 
 
-def test_the_first_few() -> None:
-    """Of many slow ranks four are told, the costliest first; of many that were slow, the newest, up to a bound."""
+def test_number_of_verdicts_is_limited() -> None:
+    """The costliest slow ranks and the newest ended episodes are kept."""
     slow = [episode(rank, cost_ns=rank * MS) for rank in range(6)]
     over = [episode(rank, since=rank * 10, until=rank * 10 + 5) for rank in range(MAX_PAST + 2)]
     lone = tuple(StragglerGroup("rank", "", (each.rank,), each) for each in reversed(slow))
@@ -396,8 +386,7 @@ def test_the_first_few() -> None:
     assert [verdict.rank for verdict in before] == list(range(MAX_PAST + 1, 1, -1))
 
 
-def test_confidence() -> None:
-    """One half at the threshold, towards one above, never less than one half."""
+def test_confidence_is_one_half_at_the_threshold_and_grows_above() -> None:
     told = [verdict_on(episode(z_score=z_score)).confidence for z_score in (0.0, 5.0, 10.0, 100.0)]
 
     assert told[:2] == [0.5, 0.5]
@@ -405,17 +394,15 @@ def test_confidence() -> None:
     assert 0.99 < told[3] < 1
 
 
-def test_a_step_of_no_length() -> None:
-    """Nothing is divided by a step that is not known."""
+def test_share_is_zero_if_the_step_is_not_known() -> None:
     assert verdict_on(episode(step_ns=0.0)).cost_share == 0.0
     assert no_straggler(REPORT, findings(step_ns=0.0)).sentence.startswith(
         "No slow rank in 200 steps. The smallest detectable slowdown is 3.00 ms per step (0.0%)."
     )
 
 
-class TestNobody:
-    def test_what_would_have_been_seen(self) -> None:
-        """Nobody is slow: in how many steps, and the smallest slowdown that would have been detected."""
+class TestNoSlowRank:
+    def test_verdict_has_the_smallest_detectable_slowdown(self) -> None:
         verdict = no_straggler(REPORT, findings())
 
         assert verdict.sentence == (
@@ -424,16 +411,15 @@ class TestNobody:
         assert verdict.evidence == NobodySlowEvidence(rows=64, detectable_s=0.003, compared=8)
         assert verdict.kind == "none"
 
-    def test_too_few_steps(self) -> None:
-        """Before anything could be seen, it says so, and what to do."""
+    def test_too_few_steps_are_reported_with_the_needed_number(self) -> None:
         for found in (NOTHING, findings(detectable_ns=None)):
             verdict = no_straggler({**REPORT, "steps": {"count": 12}}, found)
             assert verdict.sentence.startswith("Too few steps to compare the ranks (12): ")
             assert "Next: run at least 40 steps." in verdict.sentence
             assert verdict.confidence == 0.0
 
-    def test_too_few_short_steps(self) -> None:
-        """Of short steps, several make a row: sixty may be too few, and it says how many it takes."""
+    def test_short_steps_need_more_steps(self) -> None:
+        """Several of them make a row."""
         text = no_straggler({**REPORT, "steps": {"count": 60}}, dataclasses.replace(NOTHING, steps_needed=160)).sentence
 
         assert text.startswith("Too few steps to compare the ranks (60): ")
@@ -441,8 +427,7 @@ class TestNobody:
         enough = no_straggler(REPORT, dataclasses.replace(NOTHING, steps_needed=160)).sentence
         assert enough.startswith("The ranks were not compared")
 
-    def test_never_compared(self) -> None:
-        """Many steps and no comparison: that is said, not that more steps are needed."""
+    def test_ranks_never_compared_are_reported_without_asking_for_more_steps(self) -> None:
         text = no_straggler(REPORT, NOTHING).sentence
 
         assert text.startswith("The ranks were not compared")
@@ -460,13 +445,15 @@ class TestNobody:
                 [(str(2 * each), 10, 80) for each in range(20)] + [("1", 90, 0)],
                 "Rank 1 has 90.0 ms of work a step, the others have 10.0 ms and wait 80.0 ms, on average.",
             ),
-            ([("0", 4, 4), ("1", 40, 5)], ""),  # it does not wait: they are not in step
-            ([("0", 40, 9), ("1", 42, 8)], ""),  # nearly the same
+            ([("0", 4, 4), ("1", 40, 5)], ""),  # the other rank does not wait
+            ([("0", 40, 9), ("1", 42, 8)], ""),  # nearly equal work
             ([("0", 4, 44)], ""),
         ],
     )
-    def test_other_models(self, parts: list[tuple[str, float, float]], expected: str) -> None:
-        """Who works while the others wait, without calling that slow; nothing where they are alike or do not wait."""
+    def test_ranks_with_other_models_are_reported_by_their_work(
+        self, parts: list[tuple[str, float, float]], expected: str
+    ) -> None:
+        """They are not called slow."""
         usual = tuple(Usual(f"m{ranks}", ranks, work * MS, wait * MS) for ranks, work, wait in parts)
         found = dataclasses.replace(NOTHING, usual=usual, step_ns=50 * MS)
         text = no_straggler(REPORT, found).sentence

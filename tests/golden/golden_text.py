@@ -1,4 +1,4 @@
-"""What a report and its alerts say, as text that golden files keep."""
+"""The text of golden files: verdicts of a report and alerts, with their figures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torchlens_perf.run.verdicts import Alert
 _CLOCK_TIMES = re.compile(r"\d\d:\d\d:\d\d UTC")
 
 
-def told(title: str, report: dict[str, Any], alerts: Iterable[Alert] = ()) -> str:
-    """Return each verdict with its figures, and each alert with its ids."""
+def golden_text(title: str, report: dict[str, Any], alerts: Iterable[Alert] = ()) -> str:
+    """Return all verdicts with their figures, and all alerts with their ids."""
     lines = [title, ""]
     for row in report["verdicts"]:
         held = {name: value for name, value in (row["held"] or {}).items() if name not in ("since", "until")}
@@ -25,14 +25,14 @@ def told(title: str, report: dict[str, Any], alerts: Iterable[Alert] = ()) -> st
 
 
 def _figures(row: dict[str, Any]) -> str:
-    """Return what else a verdict has, with three digits."""
+    """Return the other fields of a verdict, with three digits."""
     left_out = ("text", "explanation", "cause", "held", "evidence", "where")
     values = ((name, value) for name, value in row.items() if name not in left_out and value is not False)
     return ", ".join(f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in values)
 
 
-def kept(text: str, file: Path) -> str:
-    """Return the golden file's text. UPDATE_GOLDEN=1 replaces the file by `text` first."""
+def expected_text(text: str, file: Path) -> str:
+    """Return the text of the golden file. UPDATE_GOLDEN=1 first replaces it with `text`."""
     if os.environ.get("UPDATE_GOLDEN"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
