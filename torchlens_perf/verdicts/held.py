@@ -75,11 +75,11 @@ class VerdictTimes:
         """
         noted = self._noted_before({each.kind for each in verdicts})
         hung = {each.since_step for each, _ in noted if each.kind == f"hang{OVER}"}
-        found = [(each, self._of_whole(each)) for each in verdicts if not _are_hangs(each.evidence, hung)]
+        found = [(each, self._period_in_whole_run(each)) for each in verdicts if not _are_hangs(each.evidence, hung)]
         stretches = self._stretches(found)
         # A wait that has a verdict of its own is not also named by the verdict on the typical step.
         for kind in {each.kind for each, _ in stretches}:
-            found = [(without_use(each, kind) if _of_run(each) else each, held) for each, held in found]
+            found = [(without_use(each, kind) if _is_of_typical_step(each) else each, held) for each, held in found]
         found += [*stretches, *noted]
         steps, alike, end = self.facts["steps"]["count"], self.facts["steps"]["alike"], self.last_step
         rows = ((each, held, order.lost_s(each, held, steps=steps, alike=alike, last_step=end)) for each, held in found)
@@ -87,7 +87,7 @@ class VerdictTimes:
 
     # -- verdicts on the run as a whole
 
-    def _of_whole(self, verdict: JudgedVerdict) -> Held | None:
+    def _period_in_whole_run(self, verdict: JudgedVerdict) -> Held | None:
         """Return the period of a verdict on the whole run; None if it is not known."""
         evidence = verdict.evidence
         if verdict.episode is not None:
@@ -112,11 +112,11 @@ class VerdictTimes:
         return None if noted is None else self._noted(noted)
 
     def _episode(self, episode: Episode) -> Held:
-        of = episode.since_step, episode.until_step, episode.rank
+        period = episode.since_step, episode.until_step, episode.rank
         if self.windows is None:
-            return self._from_to(*of)
+            return self._from_to(*period)
         judged = self.windows.compared_with_others(episode.rank)
-        return self._from_to(*of, self.windows.covered(episode) & judged, judged)
+        return self._from_to(*period, self.windows.covered(episode) & judged, judged)
 
     def _nobody_slow(self) -> Held | None:
         """Return the period since the last episode, or since the start."""
@@ -155,7 +155,7 @@ class VerdictTimes:
 
         Limits that the sentence on the whole run names are left out, unless they no longer hold.
         """
-        of_run = [row for row in whole if _of_run(row[0])]
+        of_run = [row for row in whole if _is_of_typical_step(row[0])]
         if not of_run:
             return []
         (typical, held), slow = of_run[0], any(isinstance(each.evidence, StragglerEvidence) for each, _ in whole)
@@ -255,7 +255,7 @@ class VerdictTimes:
         return value
 
 
-def _of_run(verdict: JudgedVerdict) -> bool:
+def _is_of_typical_step(verdict: JudgedVerdict) -> bool:
     """Return True for the verdict on the typical step of the whole run."""
     return isinstance(verdict.evidence, TypicalStepEvidence | DeviceStepEvidence)
 

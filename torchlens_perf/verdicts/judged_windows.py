@@ -133,16 +133,16 @@ class JudgedWindows:
             rows.setdefault(self.places[rank].population if rank in self.places else "", []).append(row)
         judged, held = np.zeros((2, len(windows)), bool)
         for column in range(len(windows)):
-            if not all(np.isfinite(windows.work_ns[of, column]).all() for of in rows.values()):
+            if not all(np.isfinite(windows.work_ns[members, column]).all() for members in rows.values()):
                 continue
             usual = tuple(
                 Usual(
                     population,
-                    ranges([windows.ranks[row] for row in of]),
-                    float(median(windows.work_ns[of, column], 0)),
+                    ranges([windows.ranks[row] for row in members]),
+                    float(median(windows.work_ns[members, column], 0)),
                     0.0,
                 )
-                for population, of in rows.items()
+                for population, members in rows.items()
             )
             step_ns = float(np.nanmedian(windows.duration_ns[:, column]))
             found = stage_imbalance(dataclasses.replace(NOTHING, usual=usual, step_ns=step_ns), self.places)

@@ -177,8 +177,8 @@ class ProcessState:
 
     def judged_windows(self) -> Windows:
         """Return the history of the steps that the rank is judged by."""
-        of = self.statistics
-        return (of.device_history if self.judged_by == DEVICE else of.history).windows()
+        statistics = self.statistics
+        return (statistics.device_history if self.judged_by == DEVICE else statistics.history).windows()
 
     @property
     def place(self) -> Placement:
@@ -330,7 +330,7 @@ def encode(value: object) -> bytes:
 
     Infinity and NaN become null, which decode() refuses for fields that must be numbers.
     """
-    return msgspec.json.encode(value, enc_hook=_plain)
+    return msgspec.json.encode(value, enc_hook=_to_plain)
 
 
 def decode(text: bytes, kind: type[_T]) -> _T:
@@ -338,10 +338,10 @@ def decode(text: bytes, kind: type[_T]) -> _T:
 
     Raises msgspec.MsgspecError for invalid text.
     """
-    return msgspec.json.decode(text, type=kind, dec_hook=_of_plain)
+    return msgspec.json.decode(text, type=kind, dec_hook=_from_plain)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Sketch):
         return value.numbers()
     if isinstance(value, np.ndarray | np.generic):
@@ -353,7 +353,7 @@ def _plain(value: Any) -> Any:
     raise NotImplementedError(type(value))
 
 
-def _of_plain(kind: Any, value: Any) -> Any:
+def _from_plain(kind: Any, value: Any) -> Any:
     if kind is Sketch:
         return Sketch.from_numbers(value)
     if get_origin(kind) is np.ndarray:
@@ -367,4 +367,4 @@ def _of_plain(kind: Any, value: Any) -> Any:
 
 
 def _converted(value: Any, kind: type[_T]) -> _T:
-    return msgspec.convert(value, kind, str_keys=True, dec_hook=_of_plain)
+    return msgspec.convert(value, kind, str_keys=True, dec_hook=_from_plain)

@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 METRICS = (
     "cpu_wait_share",  # share of time: the training thread was runnable without a CPU
     "asleep_share",  # share of the steps' time: the training thread slept, outside of communication
-    "kernel_share",  # share of time: the training thread ran in the kernel, as for page faults and system calls
+    "kernel_share",  # share of time: the training thread ran in the kernel (page faults, system calls)
     "neighbour_share",  # share of the rank's CPUs that programs outside of the job kept busy
     "cpu_quota_share",  # share of its control group's periods in which the CPU quota was used up
     "cpu_clock_share",  # clock of its CPU, as a share of the highest clock
     "gc_share",  # share of time: Python's garbage collector ran
-    "disk_wait_share",  # share of time: the rank, or a loader worker it waits for, was in uninterruptible sleep
+    "disk_wait_share",  # share of time: the rank, or its loader worker, was in uninterruptible sleep
     "major_faults_per_s",  # pages that were read from a disk
     "refaults_per_s",  # pages that its control group had evicted and needed again
-    "memory_limit_share",  # used share of its control group's memory limit, without memory that can be dropped at once
+    "memory_limit_share",  # used share of its control group's memory limit, without droppable memory
     "memory_stall_share",  # share of time: its control group, or its node, waited for memory (PSI)
     "sm_clock_mhz",  # SM clock while its GPU was not idle
     "sm_clock_share",  # the same, as a share of the GPU's highest SM clock
     "thermal_share",  # share of time: the GPU's clocks were lowered because of its temperature
     "power_share",  # share of time: the GPU's clocks were lowered because of its power limit
-    "hw_slowdown_share",  # share of time: the board lowered the GPU's clocks (power brake, overheating)
+    "hw_slowdown_share",  # share of time: the board lowered the GPU's clocks (power brake, heat)
     "temperature_c",
     "ecc_errors_per_s",  # uncorrectable errors only
     "remapped_rows_per_s",
@@ -102,7 +102,7 @@ class _Slot:
         self.means[at] = mean + difference / np.maximum(count, 1)
         self.counts[at] = np.minimum(count, _MAX_COUNTED)
 
-    def take_in(self, later: _Slot) -> None:
+    def merge(self, later: _Slot) -> None:
         """Merge the next slot into this one."""
         ranks = max(len(self.counts), len(later.counts))
         self.grow(ranks)
@@ -219,4 +219,4 @@ class MetricHistory:
 
         # The newest slot is left out, as samples are still added to it.
         index = min(range(len(self._slots) - 2), key=length_by_age)
-        self._slots[index].take_in(self._slots.pop(index + 1))
+        self._slots[index].merge(self._slots.pop(index + 1))

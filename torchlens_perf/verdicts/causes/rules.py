@@ -117,7 +117,7 @@ def diagnose(
             nearer = min if name in CLOCKS else max
             usual[name] = nearer(usual[name], value) if name in usual else value
     case = _Case(mine, usual, others, episode, details or {})
-    found = [cause for look in _LOOKS for cause in look(case)]
+    found = [cause for rule in _RULES for cause in rule(case)]
     found.sort(key=lambda cause: -(_EXPLAINS if cause.explains is None else cause.explains))
     subjects = [each for each in _SUBJECTS if not (episode.phase == "cpu" and each[0] == WAITS_FOR_CPU)]
     looked_at = tuple(subject for subject, signal in subjects if signal in mine)
@@ -340,7 +340,7 @@ def _allocator(case: _Case) -> list[Cause]:
     return [Cause("alloc_retries", text, action, None, case.evidence("alloc_retries_per_step"))]
 
 
-_LOOKS: tuple[Callable[[_Case], list[Cause]], ...] = (
+_RULES: tuple[Callable[[_Case], list[Cause]], ...] = (
     _garbage_collection, _no_cpu, _disk, _cpu_clock, _gpu_clock, _errors, _allocator,
 )  # fmt: skip
 

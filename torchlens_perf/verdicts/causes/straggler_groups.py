@@ -63,12 +63,12 @@ def straggler_groups(episodes: Sequence[Episode], places: Mapping[int, Placement
         for kind, name, ranks in groups_of(left.keys(), places)
     ]
     found += [StragglerGroup("rank", "", (rank,), episode) for rank, episode in left.items()]
-    of: dict[str, set[int]] = defaultdict(set)
+    slow_in: dict[str, set[int]] = defaultdict(set)
     for episode in episodes:
-        of[places.get(episode.rank, Placement()).population].add(episode.rank)
+        slow_in[places.get(episode.rank, Placement()).population].add(episode.rank)
     for index, each in enumerate(found):
         place = places.get(each.lead.rank, Placement())
-        same = set().union(*(of[places.get(rank, Placement()).population] for rank in each.ranks))
+        same = set().union(*(slow_in[places.get(rank, Placement()).population] for rank in each.ranks))
         slow_too = tuple(sorted(same.difference(each.ranks))) if each.lead.shared_cost_ns is not None else ()
         found[index] = dataclasses.replace(each, host=place.host, location=place.location, slow_too=slow_too)
     return sorted(found, key=lambda each: (-(each.cost_ns or each.lead.cost_ns), -each.lead.excess_ns))

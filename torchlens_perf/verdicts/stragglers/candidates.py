@@ -210,20 +210,23 @@ class ComparedBins:
     def _min_lasting_ns(self) -> float:
         """MIN_LASTING_NS, or less if the rows of short steps cover less time."""
         return min(
-            MIN_LASTING_NS * self._of_hosts(_LASTING_OF_HOSTS), _SURE * self._window.rows * self.width * self.step_ns
+            MIN_LASTING_NS * self._weighted_by_hosts(_LASTING_OF_HOSTS),
+            _SURE * self._window.rows * self.width * self.step_ns,
         )
 
     @property
     def _min_share(self) -> float:
         return (
-            MIN_SHARE * self._of_hosts(_SHARE_OF_HOSTS) * (1.0 if self._series[""] is self._excess else WORKLOAD_FACTOR)
+            MIN_SHARE
+            * self._weighted_by_hosts(_SHARE_OF_HOSTS)
+            * (1.0 if self._series[""] is self._excess else WORKLOAD_FACTOR)
         )
 
     @property
     def _min_lost_ns(self) -> float:
-        return MIN_LOST_NS * self._of_hosts(_LOST_OF_HOSTS)
+        return MIN_LOST_NS * self._weighted_by_hosts(_LOST_OF_HOSTS)
 
-    def _of_hosts(self, factor: float) -> float:
+    def _weighted_by_hosts(self, factor: float) -> float:
         """Return the factor, weighted by the share of host times in own time: 1 without host
         times."""
         return 1 + (factor - 1) * self._hosts_share

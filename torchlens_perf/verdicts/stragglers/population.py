@@ -32,8 +32,9 @@ class Population:
         self.episodes: list[Episode] = []
         self._window: SlidingWindow | None = None
         self._pending: list[BinBatch] = []
-        self._judged = -1  # number of the last judged row
-        self._first: int | None = None  # number of the first judged row
+        # Numbers of the last and the first judged row.
+        self._judged = -1
+        self._first: int | None = None
         self._ended: set[int] = set()
         # Open episodes of these ranks include the excess that a larger workload explains.
         self._with_workload: set[int] = set()

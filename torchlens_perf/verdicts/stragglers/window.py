@@ -96,12 +96,12 @@ class _NarrowBins:
     values: dict[str, npt.NDArray[np.floating[Any]]]
 
     @classmethod
-    def of(cls, block: BinBatch) -> _NarrowBins:
+    def from_batch(cls, block: BinBatch) -> _NarrowBins:
         rank, row = np.nonzero(block.key >= 0)
         values = {name: getattr(block, name)[rank, row] for name in _VALUES}
         return cls(block.width, block.ranks[rank], block.key[rank, row], block.flags[rank, row], values)
 
-    def and_then(self, later: _NarrowBins) -> _NarrowBins:
+    def merged_with(self, later: _NarrowBins) -> _NarrowBins:
         """Return the rows of both. Later values replace earlier ones of the same row."""
         known = np.isin(self.rank << _KEY_BITS | self.key, later.rank << _KEY_BITS | later.key)
         self = self.chosen(~known) if known.any() else self
@@ -190,9 +190,9 @@ class SlidingWindow:
         Narrower rows are kept until they complete a row of the window.
         """
         if block.width != self.width:
-            narrow = _NarrowBins.of(block)
+            narrow = _NarrowBins.from_batch(block)
             if block.width in self._narrow:
-                narrow = self._narrow[block.width].and_then(narrow)
+                narrow = self._narrow[block.width].merged_with(narrow)
             wide, self._narrow[block.width] = narrow.widened(self.width)
             if wide is None:
                 return

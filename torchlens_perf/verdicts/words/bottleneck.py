@@ -175,7 +175,7 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[JudgedV
         if each["share"] >= (_STALL_WORTH_NAMING if _stalling_rank(each) is not None else _LONG_WORTH_NAMING)
     ]
     short_of_cpus = "lack_of_cpu" in named_uses(typical)
-    return [typical, *(_long(report, each, short_of_cpus=short_of_cpus) for each in worth[:_MAX_LONG])]
+    return [typical, *(_long_steps_verdict(report, each, short_of_cpus=short_of_cpus) for each in worth[:_MAX_LONG])]
 
 
 def _by_kind(classes: Sequence[LongSteps]) -> list[LongSteps]:
@@ -224,6 +224,7 @@ def without_use(verdict: JudgedVerdict, kind: str) -> JudgedVerdict:
 
 
 def _typical(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
+    """Return the verdict on the typical step."""
     device = report["run"]["device"]
     if device is not None:
         return _on_a_device(report, device, waits_explained=waits_explained)
@@ -246,11 +247,11 @@ def _typical(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
         worth = [*worth, *rest]
     else:
         worth = [new for old in worth for new in _in_sections(report, old, step_s)]
-    beside = [*worth, computing] if first is not computing and computing.seconds else worth
-    also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in beside)
+    also_named = [*worth, computing] if first is not computing and computing.seconds else worth
+    also = "".join(f"; {_lower(each.what)} {_share_words(each.seconds, step_s)}" for each in also_named)
     following = worth[0] if first is computing and worth and worth[0].seconds >= _WORTH_DOING * step_s else first
     cost_s = 0.0 if following is computing else following.seconds
-    text = f"{first.what} takes {_of(first.seconds, step_s)} of a typical step of {duration(step_s)}{also}."
+    text = f"{first.what} takes {_share_words(first.seconds, step_s)} of a typical step of {duration(step_s)}{also}."
     waits_s = [each["parts"].get("communication", 0.0) for each in _typical_steps(report)]
     text += f"{_wait_alike(first, waits_s)}{_kinds_of_steps(report)}"
     if sampled is not None and sampled >= _SOME_LACK and not _lack_is_measured(report):
@@ -278,8 +279,8 @@ def _on_other_threads(report: Facts, found: Spent) -> JudgedVerdict | None:
     action = _ACTION_ON_DATA_THREAD if others.keys() == {"data"} else _ACTION_ON_THREADS
     text = (
         f"What limits the step is not known: threads that are not recorded do part of the work ({shown} a step). "
-        f"The recorded thread spends {_of(outside.seconds, found.step_s)} of a step outside of its own phases, and may "
-        f"be waiting for them there. Next: {action}"
+        f"The recorded thread spends {_share_words(outside.seconds, found.step_s)} of a step outside of its own "
+        f"phases, and may be waiting for them there. Next: {action}"
     )
     evidence = OtherThreadsEvidence(found.step_s, outside.seconds, others)
     return judged("not_known", None, None, None, None, None, 0.0, text, evidence)
@@ -308,7 +309,7 @@ def _phases_shown(parts_s: Mapping[str, float]) -> str:
     return ", ".join(f"{phase_name(phase)} {duration(seconds)}" for phase, seconds in parts_s.items())
 
 
-def _of(seconds: float, step_s: float) -> str:
+def _share_words(seconds: float, step_s: float) -> str:
     return f"{percent(seconds / step_s)} ({duration(seconds)})"
 
 
@@ -481,11 +482,13 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Judged
         )
         return judged("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share, launch_share))
     if first is not found.computing:
-        also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in worth if each is not first)
-        computes = f"; computing {_of(computing_s, step_s)}" if computing_s else ""
+        also = "".join(
+            f"; {_lower(each.what)} {_share_words(each.seconds, step_s)}" for each in worth if each is not first
+        )
+        computes = f"; computing {_share_words(computing_s, step_s)}" if computing_s else ""
         text = (
-            f"{first.what} takes {_of(first.seconds, step_s)} of a step on the {device} ({duration(step_s)}){also}"
-            f"{computes}.{_wait_alike(first, waits_s)}{kinds} Next: {first.action}"
+            f"{first.what} takes {_share_words(first.seconds, step_s)} of a step on the {device} "
+            f"({duration(step_s)}){also}{computes}.{_wait_alike(first, waits_s)}{kinds} Next: {first.action}"
         )
         return judged(first.kind, None, first.phase, first.seconds, first.seconds / step_s, None, 0.8, text, evidence)
     if share >= _LAUNCH_BOUND:
@@ -497,7 +500,7 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Judged
         return judged("host_bound", None, "host", None, None, None, 0.8, text, CaughtUpEvidence(share, launch_share))
     phases = sorted(((parts[part], part) for part in _COMPUTE if parts[part]), reverse=True)
     shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for seconds, part in phases)
-    also = "".join(f"; {_lower(each.what)} {_of(each.seconds, step_s)}" for each in worth)
+    also = "".join(f"; {_lower(each.what)} {_share_words(each.seconds, step_s)}" for each in worth)
     ahead = f" The host is ahead, and waits for the {device}." if share < _CAUGHT_UP else ""
     following = worth[0] if worth and worth[0].seconds >= _WORTH_DOING * step_s else found.computing
     cost_s = 0.0 if following is found.computing else following.seconds
@@ -513,9 +516,9 @@ def _not_known(report: Facts, device: str) -> JudgedVerdict:
     step_s, largest = found.step_s, max((found.computing, *found.waits), key=lambda use: use.seconds)
     text = (
         f"What limits the step is not known: the work is on a device ({device}), and only host time was recorded. "
-        f"{largest.what} takes {_of(largest.seconds, step_s)} of a typical step on the host, which may be waiting for "
-        'the device. Next: record device times (device_times="on"), or look at a trace of some steps: '
-        "torchlens-perf capture."
+        f"{largest.what} takes {_share_words(largest.seconds, step_s)} of a typical step on the host, "
+        'which may be waiting for the device. Next: record device times (device_times="on"), or look at a trace '
+        "of some steps: torchlens-perf capture."
     )
     return judged("not_known", None, None, None, None, None, 0.0, text, NotKnownEvidence(device))
 
@@ -527,7 +530,7 @@ def _lower(text: str) -> str:
 # -- long steps
 
 
-def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> JudgedVerdict:
+def _long_steps_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> JudgedVerdict:
     """Return the verdict on a class of long steps.
 
     short_of_cpus: True if the verdict on the typical step names waits for a CPU.
@@ -538,14 +541,16 @@ def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> JudgedVerdi
         often += f" ({_numbers(long)})"
     stalling = _stalling_rank(long)
     if stalling is not None:
-        return _waited(report, long, stalling, often)
+        return _stall_verdict(report, long, stalling, often)
     several = len(long["steps"]) > 1
     takes = "takes" if long["period"] or count == 1 else "take"
     each = " on average" if count > 1 else ""
     why = " and ".join(long["kinds"]) or _where(long)
     action = _long_action(long)
     if long["part"] == "communication" and not long["kinds"] and not long["period"] and _rarely_communicates(report):
-        action = f"see what is different at {_at(long)}: all ranks exchange data, or one rank does something else."
+        action = (
+            f"see what is different at {_step_numbers(long)}: all ranks exchange data, or one rank does something else."
+        )
     if long["kinds"] == [WITHOUT_GRADIENTS]:
         why += ": evaluation, rollouts or sampling"
         if long["part"] in _BESIDES_PASSES:
@@ -556,10 +561,10 @@ def _long(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> JudgedVerdi
     if _is_unexplained(report, long):
         if short_of_cpus:
             why += ", while CPUs are short"
-            action = f"see whether {_at(long)} still take{'s' * (not several)} longer with enough CPUs."
+            action = f"see whether {_step_numbers(long)} still take{'s' * (not several)} longer with enough CPUs."
         elif not _lack_is_measured(report):
             why += f"; whether {'they' if several else 'it'} waited for a CPU is not measured"
-            action = f"see what the loop does at {_at(long)}, and what else kept the CPUs busy."
+            action = f"see what the loop does at {_step_numbers(long)}, and what else kept the CPUs busy."
     text = (
         f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}): {duration(long['total_s'])} in all, "
         f"{percent(long['share'])} of the time of all steps. Next: {action}"
@@ -591,7 +596,7 @@ def _is_unexplained(report: Facts, long: LongSteps) -> bool:
     return not long["kinds"] and not long["period"] and long["part"] in parts
 
 
-def _waited(report: Facts, long: LongSteps, rank: int, often: str) -> JudgedVerdict:
+def _stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) -> JudgedVerdict:
     """Return the verdict on long steps in which all ranks waited for one.
 
     often: their number, if there are many.
@@ -658,7 +663,7 @@ def _long_action(long: LongSteps) -> str:
     for kind in long["kinds"]:
         if kind in actions:
             return actions[kind]
-    at = _at(long)
+    at = _step_numbers(long)
     by_part = {
         LACK_OF_CPU: CPU_ACTION,
         "data": f"see what the loader does at {at}: a new epoch starts workers (persistent_workers=True).",
@@ -674,6 +679,6 @@ def _long_action(long: LongSteps) -> str:
     return by_part.get(long["part"], f"see what is different at {at}: batch size, sequence length.")
 
 
-def _at(long: LongSteps) -> str:
+def _step_numbers(long: LongSteps) -> str:
     """Return the numbers of the steps, or of the last ones if there are many."""
     return f"step{'s' * (len(long['steps']) > 1)} {', '.join(map(str, long['steps'][-_MAX_NUMBERS:]))}"

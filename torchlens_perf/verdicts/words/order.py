@@ -40,9 +40,9 @@ class Lasting(TypedDict):
     until_step: int | None
 
 
-def has_ended(of: Lasting | None) -> bool:
+def has_ended(period: Lasting | None) -> bool:
     """Return True if the condition is known to have ended."""
-    return of is not None and of["until_step"] is not None
+    return period is not None and period["until_step"] is not None
 
 
 def ranks_of(row: Mapping[str, Any]) -> tuple[int, ...]:

@@ -95,9 +95,9 @@ def slow_verdict(context: SlowRankContext, straggler: StragglerGroup, findings: 
     if context.device is not None and context.judged_by != DEVICE and not lead.by_windows:
         verdict = _doubted(verdict, "By host time; what the devices did was not compared.")
     if lead.by_windows:
-        return _with(verdict, "Known from the windows that the devices merged; its own records are not here.")
+        return _with_sentence(verdict, "Known from the windows that the devices merged; its own records are not here.")
     if lead.disputed:
-        return _doubted(verdict, f"The windows that the devices merged do not show it{_rather(findings)}.")
+        return _doubted(verdict, f"The windows that the devices merged do not show it{_only_in_windows(findings)}.")
     others = _others_came_last(context, straggler) if context.judged_by == DEVICE else ""
     return _doubted(verdict, others) if others else verdict
 
@@ -133,7 +133,7 @@ def _others_came_last(context: SlowRankContext, straggler: StragglerGroup) -> st
     )
 
 
-def _with(verdict: JudgedVerdict, said: str) -> JudgedVerdict:
+def _with_sentence(verdict: JudgedVerdict, said: str) -> JudgedVerdict:
     """Return the verdict with another sentence."""
     explanation = f"{verdict.explanation} {said}" if verdict.explanation else ""
     return dataclasses.replace(verdict, text=f"{verdict.text} {said}", explanation=explanation)
@@ -141,10 +141,10 @@ def _with(verdict: JudgedVerdict, said: str) -> JudgedVerdict:
 
 def _doubted(verdict: JudgedVerdict, why: str) -> JudgedVerdict:
     """Return the verdict with a reason for doubt, and half of its confidence."""
-    return dataclasses.replace(_with(verdict, why), confidence=verdict.confidence / 2)
+    return dataclasses.replace(_with_sentence(verdict, why), confidence=verdict.confidence / 2)
 
 
-def _rather(findings: Findings) -> str:
+def _only_in_windows(findings: Findings) -> str:
     """Return a clause on ranks that only merged windows show as slow; "" without such ranks."""
     found = sorted(findings.unconfirmed, key=lambda each: -each.excess_ns)[:MAX_NAMED]
     each = ", ".join(
@@ -209,10 +209,10 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
         cost = f"{it} costs the job {duration(cost_s)} a step ({percent(share)})"
     causes = [each for each in straggler.diagnosis.causes if each.explains is not None] if straggler.diagnosis else []
     it = "it" if straggler.kind == "rank" else f"rank {episode.rank}"
-    against = _against(episode, it, findings.compared)
+    against = _compared_times(episode, it, findings.compared)
     found = f"{who} in {phase_name(episode.phase)}: {against}{where}{_pattern(episode)}."
     because, cause = _because(straggler, lacks_cpu=context.lacks_cpu)
-    named = _against(episode, f"rank {episode.rank}", findings.compared)
+    named = _compared_times(episode, f"rank {episode.rank}", findings.compared)
     explanation = f"{named[0].upper()}{named[1:]}{where}{_pattern(episode)}."
     action = causes[0].action if causes else _next_action(episode, modules, straggler)
     text = f"{found} {cost}, {since}. {because}Next: {action}"
@@ -264,7 +264,7 @@ def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> tuple[str, str]:
     return text, "; ".join(short)
 
 
-def _against(episode: Episode, it: str, ranks: int) -> str:
+def _compared_times(episode: Episode, it: str, ranks: int) -> str:
     """Return a clause with the times of the slow rank and of the others.
 
     it: the sentence's name for the slow rank.
@@ -452,7 +452,7 @@ def no_straggler(report: Facts, findings: Findings) -> JudgedVerdict:
         f"No slow rank in {count} steps{clocks}. The smallest detectable slowdown is {duration(seen_s)} per step "
         f"({percent(share)})."
     )
-    confidence, rather = 0.9, _rather(findings)
+    confidence, rather = 0.9, _only_in_windows(findings)
     if rather:
         confidence, text = confidence / 2, f"{text} The windows that the devices merged say otherwise{rather}."
     evidence = NobodySlowEvidence(findings.rows, seen_s, findings.compared)
