@@ -187,8 +187,7 @@ class AlertContext:
     def verdict_over(self, last: Alert, why: str = "") -> Alert:
         """Return the alert on the end of a verdict.
 
-        last: its newest alert. why: a sentence with the reason, by default that the verdict no
-        longer holds.
+        last: its newest alert. why: a sentence with the reason, by default that it no longer holds.
         """
         text, uid = f"{last.text} {why}" if why else f"No longer: {last.text}", _hash(last.about, ENDED)
         return dataclasses.replace(last, id=uid, change=ENDED, text=text, next="", unix_ns=self.unix_ns)

@@ -1,5 +1,4 @@
-"""The findings of a run, with their start and end. No other module records when a finding began or
-ended.
+"""The findings of a run, with their start and end. No other module records these.
 
 Every change is an alert. Its id is made from the run, its attempt and the subject of the finding. A
 restarted sidecar and a replay therefore raise the same alerts with the same ids.
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
 # Above this number, the oldest findings that are over are removed.
 MAX_KEPT = 32
 _CLASSES = ("slow_compute", "slow_data", "slow_host", "more_work")
-# A verdict that is close to its threshold comes and goes. It is over after it was absent for this
-# long.
+# A verdict that is close to its threshold comes and goes. It ends after this absence.
 _MAX_ABSENCE_NS = 60_000_000_000
 
 
@@ -59,8 +57,7 @@ class Finding:
     subjects: list[str] = dataclasses.field(default_factory=list)
     """The slow links that were reported, sorted."""
     seen_ns: int = 0
-    """Time at which it was found last; 0 after a restart of the sidecar, which may have to find it
-    again."""
+    """Time at which it was found last; 0 after a restart of the sidecar."""
 
     @property
     def kind(self) -> str:
@@ -214,8 +211,7 @@ class FindingLog:
             if known:
                 finding.straggler = dataclasses.replace(straggler, episodes=known)
             else:
-                # Findings keep all their episodes. If none is left, the findings are about other
-                # processes.
+                # Findings keep all their episodes. If none is left, these are other processes.
                 yield self._end(now, finding, now.resolved(straggler, "It is over: the ranks were started again."))
         self._alerted &= episodes.keys()
         new = [each for key, each in episodes.items() if key not in self._alerted]
@@ -273,8 +269,7 @@ class FindingLog:
         if before is not None and before.hang is not None:
             stands_still = now.at_step is not None and now.at_step <= before.hang.step
             if hang is None and self._hang_is_saved and stands_still:
-                # A restarted sidecar measures a hang from its own start, and has not found this one
-                # again yet.
+                # A restarted sidecar measures a hang from its own start, and has not found it yet.
                 return
             if hang is None or hang.step != before.hang.step:
                 why = "It is over: steps are made again, or the processes have ended."

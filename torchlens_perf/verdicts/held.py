@@ -60,16 +60,14 @@ class VerdictTimes:
     """None if the run has no windows."""
     records: FindingRecords
     step_time: Callable[[int, int | None], str | None]
-    """Returns the time at which a step began, in UTC. The second argument selects the rank, if its
-    steps are known."""
+    """Returns the time at which a step began, in UTC. The second argument is the rank."""
     time: Callable[[int], str]
     """Formats UTC nanoseconds."""
     first_step: int
     last_step: int | None
 
     def rows(self, verdicts: Sequence[JudgedVerdict]) -> list[order.Row]:
-        """Return the report's verdicts in order, each with its period and the time that it has
-        cost.
+        """Return the report's verdicts in order, each with its period and lost time.
 
         verdicts: the verdicts on the run as a whole.
         """
@@ -128,8 +126,7 @@ class VerdictTimes:
         return self._from_to(since, None, None, judged & later & ~self.windows.anybody_slow, judged)
 
     def _long_steps(self, long: LongSteps) -> Held | None:
-        """Return the windows with steps of a class that comes regularly, if windows have a tag for
-        its work.
+        """Return the windows with steps of a class that comes regularly, if it has a tag.
 
         Windows record what a step did and not how long it took. Without a tag they would also count
         the steps of other classes and of the warm-up. The sentence on such a class lists its steps
@@ -150,8 +147,7 @@ class VerdictTimes:
     # -- what held for a part of the run
 
     def _stretches(self, whole: Sequence[_Found]) -> list[_Found]:
-        """Return the parts of the run in which something else limits the steps than in the run as a
-        whole.
+        """Return the parts of the run with another limit than the run as a whole.
 
         Limits that the sentence on the whole run names are left out, unless they no longer hold.
         """
@@ -206,8 +202,7 @@ class VerdictTimes:
     def _noted_before(self, shown: set[str]) -> list[_Found]:
         """Return the findings of the sidecar that are over, the newest first.
 
-        After the run, these include findings that were open at its end and have no verdict in the
-        report.
+        After the run, these include findings that were open at its end and have no verdict.
         shown: the kinds of the report's verdicts.
         """
         found = [each for each in self.records.findings[::-1] if each.kind != "straggler"]

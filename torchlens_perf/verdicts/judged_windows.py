@@ -104,8 +104,7 @@ class JudgedWindows:
 
     @functools.cached_property
     def spent(self) -> list[Spent | None]:
-        """The uses of a usual step's time, by column: means over the ranks; None for columns
-        without any rank."""
+        """The uses of a usual step's time by column: means over the ranks; None without any."""
         found: list[Spent | None] = []
         windows = self.windows
         for column in range(len(windows)):
@@ -123,8 +122,7 @@ class JudgedWindows:
         return found
 
     def out_of_balance(self) -> Stretch | None:
-        """Return the part of the run in which the present largest pipeline stage had the most
-        work."""
+        """Return the part of the run in which the stage that is largest now was so too."""
         now = self.findings.imbalance
         if now is None:
             return None
@@ -173,8 +171,7 @@ class JudgedWindows:
 
 
 def longest(held: list[bool]) -> tuple[int, int] | None:
-    """Return the slice with the largest surplus of True over False, as start and end; None without
-    any True.
+    """Return the slice with the largest surplus of True over False, as (start, end), or None.
 
     Of several such slices, return the newest.
     """

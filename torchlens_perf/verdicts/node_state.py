@@ -41,8 +41,7 @@ from torchlens_perf.verdicts.finding_log import FindingRecords
 SCHEMA = 13
 
 MAX_BYTES = 1 << 28
-"""Largest node state that is read. A rank takes 13 KB in a plain loop, 100 KB with many modules and
-collectives."""
+"""Largest node state that is read. A rank takes 13 to 100 KB."""
 _T = TypeVar("_T")
 
 
@@ -103,8 +102,7 @@ class ProcessState:
     """Timed modules with others inside that are not timed."""
     device: DeviceClock = dataclasses.field(default_factory=DeviceClock)
     judged_by: str = ""
-    """The clock that its steps are judged by, "host" or "device"; "" until that is decided, see
-    judged_steps.py."""
+    """The clock that its steps are judged by, "host" or "device"; "" while undecided."""
     notes: list[str] = dataclasses.field(default_factory=list)
     unbalanced: int = 0
     too_deep: int = 0
@@ -126,8 +124,7 @@ class ProcessState:
     open_spans: list[str] = dataclasses.field(default_factory=list)
     """The spans that a process was inside of when it died."""
     now: Whereabouts | None = None
-    """Activity of a running process when the state was saved; None for ended and simulated
-    processes."""
+    """Activity of a running process when the state was saved; None if ended or simulated."""
     total_steps: int = 0
     """Total steps of the run, as configured in watch(); 0 if not known."""
     groups: dict[str, ProcessGroup] = dataclasses.field(default_factory=dict)
@@ -142,16 +139,14 @@ class ProcessState:
     """Number of threads that torch uses for one operation; 0 if not known."""
     cpu_users: CpuUsers = dataclasses.field(default_factory=CpuUsers)
     missing_tap: str = ""
-    """The missing file of the native tap on collectives; "" if the tap was loaded or the process
-    has no other ranks."""
+    """The missing file of the native tap on collectives; "" if loaded or not needed."""
     out_of_memory: OutOfMemory | None = None
     """The newest table from a failed allocation on its device, see
     hooks/on_device/out_of_memory.py."""
 
     @property
     def on_device(self) -> bool | None:
-        """True if the process computes on a device other than the CPU; None if that is not
-        known."""
+        """True if the process computes on a device other than the CPU; None if unknown."""
         if self.device:
             return True
         return None if not self.compute_device else self.compute_device != "cpu"
@@ -198,8 +193,7 @@ class NodeState:
     segments do not."""
     notes: list[str] = dataclasses.field(default_factory=list)
     passing_notes: list[str] = dataclasses.field(default_factory=list)
-    """Notes on the present situation, such as an unreachable node. A restarted sidecar writes its
-    own."""
+    """Notes on the present situation, such as an unreachable node. A restart clears them."""
     sidecar_cpu_s: float = 0.0
     saved_unix_ns: int = 0
     """Time of the last save, by the node's clock; 0 if not known."""
@@ -207,8 +201,7 @@ class NodeState:
     """The node's collectives, joined across its ranks."""
     hang: OpenHang | None = None
     findings: Findings = NOTHING
-    """Findings of this node's straggler detector: about its own ranks, or on node 0 about all
-    ranks."""
+    """Findings of this node's straggler detector: about its own ranks, or all on node 0."""
     records: FindingRecords = dataclasses.field(default_factory=FindingRecords)
     """Findings made during the run, with their times."""
     telemetry: Telemetry = dataclasses.field(default_factory=Telemetry)

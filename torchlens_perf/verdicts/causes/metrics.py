@@ -1,5 +1,4 @@
 """Signals that may explain a slow rank: values of one second each, and their means over steps.
-Pure.
 
 A signal is a share of the time, a rate, or a level. It is NaN if it is not measured. All ranks have
 the same list of signals, so a rank can be compared with other ranks, and with its own past.
@@ -45,8 +44,7 @@ METRICS = (
 # For these signals, less is worse.
 CLOCKS = ("cpu_clock_share", "sm_clock_mhz", "sm_clock_share")
 SLOTS = 32
-# A rank is compared with its own past over at least this time. A shorter past is mostly the job's
-# start.
+# A rank is compared with its own past over at least this time. A shorter one is the job's start.
 MIN_BEFORE_S = 4.0
 _FIRST_SLOT_S = 1.0
 _MAX_COUNTED = 60_000
@@ -210,8 +208,7 @@ class MetricHistory:
         return total, counts
 
     def _merge(self, now_s: float) -> None:
-        """Merge the two adjacent slots that together are the shortest in proportion to their
-        age."""
+        """Merge the two adjacent slots that together are the shortest for their age."""
 
         def length_by_age(index: int) -> float:
             first, second = self._slots[index], self._slots[index + 1]

@@ -57,8 +57,7 @@ class _Case:
 
     mine: Mapping[str, float]
     usual: Mapping[str, float]
-    """The other ranks' median or the rank's own past, whichever is nearer: a cause must stand out
-    from both."""
+    """The other ranks' median or the rank's own past, whichever is nearer: a cause exceeds both."""
     others: Mapping[str, float]
     episode: Episode
     details: Mapping[str, str]
@@ -68,8 +67,7 @@ class _Case:
         return self.details.get("gpu", "its GPU")
 
     def more(self, signal: str) -> float:
-        """Return the difference between a signal and its usual value; 0 if either is not
-        measured."""
+        """Return the difference between a signal and its usual value; 0 if not measured."""
         if signal not in self.mine or signal not in self.usual:
             return 0.0
         return self.mine[signal] - self.usual[signal]
@@ -79,8 +77,7 @@ class _Case:
         return share_of_time * self.episode.step_ns / max(1.0, self.episode.excess_ns)
 
     def explained_by_clock(self, lower: float) -> float:
-        """Return the share of the excess that a clock explains which is lower by this share during
-        all work."""
+        """Return the share of the excess explained by a clock that is this share too low."""
         return lower * self.episode.work_ns / max(1.0, self.episode.excess_ns)
 
     def against(self, signal: str, words: Callable[[float], str]) -> str:

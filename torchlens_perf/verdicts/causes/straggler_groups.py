@@ -14,8 +14,7 @@ from torchlens_perf.verdicts.stragglers.placement import STAGES, Placement, grou
 # Only this many groups, the costliest, get a diagnosis.
 MAX_EXPLAINED = 8
 MAX_MODULES = 3
-# The excess work of a pipeline stage, as a share of the step, from which the pipeline is out of
-# balance.
+# The excess work of an unbalanced pipeline stage, as a share of the step.
 MIN_IMBALANCE = 0.1
 
 
@@ -26,8 +25,7 @@ def with_groups(
     diagnosed: Callable[[StragglerGroup], Diagnosis] | None = None,
     before: Findings = NOTHING,
 ) -> Findings:
-    """Return the findings with groups of slow ranks, their diagnoses, and the pipeline stage with
-    too much work.
+    """Return the findings with groups of slow ranks, their diagnoses, and an overloaded stage.
 
     places: placements of all compared ranks. module_excess_ns: returns a rank's excess time by
     module. diagnosed: returns the diagnosis of a group. before: earlier findings. Diagnoses of
@@ -75,8 +73,7 @@ def straggler_groups(episodes: Sequence[Episode], places: Mapping[int, Placement
 
 
 def stage_imbalance(findings: Findings, places: Mapping[int, Placement]) -> StageImbalance | None:
-    """Return the pipeline stage with the most work if it exceeds the others by MIN_IMBALANCE; else
-    None."""
+    """Return the largest pipeline stage if it exceeds the others by MIN_IMBALANCE."""
     stages: dict[str, list[tuple[tuple[int, ...], float]]] = defaultdict(list)
     for usual in findings.usual:
         ranks = parse_ranges(usual.ranks)

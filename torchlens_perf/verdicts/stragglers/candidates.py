@@ -43,8 +43,7 @@ _MIN_GAIN = 0.0075
 _SHARE_OF_HOSTS, _LASTING_OF_HOSTS, _LOST_OF_HOSTS = 2.0, 5 / 3, 10.0
 # Factor on MIN_SHARE if the ranks' workload differs: it is only explained by a linear fit.
 WORKLOAD_FACTOR = 1.5
-# The excess must exceed this many times the spread of the ranks, if there are enough ranks to
-# estimate it.
+# The excess must exceed this many times the spread of the ranks, if there are enough ranks.
 SPREAD_FACTOR = 4.0
 _RANKS_WITH_A_SPREAD = 8
 # More workload than other ranks for this many rows is a finding. Its effect is not subtracted.
@@ -128,8 +127,7 @@ class ComparedBins:
     def suspects(self, phase: str, over: Mapping[int, int], slow: Collection[int]) -> list[tuple[int, int]]:
         """Return the index and the first slow row of each rank that is slow now.
 
-        over: by rank, the step before which rows are ignored. slow: ranks that are known to be
-        slow.
+        over: by rank, the step before which rows are ignored. slow: known slow ranks.
         """
         # Excess is compared with the step without ready time, as steps that are long for lack of
         # CPUs would hide it.
@@ -155,8 +153,10 @@ class ComparedBins:
         return list(found.items())
 
     def _candidates(self, phase: str, min_rows: int, level_ns: float, over: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Return index and first row of ranks whose mean is significantly above the level, the
-        strongest first."""
+        """Return index and first row of ranks whose mean is significantly above the level.
+
+        The strongest rank is first.
+        """
         scale = self.scale(phase)
         deviations, level = self.series(phase) / scale, level_ns / scale
         found = strongest_interval(deviations, min_rows, level)
@@ -169,8 +169,7 @@ class ComparedBins:
         return [(index, int(found.start[index])) for index in strongest if found.z_score[index] >= self.threshold]
 
     def _slow_since(self, phase: str, index: int, start: int, min_ns: float) -> int | None:
-        """Return the first slow row of a rank that is a candidate from row `start` on; None if it
-        is not slow."""
+        """Return the first slow row of a rank that is a candidate from row `start` on, or None."""
         cpu = phase == "cpu"
         series = self.series(phase)
         interval = self.without_stalls(phase, index, start)
@@ -190,8 +189,7 @@ class ComparedBins:
         return start + min(change_point(interval, mean), len(interval) - MIN_ROWS)
 
     def _matters(self, index: int, start: int, unusual: Collection[int | None]) -> bool:
-        """Return True if the excess since row `start` is worth naming in a step that is long for
-        lack of CPUs.
+        """Return True if the excess since row `start` is worth naming in steps that lack CPUs.
 
         It is if the excess is large enough as a share of the whole step, or if the job would gain
         enough without it.
@@ -227,8 +225,7 @@ class ComparedBins:
         return MIN_LOST_NS * self._weighted_by_hosts(_LOST_OF_HOSTS)
 
     def _weighted_by_hosts(self, factor: float) -> float:
-        """Return the factor, weighted by the share of host times in own time: 1 without host
-        times."""
+        """Return the factor, weighted by the share of host times in own time."""
         return 1 + (factor - 1) * self._hosts_share
 
     @property
@@ -244,8 +241,7 @@ class ComparedBins:
         return self._hosts_share * float(lack_ns.max())
 
     def _is_last_for_lack_of_cpu(self, index: int, start: int, lack_ns: npt.NDArray[np.floating[Any]]) -> bool:
-        """Return True if the rank lacks a CPU in most steps and is the one that the others wait
-        for."""
+        """Return True if the rank lacks a CPU in most steps and the others wait for it."""
         at = np.ix_(self._present, self._at[start:])
         own = self._window.own_ns[at].mean(axis=1) + self._window.no_cpu_ns[at].mean(axis=1)
         return int(own.argmax()) == index and float((lack_ns > lack_ns.mean() / 2).mean()) > 0.6
@@ -269,8 +265,7 @@ class ComparedBins:
         return described(episode, self._window, int(self._present[index]), others, self.keys[start:], series, scale)
 
     def detectable_ns(self) -> float:
-        """Return the smallest excess that would have been named, had it lasted through all these
-        rows."""
+        """Return the smallest excess that would have been named, had it lasted through all rows."""
         rows = len(self.keys)
         error_ns = self.scale("") / float(np.sqrt(rows))
         # The excess would make the step itself longer, of which it must be a share.

@@ -13,8 +13,7 @@ verdict. A rank is named if all of these hold:
 
 - The standard errors are higher than chance gives for this number of ranks and intervals.
 - The excess is worth a person's time, and larger than the usual differences between ranks.
-- The excess lasts through the interval, and longer than the short disturbances that any machine
-  has.
+- The excess lasts through the interval, and longer than usual disturbances.
 
 An episode ends when a likelihood ratio test shows that the excess is gone.
 """
@@ -107,8 +106,7 @@ class StragglerDetector:
         of_each = [population.shared_costs_ns() for population in populations]
         costs_ns = {rank: cost_ns for costs in of_each for rank, cost_ns in costs.items()}
         shared_ns = {rank: cost_ns for costs in of_each if len(costs) > 1 for rank, cost_ns in costs.items()}
-        # A node or a position may have ranks of several populations, which wait for one another in
-        # each step.
+        # A node or a position may have ranks of several populations, which wait for one another.
         for group in groups_of(costs_ns.keys(), self._place) if len(costs_ns) > 1 else ():
             known = [cost_ns for rank in group.ranks if (cost_ns := costs_ns[rank]) is not None]
             shared_ns.update(dict.fromkeys(group.ranks, max(known, default=None)))
@@ -117,14 +115,12 @@ class StragglerDetector:
 
 
 def dimension(description: str) -> str:
-    """Return the mesh dimension in a process group's description: "tp" for "mesh_tp"; "" without
-    one."""
+    """Return the mesh dimension in a process group's description, such as "tp" for "mesh_tp"."""
     return "" if description in _NOT_DIMENSIONS else description.removeprefix("mesh_")
 
 
 def place_of(identity: Identity, model: str, groups: Mapping[str, ProcessGroup], judged_by: str = "") -> Placement:
-    """Return a rank's placement: its host, its model (identity.model_digest) and its positions in
-    process groups.
+    """Return a rank's placement: its host, its model and its positions in process groups.
 
     judged_by: the clock that its steps are judged by. Host and device times are not compared with
     one another.
@@ -195,8 +191,7 @@ class JobDetector:
         return rank in self._has_rows
 
     def set_place(self, rank: int, place: Placement) -> None:
-        """Set a rank's placement. This has no effect after its first rows, as the rank is compared
-        with others then.
+        """Set a rank's placement. This has no effect after its first rows, as it is compared then.
 
         Models and groups are known within the first steps.
         """

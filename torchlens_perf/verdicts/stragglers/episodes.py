@@ -43,8 +43,7 @@ class Episode:
     judged_from_step: int
     """The first step of the rows that the measurements are from."""
     from_start: bool
-    """True if these are the first judged rows, so the rank is not known to have been faster
-    before."""
+    """True if these are the first judged rows, so the rank may never have been faster."""
     last_step: int
     until_step: int | None
     """The first step in which the rank was no longer slow; None while it is slow."""
@@ -69,8 +68,7 @@ class Episode:
     """How much sooner the step would have ended without all slow ranks that do the same work, when
     there were several last; None if not known."""
     by_host: bool = False
-    """True if the device waits for its host in the slow phase: the host is slow, and hosts were
-    compared."""
+    """True if the device waits for its host in the slow phase: the host is slow."""
     by_windows: bool = False
     """True if it is known from windows that devices merged, not from the rank's own rows, see
     merged_windows.py."""
@@ -79,8 +77,7 @@ class Episode:
 
     @property
     def since_step(self) -> int:
-        """The first step in which the rank was slow, on every surface: 0 if it was slow from the
-        start."""
+        """The first step in which the rank was slow, on every screen: 0 if slow from the start."""
         return 0 if self.from_start else self.judged_from_step
 
     @property

@@ -47,8 +47,7 @@ def excess_over_others(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
 
 
 def relative_excess(work: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the excess of each value over the median of the others in its column, as a share of
-    that median.
+    """Return the excess of each value over the median of the others in its column, as a share.
 
     work: [ranks, columns], of ranks that do the same work. Missing values, and columns of a single
     rank, give NaN.
@@ -128,11 +127,9 @@ def change_point(series: npt.NDArray[np.floating[Any]], mean: float) -> int:
 
 
 def over_since(slow: npt.NDArray[np.bool_], usual_share: float, min_rows: int) -> int | None:
-    """Return the row from which on slow rows are so rare that the slowness is over; None if it is
-    not over.
+    """Return the row from which on slow rows are so rare that the slowness is over, or None.
 
-    This is a likelihood ratio test of a fifth of the usual share of slow rows against the usual
-    share.
+    This is a likelihood ratio test of a fifth of the usual share against that share.
     """
     usual = min(max(usual_share, 0.05), 0.95)
     rare = usual / 5

@@ -71,8 +71,7 @@ class StragglerGroup:
     location: str = ""
     """The location of that host, in words."""
     slower_modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """For slowness in the forward pass, the excess of modules on the slowest rank; empty if not
-    known."""
+    """For slowness in the forward pass, the excess of modules on the slowest rank."""
     diagnosis: Diagnosis | None = None
     """The diagnosis of the slowest rank; None if no diagnosis was made."""
     slow_too: tuple[int, ...] = ()

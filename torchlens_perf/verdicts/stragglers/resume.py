@@ -87,8 +87,7 @@ class EarlierEpisodes:
 
 
 def _steps_to_tell(before: Episode, compared: int) -> float:
-    """Return the number of steps within which the rank would almost certainly be named again, if
-    still as slow."""
+    """Return the number of steps within which the rank would be named again, if still as slow."""
     took = before.named_step - before.judged_from_step + 1
     lasted = before.last_step - before.judged_from_step + 1
     return 3 * max(took, lasted * (threshold(compared) / max(before.z_score, 1.0)) ** 2)

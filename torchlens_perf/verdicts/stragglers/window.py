@@ -116,8 +116,7 @@ class _NarrowBins:
         return _NarrowBins(self.width, self.rank[which], self.key[which], self.flags[which], values)
 
     def widened(self, width: int) -> tuple[BinBatch | None, _NarrowBins]:
-        """Return means over `width` steps, where all rows are present, and the rows that are
-        left."""
+        """Return means over `width` steps, of complete rows, and the remaining rows."""
         per = width // self.width
         wide = self.key // per
         (pairs, group, count) = np.unique(np.stack([self.rank, wide]), axis=1, return_inverse=True, return_counts=True)
@@ -168,15 +167,12 @@ class SlidingWindow:
         self.no_cpu_ns = self.issue_ready_ns = self.ready_ns
         self.own_ns = np.full(shape, np.nan, np.float32)
         self.by_host_ns = np.zeros((0, 0), np.float32)
-        """Own time of the parts in which the device waits for its host; empty if no rank is judged
-        by its device."""
+        """Own time of the parts in which the device waits for its host; empty without any."""
         self._critical = np.full(self.columns + 1, -1, np.int64)
-        """Index of the critical rank of each column, whose lag is used for own times; -1 if own
-        time is work."""
+        """Index of the critical rank of each column, for own times; -1 if own time is work."""
         self.excess_ns = np.zeros(shape, np.float32)
         self.newest = np.full(len(ranks), -1, np.int64)
-        # For each column: the row number whose excess has been computed, and whether the row can be
-        # compared.
+        # For each column: the row number whose excess has been computed, and if it can be compared.
         self._computed = np.full(self.columns, -1, np.int64)
         self._good = np.zeros(self.columns, bool)
         # Indices of the ranks that these were computed for.
@@ -247,13 +243,11 @@ class SlidingWindow:
         return grown
 
     def frontier(self, ended: Collection[int]) -> int:
-        """Return the newest row that all ranks have, except ranks that ended long before or are far
-        behind."""
+        """Return the newest row that all ranks have, except ended ranks and those far behind."""
         has_ended = np.isin(self.ranks, list(ended))
         newest = self.newest[~has_ended]
         frontier = int(newest[newest >= newest.max() - LATE_ROWS].min() if len(newest) else self.newest.max())
-        # Ranks of a job end a row apart, or more with other widths. Rows up to their end are judged
-        # with them.
+        # Ranks of a job end a row apart, or more with other widths. They are judged to their end.
         just_ended = self.newest[has_ended & (self.newest >= frontier - ENDED_ROWS)]
         return int(min([frontier, *just_ended]))
 

@@ -147,8 +147,7 @@ def spent(
 
 
 def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[JudgedVerdict]:
-    """Return the verdict on the typical step, and verdicts on classes of long steps with a high
-    cost.
+    """Return the verdict on the typical step, and on costly classes of long steps.
 
     waits_explained: True if ranks wait in communication for a rank that has another verdict. These
     waits are left out.
@@ -166,8 +165,7 @@ def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[JudgedV
     if waits_explained:
         classes = [each for each in classes if set(each["kinds"]).difference(_NOT_A_CAUSE)]
     if report["run"]["device"] is not None and report["steps"]["by"] != DEVICE:
-        # The host's step is long if it waits for the device, for example to print the loss in every
-        # tenth step.
+        # The host's step is long if it waits for the device, for example to print a loss.
         classes = [each for each in classes if each["kinds"]]
     worth = [
         each
@@ -195,8 +193,7 @@ def _by_kind(classes: Sequence[LongSteps]) -> list[LongSteps]:
 
 
 def _lack_longer(lacking: list[LongSteps]) -> str:
-    """Return a sentence on steps that lack a CPU for longer than the typical step; "" if they cost
-    little."""
+    """Return a sentence on steps that lack a CPU for longer than the typical step, or ""."""
     count, total_s = sum(each["count"] for each in lacking), sum(each["total_s"] for each in lacking)
     if sum(each["share"] for each in lacking) < _LONG_WORTH_NAMING:
         return ""
@@ -217,8 +214,7 @@ def named_uses(verdict: JudgedVerdict) -> set[str]:
 
 
 def without_use(verdict: JudgedVerdict, kind: str) -> JudgedVerdict:
-    """Return the verdict on the typical step without the clause on one wait, which has another
-    verdict."""
+    """Return the verdict on the typical step without the clause on one wait."""
     what = next((_lower(each.what) for each in (*_WAITS, _LACK) if each.kind == kind), kind)
     return dataclasses.replace(verdict, text=re.sub(rf"; {re.escape(what)} [^()]*\([^()]*\)", "", verdict.text))
 
@@ -270,8 +266,7 @@ _ACTION_ON_DATA_THREAD = "see whether the loop waits for the batches that anothe
 
 
 def _on_other_threads(report: Facts, found: Spent) -> JudgedVerdict | None:
-    """Return a verdict if host code is the limit while other threads do a step's work; else
-    None."""
+    """Return a verdict if host code is the limit while other threads work; else None."""
     outside, others = found.limit, _other_threads_s(report)
     if outside.kind != "host_bound" or sum(others.values()) < _WASTE_FIRST * outside.seconds:
         return None
@@ -295,8 +290,7 @@ def other_threads_note(report: Facts) -> str:
 
 
 def _other_threads_s(report: Facts) -> dict[str, float]:
-    """Return seconds per step of each phase on threads other than the recorded one, the mean over
-    the ranks."""
+    """Return seconds per step of each phase on other threads, as mean over the ranks."""
     total_s: dict[str, float] = {}
     for phase, seconds in (item for rank in report["ranks"] for item in rank["other_threads"].items()):
         total_s[phase] = total_s.get(phase, 0.0) + seconds
@@ -348,8 +342,7 @@ def _kinds_of_steps(report: Facts) -> str:
 
 
 def _lack_is_measured(report: Facts) -> bool:
-    """Return True if the typical step of any rank is long enough for its waits for a CPU to be
-    recorded."""
+    """Return True if the typical step of any rank is long enough to record waits for a CPU."""
     return any(typical["lack_of_cpu"] is not None for typical in _typical_steps(report))
 
 
@@ -408,8 +401,7 @@ def _in_sections(report: Facts, use: Use, step_s: float) -> list[Use]:
     seconds, name = min(most)
     action = _section_action(name)
     if use.seconds < _NEARLY * whole_s:
-        # The use has no waits for a CPU, but the section's time contains them, so its time is not
-        # shown.
+        # The use has no waits for a CPU, but the section's time contains them, so it is not shown.
         return [dataclasses.replace(use, what=f'{use.what}, most of it in section "{name}",', action=action)]
     seconds = min(seconds, use.seconds)
     found = [dataclasses.replace(use, seconds=seconds, what=f'Section "{name}"', action=action)]
@@ -574,8 +566,7 @@ def _long_steps_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
 
 
 def _stalling_rank(long: LongSteps) -> int | None:
-    """Return the rank that all others waited for, if that rank's work is of no known kind; else
-    None."""
+    """Return the rank that all others waited for, if its work is of no known kind."""
     return None if long["kinds"] else long["waited_for"]
 
 
@@ -641,8 +632,7 @@ _BESIDES_PASSES = {"host": "host code", "data": "data loading", "communication":
 
 
 def _passes_action(part: str) -> str:
-    """Return advice for forward passes without gradients that is correct for any purpose of these
-    passes."""
+    """Return advice for forward passes without gradients for any purpose."""
     return {
         "host": "look at what the loop does between these passes.",
         "data": "look at how these passes get their data.",

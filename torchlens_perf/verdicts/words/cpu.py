@@ -20,8 +20,7 @@ _OTHERS = 0.1
 
 
 def with_cpu_action(verdict: JudgedVerdict, report: Facts) -> JudgedVerdict:
-    """Return the verdict with advice that fits the run: no fewer threads, workers or ranks if it
-    has only one."""
+    """Return the verdict with advice that fits the run, such as no fewer threads than one."""
     if CPU_ACTION not in verdict.next:
         return verdict
     return dataclasses.replace(verdict, next=verdict.next.replace(CPU_ACTION, _action(report)))

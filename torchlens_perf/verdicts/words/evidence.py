@@ -31,8 +31,7 @@ class StragglerEvidence(Struct, frozen=True):
     """rank, node or position."""
     ranks: tuple[int, ...]
     slow_too: tuple[int, ...]
-    """Other slow ranks that do the same work. The verdict's cost is that of all of them
-    together."""
+    """Other slow ranks that do the same work. The verdict's cost includes them."""
     work_s: float
     others_work_s: float
     excess_s: float
@@ -85,8 +84,7 @@ class LongSteps(TypedDict):
     """A class of steps that are longer or shorter than the typical step."""
 
     kinds: list[str]
-    """Additional work of these steps. For longer steps, only work that may explain the
-    difference."""
+    """Additional work of these steps. For longer steps, only work that may be the cause."""
     part: str
     """The part of the step that makes most of the difference."""
     count: int
@@ -103,8 +101,7 @@ class LongSteps(TypedDict):
 
 
 def joined(classes: Sequence[LongSteps]) -> LongSteps:
-    """Return the union of several classes, with sums, weighted means, and the names of the first
-    class."""
+    """Return the union of several classes, with sums and weighted means."""
     count = sum(each["count"] for each in classes)
     return {
         **classes[0],
@@ -170,8 +167,7 @@ class CaughtUpEvidence(Struct, frozen=True):
 
 
 class SampledEvidence(Struct, frozen=True):
-    """Evidence on a lack of CPUs from the sidecar's samples, as steps are too short to record
-    it."""
+    """Evidence on a lack of CPUs from the sidecar's samples, for steps too short to record it."""
 
     sampled: float
     """Share of the samples in which a main thread was runnable without a CPU."""
@@ -339,11 +335,9 @@ class JudgedVerdict(Verdict):
     episode: Episode | None = dataclasses.field(default=None, compare=False)
     """The episode of a slow rank; None for other kinds. Reports do not contain it."""
     explanation: str = ""
-    """The measurement, without place, cost, time and cause, which are in other fields; "" if that
-    is the whole text."""
+    """The measurement, without place, cost, time and cause, which are in other fields."""
     cause: str = ""
-    """The cause of a rank's slowness, or the causes that were ruled out; "" if no diagnosis was
-    made."""
+    """The cause of a rank's slowness, or the causes ruled out; "" without a diagnosis."""
 
     def facts(self) -> dict[str, Any]:
         """Return the fields of the report's row."""

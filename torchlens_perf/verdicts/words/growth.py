@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 _MIN_CHANGE = 0.25
 """Growth of the windows' medians from the first to the last third of the run."""
 _STEADY = 0.8
-"""Share of all pairs of windows in which the later is slower. A single change halfway, with noise,
-has 0.75."""
+"""Share of all pairs of windows in which the later is slower. A single change halfway has 0.75."""
 _MIN_WINDOWS = 12
 _MIN_CHANGE_WITHOUT_CPUS = 1.0
 """_MIN_CHANGE if the ranks lack CPUs: a smaller growth may come from the machine's load."""
@@ -47,8 +46,7 @@ def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedVerdict
 
 
 def _changes_once(means_s: Sequence[float]) -> bool:
-    """Return True if a single change fits the windows better than steady growth, by least
-    squares."""
+    """Return True if a single change fits the windows better than steady growth."""
     sizes = np.log(means_s)
     at = np.arange(len(sizes))
     of_line = float(np.square(sizes - np.polyval(np.polyfit(at, sizes, 1), at)).sum())

@@ -1,5 +1,4 @@
-"""An out-of-memory error in words: rank, step, request, owners of the memory, and the action.
-Pure."""
+"""An out-of-memory error in words: rank, step, request, owners of the memory, and the action."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ _ALL_SHARE = 0.98
 
 
 def out_of_memory_verdicts(report: Facts) -> list[JudgedVerdict]:
-    """Return a verdict on the first rank that ran out of device memory and has not finished a step
-    since."""
+    """Return a verdict on the first rank that ran out of device memory and did not recover."""
     ended = [(rank["out_of_memory"], rank) for rank in report["ranks"] if ended_by_it(rank)]
     found = [(oom, rank) for oom, rank in ended if oom is not None]
     if not found:

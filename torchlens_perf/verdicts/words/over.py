@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 def stretch(
     use: Use, step_s: float, rest_s: float, since_step: int, until_step: int | None, *, everywhere: bool = True
 ) -> JudgedVerdict:
-    """Return a verdict on a use that limited the steps from since_step to before until_step; None:
-    to the end.
+    """Return a verdict on a use that limited the steps from since_step to before until_step.
 
-    rest_s: time of the use per step in the rest of the run. everywhere: True if it was measured in
-    all of the rest.
+    until_step: None for the end of the run. rest_s: time of the use per step in the rest of the
+    run. everywhere: True if it was measured in all of the rest.
     """
     share = use.seconds / step_s
     takes = f"{percent(share)} ({duration(use.seconds)}) of a step of {duration(step_s)}"
@@ -38,8 +37,7 @@ def stretch(
 
 
 def computing_now(computing: Use, step_s: float, before_s: float, since_step: int) -> JudgedVerdict:
-    """Return a verdict that computing limits the newest steps, and something else limited the
-    earlier ones.
+    """Return a verdict that computing limits the newest steps, and something else the earlier ones.
 
     before_s: duration of an earlier step.
     """

@@ -30,22 +30,19 @@ class Distribution(TypedDict):
 
 
 class Startup(TypedDict):
-    """Time from the start of the process to its first recorded step, for the rank that took
-    longest."""
+    """Time from the start of the process to its first recorded step, of the slowest rank."""
 
     rank: int
     before_first_step_s: float
     warm_up_s: float
     """Time of the warm-up steps."""
     compile_s: float | None
-    """Time spent in torch.compile by the process, also in recorded steps; None if it was not
-    measured."""
+    """Time spent in torch.compile by the process, also in recorded steps; None if unknown."""
     cpu_wait_s: float | None
     """Time for which the main thread was runnable without a CPU until training began; None if it
     was not measured."""
     interactive: bool
-    """True if a person types into the process, as in a notebook. The time before the first step may
-    then be idle."""
+    """True if a person types into the process, as in a notebook. Its start may be idle."""
 
 
 class Run(TypedDict):
@@ -71,8 +68,7 @@ class Run(TypedDict):
     ranks_seen: int
     """Number of ranks in this report, of world_size ranks."""
     startup: Startup | None
-    """None if not known for any rank: no step yet, a simulated run, or not the first watch of its
-    process."""
+    """None if not known for any rank: no step, a simulated run, or a second watch."""
     device: str | None
     """"GPU", or torch's name of another kind of device; None for a CPU."""
     judged_by: str | None
@@ -123,8 +119,7 @@ class Steps(Distribution, AlikeAndLong):
     warm_up_parts: dict[str, float]
     """Each part's share of the warm-up steps' time."""
     made: int
-    """Highest number of finished steps of a rank, including those that were not recorded or were
-    lost."""
+    """Highest number of finished steps of a rank, including unrecorded and lost ones."""
     trend: Trend | None
     inference: bool
     micro_steps: int
@@ -140,8 +135,7 @@ class OwnStep(TypedDict):
     launch_share: float
     """Share of own time in which devices wait for their hosts to issue work."""
     hidden_share: float
-    """Share of own time that devices do not show, as hosts go on while devices wait for other
-    ranks."""
+    """Share of own time that devices do not show, as hosts run ahead of waiting devices."""
     is_hidden: bool
     """True if so much is hidden that the devices' own clocks do not show where the time goes."""
 
@@ -157,8 +151,7 @@ class TypicalStep(TypedDict):
 
 
 class Phase(TypedDict):
-    """One part of a step. typical_s and share are of the typical step, the other values of all
-    steps."""
+    """One part of a step. typical_s and share are of the typical step, the others of all steps."""
 
     typical_s: float
     share: float
@@ -226,8 +219,7 @@ class CpuFacts(TypedDict):
     workers: int | None
     """Highest number of child processes at one time, such as loader workers; None like `cpus`."""
     others_share: float | None
-    """Share of its CPUs that programs outside of the job kept busy; None if not measured, as the
-    rank did not wait."""
+    """Share of its CPUs that programs outside of the job kept busy; None if it did not wait."""
     busiest_other: str
     """The busiest of these programs that is visible, as "name (pid 7)"; "" if none is."""
 
@@ -312,8 +304,7 @@ class Module(TypedDict):
 
     name: str
     is_root: bool
-    """True for a whole model. Its own time is the time of its forward() outside of the timed
-    modules."""
+    """True for a whole model. Its own time is that of its forward() outside of timed modules."""
     has_untimed: bool
     """True if there are modules inside that are not timed."""
     calls: int
@@ -417,8 +408,7 @@ class Held(TypedDict):
     windows_held: int | None
     """Number of windows between these steps in which it held."""
     windows_judged: int | None
-    """Number of windows of the whole run that show whether it held; None if it is not judged by
-    windows."""
+    """Number of windows of the whole run that show whether it held; None without windows."""
     window_steps: int | None
     """Number of steps in a window."""
     since: str | None
@@ -436,8 +426,7 @@ class VerdictFacts(TypedDict):
     cost_s_per_step: float | None
     cost_share: float | None
     lost_s: float | None
-    """Seconds of job time that it has cost so far, which determine the order of verdicts; None if
-    not known."""
+    """Seconds of job time that it has cost so far, which orders verdicts; None if unknown."""
     since_step: int | None
     confidence: float
     text: str
@@ -445,8 +434,7 @@ class VerdictFacts(TypedDict):
     """The measurement. Place, cost, time, cause and action are in other fields, for screens that
     show them apart."""
     cause: str
-    """The cause of a rank's slowness, or the causes that were ruled out; "" if no diagnosis was
-    made."""
+    """The cause of a rank's slowness, or the causes ruled out; "" without a diagnosis."""
     where: dict[str, str] | None
     """Names of the rank's location: host, scheduler, container, cloud."""
     held: Held | None

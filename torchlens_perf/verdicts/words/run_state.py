@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 RUNNING, ENDED, DIED = "running", "ended", "died"
 SILENT_S = 60.0
-"""A live run counts as silent after this time. Sidecars of a running job write their state every
-few seconds."""
+"""A live run counts as silent after this time. Sidecars write every few seconds."""
 
 
 def run_state(live: bool, died: Sequence[int]) -> str:
@@ -81,8 +80,7 @@ def ago(seconds: float) -> str:
 
 
 def died_verdicts(report: Facts) -> list[JudgedVerdict]:
-    """Return a verdict on the ranks that died, except those that ran out of memory, which have a
-    verdict of their own."""
+    """Return a verdict on the ranks that died, except those that ran out of memory."""
     died = [rank for rank in report["ranks"] if rank["state"] == DIED and not ended_by_it(rank)]
     if not died:
         return []

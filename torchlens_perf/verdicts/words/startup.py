@@ -1,5 +1,4 @@
-"""The start of a run in words: the time before the first recorded step, and the time in
-torch.compile."""
+"""The start of a run in words: the time before the first recorded step, and torch.compile."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts, Run
 
 _MIN_START_S = 60.0
-"""A shorter start is shown without a verdict: importing torch takes tens of seconds on a busy
-machine."""
+"""A shorter start is shown without a verdict: importing torch takes tens of seconds."""
 _WORTH_NAMING = 0.25
 """Share of the time until the end of the last step from which the start gets a verdict."""
 _COMPILES_MUCH = 0.25
@@ -39,8 +37,7 @@ def startup_words(run: Run) -> str:
 def startup_verdicts(report: Facts) -> list[JudgedVerdict]:
     """Return a verdict on the start of an ended run, if it took long and a large share of the run.
 
-    There is no verdict without a step after the warm-up, as the usual duration of steps is not
-    known then.
+    There is no verdict without a step after the warm-up, as the usual duration is not known.
     """
     start, steps, run = report["run"]["startup"], report["steps"], report["run"]
     if start is None or start["interactive"] or run["live"] or steps["p50_s"] is None:

@@ -39,8 +39,7 @@ _SHORT_STEPS = 30
 # Below this share of slow steps, the slowness is intermittent.
 _INTERMITTENT = 0.6
 _MORE_WORK = 0.05
-# A rank contradicts the verdict on another if it came last in at least this share of the
-# collectives.
+# A rank contradicts the verdict on another if it came last in this share of the collectives.
 _LAST_IN_MOST = 0.6
 _MIN_JOINED = 20
 # A stage has too much work if the others wait for at least this share of the difference.
@@ -75,13 +74,11 @@ class SlowRankContext(NamedTuple):
     came_last: Mapping[int, float] = {}
     """Result of came_last()."""
     lacks_cpu: bool = False
-    """True if another verdict is that the ranks wait for CPUs. That cause is then not listed as
-    ruled out."""
+    """True if another verdict is that the ranks wait for CPUs. It is not listed as ruled out."""
 
 
 def straggler_verdicts(context: SlowRankContext, findings: Findings) -> tuple[list[JudgedVerdict], list[JudgedVerdict]]:
-    """Return verdicts on ranks that are slow now, the costliest first, and on ranks that were slow
-    before."""
+    """Return verdicts on ranks that are slow now, and on ranks that were slow before."""
     now = [slow_verdict(context, each, findings) for each in findings.groups[:MAX_NAMED]]
     before = sorted(findings.slow_before, key=lambda episode: -episode.since_step)
     past = [past_verdict(each, findings.diagnosis(each.key)) for each in before[:MAX_PAST]]
@@ -171,8 +168,7 @@ def phase_name(phase: str) -> str:
 
 
 def cause_class(episode: Episode) -> str:
-    """Return the class of an episode: slow_compute, slow_data, slow_host, or more_work for a larger
-    workload."""
+    """Return the class of an episode: slow_compute, slow_data, slow_host, or more_work."""
     if episode.more_workload > _MORE_WORK:
         return "more_work"
     if episode.phase == "data":
@@ -389,8 +385,7 @@ def past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Judged
 
 
 def imbalance_verdicts(findings: Findings) -> list[JudgedVerdict]:
-    """Return the verdict on a pipeline stage that has more work than the others, if there is
-    one."""
+    """Return the verdict on a pipeline stage that has more work than the others, if any."""
     found = findings.imbalance
     if found is None:
         return []
@@ -464,8 +459,7 @@ def _steps_needed(findings: Findings) -> int:
 
 
 def _why_not_compared(report: Facts, findings: Findings) -> str:
-    """Return the reason why ranks were not compared, and advice; "" if they were, or will be after
-    more steps."""
+    """Return the reason why ranks were not compared, and advice; "" if they were or will be."""
     run = report["run"]
     if run["ranks_seen"] == 1 and not run["live"] and findings.compared < 2:
         return (

@@ -118,8 +118,7 @@ def _one_of_each_cause(slow: list[JudgedVerdict], typical: JudgedVerdict) -> lis
 
 
 def _unless_too_deep(report: Facts, verdict: JudgedVerdict) -> JudgedVerdict:
-    """Return the verdict, or "not known" for host code if phases may be among the spans that were
-    not recorded."""
+    """Return the verdict, or "not known" for host code if unrecorded spans may be phases."""
     too_deep = report["quality"]["too_deep"]
     if verdict.kind != "host_bound" or not too_deep:
         return verdict
