@@ -29,14 +29,14 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
             "verdicts/judged_windows.py", "report/waited_for.py", "report/step_classes.py",
         ),
         4100,
-        7716,
+        8241,
     ),
     ("analysis", ("analysis",), 3300, 4623),
     ("exporters", ("exporters",), 2600, 5161),
     ("view", ("report", "view", "page", "top"), 6000, 10402),
     ("serve", ("serve",), 1300, 1937),
     ("sidecar", ("sidecar",), 5400, 8922),
-    ("simulate, commands", ("simulate", "commands"), 2200, 3294),
+    ("simulate, commands", ("simulate", "commands"), 2200, 3394),
     ("entry points", (".",), 1000, 1744),
 )  # fmt: skip
 
