@@ -84,6 +84,8 @@ PAGES_ELSEWHERE = {  # by what their commands are executed
 }
 SQL_ELSEWHERE = {"docs/guides/backends.md": "ClickHouse's, which tests/backends/test_clickhouse.py asks"}
 NO_CODE = {
+    ("docs/tutorials/quickstart.md", "torchlens_perf  train.py"): "the report of one run, whose times vary",
+    ("docs/guides/read-the-report.md", "torchlens_perf  simulation"): "reports: tests/docs/test_shown_reports.py",
     ("docs/guides/slurm.md", "# slurm.conf"): "lines for a cluster's configuration: tests/prometheus/test_slurm.py",
     ("README.md", "training process"): "a drawing",
     ("docs/explanation/how-it-works.md", "training process"): "a drawing",
@@ -255,6 +257,8 @@ def script(name: str) -> None:
 
 def pip(arguments: list[str]) -> None:
     (wanted,) = arguments[1:]
+    if wanted == "torch":
+        return
     extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     name, extra = re.fullmatch(r"([\w.-]+)(?:\[(\w+)\])?", wanted).groups()  # type: ignore[union-attr]
     assert name == "."  # in a clone

@@ -1,0 +1,44 @@
+"""Reports that the docs show are those that the command above them prints."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.support.code_blocks import Block, blocks
+from torchlens_perf.commands.cli import main
+
+PAGE = "docs/guides/read-the-report.md"
+_CLOCK = re.compile(r"\d\d:\d\d:\d\d UTC")
+
+
+def examples() -> list[tuple[str, Block]]:
+    """Return each `simulate` command of the page with the report below it."""
+    found, command = [], ""
+    for block in blocks():
+        if block.page == PAGE:
+            if block.language == "sh":
+                command = next((str(each) for each in block.commands() if "simulate" in each.words), command)
+            elif block.text.startswith("torchlens_perf  "):
+                found.append((command, block))
+    return found
+
+
+def test_page_has_a_slow_and_a_healthy_job() -> None:
+    assert len({command for command, _ in examples()}) == 2
+
+
+@pytest.mark.parametrize(("command", "block"), examples(), ids=["slow", "healthy"])
+def test_shown_lines_are_printed(
+    command: str, block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the order shown. `...` stands for lines left out, and times of day differ."""
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)[1:]) == 0
+    printed = iter(_CLOCK.sub("", capsys.readouterr().out).splitlines())
+    shown = [line for line in _CLOCK.sub("", block.text).splitlines() if line.strip() not in ("", "...")]
+    assert len(shown) >= 5
+    assert [line for line in shown if line not in printed] == []
