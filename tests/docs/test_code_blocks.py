@@ -85,6 +85,12 @@ PAGES_ELSEWHERE = {  # by what their commands are executed
 SQL_ELSEWHERE = {"docs/guides/backends.md": "ClickHouse's, which tests/backends/test_clickhouse.py asks"}
 NO_CODE = {
     ("docs/tutorials/quickstart.md", "torchlens_perf  train.py"): "the report of one run, whose times vary",
+    ("docs/guides/recipes.md", "BOTTLENECK  data"): "of the run in docs/tutorials/quickstart.md",
+    ("docs/guides/recipes.md", "SLOW RANK"): "of examples/train_gpt.py on a busy machine",
+    ("docs/guides/recipes.md", "HANG"): "of a run whose rank 1 slept: tests/distributed/test_hang_live.py",
+    ("docs/guides/recipes.md", "BOTTLENECK  CPU"): "of examples/train_gpt.py on a busy machine",
+    ("docs/guides/recipes.md", "step        p50"): "of examples/serve_model.py",
+    ("docs/guides/troubleshooting.md", "system"): "what doctor prints: tests/commands/test_doctor.py",
     ("docs/guides/read-the-report.md", "torchlens_perf  simulation"): "reports: tests/docs/test_shown_reports.py",
     ("docs/guides/slurm.md", "# slurm.conf"): "lines for a cluster's configuration: tests/prometheus/test_slurm.py",
     ("README.md", "training process"): "a drawing",
@@ -341,7 +347,7 @@ def test_commands_are_executed(command: Command, recorded: Path, tmp_path: Path)
         line = re.sub(old, new, line)
     if "opentelemetry-instrument" in line:
         line = f"OTEL_TRACES_EXPORTER=none OTEL_METRICS_EXPORTER=none OTEL_LOGS_EXPORTER=none {line}"
-    starts = "train" in line or "serve_model" in line
+    starts = ("train" in line or "serve_model" in line) and "TORCHLENS_PERF=0" not in line
     if starts:
         shutil.rmtree(folder / "torchlens-perf")
     elif "report slow-rank" in line:
