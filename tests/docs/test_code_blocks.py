@@ -37,7 +37,6 @@ requests = [torch.randn(1, 16) for _ in range(6)]
 """
 MORE_GIVEN = {
     "README.md": """
-augment = lambda batch: batch + 1
 class Answer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -93,10 +92,10 @@ NO_CODE = {
     ("docs/guides/troubleshooting.md", "system"): "what doctor prints: tests/commands/test_doctor.py",
     ("docs/guides/read-the-report.md", "torchlens_perf  simulation"): "reports: tests/docs/test_shown_reports.py",
     ("docs/guides/slurm.md", "# slurm.conf"): "lines for a cluster's configuration: tests/prometheus/test_slurm.py",
-    ("README.md", "training process"): "a drawing",
     ("docs/explanation/how-it-works.md", "training process"): "a drawing",
     ("docs/explanation/verdicts.md", "SLOW RANK"): "what a report says; tests/simulate/test_planted.py",
     ("docs/guides/gpu.md", "Typical step of each rank"): "what a report says; tests/simulate/test_simulated_devices.py",
+    ("README.md", "torchlens_perf  simulation"): "a report: tests/docs/test_shown_reports.py",
     ("docs/guides/opentelemetry.md", "train step"): "a drawing",
     ("docs/internals/accuracy.md", "planted faults: 1 of 2"): "what simulate prints; tests/simulate/test_planted.py",
     ("docs/reference/run-directory.md", "/dev/shm/"): "a listing of what goes when a run ends; tests/run",
