@@ -86,8 +86,6 @@ def watch(
 ) -> Watch:
     """Record where each step's time goes, from entering the returned context until leaving it.
 
-    ::
-
         with perf.watch(model, optimizer) as w:
             for batch in loader:
                 loss = model(batch).loss

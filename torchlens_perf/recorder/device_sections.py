@@ -73,8 +73,6 @@ class DeviceSection:
 def device_section(name: str) -> DeviceSection:
     """Return a named part of the step that the GPU times on the current stream; also a decorator.
 
-    ::
-
         with torch.cuda.graph(graph):
             with perf.device_section("decode"):
                 logits = model(tokens)

@@ -764,7 +764,7 @@ _decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]]  # set b
 
 
 def section(name: str) -> Section:
-    """Return the section of that name, which is created on first use."""
+    """Return the section of that name: a context manager and a decorator."""
     try:
         return _sections[name]
     except KeyError:
