@@ -13,7 +13,7 @@ MAKEFLAGS += --jobs=2
 # Without any, each of the tests' many processes would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device check lines format bench gpu-check clean
+.PHONY: demo test test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device check lines format docs bench gpu-check clean
 
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -129,6 +129,10 @@ test-device:
 	$(PYTHON) -m torchlens_perf build-tap
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/device tests/hooks/on_device tests/recorder/test_devices.py \
 		$(addprefix tests/distributed/test_, device_stalls.py hang_on_device.py merged_steps.py)
+
+# The documentation as a site, in build/site. Broken links are errors.
+docs: $(TEST)/ready
+	NO_MKDOCS_2_WARNING=1 $(TEST)/bin/mkdocs build
 
 bench: $(TEST)/tap
 	$(TEST)/bin/python -m benchmarks
