@@ -95,6 +95,7 @@ NO_CODE = {
     ("docs/explanation/how-it-works.md", "training process"): "a drawing",
     ("docs/explanation/verdicts.md", "SLOW RANK"): "what a report says; tests/simulate/test_planted.py",
     ("docs/guides/gpu.md", "Typical step of each rank"): "what a report says; tests/simulate/test_simulated_devices.py",
+    ("CONTRIBUTING.md", "training process"): "a drawing",
     ("README.md", "torchlens_perf  simulation"): "a report: tests/docs/test_shown_reports.py",
     ("docs/guides/opentelemetry.md", "train step"): "a drawing",
     ("docs/internals/accuracy.md", "planted faults: 1 of 2"): "what simulate prints; tests/simulate/test_planted.py",
