@@ -63,8 +63,7 @@ static PyObject *layout(PyObject *module, PyObject *unused)
 }
 
 static PyMethodDef methods[] = {
-    {"section", section_lookup, METH_O,
-     "section(name) -> Section\n\nReturn the section of that name: a context manager and a decorator."},
+    {"section", section_lookup, METH_O, "section(name) -> Section\n\nReturn the section of that name, made at first use."},
     {"set_section_decorator", section_set_decorator, METH_O, NULL},
     {"set_module_call", FASTCALL(module_call_set), METH_FASTCALL, NULL},
     {"route_calls", module_call_route, METH_O, NULL},
