@@ -1,1 +1,3 @@
-"""What the training processes and their node's sidecar share: ring files, the run directory, and who a rank is."""
+"""Code that training processes and the sidecar of their node share: ring files, the run directory,
+the identity of a rank.
+"""

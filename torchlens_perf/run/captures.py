@@ -1,12 +1,14 @@
-"""Captures: what is asked of ranks, what came of it, and where both lie. Known to the ranks and to their sidecars.
+"""Files of a capture: the request, its outcome on each rank, and where both are stored.
+
+Ranks and sidecars both import this module.
 
 ::
 
-    RUN/captures/ID.request.json        who asks whom; by the command line, or by the sidecar that judges
-    RUN/captures/ID/rank00005/          trace.json.gz, flight_recorder.json, memory.pickle, stacks.txt
-    RUN/captures/ID/rank00005/capture.json   what was captured and what not, and why; written last
-    RING.capture                        beside the ring file: what the sidecar asks of the rank, until it begins
-    RING.captured                       there too: the rank's answer, until the sidecar has taken it
+    RUN/captures/ID.request.json        which ranks to capture; by the command line or node 0
+    RUN/captures/ID/rank00005/          trace.json.gz, flight_recorder.json, ...
+    RUN/captures/ID/rank00005/capture.json   what was captured, and why parts are missing; last
+    RING.capture                        by the ring file: request to this rank, until it starts
+    RING.captured                       by the ring file: the outcome, until the sidecar reads it
 """
 
 from __future__ import annotations
@@ -27,81 +29,96 @@ from torchlens_perf.run import ownership
 
 MAX_STEPS = 20
 MAX_RANKS = 8
-"""In one request; more are asked only if it says so: each rank may write a gigabyte and more to one disk."""
+"""Largest number of ranks in a request that is not forced. Each rank may write more than a gigabyte
+to the shared disk.
+"""
 MAX_KEPT_BYTES = 4 << 30
-"""Of a run's captures; with more, a request is refused unless it says so. With what MAX_RANKS may write on top of it,
-before that is compressed, a run's captures take 14 GiB at most."""
+"""Size of a run's captures above which a request that is not forced is refused.
+
+The files of MAX_RANKS more ranks may come on top. Before compression, a run's captures thus take at
+most 14 GiB.
+"""
 LONGEST_S = 60.0
-"""After it the capture of a rank ends with the step in progress; before it a step must have ended to begin one."""
+"""Time limit of a capture. It then ends with the current step. If no step ends in this time, it
+does not start.
+"""
 REQUEST_LASTS_S = 120.0
-"""After it nobody takes up a request any more."""
+"""Age at which a request expires."""
 MAX_TRACE_BYTES = 1 << 30
-"""Uncompressed. Perfetto opens that, and compressed it is some 60 MB."""
+"""Largest uncompressed trace. Perfetto can open one of this size. Compressed it takes about 60 MB.
+"""
 MAX_SNAPSHOT_BYTES = 1 << 28
 TRACE, SNAPSHOT, FLIGHT_RECORDER, STACKS = "trace.json.gz", "memory.pickle", "flight_recorder.json", "stacks.txt"
 UNREADABLE = "unreadable"
-"""The id in a rank's answer to a request that it could not read."""
-RAW_TRACE = "trace.json"  # as the rank writes it; the sidecar compresses it
+"""The id in a rank's outcome when it could not read the request."""
+# The rank writes this file. The sidecar compresses it to TRACE.
+RAW_TRACE = "trace.json"
 BY_USER, BY_VERDICT = "user", "verdict"
 
 _REQUEST = ".request.json"
 _MAX_BYTES = 1 << 20
-_NOTICE_S = 2.0  # sidecars look once a second, ranks at a step's end
+# Sidecars look for requests once a second, ranks at the end of each step.
+_NOTICE_S = 2.0
 
-_FORM_OF_IDS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # they are names of folders
+# Ids are also folder names.
+_FORM_OF_IDS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _T = TypeVar("_T", bound="Request | Outcome")
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Who is to be captured, and for how long."""
+    """The ranks to capture, and the steps."""
 
     id: str
     asked_by: str
     """BY_USER or BY_VERDICT."""
     asked_unix_s: float
     attempt: int
-    """Of the job; other processes are not asked."""
+    """Attempt of the job. Processes of other attempts ignore the request."""
     ranks: tuple[int, ...]
     from_step: int
-    """The same on all ranks; a rank that receives the request too late begins with its next step."""
+    """First step to capture, the same on all ranks. A rank that receives the request too late
+    starts with its next step.
+    """
     steps: int
     python: bool = False
-    """Python frames and modules in the trace too."""
+    """True to record Python frames and modules in the trace."""
     forced: bool = False
-    """Whether it may ask more than MAX_RANKS, and where there are MAX_KEPT_BYTES already."""
+    """True to exceed MAX_RANKS and MAX_KEPT_BYTES."""
     folder: str = ""
-    """Where the rank that is asked writes; the sidecar fills it in."""
+    """Folder that the rank writes to. The sidecar sets it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a request on one rank."""
+    """Result of a request on one rank."""
 
     id: str
     rank: int
     first_step: int | None = None
     steps: int = 0
-    """That are whole in the trace."""
+    """Number of complete steps in the trace."""
     ended: str = ""
-    """Why nothing was captured, or less than was asked; "" where all was."""
+    """Why less than the request was captured; "" if all of it was."""
     files: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Bytes by name."""
+    """File sizes in bytes, by file name."""
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Why a file, or a part of one, is not there."""
+    """Why a file is missing or incomplete, by file name."""
     paused_s: float = 0.0
-    """How long training stood still for it, besides what the captured steps took longer."""
+    """Seconds that training stopped for the capture, in addition to the slowdown of the captured
+    steps.
+    """
     torch: str = ""
 
 
 def ask_path(ring: Path) -> Path:
-    """Where a rank finds what it is asked."""
+    """Return the path of the file in which a rank receives a request."""
     return ring.with_suffix(".capture")
 
 
 def answer_path(ring: Path) -> Path:
-    """Where it answers."""
+    """Return the path of the file in which a rank returns its outcome."""
     return ring.with_suffix(".captured")
 
 
@@ -118,7 +135,7 @@ def outcome_path(folder: Path) -> Path:
 
 
 def write(path: Path, value: Request | Outcome) -> None:
-    """Writes it whole at once: whoever sees the file can read it. Raises OSError."""
+    """Write a request or an outcome atomically. Raise OSError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         ownership.write(partial, json.dumps(dataclasses.asdict(value), indent=1))
@@ -128,7 +145,10 @@ def write(path: Path, value: Request | Outcome) -> None:
 
 
 def read(path: Path, kind: type[_T]) -> _T:
-    """Raises OSError, or ValueError for what is not such a file: anybody may have put it there."""
+    """Read a request or an outcome. Raise OSError, or ValueError if the content is invalid.
+
+    Other users may have written the file, so its content is checked.
+    """
     try:
         value = json.loads(ownership.read_bytes(path, _MAX_BYTES))
     except RecursionError:
@@ -146,7 +166,7 @@ def read(path: Path, kind: type[_T]) -> _T:
 
 
 def is_id(text: str) -> bool:
-    """Whether it is in the form of a request's id, which is a folder's name."""
+    """Return True if the text has the form of a request's id."""
     return _FORM_OF_IDS.fullmatch(text) is not None
 
 
@@ -159,7 +179,7 @@ def _check(value: Request | Outcome) -> None:
 
 
 def _right(value: Request | Outcome) -> dict[str, bool]:
-    """By field, whether it can be that."""
+    """Return for each field whether its value is valid."""
     if isinstance(value, Request):
         return {
             "asked_by": isinstance(value.asked_by, str),
@@ -197,23 +217,31 @@ def _is_count(value: object, least: int = 0, most: int = 1 << 62) -> bool:
 
 
 def ask(captures: Path, request: Request) -> None:
-    """Puts a request where the sidecars look. Raises OSError."""
+    """Write a request to the folder that the sidecars watch. Raise OSError."""
     captures.mkdir(exist_ok=True)
     write(request_path(captures, request.id), request)
 
 
 def new_id() -> str:
-    """As 20261121-013205-3fa9: sorts by time, and two people may ask in the same second."""
+    """Return a new id such as 20261121-013205-3fa9. Ids sort by time, and two requests of one
+    second differ.
+    """
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def first_step(step: int, step_s: float) -> int:
-    """A step that leaves all ranks time to receive the request. step: in progress now; step_s: how long one takes."""
+    """Return the first step that leaves all ranks time to receive the request.
+
+    step: the current step. step_s: duration of a step.
+    """
     return step + 1 + math.ceil(_NOTICE_S / max(step_s, 1e-6))
 
 
 def read_requests(captures: Path) -> tuple[list[Request], list[str]]:
-    """All of a run, oldest first; and which cannot be used, and why: somebody else may have put them there."""
+    """Return a run's requests, oldest first, and a message for each invalid file.
+
+    Other users may have written the files.
+    """
     found: list[Request] = []
     unreadable: list[str] = []
     for path in sorted(captures.glob(f"*{_REQUEST}")):
@@ -234,7 +262,7 @@ def read_requests(captures: Path) -> tuple[list[Request], list[str]]:
 
 
 def outcome(captures: Path, request: Request, rank: int) -> Outcome | None:
-    """What came of it there; None while that is open."""
+    """Return the outcome on a rank; None while it is missing."""
     try:
         return read(outcome_path(rank_folder(captures, request.id, rank)), Outcome)
     except (OSError, ValueError):
@@ -242,14 +270,15 @@ def outcome(captures: Path, request: Request, rank: int) -> Outcome | None:
 
 
 def refusal(captures: Path, request: Request) -> str:
-    """Why nobody takes it up, unless it is forced; "" if all do. Raises OSError."""
+    """Return why sidecars refuse the request; "" if they accept it. Raise OSError."""
     if request.forced:
         return ""
     if len(request.ranks) > MAX_RANKS:
         return f"{len(request.ranks)} ranks are more than {MAX_RANKS}, each may write a gigabyte: --force asks all"
     kept_bytes = 0
     for folder, _, names in os.walk(captures):
-        for name in names if Path(folder).parent.name != request.id else ():  # not what its other ranks have written
+        # Files of the request's other ranks do not count.
+        for name in names if Path(folder).parent.name != request.id else ():
             with contextlib.suppress(FileNotFoundError):
                 kept_bytes += os.lstat(os.path.join(folder, name)).st_size
     if kept_bytes > MAX_KEPT_BYTES:
@@ -258,6 +287,6 @@ def refusal(captures: Path, request: Request) -> str:
 
 
 def is_open(captures: Path, request: Request, unix_s: float) -> bool:
-    """Whether it is still being worked on."""
+    """Return True if a rank may still return an outcome."""
     young = abs(unix_s - request.asked_unix_s) < REQUEST_LASTS_S + LONGEST_S
     return young and any(outcome(captures, request, rank) is None for rank in request.ranks)

@@ -2,13 +2,13 @@
 
 Three rules hold for all of them:
 
-- The program is a Python interpreter that is shown to be one. In a frozen or embedding program, `sys.executable` is
-  that program: started with our arguments, it would train a second time.
-- The child runs this very package, and finds its libraries where this process found them.
-- A variable in the environment marks the child. watch() and autoload() record nothing where it is set, so no chain of
-  processes can arise.
+- The program is verified to be a Python interpreter. In a frozen or embedding program,
+  `sys.executable` is that program: started with our arguments, it would train a second time.
+- The child runs this same package and finds its libraries where this process found them.
+- An environment variable marks the child. watch() and autoload() record nothing if it is set, so no
+  chain of processes can arise.
 
-Any thread. Imports next to nothing until it is called.
+Functions may be called on any thread. The module imports almost nothing until it is called.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ if TYPE_CHECKING:
     import subprocess
 
 SEARCH_PATH = "_TORCHLENS_PERF_SEARCH_PATH"
-"""Folders for the child's sys.path, one a line, see __main__.py."""
+"""Folders for the child's sys.path, one per line. See __main__.py."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ROOT = os.path.dirname(_PACKAGE)
 _SIDECAR_LIBRARIES = ("numpy", "pyarrow", "msgspec", "rich")
 _INTERPRETER_NAME = re.compile(r"python(?:\d(?:\.(\d+))?)?[tdmu]{0,2}(?:-dbg)?")
-# A child is no rank, and profilers that are loaded by these variables are not meant for it.
+# A child has no rank, and profilers that are loaded by these variables are not meant for it.
 _NOT_A_RANK = ("TORCHLENS_PERF", "RANK", "LOCAL_RANK", "NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH")
-# The user examines their own program. PYTHONWARNINGS=error would end a sidecar at a library's DeprecationWarning.
+# These options examine the user's program. PYTHONWARNINGS=error would end a sidecar at a library's
+# DeprecationWarning.
 _OF_THE_PROGRAM = ("PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONINSPECT", "PYTHONTRACEMALLOC", "PYTHONVERBOSE")
 _OPTIONS_OF_THE_PROGRAM = ("dev", "importtime", "perf", "perf_jit", "showrefcount", "tracemalloc")
-# The folder by which opentelemetry-instrument instruments every Python. Spans of our own requests are of no use.
+# opentelemetry-instrument instruments every Python process by this folder. Spans of our own
+# requests are useless.
 _INSTRUMENTS = os.sep + os.path.join("opentelemetry", "instrumentation", "auto_instrumentation")
 _SHELL, _IN_BACKGROUND = "/bin/sh", '"$@" &'
-_SHELL_TIMEOUT_S = 1.0  # it takes one millisecond
-# NumPy's libraries start a thread for each processor when they are imported. That takes half of the import's time.
+# The shell takes one millisecond.
+_SHELL_TIMEOUT_S = 1.0
+# NumPy's libraries start one thread per processor on import, which takes half of the import's time.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -90,9 +93,10 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def start(command: list[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
-    """Start a child in a session of its own, in /, without stdin, stdout and stderr, but for Popen's `options`.
+    """Start a child in a session of its own, in /, without stdin, stdout and stderr, unless Popen's
+    `options` differ.
 
-    env: environment() by default. Raise OSError where no process can be started.
+    env: environment() by default. Raise OSError if no process can be started.
     """
     import subprocess
 
@@ -102,10 +106,11 @@ def start(command: list[str], env: Mapping[str, str] | None = None, **options: A
 
 
 def start_detached(command: list[str], **options: Any) -> None:
-    """Start a child of no process, by a shell that ends at once. Raise OSError where that is not possible.
+    """Start a process without a parent, by a shell that ends at once. Raise OSError if that is not
+    possible.
 
-    Ray's workers kill their children as they end, DeepSpeed's launcher what a failed rank has started, and a child that
-    ends before its parent would stay as a zombie.
+    Ray's workers kill their children as they end. DeepSpeed's launcher kills what a failed rank has
+    started. A child that ends before its parent would stay as a zombie.
     """
     import subprocess
 
@@ -119,10 +124,11 @@ def start_detached(command: list[str], **options: Any) -> None:
 
 
 def search_path() -> list[str]:
-    """Return the folders in which a child looks for modules: those of this process, without the script's own.
+    """Return the folders in which a child looks for modules: those of this process, without the
+    script's own.
 
-    A file rich.py beside the user's script must not stand in for a library. The script's folder is in the list if a
-    library is found nowhere else.
+    A file rich.py in the folder of the user's script must not replace a library. The script's
+    folder is only in the list if a library is found nowhere else.
     """
     entries = [entry for entry in sys.path if isinstance(entry, str) and os.path.isabs(entry) and "\n" not in entry]
     entries = [entry for entry in dict.fromkeys(entries) if not entry.rstrip(os.sep).endswith(_INSTRUMENTS)]
@@ -135,7 +141,7 @@ def search_path() -> list[str]:
 def _python_path(text: str) -> str:
     """Return PYTHONPATH for a process with another working directory.
 
-    Python has made its entries absolute when it started. The working directory may be another one by now.
+    Python made its entries absolute at startup. The working directory may have changed since then.
     """
     entries = []
     for entry in text.split(os.pathsep):
@@ -162,7 +168,9 @@ def _why_no_interpreter(path: object) -> str:
 
 
 def _is_interpreter(path: str) -> bool:
-    """Whether a file, or what it is a link to, is named like an interpreter and lies where this Python has its own."""
+    """Return True if a file, or its link target, has an interpreter's name and is in a folder of
+    this Python's interpreter.
+    """
     installed = False
     for each in (path, os.path.realpath(path)):
         named = _INTERPRETER_NAME.fullmatch(os.path.basename(each))
@@ -178,12 +186,15 @@ def _interpreter_folders() -> set[str]:
 
     prefixes = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)
     folders = [os.path.join(prefix, "bin") for prefix in prefixes]
-    folders.append(str(sysconfig.get_config_var("BINDIR") or ""))  # with PYTHONHOME, the prefixes are another place
+    # With PYTHONHOME, the prefixes differ from the folder of the interpreter.
+    folders.append(str(sysconfig.get_config_var("BINDIR") or ""))
     return {os.path.realpath(folder) for folder in folders if folder}
 
 
 def _options() -> list[str]:
-    """Options of this interpreter that say where modules come from and how text is read. -W and -O do not."""
+    """Return this interpreter's options that affect where modules come from and how text is
+    decoded. -W and -O do not.
+    """
     flags = sys.flags
     options = ["-I"] if flags.isolated else ["-E"] * flags.ignore_environment + ["-s"] * flags.no_user_site
     if not flags.isolated and getattr(flags, "safe_path", False):
@@ -196,7 +207,9 @@ def _options() -> list[str]:
 
 
 def _is_found(name: str, folders: Iterable[str]) -> bool:
-    """Whether a child that looks in these folders finds a library; also by a finder that an installer has left."""
+    """Return True if a child that searches these folders finds a library. Finders that installers
+    add are used, too.
+    """
     if PathFinder.find_spec(name, list(folders)) is not None:
         return True
     others = [finder for finder in sys.meta_path if finder is not PathFinder]
@@ -204,10 +217,11 @@ def _is_found(name: str, folders: Iterable[str]) -> bool:
 
 
 def _scripts_folder() -> str:
-    """Return the folder that Python put first into sys.path for the script; "" if there is none."""
+    """Return the folder that Python put first into sys.path for the script; "" without one."""
     if sys.flags.isolated or getattr(sys.flags, "safe_path", False) or not sys.path:
         return ""
     first, main = sys.path[0], sys.modules.get("__main__")
-    if getattr(main, "__spec__", None) is not None:  # with -m, it is the working directory
+    # With `python -m`, the first entry is the working directory.
+    if getattr(main, "__spec__", None) is not None:
         return first if isinstance(first, str) else ""
     return first if first == os.path.dirname(getattr(main, "__file__", None) or "") else ""

@@ -1,4 +1,6 @@
-"""The host's clock; and how far a device is, as the training process writes it into the ring's header."""
+"""The host's clock, and the device's progress as the training process writes it into the ring's
+header.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _HALF = 32
 
 
 class Anchor(NamedTuple):
-    """The same instant on a monotonic clock and on the wall clock, and how far apart the two readings may be."""
+    """One instant on a monotonic clock and on the wall clock, with the uncertainty of the pair."""
 
     monotonic_ns: int
     unix_ns: int
@@ -23,7 +25,9 @@ class Anchor(NamedTuple):
 
 
 class HostClock:
-    """CLOCK_MONOTONIC: the instant is known as soon as it is marked, and is its own handle."""
+    """CLOCK_MONOTONIC as a step clock: a mark's time is known at once, and the mark is its own
+    handle.
+    """
 
     name = "host"
 
@@ -34,7 +38,9 @@ class HostClock:
         return begin, end - begin
 
     def anchor(self) -> Anchor:
-        """The closest of five readings of the wall clock between two of the monotonic one."""
+        """Return the most exact of five readings. Each reads the wall clock between two readings of
+        the monotonic clock.
+        """
         best = Anchor(0, 0, 1 << 62)
         for _ in range(5):
             before = time.monotonic_ns()
@@ -46,30 +52,33 @@ class HostClock:
 
 
 class DeviceMark(NamedTuple):
-    """The last mark that a device had reached when the training thread last looked."""
+    """The last mark that a device had reached when the training thread last polled it."""
 
     step: int
-    """The step in which that is."""
+    """Step of the mark."""
     place: int
-    """Which of the step's marks; 0: the step's beginning."""
+    """Number of the mark within the step; 0 is the start of the step."""
     kind: int
-    """Of the span whose mark it is, a ring.Kind; 0: not known."""
+    """Kind of the mark's span, a ring.Kind; 0 if not known."""
     name_id: int
     is_end: bool
-    """Of the span; else it is its beginning."""
+    """True if the mark is the end of the span, False if it is the start."""
     since_ns: int
-    """When it was first seen there."""
+    """Time of the poll that first found the device at this mark."""
     looked_ns: int
-    """When it was last looked."""
+    """Time of the last poll."""
 
     def words(self) -> tuple[int, int, int, int]:
-        """As they lie in the header."""
+        """Return the values in the order of the header's words."""
         mark = self.kind | (_IS_END if self.is_end else 0) | self.name_id << _HALF
         return self.since_ns, (self.step + 1) | self.place << _HALF, mark, self.looked_ns
 
 
 def device_mark(reader: Reader) -> tuple[DeviceMark, str] | None:
-    """What the header says, and the name of the mark's span; None before the first look. A snapshot."""
+    """Return the device's mark and the name of its span; None before the first poll.
+
+    The writer may change the header during the call.
+    """
     since_ns, where, mark, looked_ns = map(reader.counter, DEVICE_MARK)
     if not where:
         return None

@@ -1,7 +1,9 @@
-"""Rings of jobs that were killed together with their sidecars: read into their run directories, or removed.
+"""Find rings of jobs that were killed together with their sidecars, and start a program that drains
+them.
 
-Shared memory keeps them until the node restarts: 4.5 MB a rank. The next start of a watch of the same user on the node
-starts a program for them (sidecar/start/drain.py), which waits for the disks of those run directories in its place.
+Shared memory keeps such rings until the node restarts, at 4.5 MB a rank. The next watch of the same
+user on the node starts the program (sidecar/start/drain.py). It reads the rings into their run
+directories, or removes them. The watch does not wait for the disks of those directories.
 """
 
 from __future__ import annotations
@@ -21,18 +23,20 @@ from torchlens_perf.run.rings import memory
 from torchlens_perf.run.sidecar_lock import is_held
 
 OLD_S = 600.0
-"""Rings of another PID namespace, whose processes are not seen here, are left alone for so long after a change."""
+"""Age at which rings of another PID namespace count as dead. Processes of other namespaces are not
+visible here.
+"""
 
 
 class DeadRun(NamedTuple):
-    """A run whose rings on this node nobody writes any more."""
+    """A run whose rings on this node have no writer left."""
 
     path: Path | None
-    """The run directory; None where no ring says it."""
+    """The run directory; None if no ring names one."""
     node: str
-    """What its files are named by."""
+    """Name of the node in the names of its files."""
     digest: str
-    """Of the boot and the PID namespace that its processes were in, see run/place/node.py."""
+    """Digest of the boot and PID namespace of its processes, see run/place/node.py."""
     rings: list[Path]
 
     @property
@@ -41,9 +45,9 @@ class DeadRun(NamedTuple):
 
 
 def find(old_s: float = OLD_S) -> Iterator[DeadRun]:
-    """Yield this user's dead runs. A ring that a process of any container has mapped is written, see is_mapped().
+    """Yield this user's dead runs. Runs with a live sidecar are skipped.
 
-    A run whose sidecar lives is left to that.
+    A ring that a process of any container has mapped counts as live, see is_mapped().
     """
     for folder, changed_s in runs_on_this_node():
         rings = [path for path in folder.glob("*.ring") if path.is_file() and not path.is_symlink()]
@@ -58,7 +62,7 @@ def find(old_s: float = OLD_S) -> Iterator[DeadRun]:
 
 
 def _place(ring: Path) -> tuple[Path, str] | None:
-    """The run directory that a ring belongs to, and its node; None where it does not say."""
+    """Return the run directory and the node of a ring; None if its metadata lack them."""
     try:
         reader = Reader(ring)
     except (OSError, RingError):
@@ -68,7 +72,8 @@ def _place(ring: Path) -> tuple[Path, str] | None:
     finally:
         reader.close()
     run_dir, node = metadata.get("run_dir"), metadata.get("identity", {}).get("node")
-    return (Path(run_dir), node) if run_dir and node else None  # else it is of another version
+    # Rings of other versions lack these fields.
+    return (Path(run_dir), node) if run_dir and node else None
 
 
 def _is_locked(path: Path) -> bool:
@@ -79,10 +84,11 @@ def _is_locked(path: Path) -> bool:
 
 
 def begin(but: str = "") -> bool:
-    """Start the program if there are dead runs, and return whether there are. Raise OSError or RunStoreError.
+    """Start the drain program if there are dead runs. Return True if there are. Raise OSError or
+    RunStoreError.
 
-    The program exports nothing, because the environment is that of another job. but: a run that begins just now, whose
-    own sidecar reads what an earlier process of it has left.
+    The program exports nothing, because the environment belongs to another job. but: the run that
+    is starting. Its own sidecar reads what an earlier process of the run has left.
     """
     if all(run.run_id == but for run in find()):
         return False

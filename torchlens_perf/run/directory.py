@@ -1,32 +1,35 @@
-"""Where a run's files lie, seen from the training process: the run directory, and what must lie on this node.
+"""Layout of a run's files: the run directory, and the files that must be on this node.
 
 ::
 
     torchlens-perf/20261121-0132-3fa9c1d2/
-      nodes/NODE.json      what the node's sidecar knows: statistics, cursors, quality (report reads these)
+      nodes/NODE.json      sidecar state: statistics, cursors, quality (input of reports)
       nodes/NODE.rings     paths of the ring files in rings/ of this node, one a line
-      nodes/NODE.log       what the sidecar said
+      nodes/NODE.log       log of the sidecar
       steps/NODE-*.parquet one row a step and rank
       spans/NODE-*.parquet one row a record
-      oom/rankNNNNN-STEP.json, .txt  what held the memory of a device that ran out of it
-      gpus/NODE-*.parquet  one row a GPU and second; links/ one row a port and five seconds; outbox/ see exporters
-      captures/            deep looks at a few steps, see captures.py
+      oom/rankNNNNN-STEP.json, .txt  live memory of a device at an out-of-memory error
+      gpus/NODE-*.parquet  one row a GPU and second; links/ one row a port and five seconds
+      outbox/              see exporters
+      captures/            detailed traces of a few steps, see captures.py
       rings/KEY.ring       ring files, where no sidecar reads them while the job runs
-      report.txt, .html    the last report, and as a page
+      report.txt, .html    the last report, as text and as a page
 
     /dev/shm/torchlens-perf-UID/
       .run-...             the run id that the ranks of one launcher have agreed on
-      20261121-0132-3fa9c1d2.5d41ab/   the digest: of the boot and the PID namespace, see place/node.py
-        KEY.ring           a rank's ring file, or a link to the process in whose memory it is
+      20261121-0132-3fa9c1d2.5d41ab/   5d41ab: digest of boot and PID namespace, see place/node.py
+        KEY.ring           a rank's ring file, or a link to the memory of the process that made it
         KEY.held           a link to the process that has such a ring open
-        TIME-KEY.registered  a link to it: it can be read
-        KEY.report, .answer, .view, .alerts   where it hears from the sidecar, see mailbox.py
-        sidecar.lock, sidecar.log  the second until the run directory is there
+        TIME-KEY.registered  a link to the ring: it can be read
+        KEY.report, .answer, .view, .alerts   messages from the sidecar, see mailbox.py
+        sidecar.lock, sidecar.log  the log is here until the run directory exists
 
-A store into a file that is mapped from a disk may wait for the disk, or end the process (SIGBUS): so rings go to shared
-memory, or to anonymous memory where that is small (rings/memory.py). In shared memory, or else in the temporary
-directory, the training process and the sidecar also meet: the training process itself touches nothing in the run
-directory, whose disk may not answer, unless there is no sidecar.
+A store into a file that is mapped from a disk may wait for the disk, or end the process (SIGBUS).
+Rings are therefore in shared memory, or in anonymous memory where that is small (rings/memory.py).
+
+The training process and the sidecar communicate in shared memory, or else in the temporary
+directory. The training process touches the run directory only if there is no sidecar, because its
+disk may not respond.
 """
 
 from __future__ import annotations
@@ -51,15 +54,20 @@ from torchlens_perf.run.processes import process_started
 from torchlens_perf.run.ring import RECORD_BYTES, RECORDS_OFFSET, RingFile
 from torchlens_perf.run.rings import memory
 
-_RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")  # the name of a folder, and no path
+# A run id is the name of a folder. It must not be a path.
+_RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _MEMBER = "-rank"
-_CLAIM_NAME = re.compile(rf"(\.(?:run|off)-(\d+)-.*?\.\d+)(?:{_MEMBER}\d+)?")  # of which PID namespace
+# The second group is the PID namespace.
+_CLAIM_NAME = re.compile(rf"(\.(?:run|off)-(\d+)-.*?\.\d+)(?:{_MEMBER}\d+)?")
 _REGISTERED, _HELD = ".registered", ".held"
 _LOCK, _LOG = "sidecar.lock", "sidecar.log"
 _SHARED_MEMORY = Path("/dev/shm")
-_SHARE_OF_FREE = 16  # a ring takes at most one part in so many: containers often have 64 MB, which DataLoaders need
+# A ring takes at most this part of the free space. Containers often have 64 MB, which DataLoaders
+# need.
+_SHARE_OF_FREE = 16
 _MAX_RINGS_BYTES = 1 << 24
-_MAX_TRIES = 5  # in a folder that a sidecar which ends may just then remove
+# Attempts to use a folder, which an ending sidecar may remove at that moment.
+_MAX_TRIES = 5
 
 _T = TypeVar("_T")
 
@@ -72,7 +80,7 @@ class RunDirectory:
     """Paths inside one run directory."""
 
     def __init__(self, path: Path, *, shared: bool = False) -> None:
-        """shared: what has to be made can be read by its group."""
+        """shared: make new folders readable for the group."""
         self.path = path
         self.shared = shared
         self.nodes = path / "nodes"
@@ -117,11 +125,13 @@ class RunDirectory:
 
     @property
     def folders(self) -> list[Path]:
-        """That must be there."""
+        """Folders that create() makes."""
         return [self.steps, self.spans, self.nodes]
 
     def create(self) -> list[str]:
-        """Makes the folders; returns those that were missing. Raises RunStoreError where that is not allowed."""
+        """Make the folders. Return those that were missing. Raise RunStoreError if a folder cannot
+        be made.
+        """
         try:
             access = make_folders.SHARED if self.shared else make_folders.PRIVATE
             return make_folders.make([str(folder) for folder in self.folders], access)
@@ -129,15 +139,15 @@ class RunDirectory:
             raise RunStoreError(f"cannot write to {self.path}: {error.strerror or error}") from None
 
     def register_ring(self, node: str, ring: Path) -> None:
-        """Tells the node's sidecar of a ring file that can be read. Raises OSError or RunStoreError."""
+        """Announce a readable ring file to the node's sidecar. Raise OSError or RunStoreError."""
         if not ring.is_relative_to(self.path):
-            # Sidecars take them in the order of their names, which is that of time.
+            # The names start with the time, because sidecars process them in alphabetical order.
             link = f"{time.monotonic_ns():020d}-{ring.stem}{_REGISTERED}"
             _in_local_folder(self.run_id, lambda folder: os.symlink(ring, folder / link))
             return
         with open(self.node_rings(node), "ab", buffering=0, opener=ownership.open_to_append) as file:
             try:
-                # One write(2) of a short line: it stays whole beside other ranks' lines.
+                # One write(2) of a short line is atomic, so lines of other ranks cannot interleave.
                 file.write(os.fsencode(ring) + b"\n")
             except OSError:
                 if not file.tell():
@@ -145,11 +155,11 @@ class RunDirectory:
                 raise
 
     def registered_rings(self, node: str) -> list[Path]:
-        """The node's ring files so far, in the order of their registration."""
+        """Return the node's ring files so far, in the order of their registration."""
         return self.kept_rings(node) + self.local_rings()
 
     def kept_rings(self, node: str) -> list[Path]:
-        """Those in the run directory."""
+        """Return the node's ring files in the run directory."""
         try:
             text = ownership.read_bytes(self.node_rings(node), _MAX_RINGS_BYTES).decode(errors="surrogateescape")
         except (FileNotFoundError, ownership.NotRegularFileError, ownership.TooLargeError):
@@ -158,34 +168,39 @@ class RunDirectory:
         return [Path(line.rstrip("\n")) for line in lines if line.endswith("\n")]
 
     def local_rings(self) -> list[Path]:
-        """Those outside of the run directory: to know them, its disk is not asked."""
+        """Return the ring files outside of the run directory, without access to its disk."""
         return [Path(os.readlink(link)) for link in sorted(self._local_files(f"*{_REGISTERED}"))]
 
     def local_changes_ns(self) -> list[int]:
-        """When something last came or went, in each folder that local_rings() looks at; 0 where there is none."""
+        """Return the time of the last change of each folder that local_rings() reads; 0 for a
+        missing folder.
+        """
         return [_changed_ns(_local(parent, self.run_id)) for parent in _local_parents()]
 
     def local_mailboxes(self, kind: str) -> list[Path]:
-        """Where somebody waits for that, or has waited, see mailbox.py."""
+        """Return this node's mailbox files of a kind, see mailbox.py. Their readers may have ended."""
         return list(self._local_files(f"*{kind}"))
 
     def remove_ring(self, ring: Path) -> None:
-        """Removes a ring file, what it was registered by, and its folder if nothing else is in it."""
+        """Remove a ring file and its registrations, and its folder if that is empty then."""
         for path in self.ring_files(ring):
             memory.forget(str(path))
-        _remove_if_empty(ring.parent)  # else other rings, or the sidecar's lock, are there
+        # Other rings or the sidecar's lock may still be there.
+        _remove_if_empty(ring.parent)
 
     def ring_files(self, ring: Path) -> list[Path]:
-        """The ring file, and what it is registered by on this node."""
+        """Return the paths of a ring file and of its registrations on this node."""
         return [ring, *self._local_files(f"*-{ring.stem}{_REGISTERED}")]
 
     def leave_local(self) -> None:
-        """A rank that does not record: its folders of this node go, if nobody else is in them."""
+        """Remove the run's folders of this node as far as they are empty: for ranks that do not
+        record.
+        """
         for parent in _local_parents():
             _remove_if_empty(_local(parent, self.run_id))
 
     def clear_local(self) -> None:
-        """The sidecar ends: removes what nobody waits for on this node, but for its lock."""
+        """Remove leftover files of this node except the lock, when the sidecar ends."""
         for path in self._local_files("*"):
             left = path.suffix == _REGISTERED and not path.exists()
             left |= path.suffix in (*mailbox.KINDS, _HELD) and not path.with_suffix(".ring").exists()
@@ -193,7 +208,7 @@ class RunDirectory:
                 path.unlink(missing_ok=True)
 
     def _local_files(self, pattern: str) -> Iterator[Path]:
-        """Makes no folder."""
+        """Yield the matching files in the run's folders of this node. Make no folder."""
         for parent in _local_parents():
             folder = _local(parent, self.run_id)
             if _is_private(parent) and _is_private(folder):
@@ -201,13 +216,17 @@ class RunDirectory:
 
 
 def claim_run_id(digest: str, origin: int, *, proposal: str = "", member: int | None = None) -> str:
-    """The run id for a launcher's digest: by default when the run began, and the digest.
+    """Return the run id for a launcher's digest: by default the start time of the run, and the
+    digest.
 
-    The ranks of a node ask at nearly the same time, and must hear the same: the first one leaves its answer as the
-    target of a symbolic link, which can be made only once. It is forgotten some time after the launcher has ended.
-    origin: the launcher's pid; of a process that is its own, nobody else asks. member: which of the launcher's ranks
-    asks, if it starts each only once in a run: when one comes again, or all have ended, another run has begun. Raises
-    RunStoreError where no place of this node can be written.
+    The ranks of a node call this at almost the same time and must get the same id. The first rank
+    stores its proposal as the target of a symbolic link, which only one process can create. Later
+    calls remove the link once launcher and ranks have ended.
+
+    origin: pid of the launcher. A process that is its own launcher shares the id with no process.
+    member: number of the calling rank, if the launcher starts each rank only once per run. A new
+    run begins if a member comes again, or if all have ended. Raise RunStoreError if no folder of
+    this node is writable.
     """
     proposal = proposal or f"{time.strftime('%Y%m%d-%H%M%S')}-{digest}"
     run_id = proposal if origin == os.getpid() else _claimed("run", digest, origin, proposal, member)
@@ -217,12 +236,14 @@ def claim_run_id(digest: str, origin: int, *, proposal: str = "", member: int | 
 
 
 def is_first(digest: str, origin: int) -> bool:
-    """Whether this is the first of the launcher's ranks to ask so on this node. Raises as claim_run_id()."""
+    """Return True on the first rank of the launcher that calls this on this node. Raise as
+    claim_run_id().
+    """
     return origin == os.getpid() or _claimed("off", digest, origin, str(os.getpid())) == str(os.getpid())
 
 
 def _claimed(kind: str, digest: str, origin: int, proposal: str, member: int | None = None) -> str:
-    """What the first one has proposed."""
+    """Return the proposal of the first rank."""
     stem = f".{kind}-{pid_namespace()}-{digest}."
 
     def claim(folder: Path) -> str:
@@ -230,7 +251,8 @@ def _claimed(kind: str, digest: str, origin: int, proposal: str, member: int | N
         for nth in itertools.count():
             link = folder / f"{stem}{nth}"
             with contextlib.suppress(FileExistsError):
-                os.symlink(f"{_process(origin)}:{proposal}", link)  # leads nowhere: it is content, whole at once
+                # The link has no target. Its text is the content, which appears atomically.
+                os.symlink(f"{_process(origin)}:{proposal}", link)
             holder, _, claimed = os.readlink(link).partition(":")
             if _joins(link, holder, member):
                 return claimed
@@ -240,7 +262,7 @@ def _claimed(kind: str, digest: str, origin: int, proposal: str, member: int | N
 
 
 def _joins(link: Path, holder: str, member: int | None) -> bool:
-    """Whether this process is of those that share a claim; then it is one of them from now on."""
+    """Return True if this process shares a claim. If so, register it as a member."""
     if member is None:
         return _lives(holder)
     mark = link.with_name(f"{link.name}{_MEMBER}{member}")
@@ -259,19 +281,20 @@ def _process(pid: int) -> str:
 
 
 def _lives(process: str) -> bool:
-    """Whether the process of this namespace that _process() named is there."""
+    """Return True if the process of this namespace that _process() named is running."""
     pid, _, started = process.partition("-")
     return pid.isdigit() and str(process_started(int(pid)) or 0) == started
 
 
 def _forget_claims_of_the_dead(folder: Path) -> None:
-    """Those of which neither the launcher nor a rank lives."""
+    """Remove claims whose launcher and ranks have all ended."""
     holders: dict[str, list[tuple[Path, str]]] = {}
     for link in folder.glob(".*"):
         found = _CLAIM_NAME.match(link.name)
-        # Another namespace's process ids say nothing here.
+        # Process ids of other namespaces have no meaning here.
         if found and int(found[2]) == pid_namespace():
-            with contextlib.suppress(OSError):  # forgotten by another
+            # Another process may have removed the claim.
+            with contextlib.suppress(OSError):
                 holders.setdefault(found[1], []).append((link, os.readlink(link).partition(":")[0]))
     for links in holders.values():
         if not any(_lives(process) for _, process in links):
@@ -280,14 +303,17 @@ def _forget_claims_of_the_dead(folder: Path) -> None:
 
 
 def local_folders(run_id: str) -> Iterator[Path]:
-    """This user's folders for the run's ring files and lock: on this node, not on a network disk, the best first."""
+    """Yield this user's folders for the run's ring files and lock, best first. They are local to
+    this node.
+    """
     for parent in _local_parents():
         for _ in range(_MAX_TRIES):
             try:
                 _private_folder(parent)
                 folder = _private_folder(_local(parent, run_id) if run_id else parent)
             except FileNotFoundError:
-                continue  # the last process of another run has just removed it
+                # The last process of another run may have removed it just now.
+                continue
             except OSError:
                 break
             yield folder
@@ -295,26 +321,34 @@ def local_folders(run_id: str) -> Iterator[Path]:
 
 
 def _local_parents() -> Iterator[Path]:
-    """Not made. The temporary directory is looked for only where shared memory does not do: looking writes to disks."""
+    """Yield the parents of local_folders(), without making them.
+
+    The temporary directory comes last and is looked up late, because looking it up writes to disks.
+    """
     name = f"torchlens-perf-{os.getuid()}"
     yield _SHARED_MEMORY / name
     yield Path(tempfile.gettempdir()) / name
 
 
 def _local(parent: Path, run_id: str) -> Path:
-    """Of this PID namespace: containers may share the memory, and each has a sidecar and ids of its own."""
+    """Return the run's folder for this PID namespace. Containers that share memory have separate
+    sidecars and process ids.
+    """
     return parent / f"{run_id}.{namespace_digest()}"
 
 
 def _in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
-    """Works in the best folder of this node. Raises RunStoreError where there is none, or none that can be written."""
+    """Call `work` with the best folder of this node. Raise RunStoreError if no folder exists or is
+    writable.
+    """
     problem: OSError | None = None
     for _ in range(_MAX_TRIES):
         for folder in local_folders(run_id):
             try:
                 return work(folder)
             except FileNotFoundError as error:
-                problem = error  # the folder's, or what was read there: removed in this instant
+                # The folder, or a file in it, has been removed at this moment.
+                problem = error
                 break
             except OSError as error:
                 problem = error
@@ -323,18 +357,22 @@ def _in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
 
 
 def find_sidecar_lock(run_id: str) -> Path | None:
-    """sidecar_lock() where there is one already; makes nothing."""
+    """Return sidecar_lock() if it exists. Make nothing."""
     paths = (_local(parent, run_id) / _LOCK for parent in _local_parents())
     return next((path for path in paths if path.exists()), None)
 
 
 def sidecar_lock(run_id: str) -> Path:
-    """The file that the node's sidecar holds locked while it lives. Raises RunStoreError if no place has it."""
+    """Return the path of the node's sidecar lock file. Raise RunStoreError if no folder is
+    writable.
+    """
     return _in_local_folder(run_id, lambda folder: folder / _LOCK)
 
 
 def sidecar_log(lock: Path) -> Path:
-    """Where a sidecar says what it has to say, until it has a run directory. lock: its sidecar_lock()."""
+    """Return the sidecar's log file for the time before the run directory exists. lock: its
+    sidecar_lock().
+    """
     return lock.with_name(_LOG)
 
 
@@ -346,7 +384,9 @@ def _changed_ns(folder: Path) -> int:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove a run's folder, and the one that all runs of this user share on this node, as far as they are empty."""
+    """Remove a run's folder, and the parent that all runs of this user share on this node, if they
+    are empty.
+    """
     with contextlib.suppress(OSError):
         folder.rmdir()
     if folder.parent in _local_parents():
@@ -364,12 +404,13 @@ def leave_node() -> None:
 
 
 def _private_folder(path: Path) -> Path:
-    """Makes a folder that only this user can enter; refuses one that somebody else has put there."""
+    """Make a folder that only this user can enter. Refuse an existing one of another user."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
         if not _is_private(path):
-            path.lstat()  # raises FileNotFoundError if it has just been removed
+            # This raises FileNotFoundError if the folder has just been removed.
+            path.lstat()
             raise PermissionError(f"{path} is not this user's own folder") from None
     return path
 
@@ -385,11 +426,12 @@ def _is_private(path: Path) -> bool:
 def create_ring(
     run: RunDirectory, identity: Identity, capacity: int, *, first_step: int = 0, keep: bool = False
 ) -> RingFile:
-    """Makes this rank's ring file. Register it once its metadata are published: a sidecar cannot read it before.
+    """Make this rank's ring file. Register it after its metadata are published: a sidecar cannot
+    read it earlier.
 
-    first_step: index of the step that recording begins with.
-    keep: nobody will read it while the job runs, so it goes into the run directory, if it can be mapped there.
-    Raises RunStoreError if no place has room.
+    first_step: index of the first recorded step. keep: no process will read the ring while the job
+    runs, so it is made in the run directory if it can be mapped there. Raise RunStoreError if no
+    folder has room.
     """
     size = RECORDS_OFFSET + capacity * RECORD_BYTES
     problems: list[str] = []
@@ -402,7 +444,8 @@ def create_ring(
                 return made
             except FileNotFoundError as error:
                 problems.append(f"{place}: {error.strerror}")
-                break  # a sidecar that ends has removed the folder in this instant
+                # A sidecar that is ending has removed the folder at this moment.
+                break
             except OSError as error:
                 problems.append(f"{'memory' if anonymous else place}: {error.strerror or error}")
         else:
@@ -412,7 +455,9 @@ def create_ring(
 
 
 def _ring_places(run: RunDirectory, size: int, problems: list[str], *, keep: bool) -> Iterator[tuple[Path, bool]]:
-    """Folders for a ring, the best first, and whether it is to lie in anonymous memory and only be linked there."""
+    """Yield folders for a ring, best first, with True if the ring is in anonymous memory and the
+    folder only has a link.
+    """
     if keep:
         run.rings.mkdir(mode=0o700, exist_ok=True)
         if memory.lies_on(run.rings, memory.WITHOUT_SIGBUS):
@@ -428,7 +473,7 @@ def _ring_places(run: RunDirectory, size: int, problems: list[str], *, keep: boo
 
 
 def where_kept(run: RunDirectory) -> str:
-    """Return the end of a sentence: where records are that could not be written, and how to show them later."""
+    """Return the end of a sentence: where unwritten records are stored, and how to show them later."""
     folders = sorted({str(ring.parent) for ring in run.local_rings()})
     if not folders:
         return ""
@@ -439,7 +484,7 @@ def where_kept(run: RunDirectory) -> str:
 
 
 def runs_on_this_node() -> Iterator[tuple[Path, float]]:
-    """This user's folders for runs' rings and locks, with the time at which something last came or went in each."""
+    """Return this user's local folders of runs on this node, each with the time of its last change."""
     for parent in _local_parents():
         found: list[Path] = []
         with contextlib.suppress(OSError):
@@ -450,6 +495,8 @@ def runs_on_this_node() -> Iterator[tuple[Path, float]]:
 
 
 def writer_lives(path: Path) -> bool:
-    """Whether the process that made a ring file lives; the file's name tells which it is (Identity.key)."""
+    """Return True if the process that made a ring file is running. The file's name identifies it
+    (Identity.key).
+    """
     process = [int(word) for word in path.stem.split("-")[-2:] if word.isdigit()]
     return len(process) == 2 and process_started(process[0]) == process[1]

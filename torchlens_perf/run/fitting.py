@@ -1,7 +1,7 @@
-"""What a rank says of itself, made to fit into its place in the ring file. Pure.
+"""Shorten a rank's metadata to fit into the ring file. Pure.
 
-A launcher, a user or a job may make any of it long: TRACEPARENT, resource attributes, notes, hundreds of groups. What
-is too long is left out, the largest part first, and a note says so. The rest, above all who the rank is, stays whole.
+Some fields may be long: TRACEPARENT, resource attributes, notes, hundreds of groups. The largest
+parts are left out first, and a note lists them. The identity of the rank always stays complete.
 """
 
 from __future__ import annotations
@@ -11,22 +11,27 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-# Without them nobody can read the ring: of these only long texts go.
+# A ring cannot be read without these fields, so only long texts in them are left out.
 _KEPT = ("identity", "anchor", "settings", "run_dir")
 _BY_MEMBER = ("notes", "groups", "gpus")
 _LONG_TEXT = 256
-_NOTE_BYTES = 400  # at most, of the note that says what was left out
+# Space for the note on what was left out.
+_NOTE_BYTES = 400
 
 
 class _Part(NamedTuple):
-    name: str  # as the note calls it
+    # Name of the part in the note.
+    name: str
     container: Any
     place: Any
-    by_itself: bool  # it goes, with its name; else its container keeps an empty one
+    # True to remove the part with its name. False to leave an empty value of its type.
+    by_itself: bool
 
 
 def fitted(metadata: Mapping[str, Any], limit_bytes: int) -> bytes:
-    """The metadata as JSON of at most `limit_bytes` (1024 or more), with a note on what was left out."""
+    """Return the metadata as JSON of at most `limit_bytes` (1024 or more), with a note on what was
+    left out.
+    """
     text = _encoded(metadata)
     if len(text) <= limit_bytes:
         return text
@@ -39,8 +44,9 @@ def fitted(metadata: Mapping[str, Any], limit_bytes: int) -> bytes:
                 chosen.append(part)
                 surplus -= _size(part)
         if not chosen:
-            return _encoded({})  # not even who it is fits
-        # Lists from their ends, so that the others' places stay right.
+            # Not even the identity of the rank fits.
+            return _encoded({})
+        # Lists are shortened from the end, so that the remaining indexes stay valid.
         for part in sorted(chosen, key=lambda part: part.place if isinstance(part.place, int) else 0, reverse=True):
             left_out[part.name] += 1
             if part.by_itself:
@@ -54,7 +60,9 @@ def fitted(metadata: Mapping[str, Any], limit_bytes: int) -> bytes:
 
 
 def _parts(value: dict[str, Any]) -> Iterator[_Part]:
-    """What may be left out: single notes, groups, devices and attributes, long texts, and whole fields."""
+    """Yield the parts that may be left out: single notes, groups, devices and attributes, long
+    texts, and whole fields.
+    """
     for name, field in value.items():
         if name in _BY_MEMBER and isinstance(field, (dict, list)):
             for place in field if isinstance(field, dict) else range(len(field)):

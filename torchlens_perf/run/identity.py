@@ -1,4 +1,7 @@
-"""Who this process is: rank, node, launcher, scheduler. Read from the environment and torch.distributed; no network."""
+"""Identity of this process: rank, node, launcher, scheduler.
+
+It is read from the environment and torch.distributed, without network requests.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ from torchlens_perf.run.place.launcher import Place, is_number
 from torchlens_perf.run.place.node import node_name
 from torchlens_perf.run.processes import command_line, process_started, text_of
 
-# Resource attributes of a rank, for which OpenTelemetry has no name.
+# Resource attributes of a rank that have no OpenTelemetry name.
 RUN_ID = "torch.run.id"
 RANK = "torch.distributed.rank"
 LOCAL_RANK = "torch.distributed.local_rank"
 WORLD_SIZE = "torch.distributed.world_size"
 RESTART_COUNT = "torch.elastic.restart_count"
-# The names that NeMo Lens has for three of them (its nemo/lens/semconv/attributes.py).
+# NeMo Lens's names of three of them (nemo/lens/semconv/attributes.py).
 LENS_RANK = "nv.dl.rank"
 LENS_LOCAL_RANK = "nv.dl.local_rank"
 LENS_WORLD_SIZE = "nv.dl.world_size"
-# Facts of the scheduler and launcher, under the names that they are exported with (exporters/semantics.py).
+# Attributes of the scheduler and launcher, under their exported names (exporters/semantics.py).
 _ATTRIBUTES = {
     "torch.elastic.run_id": "TORCHELASTIC_RUN_ID",
     "torch.elastic.max_restarts": "TORCHELASTIC_MAX_RESTARTS",
@@ -45,13 +48,13 @@ _ATTRIBUTES = {
     "k8s.node.name": "K8S_NODE_NAME",
     "k8s.job.name": "K8S_JOB_NAME",
 }
-# sys.argv[0] where the code comes from the command line, from stdin or from the keyboard.
+# Values of sys.argv[0] if the code comes from the command line, from stdin or from the keyboard.
 _NO_FILE = ("", "-", "-c", "-m")
 _KUBERNETES_NAMESPACE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 def model_digest(module_names: Iterable[str]) -> str:
-    """Short text for what a rank computes, from the names of its watched modules: the same on ranks that compare."""
+    """Return a digest of the names of watched modules. Ranks with equal digests are comparable."""
     return hashlib.sha256("\0".join(sorted(module_names)).encode()).hexdigest()[:12]
 
 
@@ -61,67 +64,72 @@ class Identity:
 
     run_id: str
     rank: int
-    local_rank: int | None  # None: the launcher does not say it; so the next but one
+    local_rank: int | None  # None if the launcher does not provide it
     world_size: int
-    local_world_size: int | None  # how many ranks its node has
-    attempt: int  # how often the job was started again; until the sidecar knows better, as its launcher counts
+    local_world_size: int | None  # number of ranks on its node; None if not provided
+    # Number of restarts of the job. It is the launcher's count until the sidecar has a better one.
+    attempt: int
     host: str
     pid: int
-    process_started: int  # clock ticks after boot: with the pid, names a process for good
+    # Clock ticks after boot. Together with the pid this identifies a process.
+    process_started: int
     launcher_pid: int
     elastic: bool
-    program: str  # what the user started, such as train.py: no folder, no arguments
-    traceparent: str  # of the span that started the job, unchecked: see place/caller.py
+    program: str  # what the user started, such as train.py, without folder and arguments
+    traceparent: str  # span that started the job, unvalidated: see place/caller.py
     attributes: dict[str, str]
-    node: str = ""  # its node in file names, see place/node.py
+    node: str = ""  # name of its node in file names, see place/node.py
     launcher: str = ""  # see place/launcher.py
-    watch: int = 0  # how many watches its process ran before
-    launcher_restarts: int | None = None  # as its launcher counts, which may be one a node; None: as `attempt`
-    tracestate: str = ""  # what goes with traceparent
+    watch: int = 0  # number of earlier watches in its process
+    # The launcher's count, which may differ between nodes; None if it equals `attempt`.
+    launcher_restarts: int | None = None
+    tracestate: str = ""  # tracestate that belongs to traceparent
 
     @property
     def restarts(self) -> int:
-        """How often its launcher on this node has restarted it: on other nodes the number may be another."""
+        """Number of restarts by the launcher of its node. Nodes may have different numbers."""
         return self.attempt if self.launcher_restarts is None else self.launcher_restarts
 
     @property
     def has_other_ranks(self) -> bool:
-        """Whether there are ranks to wait for."""
+        """True if there are other ranks to wait for."""
         return self.world_size > 1
 
     @property
     def on_one_node(self) -> bool | None:
-        """Whether all ranks are on its node; None where the launcher does not say it."""
+        """True if all ranks are on its node; None if the launcher does not provide that."""
         if self.world_size == 1:
             return True
         return None if self.local_world_size is None else self.local_world_size >= self.world_size
 
     @property
     def key(self) -> str:
-        """Names this process's files: unique on the node and over attempts."""
+        """Stem of the names of this process's files: unique on the node and over attempts."""
         return f"rank{self.rank:05d}-attempt{self.restarts}-{self.pid}-{self.process_started}"
 
 
 class ProcessGroup(TypedDict):
-    """A process group that a rank has used, as it publishes it in its ring file; so are the next two."""
+    """A process group that a rank has used, as published in the metadata of its ring file."""
 
     ranks: str
-    """Its members, as "0-7"."""
+    """Member ranks, such as "0-7"."""
     description: str
 
 
 class Gpu(TypedDict):
-    """A GPU that a process computes on."""
+    """A GPU that a process computes on, as published in the metadata of its ring file."""
 
     uuid: str
-    """As NVML writes it."""
+    """UUID in NVML's format."""
     name: str
     index: int
-    """Torch's, within the process."""
+    """torch's device index in the process."""
 
 
 class DeviceClock(TypedDict, total=False):
-    """How good the device's times are, and how many are missing for what reason; empty without any."""
+    """Accuracy of the device's times, and the number of missing times by reason. Empty without a
+    device.
+    """
 
     clock: str
     error_ns: int | None
@@ -134,9 +142,11 @@ class DeviceClock(TypedDict, total=False):
 
 
 def detect(environ: Mapping[str, str], claim: Callable[..., str], nth_watch: int = 0) -> Identity:
-    """The identity of this process now. torch.distributed, once initialised, overrules the environment.
+    """Return the identity of this process now. An initialized torch.distributed overrides the
+    environment.
 
-    claim: directory.claim_run_id(). nth_watch: how many watches this process ran before: each run needs a folder.
+    claim: directory.claim_run_id(). nth_watch: number of earlier watches in this process. Each run
+    needs its own folder.
     """
     place = launcher.place(environ, _distributed(), command_line(os.getppid()))
     pid, host = os.getpid(), socket.gethostname()
@@ -166,7 +176,9 @@ def detect(environ: Mapping[str, str], claim: Callable[..., str], nth_watch: int
 
 
 def job_store(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Where the job's TCPStore is, as torch.distributed's env:// reads it; None where nobody said."""
+    """Return the address of the job's TCPStore, read as torch.distributed's env:// does; None if it
+    is not set.
+    """
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     return (host, int(port)) if host and is_number(port) else None
 
@@ -179,33 +191,37 @@ def _distributed() -> tuple[int, int] | None:
 
 
 def job_attributes(environ: Mapping[str, str]) -> dict[str, str]:
-    """What scheduler, launcher, container and cloud say, under the names that they are exported with."""
+    """Return attributes of scheduler, launcher, container and cloud, under their exported names."""
     found = {name: environ[variable] for name, variable in _ATTRIBUTES.items() if environ.get(variable)}
     found.update(location.attributes(environ))
     if "KUBERNETES_SERVICE_HOST" in environ:
         found.setdefault("k8s.pod.name", environ.get("HOSTNAME", socket.gethostname()))
         namespace = text_of(_KUBERNETES_NAMESPACE)
-        if namespace:  # else the pod runs without a service account
+        # Without a namespace, the pod runs without a service account.
+        if namespace:
             found.setdefault("k8s.namespace.name", namespace)
     return {name: _as_text(value) for name, value in found.items()}
 
 
 def _as_text(value: str) -> str:
-    """A value of the environment, whose bytes may be no text, as text that can be exported."""
+    """Return an environment value as text that can be exported. Its bytes may be invalid UTF-8."""
     return value.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def known_run_id(environ: Mapping[str, str], place: Place) -> str:
-    """The run's id where the environment alone says it, for the first watch of a process; "" where it does not."""
+    """Return the run id for the first watch of a process if the environment alone defines it; else
+    "".
+    """
     job = "" if place.elastic or place.nodes == 1 or place.world_size == 1 else place.job
     return _cleaned(environ.get("TORCHLENS_PERF_RUN_ID", "")) or _cleaned(job)
 
 
 def _run_id(environ: Mapping[str, str], place: Place, claim: Callable[..., str], again: str) -> str:
-    """The run's id: the user's; or the job's on all nodes; or one that the ranks of a node agree on.
+    """Return the run id: the user's, the job's on all nodes, or one that the ranks of a node agree
+    on.
 
-    Where the environment has nothing that is this job's alone, each node claims an id of its own, and node 0's sidecar
-    tells the others what the run is called (sidecar/nodes/membership.py).
+    If the environment has no name that is unique to this job, each node claims an id of its own.
+    Node 0's sidecar then sends the run id to the others (sidecar/nodes/membership.py).
     """
     configured = _cleaned(environ.get("TORCHLENS_PERF_RUN_ID", ""))
     if configured:
@@ -215,22 +231,25 @@ def _run_id(environ: Mapping[str, str], place: Place, claim: Callable[..., str],
     origin = os.getppid()
     job = "" if place.nodes == 1 else _cleaned(place.job)
     if place.elastic and (job or place.nodes == 1):
-        # A restart has another port, and may have another world: the agent is the same.
+        # A restart has another port and may have another world size, but the same agent.
         return claim(_launcher_digest(origin) + again, origin, proposal=job and job + again)
     if job:
         return job + again
     digest = _digest(place.facts) if place.facts else _launcher_digest(origin)
-    # A launcher that does not restart its ranks may yet start others: a loop in a shell, a script that spawns twice.
+    # A launcher that does not restart its ranks may still start others: a loop in a shell, or a
+    # script that spawns twice.
     return claim(digest + again, origin, member=None if place.elastic else place.rank)
 
 
 def _cleaned(text: str) -> str:
-    """As the name of a folder; "" if nothing is left of it."""
+    """Return the text as a valid folder name; "" if no character is left."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip(".")[:80]
 
 
 def _launcher_digest(origin: int) -> str:
-    """Names the process that started the ranks: the same on all ranks of a node and over elastic restarts."""
+    """Return a digest of the process that started the ranks. It is equal on all ranks of a node and
+    over elastic restarts.
+    """
     return _digest(f"{socket.gethostname()}/{origin}/{process_started(origin)}")
 
 
@@ -239,43 +258,52 @@ def _digest(text: str) -> str:
 
 
 def program_name(environ: Mapping[str, str]) -> str:
-    """The program of this process: `train.py`, `package.module`, `train.ipynb` or `python`; no folder, no arguments."""
+    """Return the program of this process without folder and arguments: `train.py`,
+    `package.module`, `train.ipynb` or `python`.
+    """
     return name_of(getattr(sys, "argv", []), sys.modules.get("__main__"), environ)
 
 
 def name_of(arguments: Sequence[str], main: ModuleType | None, environ: Mapping[str, str]) -> str:
-    """The program's name, from sys.argv, the module `__main__` and the environment.
+    """Return the program's name, from sys.argv, the module `__main__` and the environment.
 
-    A script, folder or zip file: its name. `-m`: the module's. A notebook's kernel: the notebook's, or `notebook`
-    where nobody says which. Code from the command line, stdin or the keyboard: `python`.
+    - A script, folder or zip file: its name.
+    - `python -m`: the name of the module.
+    - A notebook's kernel: the name of the notebook, or `notebook` if it is not known.
+    - Code from the command line, stdin or the keyboard: `python`.
     """
     started = str(arguments[0]) if arguments else ""
     if started in _NO_FILE:
         return "python"
     spec = getattr(main, "__spec__", None)
-    # What runs a script inside its own __main__, as cProfile does, has a spec too, but of another file.
+    # Tools that run a script inside their own __main__, as cProfile does, have the spec of another
+    # file.
     module = getattr(spec, "name", None) if getattr(spec, "origin", None) == started else None
     name = module.removesuffix(".__main__") if module else _file_name(started)
-    # ipykernel_launcher.py, those of Colab and Databricks, and `python -m ipykernel`.
+    # ipykernel_launcher.py, the launchers of Colab and Databricks, and `python -m ipykernel`.
     if name.removesuffix(".py").endswith("kernel_launcher") or name == "ipykernel":
         return _notebook(main, environ)
     return name
 
 
 def _file_name(path: str) -> str:
-    """The last part of a path that says something; as text that can be exported, whatever bytes it has."""
+    """Return the last meaningful part of a path, as text that can be exported. Its bytes may be
+    invalid UTF-8.
+    """
     name = os.path.basename(path)
     if name in ("", ".", "..", "__main__.py"):
         try:
             path = os.path.realpath(path)
-        except OSError:  # the working directory is gone
+        except OSError:
+            # The working directory has been removed.
             return "python"
         name = os.path.basename(os.path.dirname(path) if name == "__main__.py" else path)
     return os.fsencode(name).decode(errors="replace") or "python"
 
 
 def _notebook(main: ModuleType | None, environ: Mapping[str, str]) -> str:
-    # VS Code sets the one among the notebook's names; Jupyter Server the other, for the kernel that it starts.
+    # VS Code sets the first in the notebook's namespace. Jupyter Server sets the second for the
+    # kernels that it starts.
     for path in (getattr(main, "__vsc_ipynb_file__", None), environ.get("JPY_SESSION_NAME")):
         if isinstance(path, str) and path.endswith(".ipynb"):
             return _file_name(path)

@@ -1,4 +1,6 @@
-"""The pip command that installs this package again, or one of its extras, from where it came."""
+"""The pip command that reinstalls this package, or adds one of its extras, from its original
+source.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def install_command(extra: str = "", *, options: str = "") -> str:
 
 
 def _requirements(extra: str) -> list[str]:
-    import importlib.metadata  # which takes a while
+    # This import is slow.
+    import importlib.metadata
 
     wanted = f"[{extra}]" if extra else ""
     try:
@@ -36,6 +39,7 @@ def _requirements(extra: str) -> list[str]:
     if os.path.exists(path):
         editable = origin.get("dir_info", {}).get("editable", False)
         return [*["-e"] * editable, shlex.quote(f"{path}{wanted}")]
-    # The clone or wheel is gone, as in an image: any index has what the extra needs.
+    # The clone or wheel is gone, as is usual in images. Any index has the requirements of the
+    # extra.
     needed = [each for each in distribution.requires or () if re.search(rf"extra == ['\"]{extra}['\"]", each)]
     return [shlex.quote(each.split(";")[0].strip()) for each in needed] or [NAME]

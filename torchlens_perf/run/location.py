@@ -1,7 +1,8 @@
-"""Where a rank's machine is and who runs it: switch or rack, scheduler's node, container, cloud. No network is asked.
+"""Location and owner of a rank's machine: switch or rack, scheduler's node, container, cloud.
 
-Names are OpenTelemetry's where it has one (cloud.*, host.*, container.id, k8s.*). A cloud is known by what its firmware
-says of itself (DMI): its documentation on identifying instances names these fields.
+No network requests are made. Names are OpenTelemetry's where it defines one (cloud.*, host.*,
+container.id, k8s.*). Clouds are recognized by DMI fields of the firmware that their documentation
+on identifying instances names.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from urllib.parse import unquote
 from torchlens_perf.run.processes import text_of
 
 MAX_CHARACTERS = 64
-# What people go and look at, from the nearest to the farthest; with what it is called in a sentence.
+# Attributes that people look for, from the nearest to the farthest, with their titles in sentences.
 _SHOWN = (
     ("network.switch", "switch"),
     ("host.rack", "rack"),
@@ -26,31 +27,37 @@ _SHOWN = (
 _OURS = frozenset(name for name, _ in _SHOWN)
 _CONTAINER = {
     "cgroup": re.compile(r"[/-]([0-9a-f]{64})\b"),
-    "mountinfo": re.compile(r"/containers/([0-9a-f]{64})/"),  # not the layers of its image, which look alike
+    # Mounts of image layers look similar but have another path.
+    "mountinfo": re.compile(r"/containers/([0-9a-f]{64})/"),
 }
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 
 
 def attributes(environ: Mapping[str, str], sys: Path = Path("/sys"), proc: Path = Path("/proc")) -> dict[str, str]:
-    """What the environment, the firmware and the kernel tell; without what they do not."""
+    """Return the attributes found in the environment, the firmware and the kernel."""
     found = {**_cloud(sys / "class/dmi/id"), **_container(proc), **_switch(environ)}
     for pair in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","):
         name, _, value = pair.partition("=")
         if name.strip() in _OURS and value.strip():
-            found[name.strip()] = unquote(value.strip())  # the user knows best
+            # Values set by the user override detected ones.
+            found[name.strip()] = unquote(value.strip())
     return found
 
 
 def location(known: Mapping[str, str]) -> str:
-    """In words, as "switch leaf3, instance i-0abc"; "" if nothing is known. known: an identity's attributes."""
+    """Return the location as text, such as "switch leaf3, instance i-0abc"; "" if it is not known.
+
+    known: attributes of an identity.
+    """
     words = [f"{title} {known[name]}".strip() for name, title in _SHOWN if known.get(name)]
     return ", ".join(words)[:MAX_CHARACTERS]
 
 
 def _switch(environ: Mapping[str, str]) -> dict[str, str]:
-    """Slurm tells the way from the top switch to the node: "core.leaf3.node12", with a pattern of the same form.
+    """Return the node's switch from Slurm's path, such as "core.leaf3.node12". A second variable
+    has the kind of each part.
 
-    Slurm, srun(1): SLURM_TOPOLOGY_ADDR, SLURM_TOPOLOGY_ADDR_PATTERN.
+    Documentation: srun(1), SLURM_TOPOLOGY_ADDR, SLURM_TOPOLOGY_ADDR_PATTERN.
     """
     address = environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")
     pattern = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
@@ -74,7 +81,9 @@ def _cloud(dmi: Path) -> dict[str, str]:
 
 
 def _container(proc: Path) -> dict[str, str]:
-    """Docker, containerd and CRI-O name a container's control group, or its mounts, by its id of 64 digits."""
+    """Return the container's id. Docker, containerd and CRI-O put its 64 digits into the names of
+    control groups or mounts.
+    """
     for name, pattern in _CONTAINER.items():
         found = pattern.search(text_of(proc / "self" / name))
         if found:

@@ -1,9 +1,10 @@
-"""Files of a node by which a training process hears from the sidecar while it runs: they lie beside its ring file.
+"""Files by which a training process receives messages from its node's sidecar during a run.
 
-The training process makes the file, and takes it away. The sidecar writes into it and never makes one: so one that
-comes too late finds none and leaves nothing behind, and no text of an earlier attempt, or of another node, can be taken
-for the one that is waited for. Results also lie in the run directory, but the disk there may not answer, and nobody who
-trains must wait for it.
+They are next to its ring file. The training process creates and removes the file. The sidecar
+writes to it and never creates one. A late sidecar therefore leaves nothing behind, and a reader
+cannot get the text of another attempt or node.
+
+Results are also in the run directory. Training must not wait for its disk, which may not respond.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ from pathlib import Path
 from torchlens_perf.output import above_standard_streams
 
 REPORT = ".report"
-"""Where rank 0 waits for its report at the end."""
+"""Rank 0 waits here for its report at the end."""
 ANSWER = ".answer"
-"""Where a process waits for what it has asked: the file's first text is the question, RESULTS or STEPS."""
+"""A process waits here for the answer to a question. The file's first text is the question, RESULTS
+or STEPS.
+"""
 VIEW = ".view"
-"""Where the results are kept fresh for as long as somebody looks at the run: as RESULTS."""
+"""The sidecar updates the results here while a user displays the run. The format is that of
+RESULTS.
+"""
 ALERTS = ".alerts"
-"""Where the newest alerts are kept, as a list in JSON."""
+"""The sidecar updates the newest alerts here, as a JSON list."""
 FIGURES = ".figures"
-"""Where the sums of this rank's steps are kept fresh, as an object in JSON (sidecar/live_results.py)."""
+"""The sidecar updates the sums of this rank's steps here, as a JSON object
+(sidecar/live_results.py).
+"""
 KINDS = (REPORT, ANSWER, VIEW, ALERTS, FIGURES)
 RESULTS, STEPS = "results", "steps"
 _END = b"\0"
@@ -31,12 +38,14 @@ _POLL_INTERVAL_S = 0.01
 
 
 class Mailbox:
-    """The reader's side. One thread."""
+    """The reader's end of a mailbox. One thread."""
 
     @above_standard_streams()
     def __init__(self, ring: Path, kind: str, question: str = "") -> None:
-        """ring: the rank's ring file. Raises OSError, also where this process has one of that kind already. With any
-        error there is no file.
+        """Make the file. Raise OSError, also if this process has a mailbox of that kind; no file is
+        left then.
+
+        ring: the rank's ring file.
         """
         self.path = ring.with_suffix(kind)
         self._pid = os.getpid()
@@ -50,19 +59,24 @@ class Mailbox:
                 raise
 
     def news(self) -> str | None:
-        """The text, if there is one that this has not returned yet. One call to the system where there is none."""
+        """Return the text if it has changed since the last call, else None. The latter costs one
+        system call.
+        """
         found = os.fstat(self._descriptor)
         state = found.st_mtime_ns, found.st_size
         if state == self._seen:
             return None
         text = os.pread(self._descriptor, found.st_size, 0)
         if not text.endswith(_END):
-            return None  # it is just being written
+            # The sidecar is still writing.
+            return None
         self._seen = state
         return text.removesuffix(_END).decode(errors="replace")
 
     def wait(self, timeout_s: float) -> str | None:
-        """The same; waits for it, at most so long."""
+        """Return a changed text as news() does, after waiting for it for at most `timeout_s`; None
+        on timeout.
+        """
         deadline_s = time.monotonic() + timeout_s
         while True:
             text = self.news()
@@ -71,14 +85,16 @@ class Mailbox:
             time.sleep(_POLL_INTERVAL_S)
 
     def close(self) -> None:
-        """Takes it away: nothing can come any more. In a forked child it stays, as it is the parent's."""
+        """Remove the file. A forked child leaves it to its parent."""
         os.close(self._descriptor)
         if self._pid == os.getpid():
             self.path.unlink(missing_ok=True)
 
 
 def question(mailbox: Path) -> str | None:
-    """The sidecar's side: what is asked in an ANSWER; None where nobody waits, or it has been answered."""
+    """Return the question in an ANSWER, on the sidecar; None if no process is waiting or it has
+    been answered.
+    """
     try:
         descriptor = os.open(mailbox, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -90,7 +106,10 @@ def question(mailbox: Path) -> str | None:
 
 
 def deliver(mailbox: str, text: str) -> None:
-    """The sidecar's side. Does nothing where nobody waits. mailbox: its path, or "". Raises OSError."""
+    """Write a text to a mailbox, on the sidecar. Do nothing if its reader has gone. Raise OSError.
+
+    mailbox: path of the file, or "".
+    """
     try:
         descriptor = os.open(mailbox, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,11 +1,12 @@
-"""Makes folders, and sees whether they can be written: in the process that asks, or in one of its own.
+"""Make folders and check that they are writable, in the calling process or in a child.
 
-A disk on the network may not answer, and a call to it then lasts for minutes or for ever; no signal ends it. So the
-training process asks a child, which may hang in its place: this file, run as a program that imports nothing of ours.
-The child removes what it has made, unless the parent sends KEEP: also if the parent is killed meanwhile.
+A call to a network disk that does not respond may last for minutes or forever, and no signal ends
+it. The training process therefore runs this file as a child, which imports nothing of this package.
+The child removes the folders that it made unless the parent sends KEEP, so also if the parent is
+killed.
 
-Nobody but this user can enter what is made, or its group can, if that is asked for. What is there already must be this
-user's, or root's: where others may write, they may have put it there.
+Only this user, or optionally the folder's group, can enter the new folders. Existing folders must
+belong to this user or to root, because other users may have made them in a shared place.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ _MAX_REMOVALS, _REST_S = 20, 0.1
 
 
 def make(folders: list[str], access: str = PRIVATE) -> list[str]:
-    """Makes those that are missing, and a file in the last one, which is removed again. Returns what was missing.
+    """Make missing folders, and create and remove a file in the last one. Return the folders that
+    were missing.
 
-    access: PRIVATE, or SHARED with the group that the file system gives them, to read. The folders lie in a run
-    directory. Raises OSError where that is not possible; nothing is left then.
+    access: PRIVATE, or SHARED to let the group that the file system assigns read them. The folders
+    are in a run directory. Raise OSError if that is not possible; all new folders are removed then.
     """
     made: list[str] = []
     try:
@@ -37,14 +39,15 @@ def make(folders: list[str], access: str = PRIVATE) -> list[str]:
                 try:
                     _make_one(folder, _MODES[access], made)
                     break
-                except FileNotFoundError:  # somebody else takes away again what they made, and we made it in there
+                except FileNotFoundError:
+                    # Another rank has removed its own new folder, which contained this one.
                     if not tries_left:
                         raise
-        # No two of these have one name: process ids are equal in two containers, and others may be at the same.
+        # Process ids are not unique across containers, so the name is random.
         probe = os.path.join(folders[-1], f".writable-{os.urandom(8).hex()}")
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            # Some network disks give what root makes to somebody else.
+            # Some network disks map root's files to another user.
             trusted = {0, os.geteuid(), os.fstat(descriptor).st_uid}
         finally:
             os.close(descriptor)
@@ -58,7 +61,7 @@ def make(folders: list[str], access: str = PRIVATE) -> list[str]:
 
 
 def _check_links(folder: str) -> None:
-    """Raises PermissionError for a link of somebody else's in the place of a folder, or of the two that it is in."""
+    """Raise PermissionError if a folder or one of its two parents is a link of another user."""
     for each in (folder, os.path.dirname(folder), os.path.dirname(os.path.dirname(folder))):
         try:
             found = os.lstat(each)
@@ -69,8 +72,10 @@ def _check_links(folder: str) -> None:
 
 
 def _check_owners(folder: str, trusted: set[int]) -> None:
-    """Raises PermissionError where a folder, or what it lies in, is somebody else's; or what that lies in, where
-    anybody may have put that."""
+    """Raise PermissionError if a folder or its run directory belongs to another user.
+
+    The parent of the run directory is checked, too, if any user could have made it.
+    """
     run = os.path.dirname(folder)
     for each in (folder, run):
         _check_owner(each, os.stat(each), trusted)
@@ -103,12 +108,13 @@ def _make_one(folder: str, mode: int, made: list[str]) -> None:
     else:
         made.append(folder)
         found = stat.S_IMODE(os.stat(folder).st_mode)
-        if found & mode != mode:  # the umask has taken some
+        # The umask has removed permissions.
+        if found & mode != mode:
             os.chmod(folder, found | mode)
 
 
 def remove(made: list[str]) -> bool:
-    """Takes them away again, as far as they are there and empty. Returns whether none of them is left."""
+    """Remove those folders that exist and are empty. Return True if none of them is left."""
     left = False
     for folder in reversed(made):
         try:
@@ -136,7 +142,8 @@ def _main() -> None:
     for _ in range(_MAX_REMOVALS):
         if remove(made):
             return
-        time.sleep(_REST_S)  # other ranks may have made folders in these, and give up just now too
+        # Other ranks may have made folders in these and may remove them at this moment, too.
+        time.sleep(_REST_S)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""One reading of the device's allocator: which of torch's numbers are kept, and under which names. Pure."""
+"""One reading of the device's allocator: which of torch's numbers are recorded, and under which
+names. Pure.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# What a MEMORY record may be about. Bytes: value0 is what there is now, value1 the most since the user last reset the
-# allocator's peaks. Counts: value0 is how often so far.
+# Names of MEMORY records. Bytes: value0 is the current value, value1 the peak since the user last
+# reset peaks. Counts: value0 is the count so far.
 _BYTES = {"allocated": "allocated_bytes", "reserved": "reserved_bytes", "inactive": "inactive_split_bytes"}
 _COUNTS = {
     "alloc_retries": "num_alloc_retries",
@@ -14,18 +16,26 @@ _COUNTS = {
     "device_allocs": "num_device_alloc",
     "device_frees": "num_device_free",
 }
-LIMIT = "limit"  # what the process may take: the device's memory, or its share of it
-# cudaMallocAsync leaves the other numbers at 0 (torch.cuda.memory_stats): they are not measured there.
+# Memory that the process may use: the device's memory, or the configured fraction of it.
+LIMIT = "limit"
+# cudaMallocAsync leaves the other numbers at 0 (torch.cuda.memory_stats), so they are not read
+# there.
 _OF_BACKEND = {"native": (*_BYTES, *_COUNTS), "cudaMallocAsync": ("allocated", "reserved")}
 
 
 def can_be_read(backend: str) -> bool:
-    """Whether an allocator of this kind (torch.cuda.get_allocator_backend()) has numbers; the user's own has none."""
+    """Return True if the allocator has statistics. A user's own allocator has none.
+
+    backend: value of torch.cuda.get_allocator_backend().
+    """
     return backend in _OF_BACKEND
 
 
 def quantities(stats: Mapping[str, Any], backend: str) -> Iterator[tuple[str, int, int]]:
-    """Name, value0 and value1 of what torch.cuda.memory_stats_as_nested_dict() returned; what it lacks is left out."""
+    """Yield name, value0 and value1 for each number in `stats`. Missing numbers are left out.
+
+    stats: value of torch.cuda.memory_stats_as_nested_dict().
+    """
     for name in _OF_BACKEND[backend]:
         if name in _BYTES and _BYTES[name] in stats:
             total = stats[_BYTES[name]]["all"]

@@ -1,8 +1,8 @@
-"""What holds the device's memory: a snapshot of torch's allocator as a table of live blocks. Pure.
+"""Convert a snapshot of torch's allocator to a table of live memory blocks. Pure.
 
-The snapshot is what torch.cuda.memory._snapshot() documents. Blocks are grouped by the Python stack that asked for
-them, and by the modules whose forward() is in it; blocks without a stack (the history was off then, or it was one of
-autograd's threads that asked) by their size.
+The snapshot is the value of torch.cuda.memory._snapshot(). Blocks are grouped by the Python stack
+of their allocation, and by the modules whose forward() is in it. Blocks without a stack are grouped
+by size. They were allocated while the history was off, or by a thread of autograd.
 """
 
 from __future__ import annotations
@@ -12,60 +12,66 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-MAX_BLOCKS = 50_000  # that are looked at one by one, the largest
+# Number of blocks that are processed one by one, largest first.
+MAX_BLOCKS = 50_000
 MAX_ROWS = 40
 _MAX_FRAMES = 6
 _MAX_CLASSES = 4
 
 Frames = Sequence[Mapping[str, Any]]
 Forwards = Mapping[str, Sequence[tuple[int, str]]]
-"""By file, where the forward() of its classes begin: first line and class, by lines."""
+"""For each file, the first line and class of each forward() method, sorted by line."""
 
 
 class LiveRow(TypedDict):
-    """Live blocks that were asked for at one place."""
+    """Live blocks that were allocated at one place."""
 
     module: str
-    """Classes whose forward() was running, outermost first, as "GPT > Block > MLP"; "" for none."""
+    """Classes whose forward() was running, outermost first, such as "GPT > Block > MLP"; "" for
+    none.
+    """
     stack: list[str]
-    """The innermost frames outside of torch, innermost first, as "train.py:12 forward"; empty where there is none."""
+    """The innermost frames outside of torch, innermost first, such as "train.py:12 forward". Empty
+    without a stack.
+    """
     bytes: int
     blocks: int
     largest_bytes: int
     new_blocks: int | None
-    """How many of them were allocated within the history; None where there is no history."""
+    """Number of these blocks that were allocated within the history; None without a history."""
 
 
 class LiveTable(TypedDict):
-    """The live blocks of one device, most bytes first, and how full its segments are."""
+    """The live blocks of one device, most bytes first, and the use of its segments."""
 
     rows: list[LiveRow]
     other_bytes: int
-    """Of live blocks that are in no row: of smaller rows, or smaller than the blocks that were looked at."""
+    """Bytes of live blocks that are in no row: those of smaller rows, and blocks below MAX_BLOCKS.
+    """
     other_blocks: int
     without_stack_bytes: int
     allocated_bytes: int
     pending_bytes: int
-    """Freed, but another stream may still be using them."""
+    """Bytes of freed blocks that another stream may still use."""
     reserved_bytes: int
     inactive_bytes: int
-    """Free inside of segments."""
+    """Free bytes inside of segments."""
     largest_inactive_bytes: int
     segments: int
     expandable: bool
-    """Whether segments can grow: then inactive memory can be given back page by page."""
+    """True if segments can grow. Inactive memory can then be returned page by page."""
     history_events: int
-    """Allocations and frees that the history holds; 0 where it was off."""
+    """Number of allocations and frees in the history; 0 if it was off."""
     history_s: float | None
-    """How far back they go."""
+    """Length of the history in seconds."""
 
 
 class OutOfMemoryAtFirst(TypedDict):
-    """What the process whose device's memory ran out tells of it at once."""
+    """The data that a process records at once when its device is out of memory."""
 
     schema: int
     process: str
-    """Identity.key."""
+    """Identity.key of the process."""
     rank: int
     host: str
     step: int
@@ -73,29 +79,33 @@ class OutOfMemoryAtFirst(TypedDict):
     device: int
     asked_bytes: int
     limit_bytes: int
-    """What the process may take of the device."""
+    """Bytes that the process may allocate on the device."""
     free_bytes: int
     module: str
     stack: list[str]
-    """Where it was asked for, as LiveRow has them."""
+    """Stack of the failed allocation, in the format of LiveRow."""
     inside: list[str]
-    """Its open spans, outermost first."""
+    """Open spans of the process, outermost first."""
     untold: int
-    """Errors before this one without a table."""
+    """Number of earlier errors without a table."""
     table: LiveTable | None
     took_s: float
 
 
 class OutOfMemory(OutOfMemoryAtFirst, total=False):
-    """The same as its file has it, and the node's state and the report with the largest rows."""
+    """Content of an out-of-memory file. The node's state and the report have a copy with the
+    largest rows.
+    """
 
     device_bytes: int
     caught: bool
-    """Whether the watch ended without an error afterwards."""
+    """True if the watch ended without an error afterwards."""
     earlier: str | None
-    """The file of the table before, where memory ran out again so soon that there is none."""
+    """File of the previous table. It is set if this error followed too soon to get a table of its
+    own.
+    """
     file: str
-    """In the run directory; set by the sidecar."""
+    """Path within the run directory. The sidecar sets it."""
 
 
 def live_table(
@@ -106,7 +116,7 @@ def live_table(
     max_blocks: int = MAX_BLOCKS,
     max_rows: int = MAX_ROWS,
 ) -> LiveTable:
-    """The table of one device. max_*: for tests."""
+    """Return the table of one device. max_*: limits, which tests change."""
     segments = [segment for segment in snapshot["segments"] if segment["device"] == device]
     blocks = [block for segment in segments for block in segment["blocks"]]
     live = [block for block in blocks if block["state"] != "inactive"]
@@ -134,7 +144,8 @@ def live_table(
 
 
 def _rows(blocks: Sequence[Mapping[str, Any]], places: Places, new: set[int] | None) -> list[LiveRow]:
-    # Stacks share their frames: their identities tell stacks apart in a tenth of the time that their contents take.
+    # Stacks share frame objects. Comparing frames by identity takes a tenth of the time of
+    # comparing their contents.
     groups: dict[tuple[int, ...], list[Mapping[str, Any]]] = {}
     for block in blocks:
         frames = block.get("frames")
@@ -159,7 +170,9 @@ def _rows(blocks: Sequence[Mapping[str, Any]], places: Places, new: set[int] | N
 
 
 def _history(snapshot: Mapping[str, Any], device: int) -> tuple[set[int], int, float | None]:
-    """Addresses that were allocated within the history, its length in events, and in seconds."""
+    """Return the addresses allocated within the history, its number of events, and its length in
+    seconds.
+    """
     traces = snapshot.get("device_traces", ())
     trace = [each for each in traces[device] if each["action"] in _EVENTS] if device < len(traces) else []
     new = {each["addr"] for each in trace if each["action"] == "alloc"}
@@ -172,17 +185,20 @@ _EVENTS = ("alloc", "free_completed")
 
 
 class Places:
-    """What stacks say of where memory was asked for. Frames are looked at once: stacks share them."""
+    """Convert stacks to the places of allocations. Each frame is processed once, because stacks
+    share frames.
+    """
 
     def __init__(self, forwards: Forwards, hidden: tuple[str, ...]) -> None:
         """hidden: paths of packages whose frames are not shown."""
         self._forwards = forwards
         self._hidden = hidden
-        # By a frame's identity: its class, its text, whether it is shown; and itself, for it to keep its identity.
+        # By id(frame): class, text, and whether the frame is shown. The frame itself keeps the id
+        # valid.
         self._known: dict[int, tuple[str, str, bool, Mapping[str, Any]]] = {}
 
     def of(self, frames: Frames) -> tuple[str, tuple[str, ...]]:
-        """LiveRow's module and stack of these frames, innermost first."""
+        """Return the module and the stack of a LiveRow for these frames, innermost first."""
         looked_at = [self._known.get(id(frame)) or self._frame(frame) for frame in frames]
         classes = [name for name, *_ in reversed(looked_at) if name]
         if len(classes) > _MAX_CLASSES:

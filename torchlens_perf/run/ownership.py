@@ -1,7 +1,8 @@
-"""Who can change a file, and files of ours that nobody else can read or put something else in the place of.
+"""Checks of who can change a file, and private files that other users can neither read nor replace.
 
-Native code is loaded only from places that nobody but this user and root can write to. What we write is new, or ours
-already; what we read is a regular file: a FIFO or a device in its place keeps nobody waiting.
+Native code is only loaded from places that only this user and root can write to. Files that we
+write are new, or already ours. Files that we read must be regular files, because opening a FIFO or
+a device could block.
 """
 
 from __future__ import annotations
@@ -17,32 +18,38 @@ from pathlib import Path
 
 _ROOT_UID = 0
 _PRIVATE_UMASK, _GROUP_UMASK = 0o077, 0o027
-_MAX_LINKS = 40  # as the kernel has it
+# The kernel has the same limit.
+_MAX_LINKS = 40
 _MODE_LIFETIME_S, _MAX_MODES = 30.0, 64
 _modes: dict[str, tuple[float, int]] = {}
-"""By folder: when it was looked at, and the mode of what is made in it. Any thread."""
+"""For each folder: time of the last check, and the mode of new files in it. Used on any thread."""
 
 
 def others_can_change(path: Path) -> str | None:
-    """Why somebody other than this user and root could change what lies at `path`; None if nobody could.
+    """Return why another user than this one and root could change the file at `path`; None if none
+    can.
 
-    Looks at each folder and symbolic link from the top down, then at what lies there: each must belong to this user or
-    to root, and be writable by nobody else. Folders above may be sticky, as /tmp is. What has passed, nobody else can
-    replace afterwards, so there is no race between looking and using. The group's bits stand for access control lists
-    too: they are the mask of what a list permits. `/` itself is not looked at: whoever can change that has Python too.
+    All folders and symbolic links are checked from the top down, then the file. Each must belong to
+    this user or to root and must not be writable by others. Parent folders may be sticky, as /tmp
+    is. No other user can replace a checked part afterwards, so there is no race between check and
+    use.
 
-    Raises OSError where nothing lies there, or it cannot be looked at. Any thread.
+    Group permissions also cover access control lists, as they are the mask of a list. `/` is not
+    checked: a user who can change it can change Python, too.
+
+    Raise OSError if the file does not exist or cannot be checked. Any thread.
     """
     if not path.is_absolute():
         return f"{path} is not an absolute path"
     at, to_come, links = Path("/"), list(reversed(path.parts)), 0
     while to_come:
         part = to_come.pop()
-        at = at.parent if part == ".." else at / part  # `at` holds no link: those were followed
+        # `at` contains no link, because links were followed.
+        at = at.parent if part == ".." else at / part
         if part in ("..", "/"):
             continue
         found = at.lstat()
-        # In a sticky folder nobody can rename or remove what belongs to somebody else.
+        # In a sticky folder, users cannot rename or remove files of others.
         sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
         if found.st_uid not in (_ROOT_UID, os.geteuid()):
             return f"{at} belongs to user {found.st_uid}"
@@ -59,11 +66,11 @@ def others_can_change(path: Path) -> str | None:
 
 
 class NotRegularFileError(OSError):
-    """A FIFO, a device or a socket, where a file of ours should be."""
+    """A FIFO, a device or a socket in the place of a regular file."""
 
 
 def open_to_read(path: str | os.PathLike[str]) -> int:
-    """Opens a regular file; never waits for another process. Raises OSError, NotRegularFileError. Any thread."""
+    """Open a regular file without blocking. Raise OSError or NotRegularFileError. Any thread."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
@@ -75,7 +82,7 @@ def open_to_read(path: str | os.PathLike[str]) -> int:
 
 
 class TooLargeError(OSError):
-    """A file that is larger than any that we write in its place."""
+    """A file that is larger than any that this package writes in its place."""
 
 
 def read_bytes(path: str | os.PathLike[str], at_most: int) -> bytes:
@@ -85,8 +92,10 @@ def read_bytes(path: str | os.PathLike[str], at_most: int) -> bytes:
     """
     with open(open_to_read(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        content = b"" if size > at_most else file.read(size + 1)  # Python allocates what is asked for
-        if len(content) > size:  # it has grown
+        # read() allocates the requested number of bytes, so `at_most` would waste memory.
+        content = b"" if size > at_most else file.read(size + 1)
+        # The file has grown since fstat().
+        if len(content) > size:
             content += file.read(at_most + 1 - len(content))
         if max(size, len(content)) > at_most:
             raise TooLargeError(errno.EFBIG, f"it has {size} bytes; at most {at_most} are read", os.fspath(path))
@@ -94,13 +103,15 @@ def read_bytes(path: str | os.PathLike[str], at_most: int) -> bytes:
 
 
 def open_to_append(path: str | os.PathLike[str], flags: int = 0) -> int:
-    """Opens a file of this user's at its end, or makes it, mode as create() has it; follows no link.
+    """Open this user's file for appending, or create it with the mode that create() uses. Follow no
+    link.
 
-    An opener for open(), which gives the flags. Any thread. Raises OSError: PermissionError for
-    somebody else's file, NotRegularFileError for what is none.
+    This is an opener for open(), which passes the flags. Any thread. Raise OSError: PermissionError
+    for another user's file, NotRegularFileError for a file that is not regular.
     """
     folder = os.path.dirname(path)
-    owners, mode = _ours(folder), _file_mode(folder)  # before there is a file that an error could leave
+    # These calls come first, so that an error leaves no new file.
+    owners, mode = _ours(folder), _file_mode(folder)
     flags |= os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
     found = os.fstat(descriptor)
@@ -118,15 +129,19 @@ def open_to_append(path: str | os.PathLike[str], flags: int = 0) -> int:
 
 
 def create(path: str | os.PathLike[str], like: str | os.PathLike[str] = "") -> int:
-    """Opens a new file for writing, mode 0600, or 0640 where its folder is shared with a group, whatever the umask.
+    """Open a new file for writing, with mode 0600, or 0640 in a folder that is shared with a group.
+    Ignore the umask.
 
-    What lay at the path is removed, not written to. like: a folder to look at instead. Raises OSError. Any thread.
+    An existing file is removed, not overwritten. like: a folder whose mode decides, by default the
+    file's. Raise OSError. Any thread.
     """
     mode = _file_mode(like or os.path.dirname(path))
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o600)
-    except FileExistsError:  # asked for only then: each call is one for a shared disk's metadata server
+    except FileExistsError:
+        # Existence is only checked on an error, because each call is a request to a shared disk's
+        # metadata server.
         os.unlink(path)
         descriptor = os.open(path, flags, 0o600)
     if mode != 0o600:
@@ -135,15 +150,16 @@ def create(path: str | os.PathLike[str], like: str | os.PathLike[str] = "") -> i
 
 
 def write(path: str | os.PathLike[str], content: str | bytes, like: str | os.PathLike[str] = "") -> None:
-    """Writes a new file, as create() makes it. Raises OSError."""
+    """Write a new file with create(). Raise OSError."""
     with open(create(path, like), "wb") as file:
         file.write(content if isinstance(content, bytes) else content.encode(errors="backslashreplace"))
 
 
 def write_all(file: io.RawIOBase | io.FileIO, content: bytes) -> None:
-    """Writes all of it to an unbuffered file: a disk that is nearly full takes a part, and says nothing of the rest.
+    """Write all content to an unbuffered file. One write(2) to an almost full disk may be partial,
+    without an error.
 
-    Raises OSError.
+    Raise OSError.
     """
     rest = memoryview(content)
     while rest:
@@ -154,15 +170,16 @@ def write_all(file: io.RawIOBase | io.FileIO, content: bytes) -> None:
 
 
 def is_shared(folder: str | os.PathLike[str]) -> bool:
-    """Whether its group may read it. Raises OSError."""
+    """Return True if the folder's group may read it. Raise OSError."""
     return bool(os.stat(folder).st_mode & stat.S_IRGRP)
 
 
 @contextlib.contextmanager
 def as_private_as(folder: Path) -> Iterator[None]:
-    """What this process makes meanwhile can be read by this user, and by the folder's group if the folder can.
+    """Make new files readable for this user, and for the folder's group if it can read the folder.
 
-    By the umask, which is the whole process's: not in a training process. Where there is no folder yet: by this user.
+    Only this user can read them if the folder does not exist. This sets the umask of the whole
+    process, so it must not be used in training processes.
     """
     with contextlib.ExitStack() as leaving:
         leaving.callback(os.umask, os.umask(_PRIVATE_UMASK))
@@ -173,7 +190,9 @@ def as_private_as(folder: Path) -> Iterator[None]:
 
 
 def may_ask(path: Path, run: Path) -> bool:
-    """Whether what lies at `path` was put there by this user, by root or by the run's owner. Raises OSError."""
+    """Return True if the file at `path` belongs to this user, to root or to the run's owner. Raise
+    OSError.
+    """
     return path.lstat().st_uid in {_ROOT_UID, *_ours(run)}
 
 
@@ -183,7 +202,9 @@ def _ours(folder: str | os.PathLike[str]) -> set[int]:
 
 
 def _file_mode(folder: str | os.PathLike[str]) -> int:
-    """Return the mode of new files. Kept for _MODE_LIFETIME_S: each look asks a shared disk, every few seconds."""
+    """Return the mode of new files. It is cached for _MODE_LIFETIME_S, because each check is a
+    request to a shared disk.
+    """
     name, now_s = os.path.abspath(folder), time.monotonic()
     looked_s, mode = _modes.get(name, (float("-inf"), 0))
     if now_s - looked_s >= _MODE_LIFETIME_S:

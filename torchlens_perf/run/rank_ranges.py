@@ -1,15 +1,19 @@
-"""Sets of ranks as short text: "0-3,8,16-1000/8". A group of ten thousand ranks is one regular range, or a few."""
+"""Sets of ranks as short text, such as "0-3,8,16-1000/8". A group of ten thousand ranks is usually
+a few ranges.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 MAX_RANKS = 1 << 20
-"""In one text: it may come from anybody, and few letters can ask for all memory."""
+"""Largest number of ranks in one text. The text may come from an untrusted source and could
+otherwise use all memory.
+"""
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """Ascending ranks as ranges `first-last/stride`, joined by commas."""
+    """Return ascending ranks as ranges `first-last/stride`, joined by commas."""
     parts, left = [], sorted(ranks)
     while left:
         stride = left[1] - left[0] if len(left) > 1 else 1
@@ -17,7 +21,8 @@ def ranges(ranks: Sequence[int]) -> str:
         while count < len(left) and left[count] - left[count - 1] == stride:
             count += 1
         if count == 2 and stride > 1:
-            count = 1  # two ranks are no pattern: the second may begin a range
+            # Two ranks are not yet a pattern, so the second may begin a range.
+            count = 1
         first, last = left[0], left[count - 1]
         parts.append(str(first) if count == 1 else f"{first}-{last}" + (f"/{stride}" if stride > 1 else ""))
         left = left[count:]
@@ -30,7 +35,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """The ranks that ranges() wrote, MAX_RANKS at most. Raises ValueError for other text."""
+    """Return the ranks in a text of ranges(), at most MAX_RANKS. Raise ValueError for other text."""
     ranks: list[int] = []
     for part in filter(None, text.split(",")):
         span, _, stride = part.partition("/")

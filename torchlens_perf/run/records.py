@@ -1,4 +1,6 @@
-"""The values that flow from the sidecar on: finished, frozen. Times are nanoseconds; `*_s` fields are seconds."""
+"""The final, immutable values that the sidecar computes. Times are nanoseconds; `*_s` fields are
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,20 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# What a step's time is divided into; a step's parts add up to its duration. "host" is what is left over, "tool" is the
-# time in our own Python hooks.
+# The parts of a step's time, which add up to its duration. "host" is the remainder. "tool" is the
+# time in the Python hooks of this package.
 PARTS = ("data", "forward", "recompute", "backward", "optimizer", "communication", "host", "tool")
-# The parts that are the rank's own work: all but waiting for other ranks, and us.
+# The parts that are the rank's own work: without waiting for other ranks, and without this
+# package's time.
 OWN_PARTS = ("data", "forward", "recompute", "backward", "optimizer", "host")
 OWN_COLUMNS = [PARTS.index(part) for part in OWN_PARTS]
-"""Where they are in columns of PARTS."""
+"""Indexes of OWN_PARTS in columns of PARTS."""
 
 
 class Span(NamedTuple):
-    """One closed interval of one rank, with its name and place in the step. A tuple: runs have millions."""
+    """One closed interval of one rank, with its name and place in the step. A tuple, because runs
+    have millions of spans.
+    """
 
     kind: str
     name: str
@@ -46,17 +51,28 @@ class StepTable:
     micro_steps: npt.NDArray[np.int64]
     flags: npt.NDArray[np.int64]
     workload: npt.NDArray[np.int64]
-    """Tokens or samples, as the job reported them or as its batches hold them; -1 where not known."""
+    """Tokens or samples per step, as reported by the job or counted in its batches; -1 if not
+    known.
+    """
     cpu_ns: npt.NDArray[np.int64]
-    """Shape [steps, len(PARTS)]: CPU time of the training thread; -1 where it was not measured."""
+    """Shape [steps, len(PARTS)]: CPU time of the training thread; -1 if not measured."""
     ready_ns: npt.NDArray[np.int64]
-    """Shape [steps, len(PARTS)]: time that the training thread was ready and had no CPU; -1 where not measured."""
+    """Shape [steps, len(PARTS)]: time that the training thread was runnable without a CPU; -1 if
+    not measured.
+    """
     issue_ns: npt.NDArray[np.int64]
-    """Shape [steps, len(PARTS)]: the host's own time to issue the device's work; 0 in steps by the host's clock."""
+    """Shape [steps, len(PARTS)]: the host's own time to issue the device's work; 0 in steps timed
+    by the host's clock.
+    """
     issue_ready_ns: npt.NDArray[np.int64]
-    """`ready_ns` of the host. In steps by the device's clock, `ready_ns` has only what held up the device."""
+    """`ready_ns` of the host. In steps timed by the device's clock, `ready_ns` only has the part
+    that delayed the device.
+    """
     lag_ns: npt.NDArray[np.int64]
-    """Shape [steps, len(PARTS)]: the device's lag behind the host at the begin of each part; 0 there too."""
+    """Shape [steps, len(PARTS)]: the device's lag behind the host at the start of each part.
+
+    It is 0 in steps timed by the host's clock.
+    """
 
     def __len__(self) -> int:
         return len(self.step)
@@ -66,19 +82,21 @@ class StepTable:
 
     @property
     def own_ns(self) -> npt.NDArray[np.int64]:
-        """Own time: the step without the time blocked in communication and without ours."""
+        """Own time: the step without blocking communication and without this package's time."""
         own: npt.NDArray[np.int64] = self.parts_ns[:, OWN_COLUMNS].sum(axis=1)
         return own
 
     @property
     def work_ns(self) -> npt.NDArray[np.int64]:
-        """Own time without the part of it in which the thread was ready and had no CPU, where that was measured."""
+        """Own time without the time that the thread was runnable without a CPU, if that was
+        measured.
+        """
         work: npt.NDArray[np.int64] = self.work_by_part_ns.sum(axis=1)
         return work
 
     @property
     def work_by_part_ns(self) -> npt.NDArray[np.int64]:
-        """Shape [steps, len(OWN_PARTS)]: the same of each part."""
+        """Shape [steps, len(OWN_PARTS)]: `work_ns` of each part."""
         own_ns, ready_ns = self.parts_ns[:, OWN_COLUMNS], self.ready_ns[:, OWN_COLUMNS].clip(min=0)
         work: npt.NDArray[np.int64] = own_ns - ready_ns.clip(max=own_ns)
         return work
@@ -86,7 +104,7 @@ class StepTable:
 
 @dataclasses.dataclass(frozen=True)
 class StepTrace:
-    """Everything of one step of one rank, for export as spans."""
+    """All data of one step of one rank, for export as spans."""
 
     step: int
     start_ns: int
@@ -97,26 +115,29 @@ class StepTrace:
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-    """A step of one attempt of the job that is sent as a trace. All nodes send the same of it."""
+    """A step of one attempt of the job that is exported as a trace. All nodes export the same ranks
+    of it.
+    """
 
     attempt: int
     step: int
     because: str
-    """first, number, slow or verdict."""
+    """Why the step was selected: first, number, slow or verdict."""
     roles: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """The ranks that are sent, by why: ("slow", (3, 17)). Without any, all ranks are."""
+    """Exported ranks by reason, such as ("slow", (3, 17)). If empty, all ranks are exported."""
     max_spans: int = 0
-    """That a rank may have in it, besides its step's own; 0: any number."""
+    """Largest number of spans of a rank, not counting the step's own; 0 for no limit."""
     left_out: int = 0
-    """Steps before it that were to be sent, and for which there was no room since the last one that was."""
+    """Number of selected steps since the previous exported one that were dropped for lack of room.
+    """
 
     def role(self, rank: int) -> str | None:
-        """Why the rank is sent; "" where all are; None where it is not."""
+        """Return why the rank is exported; "" if all ranks are; None if it is not."""
         if not self.roles:
             return ""
         return next((name for name, ranks in self.roles if rank in ranks), None)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that are sent; () where all are."""
+        """The exported ranks; () if all ranks are."""
         return tuple(sorted({rank for _, ranks in self.roles for rank in ranks}))

@@ -1,17 +1,18 @@
-"""The ring file: fixed-size records that one process writes and another one reads, live or after its death.
+"""The ring file: fixed-size records that one process writes and another reads, during its life or
+after its death.
 
-A ring file is preallocated, mapped into memory and never grows. The writer overwrites the oldest record, so it never
-waits for a reader; each record carries its sequence number, so a reader knows exactly how many it missed. A process
-that is killed leaves its newest records behind, and the stack of spans that it had open.
+A ring file is preallocated, mapped into memory and never grows. The writer overwrites the oldest
+record, so it never waits for a reader. Each record has a sequence number, so a reader can count the
+records it missed. A killed process leaves its newest records and its stack of open spans.
 
 ::
 
-    0      header   sizes, counters, the open spans of the training thread (native/layout.h has the same as C)
+    0      header   sizes, counters, open spans of the training thread (also in native/layout.h)
     4096   metadata one JSON object: rank, host, process, clock anchors
-    12288  names    length-prefixed UTF-8; a record's name_id is the position in this list
+    12288  names    length-prefixed UTF-8; a record's name_id is the index in this list
     274432 records  64 bytes each
 
-`recorder/recorder.py` writes records; this module makes the file, interns names and reads.
+`recorder/recorder.py` writes records. This module makes the file, interns names and reads.
 """
 
 from __future__ import annotations
@@ -45,47 +46,64 @@ RECORD_BYTES = 64
 MAX_FRAMES = 64
 MAX_GROUPS = 48
 FRAME_BYTES = 32
-GROUP_WORDS = 3  # of a row in the table of groups: its name's id and begun, issued, ended
+# Words of a row in the table of groups: name id and begun, issued, ended.
+GROUP_WORDS = 3
 METADATA_OFFSET, METADATA_BYTES = 4096, 8192
 NAMES_OFFSET, NAMES_BYTES = 12288, 262144
 RECORDS_OFFSET = 274432
-_MAPPED_AT_ONCE = 1 << 24  # the rest of a very long ring is mapped as it fills
+# The remaining pages of a very long ring are mapped when they are first written.
+_MAPPED_AT_ONCE = 1 << 24
 LONGEST_NAME = 256
-IN_FLIGHT = 64  # records that writers on several threads may have begun and not finished (the Python implementation)
-# A STEP record's value1: micro-steps, and above them the workload plus 1 (0: not known).
+# Records that writers on several threads may have started and not finished (the Python
+# implementation).
+IN_FLIGHT = 64
+# A STEP record's value1: micro-steps in the low bits, and above them the workload plus 1 (0: not
+# known).
 WORKLOAD_SHIFT = 16
 MICRO_STEPS_MASK = (1 << WORKLOAD_SHIFT) - 1
-_LAST = 1 << 62  # no ring comes to so many records: more is damage
-UNKNOWN_NS = (1 << 63) - 1  # a DEVICE record's value1, where the device's clock is not known well enough
-MERGED_RANK_SHIFT = 44  # of a MERGED record's value0: above it, the slowest rank plus 1
-CAPTURING = "perf capture"  # the section in which a rank begins or writes one; nodes tell each other 16 bytes of it
-STACK_SIGNAL = signal.SIGUSR2  # upon which a process writes its stack into the file that its metadata name
-OTHER_NAMES = "(other)"  # name 0: the step itself, and names beyond the table's space
+# No ring reaches this number of records. A larger count means a damaged file.
+_LAST = 1 << 62
+# A DEVICE record's value1 if the device's clock is not known well enough.
+UNKNOWN_NS = (1 << 63) - 1
+# In a MERGED record's value0, the bits from this one on are the slowest rank plus 1.
+MERGED_RANK_SHIFT = 44
+# The section in which a rank starts or writes a capture. Nodes send 16 bytes of this name to each
+# other.
+CAPTURING = "perf capture"
+# On this signal, a process writes its stack to the file that its metadata name.
+STACK_SIGNAL = signal.SIGUSR2
+# Name 0: the step itself, and all names that do not fit into the table.
+OTHER_NAMES = "(other)"
 
-# Header fields that change while the job runs: 64-bit words, by their index.
+# Header fields that change while the job runs: indexes of 64-bit words.
 HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS = 8, 9, 10, 11, 12, 13, 14
 NAMES_USED, NAMES_LOST, METADATA_REVISION, METADATA_USED, INTERNAL_ERRORS = 16, 17, 18, 19, 20
 DEPTH, FRAMES, DEVICE_MARK = 24, 25, (15, 21, 22, 23)
 GROUPS_USED, GROUPS = 281, 282
-_FIXED = struct.Struct("<8sIIQQQQQQ")  # magic, version, record_bytes, capacity, then offset and size of each area
+# Magic, version, record_bytes, capacity, then offset and size of each area.
+_FIXED = struct.Struct("<8sIIQQQQQQ")
 
 
 class RingFile:
-    """The writer's side of a ring file: makes and maps it, interns names, publishes metadata.
+    """The writer's end of a ring file: makes and maps it, interns names, publishes metadata.
 
-    Any thread of the process that made it. Only what is rare takes the lock: a name's or group's first time, and new
-    metadata. The lock is re-entrant: a signal's handler may run in the middle, and come back here.
+    Any thread of the process that made it. Only rare operations take the lock: new names, new
+    groups and new metadata. The lock is re-entrant, because a signal handler may interrupt an
+    operation and call it again.
     """
 
     def __init__(self, path: Path, capacity: int, first_step: int = 0, *, anonymous: bool = False) -> None:
-        """Creates the file, mode 0600, with room for `capacity` records (a power of two).
+        """Create the file, mode 0600, with room for `capacity` records (a power of two).
 
-        first_step: index of the step that the first records belong to. anonymous: in memory without a file, with a link
-        at `path` (rings/memory.py). Raises OSError where there is no room. With any error there is no file.
+        first_step: index of the step of the first records. anonymous: use memory without a file,
+        with a link at `path` (rings/memory.py). Raise OSError if there is no room. No file is left
+        after an error.
         """
         self.path = path
-        self.run_dir = ""  # that it belongs to, for who finds it when all who knew of it are dead
-        self._descriptor: int | None = None  # of anonymous memory, which others reach by it
+        # The run directory. A later process finds it here if all processes of the run were killed.
+        self.run_dir = ""
+        # Descriptor of anonymous memory. Other processes open the memory by it.
+        self._descriptor: int | None = None
         size = RECORDS_OFFSET + capacity * RECORD_BYTES
         if anonymous:
             self.buffer, self._descriptor = memory.reserve_anonymous(str(path), size)
@@ -93,9 +111,11 @@ class RingFile:
             self.buffer = memory.reserve_file(path, size)
         try:
             for page in range(0, min(size, _MAPPED_AT_ONCE), mmap.PAGESIZE):
-                self.buffer[page] = 0  # mapped now: a page fault costs more than a mark
+                # Each page is mapped now, because a page fault costs more than a mark.
+                self.buffer[page] = 0
             self._lock = threading.RLock()
-            self._names: dict[str, tuple[int, int]] = {}  # id, and where its text ends in the table
+            # For each name, its id and the end of its text in the table.
+            self._names: dict[str, tuple[int, int]] = {}
             self._groups: dict[str, int] = {}
             self._name_listener: Callable[[str], None] | None = None
             self._names_told = 1
@@ -113,7 +133,7 @@ class RingFile:
             raise
 
     def intern(self, name: str) -> int:
-        """Returns the id of `name`; 0, and counts it, once the table is full."""
+        """Return the id of `name`; 0 if the table is full, which is counted."""
         known = self._names.get(name)
         return self._intern_new(name) if known is None else known[0]
 
@@ -130,7 +150,9 @@ class RingFile:
                 return 0
             struct.pack_into(f"<H{len(text)}s", self.buffer, NAMES_OFFSET + used, len(text), text)
             try:
-                self._names[name] = name_id, end  # at once: an exception by a signal leaves it known or unknown
+                # One assignment: an exception in a signal handler leaves the name either known or
+                # unknown.
+                self._names[name] = name_id, end
             finally:
                 self._words[NAMES_USED] = end if name in self._names else used
             self._tell_listener()
@@ -148,7 +170,9 @@ class RingFile:
             return
         names = self.names()
         while self._names_told < len(names):
-            self._names_told += 1  # first: a signal's handler may intern meanwhile
+            # The counter is increased first, because a signal handler may intern a name during the
+            # call.
+            self._names_told += 1
             listener(names[self._names_told - 1])
 
     def names(self) -> list[str]:
@@ -156,13 +180,15 @@ class RingFile:
         return list(self._names)
 
     def inside(self) -> list[str]:
-        """Names of the spans that the training thread is inside of, outermost first, without the step."""
+        """Return the names of the training thread's open spans, outermost first, without the step."""
         names, depth = self.names(), min(self._words[DEPTH], MAX_FRAMES)
         ids = [self._words[FRAMES + FRAME_BYTES // 8 * i + 3] & 0xFFFFFFFF for i in range(1, depth)]
         return [name_of(names, name_id) for name_id in ids]
 
     def add_group(self, name: str) -> int:
-        """The row in the table that shows how far a process group is; MAX_GROUPS, without a row, once it is full."""
+        """Return the row of a process group in the table of progress; MAX_GROUPS, which is no row,
+        if the table is full.
+        """
         with self._lock:
             slot = self._groups.get(name, len(self._groups))
             if slot < MAX_GROUPS and name not in self._groups:
@@ -172,14 +198,14 @@ class RingFile:
             return slot
 
     def set_device_mark(self, words: Sequence[int]) -> None:
-        """How far the device is; clock.py knows the words."""
+        """Store the device's progress. words: see clock.DeviceMark.words."""
         for index, word in zip(DEVICE_MARK, words, strict=True):
             self._words[index] = word
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replaces the metadata. A reader that sees an odd revision, or another checksum, tries again.
+        """Replace the metadata. A reader retries if it finds an odd revision or a wrong checksum.
 
-        What does not fit into METADATA_BYTES is left out, with a note that says so (fitting.py).
+        Parts that do not fit into METADATA_BYTES are left out, with a note (fitting.py).
         """
         text = fitted(metadata, METADATA_BYTES)
         with self._lock:
@@ -187,30 +213,36 @@ class RingFile:
             try:
                 self._store_metadata()
             except BaseException:
-                self._store_metadata()  # a signal's handler has raised in the middle: a reader must not wait for ever
+                # A signal handler has raised an exception during the write. Readers must not wait
+                # forever.
+                self._store_metadata()
                 raise
 
     def _store_metadata(self) -> None:
         text = b""
-        while text is not self._metadata:  # a signal's handler may have replaced them meanwhile: the newest stay
+        # A signal handler may have set newer metadata during the write.
+        while text is not self._metadata:
             text = self._metadata
             self._words[METADATA_REVISION] |= 1
             self.buffer[METADATA_OFFSET : METADATA_OFFSET + len(text)] = text
-            # With the checksum, as a signal's handler that publishes here makes the revision even in the middle.
+            # The checksum is needed because a signal handler that publishes here makes the revision
+            # even during the write.
             self._words[METADATA_USED] = zlib.crc32(text) << 32 | len(text)
             self._words[METADATA_REVISION] = (self._words[METADATA_REVISION] | 1) + 1
 
     def add_gc_ns(self, duration_ns: int) -> None:
-        """Adds to the time in which Python has collected garbage. Closed, it adds nothing."""
+        """Add to the time of Python's garbage collection. Do nothing if the ring is closed."""
         if not self.buffer.closed:
             self._words[GC_NS] += duration_ns
 
     def count_internal_error(self) -> None:
-        """Counts an error of ours that was kept away from the training loop."""
+        """Count an internal error that was kept away from the training loop."""
         self._words[INTERNAL_ERRORS] += 1
 
     def close(self) -> None:
-        """Marks the ring as ended by its writer and unmaps it; the recorder must be closed. Again is harmless."""
+        """Mark the ring as closed by its writer and unmap it. The recorder must be closed. May be
+        called again.
+        """
         if self.buffer.closed:
             return
         self._words[STATE] = State.CLOSED
@@ -218,10 +250,10 @@ class RingFile:
         self.buffer.close()
 
     def release(self, timeout_s: float = 0.0) -> bool:
-        """The process needs the ring no more, nor its files. Again is harmless.
+        """Release the process's hold on the ring and its files. May be called again.
 
-        Anonymous memory is lost where nobody else has it open: waits for that, at most so long. Returns whether it is
-        kept.
+        Anonymous memory is lost if no other process has it open. Wait for that for at most
+        `timeout_s`. Return True if the memory is kept.
         """
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
@@ -233,7 +265,7 @@ class RingFile:
 
 
 class OpenSpan(NamedTuple):
-    """A span that has begun and not ended."""
+    """A span that has started and not ended."""
 
     kind: Kind
     name: str
@@ -241,14 +273,17 @@ class OpenSpan(NamedTuple):
 
 
 class GroupProgress(NamedTuple):
-    """How far one rank is in one process group, or with one peer."""
+    """Progress of one rank in one process group, or in messages with one peer."""
 
     name: str
     issued: int
-    """Sequence number of the last operation that it issued, plus 1."""
+    """Sequence number of the last issued operation, plus 1."""
     ended: int
-    """The same of the last one that is known to have ended, or whose end the backend does not tell."""
-    began: int = 0  # the same of the last one whose kernel has begun on the device; 0: nobody tells
+    """Sequence number, plus 1, of the last operation that is known to have ended, or whose end is
+    not reported.
+    """
+    # The same for the last operation whose kernel has started on the device; 0 if not reported.
+    began: int = 0
 
 
 def name_of(names: list[str], name_id: int) -> str:
@@ -256,7 +291,9 @@ def name_of(names: list[str], name_id: int) -> str:
 
 
 class Batch(NamedTuple):
-    """What one read returned: records, their sequence numbers, and how many were lost before or between them."""
+    """Result of one read: records, their sequence numbers, and how many were lost before or between
+    them.
+    """
 
     records: npt.NDArray[np.void]
     sequences: npt.NDArray[np.int64]
@@ -264,7 +301,9 @@ class Batch(NamedTuple):
 
 
 def record_dtype() -> np.dtype[np.void]:
-    """The 64 bytes of a record as a NumPy structure. Durations and times are nanoseconds of CLOCK_MONOTONIC."""
+    """Return the NumPy structure of a 64-byte record. Durations and times are nanoseconds of
+    CLOCK_MONOTONIC.
+    """
     import numpy as np
 
     fields = (
@@ -276,23 +315,28 @@ def record_dtype() -> np.dtype[np.void]:
 
 
 class Reader:
-    """Reads a ring file that another process may be writing, or has left behind.
+    """Reader of a ring file that another process is writing or has left behind. One thread.
 
-    By pread(2), not by a map: whoever makes the file shorter costs this ring its records, where a load from a mapped
-    page that is gone would end the reading process with SIGBUS. One thread.
+    It uses pread(2), not a map. If another process truncates the file, records are lost. With a
+    map, access to a missing page would end the reading process with SIGBUS.
     """
 
     def __init__(self, path: Path, descriptor: int | None = None) -> None:
-        """descriptor: of the ring, open already; it is closed with this. Raises OSError, and RingError for no ring."""
+        """Open the file. Raise OSError, or RingError if it is not a ring.
+
+        descriptor: of the ring, already open. close() closes it.
+        """
         self.path = path
-        self.cursor = 0  # sequence number of the next record to read
+        # Sequence number of the next record to read.
+        self.cursor = 0
         self._descriptor = memory.open_to_read(str(path)) if descriptor is None else descriptor
         try:
             self.capacity = self._checked_capacity()
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._header = bytes(METADATA_OFFSET)  # as it was last seen whole
+        # Last complete copy of the header.
+        self._header = bytes(METADATA_OFFSET)
         self._names: list[str] = []
         self._names_read = 0
 
@@ -310,22 +354,26 @@ class Reader:
         return int(capacity)
 
     def hold(self) -> None:
-        """Says that this process keeps the ring, until close(), also where its process ends."""
+        """Announce that this process keeps the ring until close(), also after its writer ends."""
         memory.hold(str(self.path), self._descriptor)
 
     def _words(self, first: int, count: int = 1) -> tuple[int, ...]:
-        """Words of the header as they are now; of a file that was cut or overwritten, as they were last."""
+        """Return current words of the header; of a truncated or overwritten file, the last valid
+        ones.
+        """
         header = os.pread(self._descriptor, METADATA_OFFSET, 0)
         if len(header) == METADATA_OFFSET and header.startswith(MAGIC):
             self._header = header
         return struct.unpack_from(f"<{count}Q", self._header, 8 * first)
 
     def counter(self, word: int) -> int:
-        """A header counter: HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS, NAMES_LOST or INTERNAL_ERRORS."""
+        """Return a header counter: HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS,
+        NAMES_LOST or INTERNAL_ERRORS.
+        """
         return self._words(word)[0]
 
     def metadata(self) -> dict[str, Any]:
-        """The writer's metadata; empty while it is being replaced, and where it is not what the writer has stored."""
+        """Return the writer's metadata; empty if they are being replaced or are damaged."""
         revision, used = self.counter(METADATA_REVISION), self.counter(METADATA_USED)
         text = os.pread(self._descriptor, min(used & 0xFFFFFFFF, METADATA_BYTES), METADATA_OFFSET)
         if revision % 2 or revision != self.counter(METADATA_REVISION) or not text or zlib.crc32(text) != used >> 32:
@@ -337,7 +385,7 @@ class Reader:
         return loaded if isinstance(loaded, dict) else {}
 
     def names(self) -> list[str]:
-        """All names interned so far; a record's name_id is a position in this list."""
+        """Return all names interned so far. A record's name_id is the index in this list."""
         used = min(self.counter(NAMES_USED), NAMES_BYTES)
         if used > self._names_read:
             text, at = os.pread(self._descriptor, used - self._names_read, NAMES_OFFSET + self._names_read), 0
@@ -349,7 +397,9 @@ class Reader:
         return self._names
 
     def open_spans(self) -> list[OpenSpan]:
-        """What the training thread is inside of, outermost first. A snapshot: a running writer may change it midway."""
+        """Return the open spans of the training thread, outermost first. A running writer may
+        change them during the call.
+        """
         names, spans = self.names(), []
         depth, *frames = self._words(DEPTH, 1 + FRAME_BYTES // 8 * MAX_FRAMES)
         for i in range(min(depth, MAX_FRAMES)):
@@ -360,7 +410,9 @@ class Reader:
         return spans
 
     def groups(self) -> list[GroupProgress]:
-        """How far the rank is in each of its groups. A snapshot, as of open_spans()."""
+        """Return the rank's progress in each of its groups. A running writer may change it during
+        the call.
+        """
         names, found = self.names(), []
         groups, *rows = self._words(GROUPS_USED, 1 + GROUP_WORDS * MAX_GROUPS)
         for i in range(min(groups, MAX_GROUPS)):
@@ -370,10 +422,11 @@ class Reader:
         return found
 
     def read(self, *, final: bool = False) -> Batch:
-        """The records since the last read. Overwritten ones are counted as lost and skipped.
+        """Return the records since the last read. Overwritten ones are counted as lost and skipped.
 
-        A record that is still being written ends the batch and is read next time; with `final`, for a writer that has
-        ended, it is counted as lost. Raises RingError where the file was cut or overwritten meanwhile.
+        A record that is still being written ends the batch and is read next time. With `final`, for
+        a writer that has ended, it is counted as lost. Raise RingError if the file was truncated or
+        overwritten.
         """
         import numpy as np
 
@@ -382,7 +435,8 @@ class Reader:
         sequences = np.arange(first, max(first, stop), dtype=np.int64)
         stamps = (sequences + 1).astype(np.uint32)
         records = self._copied(first, len(sequences))
-        # A slot that was being rewritten while it was copied had another stamp then, or has one now.
+        # The stamp of a slot that was rewritten during the copy differs, either in the copy or in
+        # the file.
         whole = (records["stamp"] == stamps) & (self._copied(first, len(sequences))["stamp"] == stamps)
         if os.fstat(self._descriptor).st_size != RECORDS_OFFSET + self.capacity * RECORD_BYTES:
             raise RingError(f"{self.path} was made shorter")
@@ -401,11 +455,14 @@ class Reader:
         return Batch(records, sequences, self.cursor - asked - len(records))
 
     def _copied(self, first: int, count: int) -> npt.NDArray[np.void]:
-        """That many records from number `first` on, as they lie there now; zeros where the file ends before."""
+        """Return `count` records from number `first` on, as they are now; zeros after the end of
+        the file.
+        """
         import numpy as np
 
         copied, begin = bytearray(count * RECORD_BYTES), first & (self.capacity - 1)
-        until_end = min(count, self.capacity - begin) * RECORD_BYTES  # it may go on at the start
+        # The records may wrap to the start of the ring.
+        until_end = min(count, self.capacity - begin) * RECORD_BYTES
         for at, part in ((begin, memoryview(copied)[:until_end]), (0, memoryview(copied)[until_end:])):
             if part:
                 os.preadv(self._descriptor, [part], RECORDS_OFFSET + at * RECORD_BYTES)

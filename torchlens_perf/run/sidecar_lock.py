@@ -13,25 +13,29 @@ _MAX_TRIES = 5
 
 
 class SidecarLock:
-    """flock(2) on a file: a killed process loses it by itself, and a child can inherit it with the descriptor.
+    """flock(2) on a file. A killed process loses it, and a child can inherit it with the
+    descriptor.
 
-    Its last holder removes the file. So whoever locks it makes sure that the file is still the one at that path.
+    The last holder removes the file. A process that gets the lock must check that the path still
+    leads to the locked file.
     """
 
     def __init__(self, path: Path, descriptor: int | None = None) -> None:
-        """descriptor: of the file, open and locked already by the process that started this one."""
+        """descriptor: of the file, opened and locked by the process that started this one."""
         self.path = path
         self._descriptor = descriptor
 
     @property
     def descriptor(self) -> int:
-        """The open file. Raises ValueError once it is closed."""
+        """Descriptor of the open file. Raise ValueError once it is closed."""
         if self._descriptor is None:
             raise ValueError(f"{self.path} is not open")
         return self._descriptor
 
     def acquire(self) -> bool:
-        """Takes the lock if nobody holds it. Raises OSError if the file cannot be made."""
+        """Take the lock if it is free. Return True on success. Raise OSError if the file cannot be
+        made.
+        """
         while True:
             if self._descriptor is None:
                 self._descriptor = self._open()
@@ -62,9 +66,11 @@ class SidecarLock:
         raise AssertionError
 
     def restore(self) -> bool:
-        """Makes the file anew where a cleaner of shared memory has removed it. False: somebody else has the lock now.
+        """Recreate the file if a cleaner of shared memory has removed it. Return False if another
+        process has the lock now.
 
-        Only while holding the lock: else another one could be started any time. Where no file can be made, all stays.
+        Call it only while holding the lock. Without the file, another sidecar could start at any
+        time. If no file can be made, nothing changes.
         """
         if self._is_current():
             return True
@@ -82,20 +88,24 @@ class SidecarLock:
         return True
 
     def write_status(self, doing: str) -> None:
-        """Says in the file what this process, a sidecar that holds the lock, is doing, see sidecar_status.py."""
+        """Write to the file what this sidecar is doing, see sidecar_status.py."""
         sidecar_status.write_status(self.descriptor, doing)
 
     def close(self) -> None:
-        """Gives the lock back, unless a child has inherited it."""
+        """Release the lock, unless a child has inherited it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def remove(self) -> None:
-        """Remove the file, and its folder if that is empty then, and give the lock back. Nothing if it is not held."""
+        """Remove the file, and its folder if it is empty then, and release the lock. Do nothing
+        without the lock.
+        """
         if self._descriptor is None:
             return
-        if self._is_current():  # else a cleaner has removed it, and another sidecar has made one
+        # If the file is not current, a cleaner has removed it and another sidecar has made a new
+        # one.
+        if self._is_current():
             self.path.unlink(missing_ok=True)
         self.close()
         with contextlib.suppress(OSError):

@@ -1,7 +1,8 @@
-"""How ranks and their node's sidecar communicate: a rank passes arguments, the sidecar writes a line in its lock file.
+"""Communication between ranks and their node's sidecar: arguments of the sidecar, and its status in
+the lock file.
 
-The line says what it is doing, for a rank that waits for the report. It costs one write(2) where the sidecar begins
-something else.
+The status is a line for a rank that waits for the report. It costs one write(2) for each new
+activity of the sidecar.
 """
 
 from __future__ import annotations
@@ -12,29 +13,34 @@ import os
 from torchlens_perf.run.processes import process_started
 
 SEVERAL_NODES = "--several-nodes"
-"""The job has other nodes: the sidecar must meet theirs while it runs."""
+"""Argument: the job has other nodes, and the sidecar must connect to theirs."""
 SHARED = "--shared"
-"""The run directory is for its group to read, too."""
+"""Argument: make the run directory readable for its group."""
 AT_ONCE = "--at-once"
-"""Nothing is to be waited for."""
+"""Argument: do not wait for any process."""
 CANNOT_WRITE = "cannot write to the run directory"
-"""The records stay in this node's memory meanwhile."""
+"""Status. Records stay in this node's memory meanwhile."""
 LOADS = "is loading its libraries"
-BYTES = 160  # written whole, so that what was there before is gone
+# Fixed length of a status, so that a new one replaces the old one completely.
+BYTES = 160
 
 
 def write_status(descriptor: int, doing: str) -> None:
-    """Replaces the status. descriptor: of the lock file. doing: what would follow "the sidecar", in one line."""
+    """Replace the status. descriptor: of the lock file. doing: one line that continues "the sidecar
+    ...".
+    """
     pid = os.getpid()
     line = f"{pid} {process_started(pid)} {doing}".encode(errors="surrogateescape")[: BYTES - 1]
-    with contextlib.suppress(OSError):  # there may be no room in shared memory
+    # Shared memory may be full.
+    with contextlib.suppress(OSError):
         os.pwrite(descriptor, line.ljust(BYTES - 1) + b"\n", 0)
 
 
 def read_status(path: str) -> tuple[int, int, str]:
-    """The sidecar's pid, when it began (process_started), and what it does; 0, 0 and "" if it has written no status.
+    """Return the sidecar's pid, its start (process_started) and its activity; 0, 0 and "" if there
+    is no status.
 
-    path: of the lock file. Raises OSError if it cannot be read; a missing file holds no status.
+    path: of the lock file. A missing file has no status. Raise OSError if it cannot be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

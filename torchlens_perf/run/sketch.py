@@ -1,8 +1,9 @@
 """Sketches of durations, which merge by addition. Pure.
 
-A sketch is count, sum, sum of squares, minimum, maximum and a histogram: OpenTelemetry's exponential one of scale 5 in
-seconds. It has 32 buckets an octave, each 2.2 % wide, so a quantile is off by at most 1.1 %. Durations are integers of
-nanoseconds, and so is everything that is added up: merging in any order gives the same bytes.
+A sketch is count, sum, sum of squares, minimum, maximum and a histogram: OpenTelemetry's
+exponential histogram of scale 5, in seconds. Each octave has 32 buckets that are 2.2 % wide, so a
+quantile has an error of at most 1.1 %. Durations and sums are integers of nanoseconds, so merging
+in any order gives the same bytes.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ if TYPE_CHECKING:
 SCALE = 5
 PER_OCTAVE = 1 << SCALE
 LOWEST_OCTAVE, HIGHEST_OCTAVE = -24, 34
-"""The buckets go from 2**-24 s (60 ns) to 2**34 s: 64 bits of nanoseconds end before that."""
+"""The buckets cover 2**-24 s (60 ns) to 2**34 s. 64 bits of nanoseconds end below that."""
 LOWEST_BUCKET = PER_OCTAVE * LOWEST_OCTAVE
-"""The number that OpenTelemetry gives the first bucket. It also holds all shorter durations."""
+"""Number of the first bucket in OpenTelemetry. This bucket also has all shorter durations."""
 BUCKETS = PER_OCTAVE * (HIGHEST_OCTAVE - LOWEST_OCTAVE)
 _MAX_NS = (1 << 63) - 1
 
 
 def octave_bounds() -> list[int]:
-    """Return floor(10**9 * 2**(34 + i / 32)) for i < 32, from which shifts to the right make all bounds.
+    """Return floor(10**9 * 2**(34 + i / 32)) for i < 32. All bounds are these numbers shifted to
+    the right.
 
-    Exact, which floating-point powers are not at some bounds: the 32nd root is five integer square roots. Each of them,
-    and each shift, may be rounded down.
+    Floating-point powers are not exact at some bounds. The 32nd root is computed as five integer
+    square roots. Each root and each shift may be rounded down.
     """
     bounds = []
     for part in range(PER_OCTAVE):
@@ -44,10 +46,10 @@ def octave_bounds() -> list[int]:
 
 @functools.cache
 def bucket_bounds() -> npt.NDArray[np.int64]:
-    """Return the buckets' upper bounds in ns: bucket i holds (bound[i - 1], bound[i]].
+    """Return the buckets' upper bounds in ns: bucket i contains (bound[i - 1], bound[i]].
 
-    Bound i is the largest integer not above 10**9 * 2**((LOWEST_BUCKET + i + 1) / 32). The last ones are the largest
-    integer of 64 bits.
+    Bound i is the largest integer not above 10**9 * 2**((LOWEST_BUCKET + i + 1) / 32). The last
+    bounds are the largest integer of 64 bits.
     """
     octave, bounds = octave_bounds(), []
     for index in range(LOWEST_BUCKET + 1, LOWEST_BUCKET + 1 + BUCKETS):
@@ -57,16 +59,17 @@ def bucket_bounds() -> npt.NDArray[np.int64]:
 
 
 class Sketch:
-    """The distribution of durations in ns. Grows by add() and merge().
+    """The distribution of durations in ns. add() and merge() extend it.
 
-    Takes the space of the buckets between the smallest and the largest duration: a report on thousands of ranks holds a
-    hundred for each, and one with all buckets is 9 KB.
+    Only buckets between the smallest and the largest duration take memory. A report on thousands of
+    ranks has a hundred sketches for each rank, and all buckets of a sketch would take 9 KB.
     """
 
     __slots__ = ("_first", "_used", "max_ns", "min_ns", "sum_ns", "sum_squares")
 
     def __init__(self) -> None:
-        self._first = 0  # bucket, the first of _used
+        # Index of the bucket at _used[0].
+        self._first = 0
         self._used = np.zeros(0, np.int64)
         self.sum_ns = 0
         self.sum_squares = 0
@@ -79,12 +82,14 @@ class Sketch:
 
     @property
     def used(self) -> tuple[int, npt.NDArray[np.int64]]:
-        """The first bucket that is not empty, and the counts from there to the last such one. Must not be changed."""
+        """Return the first non-empty bucket, and the counts from there to the last one. Do not
+        modify them.
+        """
         return self._first, self._used
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """(BUCKETS,), how many durations are in each bucket. A copy."""
+        """Return a copy of the counts of all buckets, shape (BUCKETS,)."""
         counts = np.zeros(BUCKETS, np.int64)
         counts[self._first : self._first + len(self._used)] = self._used
         return counts
@@ -97,7 +102,7 @@ class Sketch:
     def _add_summed(
         self, smallest: int, largest: int, sum_ns: int, sum_squares: int, buckets: npt.NDArray[np.int64]
     ) -> None:
-        """Add values of which all this is known."""
+        """Add values by their smallest, largest, sums and bucket indexes."""
         empty = not len(self._used)
         self.min_ns = smallest if empty else min(self.min_ns, smallest)
         self.max_ns = largest if empty else max(self.max_ns, largest)
@@ -107,7 +112,7 @@ class Sketch:
         self._add_counts(first, np.bincount(buckets - first))
 
     def _add_counts(self, first: int, counts: npt.NDArray[np.int64]) -> None:
-        """counts: of the buckets from `first` on."""
+        """Add counts for the buckets from `first` on."""
         used, end = self._used, self._first + len(self._used)
         if not len(used):
             self._first, self._used = first, counts.astype(np.int64)
@@ -130,7 +135,7 @@ class Sketch:
         self._add_counts(other._first, other._used)
 
     def quantile_ns(self, q: float) -> float:
-        """The q-quantile, at most 1.1 % off; NaN for an empty sketch."""
+        """Return the q-quantile in ns, with an error of at most 1.1 %; NaN for an empty sketch."""
         count = self.count
         if not count:
             return math.nan
@@ -141,12 +146,14 @@ class Sketch:
         return min(max(math.sqrt(lower * upper), self.min_ns), self.max_ns)
 
     def mean_ns(self) -> float:
-        """The mean; NaN for an empty sketch."""
+        """Return the mean in ns; NaN for an empty sketch."""
         count = self.count
         return self.sum_ns / count if count else math.nan
 
     def usual_mean_ns(self) -> float:
-        """Return the mean without outliers: the few durations above twice the 90th percentile. NaN if empty."""
+        """Return the mean in ns of durations up to twice the 90th percentile; NaN for an empty
+        sketch.
+        """
         bounds = bucket_bounds()[self._first : self._first + len(self._used)]
         usual = bounds <= 2 * self.quantile_ns(0.9) if len(bounds) else np.zeros(0, np.bool_)
         if usual.all() or not (self._used * usual).sum():
@@ -155,12 +162,14 @@ class Sketch:
         return float((self._used * middles)[usual].sum() / self._used[usual].sum())
 
     def numbers(self) -> list[int]:
-        """Return sum, squares, smallest, largest, the first used bucket, counts from there: for from_numbers()."""
+        """Return sum, squares, smallest, largest, first used bucket and the counts from there, for
+        from_numbers().
+        """
         return [self.sum_ns, self.sum_squares, self.min_ns, self.max_ns, self._first, *self._used.tolist()]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> Sketch:
-        """Return the sketch that numbers() was called on. Raises ValueError if there is no such sketch."""
+        """Return the sketch for a value of numbers(). Raise ValueError if it is invalid."""
         sketch = cls()
         sketch.sum_ns, sketch.sum_squares, sketch.min_ns, sketch.max_ns, first, *counts = numbers
         sketch._first, sketch._used = first, np.array(counts, np.int64)
@@ -185,14 +194,18 @@ def add_to_each(
 ) -> None:
     """Add the durations from starts[i] until starts[i + 1], at least one, to sketch i.
 
-    Same as Sketch.add() for each, at a fraction of the calls: a rank has a hundred modules and few new values of each.
-    bounds: of buckets other than bucket_bounds(), in ns, fewer than BUCKETS. Longer durations than the last one count
-    in a bucket after it. Sketches of such buckets have no quantiles, and merge with their like only.
+    This equals Sketch.add() for each sketch, with far fewer NumPy calls: a rank has a hundred
+    modules and few new values of each.
+
+    bounds: other bucket bounds than bucket_bounds(), in ns, fewer than BUCKETS. Durations above the
+    last bound count in an extra bucket. Such sketches have no quantiles, and only merge with
+    sketches of the same bounds.
     """
     if not len(starts):
         return
     values_ns = np.maximum(values_ns, 0)
-    high, low = values_ns >> 20, values_ns & 0xFFFFF  # exact: 64-bit squares of durations above 3 s would overflow
+    # Values are split to keep the sums exact: 64-bit squares of durations above 3 s would overflow.
+    high, low = values_ns >> 20, values_ns & 0xFFFFF
     smallest, largest = (each.reduceat(values_ns, starts).tolist() for each in (np.minimum, np.maximum))
     sums, high_squares, products, low_squares = (
         np.add.reduceat(each, starts).tolist() for each in (values_ns, high * high, high * low, low * low)
@@ -205,38 +218,43 @@ def add_to_each(
 
 # -- as records of a ring file
 
-# A window that was reduced on the device comes through the ring file as a run of records of kind SKETCH. Such a record
-# holds six words of 64 bits where others hold times and values, and its place in the run in its flags. The words: how
-# many there are, count, sum, squares (low, high), smallest, largest, lost, median, median absolute deviation, then a
-# word for each bucket that is not empty: its index above 48 bits of count.
-WORDS = 6  # of a record
+# A window that was reduced on the device is a run of records of kind SKETCH. Such a record has six
+# 64-bit words instead of times and values, and its index in the run is in its flags. The words of a
+# run: number of words, count, sum, squares (low, high), smallest, largest, lost, median, median
+# absolute deviation. Then each non-empty bucket has one word: its index above 48 bits of count.
+WORDS = 6  # words in a record
 _COLUMNS = ("start_ns", "duration_ns", "nested_ns", "phase_ns", "value0", "value1")
 _HEAD = 10
 _COUNT_BITS = 48
-_MARK = 1 << 32  # missing in records of earlier versions, whose buckets were octaves of nanoseconds: they are not read
+# Earlier versions, whose buckets were octaves of nanoseconds, lack this bit. Their records are
+# skipped.
+_MARK = 1 << 32
 _MASK = (1 << 64) - 1
 
 
 class WindowSketch(NamedTuple):
-    """One window of one section."""
+    """Statistics of one section in one window."""
 
     sketch: Sketch
     lost: int
-    """Durations that were overwritten before they were reduced."""
+    """Number of durations that were overwritten before the reduction."""
     median_ns: int
-    """Exact, of this window, as is the next."""
+    """Exact median of this window. `mad_ns` is the exact median absolute deviation."""
     mad_ns: int
 
 
 def to_records(window: WindowSketch) -> list[list[int]]:
-    """Return the words of its records, six each, as signed 64-bit integers."""
+    """Return the words of the window's records, six each, as signed 64-bit integers."""
     sketch = window.sketch
     head = [sketch.count, sketch.sum_ns, sketch.sum_squares, sketch.min_ns, sketch.max_ns]
     return pack([*head, window.lost, window.median_ns, window.mad_ns], sketch.counts)
 
 
 def pack(head: Sequence[int], counts: npt.NDArray[np.int64]) -> list[list[int]]:
-    """As to_records(), of count, sum, sum of squares, smallest, largest, lost, median and MAD, and the histogram."""
+    """Return record words as to_records() does, from the numbers in `head` and the histogram.
+
+    head: count, sum, sum of squares, smallest, largest, lost, median, MAD.
+    """
     count, sum_ns, squares, *others = head
     used = counts.nonzero()[0]
     low = squares & _MASK
@@ -247,9 +265,10 @@ def pack(head: Sequence[int], counts: npt.NDArray[np.int64]) -> list[list[int]]:
 
 
 def from_records(records: npt.NDArray[np.void]) -> tuple[list[tuple[int, WindowSketch]], int]:
-    """Return the windows among these records with their names' ids, and how many records are of no whole run.
+    """Return windows with the ids of their names, and the number of records in incomplete runs.
 
-    records: all are SKETCH, in their order. Others of a run may have been lost, or an earlier version has written it.
+    records: SKETCH records in their order. Some may have been lost, or an earlier version may have
+    written them.
     """
     windows: list[tuple[int, WindowSketch]] = []
     table = np.stack([records[column].astype(np.uint64) for column in _COLUMNS], axis=1) if len(records) else None

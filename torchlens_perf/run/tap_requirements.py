@@ -1,6 +1,7 @@
-"""What the native tap on collectives is built from, where it may lie, and what keeps it from being built.
+"""Requirements for building the native tap on collectives: sources, folders and a compiler.
 
-Training processes look for it there; commands/tap_build.py builds it; the sidecar says whether that could be done.
+Training processes search these folders. commands/tap_build.py builds the tap. The sidecar reports
+why it cannot be built.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ class BuildError(TorchlensPerfError):
 
 
 def places() -> list[Path]:
-    """Where a tap may lie: beside the package, as in an image, then in the user's cache."""
+    """Return the folders of a tap: the package's native folder, as in an image, then the user's
+    cache.
+    """
     cache = user_cache()
     return [SOURCES] if cache is None else [SOURCES, cache]
 
 
 def user_cache() -> Path | None:
-    """$XDG_CACHE_HOME or $HOME/.cache; None without either. A relative path is invalid (XDG) and not used.
+    """Return the cache in $XDG_CACHE_HOME or $HOME/.cache; None without either. Ignore relative
+    paths, as XDG requires.
 
-    The password database is not asked for a home: that may be a request over the network, in the training process.
+    The home folder is not looked up in the password database. That may be a network request in the
+    training process.
     """
     for folder in (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(os.environ.get("HOME", ""), ".cache")):
         if os.path.isabs(folder):
@@ -47,9 +52,10 @@ def user_cache() -> Path | None:
 
 
 def obstacle(name: str) -> str | None:
-    """What keeps a tap of that name from being built in the background, and what to do about it; None: nothing known.
+    """Return why a tap of that name cannot be built in the background, and what to do; None if no
+    reason is known.
 
-    Cheap: imports nothing, starts nothing, makes nothing.
+    The call is cheap: it imports, starts and makes nothing.
     """
     try:
         compiler, place = compiler_command(), place_to_build(places()[::-1], make=False)
@@ -60,13 +66,15 @@ def obstacle(name: str) -> str | None:
 
 
 def compiler_command() -> list[str]:
-    """The compiler's command, its program as an absolute path. Raises BuildError for what else is missing, too."""
+    """Return the compiler's command with an absolute path. Raise BuildError if the compiler or
+    another requirement is missing.
+    """
     if importlib.util.find_spec("torchlens_perf._native") is None:
         raise BuildError(NO_RECORDER)
     if not (SOURCES / SOURCE).is_file():
         raise BuildError("the package came without its native sources: reinstall torchlens_perf")
     try:
-        command = shlex.split(os.environ.get("CXX", "")) or ["g++"]  # "ccache g++" is usual
+        command = shlex.split(os.environ.get("CXX", "")) or ["g++"]  # such as "ccache g++"
     except ValueError as error:
         raise BuildError(f"CXX cannot be read: {error}") from None
     program = shutil.which(command[0])
@@ -81,9 +89,10 @@ def compiler_command() -> list[str]:
 
 
 def place_to_build(places: Sequence[Path], *, make: bool) -> Path:
-    """The first of them that nobody else can write to, and that we can. Raises BuildError with what is wrong with each.
+    """Return the first folder that this user can write to and other users cannot. Raise BuildError
+    with all reasons.
 
-    make: makes the folder, and the cache that it lies in; never the user's home.
+    make: make the folder and the cache that contains it, but never the user's home.
     """
     problems = []
     for place in places:
@@ -101,7 +110,8 @@ def place_to_build(places: Sequence[Path], *, make: bool) -> Path:
 def _made(place: Path) -> str | None:
     for folder in (place.parent, place):
         try:
-            folder.mkdir(mode=0o700)  # each with its mode, whatever the umask
+            # Each folder gets this mode, whatever the umask is.
+            folder.mkdir(mode=0o700)
         except FileExistsError:
             continue
         except OSError as error:
@@ -110,7 +120,7 @@ def _made(place: Path) -> str | None:
 
 
 def _unfit(place: Path) -> str | None:
-    """Why it cannot be used, or where it is not there, why it could not be made."""
+    """Return why a folder cannot be used or made; None if it can."""
     try:
         nearest = next(folder for folder in (place, place.parent, place.parent.parent) if os.path.lexists(folder))
         refused = ownership.others_can_change(nearest)
@@ -127,13 +137,13 @@ _MAX_FAILURE_BYTES = 1 << 20
 
 
 class Failure:
-    """What is remembered of a build that the compiler has failed: in the tap's folder, by the tap's name."""
+    """A record of a failed build: a file in the tap's folder, named like the tap."""
 
     def __init__(self, place: Path, name: str) -> None:
         self._path = place / f"{name.removesuffix('.so')}.failed"
 
     def remembered(self, compiler: list[str]) -> str | None:
-        """What went wrong with this compiler; None if nothing has."""
+        """Return the error of the last build with this compiler; None without one."""
         try:
             value = json.loads(ownership.read_bytes(self._path, _MAX_FAILURE_BYTES))
             return str(value["error"]) if value["compiler"] == _identity_of(compiler) else None
@@ -141,7 +151,8 @@ class Failure:
             return None
 
     def remember(self, compiler: list[str], error: str) -> None:
-        with contextlib.suppress(OSError):  # on a full disk: it will be tried again
+        # On a full disk the build will be tried again.
+        with contextlib.suppress(OSError):
             self._path.write_text(json.dumps({"compiler": _identity_of(compiler), "error": error}))
 
     def forget(self) -> None:
@@ -149,6 +160,6 @@ class Failure:
 
 
 def _identity_of(compiler: list[str]) -> list[Any]:
-    """Another one once the compiler has been updated."""
+    """Return a value that changes when the compiler is updated."""
     found = os.stat(compiler[0])
     return [*compiler, found.st_size, found.st_mtime_ns]

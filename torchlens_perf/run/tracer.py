@@ -1,7 +1,9 @@
-"""Letting another process read this one's memory, and so its Python stack, where the kernel's Yama would refuse it.
+"""Permission for another process to read this one's memory, and so its Python stack, if the
+kernel's Yama denies it.
 
-With kernel.yama.ptrace_scope=1, as Ubuntu has it, a process may be read by its ancestors alone, unless it names another
-one (prctl(2), PR_SET_PTRACER). That one must still be of the same user. Nothing is done under other settings.
+With kernel.yama.ptrace_scope=1, Ubuntu's default, only ancestors may read a process, and one
+process that it names (prctl(2), PR_SET_PTRACER). The named process must have the same user. Other
+settings need no action.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ _ANCESTORS_ONLY = "1"
 
 
 def is_needed() -> bool:
-    """Whether a process that is no ancestor must be named."""
+    """Return True if a process that is not an ancestor must be named."""
     return text_of(YAMA) == _ANCESTORS_ONLY
 
 
 def name_tracer(pid: int) -> bool:
-    """Let this process, and its children, read the calling process; 0: nobody any more. Return whether it is so now.
+    """Let a process and its children read the calling process; 0 revokes that. Return True if it
+    took effect.
 
-    What was named before is forgotten: the kernel keeps one. A forked child does not inherit it.
+    The kernel keeps one name, so earlier ones are dropped. A forked child does not inherit it.
     """
     return bool(ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0) == 0)

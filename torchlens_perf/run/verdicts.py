@@ -1,4 +1,6 @@
-"""What a run's sidecar has found, as values that the training process gets too: alerts, and the summary of a report."""
+"""Findings of a run: alerts, and the summary of a report. The sidecar creates them, the training
+process receives them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ _ACTION = " Next: "
 
 
 def sentence_and_action(text: str) -> tuple[str, str]:
-    """Return what is so, and what to do; "" where there is nothing to do."""
+    """Split a text into the finding and the action to take; the action may be ""."""
     sentence, _, action = text.partition(_ACTION)
     return sentence, action
 
@@ -27,64 +29,74 @@ class _Sentence:
 
     @property
     def sentence(self) -> str:
-        """The text and what to do, as one."""
+        """The finding and the action to take, as one text."""
         return f"{self.text}{_ACTION}{self.next}" if self.next else self.text
 
 
 @dataclasses.dataclass(frozen=True)
 class Alert(_Sentence):
-    """Something began, is known better by now, or ended. None, () and "" stand for what does not apply."""
+    """A finding that started, changed or ended. Fields that do not apply are None, () or ""."""
 
     id: str
-    """32 hexadecimal digits; the same whoever raises the alert, and however often."""
+    """32 hexadecimal digits. Every node that raises the alert, and every repetition, uses the same
+    id.
+    """
     about: str
-    """The same for all alerts about one thing."""
+    """Id of the finding: equal for all alerts about it, from `started` to `ended`."""
     kind: str
-    """straggler, hang, imbalance or slow_link, as in the report."""
+    """Kind of the finding, as in the report: straggler, hang, imbalance or slow_link."""
     change: str
-    """started, updated or ended."""
+    """One of started, updated and ended."""
     text: str
-    """What is so, with its numbers."""
+    """The finding in a sentence, with its numbers."""
     next: str
-    """What to do."""
+    """The action to take; "" if not applicable."""
     unix_ns: int
-    """When it was found."""
+    """Time of the finding in nanoseconds since the Unix epoch."""
     attempt: int
-    """How often the job had been restarted."""
+    """Attempt of the job, starting with 0: the number of restarts before."""
     since_step: int | None = None
+    """First step of the finding."""
     until_step: int | None = None
-    """The step from which on it was over."""
+    """First step after the end of the finding; None while it lasts."""
     rank: int | None = None
-    """The suspect; of several, the one to look at first."""
+    """The suspected rank. If there are several, the one to look at first."""
     ranks: tuple[int, ...] = ()
-    """All suspects; of ranks that are slow together, all of them."""
+    """All suspected ranks, including all ranks that are slow together."""
     host: str = ""
-    """The suspect's."""
+    """Host name of `rank`."""
     phase: str | None = None
     cause: str = ""
-    """A straggler's class: slow_compute, slow_data, slow_host or more_work. A hang's kind: dead, missing and others."""
+    """Class of the cause.
+
+    For a straggler: slow_compute, slow_data, slow_host or more_work. For a hang: its kind, such as
+    dead or missing.
+    """
     because: tuple[str, ...] = ()
-    """Kinds of what is behind a straggler, the likeliest first; none if none was found."""
+    """Kinds of the causes found behind a straggler, the most likely first; empty if none was found.
+    """
     scope: str = ""
-    """What is slow: "rank", "node" with all its ranks, or "position" in the mesh."""
+    """What is slow: "rank", "node" (all ranks of a node), or "position" (a position in the device
+    mesh).
+    """
     cost_s_per_step: float | None = None
-    """Seconds that each step of the job would be shorter without all suspects; None where that is not known."""
+    """Seconds per step that the job would gain without the suspects; None if not known."""
     cost_share: float | None = None
     duration_s: float | None = None
-    """For a hang: for how long no step has been made."""
+    """Seconds without a step, for a hang; None for other kinds."""
 
     @property
     def found_unix_s(self) -> float:
-        """When it was found."""
+        """Time of the finding in seconds since the Unix epoch."""
         return self.unix_ns / 1e9
 
     @property
     def urgent(self) -> bool:
-        """Whether somebody should look: not for an end."""
+        """True unless the alert reports an end."""
         return self.change != ENDED
 
     def covers(self, step: int) -> bool:
-        """Whether what it is about held in a step."""
+        """Return True if the finding applied in a step."""
         if self.since_step is None or step < self.since_step:
             return False
         return self.until_step is None or step < self.until_step
@@ -92,55 +104,60 @@ class Alert(_Sentence):
 
 @dataclasses.dataclass(frozen=True)
 class Verdict(_Sentence):
-    """One conclusion of the report. None is what does not apply, or is not known."""
+    """One conclusion of the report. Fields that do not apply or are not known are None."""
 
     kind: str
-    """As in the report: straggler, hang, data, none, ..."""
+    """Kind of the conclusion, as in the report: straggler, hang, data, none, and others."""
     text: str
-    """What is so, with its numbers."""
+    """The conclusion in a sentence, with its numbers."""
     next: str
-    """What to do; "" where there is nothing to do."""
+    """The action to take; "" if not applicable."""
     rank: int | None
     phase: str | None
     cost_s_per_step: float | None
-    """By how many seconds each step of the job would be shorter."""
+    """Seconds per step that the job would gain without the problem."""
     cost_share: float | None
     since_step: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A run at one moment. None is what was not measured, or is not known: never zero."""
+    """Results of a run at one time. Values that were not measured or are not known are None, never
+    zero.
+    """
 
     verdicts: tuple[Verdict, ...] = ()
-    """The most important one first."""
+    """The conclusions, most important first."""
     run_id: str | None = None
     run_dir: str | None = None
     running: bool | None = None
     ranks: int | None = None
     steps: int | None = None
-    """That were counted; the times below are those of all ranks, without the warm-up."""
+    """Number of steps in the statistics. The step times below cover all ranks, without the warm-up.
+    """
     step_p50_s: float | None = None
     step_p95_s: float | None = None
     step_p99_s: float | None = None
     step_max_s: float | None = None
     overhead_share: float | None = None
-    """What this tool cost the training thread, as a share of the steps' time."""
+    """Time that this package took on the training thread, as a fraction of the step time."""
     sidecar_cpu_s: float | None = None
-    """Processor time of the sidecars, beside the job."""
+    """CPU time of all sidecars in seconds."""
     records_lost: int | None = None
     as_of: str | None = None
-    """When these results were put together, UTC."""
+    """Time of these results, in UTC."""
     missing: str = ""
-    """Why there is nothing; "" where there is something."""
+    """Why there are no results; "" if there are."""
     html: str = dataclasses.field(default="", repr=False, compare=False)
-    """The same as a notebook shows it."""
+    """HTML that a notebook shows for the summary."""
 
     def _repr_html_(self) -> str | None:
         return self.html or None
 
     def __str__(self) -> str:
-        """The verdicts, then the numbers in a line."""
+        """Return the sentences of the verdicts, then a line with step count, step times and
+        overhead.
+        """
         if self.missing:
             return f"torchlens_perf: {self.missing}"
         steps_s = {"p50": self.step_p50_s, "p95": self.step_p95_s, "max": self.step_max_s}

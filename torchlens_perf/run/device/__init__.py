@@ -1,1 +1,3 @@
-"""What both processes must know alike of a device: the parts of its steps, and the windows merged over ranks."""
+"""Definitions of device data that the training process and the sidecar share: parts of a step, and
+merged windows.
+"""

@@ -1,7 +1,9 @@
-"""A row of a window that was merged over ranks on the device, as the words of a MERGED record. Pure.
+"""Encode and decode one row of a window that was merged over ranks on the device: the words of a
+MERGED record. Pure.
 
-A row is a device section of the user's, or a part of the device's steps. Of a section there is one record a window. Of
-a part there is one of the slowest rank, and one of each rank whose work stands out: so what makes it slow is known.
+A row is a device section of the user's, or a part of the device's steps. A section has one record
+per window. A part has one record of the slowest rank, and one of each rank whose work is an
+outlier, so that the cause can be found.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 SECTION = -1
-STANDS_OUT = 5.0  # robust deviations above the ranks' median
-MAX_RANKS = 8  # of which there are records, where so many stand out
+# A rank is an outlier from this score on: robust deviations above the median of the ranks.
+STANDS_OUT = 5.0
+# Largest number of outliers that get a record.
+MAX_RANKS = 8
 _NS_MASK = (1 << MERGED_RANK_SHIFT) - 1
 _TIMES_BITS, _EXCESS_MAX = 32, (1 << 31) - 1
 _ROW_SHIFT, _ROW_MASK = MERGED_RANK_SHIFT, 15
@@ -25,35 +29,48 @@ _US = 1000
 
 
 class MergedRow(NamedTuple):
-    """One row of one window, and one rank in it."""
+    """One row of one window, with the values of one rank."""
 
     name: str
     times: int
-    """Of all ranks."""
+    """Number of measured times over all ranks."""
     sum_ns: int
     p50_ns: int
-    """Upper bounds of the buckets, 2.2 % wide, in which the quantiles of all times lie."""
+    """Median of all times over all ranks. Quantiles are upper bounds of buckets that are 2.2 %
+    wide.
+    """
     p99_ns: int
     median_ns: int
-    """Of the ranks' medians, as is the next."""
+    """Median of the ranks' medians. `mad_ns` is the median absolute deviation of the ranks'
+    medians.
+    """
     mad_ns: int
     slowest: int
-    """The rank that this record is about. Of a section: that with the highest score in any section, where that is this
-    one; -1: none."""
+    """The rank that this record is about; -1 for no rank.
+
+    A section's record names the rank that has the highest score of all sections, and only in the
+    section of that score.
+    """
     score: float
-    """How many robust deviations its median lies above the ranks'; at most 655.35 in a record."""
+    """Robust deviations of the rank's median above the median of the ranks. A record stores at most
+    655.35.
+    """
     excess_ns: int = 0
-    """How far its median lies above the ranks'. In microseconds in a record."""
+    """Difference between the rank's median and the median of the ranks. A record stores
+    microseconds.
+    """
     row: int = SECTION
-    """Of step_parts.Row; SECTION: a section of the user's."""
+    """A step_parts.Row, or SECTION for a section of the user's."""
     outstanding: int = 0
-    """How many ranks stand out in this row."""
+    """Number of ranks that are outliers in this row."""
     step: int = 0
-    """The step at whose end the window was merged: it has the steps that the device had passed then."""
+    """Step at whose end the window was merged. The window has the steps that the device had
+    finished by then.
+    """
 
 
 def packed(row: MergedRow) -> tuple[int, ...]:
-    """What recorder.record_completed() takes behind the step."""
+    """Return the arguments of recorder.record_completed() that follow the step."""
     excess_us = min(max(row.excess_ns // _US, 0), _EXCESS_MAX)
     value0 = min(row.p50_ns, _NS_MASK) | (row.slowest + 1) << MERGED_RANK_SHIFT
     value1 = min(row.p99_ns, _NS_MASK) | (row.row + 1) << _ROW_SHIFT
@@ -65,7 +82,9 @@ def packed(row: MergedRow) -> tuple[int, ...]:
 
 
 def unpacked(record: np.void, names: list[str]) -> MergedRow:
-    """The row that packed() made a record of. names: the ring file's, for sections."""
+    """Return the row that packed() encoded in a record. names: names of the ring file, for
+    sections.
+    """
     value0, value1, start = int(record["value0"]), int(record["value1"]), int(record["start_ns"])
     row = (value1 >> _ROW_SHIFT & _ROW_MASK) - 1
     return MergedRow(

@@ -1,8 +1,9 @@
-"""A step by the device's clock, divided into parts: what the training process and the sidecar must divide alike. Pure.
+"""Division of a step into parts by the device's clock, for the training process and the sidecar.
+Pure.
 
-A step's spans are its phases and its stalls. A part is the own time of its spans, without the spans inside of them.
-What lies in no span is the gap. analysis/statistics/device_steps.py does the same for many steps, and divides the gap
-further, as it knows what the host did meanwhile.
+A step's spans are its phases and its stalls. A part is the own time of its spans, without nested
+spans. Time outside of all spans is the gap. analysis/statistics/device_steps.py does the same for
+many steps. It also divides the gap, because it has the host's spans.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from enum import IntEnum
 
 from torchlens_perf.run.ring import Kind
 
-# By the kind of a span, the part of records.PARTS that its own time belongs to.
+# The kind of a span selects the part of records.PARTS that receives its own time.
 PART_OF_SPAN = {
     int(Kind.FORWARD): "forward",
     int(Kind.RECOMPUTE): "recompute",
@@ -23,7 +24,7 @@ PART_OF_SPAN = {
 
 
 class Row(IntEnum):
-    """What is merged over ranks of each step."""
+    """The parts of a step that are merged over ranks."""
 
     WORK = 0
     """The step without stalls: phases and gap."""
@@ -50,15 +51,18 @@ Span = tuple[int, int, int]
 
 
 def outer_spans(start_ns: Sequence[int], duration_ns: Sequence[int]) -> list[int]:
-    """Of each span of a step, in the order of their records, the index of the one that it is inside of; -1: of none.
+    """Return for each span of a step the index of its enclosing span; -1 without one.
 
-    That is the shortest of the longer ones that its middle lies in. Of two that are as long, the one that was recorded
-    later is the outer one. A step may have thousands: its spans are gone through in the order of time.
+    Spans are in the order of their records. The enclosing span is the shortest of the longer spans
+    that contain the middle of this one. Of two spans of equal length, the one that was recorded
+    later encloses the other. A step may have thousands of spans, so they are processed in the order
+    of time.
     """
     outer = [-1] * len(start_ns)
     by_start = sorted(range(len(start_ns)), key=start_ns.__getitem__)
     by_middle = sorted([(start_ns[index] + duration_ns[index] // 2, index) for index in by_start])
-    begun, around = 0, list[int]()  # spans that have begun, and those of them that have not ended
+    # Number of spans that have started, and a stack of those that have not ended.
+    begun, around = 0, list[int]()
     for middle, index in by_middle:
         while begun < len(by_start) and start_ns[by_start[begun]] <= middle:
             around.append(by_start[begun])
@@ -72,7 +76,9 @@ def outer_spans(start_ns: Sequence[int], duration_ns: Sequence[int]) -> list[int
 
 
 def rows_of(spans: Sequence[Span], step_ns: int) -> list[int]:
-    """One step's rows, in ns, from its spans in the order of their records; only of the kinds in PART_OF_SPAN."""
+    """Return one step's rows in ns. Its spans are in the order of their records, all of a kind in
+    PART_OF_SPAN.
+    """
     rows = [0] * len(Row)
     own_ns = [span[2] for span in spans]
     gap_ns = step_ns

@@ -1,1 +1,3 @@
-"""Where a process is: in its job by its launcher, on its node, and in which run directory of several."""
+"""Location of a process: its place in the job by its launcher, its node, and the run directory
+shared by nodes.
+"""

@@ -1,8 +1,8 @@
-"""The span that started this job, in the user's own tracing: the trace context that a run begins in.
+"""The span in the user's tracing that started this job: the trace context of the run.
 
-A workflow engine or a wrapper such as `otel-cli exec` hands it over in TRACEPARENT and TRACESTATE (W3C trace context;
-OpenTelemetry, "Environment variables as context propagation carriers"). In a process that has spans of its own, the
-active one is nearer.
+A workflow engine or a wrapper such as `otel-cli exec` passes it in TRACEPARENT and TRACESTATE (W3C
+trace context; OpenTelemetry, "Environment variables as context propagation carriers"). An active
+span of the process takes precedence.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ _DEFAULT = "tracecontext,baggage"
 
 
 def calling_span(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The caller's traceparent and tracestate, unchecked; "" for what nobody says. On the thread that starts the watch.
+    """Return the caller's traceparent and tracestate, unvalidated; "" if not set. Call it on the
+    thread that starts the watch.
 
-    OpenTelemetry's API is asked only where the program has imported it. The environment is not, where OTEL_PROPAGATORS
-    leaves `tracecontext` out.
+    OpenTelemetry's API is only used if the program has imported it. The environment is ignored if
+    OTEL_PROPAGATORS does not include `tracecontext`.
     """
     with guard("reading the active span"):
         api = sys.modules.get("opentelemetry.trace")

@@ -1,9 +1,10 @@
-"""One run directory for all nodes: a node that has called the run otherwise than node 0 joins node 0's.
+"""One run directory for all nodes: a node whose name of the run differs joins the directory of node
+0.
 
-Where nodes could not agree on a name (identity.py), each made a run directory of its own. Once node 0 has said what
-the run is called, the node's sidecar moves what is there into node 0's directory, if both are on a shared disk, and
-leaves a symbolic link behind: every path that a process of the node knows goes on to lead there. Where they share no
-disk, the name that node 0 uses becomes a link to this node's directory. Files of nodes have different names.
+If nodes could not agree on a name (identity.py), each made its own run directory. Node 0 then sends
+its name. On a shared disk, the node's sidecar moves its files into node 0's directory and leaves a
+symbolic link, so that known paths stay valid. Without a shared disk, node 0's name becomes a link
+to this node's directory. File names differ between nodes.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import re
 from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,119}")
-_TRIES = 5  # files may come while the others are moved
+# New files may appear during a move.
+_TRIES = 5
 
 
 def join_run(own: Path, run_id: str) -> bool:
-    """Makes both names lead to one directory. own: this node's run directory. Returns whether it was moved.
+    """Make both names refer to one directory. Return True if this node's directory was moved.
 
-    Raises OSError where it cannot; nothing is lost then, and it can be tried again.
+    own: this node's run directory. Raise OSError if that fails; no file is lost then, and the call
+    can be repeated.
     """
     if run_id == own.name or own.is_symlink() or not _NAME.fullmatch(run_id):
         return False
@@ -29,7 +32,8 @@ def join_run(own: Path, run_id: str) -> bool:
         os.symlink(own.name, whole)
         return False
     except FileExistsError:
-        if whole.is_symlink():  # this node's own, or of an earlier sidecar of it
+        # The link is this node's own, or that of an earlier sidecar of this node.
+        if whole.is_symlink():
             return False
     for left in range(_TRIES - 1, -1, -1):
         _move(own, whole)
@@ -44,16 +48,20 @@ def join_run(own: Path, run_id: str) -> bool:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Moves what is in a folder into another, folder by folder. What is there already stays; it is node 0's."""
+    """Move the content of a folder into another, recursively. Existing files, which are node 0's,
+    stay.
+    """
     target.mkdir(exist_ok=True)
     for entry in list(os.scandir(source)):
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
             _move(path, target / entry.name)
-            with contextlib.suppress(OSError):  # a file has come
+            # A new file has appeared.
+            with contextlib.suppress(OSError):
                 path.rmdir()
         elif (target / entry.name).exists():
             path.unlink(missing_ok=True)
         else:
-            with contextlib.suppress(FileNotFoundError):  # what is only partly written goes as it is renamed
+            # A partial file disappears when its writer renames it.
+            with contextlib.suppress(FileNotFoundError):
                 os.rename(path, target / entry.name)

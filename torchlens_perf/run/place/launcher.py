@@ -1,9 +1,10 @@
-"""What each launcher's environment says of a rank: its numbers, what its job is called, how often it was restarted.
+"""Values of a rank that each launcher sets in the environment: its numbers, the job's name, the
+number of restarts.
 
-A row belongs to a process where its variables are there and agree with the rank and world size that torch uses: a job
-of Slurm has SLURM_PROCID in its batch script too, and torchrun under srun has that of its agent. What no row says is
-None: it is found out from the ranks that turn up on a node. docs/guides/launchers.md says where each row was read or
-run.
+A row of LAUNCHERS applies if its variables are set and agree with torch's rank and world size.
+Slurm sets SLURM_PROCID in batch scripts, too, and torchrun under srun inherits the agent's. Values
+that no row provides are None. They are found from the ranks that appear on a node.
+docs/guides/launchers.md has the source of each row.
 """
 
 from __future__ import annotations
@@ -13,37 +14,41 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
-_MAX_DIGITS = 9  # of a launcher's number: a longer one is none
+# A longer number of a launcher is invalid.
+_MAX_DIGITS = 9
 _BACKEND = re.compile(r"--rdzv[-_]backend(?:=(.*))?")
 _STORE = ("MASTER_ADDR", "MASTER_PORT")
-_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # srun(1), SLURM_TASKS_PER_NODE: "2(x3),1"
+# Format of SLURM_TASKS_PER_NODE, srun(1): "2(x3),1".
+_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-    """Which variables a launcher sets. Of several in one field, the first that is there counts."""
+    """The variables that a launcher sets. The first variable of a field that is set counts."""
 
     name: str
     marks: tuple[str, ...]
-    """All of them are there under it, and not all of them under the rows below."""
+    """Variables that identify the launcher: all of them are set, and no later row has all of its
+    own set.
+    """
     rank: str = "RANK"
     world_size: tuple[str, ...] = ("WORLD_SIZE",)
     local_rank: str = "LOCAL_RANK"
     local_world_size: str = ""
     node: tuple[str, ...] = ()
-    """The node's number."""
+    """Number of the node."""
     nodes: tuple[str, ...] = ()
-    """How many there are."""
+    """Number of nodes."""
     per_node: tuple[str, ...] = ()
-    """How many ranks each node has, as Slurm writes it."""
+    """Number of ranks on each node, in Slurm's format."""
     restarts: str = ""
     job: tuple[str, ...] = ()
-    """Together they name the job on all nodes, and no other job ever."""
+    """Variables whose values together identify the job, on all nodes and forever."""
 
 
 LAUNCHERS = (
-    # torch/distributed/elastic/agent/server/local_elastic_agent.py; Accelerate starts it too. Its restarts are those of
-    # one agent: after a worker fails, its node says 1 and the others 0.
+    # torch/distributed/elastic/agent/server/local_elastic_agent.py; Accelerate starts it, too. The
+    # agent counts the restarts of its own node: after a failure, that node has 1 and the others 0.
     Launcher(
         "torchrun",
         ("TORCHELASTIC_RUN_ID",),
@@ -75,7 +80,8 @@ LAUNCHERS = (
         restarts="SLURM_RESTART_COUNT",
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
-    # Open MPI 4 and 5: docs.open-mpi.org, "Environment variables that are set for MPI processes"; OpenPMIx's namespace.
+    # Open MPI 4 and 5: docs.open-mpi.org, "Environment variables that are set for MPI processes";
+    # OpenPMIx's namespace.
     Launcher(
         "Open MPI",
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -85,7 +91,7 @@ LAUNCHERS = (
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         job=("PMIX_NAMESPACE",),
     ),
-    # Intel MPI 2021.19, seen: Hydra's variables, and a name of the job that mpiexec makes.
+    # Intel MPI 2021.19, observed: variables of Hydra, and a job name that mpiexec makes.
     Launcher(
         "Intel MPI",
         ("PMI_RANK", "PMI_SIZE", "I_MPI_HYDRA_UUID"),
@@ -104,9 +110,11 @@ LAUNCHERS = (
         local_rank="MPI_LOCALRANKID",
         local_world_size="MPI_LOCALNRANKS",
     ),
-    # lightning/fabric/strategies/launchers/subprocess_script.py: no RANK, which torch.distributed knows.
+    # lightning/fabric/strategies/launchers/subprocess_script.py sets no RANK. torch.distributed has
+    # it.
     Launcher("Lightning", ("NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"), node=("NODE_RANK",)),
-    # torch's env:// alone: a loop in a shell, Kubeflow's PyTorchJob with one process a pod, a JobSet's own variables.
+    # Only torch's env:// variables: a loop in a shell, Kubeflow's PyTorchJob with one process per
+    # pod, a JobSet.
     Launcher("environment", ("RANK", "WORLD_SIZE"), local_world_size="LOCAL_WORLD_SIZE", node=("NODE_RANK",)),
 )
 _ALONE = Launcher("", ())
@@ -114,7 +122,7 @@ _ALONE = Launcher("", ())
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One rank in its job. None: nobody says it."""
+    """Place of one rank in its job. None: not known."""
 
     launcher: str
     rank: int
@@ -123,20 +131,21 @@ class Place:
     local_world_size: int | None
     nodes: int | None
     attempt: int
-    """How often the processes were restarted, as the launcher on this node counts."""
+    """Number of restarts, counted by the launcher of this node."""
     elastic: bool
-    """Whether the launcher may start its processes again."""
+    """True if the launcher may restart its processes."""
     job: str
-    """What all nodes call the job, and no other job is called; "" where the environment has no such name."""
+    """Name of the job that is equal on all nodes and unique over time; "" without one."""
     facts: str
-    """What all ranks of the job have in common, though another job may have it later; "" where nothing is known."""
+    """Values that are equal on all ranks of the job, but may recur in a later job; "" without any.
+    """
 
 
 def place(environ: Mapping[str, str], distributed: tuple[int, int] | None, parent: Sequence[str] = ()) -> Place:
-    """Where this process is in its job.
+    """Return the place of this process in its job.
 
-    distributed: rank and world size of torch.distributed, once it is initialised, which overrule the environment.
-    parent: the command line of the process that started this one.
+    distributed: rank and world size of torch.distributed if it is initialized. They override the
+    environment. parent: command line of the parent process.
     """
     row, rank, world_size = _row(environ, distributed)
     local_rank, local_world_size = _number(environ, row.local_rank), _number(environ, row.local_world_size)
@@ -164,7 +173,7 @@ def place(environ: Mapping[str, str], distributed: tuple[int, int] | None, paren
 
 
 def _row(environ: Mapping[str, str], distributed: tuple[int, int] | None) -> tuple[Launcher, int, int]:
-    """The row that this process is of, and its rank and world size."""
+    """Return the launcher's row that applies to this process, its rank and its world size."""
     said = distributed or _pair(environ, "RANK", ("WORLD_SIZE",))
     for row in LAUNCHERS:
         if all(environ.get(mark) for mark in row.marks):
@@ -175,15 +184,16 @@ def _row(environ: Mapping[str, str], distributed: tuple[int, int] | None) -> tup
                 return row, *said
     if said is not None:
         return _ALONE, *said
-    # Half of what torch reads: only its own ranks know better.
+    # Only a part of torch's variables is set. Then only the program itself has the missing ones.
     return _ALONE, _number(environ, "RANK") or 0, _number(environ, "WORLD_SIZE") or 1
 
 
 def _job(environ: Mapping[str, str], row: Launcher, parent: Sequence[str]) -> str:
     if row.name == "torchrun":
         elastic, store = environ.get("TORCHELASTIC_RUN_ID", "none"), [environ.get(name, "") for name in _STORE]
-        # By c10d, node 0 has taken a free port for this job, and said so to the others. An id alone, and the port of a
-        # static rendezvous, are what a user has written down, and the next job has them too.
+        # With c10d, node 0 has chosen a free port for this job and sent it to the others. A plain
+        # id, or the port of a static rendezvous, is configured by the user and recurs in the next
+        # job.
         if elastic == "none" or not all(store) or _rendezvous(environ, parent) != "c10d":
             return ""
         return f"{elastic[:60]}-{_digest(elastic, *store)}"
@@ -194,7 +204,9 @@ def _job(environ: Mapping[str, str], row: Launcher, parent: Sequence[str]) -> st
 
 
 def _rendezvous(environ: Mapping[str, str], parent: Sequence[str]) -> str:
-    """How torchrun's agents meet, from its arguments or their variables; "" where neither says it."""
+    """Return the rendezvous backend of torchrun's agents, from arguments or variables; "" if
+    neither is set.
+    """
     for name, following in zip(parent, [*parent[1:], ""], strict=True):
         found = _BACKEND.fullmatch(name)
         if found:
@@ -212,7 +224,7 @@ def _facts(environ: Mapping[str, str], world_size: int) -> str:
 
 
 def _of_node(per_node: str, node: int | None) -> int | None:
-    """How many ranks a node has, from Slurm's list over all nodes."""
+    """Return the number of ranks of a node, from Slurm's list of all nodes."""
     counts: list[int] = []
     for part in filter(None, per_node.split(",")):
         found = _PER_NODE.fullmatch(part)
@@ -238,5 +250,5 @@ def _number(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def is_number(text: str) -> bool:
-    """str.isdigit() alone is true of "²", which int() refuses."""
+    """Return True if int() accepts the text. str.isdigit() alone also accepts "²"."""
     return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS

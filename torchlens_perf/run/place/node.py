@@ -1,8 +1,8 @@
-"""What a node is called in the names of files: its host's name, and whose process ids are meant.
+"""Name of a node in file names: its host name and the PID namespace.
 
-Two pods on the host's network have one host name, containers may share a host's memory, and a host that was started
-anew has other processes by the same ids. So a name ends in a digest of the boot and of the PID namespace; processes
-are judged by their ids within one of them only.
+Two pods on the host's network have the same host name. Containers may share memory. After a reboot,
+other processes get the same ids. The name thus ends in a digest of the boot and the PID namespace.
+Process ids are only compared within one of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DIGEST = re.compile(rf"-[0-9a-f]{{{_DIGITS}}}$")
 
 
 def pid_namespace() -> int:
-    """The inode of this process's PID namespace; 0 where the kernel does not tell."""
+    """Return the inode of this process's PID namespace; 0 if the kernel does not provide it."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -30,30 +30,33 @@ _acts_for = ""  # see act_for()
 
 
 def act_for(digest: str) -> None:
-    """This process works on what processes of another boot or namespace have left, by their digest."""
+    """Make this process use the digest of another boot or namespace, to process the files that it
+    left.
+    """
     global _acts_for
     _acts_for = digest
 
 
 def namespace_digest() -> str:
-    """Of this boot of this host, and this PID namespace of it."""
+    """Return a digest of this boot of the host and of this PID namespace."""
     if _acts_for:
         return _acts_for
     try:
         with open(_BOOT_ID) as file:
             boot = file.read().strip()
-    except OSError:  # some sandboxes have none
+    except OSError:
+        # Some sandboxes do not have this file.
         boot = ""
     text = f"{boot}/{pid_namespace()}"
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 def node_name(host: str | None = None) -> str:
-    """This node's, in file names. host: its name; by default the kernel's."""
+    """Return the name of this node in file names. host: by default the kernel's host name."""
     name = socket.gethostname() if host is None else host
     return f"{name[:_MAX_HOST].replace('/', '_')}-{namespace_digest()}"
 
 
 def host_of(node: str) -> str:
-    """The host's name in that of a node: what people know it by."""
+    """Return the host name in the name of a node, for display."""
     return _DIGEST.sub("", node)

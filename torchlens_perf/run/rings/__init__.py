@@ -1,1 +1,1 @@
-"""Where the bytes of a ring lie, and how a ring that nobody reads meanwhile gets into the run directory."""
+"""Storage of ring files, and copying rings without a live reader into the run directory."""

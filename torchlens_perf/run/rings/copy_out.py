@@ -1,6 +1,8 @@
-"""Copies a ring into the run directory, in a process of its own: its disk may not answer, and training must not wait.
+"""Copy a ring into the run directory, in a separate process, because training must not wait for its
+disk.
 
-Run as a program that imports nothing of ours. It inherits the ring's descriptor, and so outlives the training process.
+This program imports nothing of this package. It inherits the ring's descriptor, so it can outlive
+the training process.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ _CHUNK_BYTES = 1 << 20
 
 
 def copy_out(descriptor: int, target: str, listed_in: str, source: list[str]) -> None:
-    """Writes the file whole, then its path into the list of the node's rings, then removes the source's files.
+    """Write the complete file, append its path to the node's list of rings, then remove the
+    source's files.
 
-    Raises OSError; the source stays then.
+    Raise OSError; the source stays then.
     """
     os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
     partial = f"{target}.partial"
@@ -40,7 +43,8 @@ def copy_out(descriptor: int, target: str, listed_in: str, source: list[str]) ->
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # a FIFO keeps nobody waiting
+    # Opening a FIFO must not block.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
 def _main() -> None:

@@ -1,4 +1,6 @@
-"""What a ring's records are about, their flags, and who ended the writing. native/layout.h has the same as C."""
+"""Kinds and flags of a ring's records, and how its writer ended. native/layout.h has the same
+values for C.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from enum import IntEnum, IntFlag
 
 
 class Kind(IntEnum):
-    """What a record is about. From DATA to CLOSURE: phases, whose time is taken out of the phase around them."""
+    """Kind of a record. DATA to CLOSURE are phases. Their time is subtracted from the enclosing
+    phase.
+    """
 
     STEP = 1
     DATA = 2
@@ -16,18 +20,20 @@ class Kind(IntEnum):
     OPTIMIZER = 5
     WAIT = 6
     RECOMPUTE = 7
-    CLOSURE = 8  # that an optimizer calls to evaluate the model: what it does outside of other phases is the host's
+    # A function that an optimizer calls to evaluate the model. Its time outside of other phases is
+    # host time.
+    CLOSURE = 8
     MODULE = 16
     MODULE_BACKWARD = 17
     SECTION = 18
     COLLECTIVE = 19
-    THREAD_TIME = 20  # of a step's own work: CPU time, and time ready without a CPU
-    MERGED = 23  # a device section, or a part of steps, over all ranks in one window, see device/merged_rows.py
+    THREAD_TIME = 20  # of a step's own work: CPU time, and time runnable without a CPU
+    MERGED = 23  # one row of a window over all ranks, see device/merged_rows.py
     SKETCH = 22  # a part of the statistics of a window, see sketch.py
-    # A span as the device's clock has it; value0: its kind, value1: how long after the host it ended there. Of the kind
-    # WAIT: a stall, for which the compute stream waited for communication, with what it waited in as its name. A step's
-    # stalls do not overlap, and lie with its phases before its record of the kind STEP, which completes it: without
-    # that record, some may be missing.
+    # A span by the device's clock. value0: its kind. value1: how much later than on the host it
+    # ended on the device. With the kind WAIT it is a stall: the compute stream waited for
+    # communication, whose name it has. A step's stalls do not overlap. They come with its phases
+    # before the STEP record that completes the step. Without that record, some may be missing.
     DEVICE = 21
     MEMORY = 28  # one number of the device's allocator, see memory_readings.py
 
@@ -44,23 +50,23 @@ class Flag(IntFlag):
     EXCEPTION = 1
     ASYNC = 2
     TAIL = 4  # WAIT: the end of the backward pass, after the last gradient was computed
-    COMPLETED = 16  # COLLECTIVE: the duration goes until the operation's end; else it is the issuing call's
-    DEVICE = 32  # by the device's clock: MODULE_BACKWARD; COLLECTIVE, from its kernel's start
-    OTHER_THREAD = 8  # on a thread other than the training thread: no part of the step's time
-    EVALUATED = 64  # STEP: the user or a framework's callback has tagged it as an evaluation
-    CAPTURED = 128  # the step is in a capture, or held up by its beginning or end
-    EVALUATION = 256  # the step held unusual forward passes without gradients, or has the flag EVALUATED
+    COMPLETED = 16  # COLLECTIVE: the duration ends with the operation, not with the issuing call
+    DEVICE = 32  # device clock: MODULE_BACKWARD; COLLECTIVE, from the start of its kernel
+    OTHER_THREAD = 8  # on another thread than the training thread: not in the step's time
+    EVALUATED = 64  # STEP: tagged as an evaluation by the user or a framework's callback
+    CAPTURED = 128  # the step is in a capture, or delayed by its start or end
+    EVALUATION = 256  # the step had unusual forward passes without gradients, or the flag EVALUATED
     INFERENCE = 512  # the step is a forward pass, no optimizer has stepped
     SKIPPED = 1024  # GradScaler skipped the optimizer
-    SAMPLED = 2048  # observers were on: module backward times were taken
-    MANUAL = 4096  # the boundary is the user's w.step()
-    CHECKPOINT = 8192  # something was saved
-    COMPILED = 16384  # torch.compile was at work
-    COLLECTED = 32768  # Python's garbage collector went through its oldest generation
+    SAMPLED = 2048  # observers were on: module backward times were measured
+    MANUAL = 4096  # the user called w.step() at the boundary
+    CHECKPOINT = 8192  # a checkpoint was saved
+    COMPILED = 16384  # torch.compile was compiling
+    COLLECTED = 32768  # Python's garbage collector processed its oldest generation
 
 
 class State(IntEnum):
-    """Who ended the writing. A writer that died leaves OPEN."""
+    """End state of the writer. A writer that was killed leaves OPEN."""
 
     OPEN = 0
     CLOSED = 1

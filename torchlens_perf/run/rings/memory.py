@@ -1,15 +1,15 @@
-"""Where the bytes of a ring lie: in memory, so that a store into them neither fails nor waits for a disk.
+"""Memory of a ring: a store into it must neither fail nor wait for a disk.
 
-A process that stores into a mapped file gets SIGBUS where the file system finds no room for the page, or has given up
-its disk. In shared memory (tmpfs) the pages are taken when the file is made. Where that has no room, or is no tmpfs, a
-ring lies in anonymous memory (memfd_create(2)), which is a tmpfs without a bound: in the ring's place is a link to the
-descriptor of the process that made it. The sidecar opens that as soon as it is registered, and so keeps it when the
-process is killed.
+A process that stores into a mapped file gets SIGBUS if the file system has no room for the page or
+has lost its disk. In shared memory (tmpfs) the pages are allocated when the file is made. If it has
+no room, or is not a tmpfs, the ring is in anonymous memory (memfd_create(2)), a tmpfs without a
+size limit. The ring's path is then a link to the descriptor in the process that made it. The
+sidecar opens it on registration, which keeps the memory when the process is killed.
 
-Both count as memory of the process's control group. At its limit the kernel frees other memory, or kills a process in
-it, as for any other memory that a process takes: when the ring is made, never at a store.
+Both count as memory of the process's control group. At its limit the kernel frees other memory, or
+kills a process, as for any allocation. That can happen when the ring is made, never at a store.
 
-Imports next to nothing: a sidecar's first seconds need it (sidecar/start/wait.py).
+Imports almost nothing, for a fast start of the sidecar (sidecar/start/wait.py).
 """
 
 from __future__ import annotations
@@ -22,27 +22,35 @@ import os
 import time
 from collections.abc import Collection
 
-TMPFS, EXT = 0x01021994, 0xEF53  # statfs(2); ext2, ext3 and ext4 have the same
+# Values of statfs(2). ext2, ext3 and ext4 have the same one.
+TMPFS, EXT = 0x01021994, 0xEF53
 IN_MEMORY = frozenset({TMPFS})
 WITHOUT_SIGBUS = frozenset({TMPFS, EXT})
-"""Where a store into reserved blocks went well also when the disk was full, or was given up."""
+"""File systems on which stores into reserved blocks succeeded even when the disk was full or had
+been lost.
+"""
 _HELD = ".held"
-_NO_EXECUTION = 8  # MFD_NOEXEC_SEAL, which a machine may demand; kernels before 6.3 do not know it
+# MFD_NOEXEC_SEAL, which a machine may require. Kernels before 6.3 do not support it.
+_NO_EXECUTION = 8
 _POLL_INTERVAL_S = 0.005
 
 
 def lies_on(folder: str | os.PathLike[str], kinds: Collection[int]) -> bool:
-    """Whether the folder's file system is of one of these kinds. An overlay is none of them, whatever lies below it."""
+    """Return True if the folder is on one of these file systems. An overlay never matches, whatever
+    is below it.
+    """
     import ctypes
 
-    found = (ctypes.c_long * 64)()  # struct statfs begins with the kind
+    # struct statfs begins with the type.
+    found = (ctypes.c_long * 64)()
     if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(folder), ctypes.byref(found)):
         return False
     return int(found[0]) in kinds
 
 
 def reserve_file(path: str | os.PathLike[str], size: int) -> mmap.mmap:
-    """Makes a file, mode 0600, with all of its blocks, and maps it. Raises OSError; there is no file then.
+    """Make a file, mode 0600, with all of its blocks allocated, and map it. Raise OSError; no file
+    is left then.
 
     A shared flock(2) on it lasts as long as a process has it mapped, see is_mapped().
     """
@@ -60,13 +68,16 @@ def reserve_file(path: str | os.PathLike[str], size: int) -> mmap.mmap:
 
 
 def reserve_anonymous(path: str, size: int) -> tuple[mmap.mmap, int]:
-    """The same in anonymous memory, with a link at `path`; and the descriptor, which the caller closes."""
+    """Map anonymous memory, with a link at `path`. Return the map and the descriptor, which the
+    caller closes.
+    """
     descriptor = _memfd(_name(path))
     try:
         os.posix_fallocate(descriptor, 0, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         place = f"/proc/{os.getpid()}/fd/{descriptor}"
-        os.stat(place)  # raises where /proc is not what it should be
+        # This raises an error if /proc is not usable.
+        os.stat(place)
         mapped = mmap.mmap(descriptor, size)
         os.symlink(place, path)
     except BaseException:
@@ -86,23 +97,26 @@ def _memfd(name: str) -> int:
 
 
 def open_to_read(path: str) -> int:
-    """Opens a ring, wherever it lies. Raises OSError: FileNotFoundError also where it went with its last process."""
+    """Open a ring in a file or in anonymous memory. Raise OSError: FileNotFoundError if its last
+    process has ended.
+    """
     try:
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO is too short
+        # A FIFO is too short to be a ring.
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
     for link in (path, _held(path)):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             place = os.readlink(link)
-            # Another process may have that number by now, and something else at that descriptor.
+            # Another process may have this pid by now, with another file at the descriptor.
             if place.startswith("/proc/") and os.readlink(place) == f"/memfd:{_name(path)} (deleted)":
                 return os.open(place, os.O_RDONLY | os.O_CLOEXEC)
     raise FileNotFoundError(errno.ENOENT, "it was in the memory of a process that has ended", path)
 
 
 def hold(path: str, descriptor: int) -> None:
-    """Says that this process has a ring open that may be in anonymous memory, and where. descriptor: stays open."""
+    """Announce that this process has a ring in anonymous memory open. descriptor: must stay open."""
     if os.path.islink(path):
         partial = f"{_held(path)}-{os.getpid()}"
         with contextlib.suppress(OSError):
@@ -111,28 +125,37 @@ def hold(path: str, descriptor: int) -> None:
 
 
 def wait_until_held(path: str, descriptor: int, timeout_s: float) -> bool:
-    """Whether another process has the ring open at the end of this time, or sooner. descriptor: this process's."""
+    """Wait until another process has the ring open, or has drained it. Return False after
+    `timeout_s`.
+
+    descriptor: this process's.
+    """
     deadline_s = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(_held(path)), os.fstat(descriptor)):
                 return True
         if not os.path.lexists(path):
-            return True  # it has been read to its end
+            # The sidecar has read the ring to its end and removed it.
+            return True
         if time.monotonic() >= deadline_s:
             return False
         time.sleep(_POLL_INTERVAL_S)
 
 
 def forget(path: str) -> None:
-    """Removes a ring's file or link, and who has it open. Raises OSError, but not if it is gone."""
+    """Remove a ring's file or link, and its mark of being held. Raise OSError, except for missing
+    files.
+    """
     for each in (path, _held(path)):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(each)
 
 
 def is_mapped(path: str) -> bool:
-    """Whether a process has the file of a ring mapped that it made, or its parent: in whichever container."""
+    """Return True if the process that made a ring file, or its child, still has it mapped, in any
+    container.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
