@@ -117,7 +117,7 @@ def test_messages_whose_end_nobody_tells(join: CollectiveJoin) -> None:
 
     assert (row.records, row.joined, row.ended) == (2 * REPEATED, 0, 0)
     assert counts.unended == REPEATED
-    assert "does not tell when" in told["cannot_tell"][0]
+    assert "does not report the end" in told["cannot_tell"][0]
 
 
 def test_nothing_is_left_or_mistaken(join: CollectiveJoin) -> None:

@@ -1,1 +1,3 @@
-"""What is concluded from records. Values in, values out: no file but a node's state, no clock, no process."""
+"""Analysis of records. Pure functions and values: they read no file except a node's state, no clock
+and no process.
+"""

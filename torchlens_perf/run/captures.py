@@ -154,7 +154,7 @@ def read(path: Path, kind: type[_T]) -> _T:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     if isinstance(value.get("ranks"), list):
         value["ranks"] = tuple(value["ranks"])
     try:
@@ -172,10 +172,10 @@ def is_id(text: str) -> bool:
 
 def _check(value: Request | Outcome) -> None:
     if not isinstance(value.id, str) or not is_id(value.id):
-        raise ValueError(f"id: {value.id!r} is not in the form of one")
+        raise ValueError(f"invalid id {value.id!r}")
     wrong = [field for field, right in _right(value).items() if not right]
     if wrong:
-        raise ValueError(", ".join(f"{field}: {getattr(value, field)!r} cannot be" for field in wrong))
+        raise ValueError(", ".join(f"invalid {field} {getattr(value, field)!r}" for field in wrong))
 
 
 def _right(value: Request | Outcome) -> dict[str, bool]:
@@ -250,7 +250,7 @@ def read_requests(captures: Path) -> tuple[list[Request], list[str]]:
                 raise ValueError("another user has put it there")
             request = read(path, Request)
             if path.name != request_path(captures, request.id).name:
-                raise ValueError(f"id: {request.id!r} is not the file's")
+                raise ValueError(f"its id {request.id!r} differs from the file's name")
             found.append(request)
         except FileNotFoundError:
             continue

@@ -350,7 +350,7 @@ class Reader:
         if magic != MAGIC or version != VERSION or record_bytes != RECORD_BYTES:
             raise RingError(f"{self.path} is not a ring file of version {VERSION}")
         if capacity & (capacity - 1) or size != RECORDS_OFFSET + capacity * RECORD_BYTES:
-            raise RingError(f"{self.path} says it holds {capacity} records, which does not match its {size} bytes")
+            raise RingError(f"{self.path} has a header for {capacity} records, but {size} bytes")
         return int(capacity)
 
     def hold(self) -> None:
@@ -439,7 +439,7 @@ class Reader:
         # the file.
         whole = (records["stamp"] == stamps) & (self._copied(first, len(sequences))["stamp"] == stamps)
         if os.fstat(self._descriptor).st_size != RECORDS_OFFSET + self.capacity * RECORD_BYTES:
-            raise RingError(f"{self.path} was made shorter")
+            raise RingError(f"{self.path} was truncated")
         if os.pread(self._descriptor, len(MAGIC), 0) != MAGIC:
             raise RingError(f"{self.path} was overwritten")
         if not whole.all():

@@ -160,10 +160,10 @@ def test_what_cannot_be_told_is_said() -> None:
     told = {"overlapped": False, "all_seen": True, "ended": True}
 
     assert cannot_tell("allreduce", **told) == ()
-    assert "a root may leave" in cannot_tell("broadcast", **told)[0]
-    assert "nobody is named" in cannot_tell("reduce", **told)[0]
+    assert "the root may leave" in cannot_tell("broadcast", **told)[0]
+    assert "the last to arrive is not known" in cannot_tell("reduce", **told)[0]
     assert "uneven splits" in cannot_tell("alltoall_base", **told)[0]
     assert "queueing" in cannot_tell("allreduce", **{**told, "overlapped": True})[0]
     assert "kernel began" in cannot_tell("allreduce", **{**told, "overlapped": True}, by_device=True)[0]
     assert "other nodes" in cannot_tell("allreduce", **{**told, "all_seen": False})[0]
-    assert "does not tell when" in cannot_tell("send", **{**told, "ended": False})[0]
+    assert "does not report the end" in cannot_tell("send", **{**told, "ended": False})[0]

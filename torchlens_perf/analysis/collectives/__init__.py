@@ -1,1 +1,1 @@
-"""Collectives of several ranks, joined: who came late, which link is slow, who holds up a hang."""
+"""Analysis of collectives over several ranks: late ranks, slow links and hangs."""

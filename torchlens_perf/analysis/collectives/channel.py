@@ -1,4 +1,4 @@
-"""Records of one sequence of operations, from several ranks, put together by sequence number. Pure.
+"""Match the records of several ranks by sequence number, for one sequence of operations. Pure.
 
 Times are in ns. An operation whose end was not recorded has a duration of -1 (NOT_ENDED).
 """
@@ -16,9 +16,11 @@ from torchlens_perf.analysis.collectives.semantics import GroupKey
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-MAX_PENDING = 4096  # operations of a channel that wait for a rank's record
+# Largest number of operations of a channel that wait for a rank's record.
+MAX_PENDING = 4096
 NOT_ENDED = -1
-# What is joined: a rank's record of an operation. `call_ns`: of the issuing call; `signature` and `row`: see join.py.
+# A rank's record of an operation. `call_ns`: duration of the issuing call; `signature` and `row`:
+# see join.py.
 CALL = np.dtype(
     [
         ("sequence", np.int64), ("start_ns", np.int64), ("duration_ns", np.int64), ("bytes", np.int64),
@@ -30,29 +32,40 @@ CALL = np.dtype(
 
 
 def concatenated(parts: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
-    """Calls in one array. As plain bytes: NumPy would copy them field by field, in ten times the time.
+    """Return calls in one array. They are copied as bytes, because NumPy copies structures field by
+    field, ten times slower.
 
-    For that reason calls are also chosen by take() and compress(), and not by an index.
+    For the same reason, select calls with take() and compress() instead of an index.
     """
     return np.concatenate([part.view(f"V{CALL.itemsize}") for part in parts]).view(CALL)
 
 
 @dataclasses.dataclass
 class Counts:
-    """What became of a group's operations, or of those between two ranks. Records, where it says so."""
+    """Results of joining the operations of a group or a pair. Fields named `*_records` count
+    records, the others operations.
+    """
 
     joined: int = 0
     unjoined: int = 0
-    """A rank's record never came: it left, had another number of steps, or the record was lost."""
+    """Operations that lack a rank's record: the rank left, made another number of steps, or lost
+    the record.
+    """
     mismatched: int = 0
-    """Ranks had other operations, dtypes, roots or bytes at the same sequence number, or one had two."""
+    """Operations whose ranks differ in operation, dtype, root or bytes, or that have two records of
+    a rank.
+    """
     unended: int = 0
-    """All records came, but some of them lack the end of the operation."""
+    """Operations with all records, of which some lack the end."""
     late_records: int = 0
-    """They came when their operation had been dropped."""
+    """Records that came after their operation had been dropped."""
     unmatched_records: int = 0
-    """Their numbers do not show which ones belong together: messages to a rank that receives from any source, groups in
-    which the ranks count from different places, and kernels by whose times no rank had waited for the others."""
+    """Records that cannot be matched by their numbers.
+
+    These are messages to a rank that receives from any source, and operations of groups whose ranks
+    count from different starts. They also include kernels whose times contradict that all ranks
+    waited for each other.
+    """
 
     def plus(self, other: Counts) -> Counts:
         return Counts(*(mine + theirs for mine, theirs in zip(*map(dataclasses.astuple, (self, other)), strict=True)))
@@ -60,32 +73,36 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class ChannelState:
-    """What a channel is saved as: its records that wait stay behind, and count as unjoined."""
+    """Saved state of a channel. Pending records are not saved and count as unjoined."""
 
     group: GroupKey
     pair: tuple[int, int] | None
     ordered: bool
     counts: Counts
     floor: int | None
-    """Up to where a successor must join nothing: what came before it is there only in part. None: nowhere."""
+    """Last sequence number of which a successor must not join records, because they are incomplete;
+    None without one.
+    """
 
 
 class Channel:
-    """What shares one sequence: a group's collectives, or the messages from one rank to another."""
+    """One sequence of operations: a group's collectives, or the messages from one rank to another."""
 
     def __init__(self, group: GroupKey, pair: tuple[int, int] | None) -> None:
         self.group = group
         self.pair = pair
         self.counts = Counts()
-        self.ordered = True  # whether sequence numbers show which records belong together
-        self._floor: int | None = None  # no operation up to this number is joined any more
+        # True while sequence numbers show which records belong together.
+        self.ordered = True
+        # Operations up to this number are not joined anymore.
+        self._floor: int | None = None
         self._newest: int | None = None
         self._seen: set[int] = set()
         self._queue: list[npt.NDArray[np.void]] = []
         self._pending = np.zeros(0, CALL)
 
     def add(self, rank: int, rows: npt.NDArray[np.void]) -> None:
-        """Calls of one rank, with sequence numbers of 32 bits; kept until join()."""
+        """Add calls of one rank, with 32-bit sequence numbers. They are kept until join()."""
         if not self.ordered:
             self.counts.unmatched_records += len(rows)
             return
@@ -94,7 +111,7 @@ class Channel:
         self._queue.append(rows)
 
     def _unwrapped(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Sequence numbers that go on beyond 32 bits."""
+        """Return sequence numbers that do not wrap at 32 bits."""
         if self._newest is None:
             self._newest = int(sequences[0])
         ahead = (sequences - self._newest + (1 << 31)) % (1 << 32) - (1 << 31)
@@ -103,7 +120,7 @@ class Channel:
         return numbers
 
     def disorder(self) -> None:
-        """From now on sequence numbers do not show which records belong together: nothing more is joined."""
+        """Stop joining, because sequence numbers do not show which records belong together."""
         if self.ordered:
             self.ordered = False
             self.counts.unmatched_records += len(self._rows())
@@ -114,30 +131,36 @@ class Channel:
 
     @property
     def pending_operations(self) -> int:
-        """Operations that wait for a rank's record."""
+        """Number of operations that lack a rank's record so far."""
         return len(np.unique(self._rows()["sequence"]))
 
     def state(self) -> ChannelState:
-        """For go_on_from()."""
+        """Return the state for go_on_from()."""
         floors = [] if self._floor is None else [self._floor]
         floor = max([*floors, *self._rows()["sequence"].tolist()], default=None)
         counts = self.counts.plus(Counts(unjoined=self.pending_operations))
         return ChannelState(self.group, self.pair, self.ordered, counts, floor)
 
     def go_on_from(self, earlier: ChannelState) -> None:
-        """Continues after another one of the same group and pair."""
+        """Continue after an earlier channel of the same group and pair."""
         self.counts, self.ordered = dataclasses.replace(earlier.counts), self.ordered and earlier.ordered
         self._floor = self._newest = earlier.floor
 
     def ranks(self, local: set[int]) -> tuple[int, ...]:
-        """Those whose records come to this node; for a pair, sender and receiver. Where unknown, those seen."""
+        """Return the members whose records come to this node. For a pair these are sender and
+        receiver.
+
+        Without known members, return the ranks seen so far.
+        """
         members = self.pair or self.group.ranks
         return tuple(rank for rank in members if rank in local) if members else tuple(sorted(self._seen))
 
     def join(self, ranks: tuple[int, ...], left: set[int]) -> npt.NDArray[np.void]:
-        """Takes out the operations of which every rank's record is there; shape [operations, ranks].
+        """Remove and return the operations that have a record of every rank; shape [operations,
+        ranks].
 
-        Records of other ranks are let go. left: ranks of which nothing more comes: what lacks theirs is dropped.
+        Records of other ranks are dropped. left: ranks that send no more records. Operations that
+        lack theirs are dropped.
         """
         nothing = np.zeros((0, len(ranks)), CALL)
         if not self._queue and not (left and len(self._pending)):
@@ -149,7 +172,8 @@ class Channel:
             self.counts.late_records += int((~in_time).sum())
             rows = rows.compress(in_time)
         if len(ranks) < 2 or not len(rows):
-            return nothing  # the others are on other nodes: there is nothing to compare with
+            # The other ranks are on other nodes, so there is nothing to compare.
+            return nothing
         column_of = np.full(max(*ranks, int(rows["rank"].max())) + 1, -1)
         column_of[list(ranks)] = np.arange(len(ranks))
         column = column_of[rows["rank"]]
@@ -158,7 +182,8 @@ class Channel:
             if not len(rows):
                 return nothing
         places = (rows["sequence"] - rows["sequence"].min()) * len(ranks) + column
-        order = np.argsort(places, kind="stable")  # each rank's records are nearly a run: sorting merges them
+        # Each rank's records are almost sorted, so a stable sort merges them fast.
+        order = np.argsort(places, kind="stable")
         rows, column, places = rows.take(order), column[order], places[order]
         starts = np.flatnonzero(np.diff(places // len(ranks), prepend=-1))
         lengths = np.diff(starts, append=len(rows))

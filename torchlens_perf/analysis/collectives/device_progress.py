@@ -1,15 +1,17 @@
-"""Whose device has not come as far as the others', where all hosts have issued everything. Pure.
+"""Compare the devices' progress when all hosts have issued everything, to find ranks whose device
+is behind. Pure.
 
-What a host has issued does not say what its device has done: a kernel that never ends on one rank stops all of them in
-the next collective. Two things tell, both without the training thread, which may be blocked:
+The operations that a host has issued do not show the progress of its device. A kernel that never
+ends on one rank stops all devices at the next collective. Two sources show that, without the
+training thread, which may be blocked:
 
-1. NCCL's thread reports which collectives' kernels have begun. A rank whose kernel has not begun, while others' have,
-   has a device that did not come to it.
-2. At each step's end a rank has noted the last mark that its device had reached. It is old once the thread is blocked,
-   so it is a lower bound; only a device that was looked at again much later, and was at the same mark, stands there.
+1. NCCL's thread reports which collectives' kernels have started. If a rank's kernel has not started
+and others' have, its device did not reach it. 2. At each step's end, a rank records the last mark
+that its device has reached. For a blocked thread this is old, and thus a lower bound. A device only
+counts as stuck if a much later poll found it at the same mark.
 
-Where a loop waits for its device in each step, the last look is older than the kernel that hangs, and neither tells.
-That the hosts wait for their devices is then all that is known, from their Python stacks.
+In a loop that waits for its device in each step, the last poll is older than the kernel that hangs,
+so both sources fail. Python stacks then only show that the hosts wait for their devices.
 """
 
 from __future__ import annotations
@@ -19,30 +21,32 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
-STOOD_STEPS = 2.0  # usual steps in which a device that works passes every mark
-# Not .cpu() and .to(): a checkpoint may stand in them for long, copy after copy, while nothing is wrong.
+# A working device passes every mark within this number of usual steps.
+STOOD_STEPS = 2.0
+# .cpu() and .to() are not included: a normal checkpoint may spend a long time in them, copy after
+# copy.
 _WAITS = re.compile(r"\.(item|tolist|synchronize)\(|(?<![\w.])(float|int|bool)\(")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DevicePlace:
-    """The last mark that a rank's device had reached at its training thread's last look."""
+    """The last mark that a rank's device had reached when its training thread last polled it."""
 
     step: int
     place: int
-    """Which of the step's marks; 0: its beginning."""
+    """Number of the mark within the step; 0 is the start of the step."""
     mark: str
-    """For people: "the beginning of the forward pass"; "" where it is not known."""
+    """Description such as "the beginning of the forward pass"; "" if not known."""
     stood_s: float
-    """How long it was seen there, from the first look to the last one."""
+    """Time in seconds from the first to the last poll that found the device at this mark."""
     kind: int = 0
-    """Of the span whose mark it is; 0: not known."""
+    """Kind of the mark's span; 0 if not known."""
     is_end: bool = False
-    """Of that span; else it is its beginning."""
+    """True if the mark is the end of the span, False if it is the start."""
 
 
 class RankProgress(Protocol):
-    """The part of hang.Progress that is looked at here, which says what it means."""
+    """The fields of hang.Progress that this module uses. They are documented there."""
 
     @property
     def usual_step_s(self) -> float: ...
@@ -58,25 +62,32 @@ class RankProgress(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceFinding:
-    """What the devices tell."""
+    """Result of comparing devices."""
 
     kind: str
-    """kernel (of `group` and `sequence`, has not begun), mark (not reached), level (all stand at the same mark), or
-    unknown (the hosts were blocked before they could look)."""
+    """One of four results.
+
+    - kernel: the kernel of `group` and `sequence` has not started.
+    - mark: the devices of `ranks` have not passed a mark that others have.
+    - level: all devices are stuck at the same mark.
+    - unknown: the hosts were blocked before they could poll.
+    """
     ranks: tuple[int, ...] = ()
-    """Whose devices have not come as far as the others'; none for level and unknown."""
+    """Ranks whose devices are behind the others'; empty for level and unknown."""
     group: str = ""
     sequence: int = -1
     places: Mapping[int, DevicePlace] = dataclasses.field(default_factory=dict)
-    """By rank, for mark and level."""
+    """Last marks by rank, for mark and level."""
     waits_in: str = ""
-    """For unknown: where the hosts wait for their devices; "": they do not, in one line, or were not asked."""
+    """For unknown: the line of code in which all hosts wait for their devices; "" if there is no
+    single one.
+    """
     asked: tuple[int, ...] = ()
-    """The ranks whose stacks tell that; the others are in the same place."""
+    """Ranks whose stacks were read. The others are in the same place."""
 
 
 def compare_devices(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
-    """Of these ranks, whose hosts stand still. None where they have no device, as far as is known."""
+    """Compare the devices of these ranks, whose hosts are stuck. Return None if no device is known."""
     found = _kernels_not_begun(ranks) or _marks_not_reached(ranks)
     if found is None and any(each.device is not None for each in ranks.values()):
         asked = {rank: each.waits_in for rank, each in ranks.items() if each.waits_in is not None}
@@ -87,13 +98,18 @@ def compare_devices(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
 
 
 def is_device_wait(source: str) -> bool:
-    """Whether a line of Python, in which a process with a device has stood for long, waits for that device."""
+    """Return True if a line of Python code waits for the process's device, given that it has run
+    for long.
+    """
     return _WAITS.search(source) is not None
 
 
 def _kernels_not_begun(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
-    """As with what was issued: who is behind in some group and ahead in none. Only groups in which all have issued the
-    same, and where all ranks' begins are reported."""
+    """Find ranks whose kernels are behind in a group and ahead in no group.
+
+    Only groups count in which all ranks have issued the same operations and report the start of
+    kernels.
+    """
     behind: dict[int, tuple[str, int]] = {}
     ahead: set[int] = set()
     for group in sorted({group for each in ranks.values() for group in each.began}):
@@ -113,7 +129,9 @@ def _kernels_not_begun(ranks: Mapping[int, RankProgress]) -> DeviceFinding | Non
 
 
 def _marks_not_reached(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
-    """Those that stand, where all others have come further: others' places are lower bounds, theirs are exact."""
+    """Find stuck devices that all others have passed. Their marks are exact, while others' marks
+    are lower bounds.
+    """
     places = {rank: each.device for rank, each in ranks.items() if each.device is not None}
     if len(places) < max(2, len(ranks)):
         return None

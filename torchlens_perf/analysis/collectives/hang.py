@@ -1,18 +1,19 @@
-"""No rank makes a step any more: whom the others wait for, in which collective, and what those were inside of.
+"""Find the cause when no rank finishes a step: which ranks block the others, in which collective,
+and what they were doing.
 
-Pure: values in, a finding out; it knows no file, no process and no clock. `words/hang.py` puts it into words.
-The rules, in this order:
+Pure: it uses no file, process or clock. `words/hang.py` writes the texts. The rules, in this order:
 
-1. Nothing is said before no rank has made a step for `limit_s`, nor while all ranks still leave marks (an evaluation).
-2. A process that died, is stopped or is held by a debugger is named, whatever it has issued: a collective that it
-   has entered cannot end without it. So is a node that fell silent when the steps ended. What the others do follows.
-3. Ranks that issued different operations under the same number of a group are named: their order does not match.
-4. Else sequence numbers are compared. In a group, all others wait for those that are furthest behind. A rank that is
-   behind somewhere and ahead nowhere waits for nobody: it is named. If every rank that is behind is ahead elsewhere,
-   they wait for each other in a cycle.
-5. Else everybody has entered everything. Ranks whose devices have not come as far as the others' are named
-   (device_progress.py); else no rank is blamed: network or device, hosts that wait for devices of which nothing is
-   known, or a pause that all ranks make.
+1. A hang is only reported if no rank has finished a step for `limit_s`. While all ranks still write
+records, as in an evaluation, there is no hang. 2. A process that died, is stopped or is in a
+debugger is blamed, whatever it has issued: a collective that it has entered cannot end without it.
+The same holds for a node that stopped reporting when the steps ended. The state of other ranks is a
+consequence. 3. Ranks that issued different operations under the same number of a group are reported
+as a mismatch of order. 4. Otherwise sequence numbers are compared. In a group, all ranks wait for
+those that are furthest behind. A rank that is behind in some group and ahead in no group does not
+wait for others, so it is blamed. If every rank that is behind is ahead elsewhere, they wait for
+each other in a cycle. 5. Otherwise all ranks have entered all collectives. Ranks whose devices are
+behind are blamed (device_progress.py). Without such ranks no rank is blamed. The reason is then the
+network, a device, hosts waiting for devices in an unknown state, or a pause of all ranks.
 """
 
 from __future__ import annotations
@@ -24,61 +25,83 @@ from torchlens_perf.analysis.collectives.device_progress import DeviceFinding, D
 from torchlens_perf.run.ring import CAPTURING
 
 MIN_S = 10.0
-FACTOR = 5.0  # times the usual step: more would leave little of the 600 s after which NCCL's watchdog ends a job
-# Without a usual time: building, compiling and loading take minutes, unequal on the ranks. Half of those 600 s.
+# Multiple of the usual step. A larger one would leave little of the 600 s after which NCCL's
+# watchdog ends a job.
+FACTOR = 5.0
+# Limit without a usual step time, half of those 600 s. Building, compiling and loading take
+# minutes, and differ by rank.
 FIRST_STEPS_S = 300.0
-CAPTURE_S = 120.0  # that writing a capture may take: all ranks wait for the one that writes
-SILENT_S = 5.0  # of a node that reports its progress every second or two
-WAIT = "wait"  # the span of Work.wait and wait_tensor
+# Time that writing a capture may take. All ranks wait for the one that writes.
+CAPTURE_S = 120.0
+# Nodes report their progress every second or two.
+SILENT_S = 5.0
+# The span of Work.wait and wait_tensor.
+WAIT = "wait"
 _STOPPED = ("stopped", "traced")
 ENDED = ("dead", "closed")
-_COMMUNICATING = (WAIT, "backward")  # DDP's reducer waits in C++, inside the backward pass
+# DDP's reducer waits in C++, inside of the backward pass.
+_COMMUNICATING = (WAIT, "backward")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
-    """What is known of one rank at one instant."""
+    """State of one rank at one time."""
 
     rank: int
     host: str
     step: int
-    """Index of the step in progress."""
+    """Index of the current step."""
     since_step_s: float
-    """How long ago its last step ended, or recording began. Goes on after a rank has ended, but not in a silence."""
+    """Seconds since its last step ended, or since recording started. Grows after a rank has ended,
+    but not while its node is silent.
+    """
     report_age_s: float
-    """How long ago this was reported: 0 for a rank of this node; grows for a node that is silent."""
+    """Seconds since this was reported. 0 for a rank of this node. Grows while its node is silent.
+    """
     usual_step_s: float
-    """Its usual step time (median); 0 if unknown, as in the first steps."""
+    """Median step time in seconds; 0 if unknown, as in the first steps."""
     issued: Mapping[str, int]
-    """By group: sequence number of the last collective that it issued (counted when it enters, not when it returns);
-    absent or -1: none. No point-to-point operations: ranks issue different ones, their numbers do not compare."""
+    """For each group, the sequence number of the last collective that the rank issued.
+
+    Collectives count when they are entered, not when they return. Absent or -1: none so far.
+    Point-to-point operations are not included, because their numbers are not comparable between
+    ranks.
+    """
     inside: tuple[str, ...]
-    """Names of its open spans, outermost first, without the step itself."""
+    """Names of open spans, outermost first, without the step."""
     state: str
-    """Of its process: "running", "stopped", "traced", "uninterruptible", "dead", "closed" (its watch) or "unknown"."""
+    """State of the process: "running", "stopped", "traced", "uninterruptible", "dead", "closed"
+    (the watch ended) or "unknown".
+    """
     operations: Mapping[str, Mapping[int, str]] = dataclasses.field(default_factory=dict)
-    """By group: what its last collectives are, where known, as {57: "allreduce"}."""
+    """For each group, the names of its last collectives as far as known, such as {57: "allreduce"}.
+    """
     since_mark_s: float | None = None
-    """Time from the last record to this report. None: not known, then only steps count."""
+    """Seconds from the last record to this report; None if not known. Then only steps count."""
     all_groups: bool = True
-    """Whether `issued` holds all groups that it has used; False where the ring's table of groups was full, or the ranks
-    count a group's collectives from different places."""
+    """True if `issued` has all groups of the rank. False if the ring's table of groups was full, or
+    if ranks count a group's collectives from different starts.
+    """
     began: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """As `issued`, of the last one whose kernel has begun on the device; absent: nobody tells."""
+    """Same as `issued`, for the last collective whose kernel has started on the device. Absent: not
+    reported.
+    """
     device: DevicePlace | None = None
-    """How far its device was at the last look; None: it has none, or it is not timed."""
+    """Last known mark of the device; None without a device, or if it is not timed."""
     waits_in: str | None = None
-    """Where its host waits for its device, by its Python stack; "": nowhere. None: not known."""
+    """Line of code in which the host waits for its device, from its Python stack; "" for none; None
+    if not known.
+    """
 
     @property
     def quiet_s(self) -> float:
-        """How long it has done nothing that is recorded."""
+        """Seconds without any record."""
         return self.since_step_s if self.since_mark_s is None else self.since_mark_s
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of one group; operation is "" where it is not known."""
+    """One collective of one group. `operation` is "" if not known."""
 
     group: str
     sequence: int
@@ -87,62 +110,86 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class BlockingRank:
-    """A rank that the others wait for."""
+    """A rank that other ranks wait for."""
 
     progress: Progress
     problem: str
-    """dead, stopped, traced, silent (its node), closed, busy (it leaves marks), device (behind others'), or stuck."""
+    """One of: dead, stopped, traced, silent (its node), closed, busy (it writes records), device
+    (its device is behind), stuck.
+    """
     missing: Collective | None
-    """The first collective that it has not entered and others have; None: it has entered all."""
+    """The first collective that others have entered and this rank has not; None if it has entered
+    all.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Hang:
-    """No step for too long, and why."""
+    """A period without steps, and its cause."""
 
     kind: str
-    """dead, stopped, silent (a node), missing (in a collective), busy (missing, but at work), uneven (the missing have
-    ended), device (not as far as others', where all have entered), mismatch (of order or operations), together (all
-    have entered: network or device), blocked (all are in the same place, where their hosts wait for their devices),
-    unheard (all ranks that report have entered, and nothing is known of the others), apart (no collective shows who
-    waits for whom), alone (one is stuck, others go on or have ended), or pause (all are in the same place)."""
+    """Kind of the hang.
+
+    - dead, stopped: state of the blocking processes.
+    - silent: a node does not report.
+    - missing: blocking ranks have not entered a collective.
+    - busy: the same, but they still write records.
+    - uneven: the same, but they have ended.
+    - device: all have entered, but some devices are behind.
+    - mismatch: ranks differ in the order of collectives, or in operations.
+    - together: all ranks have entered. The cause is the network or a device.
+    - blocked: all hosts are in the same place and wait for their devices.
+    - unheard: all reporting ranks have entered. Others do not report.
+    - apart: ranks are in different places, and no collective shows which ones wait.
+    - alone: one rank is stuck, while others continue or have ended.
+    - pause: all ranks are in the same place.
+    """
     since_s: float
-    """For so long no rank, but those that are moving, has made a step."""
+    """Seconds without a step of any rank that is not in `moving`."""
     usual_s: float
-    """The usual step time; 0: not known yet."""
+    """Usual step time in seconds; 0 if not known yet."""
     step: int
-    """The step in progress, of the rank that is furthest."""
+    """Current step of the rank that is furthest."""
     blocking: tuple[BlockingRank, ...]
     waiting: tuple[int, ...]
-    """Ranks that wait: in `collective`, where there is one."""
+    """Ranks that wait, in `collective` if it is set."""
     collective: Collective | None
-    """What they wait in: not entered by a blocking rank; for `together`, entered by all."""
+    """The collective in which they wait. A blocking rank has not entered it; for `together`, all
+    ranks have.
+    """
     cycle: tuple[tuple[int, Collective], ...]
-    """For `mismatch` of order: each rank waits there for the next one, and the last for the first."""
+    """For a mismatch of order: each rank waits in its collective for the next rank, the last one
+    for the first.
+    """
     operations: Mapping[str, tuple[int, ...]]
-    """For `mismatch` of operations: what ranks issued as `collective`."""
+    """For a mismatch of operations: the ranks that issued each operation as `collective`."""
     places: Mapping[tuple[str, ...], tuple[int, ...]]
-    """By open spans, outermost first: the living ranks in there."""
+    """Living ranks by open spans, outermost first."""
     asleep: tuple[int, ...]
     """Living ranks in uninterruptible sleep: in storage or a driver."""
     unheard: tuple[int, ...]
-    """Members of a group, or of the run, without any recent state to judge by."""
+    """Members of a group or of the run without recent state."""
     moving: tuple[int, ...]
-    """Ranks that do make steps; all else is about the others."""
+    """Ranks that do finish steps. The other fields do not cover them."""
     ended: tuple[int, ...]
     """Ranks whose recording ended, normally or not."""
     look_at: tuple[int, ...]
-    """Living ranks whose Python stacks are worth reading, the most informative first."""
+    """Living ranks whose Python stacks should be read, most informative first."""
     key: Hashable
-    """The same for the same finding: report each key once. It changes with every step made. Only a pause or a busy rank
-    keeps it, and has a new one whenever it is twice as long: a checkpoint of always 40 s is not reported each time."""
+    """Key of the finding, to report each one once. It changes with every step.
+
+    A pause or a busy rank keeps its key over steps, and gets a new one each time its duration has
+    doubled. Checkpoints of 40 s are thus not reported each time.
+    """
 
     devices: DeviceFinding | None = None
-    """What the devices tell, where all have entered everything; None: there are none, or they were not asked."""
+    """Progress of the devices, if all ranks have entered all collectives; None without devices or
+    if not compared.
+    """
 
     @property
     def alarm(self) -> bool:
-        """Whether somebody must act; else this may well be how the job works."""
+        """True if action is needed. False if the job may normally behave like this."""
         return self.kind not in ("pause", "busy")
 
 
@@ -151,14 +198,17 @@ class _Front:
     """A collective that some members of its group have entered and others have not."""
 
     collective: Collective
-    behind: frozenset[int]  # the furthest behind
-    ahead: frozenset[int]  # alive: who has ended waits for nobody
+    # The members that are furthest behind.
+    behind: frozenset[int]
+    # Living members only, because a rank that has ended does not wait.
+    ahead: frozenset[int]
 
 
 def limit_s(progress: Iterable[Progress], factor: float = FACTOR) -> float:
-    """How long no step is too long: max(10 s, factor times the usual step of the slowest rank).
+    """Return the seconds without a step from which on there is a hang: max(10 s, factor times the
+    slowest rank's usual step).
 
-    Without a usual step FIRST_STEPS_S, unless a process has died or is stopped: that needs no patience.
+    Without a usual step it is FIRST_STEPS_S, unless a process has died or is stopped.
     """
     ranks = list(progress)
     usual_s = max((each.usual_step_s for each in ranks), default=0.0)
@@ -170,11 +220,11 @@ def limit_s(progress: Iterable[Progress], factor: float = FACTOR) -> float:
 def find_hang(
     progress: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...]], *, silent_s: float = SILENT_S
 ) -> Hang | None:
-    """Why no step is made, or None while that is not too long.
+    """Return why no step is finished; None while the limit is not reached.
 
-    progress: by rank, all ranks of the run's last attempt. groups: members by group name; for a group that is missing,
-    the ranks that have used it. silent_s: how old the progress can be that a living node
-    reported.
+    progress: all ranks of the run's last attempt. groups: members by group name. For a missing
+    group, they are the ranks that have used it. silent_s: age of progress above which a node counts
+    as silent.
     """
     ranks = [progress[rank] for rank in sorted(progress)]
     limit = limit_s(ranks)
@@ -186,7 +236,8 @@ def find_hang(
         return None
     moving = tuple(each.rank for each in live.values() if each.since_step_s <= limit)
     if moving:
-        # Some may be about to stand still too, and show more then. A rank without an open span may have no work.
+        # Moving ranks may be about to stop, too, which will show more. A stuck rank without an open
+        # span may have no work.
         stuck = [live[rank] for rank in still]
         if any(live[rank].since_step_s > limit / 2 for rank in moving) or not any(
             each.inside or each.state in _STOPPED for each in stuck
@@ -194,7 +245,8 @@ def find_hang(
             return None
         live = {rank: each for rank, each in live.items() if rank not in moving}
     since_s = min(each.since_step_s for each in live.values())
-    # Of what ended or fell silent long before the steps did, the job went on without the one, and we without the other.
+    # The job continued without ranks that ended long before the last step, and this analysis
+    # without nodes that stopped reporting long before it.
     last_sign_s = {each.rank: each.report_age_s + (each.since_step_s if each.state in ENDED else 0.0) for each in ranks}
     patience_s = {each.rank: limit if each.state in ENDED else silent_s for each in ranks}
     known = {
@@ -226,24 +278,27 @@ def _fronts(known: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...]]
 
 
 def _named(group: str, sequence: int, ranks: Iterable[Progress]) -> Collective:
-    """With what the ranks call it, where they agree."""
+    """Return the collective, with its name if the ranks agree on it."""
     names = {each.operations.get(group, {}).get(sequence, "") for each in ranks} - {""}
     return Collective(group, sequence, names.pop() if len(names) == 1 else "")
 
 
 def _open_where(each: Progress) -> tuple[str, ...]:
-    """Where it waits is said by the collective; what it was inside of, by the spans around that."""
+    """Return the open spans without the wait. The collective already shows where the rank waits."""
     return each.inside[:-1] if each.inside[-1:] == (WAIT,) else each.inside
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """A stand-still, and what is known of the ranks."""
+    """A hang and the state of the ranks."""
 
     ranks: list[Progress]
-    live: dict[int, Progress]  # alive, reported recently, and not moving
-    known: dict[int, Progress]  # all that may have a part in it
-    still: set[int]  # no mark either
+    # Ranks that are alive, reported recently, and are not moving.
+    live: dict[int, Progress]
+    # All ranks that may be involved.
+    known: dict[int, Progress]
+    # Ranks that do not write records either.
+    still: set[int]
     moving: tuple[int, ...]
     unheard: tuple[int, ...]
     limit: float
@@ -275,20 +330,20 @@ class _Case:
         if each.state in ENDED or each.state in _STOPPED:
             return each.state
         if each.rank not in self.live:
-            # Had it stood still before it fell silent, it would have reported that.
+            # A rank that was stuck before its node fell silent would have reported that.
             return "silent" if each.since_step_s <= self.limit else "stuck"
         return "stuck" if each.rank in self.still else "busy"
 
     def _blame(self, kind: str, blocking: list[Progress]) -> Hang:
         ranks = {each.rank for each in blocking}
         live = self.live.keys() - ranks
-        # The group in which most wait for them stands for all.
+        # The group in which most ranks wait for them represents all groups.
         fronts = [front for front in self.fronts if front.behind & ranks and front.ahead & live]
         main = max(fronts, key=lambda front: (len(front.ahead & live), front.collective.group), default=None)
         return self._hang(kind, blocking, main.ahead & live if main else live, main.collective if main else None)
 
     def _mismatched_operations(self) -> Hang | None:
-        """The first number of a group under which ranks issued different operations."""
+        """Find the first number of a group under which ranks issued different operations."""
         for group in sorted({group for each in self.known.values() for group in each.operations}):
             issued: dict[int, dict[str, list[int]]] = {}
             for rank, each in self.known.items():
@@ -303,7 +358,9 @@ class _Case:
         return None
 
     def _cycle(self) -> Hang:
-        """Every rank that is behind is ahead elsewhere: following who waits for whom comes back to a rank."""
+        """Return the cycle. Every rank that is behind is ahead elsewhere, so following the waits
+        leads back to a rank.
+        """
         rank, path = min(self.fronts[0].ahead), dict[int, Collective]()
         while rank not in path:
             front = next(front for front in self.fronts if rank in front.ahead)
@@ -315,7 +372,7 @@ class _Case:
         return self._hang("mismatch", [], waiting, cycle=tuple(cycle), look=[rank for rank, _ in cycle])
 
     def _all_entered(self) -> Hang:
-        """No collective has been entered by some and not by others."""
+        """Return the finding if every collective was entered by all of its members or by no member."""
         ranks, devices = list(self.live), compare_devices(self.live)
         if devices is not None and devices.ranks:
             return self._device(devices)
@@ -325,12 +382,13 @@ class _Case:
         if len(talking) == len(ranks) and (len(ranks) > 1 or self.unheard):
             kind = "unheard" if self.unheard else "together"
             return self._hang(kind, [], ranks, self._last_collective(), look=ranks, devices=devices)
-        if devices is not None and devices.kind == "level":  # what they were given to do has not been done
+        # The devices have not finished the work that was issued.
+        if devices is not None and devices.kind == "level":
             return self._hang("together", [], ranks, self._last_collective(), look=ranks, devices=devices)
         if len({each.inside[:1] for each in self.live.values()}) == 1 and not self.unheard:
             kind = "blocked" if devices is not None and devices.waits_in else "pause"
             return self._hang(kind, [], ranks if kind == "blocked" else (), look=ranks, devices=devices)
-        # Who does not wait, and is where fewest are, is looked at first.
+        # Ranks that do not wait, and that are where the fewest are, come first.
         crowd = {place: len(there) for place, there in self._places().items()}
         odd = sorted(self.live.values(), key=lambda each: (each.rank in talking, crowd[_open_where(each)], each.rank))
         return self._hang("apart", [], talking, look=[each.rank for each in odd])
@@ -344,7 +402,7 @@ class _Case:
         return self._hang("device", blocking, [each.rank for each in others], where, devices=devices)
 
     def _last_collective(self) -> Collective | None:
-        """The last one of the group that most ranks use."""
+        """Return the last collective of the group that most ranks use."""
         users: dict[str, list[Progress]] = {}
         for each in self.live.values():
             for group, sequence in each.issued.items():

@@ -1,9 +1,10 @@
-"""Joins the ranks' records of one collective by (group, sequence number), and sums up what they show together. Pure.
+"""Join the ranks' records of a collective by group and sequence number, and add up their
+statistics. Pure.
 
-The results need no shared clock: each rank's own duration is enough (semantics.py). What does not belong
-together is never joined: other members, another generation, other names or bytes at the same number, and what cannot
-have been one operation by the node's clock (_possible). What stays incomplete, because a rank left or its record was
-lost, is dropped and counted, so that neither memory nor time grows with it.
+No shared clock is needed, because each rank's own duration is enough (semantics.py). Records are
+not joined if they differ in members, generation, name or bytes, or if the node's clock excludes one
+operation (_possible). Incomplete operations, after a rank has left or lost a record, are dropped
+and counted. Memory and time thus stay bounded.
 """
 
 from __future__ import annotations
@@ -38,22 +39,23 @@ if TYPE_CHECKING:
 _ANY_SOURCE = "recv_any_source"
 _NOT_LEARNT, _NONE = -2, -1
 _CLOCK_SLACK_NS = 100_000
-# Kernels' times come onto the host's line late, by what the rank's NCCL thread was late to see them.
+# Kernel times are placed on the host's time line by rank, with an error up to the delay of the
+# rank's NCCL thread.
 _DEVICE_SLACK_NS = 5_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class _Signature:
-    """What must be the same on all ranks."""
+    """Properties that must be equal on all ranks."""
 
     row: int
     root: int | None
-    """Global rank."""
+    """Global rank of the root."""
 
 
 @dataclasses.dataclass(frozen=True)
 class JoinState:
-    """What a join is saved as."""
+    """Saved state of a join."""
 
     generation: int
     outdated_records: int
@@ -65,7 +67,7 @@ class JoinState:
 
 
 class Joined(Protocol):
-    """Gets operations of one kind that all of `ranks` have issued and ended."""
+    """Callback for operations of one kind that all of `ranks` have issued and ended."""
 
     def __call__(
         self, key: OperationKey, ranks: tuple[int, ...], calls: npt.NDArray[np.void], root: int | None, /
@@ -74,24 +76,27 @@ class Joined(Protocol):
 
 
 class CollectiveJoin:
-    """Fed with the records of this node's ranks; add() keeps them and join() joins what is complete. One thread.
+    """Join of the records of this node's ranks: add() stores records, join() joins complete
+    operations. One thread.
 
-    Results are those of the newest generation of processes (statistics/restarts.py): a restart may have other ranks,
-    and begins to count again. Between add() and join() it holds what was added; after
-    join(), at most MAX_PENDING incomplete operations of each group, whatever the ranks do.
+    Results cover the newest generation of processes (statistics/restarts.py). Counting starts again
+    with a restart, which may have other ranks. join() leaves at most MAX_PENDING incomplete
+    operations of each group.
     """
 
     def __init__(self, joined: Joined | None = None) -> None:
-        """joined: gets all operations that are joined, besides the sums."""
+        """joined: called with all joined operations, in addition to the sums."""
         self._joined = joined
-        self.outdated_records = 0  # of generations that are over
+        # Number of records of earlier generations.
+        self.outdated_records = 0
         self._begin(0)
 
     def _begin(self, generation: int) -> None:
         self.generation = generation
         self._local: set[int] = set()
         self._left: set[int] = set()
-        # Of each process of a rank, by its name ids: a record's channel, signature and row; _NONE where there is none.
+        # By rank and process, an array that maps name ids to channel, signature and row; _NONE
+        # without one.
         self._places: dict[tuple[int, str], npt.NDArray[np.int64]] = {}
         self._channels: list[Channel] = []
         self._channel_of: dict[tuple[GroupKey, tuple[int, int] | None], int] = {}
@@ -99,14 +104,18 @@ class CollectiveJoin:
         self._signature_of: dict[_Signature, int] = {}
         self._rows: list[OperationStatistics] = []
         self._row_of: dict[OperationKey, int] = {}
-        self._groups: dict[str, set[GroupKey]] = {}  # those with known members, by name
+        # Groups with known members, by name.
+        self._groups: dict[str, set[GroupKey]] = {}
         self._uncounted: list[npt.NDArray[np.void]] = []
-        self._from_any: set[tuple[GroupKey, int]] = set()  # ranks that receive from any source
+        # Ranks that receive from any source.
+        self._from_any: set[tuple[GroupKey, int]] = set()
 
-    # -- what comes in
+    # -- input
 
     def set_ranks(self, ranks: Iterable[int], generation: int = 0) -> None:
-        """The ranks of this node, whose records will come: an operation is joined when theirs are all there."""
+        """Set this node's ranks. An operation is joined once the records of all of its local
+        members are there.
+        """
         if self._takes(generation):
             self._local.update(ranks)
 
@@ -120,12 +129,16 @@ class CollectiveJoin:
         process: str = "",
         held_up: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Records of one rank, of any kind and in any order; leave out steps that are not to count, as warm-up.
+        """Add records of one rank, of any kind and in any order, without steps that must not count,
+        such as the warm-up.
 
-        records: ring.record_dtype(), whose name_id is a position in `names`. groups: the process groups that the rank
-        has published, {"0": {"ranks": "0-3", "description": "default_pg"}}. generation: of the node's processes.
-        process: whose `names` these are (Identity.key). held_up: by record, whether a capture held it up:
-        the operation is joined, but does not show who waits for whom.
+        - records: dtype ring.record_dtype(). A record's name_id is an index in `names`.
+        - groups: process groups that the rank has published, such as {"0": {"ranks": "0-3",
+          "description": "default_pg"}}.
+        - generation: number of the node's processes, from Generations.
+        - process: the process that `names` belong to (Identity.key).
+        - held_up: True for records that a capture delayed. Their operations are joined, but their
+          waits are ignored.
         """
         collective = records["kind"] == Kind.COLLECTIVE
         records = records[collective]
@@ -155,7 +168,9 @@ class CollectiveJoin:
             self._channels[index].add(rank, calls.take(chosen))
 
     def end(self, rank: int, generation: int = 0) -> None:
-        """The rank's process has ended, and all of its records were added: what lacks one is not waited for."""
+        """Note that the rank's process has ended and all of its records were added. Operations that
+        lack one are dropped.
+        """
         if generation == self.generation:
             self._left.add(rank)
 
@@ -174,12 +189,13 @@ class CollectiveJoin:
         names: Sequence[str],
         groups: Mapping[str, ProcessGroup],
     ) -> npt.NDArray[np.int64]:
-        """The channel, signature and row of each record; shape [records, 3]."""
+        """Return the channel, signature and row of each record; shape [records, 3]."""
         known = self._places.get((rank, process), np.zeros((0, 3), np.int64))
         missing = max(0, max(len(names), int(name_ids.max()) + 1) - len(known))
         known = np.concatenate([known, np.full((missing, 3), _NOT_LEARNT, np.int64)])
         self._places[rank, process] = known
-        passing = []  # names of a group whose members may yet be published
+        # Names of groups whose members may still be published.
+        passing = []
         for name_id in np.flatnonzero(np.bincount(name_ids)).tolist():
             if known[name_id, 2] == _NOT_LEARNT:
                 operation = parse(names[name_id]) if name_id < len(names) else None
@@ -195,7 +211,7 @@ class CollectiveJoin:
         return found
 
     def _group(self, rank: int, name: str, groups: Mapping[str, ProcessGroup]) -> GroupKey:
-        """The group as the rank published it, else as another of its members has."""
+        """Return the group as the rank published it, or else as another of its members did."""
         published = groups.get(name)
         if published is not None:
             key = GroupKey(name, published["ranks"], published["description"])
@@ -222,7 +238,11 @@ class CollectiveJoin:
         return self._channel(group, pair), code, row
 
     def _channel(self, group: GroupKey, pair: tuple[int, int] | None) -> int:
-        """Both taps number a group's collectives, and messages by pair and direction, whatever their types."""
+        """Return the index of a channel.
+
+        Both taps number collectives by group, and messages by pair and direction, whatever their
+        types.
+        """
         index = self._channel_of.setdefault((group, pair), len(self._channels))
         if index == len(self._channels):
             self._channels.append(Channel(group, pair))
@@ -231,8 +251,11 @@ class CollectiveJoin:
         return index
 
     def _receives_from_any(self, group: GroupKey, rank: int) -> None:
-        """Which of the messages to that rank it has received from any source is not known, so neither are the others'
-        places in the sequence."""
+        """Stop joining messages to a rank that has received from any source.
+
+        Their sources are not known, so the positions of other messages in their sequences are not
+        known either.
+        """
         self._from_any.add((group, rank))
         for channel in self._channels:
             if channel.group == group and channel.pair is not None and channel.pair[1] == rank:
@@ -241,7 +264,9 @@ class CollectiveJoin:
     # -- joining
 
     def join(self) -> None:
-        """Joins what is complete, and drops what will not be. Call it when every rank's new records were added."""
+        """Join complete operations and drop hopeless ones. Call it after adding every rank's new
+        records.
+        """
         if self._uncounted:
             calls = concatenated(self._uncounted)
             self._uncounted = []
@@ -249,18 +274,20 @@ class CollectiveJoin:
                 self._rows[index].count(calls.take(chosen))
         for channel in self._channels:
             if not channel.group.ranks and self._groups.get(channel.group.name):
-                channel.disorder()  # several groups have this name, and these records' is not known
+                # Several groups have this name, and these records' group is not known.
+                channel.disorder()
             ranks = channel.ranks(self._local)
             calls = channel.join(ranks, self._left)
             if len(calls):
                 self._account(channel, ranks, calls)
 
     def _account(self, channel: Channel, ranks: tuple[int, ...], calls: npt.NDArray[np.void]) -> None:
-        """Sums up complete operations, shape [operations, ranks]."""
+        """Add complete operations to the sums; shape [operations, ranks]."""
         codes, sizes = calls["signature"], calls["bytes"]
         same = (codes == codes[:, :1]).all(axis=1)
         operations = (self._rows[signature.row].key.operation for signature in self._signatures)
-        equal_bytes = np.array([semantics_of(operation).equal_bytes for operation in operations])  # whether it must be
+        # True for operations whose bytes must be equal on all ranks.
+        equal_bytes = np.array([semantics_of(operation).equal_bytes for operation in operations])
         same &= (sizes == sizes[:, :1]).all(axis=1) | ~equal_bytes[codes[:, 0]]
         ended = (calls["duration_ns"] != NOT_ENDED).all(axis=1)
         channel.counts.mismatched += int((~same).sum())
@@ -271,7 +298,7 @@ class CollectiveJoin:
             channel.disorder()
             channel.counts.unmatched_records += calls.size
             return
-        # A kernel's time may be wrong alone: its rank's NCCL thread reported it late.
+        # A single kernel time may be wrong, because its rank's NCCL thread reported it late.
         channel.counts.unmatched_records += int((~possible).sum()) * len(ranks)
         channel.counts.joined += int(possible.sum())
         calls = calls.compress(possible & ~calls["held_up"].any(axis=1), axis=0)
@@ -279,10 +306,11 @@ class CollectiveJoin:
             self._add(self._signatures[code], ranks, calls.take(chosen, axis=0))
 
     def _possible(self, calls: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-        """Of each operation, whether no rank left it before another had come, where no operation lets it.
+        """Return for each operation whether its times are possible: no rank leaves before all have
+        come, unless it may.
 
-        gloo's counter holds messages too: where ranks had sent different numbers of them before the watch, they count
-        the group's collectives from different places, and the same number is another call.
+        gloo's counter includes messages. If ranks had sent different numbers of messages before the
+        watch, they count collectives from different starts, and equal numbers are different calls.
         """
         waits = [ends_after_all_have_come(self._rows[each.row].key.operation) for each in self._signatures]
         must_wait = np.array(waits, bool)[calls["signature"][:, 0]]
@@ -304,30 +332,36 @@ class CollectiveJoin:
             found = attribute(operation, calls["duration_ns"][chosen], root)
             row.size(octave).add(ranks, sizes[chosen], overlapped[chosen], found)
 
-    # -- what comes out
+    # -- output
 
     def has_all(self, members: Sequence[int]) -> bool:
-        """Whether these are known, and all of them are ranks of this node: then each operation was joined whole."""
+        """Return True if the members are known and all are ranks of this node, so that each
+        operation is joined completely.
+        """
         return bool(members) and self._local.issuperset(members)
 
     def operations(self) -> list[OperationStatistics]:
-        """What is known by operation, dtype and group, as of the last join(); not to be changed."""
+        """Return statistics by operation, dtype and group, as of the last join(). Do not modify
+        them.
+        """
         return self._rows
 
     def counts(self) -> dict[tuple[GroupKey, tuple[int, int] | None], Counts]:
-        """What became of the operations of each group, and of those between two ranks."""
+        """Return what became of the operations of each group and of each pair."""
         return {(channel.group, channel.pair): dataclasses.replace(channel.counts) for channel in self._channels}
 
     def uncomparable(self) -> set[str]:
-        """Names of groups in which the ranks count from different places: their sequence numbers do not compare."""
+        """Return the names of groups whose ranks count from different starts. Their sequence
+        numbers are not comparable.
+        """
         return {channel.group.name for channel in self._channels if channel.pair is None and not channel.ordered}
 
     def pending_operations(self) -> int:
-        """Operations that wait for a rank's record, of all groups."""
+        """Return the number of operations of all groups that lack a rank's record so far."""
         return sum(channel.pending_operations for channel in self._channels)
 
     def state(self) -> JoinState:
-        """For going_on_from(). What is pending counts as unjoined."""
+        """Return the state for going_on_from(). Pending operations count as unjoined."""
         return JoinState(
             self.generation,
             self.outdated_records,
@@ -353,7 +387,7 @@ class CollectiveJoin:
 
 
 def _by(values: npt.NDArray[np.signedinteger[Any]]) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
-    """Each value that is not negative, with the places that have it, in their order."""
+    """Yield each non-negative value with the indexes that have it, in their order."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1 << 40))
@@ -363,7 +397,9 @@ def _by(values: npt.NDArray[np.signedinteger[Any]]) -> Iterator[tuple[int, npt.N
 
 
 def _pair(rank: int, operation: Operation, group: GroupKey) -> tuple[int, int] | None:
-    """Sender and receiver of a message; None if it is none, or the other rank is not known."""
+    """Return sender and receiver of a message; None for another operation, or if the other rank is
+    not known.
+    """
     if operation.operation not in ("send", "recv") or not group.ranks:
         return None
     peer = group.member(operation.peer)

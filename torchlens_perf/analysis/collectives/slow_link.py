@@ -1,9 +1,11 @@
-"""Which communication link is slow: groups, and pairs of ranks, that do the same are held against each other. Pure.
+"""Find slow communication links by comparing groups, and pairs of ranks, that do the same work.
+Pure.
 
-The transfer is what an operation took once its last rank had come, so that a slow rank does not make it longer. A group
-is slow when its transfers take far longer than those of its peers: groups of the same description, size and number of
-nodes, in the same operation with similar bytes. Where slow groups have a rank or a node in common, that is named. One
-group of all ranks has no peers: there a slow link cannot be distinguished from a slow network.
+The transfer time of an operation starts when its last rank has arrived, so slow ranks do not count.
+A group is slow if its transfers take far longer than those of its peers: groups with the same
+description, size, number of nodes, operation and similar bytes. Ranks or nodes that slow groups
+have in common are reported. A single group of all ranks has no peers, so a slow link cannot be
+distinguished from a slow network.
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ from torchlens_perf.run.sketch import Sketch
 
 _T = TypeVar("_T")
 
-MIN_OPERATIONS = 32  # of a group that is judged, and of each peer
+# Smallest number of operations of a group that is judged, and of each of its peers.
+MIN_OPERATIONS = 32
 MIN_PEERS = 2
 MIN_RATIO = 1.5
-SPREAD_FACTOR = 4.0  # times the spread of the peers' medians
+# Multiple of the spread of the peers' medians.
+SPREAD_FACTOR = 4.0
 
-_members = functools.lru_cache(4096)(parse_ranges)  # a large job has many rows of few groups
+# A large job has many rows of few groups.
+_members = functools.lru_cache(4096)(parse_ranges)
 _ONE_GROUP = (
     "all communication goes through one group: a slow link cannot be distinguished from a slow network; "
     "sub-groups, as in a 2D mesh, or messages between pairs of ranks would show the difference"
@@ -40,56 +45,61 @@ _FEW_OPERATIONS = f"no group has {MIN_OPERATIONS} joined operations of one kind 
 
 @dataclasses.dataclass(frozen=True)
 class SlowLink:
-    """A group, or a pair of ranks, whose transfers take longer than its peers'. Bandwidths in bytes per second."""
+    """A group, or a pair of ranks, whose transfers take longer than its peers'. Bandwidths in bytes
+    per second.
+    """
 
     group: str
     description: str
     ranks: tuple[int, ...]
     pair: bool
-    """Whether `ranks` are a sender and a receiver."""
+    """True if `ranks` are a sender and a receiver."""
     operation: str
     dtype: str
     bytes: float
-    """Mean size of one operation."""
+    """Mean size of an operation in bytes."""
     operations: int
     transfer_ns: float
-    """Median."""
+    """Median transfer time."""
     peers_transfer_ns: float
-    """Median of the peers' medians."""
+    """Median of the peers' median transfer times."""
     busbw: float | None
-    """None for a barrier."""
+    """Bus bandwidth; None for a barrier."""
     peers_busbw: float | None
     peers: int
     excess_ns: float
-    """What an operation takes longer than its peers'."""
+    """Difference between the transfer time and that of the peers, per operation."""
     cost_ns: float
-    """The excess of all of the group's slow operations: at most what the job lost, where they were not overlapped."""
+    """Sum of the excess over the group's slow operations. It is the largest possible loss, as
+    operations may be overlapped.
+    """
     overlapped: bool
-    """Whether the operation was asynchronous, so that some of that was hidden."""
+    """True if the operation was asynchronous, so that other work may have hidden some of the cost.
+    """
 
 
 class LinkFindings(Struct, frozen=True):
-    """The slow links, the costliest first, and what they have in common."""
+    """The slow links, most expensive first, and what they have in common."""
 
     links: tuple[SlowLink, ...]
     shared_ranks: tuple[int, ...]
-    """Ranks that all of several slow links have in common."""
+    """Ranks that several slow links have in common."""
     shared_nodes: tuple[str, ...]
-    """Nodes that all of several slow links reach, if they have no rank in common."""
+    """Nodes that several slow links have in common, if they share no rank."""
     compared: int
-    """Groups and pairs that had enough operations and peers."""
+    """Number of groups and pairs with enough operations and peers."""
     undecided: str
-    """Why nothing could be compared; "" if something was."""
+    """Why no groups could be compared; "" if some could."""
 
 
 class LinkKey(Struct, array_like=True, frozen=True):
-    """One operation on one group, or between a pair of ranks, with sizes in one octave."""
+    """One operation on one group or pair, with sizes in one octave."""
 
     operation: str
     dtype: str
     group: str
     ranges: str
-    """The group's members, as "0-7"."""
+    """Member ranks of the group, such as "0-7"."""
     description: str
     pair: tuple[int, int] | None
     octave: int
@@ -101,17 +111,19 @@ class LinkKey(Struct, array_like=True, frozen=True):
 
 
 class LinkStatistics(Struct, array_like=True, frozen=True):
-    """What the judgement needs of a row of the join: small, so that nodes can report it. Times in ns."""
+    """The values of a joined row that are needed for judging links. They are small enough for nodes
+    to send. Times in ns.
+    """
 
     key: LinkKey
     joined: int
-    """Operations."""
+    """Number of joined operations."""
     bytes: int
     waits: int
-    """Number of waits, of which `wait_ns` is the median."""
+    """Number of waits. `wait_ns` is their median."""
     wait_ns: float
     transfers: int
-    """Number of transfers, of which these are the quartiles."""
+    """Number of transfers. `transfer_ns` has their quartiles."""
     transfer_ns: tuple[float, float, float]
     asynchronous: bool
 
@@ -125,16 +137,18 @@ class LinkStatistics(Struct, array_like=True, frozen=True):
 
     @property
     def busbw(self) -> float | None:
-        """In bytes per second, from the median transfer; None if nothing moves."""
+        """Bus bandwidth in bytes per second, from the median transfer; None if the operation moves
+        no data.
+        """
         factor, median_ns = bus_factor(self.key.operation, len(self.members)), self.transfer_ns[1]
         if factor is None or not self.bytes or not median_ns > 0:
             return None
         return self.mean_bytes / median_ns * 1e9 * factor
 
     def merged(self, other: LinkStatistics) -> LinkStatistics:
-        """With what another node saw of the same operations, through its own ranks."""
+        """Return the combination with another node's statistics on the same operations."""
         more, waits = max(self, other, key=lambda each: each.joined), self.waits + other.waits
-        # Each node's shortest is at least the transfer: the smaller one is nearer to it.
+        # Each node's shortest time is an upper bound of the transfer, so the smaller one is closer.
         transfer = other if other.transfers and not other.transfer_ns[1] >= self.transfer_ns[1] else self
         return LinkStatistics(
             self.key,
@@ -149,7 +163,7 @@ class LinkStatistics(Struct, array_like=True, frozen=True):
 
 
 def link_statistics(operations: Iterable[OperationStatistics]) -> list[LinkStatistics]:
-    """Those of the operations whose transfers can be compared."""
+    """Return the statistics of those operations whose transfers can be compared."""
     found = []
     for row in operations:
         key = row.key
@@ -174,7 +188,7 @@ def _quantile_ns(sketch: Sketch, q: float) -> float:
 
 
 def merged_links(nodes: Iterable[Iterable[LinkStatistics]]) -> list[LinkStatistics]:
-    """The rows of several nodes as one list; those of one group that spans nodes become one."""
+    """Return the rows of several nodes as one list. Rows of a group that spans nodes are merged."""
     found: dict[LinkKey, LinkStatistics] = {}
     for node in nodes:
         for each in node:
@@ -191,13 +205,14 @@ class _Candidate:
 
 
 def slow_links(rows: Iterable[LinkStatistics], hosts: Mapping[int, str] | None = None) -> LinkFindings:
-    """The links that are slow.
+    """Find the slow links.
 
-    rows: those of all nodes, merged_links(). hosts: by rank, the node that it is on; for those that are not there, all
-    groups are taken to span as many nodes.
+    rows: of all nodes, see merged_links(). hosts: node of each rank. Unknown ranks count as being
+    on one node.
     """
     hosts = hosts or {}
-    kinds: dict[tuple[object, ...], list[_Candidate]] = {}  # by what peers have in common
+    # Candidates by the properties that peers must share.
+    kinds: dict[tuple[object, ...], list[_Candidate]] = {}
     groups, few = set(), False
     for row in rows:
         if row.transfers < MIN_OPERATIONS:
@@ -214,7 +229,8 @@ def slow_links(rows: Iterable[LinkStatistics], hosts: Mapping[int, str] | None =
         return LinkFindings((), (), (), 0, undecided if groups or few else "")
     found: dict[tuple[str, tuple[int, ...]], SlowLink] = {}
     for alike in compared:
-        # The median of any candidate's peers is at least this: of thousands of groups, most are ruled out by it.
+        # This is a lower bound of the median of any candidate's peers. In thousands of groups, it
+        # excludes most at once.
         usual_ns = sorted(each.row.transfer_ns[1] for each in alike)[len(alike) // 2 - 1]
         for index, each in enumerate(alike):
             if each.row.transfer_ns[1] < MIN_RATIO * usual_ns:
@@ -233,13 +249,15 @@ def slow_links(rows: Iterable[LinkStatistics], hosts: Mapping[int, str] | None =
 
 
 def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink | None:
-    """The candidate as a slow link, if it is slower than its peers by more than they and it vary."""
+    """Return the candidate as a slow link if it is slower than its peers by more than the variation
+    of both.
+    """
     each = candidate.row
     low_ns, transfer_ns, _ = each.transfer_ns
     medians = np.array([peer.transfer_ns[1] for peer in peers])
     usual_ns = float(np.median(medians))
     excess_ns = transfer_ns - usual_ns
-    # Sizes of one octave differ by up to a factor of two: it must be slow by the byte as well.
+    # Sizes in an octave differ by up to a factor of two, so the time per byte must be long, too.
     bytes_of_peers = np.array([peer.mean_bytes for peer in peers])
     by_bytes = 1.0
     if each.mean_bytes > 0 and (bytes_of_peers > 0).all():
@@ -250,7 +268,8 @@ def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink |
         return None
     if low_ns <= np.median([peer.transfer_ns[2] for peer in peers]):
         return None
-    # Ranks that do not come together are another finding, and may be too busy to carry the transfer on.
+    # Ranks that arrive at different times are another finding. They may be too busy to make the
+    # transfer progress.
     if each.wait_ns > max(excess_ns, MIN_RATIO * float(np.median([peer.wait_ns for peer in peers]))):
         return None
     known = [busbw for peer in peers if (busbw := peer.busbw) is not None]
@@ -277,7 +296,9 @@ def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink |
 def _shared(
     links: Sequence[SlowLink], compared: Sequence[Sequence[_Candidate]], hosts: Mapping[int, str]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Ranks, else nodes, that all of several slow links have in common, but not all of their other peers too."""
+    """Return ranks, or else nodes, that all of several slow links have in common, but not all of
+    their peers.
+    """
     if len(links) < 2:
         return (), ()
     with_slow = [alike for alike in compared if any(each.slow for each in alike)]
@@ -295,6 +316,6 @@ def _nodes(ranks: Iterable[int], hosts: Mapping[int, str]) -> set[str]:
 
 
 def _common(slow: list[set[_T]], fast: list[set[_T]]) -> set[_T]:
-    """What is in all slow ones, and not in all others too."""
+    """Return the elements in all slow sets that are not in all fast ones."""
     usual = set[_T]().union(*fast[:1]).intersection(*fast)
     return slow[0].intersection(*slow) - usual

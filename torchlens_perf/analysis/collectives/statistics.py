@@ -1,7 +1,8 @@
-"""What is known of one operation on one group, over all ranks that were seen: sketches and totals that add up. Pure.
+"""Statistics of one operation on one group over all ranks seen: sketches and totals, which merge by
+addition. Pure.
 
-Kept apart by the size's octave, because a bucket of 25 MB and one of 1 MB have no bandwidth in common; the table shows
-that of the octave in which most bytes are.
+They are kept per octave of the size, because buckets of 25 MB and of 1 MB have no common bandwidth.
+The table shows the octave with most bytes.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from torchlens_perf.run.rank_ranges import ranges
 from torchlens_perf.run.sketch import Sketch, merged
 
 TOTALS = ("exposed_wait_ns", "overlapped_wait_ns", "wait_upper_bound_ns", "last", "exposed_lag_ns", "overlapped_lag_ns")
-"""What is summed for each rank. `last`: how often it came last; lags: by how much later than the second to last."""
+"""Sums for each rank. `last`: how often it arrived last. Lags: its delay after the second to last.
+"""
 
 
 @dataclasses.dataclass
 class SizeStatistics:
-    """Joined operations whose sizes lie in one octave. Times in ns."""
+    """Joined operations whose sizes are in one octave. Times in ns."""
 
     joined: int = 0
     bytes: int = 0
-    """Sum of the sizes that bandwidth is computed from."""
+    """Sum of the sizes for computing bandwidth."""
     wait: Sketch = dataclasses.field(default_factory=Sketch)
     wait_upper_bound: Sketch = dataclasses.field(default_factory=Sketch)
     transfer: Sketch = dataclasses.field(default_factory=Sketch)
@@ -43,7 +45,9 @@ class SizeStatistics:
         overlapped: npt.NDArray[np.bool_],
         found: Attribution,
     ) -> None:
-        """Adds operations. sizes: shape [operations]. overlapped: shape [operations, ranks], not blocking."""
+        """Add operations. sizes: shape [operations]. overlapped: shape [operations, ranks], True
+        for calls that did not block.
+        """
         self.joined += len(sizes)
         self.bytes += int(sizes.sum())
         waits = Sketch()
@@ -74,12 +78,12 @@ class SizeStatistics:
         self.totals[np.searchsorted(self.ranks, ranks)] += totals
 
     def merge(self, other: SizeStatistics) -> None:
-        """Adds what another node saw of the same operations, through its own ranks."""
+        """Add another node's statistics on the same operations."""
         if other.joined > self.joined:
             self.joined, self.bytes = other.joined, other.bytes
         for name in ("wait", "wait_upper_bound"):
             getattr(self, name).merge(getattr(other, name))
-        # Each node's shortest is at least the transfer: the smaller one is nearer to it.
+        # Each node's shortest time is an upper bound of the transfer, so the smaller one is closer.
         if other.transfer.count and not other.transfer.quantile_ns(0.5) >= self.transfer.quantile_ns(0.5):
             self.transfer = other.transfer
         self._add_totals(other.ranks, other.totals)
@@ -91,27 +95,29 @@ class SizeStatistics:
 
 @dataclasses.dataclass
 class OperationStatistics:
-    """One operation on one group: all its records, and the joined ones by the octave of their size."""
+    """One operation on one group: all records, and the joined operations by the octave of their
+    size.
+    """
 
     key: OperationKey
     records: int = 0
-    """Of all ranks seen."""
+    """Number of records of all ranks seen."""
     ended: int = 0
-    """Of them, those whose end was recorded."""
+    """Number of these records that have an end."""
     asynchronous: int = 0
     by_device: int = 0
-    """Of those that ended, those whose kernel times the device reported."""
+    """Number of ended records with kernel times from the device."""
     bytes: int = 0
     issue: Sketch = dataclasses.field(default_factory=Sketch)
-    """The issuing calls' own durations."""
+    """Durations of the issuing calls."""
     duration: Sketch = dataclasses.field(default_factory=Sketch)
-    """From issue, or the kernel's start, to end, of the records whose end was recorded."""
+    """Durations of ended records, from the issue or the start of the kernel to the end."""
     ranks: set[int] = dataclasses.field(default_factory=set)
-    """Those that had a record."""
+    """Ranks that had a record."""
     sizes: dict[int, SizeStatistics] = dataclasses.field(default_factory=dict)
 
     def count(self, calls: npt.NDArray[np.void]) -> None:
-        """Adds records, joined or not, see channel.CALL."""
+        """Add records, joined or not, see channel.CALL."""
         ended = calls["duration_ns"] != NOT_ENDED
         self.ranks.update(np.flatnonzero(np.bincount(calls["rank"])).tolist())
         self.records += len(calls)
@@ -125,23 +131,23 @@ class OperationStatistics:
 
     @property
     def joined(self) -> int:
-        """Operations of which every rank's record was there."""
+        """Number of operations that have a record of every rank."""
         return sum(size.joined for size in self.sizes.values())
 
     def size(self, octave: int) -> SizeStatistics:
-        """What is known of one octave: sizes from 2**(octave - 1) on."""
+        """Return the statistics of one octave: sizes from 2**(octave - 1) on."""
         return self.sizes.setdefault(octave, SizeStatistics())
 
     def main_size(self) -> SizeStatistics | None:
-        """The octave in which most bytes are."""
+        """The octave that has most bytes."""
         return max(self.sizes.values(), key=lambda size: (size.bytes, size.joined), default=None)
 
     def whole(self, name: str) -> Sketch:
-        """The sketch of that name over all sizes."""
+        """Return the sketch of that name over all sizes."""
         return merged(getattr(size, name) for size in self.sizes.values())
 
     def totals(self) -> dict[int, dict[str, int]]:
-        """By rank, TOTALS over all sizes."""
+        """For each rank, TOTALS over all sizes."""
         both = SizeStatistics()
         for size in self.sizes.values():
             both._add_totals(size.ranks, size.totals)
@@ -151,7 +157,9 @@ class OperationStatistics:
         }
 
     def bandwidth(self, size: SizeStatistics) -> tuple[float, float] | None:
-        """Algorithm and bus bandwidth in bytes per second, from the median transfer; None if nothing moves or ended."""
+        """Return algorithm and bus bandwidth in bytes per second, from the median transfer; None
+        without data or ends.
+        """
         factor = bus_factor(self.key.operation, len(self.key.members) or len(size.ranks))
         transfer_ns = size.transfer.quantile_ns(0.5)
         if factor is None or not size.bytes or not transfer_ns > 0:
@@ -160,7 +168,7 @@ class OperationStatistics:
         return algorithm, algorithm * factor
 
     def merge(self, other: OperationStatistics) -> None:
-        """Adds another node's. Not for the same ranks twice."""
+        """Add another node's statistics. The ranks must differ."""
         self.records += other.records
         self.ended += other.ended
         self.asynchronous += other.asynchronous
@@ -177,7 +185,7 @@ class OperationStatistics:
 
 
 def merged_operations(nodes: Sequence[Sequence[OperationStatistics]]) -> list[OperationStatistics]:
-    """The rows of several nodes as one list; those of one group that spans nodes become one."""
+    """Return the rows of several nodes as one list. Rows of a group that spans nodes are merged."""
     found: dict[OperationKey, OperationStatistics] = {}
     for node in nodes:
         for each in node:
@@ -186,7 +194,9 @@ def merged_operations(nodes: Sequence[Sequence[OperationStatistics]]) -> list[Op
 
 
 def describe(key: OperationKey) -> str:
-    """The row's ranks in words: "ranks 0-3", "ranks 2 to 3" for a pair, "group 7" where they are not known."""
+    """Return the row's ranks as text: "ranks 0-3", "ranks 2 to 3" for a pair, "group 7" if they are
+    not known.
+    """
     if key.operation == SEND_RECV and key.pair is not None:
         return f"ranks {key.pair[0]} to {key.pair[1]}"
     return f"ranks {ranges(key.group.ranks)}" if key.group.ranks else f"group {key.group.name}"

@@ -1,1 +1,1 @@
-"""What the records of one rank or one node add up to."""
+"""Statistics of the records of a rank or a node."""

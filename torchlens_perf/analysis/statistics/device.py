@@ -1,4 +1,6 @@
-"""What the device's clock measured of one rank: sketches of device time, and how far the device was behind. Pure."""
+"""Statistics of one rank by the device's clock: sketches of device time, and the device's lag
+behind the host. Pure.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 
     from torchlens_perf.run.records import StepTable
 
-# A device that ends a phase within so much of the host's end of it had no work left: an event on an idle stream takes
-# some microseconds, the last kernels of a phase some tens of them.
+# A device that ends a phase this soon after the host had no work left. An event on an idle stream
+# takes some microseconds, the last kernels of a phase some tens of microseconds.
 CAUGHT_UP_NS = 100_000
 _PHASES = {
     int(Kind.STEP): "step",
@@ -28,12 +30,13 @@ _PHASES = {
     int(Kind.BACKWARD): "backward",
     int(Kind.OPTIMIZER): "optimizer",
 }
-# At whose ends the host has just issued work: a step's end may follow a wait for the device (loss.item()).
+# Phases at whose ends the host has just issued work. A step's end may follow a wait for the device
+# (loss.item()).
 _ISSUING = (int(Kind.FORWARD), int(Kind.BACKWARD))
 
 
 def phase_durations_ns(records: npt.NDArray[np.void]) -> dict[str, npt.NDArray[np.int64]]:
-    """The device times of phases and steps among these records, by phase."""
+    """Return the device times of phases and steps among these records, by phase."""
     records = records[records["kind"] == Kind.DEVICE]
     found = {phase: records["duration_ns"][records["value0"] == kind] for kind, phase in _PHASES.items()}
     return {phase: durations_ns for phase, durations_ns in found.items() if len(durations_ns)}
@@ -41,32 +44,37 @@ def phase_durations_ns(records: npt.NDArray[np.void]) -> dict[str, npt.NDArray[n
 
 @dataclasses.dataclass
 class DeviceStatistics:
-    """Device time of phases, modules and sections. Fed with DEVICE records, in any order."""
+    """Device time of phases, modules and sections, from DEVICE records in any order."""
 
     phases: dict[str, Sketch] = dataclasses.field(default_factory=dict)
     modules: dict[str, Sketch] = dataclasses.field(default_factory=dict)
     sections: dict[str, Sketch] = dataclasses.field(default_factory=dict)
     judged: Sketch = dataclasses.field(default_factory=Sketch)
-    """Training steps of which all is known that the device did."""
+    """Training steps that the device has timed completely."""
     work: Sketch = dataclasses.field(default_factory=Sketch)
-    """Those without the stalls of the device's compute stream."""
+    """The durations of `judged` without the stalls of the device's compute stream."""
     parts: dict[str, Sketch] = dataclasses.field(default_factory=dict)
-    """Their parts, see device_steps.py; only of steps from the first on that has the part."""
+    """The parts of `judged`, see device_steps.py. A part counts from the first step on that has it.
+    """
     behind: Sketch = dataclasses.field(default_factory=Sketch)
-    """How long after the host the device ended a forward or backward pass."""
+    """Delay between the ends of forward or backward passes on the host and on the device."""
     caught_up: int = 0
-    """How many of them it ended within CAUGHT_UP_NS."""
+    """Number of those passes that the device ended within CAUGHT_UP_NS."""
     stamped: dict[str, Sketch] = dataclasses.field(default_factory=dict)
-    """Device sections: by stamps, also in captured graphs."""
+    """Device sections, measured by stamps, also in captured graphs."""
     merged: dict[str, dict[str, int | float]] = dataclasses.field(default_factory=dict)
-    """Device sections over all ranks, as the device has merged their last window; on rank 0."""
+    """Device sections over all ranks, from the last window that was merged on the device; only on
+    rank 0.
+    """
     stamped_lost: int = 0
-    """Their times that were overwritten on the device before they were reduced."""
+    """Number of times of device sections that were overwritten on the device before they were
+    reduced.
+    """
     stray_records: int = 0
-    """Records of windows of which others were lost: those windows do not count."""
+    """Number of records in windows of which other records were lost. Those windows do not count."""
 
     def add(self, records: npt.NDArray[np.void], names: list[str]) -> None:
-        """Counts the DEVICE, SKETCH and MERGED records among these."""
+        """Add the DEVICE, SKETCH and MERGED records among these."""
         windows, stray = from_records(records[records["kind"] == Kind.SKETCH])
         self.stray_records += stray
         self.stamped_lost += sum(window.lost for _, window in windows)
@@ -94,7 +102,9 @@ class DeviceStatistics:
         self.caught_up += int((behind_ns < CAUGHT_UP_NS).sum())
 
     def add_steps(self, steps: StepTable) -> None:
-        """Counts steps by the device's clock, see device_steps.py; without those that do other work than training."""
+        """Add steps by the device's clock, see device_steps.py. Steps that do other work than
+        training are skipped.
+        """
         steps = steps.where((steps.flags & OTHER_WORK) == 0)
         for part, durations_ns in zip(PARTS, steps.parts_ns.T, strict=True):
             if durations_ns.any():
@@ -104,12 +114,14 @@ class DeviceStatistics:
 
     @property
     def steps(self) -> int:
-        """Steps that the device has timed."""
+        """Number of steps that the device has timed."""
         return self.phases["step"].count if "step" in self.phases else 0
 
     @property
     def caught_up_share(self) -> float | None:
-        """Of the forward and backward passes; None where there were none."""
+        """Fraction of forward and backward passes that the device ended within CAUGHT_UP_NS; None
+        without passes.
+        """
         return self.caught_up / self.behind.count if self.behind.count else None
 
 

@@ -1,14 +1,17 @@
-"""Steps by the device's clock: its work in each step, by part, without what its compute stream waited. Pure.
+"""Steps by the device's clock: its work in each step and part, without the time that its compute
+stream waited. Pure.
 
-On a device the host only issues work, so its times equalise between ranks and say nothing of who is slow. What the
-device did is known from spans on its own line: the step, its phases, and its stalls (a stall is bracketed by two marks
-around a wait of the compute stream). What lies in no phase and no stall is the gap. The host's phases say what the
-device waited for there: a device that has work is not held up by a slow loader, and then they do not overlap the gap.
+With a device, the host only issues work. Host times become equal on all ranks and do not show which
+rank is slow. The device's work is known from spans on its own time line: the step, its phases and
+its stalls. A stall is between two marks around a wait of the compute stream. Time outside of phases
+and stalls is the gap. The host's phases show what the device waited for in the gap. A slow loader
+does not delay a device that has work, and then it does not overlap the gap.
 
-A part's device time includes launch gaps: time in which the device had nothing to do because the host had not issued
-it. A rank that waits for others in a collective has none afterwards, because its host goes on meanwhile. Each part
-therefore also carries the host's time and the device's lag behind the host at the part's begin. With both, ranks are
-compared as if none had waited (verdicts/stragglers/own_time.py).
+A part's device time includes launch gaps, in which the device was idle because the host had not
+issued work yet. A rank that waits for others in a collective has no launch gap afterwards, because
+its host continues meanwhile. Each part thus also has the host's time and the device's lag behind
+the host at the start of the part. With both, ranks are compared as if no rank had waited
+(verdicts/stragglers/own_time.py).
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
     Integers = npt.NDArray[np.int64]
 
 _LONG_NS = np.int64(1) << 62
-MAX_BEHIND_STEPS = 512  # after so many steps, the device's time of one is not waited for any more
+# Age in steps above which a step's device time is not waited for anymore.
+MAX_BEHIND_STEPS = 512
 _STALL = PARTS.index("communication")
 _PART_OF_SPAN = {kind: PARTS.index(part) for kind, part in PART_OF_SPAN.items()}
 _STEP = int(Kind.STEP)
@@ -39,13 +43,14 @@ _DATA, _HOST = PARTS.index("data"), PARTS.index("host")
 _IN_GAP = np.isin(np.arange(len(PARTS)), (_DATA, _HOST))
 _PHASES = (int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.OPTIMIZER))
 _FEW_STEPS, _WARM_UP_STEPS, _KEPT_TIMES = 8, 3, 32
-_QUEUED_NS = 500_000  # a device that lags less behind has room in its queue
+# A device with a smaller lag has room in its queue.
+_QUEUED_NS = 500_000
 _CLEARLY_LESS, _LITTLE = 0.8, 0.2
 _PART_OF_GAP = {int(Kind.DATA): _DATA, int(Kind.WAIT): _STALL}
 
 
 class _Spans(NamedTuple):
-    """Intervals on the host's time line, each of a step. Columns of equal length."""
+    """Intervals on the host's time line, each with its step. Columns of equal length."""
 
     step: Integers
     kind: Integers
@@ -68,19 +73,27 @@ _NONE = _Spans(*(np.zeros(0, np.int64) for _ in _Spans._fields))
 
 
 class DeviceSteps:
-    """Joins what the device's clock reports of a step, which comes late, with the host's records of it. One process."""
+    """Join the device's times of a step, which arrive late, with the host's records of it. For one
+    process.
+    """
 
     def __init__(self) -> None:
-        self._hosts: list[StepTable] = []  # steps whose device time has not come
-        self._on_host = _NONE  # the host's waits and phases in those
-        self._device = _NONE  # the device's spans of steps that are not whole
-        self._newest = 0  # of the host's steps
+        # Steps without device time so far.
+        self._hosts: list[StepTable] = []
+        # Waits and phases of the host in those steps.
+        self._on_host = _NONE
+        # Spans of the device in incomplete steps.
+        self._device = _NONE
+        # The host's newest step.
+        self._newest = 0
         self._host_times = HostTimes()
 
     def add(self, records: npt.NDArray[np.void], steps: StepTable) -> StepTable:
-        """Records in their order, and the host's steps that they make. Returns the steps that are known by now.
+        """Add records in their order, and the host's steps in them. Return the steps whose device
+        times are complete.
 
-        Of these, durations and parts are the device's, `communication` its stalls. The rest is as the host has it.
+        In these steps, durations and parts are the device's, and `communication` is its stalls. The
+        rest is the host's.
         """
         on_device = records[records["kind"] == Kind.DEVICE]
         on_device = on_device[np.isin(on_device["value0"], _SPANS)]
@@ -96,7 +109,7 @@ class DeviceSteps:
         done, newest = host.where(known), host.step[known].max(initial=-1)
         table = device_table(done, self._device, self._on_host, self._host_times)
         self._hosts = [host.where(~known & (host.step > oldest))]
-        # Times come in the order of steps: of a step before a known one nothing more is to come.
+        # Times arrive in the order of steps, so steps before a complete one get no more of them.
         self._device = self._device.where(self._device.step > max(newest, oldest))
         waiting = np.isin(self._on_host.step, self._hosts[0].step) & (self._on_host.step > newest)
         self._on_host = self._on_host.where(waiting)
@@ -104,15 +117,15 @@ class DeviceSteps:
 
 
 def device_table(host: StepTable, device: _Spans, on_host: _Spans, host_times: HostTimes) -> StepTable:
-    """The steps of `host` by the device's clock, which has reported all their spans. on_host: its waits and phases.
+    """Return the steps of `host` by the device's clock, which has reported all of their spans.
 
-    host_times: what is known of the steps before.
+    on_host: waits and phases of the host. host_times: state from earlier steps.
     """
     order = np.argsort(host.step, kind="stable")
     numbers = host.step[order]
 
     def row_of(spans: _Spans) -> tuple[_Spans, Integers]:
-        """Those of these steps, and the rows of the table that they belong to."""
+        """Return the spans that belong to these steps, and their rows in the table."""
         at = np.searchsorted(numbers, spans.step)
         there = np.flatnonzero((at < len(numbers)) & (numbers[np.minimum(at, len(numbers) - 1)] == spans.step))
         return spans.where(there), order[at[there]]
@@ -142,13 +155,14 @@ def device_table(host: StepTable, device: _Spans, on_host: _Spans, host_times: H
     np.subtract.at(in_gap_ns, first, np.maximum(both_ns, 0))
     waited_ns = np.zeros_like(parts_ns)
     np.add.at(waited_ns, (rows, _parts(waits.kind, _PART_OF_GAP)), np.maximum(in_gap_ns, 0))
-    for part in (_STALL, _DATA):  # a blocking collective inside the loader is a wait for the others
+    # A blocking collective inside of the loader is a wait for other ranks.
+    for part in (_STALL, _DATA):
         taken_ns = np.minimum(waited_ns[:, part], gap_ns)
         parts_ns[:, part] += taken_ns
         gap_ns -= taken_ns
     parts_ns[:, _HOST] = gap_ns
-    # Lack of a CPU holds up the device where that has nothing to do: in the gap, and in a phase in which the host was
-    # not as far ahead.
+    # A lack of CPU time only delays a device that has no work: in the gap, or in a phase in which
+    # the host was less far ahead.
     ready_ns = np.where(host.ready_ns >= 0, np.maximum(host.ready_ns - phases.lag_ns, 0), -1)
     issue_ns, lag_ns = _host_line(host, phases, start_ns, (waits, rows), host_times)
     return dataclasses.replace(
@@ -158,19 +172,25 @@ def device_table(host: StepTable, device: _Spans, on_host: _Spans, host_times: H
 
 
 class _Phases(NamedTuple):
-    """The phases of steps that both clocks have, by row of the table and in the host's order. Equally long columns."""
+    """The phases of steps that both clocks have, by row of the table and in the host's order.
+    Columns of equal length.
+    """
 
     row: Integers
     kind: Integers
     host_ns: npt.NDArray[np.int64]
-    """Shape [phases, 2]: begin and end on the host."""
+    """Shape [phases, 2]: start and end on the host."""
     device_ns: npt.NDArray[np.int64]
     lag_ns: npt.NDArray[np.int64]
-    """Shape [steps, parts]: how long after the host the device began the phases of that part; _LONG_NS if not known."""
+    """Shape [steps, parts]: the device's lag behind the host at the start of the part's phases;
+    _LONG_NS if not known.
+    """
 
     @classmethod
     def matched(cls, on_device: tuple[_Spans, Integers], on_host: tuple[_Spans, Integers], count: int) -> _Phases:
-        """Match the phases of each step in their order, where both clocks have as many of a kind."""
+        """Match the phases of each step in their order, for kinds of which both clocks have the
+        same number.
+        """
         lag_ns = np.full((count, len(PARTS)), _LONG_NS)
         lag_ns[:, _IN_GAP] = 0
         found = []
@@ -195,25 +215,32 @@ def _ends(spans: _Spans) -> npt.NDArray[np.int64]:
 
 
 class HostTimes:
-    """The host's own time in each segment of a step: without what the device blocked it. Of one process.
+    """The host's own time in each segment of a step, without the time that the device blocked it.
+    For one process.
 
     The device blocks the host in two ways:
 
-    - The host waits until the device has done all work (a blocking copy, `.item()`). It waits as long as the device
-      lags behind, so its time varies with that lag from step to step, or is about as long. There, the lag is
-      subtracted.
-    - The host waits for room in the device's queue. It can only do so where the device lags behind at both ends of the
-      segment, and comes on meanwhile. There, the newest times in which it cannot have waited stand in, in turn.
+    - The host waits until the device has finished all work (a blocking copy, `.item()`). The wait
+      is as long as the device's lag, so the host's time varies with the lag, or is about equal to
+      it. In that case, the lag is subtracted.
+    - The host waits for room in the device's queue. That requires that the device lags behind at
+      both ends of the segment and makes progress meanwhile. In that case, the newest times without
+      such a wait are used in turn.
     """
 
     def __init__(self) -> None:
-        self._last = self._variation = np.zeros((2, 0))  # the host's time, and that without the lag; how much they vary
-        self._free_ns, self._free = np.zeros((0, 0)), np.zeros(0, np.int64)  # times without a full queue, how many
+        # The host's time, and the host's time minus the lag, with the variation of both.
+        self._last = self._variation = np.zeros((2, 0))
+        # Times without a full queue, and their number.
+        self._free_ns, self._free = np.zeros((0, 0)), np.zeros(0, np.int64)
         self._steps = 0
-        self._reached_ns = np.zeros(0, np.int64)  # when the device came to its marks
+        # Times at which the device reached its marks.
+        self._reached_ns = np.zeros(0, np.int64)
 
     def progresses(self, reached_ns: Integers, begin_ns: Integers, end_ns: Integers) -> npt.NDArray[np.bool_]:
-        """Whether the device came to a mark in each interval. reached_ns: its newest marks."""
+        """Return for each interval whether the device reached a mark in it. reached_ns: the newest
+        marks.
+        """
         self._reached_ns = np.sort(np.concatenate([self._reached_ns, reached_ns]))
         inside = np.searchsorted(self._reached_ns, end_ns) > np.searchsorted(self._reached_ns, begin_ns, "right")
         self._reached_ns = self._reached_ns[np.searchsorted(self._reached_ns, begin_ns.min(initial=_LONG_NS)) :]
@@ -222,22 +249,26 @@ class HostTimes:
     def own(
         self, taken_ns: Integers, lag_ns: Integers, at_end_ns: Integers, may_be_full: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.float64]:
-        """Take the next step's segments: the host's time and the lag at their begin. Return the host's own time.
+        """Add the next step's segments: the host's time and the lag at their start. Return the
+        host's own time.
 
-        at_end_ns: the lag at the end of gaps between phases; of phases, which may take as long as a lag by chance, the
-        largest number. may_be_full: whether the host can have waited for room in the queue.
+        at_end_ns: the lag at the end of gaps between phases. For phases, which may take as long as
+        a lag by chance, it is the largest number. may_be_full: True if the host may have waited for
+        room in the queue.
         """
         now = np.stack([taken_ns, taken_ns - lag_ns]).astype(float)
         if now.shape != self._last.shape:
             self._last, self._variation, self._steps = now, np.zeros_like(now), 0
             self._free_ns, self._free = np.zeros((_KEPT_TIMES, len(taken_ns))), np.zeros(len(taken_ns), np.int64)
         change, self._last = np.abs(now - self._last), now
-        if self._steps > _FEW_STEPS:  # a single long step says little
+        # A single long step has a limited effect.
+        if self._steps > _FEW_STEPS:
             change = np.minimum(change, 4 * self._variation)
         self._variation += (change - self._variation) / min(max(self._steps, 1), 4 * _FEW_STEPS)
         self._steps += 1
         waits = (self._variation[1] < _CLEARLY_LESS * self._variation[0]) & (lag_ns <= taken_ns)
-        # Where the lag is steady, a host that waits takes about as long as the lag, and none is left.
+        # With a steady lag, a host that waits takes about as long as the lag, and the lag is gone
+        # at the end.
         about_as_long = (lag_ns > _QUEUED_NS) & (np.maximum(np.abs(now[1]), at_end_ns) < _LITTLE * lag_ns)
         own_ns = np.where((waits & (self._steps > _FEW_STEPS)) | about_as_long, np.maximum(now[1], 0), now[0])
         if self._steps > _WARM_UP_STEPS:
@@ -252,17 +283,20 @@ class HostTimes:
 def _host_line(
     host: StepTable, phases: _Phases, start_ns: Integers, waits: tuple[_Spans, Integers], host_times: HostTimes
 ) -> tuple[Integers, Integers]:
-    """Shape [steps, parts] each: the host's time to issue a part's work, and the device's lag at the part's begin.
+    """Return the host's time to issue a part's work and the device's lag at the start of the part;
+    each [steps, parts].
 
-    start_ns: of the steps, on the device. waits: the host's, with the rows of their steps.
+    start_ns: starts of the steps on the device. waits: of the host, with the rows of their steps.
     """
     issue_ns, lag_ns = np.zeros_like(phases.lag_ns), phases.lag_ns.copy()
-    # A step's marks in order: its begin, begin and end of each phase, its end. A gap lies before and after each phase.
+    # Marks of a step in order: its start, start and end of each phase, its end. Each phase has a
+    # gap before and after it.
     of_row = np.bincount(phases.row, minlength=len(host))
     first = np.concatenate([[0], np.cumsum(2 * of_row + 2)])
     row_of = np.repeat(np.arange(len(host)), 2 * of_row + 2)
     at_phase = first[phases.row] + 1 + 2 * (np.arange(len(phases.row)) - (np.cumsum(of_row) - of_row)[phases.row])
-    marks = np.zeros((2, first[-1]), np.int64)  # by the host, by the device
+    # Row 0: on the host. Row 1: on the device.
+    marks = np.zeros((2, first[-1]), np.int64)
     marks[:, first[:-1]] = host.start_ns, start_ns
     marks[0, first[1:] - 1] = host.start_ns + host.duration_ns
     for end in (0, 1):
@@ -273,13 +307,14 @@ def _host_line(
     late_ns = np.maximum(marks[1] - marks[0], 0)
     taken_ns = np.append(np.diff(marks[0]), 0)
 
-    # What the host waits for in a segment: a collective, which is not its own time, or the loader.
+    # Waits of the host in a segment: for a collective, which is not its own time, or for the
+    # loader.
     spans, rows = waits
     within = _last_before(marks[0], row_of, spans.start_ns, rows)
     is_data = spans.kind == int(Kind.DATA)
     np.subtract.at(taken_ns, within, spans.duration_ns)
     np.add.at(issue_ns, (rows[is_data], _DATA), spans.duration_ns[is_data])
-    # Lack of a CPU is known by part: it is taken from the part's first segment.
+    # Lack of CPU time is known per part. It is subtracted from the part's first segment.
     ready_ns = np.maximum(host.ready_ns, 0)
     issue_ns[:, _DATA] = np.maximum(issue_ns[:, _DATA] - ready_ns[:, _DATA], 0)
     _, firsts = np.unique(places, return_index=True)
@@ -301,8 +336,8 @@ def _host_line(
         own_ns[inside] = host_times.own(taken_ns[inside], late_ns[inside], at_end_ns[inside], may_be_full[inside])
     late_ns[first[1:] - 1] = 0
     np.add.at(issue_ns, (row_of, part), np.maximum(own_ns, 0).astype(np.int64))
-    # A part may be in several segments. Each one's lag hides no more than that segment. What is left of the longest
-    # one's would hide more.
+    # A part may be in several segments. The lag of a segment hides at most that segment. Using the
+    # lag that is left from the longest one would hide more.
     longest = np.lexsort((own_ns, places))
     longest = longest[np.append(np.diff(places[longest]) > 0, True)]
     lag_ns[row_of[longest], part[longest]] = np.maximum(late_ns - own_ns, 0)[longest]
@@ -311,8 +346,10 @@ def _host_line(
 
 
 def _last_before(times: Integers, rows: Integers, queries: Integers, query_rows: Integers) -> Integers:
-    """The index of the last of the times in the same row that is not after each query. A row's times ascend, and its
-    first is before all queries."""
+    """Return for each query the index of the last time in its row that is not after it.
+
+    A row's times ascend, and the first one is before all queries.
+    """
     order = np.lexsort((np.concatenate([np.zeros(len(times)), np.ones(len(queries))]),
                         np.concatenate([times, queries]), np.concatenate([rows, query_rows])))  # fmt: skip
     latest = np.maximum.accumulate(np.where(order < len(times), order, 0))
@@ -322,7 +359,7 @@ def _last_before(times: Integers, rows: Integers, queries: Integers, query_rows:
 
 
 def _nesting(spans: _Spans, rows: Integers) -> tuple[npt.NDArray[np.bool_], Integers]:
-    """Which spans are inside of no other, and the time of each that is in none inside of it."""
+    """Return for each span whether it is outermost, and its own time without nested spans."""
     outer = np.full(len(rows), -1)
     order = np.argsort(rows, kind="stable")
     for indices in np.split(order, np.flatnonzero(np.diff(rows[order])) + 1):
@@ -335,7 +372,7 @@ def _nesting(spans: _Spans, rows: Integers) -> tuple[npt.NDArray[np.bool_], Inte
 
 
 def _pairs(first: Integers, second: Integers) -> tuple[Integers, Integers]:
-    """The indices of all pairs with equal values."""
+    """Return the indexes of all pairs with equal values."""
     order = np.argsort(second, kind="stable")
     begin, end = (np.searchsorted(second[order], first, side) for side in ("left", "right"))
     counts = end - begin

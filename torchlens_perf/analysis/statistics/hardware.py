@@ -1,6 +1,8 @@
-"""Samples of a node's GPUs, network ports and processes, and statistics over them. Pure functions and values.
+"""Samples of a node's GPUs, network ports and processes, and statistics over them. Pure functions
+and values.
 
-None stands for what the hardware or its driver does not report, or this process may not read; it is never shown as 0.
+None means that the hardware or its driver does not report the value, or that this process may not
+read it. It is never shown as 0.
 """
 
 from __future__ import annotations
@@ -12,19 +14,19 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class GpuSample:
-    """One GPU at one instant. Counters count from the driver's loading, XIDs from the first sample."""
+    """One GPU at one time. Counters start when the driver is loaded, XIDs with the first sample."""
 
     uuid: str
-    """As the process that computes on it reported it: "GPU-..."."""
+    """UUID as reported by the process that computes on it: "GPU-..."."""
     monotonic_ns: int
     unix_ns: int
     interval_ns: int | None = None
-    """Since the sample before; None for the first."""
+    """Time since the previous sample; None for the first."""
     sm_clock_hz: int | None = None
     sm_clock_max_hz: int | None = None
     memory_clock_hz: int | None = None
     clock_reasons: int | None = None
-    """Why clocks are low at this instant: NVML's bits, see REASONS."""
+    """Why clocks are low at this time: NVML's bits, see REASONS."""
     power_w: float | None = None
     power_limit_w: float | None = None
     temperature_c: int | None = None
@@ -32,7 +34,9 @@ class GpuSample:
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     busy: float | None = None
-    """Share of the time with any kernel running, since the sample before. The next four are shares too."""
+    """Fraction of the time since the previous sample in which a kernel was running. The next four
+    fields are fractions, too.
+    """
     sm_active: float | None = None
     sm_occupancy: float | None = None
     tensor_active: float | None = None
@@ -55,20 +59,22 @@ class GpuSample:
     nvlink_replays: int | None = None
     nvlink_recoveries: int | None = None
     nvlink_errors: int | None = None
-    """CRC errors. Where the device does not report those (Blackwell), packets received with an error."""
+    """CRC errors. Devices that do not report those (Blackwell) have received packets with an error
+    instead.
+    """
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
     remapped_rows: int | None = None
-    """Of the device's memory, for corrected and for uncorrected errors."""
+    """Remapped rows of the device's memory, for corrected and for uncorrected errors."""
     remapping_pending: bool | None = None
-    """A row is to be remapped when the GPU is reset."""
+    """True if a row will be remapped when the GPU is reset."""
     remapping_failed: bool | None = None
     recovery_action: int | None = None
-    """What the driver asks for: 0 nothing, 1 a reset of the GPU, 2 a reboot, 3 and more: see NVML."""
+    """Action that the driver requests: 0 none, 1 GPU reset, 2 reboot, 3 and above: see NVML."""
     xids: int | None = None
     last_xid: int | None = None
     grown: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """By how much each counter is more than in the sample before."""
+    """Increase of each counter since the previous sample."""
 
 
 GPU_COUNTERS = (
@@ -83,7 +89,7 @@ GPU_GAUGES = (
     "memory_temperature_c", "memory_used_bytes", "memory_total_bytes", "busy", "sm_active", "sm_occupancy",
     "tensor_active", "dram_active",
 )  # fmt: skip
-# Bits of clock_reasons. Idle clocks, and clocks that somebody has set, are no throttling.
+# Bits of clock_reasons. Idle clocks, and clocks set by a user, are not throttling.
 REASONS = {
     "power": 0x04,
     "hw_slowdown": 0x08 | 0x40 | 0x80,
@@ -94,7 +100,9 @@ REASONS = {
 
 @dataclasses.dataclass(frozen=True)
 class LinkSample:
-    """One port of an InfiniBand or RoCE adapter at one instant. Counters are the adapter's, since it was reset."""
+    """One port of an InfiniBand or RoCE adapter at one time. Counters start when the adapter is
+    reset.
+    """
 
     device: str
     port: int
@@ -102,16 +110,16 @@ class LinkSample:
     unix_ns: int
     interval_ns: int | None = None
     layer: str | None = None
-    """InfiniBand or Ethernet."""
+    """"InfiniBand" or "Ethernet"."""
     active: bool | None = None
     rate_bits: int | None = None
-    """Of the link, in bits a second."""
+    """Rate of the link in bits per second."""
     transmitted_bytes: int | None = None
     received_bytes: int | None = None
     transmitted_packets: int | None = None
     received_packets: int | None = None
     transmit_wait_ticks: int | None = None
-    """While there was something to send and no credit; how long a tick is, only the adapter knows."""
+    """Ticks with data to send but without credit. The length of a tick depends on the adapter."""
     symbol_errors: int | None = None
     link_recoveries: int | None = None
     link_downs: int | None = None
@@ -122,18 +130,18 @@ class LinkSample:
     sequence_errors: int | None = None
     ack_timeouts: int | None = None
     rnr_retries: int | None = None
-    """The receiver was not ready, and the retries were used up."""
+    """Number of times that the receiver was not ready and the retries were used up."""
     retries_exceeded: int | None = None
     congestion_notifications: int | None = None
     grown: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """As people say it: "mlx5_0/1"."""
+        """Display name, such as "mlx5_0/1"."""
         return f"{self.device}/{self.port}"
 
 
-# Of the port, and of the transport on top of it: what a healthy link counts none, or next to none of.
+# Error counters of the port and of its transport. On a healthy link they stay at or near zero.
 LINK_ERRORS = (
     "symbol_errors", "link_recoveries", "link_downs", "receive_errors", "transmit_discards", "integrity_errors",
     "out_of_sequence", "sequence_errors", "ack_timeouts", "rnr_retries", "retries_exceeded",
@@ -146,20 +154,24 @@ LINK_COUNTERS = (
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSample:
-    """What a rank's process and its child processes have used up to one instant. Counters begin with the process."""
+    """Resources that a rank's process and its children have used so far. Counters start with the
+    process.
+    """
 
     rank: int
     monotonic_ns: int
     unix_ns: int
     cpu_ns: int | None = None
-    """CPU time of all threads; a process that keeps two cores busy gains 2e9 a second."""
+    """CPU time of all threads. It grows by 2e9 a second if the process uses two cores."""
     resident_bytes: int | None = None
-    """Pages that several processes share count once for each."""
+    """Resident memory. Pages shared by several processes count once for each."""
     read_bytes: int | None = None
-    """Read from disks and file systems; what the page cache had is not in it."""
+    """Bytes read from disks and file systems, without the page cache."""
     written_bytes: int | None = None
     network_received_bytes: int | None = None
-    """Of all interfaces but loopback in the process's network namespace, which ranks of one node share."""
+    """Bytes over all interfaces except loopback in the process's network namespace, which the
+    node's ranks may share.
+    """
     network_transmitted_bytes: int | None = None
 
 
@@ -168,7 +180,7 @@ Sample = GpuSample | LinkSample | ProcessSample
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Samples of one instant, and the products' names of the GPUs by their UUIDs, where they are known."""
+    """Samples of one time, and the GPUs' product names by UUID as far as known."""
 
     gpus: tuple[GpuSample, ...]
     links: tuple[LinkSample, ...]
@@ -176,7 +188,9 @@ class Hardware:
 
 
 def growth(before: Mapping[str, Any] | None, now: Mapping[str, Any], counters: Iterable[str]) -> dict[str, float]:
-    """By how much counters grew from one sample's fields to the next one's. A counter that fell began anew at 0."""
+    """Return the increase of counters between two samples. A counter that has decreased started
+    again at 0.
+    """
     if before is None:
         return {}
     known = [name for name in counters if before.get(name) is not None and now.get(name) is not None]
@@ -185,19 +199,21 @@ def growth(before: Mapping[str, Any] | None, now: Mapping[str, Any], counters: I
 
 @dataclasses.dataclass
 class GpuTotals:
-    """A stretch of one GPU's samples, added up: of the whole run in the node's state file, or of any other time."""
+    """Sums over samples of one GPU: over the whole run in the node's state file, or over another
+    period.
+    """
 
     samples: int = 0
     measured_ns: int = 0
-    """Of the intervals between samples."""
+    """Sum of the intervals between samples."""
     sums: dict[str, int | float] = dataclasses.field(default_factory=dict)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     most: dict[str, int | float] = dataclasses.field(default_factory=dict)
     grown: dict[str, int | float] = dataclasses.field(default_factory=dict)
     grown_ns: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Over how long each counter was seen to grow, or not to."""
+    """For each counter, the time over which its increase is known."""
     reasons: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Samples at whose instant clocks were low for this reason."""
+    """For each reason, the number of samples in which clocks were low because of it."""
     last: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add(self, sample: GpuSample) -> None:
@@ -223,13 +239,15 @@ class GpuTotals:
                 self.last[name] = int(value)
 
     def mean(self, name: str) -> float | None:
-        """Of a gauge; None where it was never measured."""
+        """Return the mean of a gauge; None if it was never measured."""
         return self.sums[name] / self.counts[name] if name in self.sums else None
 
     def throttled(self) -> dict[str, float]:
-        """By reason, for which share of the time clocks were held down; without what is not measured.
+        """Return for each reason the fraction of time with throttled clocks. Reasons that were not
+        measured are missing.
 
-        By the driver's counters. Where a GPU has none for a reason, by how many of the samples found it.
+        It uses the driver's counters, or the fraction of samples if a GPU has no counter for the
+        reason.
         """
         shares = {
             "power": self._share("throttle_power_ns"),
@@ -250,11 +268,11 @@ class GpuTotals:
         return min(1.0, self.grown[counter] / over_ns) if over_ns else None
 
     def _largest(self, *counters: str) -> float | None:
-        """Of counters that may run at the same time."""
+        """Return the largest counter of those that may run at the same time."""
         return max((share for share in map(self._share, counters) if share is not None), default=None)
 
     def signals(self) -> dict[str, float]:
-        """See gpu_signals()."""
+        """Return the values described in gpu_signals()."""
         throttled = self.throttled()
         max_clock_hz, clock_hz = self.most.get("sm_clock_max_hz"), self.mean("sm_clock_hz")
         used, total = self.mean("memory_used_bytes"), self.most.get("memory_total_bytes")
@@ -283,13 +301,13 @@ class GpuTotals:
 
 @dataclasses.dataclass
 class LinkTotals:
-    """A stretch of one port's samples, added up."""
+    """Sums over samples of one port."""
 
     samples: int = 0
     measured_ns: int = 0
     grown: dict[str, int | float] = dataclasses.field(default_factory=dict)
     inactive: int = 0
-    """Samples in which the port was not up."""
+    """Number of samples in which the port was not up."""
     layer: str | None = None
     rate_bits: int | None = None
 
@@ -302,7 +320,7 @@ class LinkTotals:
             self.grown[name] = self.grown.get(name, 0) + more
 
     def signals(self) -> dict[str, float]:
-        """See link_signals()."""
+        """Return the values described in link_signals()."""
         found = dict(self.grown)
         errors = _sum(map(self.grown.get, LINK_ERRORS))
         if errors is not None:
@@ -319,7 +337,7 @@ class LinkTotals:
 
 @dataclasses.dataclass(frozen=True)
 class GpuFacts:
-    """What of a GPU does not change."""
+    """Properties of a GPU that do not change."""
 
     name: str | None
     pci_bus_id: str | None
@@ -327,13 +345,13 @@ class GpuFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Telemetry:
-    """What a node's hardware did in the whole run: what the report shows, and a later sidecar goes on with."""
+    """A node's hardware data over the whole run, for the report and for a restarted sidecar."""
 
     gpus: dict[str, GpuTotals] = dataclasses.field(default_factory=dict)
-    """By UUID, as the next three."""
+    """By UUID, as the next three fields."""
     facts: dict[str, GpuFacts] = dataclasses.field(default_factory=dict)
     losses: dict[str, int] = dataclasses.field(default_factory=dict)
-    """How often the GPU did not answer."""
+    """Number of failed reads of the GPU."""
     slow_samples: dict[str, int] = dataclasses.field(default_factory=dict)
     links: dict[str, LinkTotals] = dataclasses.field(default_factory=dict)
     """By name, see LinkSample."""
@@ -342,12 +360,15 @@ class Telemetry:
 
 
 def gpu_signals(samples: Sequence[GpuSample]) -> dict[str, float]:
-    """What the samples of one GPU, in order, say of that time. A missing key was not measured.
+    """Return the values of one GPU over samples in order. Values that were not measured are
+    missing.
 
-    Shares of the time: sm_clock_share (mean clock by highest), thermal_share, power_share and hw_slowdown_share (held
-    down for that reason), memory_used_share, and sm_active, tensor_active, dram_active. Means: sm_clock_hz,
-    temperature_c, power_w. Growth: ecc_uncorrected, xid_count, pcie_replays, nvlink_errors, and remapped_rows, to which
-    a pending one counts.
+    - Fractions: sm_clock_share (mean clock divided by the highest), thermal_share, power_share and
+      hw_slowdown_share (time with throttled clocks), memory_used_share, sm_active, tensor_active,
+      dram_active.
+    - Means: sm_clock_hz, temperature_c, power_w.
+    - Increases: ecc_uncorrected, xid_count, pcie_replays, nvlink_errors, and remapped_rows, which
+      includes a pending row.
     """
     totals = GpuTotals()
     for sample in samples:
@@ -356,10 +377,11 @@ def gpu_signals(samples: Sequence[GpuSample]) -> dict[str, float]:
 
 
 def link_signals(samples: Sequence[LinkSample]) -> dict[str, float]:
-    """What the samples of one port, in order, say of that time. A missing key was not measured.
+    """Return the values of one port over samples in order. Values that were not measured are
+    missing.
 
-    By how much each counter grew, `errors` for all of LINK_ERRORS, how much of the link's rate was used, and the share
-    of samples in which it was down.
+    They are the increase of each counter, `errors` for the sum of LINK_ERRORS, the used fraction of
+    the link's rate, and the fraction of samples in which the port was down.
     """
     totals = LinkTotals()
     for sample in samples:
@@ -368,6 +390,6 @@ def link_signals(samples: Sequence[LinkSample]) -> dict[str, float]:
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    """Of those that are known; None if none is."""
+    """Return the sum of the known values; None if no value is known."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None

@@ -1,4 +1,4 @@
-"""What the device's allocator reported of one rank: how full, how fragmented, how often it started over. Pure."""
+"""Statistics of the device's allocator for one rank: use, fragmentation, growth and retries. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_READINGS = 256
-# Growth is reported from this many readings on, without the first part of them, in which caches fill. This share of
-# their differences must be increases, and the growth must fill the device within this many times the steps made so far.
+# Growth is reported from this number of readings on, without a first part in which caches fill. At
+# least this fraction of their differences must be increases. The growth must fill the device within
+# this multiple of the steps so far.
 _MIN_READINGS = 24
 _SETTLING_SHARE = 0.25
 _INCREASES_SHARE = 0.9
@@ -24,21 +25,23 @@ _MAX_RUNS = 10
 
 
 class MemoryReading(NamedTuple):
-    """The allocator at the end of one step. None: not measured, or lost."""
+    """State of the allocator at the end of one step. None: not measured, or lost."""
 
     step: int
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     inactive_bytes: int | None = None
-    """In blocks that are free and cannot be given back, as another part of their segment is in use."""
+    """Bytes in free blocks that cannot be returned, because another part of their segment is in
+    use.
+    """
     peak_bytes: int | None = None
-    """Most allocated since the user last reset the allocator's peaks."""
+    """Largest allocation since the user last reset the allocator's peaks."""
     limit_bytes: int | None = None
-    """What the process may take of the device."""
+    """Memory that the process may use on the device."""
     alloc_retries: int | None = None
-    """How often cudaMalloc failed and the cache was given back, since the first reading."""
+    """Number of times since the first reading that cudaMalloc failed and the cache was released."""
     ooms: int | None = None
-    """How often that did not help, since the process began."""
+    """Number of times since the start of the process that releasing the cache did not help."""
 
 
 class Growth(TypedDict):
@@ -47,35 +50,37 @@ class Growth(TypedDict):
     bytes_per_step: float
     since_step: int
     until_step: int
-    """The readings that show the growth cover these steps; it may have begun earlier."""
+    """The readings that show the growth cover these steps. It may have started earlier."""
     above_bytes: int
-    """By how much more is allocated inside of a step than at its end."""
+    """Difference between the allocation inside of a step and at its end."""
     full_at_step: int
-    """In which step the device would be full."""
+    """Step in which the device will be full."""
 
 
 @dataclasses.dataclass
 class MemoryStatistics:
-    """Readings of the whole run, thinned out as it gets longer. Fed with MEMORY records in their order."""
+    """Readings over the whole run, thinned out as it gets longer. Input: MEMORY records in their
+    order.
+    """
 
     readings: list[MemoryReading] = dataclasses.field(default_factory=list)
-    """At most MAX_READINGS, the newest always among them."""
+    """At most MAX_READINGS, always with the newest one."""
     count: int = 0
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     peak_resets: int = 0
-    """How often the peak was lower than before: somebody has reset it."""
+    """Number of times that the peak decreased, because the user reset it."""
     _every: int = 1
-    """Of how many readings one is kept."""
+    """One of this number of readings is kept."""
     _alloc_retries: int | None = None
-    """As the allocator counts, in the last reading."""
+    """The allocator's own counter in the last reading."""
 
     @property
     def last(self) -> MemoryReading | None:
         return self.readings[-1] if self.readings else None
 
     def add(self, records: npt.NDArray[np.void], names: list[str]) -> None:
-        """Counts the MEMORY records among these."""
+        """Add the MEMORY records among these."""
         for reading, peak_reserved_bytes in _readings(records, names):
             self._add(reading._replace(alloc_retries=self._retries(reading.alloc_retries)), peak_reserved_bytes)
 
@@ -86,15 +91,19 @@ class MemoryStatistics:
         self.peak_allocated_bytes = _most(self.peak_allocated_bytes, reading.peak_bytes)
         self.peak_reserved_bytes = _most(self.peak_reserved_bytes, peak_reserved_bytes)
         if before is not None and (self.count - 1) % self._every:
-            self.readings.pop()  # was only kept as the newest one
+            # It was only kept because it was the newest.
+            self.readings.pop()
         self.readings.append(reading)
         self.count += 1
         if len(self.readings) > MAX_READINGS:
-            self.readings = self.readings[::2]  # an odd number: the newest stays
+            # The number of readings is odd, so the newest one stays.
+            self.readings = self.readings[::2]
             self._every *= 2
 
     def _retries(self, counted: int | None) -> int | None:
-        """Since the first reading. Where the user has reset the counter, it begins at 0 again."""
+        """Return the retries since the first reading. A counter that the user has reset starts
+        again at 0.
+        """
         before, self._alloc_retries = self._alloc_retries, counted if counted is not None else self._alloc_retries
         if counted is None:
             return None
@@ -104,7 +113,9 @@ class MemoryStatistics:
         return known + (counted - before if counted >= before else counted)
 
     def growth(self) -> Growth | None:
-        """How fast what is allocated at the ends of steps grows; None where that is not beyond doubt, or harmless."""
+        """Return the growth of allocations at the ends of steps; None if it is not certain, or
+        harmless.
+        """
         known = [(r.step, r.allocated_bytes) for r in self.readings if r.allocated_bytes is not None]
         known = known[int(len(known) * _SETTLING_SHARE) :]
         limit = self.last.limit_bytes if self.last is not None else None
@@ -116,7 +127,8 @@ class MemoryStatistics:
         if comes_back or (np.diff(allocated) > 0).mean() < _INCREASES_SHARE:
             return None
         i, j = np.triu_indices(len(steps), 1)
-        per_step = float(np.median((allocated[j] - allocated[i]) / (steps[j] - steps[i])))  # Theil and Sen's slope
+        # Theil-Sen slope.
+        per_step = float(np.median((allocated[j] - allocated[i]) / (steps[j] - steps[i])))
         above = self._above_bytes(int(steps[0]))
         left = max(0.0, limit - allocated[-1] - above) / per_step if per_step > 0 else float("inf")
         if left > _MAX_RUNS * (steps[-1] + 1):
@@ -130,10 +142,10 @@ class MemoryStatistics:
         )
 
     def _above_bytes(self, since_step: int) -> int:
-        """How much more steps had allocated at their peaks than at their ends.
+        """Return the difference between allocations at the peaks and at the ends of steps.
 
-        A peak that differs from the reading's before it was reached in between; one that stays may be of long ago, and
-        is no more than a bound.
+        A peak that differs from the previous reading's was reached in between. An equal one may be
+        old and is only a bound.
         """
         known = [each for each in self.readings if None not in (each.peak_bytes, each.allocated_bytes)]
         above = [(each.peak_bytes or 0) - (each.allocated_bytes or 0) for each in known]
@@ -146,12 +158,14 @@ class MemoryStatistics:
 
 
 def newest_reading(records: npt.NDArray[np.void], names: list[str]) -> MemoryReading | None:
-    """The last one among these records, its retries as the allocator counts them."""
+    """Return the last reading among these records, with retries as the allocator counts them."""
     return next((reading for reading, _ in reversed(_readings(records, names))), None)
 
 
 def _readings(records: npt.NDArray[np.void], names: list[str]) -> list[tuple[MemoryReading, int | None]]:
-    """The readings that these records hold, in their order, each with the most that was reserved until then."""
+    """Yield the readings in these records in their order, each with the largest reserved size so
+    far.
+    """
     found = records[records["kind"] == Kind.MEMORY]
     by_time: dict[int, dict[str, np.void]] = {}
     for record in found:
@@ -181,11 +195,15 @@ def _most(before: int | None, now: int | None) -> int | None:
 
 
 def memory_signals(readings: Sequence[MemoryReading], first_step: int, last_step: int) -> dict[str, float]:
-    """What may explain why a rank was slow in these steps; a key that is missing was not measured there.
+    """Return values that may explain why a rank was slow in these steps. Values that were not
+    measured are missing.
 
-    readings: MemoryStatistics.readings of the rank. alloc_retries_per_step: each makes the allocator give its cache
-    back and wait for the device. fragmentation_share: of what is reserved, free and not to be given back; median.
-    memory_used_share: reserved, of what the process may take; most.
+    readings: MemoryStatistics.readings of the rank.
+
+    - alloc_retries_per_step: each retry makes the allocator release its cache and wait for the
+      device.
+    - fragmentation_share: median fraction of reserved memory that is free and cannot be returned.
+    - memory_used_share: largest reserved fraction of the memory that the process may use.
     """
     inside = [reading for reading in readings if first_step <= reading.step <= last_step]
     before = [reading for reading in readings if reading.step < first_step]

@@ -1,6 +1,8 @@
-"""Which modules take longer on one rank than on the others that have them, also on a rank of another node. Pure.
+"""Find modules that take longer on one rank than on other ranks with the same modules, also across
+nodes. Pure.
 
-Names do not travel between nodes: ranks with the same digest have the same modules, in the order of their names.
+Names are not sent between nodes. Ranks with the same digest have the same modules, in the order of
+their names.
 """
 
 from __future__ import annotations
@@ -15,41 +17,48 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_MODULES = 64
-_SAMPLE = 256  # of many ranks, from which the usual times are taken
+# Number of ranks, of many, from which the usual times are computed.
+_SAMPLE = 256
 
 
 def reported_modules(names: Mapping[str, float]) -> list[str]:
-    """The modules whose times are reported, in the order in which they are sent."""
+    """Return the modules whose times are reported, in the order in which they are sent."""
     return sorted(names)[:MAX_MODULES]
 
 
 def digest(names: list[str]) -> int:
-    """32 bits for these names; 0 for none."""
+    """Return a 32-bit digest of these names; 0 without names."""
     return zlib.crc32("\0".join(names).encode()) or 1 if names else 0
 
 
 class ModuleTimes:
-    """The newest mean times of all ranks: own forward time per step, in ns, over their run. One thread."""
+    """The newest mean times of all ranks: own forward time per step, in ns, over their run. One
+    thread.
+    """
 
     def __init__(self) -> None:
         self._names: dict[int, list[str]] = {}
         self._times: dict[int, tuple[int, npt.NDArray[np.floating[Any]]]] = {}
 
     def set_local(self, rank: int, modules_ns: Mapping[str, float]) -> None:
-        """A rank of this node."""
+        """Set the times of a rank of this node."""
         names = reported_modules(modules_ns)
         key = digest(names)
         self._names[key] = names
         self._times[rank] = (key, np.array([modules_ns[name] for name in names], np.float32))
 
     def set_remote(self, rank: int, key: int, times_ns: npt.NDArray[np.floating[Any]]) -> None:
-        """A rank of another node. key: the digest of its names. times_ns: at least as many as those."""
-        self._times[rank] = (key, times_ns.copy())  # not a view that keeps all that came with it
+        """Set the times of a rank of another node. key: digest of its names. times_ns: at least as
+        many values as names.
+        """
+        # A view would keep the whole received message in memory.
+        self._times[rank] = (key, times_ns.copy())
 
     def excess_ns(self, rank: int) -> dict[str, float]:
-        """By module, how much longer it takes there than on the median of the others.
+        """Return for each module its excess over the median of the other ranks in ns.
 
-        Empty where nobody else has the same modules, or no rank of this node, which alone knows their names.
+        Empty if no other rank has the same modules, or if no rank of this node does, because only
+        this node has their names.
         """
         key, mine = self._times.get(rank, (0, None))
         names = self._names.get(key)

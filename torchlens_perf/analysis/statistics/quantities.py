@@ -1,4 +1,4 @@
-"""Quantities and names as people read them."""
+"""Format quantities and names for display."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torchlens_perf.errors import printable as printable
 
 
 def duration(seconds: float) -> str:
-    """A duration for people: three figures and a unit."""
+    """Return a duration with three figures and a unit."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= scale:
             value = seconds / scale
@@ -34,7 +34,7 @@ def long_duration(seconds: float) -> str:
 
 
 def amount(count: float, unit: str) -> str:
-    """So many bytes, or bytes a second: three figures, in powers of a thousand."""
+    """Return bytes, or bytes per second, with three figures, in powers of a thousand."""
     for prefix in ("", "K", "M", "G", "T"):
         if count < 1000 or prefix == "T":
             return f"{count:.0f} {prefix}{unit}" if not prefix or count >= 100 else f"{count:.1f} {prefix}{unit}"
@@ -43,7 +43,9 @@ def amount(count: float, unit: str) -> str:
 
 
 def steps_whole(share: float, *, any_step: bool) -> str:
-    """What a coverage is worth. any_step: whether a step was recorded; without one there is no share of steps."""
+    """Return a text on the coverage of steps. any_step: False if no step was recorded, so that
+    there is no fraction.
+    """
     return f"{share:.1%} of steps complete" if any_step else "no step was recorded"
 
 

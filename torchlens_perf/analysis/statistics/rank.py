@@ -1,4 +1,6 @@
-"""What is known of one rank: sketches over the whole run, and a history of windows that does not grow with it. Pure."""
+"""Statistics of one rank: sketches over the whole run, and a history of windows whose size is
+bounded. Pure.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,23 @@ from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Flag, Kind, name_of
 from torchlens_perf.run.sketch import Sketch, add_to_each
 
-WARM_UP_STEPS = 3  # allocator, caches, lazy initialisation: counted apart
+# The first steps are counted separately: allocator, caches and lazy initialization make them slow.
+WARM_UP_STEPS = 3
 FIRST_WINDOW_STEPS = 8
 MAX_WINDOWS = 512
-# What else a step may do that a reader of its time wants to know.
+# Other work of a step that explains its time to a reader.
 TAGS = int(Flag.CHECKPOINT | Flag.COMPILED | Flag.EVALUATION | Flag.CAPTURED)
-# Steps whose modules' times are no part of what a step takes: they evaluate, or are slowed by what is no training.
+# Steps whose module times do not count: they evaluate, or are slowed by work that is not training.
 _UNUSUAL = int(Flag.EVALUATION | Flag.CAPTURED | Flag.COMPILED)
 # Steps that are in no window: they do other work than training steps.
 _OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CAPTURED)
-_LENGTHS_PER_DOUBLING = 2  # so step_mix's bins are whole in one
+# A bin of step_mix is completely in one of these.
+_LENGTHS_PER_DOUBLING = 2
 _MAX_LENGTHS = 24
 _LENGTH_BITS = 8
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
-_LITTLE_LACK = 0.02  # of a window's step: what lacks a CPU for less is not kept
+# Fraction of a window's step. Shorter times without a CPU are stored as [].
+_LITTLE_LACK = 0.02
 _NAMED = (int(Kind.MODULE_BACKWARD), int(Kind.SECTION), int(Kind.COLLECTIVE))
 _PHASES = tuple(map(int, (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT)))
 _ON_OTHER_THREADS = {Kind.DATA: "data", Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
@@ -40,8 +45,10 @@ _CALLS, _FORWARD_PHASES = (int(Kind.MODULE), int(Kind.FORWARD)), (int(Kind.FORWA
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Consecutive steps and their work: row i is about steps [first_step[i], first_step[i] + width). Times are means
-    over the middle half of them, by duration."""
+    """Consecutive steps and their work: row i covers steps [first_step[i], first_step[i] + width).
+
+    Times are means over the middle half of the steps, ordered by duration.
+    """
 
     width: int
     first_step: npt.NDArray[np.int64]
@@ -49,19 +56,26 @@ class Windows:
     parts_ns: npt.NDArray[np.float64]
     """Shape [windows, len(PARTS)]."""
     work_sum_ns: npt.NDArray[np.float64]
-    """Own time, without that in which the thread was ready and had no CPU: summed, as a mean also shows the slowness
-    that is in some steps only. Without the warm-up, and without steps that do other work than the other ranks'."""
+    """Sum of own time, without time that the thread was runnable without a CPU. The warm-up and
+    steps with other work than other ranks' are excluded.
+
+    A sum, because its mean also shows slowness in only some of the steps.
+    """
     work_steps: npt.NDArray[np.int64]
-    """How many steps that sum is over; 0: there is no work to compare."""
+    """Number of steps in that sum; 0 if there is no work to compare."""
     start_ns: npt.NDArray[np.int64]
-    """When the first of its steps began, by its node's CLOCK_MONOTONIC."""
+    """Start of the first step by its node's CLOCK_MONOTONIC."""
     lack_ns: Mapping[int, Sequence[float]]
-    """By a window's first step, how long in each part its thread was ready and had no CPU; [] for so little that it
-    is not kept. Without windows in which that was not measured."""
+    """By a window's first step, the time in each part that the thread was runnable without a CPU.
+
+    [] if it is negligible. Windows in which it was not measured are missing.
+    """
     tags: Mapping[int, int]
-    """By a window's first step, what else its steps did, as flags of TAGS; also of windows that have no row."""
+    """By a window's first step, other work of its steps, as flags of TAGS. Windows without a row
+    are included.
+    """
     warm_from: int | None
-    """The first step that is no warm-up; None: there is no step yet."""
+    """First step after the warm-up; None without a step."""
 
 
 _NONE = np.zeros(0)
@@ -86,7 +100,7 @@ class _Steps(NamedTuple):
     duration_ns: npt.NDArray[np.int64]
     parts_ns: npt.NDArray[np.int64]
     work_ns: npt.NDArray[np.float64]
-    """NaN where it is not compared."""
+    """NaN for steps that are not compared."""
     start_ns: npt.NDArray[np.int64]
     ready_ns: npt.NDArray[np.int64]
 
@@ -98,13 +112,17 @@ class _Steps(NamedTuple):
 
 
 class WindowHistory:
-    """Windows of `width` steps. When there are too many, neighbours are merged and the width doubles.
+    """Windows of `width` steps. When there are too many, neighbors are merged and the width
+    doubles.
 
-    Windows are aligned to multiples of the width, so those of different ranks are about the same steps.
+    Windows are aligned to multiples of the width, so windows of different ranks cover the same
+    steps.
     """
 
     def __init__(self, earlier: Windows = NO_WINDOWS) -> None:
-        """earlier: to go on after. Of these, what was in progress is a window, or was too short for one."""
+        """earlier: windows to continue. The one that was in progress is already a row, or was too
+        short for one.
+        """
         self.width = earlier.width
         self._rows = [
             _Row._make((*row, all_parts(earlier.lack_ns.get(row[0]))))
@@ -115,10 +133,11 @@ class WindowHistory:
         ]  # fmt: skip
         self._tags = dict(earlier.tags)
         self._warm_from = earlier.warm_from
-        self._steps: list[_Steps] = []  # of the window in progress
+        # Steps of the window in progress.
+        self._steps: list[_Steps] = []
 
     def add(self, table: StepTable) -> None:
-        """Adds steps, in order."""
+        """Add steps, in order."""
         if not len(table):
             return
         if self._warm_from is None:
@@ -131,7 +150,8 @@ class WindowHistory:
         begin = 0
         while begin < len(steps.step):
             self._go_on_to(int(steps.step[begin]))
-            end = (int(steps.step[begin]) // self.width + 1) * self.width  # the first step of the next window
+            # First step of the next window.
+            end = (int(steps.step[begin]) // self.width + 1) * self.width
             count = max(1, int(np.searchsorted(steps.step[begin:], end)))
             self._steps.append(steps.where(slice(begin, begin + count)))
             begin += count
@@ -144,7 +164,9 @@ class WindowHistory:
             self._merge_neighbours()
 
     def windows(self) -> Windows:
-        """The history, with the window in progress as its last row if it has half its steps."""
+        """Return the history, with the window in progress as its last row if it has half of its
+        steps.
+        """
         rows = list(self._rows)
         if 2 * self._count >= self.width or (self._steps and not rows):
             _append(rows, self._row())
@@ -166,7 +188,7 @@ class WindowHistory:
         )
 
     def _go_on_to(self, step: int) -> None:
-        """Closes the window in progress, if that step is in another one."""
+        """Close the window in progress if that step is in another one."""
         if self._steps and step // self.width != self._first_step // self.width:
             if 2 * self._count >= self.width:
                 _append(self._rows, self._row())
@@ -186,7 +208,8 @@ class WindowHistory:
         several = len(self._steps) > 1
         steps = _Steps(*map(np.concatenate, zip(*self._steps, strict=True))) if several else self._steps[0]
         count, work_ns = len(steps.step), steps.work_ns[~np.isnan(steps.work_ns)]
-        # As of the typical step. Waits for a CPU strike one phase or another: the median of each would be none.
+        # The same mean as for the typical step. Waits for a CPU hit different phases, so each
+        # phase's median would be zero.
         middle = steps.where(np.argsort(steps.duration_ns, kind="stable")[count // 4 : count - count // 4])
         duration_ns, parts_ns = float(middle.duration_ns.mean()), middle.parts_ns.mean(axis=0)
         kept, measured = None, middle.ready_ns[:, 0] >= 0
@@ -211,7 +234,7 @@ class WindowHistory:
 
 
 def _append(rows: list[_Row], row: _Row) -> None:
-    """Adds a row, or merges it into the last one if that is about the same steps."""
+    """Add a row, or merge it into the last one if that covers the same steps."""
     if not rows or rows[-1].first_step != row.first_step:
         rows.append(row)
         return
@@ -234,7 +257,7 @@ def _mean_lack(*rows: _Row) -> npt.NDArray[np.float64] | None:
 
 
 def all_parts(lack_ns: Sequence[float] | npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64] | None:
-    """Return a value of Windows.lack_ns with a number for each part; None where it was not measured."""
+    """Return a value of Windows.lack_ns with a number for each part; None if it was not measured."""
     if lack_ns is None:
         return None
     return np.asarray(lack_ns, np.float64) if len(lack_ns) else np.zeros(len(PARTS))
@@ -248,7 +271,9 @@ def _work_ns(table: StepTable) -> npt.NDArray[np.float64]:
 def _by_kind_and_name(
     kinds: npt.NDArray[np.uint8], name_ids: npt.NDArray[np.uint32]
 ) -> tuple[list[tuple[int, int]], npt.NDArray[np.int64], list[int]]:
-    """The kinds and name ids that occur, the order that brings records of the same together, and where each begins."""
+    """Return the occurring kinds and name ids, an order that groups records by both, and the start
+    of each group.
+    """
     keys = kinds.astype(np.int64) << 32 | name_ids
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
@@ -273,7 +298,9 @@ def _sums(
 
 
 def _measured_ns(records: npt.NDArray[np.void], table: StepTable, names: list[str]) -> npt.NDArray[np.int64]:
-    """Return each step's time in each section of step_mix.MEASURED, where its flag is set."""
+    """Return each step's time in each section of step_mix.MEASURED, if the step has the section's
+    flag.
+    """
     found = np.zeros((len(table), len(MEASURED)), np.int64)
     for column, (flag, name) in enumerate(MEASURED.items()):
         if name in names and (table.flags & flag).any():
@@ -293,7 +320,7 @@ class CollectiveCount:
 
 @dataclasses.dataclass
 class StepsOfLength:
-    """Sums over steps of about one duration. Times in ns."""
+    """Sums over steps of similar duration. Times in ns."""
 
     steps: int = 0
     forward_ns: int = 0
@@ -311,7 +338,7 @@ class StepsOfLength:
 
 @dataclasses.dataclass
 class RankStatistics:
-    """Everything counted about one process of one rank. Fed with its records in sequence order."""
+    """All statistics of one process of one rank. Its records must be added in sequence order."""
 
     records: int = 0
     lost: int = 0
@@ -326,36 +353,42 @@ class RankStatistics:
     step: Sketch = field(default_factory=Sketch)
     own: Sketch = field(default_factory=Sketch)
     work: Sketch = field(default_factory=Sketch)
-    """Own time without that in which the thread was ready and had no CPU, where that is known."""
+    """Own time without the time that the thread was runnable without a CPU, as far as known."""
     parts: dict[str, Sketch] = field(default_factory=lambda: {part: Sketch() for part in PARTS})
     mix: StepMix = field(default_factory=StepMix)
     by_length: dict[int, StepsOfLength] = field(default_factory=dict)
-    """By duration, two for each doubling, and above 8 bits by the flags of _UNUSUAL. The typical step has some of them:
-    one very long step does not decide what modules and sections take in it."""
+    """Sums by duration, two for each doubling, and above 8 bits by the flags of _UNUSUAL.
+
+    The typical step uses only some of them, so one very long step does not dominate the times of
+    modules and sections.
+    """
     usual_steps: int = 0
     """Number of steps that modules_ns() is averaged over."""
     modules: dict[str, Sketch] = field(default_factory=dict)
     module_backwards: dict[str, Sketch] = field(default_factory=dict)
     sections: dict[str, Sketch] = field(default_factory=dict)
     section_hosts: dict[str, Sketch] = field(default_factory=dict)
-    """By section, the host code in it, outside of all phases: of each usual step in which there is some."""
+    """For each section, the time of host code outside of all phases, in usual steps that have some.
+    """
     collectives: dict[str, CollectiveCount] = field(default_factory=dict)
     other_threads_ns: dict[str, int] = field(default_factory=dict)
-    """Time of the phases that threads other than the recorded one ran, in all steps but the warm-up."""
+    """Time of phases on other threads than the recorded one, in all steps but the warm-up."""
     memory_bytes: int = 0
     memory_max_bytes: int = 0
     micro_steps: int = 1
     flags_seen: int = 0
     history: WindowHistory = field(default_factory=WindowHistory)
     device_history: WindowHistory = field(default_factory=WindowHistory)
-    """The same of its steps by the device's clock, where it is judged by that."""
+    """Same as `history`, by the device's clock, if the rank is judged by it."""
     device_mix: StepMix = field(default_factory=StepMix)
-    """As mix, by the device's clock: the host's steps are long where it waits for the device, and short where not."""
+    """Same as `mix`, by the device's clock. The host's steps are long if it waits for the device,
+    and short if not.
+    """
     device: DeviceStatistics = field(default_factory=DeviceStatistics)
     memory: MemoryStatistics = field(default_factory=MemoryStatistics)
 
     def add(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int) -> None:
-        """Counts whole steps: their records, and the table that assemble_steps() made of them."""
+        """Add complete steps: their records, and the table that assemble_steps() made of them."""
         self.records += len(records)
         self.lost += lost
         if len(steps):
@@ -363,7 +396,8 @@ class RankStatistics:
         warm = records[:0]
         if self.first_step is not None:
             is_warm = records["step"] >= self.first_step + WARM_UP_STEPS
-            warm = records if is_warm.all() else records[is_warm]  # most are, and a copy takes long
+            # Most steps are warm, and a copy is slow.
+            warm = records if is_warm.all() else records[is_warm]
         self._add_named(warm, names)
         self._add_other_threads(warm)
         self._add_lengths(records, steps, names)
@@ -402,7 +436,9 @@ class RankStatistics:
         return np.asarray(usual)
 
     def _add_section_hosts(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]) -> None:
-        """Add the time of sections that lies in host code: without the phases in them, and not of those in a phase."""
+        """Add the time of sections that is in host code: without nested phases, and without
+        sections inside of phases.
+        """
         kinds = np.ascontiguousarray(records["kind"])
         here = (records["flags"] & Flag.OTHER_THREAD) == 0
         rows = np.flatnonzero((kinds == Kind.SECTION) & here)
@@ -410,7 +446,7 @@ class RankStatistics:
         rows = rows[np.isin(records["step"][rows], steps.step[usual])]
         if not len(rows):
             return
-        # A phase around a section is recorded after it, and began before it.
+        # A phase around a section is recorded after it and starts before it.
         phases = np.flatnonzero(np.isin(kinds, _PHASES) & here)
         began_ns = np.minimum.accumulate(records["start_ns"][phases][::-1])[::-1]
         began_ns = np.append(began_ns, np.iinfo(np.int64).max)[np.searchsorted(phases, rows)]
@@ -421,14 +457,17 @@ class RankStatistics:
             records["name_id"][rows].astype(np.int64) << 32 | places.astype(np.int64), return_inverse=True
         )
         of_step = np.bincount(inverse, weights=host_ns, minlength=len(keys)).astype(np.int64)
-        # A section that is open over a step's end, or inside itself, has no more than the step.
+        # A section that is open across a step's end, or that is nested in itself, gets at most the
+        # step's time.
         of_step = np.minimum(of_step, steps.parts_ns[keys & 0xFFFFFFFF, PARTS.index("host")])
         for name_id in np.unique(keys >> 32).tolist():
             sketch = self.section_hosts.setdefault(name_of(names, name_id), Sketch())
             sketch.add(of_step[keys >> 32 == name_id])
 
     def section_host_ns(self, name: str) -> float:
-        """Return the median over all usual steps of the host code in a section, also of steps without it."""
+        """Return the median over all usual steps of the host code in a section. Steps without it
+        count as zero.
+        """
         found = self.section_hosts.get(name)
         if found is None or not self.usual_steps or 2 * found.count <= self.usual_steps:
             return 0.0
@@ -436,7 +475,9 @@ class RankStatistics:
         return found.quantile_ns((0.5 * self.usual_steps - without) / found.count)
 
     def _add_lengths(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]) -> None:
-        """Count what modules and sections take in steps of each length, and the calls of modules in usual steps."""
+        """Add the times of modules and sections for each step length, and the calls of modules in
+        usual steps.
+        """
         if self.first_step is None or not len(steps):
             return
         steps = steps.where(steps.step >= self.first_step + WARM_UP_STEPS)
@@ -463,16 +504,17 @@ class RankStatistics:
         of_step: npt.NDArray[np.int64],
         new: list[StepsOfLength],
     ) -> None:
-        """Count own times of the modules that forward passes call: what the forward phase is made of.
+        """Add the own times of the modules called in forward passes. They make up the forward
+        phase.
 
-        of_step: by step, its place in `new`.
+        of_step: for each step, its index in `new`.
         """
-        # Columns are taken out once: in the records, each value is 64 bytes from the next.
+        # Columns are copied once, because each value in the records is 64 bytes from the next.
         kinds = np.ascontiguousarray(records["kind"])
         here = (records["flags"] & Flag.OTHER_THREAD) == 0
         rows = np.flatnonzero(np.isin(kinds, _CALLS) & here)
         rows = rows[np.isin(records["step"][rows], steps.step)]
-        # A call is recorded after those inside of it: the next phase of its kind is the one that it is in.
+        # A call is recorded after its nested calls, so the next phase of its kind encloses it.
         phases = np.flatnonzero(np.isin(kinds, _FORWARD_PHASES) & here)
         of_phase = np.append(kinds[phases], Kind.FORWARD)[np.searchsorted(phases, rows)]
         rows = rows[of_phase == Kind.FORWARD]
@@ -518,7 +560,7 @@ class RankStatistics:
         add_to_each(sketches, records["duration_ns"][rows], starts)
 
     def typical_length(self) -> StepsOfLength:
-        """Return the sums over the steps that are as long as the typical one."""
+        """Return the sums over steps that are as long as the typical one."""
         typical, whole = classify([self.mix]).typical, StepsOfLength()
         if typical is None:
             return whole
@@ -530,12 +572,12 @@ class RankStatistics:
 
     @property
     def coverage(self) -> float:
-        """Share of the steps from the first to the last that were seen whole."""
+        """Fraction of steps, from the first to the last, that were recorded completely."""
         if self.first_step is None or self.last_step is None:
             return 0.0
         return self.counted_steps / (self.last_step - self.first_step + 1)
 
     def modules_ns(self) -> dict[str, float]:
-        """Return each module's mean own forward time in a usual step; nothing until a step counts."""
+        """Return each module's mean own forward time in a usual step; empty before a step counts."""
         steps = self.usual_steps
         return {name: sketch.sum_ns / steps for name, sketch in self.modules.items()} if steps else {}

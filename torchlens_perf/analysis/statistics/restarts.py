@@ -1,8 +1,9 @@
-"""Which processes of a node ran together, where the attempt does not show it. Pure.
+"""Find which processes of a node ran together when the attempt does not show it. Pure.
 
-When nodes join or leave an elastic job, torch's agents start all of their workers again without counting it as a
-restart: the attempt stays the same, ranks may be others, and steps and sequence numbers begin at 0. An agent starts no
-worker before its old ones have ended, so that rings are registered generation by generation.
+When nodes join or leave an elastic job, torch's agents restart all workers without counting a
+restart. The attempt stays the same, ranks may change, and steps and sequence numbers start at 0. An
+agent starts workers only after its old ones have ended, so rings are registered generation by
+generation.
 """
 
 from __future__ import annotations
@@ -13,24 +14,28 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
 
 UNRELATED = -1
-"""The generation of processes that ran beside the others: they are compared with none."""
+"""Generation of processes that ran in parallel to the job. They are not compared with others."""
 
 
 class Generations:
-    """Numbers the processes of one node, given in the order in which their rings were registered. One thread."""
+    """Number the processes of one node, in the order in which their rings were registered. One
+    thread.
+    """
 
     def __init__(self) -> None:
         self.newest = UNRELATED
         self._of: dict[str, int] = {}
         self._restarts = -1
-        # Of the newest generation.
+        # Data of the newest generation.
         self._world_size = 0
         self._ranks: set[int] = set()
         self._workers: set[tuple[int, int | None]] = set()
         self._pids: set[int] = set()
 
     def of(self, identity: Identity) -> int:
-        """The generation of a process, counted on over attempts; the same whenever it is asked for again."""
+        """Return the generation of a process, counted over all attempts. Repeated calls return the
+        same.
+        """
         if identity.key not in self._of:
             self._of[identity.key] = self._next(identity)
         return self._of[identity.key]
@@ -38,9 +43,11 @@ class Generations:
     def _next(self, who: Identity) -> int:
         worker = who.launcher_pid, who.local_rank
         again = who.rank in self._ranks or who.world_size != self._world_size
-        again |= who.elastic and worker in self._workers  # other launchers may give each rank the local rank 0
-        # A rank may have started it, with the environment that makes it take itself for that rank: it runs beside the
-        # others. But the first process of a script may start all of the ranks.
+        # Launchers that are not elastic may give each rank the local rank 0.
+        again |= who.elastic and worker in self._workers
+        # A rank may have started it with its own environment, from which the child takes the same
+        # rank. It runs in parallel to the ranks. But the first process of a script may also start
+        # all ranks.
         is_child = again and who.launcher_pid in self._pids and who.world_size <= self._world_size
         if who.restarts < self._restarts or (who.restarts == self._restarts and is_child):
             return UNRELATED

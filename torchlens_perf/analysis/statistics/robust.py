@@ -1,4 +1,4 @@
-"""Statistics that a few odd values do not move. Pure."""
+"""Statistics that are insensitive to outliers. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-TO_SIGMA = 1.4826  # of a normal distribution's median absolute deviation
+# Ratio of a normal distribution's standard deviation and its median absolute deviation.
+TO_SIGMA = 1.4826
 
 
 def median(values: npt.NDArray[Any], axis: int) -> npt.NDArray[Any]:
-    """Same as np.median() of values without NaN, which takes several times as long for a few of them."""
+    """Return np.median() of values without NaN, several times faster for few values."""
     count = values.shape[axis]
     lower, upper = (count - 1) // 2, count // 2
     parted = np.partition(values, (lower, upper), axis=axis)
@@ -22,5 +23,5 @@ def median(values: npt.NDArray[Any], axis: int) -> npt.NDArray[Any]:
 
 
 def spread(values: npt.NDArray[np.floating[Any]]) -> float:
-    """Standard deviation of what most values are, by the median absolute deviation."""
+    """Return the standard deviation of the bulk of the values, from the median absolute deviation."""
     return TO_SIGMA * float(np.median(np.abs(values - np.median(values))))

@@ -1,7 +1,7 @@
-"""The windows of all ranks on one grid, so that they can be laid beside each other. Pure.
+"""The windows of all ranks on one grid, for comparison. Pure.
 
-Each rank's history has windows of its own width. A column of the grid holds whole windows of every rank; there are at
-most MAX_COLUMNS, however long the run is.
+Each rank's history has windows of its own width. A column of the grid covers complete windows of
+every rank. There are at most MAX_COLUMNS, however long the run is.
 """
 
 from __future__ import annotations
@@ -22,33 +22,35 @@ Floats = npt.NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True)
 class RunWindows:
-    """Column i is about steps [first_steps[i], first_steps[i] + width). NaN where a rank has nothing in a column."""
+    """Column i covers steps [first_steps[i], first_steps[i] + width). NaN if a rank has no value in
+    a column.
+    """
 
     ranks: tuple[int, ...]
-    """The rows, sorted."""
+    """Ranks of the rows, sorted."""
     width: int
     first_steps: npt.NDArray[np.int64]
     work_ns: Floats
-    """Shape [ranks, columns]: mean work a step, as Windows has it."""
+    """Shape [ranks, columns]: mean work of a step, see Windows."""
     parts_ns: Floats
-    """Shape [ranks, columns, parts]: of a usual step; the mean over the windows in the column."""
+    """Shape [ranks, columns, parts]: parts of a usual step, as mean over the column's windows."""
     lack_ns: Floats
-    """The same shape: time in which the thread was ready and had no CPU. NaN where that was not measured."""
+    """Same shape: time that the thread was runnable without a CPU. NaN if it was not measured."""
     duration_ns: Floats
-    """Shape [ranks, columns]: a usual step's."""
+    """Shape [ranks, columns]: duration of a usual step."""
     tags: tuple[int, ...]
-    """By column, what else any rank did in it, as flags of rank.TAGS."""
+    """For each column, other work that any rank did in it, as flags of rank.TAGS."""
 
     last_step: int
-    """The newest of all ranks."""
+    """The newest step of all ranks."""
 
     def __len__(self) -> int:
         return len(self.first_steps)
 
     def covered(self, since: int, until: int | None) -> npt.NDArray[np.bool_]:
-        """Of which columns the middle lies from one step on and before another; None: to the end.
+        """Return for each column whether its middle is in [since, until). None: to the end.
 
-        Of the last column, only steps that were made count.
+        Only finished steps of the last column count.
         """
         ends = np.minimum(self.first_steps + self.width, self.last_step + 1)
         middle = (self.first_steps + ends) / 2
@@ -57,7 +59,9 @@ class RunWindows:
 
 
 def run_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | None:
-    """By rank, their windows, on one grid. last_step: the newest of all ranks. None where nobody has a window."""
+    """Return the ranks' windows on one grid; None without windows. last_step: the newest of all
+    ranks.
+    """
     ranks = tuple(rank for rank in sorted(windows) if len(windows[rank].first_step))
     if not ranks:
         return None
@@ -77,7 +81,9 @@ def run_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | 
 
 
 def grid(windows: list[Windows]) -> tuple[int, int, int]:
-    """Width and first step of the columns, and how many there are: windows of all ranks fit into them whole."""
+    """Return width, first step and number of columns. Each window of any rank is completely in one
+    column.
+    """
     width = max(each.width for each in windows)
     low = min(int(each.first_step[0]) for each in windows)
     high = max(int(each.first_step[-1]) + each.width for each in windows)
@@ -95,8 +101,8 @@ def _mean_work(windows: Windows, width: int, first: int, columns: int) -> Floats
 
 
 def _means(values: Floats, windows: Windows, width: int, first: int, columns: int) -> Floats:
-    """[columns, values]: of each column's windows; NaN where there is none."""
-    return column_means(values, (windows.first_step - first) // width, columns)
+    """Return means over each column's windows, shape [columns, values]; NaN without a window."""
+    return _column_means(values, (windows.first_step - first) // width, columns)
 
 
 def column_means(values: Floats, at: npt.NDArray[np.int64], columns: int) -> Floats:

@@ -1,4 +1,6 @@
-"""Step bins, the straggler detector's input: of each rank a row per step, or per several short steps. Pure."""
+"""Step bins, the straggler detector's input: for each rank a row per step, or per several short
+steps. Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,52 +17,67 @@ if TYPE_CHECKING:
 
 MIN_ROW_NS = 20_000_000
 WIDEST_ROW = 1024
-_WIDTH_AFTER = 8  # steps, from which the width of the rows is chosen
+# Number of steps from which the width of the rows is chosen.
+_WIDTH_AFTER = 8
 _WAIT = PARTS.index("communication")
-# Steps that are not compared: they do other work than training steps. One rank's makes the step incomparable for all.
+# Steps that are not compared, because they do other work than training. If one rank has one, it
+# excludes all ranks' step.
 OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CHECKPOINT | Flag.COMPILED | Flag.CAPTURED)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepBins:
-    """Consecutive steps of one rank: row i is the mean over steps [step[i], step[i] + width), without OTHER_WORK."""
+    """Consecutive steps of one rank: row i is the mean over steps [step[i], step[i] + width),
+    without OTHER_WORK.
+    """
 
     width: int
     step: npt.NDArray[np.int64]
     """Multiples of the width, ascending."""
     duration_ns: npt.NDArray[np.float64]
     work_ns: npt.NDArray[np.float64]
-    """Shape [rows, len(OWN_PARTS)]: the rank's own time, without that in which its thread was ready and had no CPU."""
+    """Shape [rows, len(OWN_PARTS)]: the rank's own time, without time that its thread was runnable
+    without a CPU.
+    """
     issue_ns: npt.NDArray[np.float64]
-    """Shaped alike: the host's time to issue the device's work. 0 where the rank is judged by the host's clock."""
+    """Shape of work_ns: the host's time to issue the device's work. 0 if the rank is judged by the
+    host's clock.
+    """
     lag_ns: npt.NDArray[np.float64]
-    """Shaped alike: the device's lag behind the host at the begin of each part. 0 there too."""
+    """Shape of work_ns: the device's lag behind the host at the start of each part. 0 if judged by
+    the host's clock.
+    """
     wait_ns: npt.NDArray[np.float64]
     ready_ns: npt.NDArray[np.float64]
-    """That time; NaN where it was not measured, and then it is in work_ns."""
+    """Time that the thread was runnable without a CPU. NaN if it was not measured; work_ns then
+    includes it.
+    """
     issue_ready_ns: npt.NDArray[np.float64]
-    """That time on the host, of a rank that is judged by its device: also where it did not hold up the device."""
+    """`ready_ns` of the host, for a rank that is judged by its device. It includes time that did
+    not delay the device.
+    """
     workload: npt.NDArray[np.float64]
-    """Tokens, or what else the job counts; NaN where it does not."""
+    """Tokens, or other units of the job; NaN if not counted."""
     flags: npt.NDArray[np.int64]
-    """Of the steps that it is the mean of."""
+    """Flags of the steps in the row."""
 
     def __len__(self) -> int:
         return len(self.step)
 
 
 class StepBinMaker:
-    """Makes rows of one rank's steps, as they come."""
+    """Make rows from one rank's steps as they arrive."""
 
     def __init__(self, width: int = 0, min_row_ns: float = MIN_ROW_NS) -> None:
-        """width: steps a row, a power of two; 0 to choose it by the first steps' duration, so that a row takes
-        `min_row_ns` at least."""
+        """width: steps in a row, a power of two. 0: choose it by the first steps' duration, so that
+        a row takes at least `min_row_ns`.
+        """
         self.width = width
         self._min_row_ns = min_row_ns
         self._tables: list[StepTable] = []
 
     def add(self, table: StepTable) -> StepBins | None:
-        """Adds finished steps, in order. Returns the rows that are complete now, if any."""
+        """Add finished steps, in order. Return the rows that are complete now, if any."""
         if len(table):
             self._tables.append(table)
         count = sum(len(each) for each in self._tables)
@@ -68,7 +85,7 @@ class StepBinMaker:
             if count < _WIDTH_AFTER:
                 return None
             durations = np.concatenate([each.duration_ns for each in self._tables])
-            # A replay has more of them at once, and must come to the same.
+            # A replay adds more steps at once and must choose the same width.
             self.width = row_width(float(np.median(durations[2:_WIDTH_AFTER])), self._min_row_ns)
         if not count:
             return None
@@ -81,7 +98,7 @@ class StepBinMaker:
         return _rows(merged.where(complete), self.width)
 
     def rest(self) -> StepBins | None:
-        """The last row, of the steps that do not fill one; when the run has ended."""
+        """Return the last, partial row at the end of a run."""
         if not self._tables:
             return None
         merged = concatenate(self._tables)
@@ -90,7 +107,7 @@ class StepBinMaker:
 
 
 def row_width(step_ns: float, min_row_ns: float = MIN_ROW_NS) -> int:
-    """How many steps of that duration make a row: a power of two."""
+    """Return the number of steps of that duration in a row: a power of two."""
     width = 1
     while width < WIDEST_ROW and width * step_ns < min_row_ns:
         width *= 2
@@ -98,7 +115,7 @@ def row_width(step_ns: float, min_row_ns: float = MIN_ROW_NS) -> int:
 
 
 def concatenate(tables: list[StepTable]) -> StepTable:
-    """One below the other; at least one."""
+    """Concatenate tables, at least one."""
     fields = [field.name for field in dataclasses.fields(StepTable)]
     return StepTable(**{name: np.concatenate([getattr(table, name) for table in tables]) for name in fields})
 
@@ -106,7 +123,8 @@ def concatenate(tables: list[StepTable]) -> StepTable:
 def _rows(table: StepTable, width: int) -> StepBins:
     keys = table.step // width * width
     if width > 1:
-        # One step of another kind, as one in 16 that is probed, must not take its whole row.
+        # A single step of another kind, such as one probed step in 16, must not exclude its whole
+        # row.
         kept = (table.flags & OTHER_WORK) == 0
         kept |= ~np.isin(keys, keys[kept])
         table, keys = table.where(kept), keys[kept]

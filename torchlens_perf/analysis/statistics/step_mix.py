@@ -1,15 +1,15 @@
-"""Classes of steps: the typical step, and the steps that take longer or shorter. Pure.
+"""Classes of steps: the typical step, and steps that take longer or shorter. Pure.
 
-Steps are counted by what else they did (evaluation, saving, compilation) and by duration, in bins of a few percent.
-Each bin has the sums of its steps' parts. Bins merge by addition, over time and over ranks, and do not grow with the
-run.
+Steps are counted by their other work (evaluation, saving, compilation) and by duration, in bins of
+a few percent. Each bin has the sums of its steps' parts. Bins merge by addition, over time and over
+ranks, and their number does not grow with the run.
 
-A mean over all steps would be decided by one evaluation, and medians of the parts do not add up to the median step. So
-the typical step is the mean of the middle half, by duration, of the largest class of similar steps. It is as steady as
-a median, and its parts add up.
+One evaluation would dominate a mean over all steps, and medians of the parts do not add up to the
+median step. The typical step is therefore the mean of the middle half, by duration, of the largest
+class of similar steps. It is as stable as a median, and its parts add up.
 
-Every step is in exactly one class: in that of the typical step, or in one that takes longer or shorter. The counts of
-the classes add up to all steps, and so do their times.
+Every step is in exactly one class: that of the typical step, or one that takes longer or shorter.
+The counts and the times of the classes add up to those of all steps.
 """
 
 from __future__ import annotations
@@ -27,22 +27,30 @@ from torchlens_perf.run.ring import Flag
 
 _BINS_PER_DOUBLING = 16  # 4.4 % wide
 _MAX_BINS = 400
-_MAX_STEPS = 8  # step numbers that a bin keeps
-_GAP = 1.25  # a class begins where steps take so many times as long as all shorter ones
-_LONG = 1.5  # and where they take so many times as long as the typical step, outside of its class's spread
-_SPREADS = 3.0  # in distances between the quartiles
-# Of the classes that have this share of the largest one's steps, the shortest is the typical one. The ratios of regular
-# loops (1/2, 2/3, 3/4, 1) are not close to it, so one step more or less does not change the typical step.
+# Number of step numbers that a bin keeps.
+_MAX_STEPS = 8
+# A class starts at steps that are this many times as long as all shorter ones.
+_GAP = 1.25
+# A class also starts at steps this many times as long as the typical step and outside of its
+# class's spread.
+_LONG = 1.5
+# Unit: distance between the quartiles.
+_SPREADS = 3.0
+# The shortest class that has this fraction of the largest one's steps is the typical one. Ratios in
+# regular loops (1/2, 2/3, 3/4, 1) are not close to it, so one step more or less does not change the
+# typical step.
 _COMPARABLE = 0.7
-# Steps of one class take a similar time more or less than the typical step: the largest and the smallest difference
-# have at most the ratio _SIMILAR, or _RANGE where no gap divides them.
+# Steps of one class differ from the typical step by similar times. The ratio of the largest and the
+# smallest difference is at most _SIMILAR, or _RANGE if no gap divides them.
 _SIMILAR, _RANGE, _SIZE_GAP = 2.0, 4.0, 1.5
-_FEW = 4  # times as many steps has the class that strays are joined to
-_REGULAR = 0.75  # share of the distances between steps that must be equal for a period
+# Strays are joined to a class that has at least this many times as many steps.
+_FEW = 4
+# Fraction of equal distances between steps that makes a period.
+_REGULAR = 0.75
 LACK_OF_CPU = "cpu"
-"""The part that takes longer where the thread is ready and no CPU is free."""
+"""The part that takes longer while the thread is runnable without a CPU."""
 WITHOUT_GRADIENTS = "forward passes without gradients"
-# What else a step may do. A step with several flags has all their names.
+# Other work of a step. A step with several flags has all of their names.
 _KINDS = {
     Flag.CAPTURED: "capture",
     Flag.COMPILED: "compilation",
@@ -52,12 +60,13 @@ _KINDS = {
     Flag.SKIPPED: "skipped update",
     Flag.INFERENCE: "inference",
 }
-# These count only for steps without any of the flags above.
+# These only count for steps without any of the flags above.
 _LITTLE_KINDS = {Flag.COLLECTED: "garbage collection", Flag.SAMPLED: "sampled backward pass"}
 _MASK, _LITTLE_MASK = (int(np.bitwise_or.reduce([int(flag) for flag in kinds])) for kinds in (_KINDS, _LITTLE_KINDS))
 _NAMES = {**_KINDS, **_LITTLE_KINDS}
-_BASES = (0, int(Flag.INFERENCE))  # flags of steps that do nothing else
-# A cause is named only where the extra time is in a part in which it works.
+# Flags of steps that do no other work.
+_BASES = (0, int(Flag.INFERENCE))
+# A cause is only reported if the extra time is in a part in which it works.
 _FORWARD_WORK = frozenset({"data", "forward", "host", "communication", LACK_OF_CPU})
 _WORKS_IN: Mapping[str, frozenset[str]] = {
     "compilation": frozenset({"forward", "recompute", "backward", "optimizer", "host", LACK_OF_CPU}),
@@ -68,30 +77,32 @@ _WORKS_IN: Mapping[str, frozenset[str]] = {
     "garbage collection": frozenset(OWN_PARTS),
     "sampled backward pass": frozenset({"backward", "recompute"}),
 }
-_MAX_SAMPLING = 3.0  # what sampling may add to a backward pass, in typical backward passes
+# Largest cost of sampling a backward pass, in typical backward passes.
+_MAX_SAMPLING = 3.0
 MEASURED = {Flag.COLLECTED: "python gc", Flag.CHECKPOINT: "torch.save"}
-"""Sections that measure what a flag tells, by the flag."""
-# A cause that is measured is named only where it takes this share of the extra time. torch.save() is a part of saving.
+"""For each flag, the section that measures its work."""
+# A measured cause is only reported if it takes this fraction of the extra time. torch.save() is a
+# part of saving.
 _EXPLAINS = {"garbage collection": (0, 0.5), "saving": (1, 0.25)}
 
 
 @dataclasses.dataclass
 class Bin:
-    """Steps of about one duration. Sums, in ns."""
+    """Steps of similar duration. Sums, in ns."""
 
     count: int = 0
     duration_ns: float = 0.0
     parts_ns: npt.NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(len(PARTS)))
     measured: int = 0
-    """How many of them recorded the time in which their thread was ready and had no CPU."""
+    """Number of steps with a recorded time of being runnable without a CPU."""
     ready_ns: npt.NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(len(PARTS)))
-    """That time, in each part."""
+    """That time, for each part."""
     steps: list[int] = dataclasses.field(default_factory=list)
-    """The numbers of the newest."""
+    """Numbers of the newest steps."""
     explained: int = 0
-    """How many of them have explained_ns."""
+    """Number of steps that have explained_ns."""
     explained_ns: npt.NDArray[np.float64] = dataclasses.field(default_factory=lambda: np.zeros(len(MEASURED)))
-    """The time in each section of MEASURED."""
+    """Time in each section of MEASURED."""
 
     def merge(self, other: Bin) -> None:
         self.count += other.count
@@ -113,7 +124,7 @@ class StepMix:
     """By flags in the upper and duration in the lower 32 bits."""
 
     def add(self, table: StepTable, explained_ns: npt.NDArray[np.int64] | None = None) -> None:
-        """Count steps. explained_ns: the time of each step in each section of MEASURED, if it is known."""
+        """Add steps. explained_ns: time of each step in each section of MEASURED, if known."""
         if not len(table):
             return
         flags = np.where(table.flags & _MASK, table.flags & _MASK, table.flags & _LITTLE_MASK)
@@ -162,7 +173,7 @@ class StepMix:
         return bool(self.bins)
 
     def by_flags(self) -> dict[int, list[Bin]]:
-        """The bins of each kind of steps, the shortest first."""
+        """Return the bins for each combination of flags, shortest first."""
         found: dict[int, list[Bin]] = {}
         for key in sorted(self.bins):
             found.setdefault(key >> 32, []).append(self.bins[key])
@@ -174,56 +185,59 @@ class TypicalStep:
     """The mean of the middle half of the steps of its class. Times in ns."""
 
     count: int
-    """Steps of the class."""
+    """Number of steps in the class."""
     duration_ns: float
     parts_ns: Mapping[str, float]
-    """The parts add up to the duration."""
+    """Time of each part. They add up to the duration."""
     ready_ns: Mapping[str, float] | None
-    """Time in each part in which the thread was ready and had no CPU; None if it was not measured."""
+    """Time in each part that the thread was runnable without a CPU; None if not measured."""
     flags: int
-    """What all steps of the class do besides training."""
+    """Other work of all steps in the class."""
     range_ns: tuple[float, float]
-    """The shortest and the longest duration of the middle half."""
+    """Shortest and longest duration of the middle half."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepClass:
-    """Steps that take longer or shorter than the typical one, all by a similar time. Times in ns."""
+    """Steps that take longer or shorter than the typical one by a similar time. Times in ns."""
 
     kinds: tuple[str, ...]
-    """What else they do; for longer steps, as far as it may be why. () if it is not known."""
+    """Other work of the steps. For longer steps, only work that may be the cause. () if not known.
+    """
     part: str
-    """The part of the step that differs the most from the typical step, or LACK_OF_CPU."""
+    """Part of the step that differs most from the typical step, or LACK_OF_CPU."""
     count: int
-    """Steps of one rank."""
+    """Number of steps of one rank."""
     duration_ns: float
     """Mean duration."""
     more_ns: float
-    """How much longer one of them takes than the typical step, on average; negative for shorter steps."""
+    """Mean difference to the typical step; negative for shorter steps."""
     total_ns: float
-    """How much longer all of them take together, on a rank."""
+    """Sum of the differences of all steps of a rank."""
     steps: tuple[int, ...]
-    """The numbers of the newest."""
+    """Numbers of the newest steps."""
     period: int | None
-    """Every how many steps there is one; None for irregular steps."""
+    """Distance between the steps; None for irregular ones."""
     only: int | None = None
-    """Which of the mixes alone does what `kinds` says, while all others wait in communication; None: not so."""
+    """Index of the only mix that does the work in `kinds` while all others wait in communication;
+    None without one.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class StepClasses:
-    """All steps of a rank, or of several, as classes. Counts and times are of one rank: the mean over the ranks."""
+    """All steps of one or several ranks, as classes. Counts and times are means over the ranks."""
 
     count: int
     total_ns: float
     typical: TypicalStep | None
-    """None if there is no step."""
+    """None without steps."""
     alike_mean_ns: float
-    """Mean duration of all steps of the typical step's class."""
+    """Mean duration of all steps in the typical step's class."""
     long: tuple[StepClass, ...]
-    """The costliest first."""
+    """Classes of longer steps, most expensive first."""
     short: tuple[StepClass, ...]
-    """The most frequent first."""
+    """Classes of shorter steps, most frequent first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,24 +247,25 @@ class _Other:
     mix: int
     bin: Bin
     part: str
-    """The part that differs the most, or LACK_OF_CPU."""
+    """Part that differs most, or LACK_OF_CPU."""
     more_ns: float
-    """How much longer one of its steps takes than the typical step of its rank."""
+    """Mean difference between its steps and the typical step of its rank."""
     size_ns: float
-    """The same without sign, and at least what steps of the typical class differ by."""
+    """Absolute difference, at least the spread of the typical class."""
     waits: bool = False
-    """Whether it waits for what another rank does."""
+    """True if it waits for the work of another rank."""
 
 
-# By kinds, part, and whether they take longer. Of known kinds, the part is "": an evaluation takes longer in the
-# forward pass, and on a busy machine also in other parts.
+# By kinds, part, and whether they take longer. For known kinds the part is "": an evaluation takes
+# longer in the forward pass, and on a busy machine also in other parts.
 _Groups = dict[tuple[tuple[str, ...], str, bool], list[_Other]]
 
 
 def classify(mixes: Sequence[StepMix]) -> StepClasses:
     """Return the classes of all ranks' steps together. Each step is compared with the typical step of its rank."""
     usual: list[Bin] = []
-    alike: list[Bin] = []  # those, and steps that do something else and take no longer
+    # The bins in `usual`, and steps with other work that takes no time.
+    alike: list[Bin] = []
     others: _Groups = {}
     ranks, flags = 0, 0
     for place, mix in enumerate(mixes):
@@ -288,7 +303,9 @@ def classify(mixes: Sequence[StepMix]) -> StepClasses:
 
 
 def _add_rank(place: int, mix: StepMix, all_usual: list[Bin], alike: list[Bin], others: _Groups) -> int:
-    """Add a rank's steps to the typical step's class and to the others. Return the flags of the typical step."""
+    """Add a rank's steps to the typical step's class and to the others. Return the flags of the
+    typical step.
+    """
     by_flags = mix.by_flags()
     counts = {flags: sum(each.count for each in bins) for flags, bins in by_flags.items()}
     base = max(counts, key=lambda flags: (flags in _BASES, counts[flags]))
@@ -312,7 +329,8 @@ def _add_rank(place: int, mix: StepMix, all_usual: list[Bin], alike: list[Bin], 
         for similar in (*_by_size(below), *_by_size([each for each in found if each.more_ns >= -spread_ns])):
             count = sum(each.bin.count for each in similar)
             more_ns = sum(each.bin.duration_ns for each in similar) / count - typical.duration_ns
-            if abs(more_ns) <= least_ns:  # what they do besides takes no time to speak of
+            # Their other work takes a negligible time.
+            if abs(more_ns) <= least_ns:
                 alike += [each.bin for each in similar]
                 continue
             part = _longest_part([each.bin for each in similar], typical)
@@ -335,25 +353,30 @@ def _kinds(flags: int) -> tuple[str, ...]:
 
 
 def _may_be_why(kind: str, part: str, more_ns: float, share: float, bins: Sequence[Bin], typical: TypicalStep) -> bool:
-    """Return whether steps may take more_ns longer because they did this.
+    """Return True if this work may be the reason that steps take more_ns longer.
 
-    part: where the extra time is. share: how many of the steps that did the same take as long.
+    part: the part with the extra time. share: fraction of steps with the same work that take as
+    long.
     """
     if kind in _WORKS_IN and part not in _WORKS_IN[kind]:
         return False
-    if kind == "sampled backward pass":  # all sampled steps have about the same overhead
+    # All sampled steps have about the same overhead.
+    if kind == "sampled backward pass":
         return share >= 0.5 and more_ns <= _MAX_SAMPLING * typical.parts_ns["backward"]
     if kind not in _EXPLAINS or any(each.explained < each.count for each in bins):
         return True
     column, least = _EXPLAINS[kind]
     measured_ns = float(sum(each.explained_ns[column] for each in bins)) / sum(each.count for each in bins)
-    if kind == "saving" and not measured_ns:  # saved by something else than torch.save()
+    # Another function than torch.save() did the saving.
+    if kind == "saving" and not measured_ns:
         return True
     return measured_ns >= least * more_ns
 
 
 def _cause(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str, bool] | None:
-    """Return the group of steps that explains most of these waits: of a known kind, on a rank that others wait for."""
+    """Return the group of steps that explains most of these waits: of a known kind, on a rank that
+    others wait for.
+    """
     for key, found in groups.items():
         steps = {step for each in found for step in each.bin.steps}
         if key[0] and key[2] and 2 * len(steps & set(waits.steps)) > len(waits.steps):
@@ -362,7 +385,7 @@ def _cause(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str, bool] | N
 
 
 def _by_size(found: Sequence[_Other]) -> list[list[_Other]]:
-    """Divide at the largest gaps, until each group's mean describes its members."""
+    """Divide at the largest gaps until each group's mean describes its members."""
     done: list[list[_Other]] = []
     pending = [sorted(found, key=lambda each: each.size_ns)] if found else []
     while pending:
@@ -378,11 +401,11 @@ def _by_size(found: Sequence[_Other]) -> list[list[_Other]]:
 
 
 def _with_strays(groups: list[list[_Other]]) -> list[list[_Other]]:
-    """Join steps of known kinds to the largest group: those of a similar size that come irregularly, if they are few or
-    come regularly together with the group.
+    """Join strays of known kinds to the largest group.
 
-    An evaluation that a busy machine slows down is one of the evaluations. What comes regularly is of a class of its
-    own, as a longer evaluation in each hundredth step.
+    Strays are steps of similar size that are few and irregular, or that come regularly together
+    with the group. An evaluation that a busy machine slows down is thus still an evaluation.
+    Regular steps are a class of their own, such as a longer evaluation in each hundredth step.
     """
     largest = max(groups, key=_count)
     joined, rest = list(largest), []
@@ -407,7 +430,7 @@ def _mean_size_ns(found: Sequence[_Other]) -> float:
 
 def _known_steps(found: Sequence[_Other]) -> list[int]:
     """Return the numbers of the newest steps, without gaps."""
-    # A bin with as many numbers as it keeps may have forgotten older ones.
+    # A bin that keeps the maximal number of step numbers may have dropped older ones.
     full = [each.bin.steps[0] for each in found if len(each.bin.steps) >= _MAX_STEPS]
     return sorted({step for each in found for step in each.bin.steps if step >= max(full, default=0)})
 
@@ -441,7 +464,7 @@ def _quantile(bins: Sequence[Bin], share: float) -> float:
 
 
 def _typical(bins: Sequence[Bin], flags: int) -> TypicalStep:
-    """bins: of the class, the shortest first."""
+    """Return the typical step. bins: of its class, shortest first."""
     total = sum(each.count for each in bins)
     counts = np.array([each.count for each in bins], np.float64)
     ends = np.cumsum(counts)
@@ -481,7 +504,7 @@ def _longest_part(bins: Sequence[Bin], typical: TypicalStep) -> str:
 
 def _step_class(kinds: tuple[str, ...], found: Sequence[_Other], ranks: int) -> StepClass:
     count = _count(found)
-    # A rank that waits in communication does so for the work of another one.
+    # A rank that waits in communication waits for the work of another one.
     parts = sorted({each.part for each in found} - {"communication"}) or ["communication"]
     total_ns = sum(each.bin.count * each.more_ns for each in found)
     known = _known_steps(found)

@@ -1,4 +1,4 @@
-"""The step table that a rank's records become, and its steps as spans. Pure."""
+"""Convert a rank's records to a step table, and steps to spans. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class HostLine(TypedDict):
-    """The columns of steps, or of rows of them, that only those by the device's clock have, see StepTable."""
+    """The columns of StepTable that only steps by the device's clock have."""
 
     issue_ns: npt.NDArray[Any]
     issue_ready_ns: npt.NDArray[Any]
     lag_ns: npt.NDArray[Any]
 
 
-# Of a record, in the order of Span's fields.
+# Record fields in the order of Span's fields.
 _SPAN_COLUMNS = ("kind", "name_id", "step", "start_ns", "duration_ns", "depth", "flags", "value0", "value1")
 _NO_SPANS = (int(Kind.STEP), int(Kind.THREAD_TIME), int(Kind.SKETCH), int(Kind.MERGED), int(Kind.MEMORY))
 _PART_OF_KIND = {
@@ -44,9 +44,10 @@ def _parts_of_kinds() -> npt.NDArray[np.int64]:
 
 
 def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
-    """The steps that end in these records of one rank, which are in sequence order and begin with a step's first.
+    """Return the steps that end in these records of one rank.
 
-    A phase belongs to the step whose end follows it; phases after the last end are left out.
+    Records are in sequence order and begin with a step's first. A phase belongs to the step whose
+    end follows it. Phases after the last end are left out.
     """
     ends = np.flatnonzero(records["kind"] == Kind.STEP)
     steps = records[ends]
@@ -59,7 +60,8 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
     np.add.at(parts_ns, (step_of_phase, parts[phases]), own_ns)
     parts_ns = parts_ns[:-1]
     cpu_ns, ready_ns = _thread_times(records, ends)
-    # What the tool did before the step's first mark is charged to the step, and is no part of its duration.
+    # The tool's work before the step's first mark is charged to the step, but is not part of its
+    # duration.
     inside_ns = np.minimum(steps["phase_ns"], steps["duration_ns"])
     parts_ns[:, PARTS.index("tool")] = np.maximum(inside_ns - parts_ns.sum(axis=1), 0)
     parts_ns[:, PARTS.index("host")] += np.maximum(steps["duration_ns"] - parts_ns.sum(axis=1), 0)
@@ -79,14 +81,18 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
 
 
 def no_host_line(parts_ns: npt.NDArray[Any], ready_ns: npt.NDArray[Any]) -> HostLine:
-    """Return the host line of steps by the host's clock, shaped as the two columns that they have."""
+    """Return an empty host line for steps by the host's clock, with the shapes of the given
+    columns.
+    """
     return {"issue_ns": np.zeros_like(parts_ns), "issue_ready_ns": ready_ns, "lag_ns": np.zeros_like(parts_ns)}
 
 
 def _thread_times(
     records: npt.NDArray[np.void], ends: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """CPU time and time ready without a CPU, by step and part; -1 in steps that were not measured."""
+    """Return CPU time and time runnable without a CPU, by step and part; -1 in steps without
+    measurement.
+    """
     times = np.flatnonzero(records["kind"] == Kind.THREAD_TIME)
     of_step = np.searchsorted(ends, times)
     inside = of_step < len(ends)
@@ -115,10 +121,10 @@ def step_traces(
     wanted: set[int],
     later: npt.NDArray[np.void] | None = None,
 ) -> list[StepTrace]:
-    """The wanted steps among these records, span by span. `records` holds whole steps; later: what came after them.
+    """Return the wanted steps among these records with all their spans.
 
-    A span belongs to the step that its record names: collectives may end, and be recorded, after their step, and device
-    times are reported after it.
+    records: complete steps. later: records after them. A span belongs to the step in its record.
+    Collectives may end, and device times may arrive, after their step.
     """
     traces = []
     ends = np.flatnonzero(records["kind"] == Kind.STEP)
@@ -142,13 +148,15 @@ def step_traces(
 
 
 def span_count(records: npt.NDArray[np.void], step: int) -> int:
-    """How many spans a step has among these records, its own left out."""
+    """Return the number of a step's spans among these records, without its own."""
     of_step = records["kind"][records["step"] == step]
     return int(np.count_nonzero(~np.isin(of_step, _NO_SPANS)))
 
 
 def to_spans(records: npt.NDArray[np.void], names: list[str]) -> tuple[Span, ...]:
-    """A column at a time: NumPy takes longer to hand out a field of one record than of a hundred."""
+    """Convert records to spans column by column. NumPy returns a hundred fields of one column as
+    fast as one field.
+    """
     known = len(names)
     kinds, name_ids, *others = (records[name].tolist() for name in _SPAN_COLUMNS)
     named = [names[name_id] if name_id < known else "" for name_id in name_ids]
