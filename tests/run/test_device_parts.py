@@ -1,4 +1,6 @@
-"""The parts of a device's steps are the same in the training process and in the sidecar; rows survive their record."""
+"""Training process and sidecar divide a device's steps into equal parts, and rows are restored from
+their records.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ PART_OF_ROW = {
     Row.FORWARD: "forward", Row.RECOMPUTE: "recompute", Row.BACKWARD: "backward", Row.OPTIMIZER: "optimizer",
     Row.STALL: "communication", Row.GAP: "host",
 }  # fmt: skip
-# Few values, so that many spans begin, end and last alike, and overlap by a little.
+# Few distinct values, so that many spans share starts, ends and lengths, or overlap slightly.
 SPANS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 12), st.integers(0, 12)), max_size=9)
 
 
 class Known:
-    """Keeps the steps."""
+    """A stand-in that records the steps."""
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
@@ -42,15 +44,17 @@ Steps = list[tuple[list[tuple[Kind, int, int]], int]]
 
 @settings(max_examples=400)
 @given(st.lists(st.tuples(SPANS, st.integers(0, 40)), min_size=1, max_size=3))
-def test_both_make_the_same_parts(steps: Steps) -> None:
-    """Of any spans, nested, overlapping and as long as one another; the host was never in the gap."""
+def test_host_and_sidecar_make_the_same_parts(steps: Steps) -> None:
+    """Spans may be nested, overlapping or of equal length. The host is never in the gap."""
     both_agree(steps)
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.integers(1100, 3000), st.integers(1, 20)), min_size=2, max_size=3), st.integers(0, 999))
-def test_both_make_the_same_parts_of_thousands_of_spans(shapes: list[tuple[int, int]], seed: int) -> None:
-    """As FSDP2 has them: each micro-step's phases, and stalls inside and between them."""
+def test_host_and_sidecar_make_the_same_parts_of_thousands_of_spans(shapes: list[tuple[int, int]], seed: int) -> None:
+    """The spans are like those of FSDP2: the phases of each micro-step, with stalls inside of and
+    between them.
+    """
     steps: Steps = []
     random = Random(seed)
     for count, phases in shapes:
@@ -71,7 +75,8 @@ def both_agree(steps: Steps) -> None:
     known, records = Known(), []
     parts = StepParts(known)  # type: ignore[arg-type]
     for number, (spans, step_ns) in enumerate(steps):
-        # A backward pass of no time, apart from all others: without one it is no training step.
+        # An empty backward pass apart from all others, because a step without one is no training
+        # step.
         device = [*spans, (Kind.BACKWARD, 1000, 0), (Kind.STEP, 0, step_ns)]
         for kind, start_ns, duration_ns in device:
             parts.add(int(kind), number, start_ns, duration_ns)
@@ -89,8 +94,7 @@ def both_agree(steps: Steps) -> None:
         assert (table.own_ns[index], table.duration_ns[index]) == (rows[Row.WORK], rows[Row.STEP])
 
 
-def test_steps_that_do_not_train_are_left_out() -> None:
-    """And spans of a step whose own record never came are no part of the next one."""
+def test_steps_without_training_and_their_spans_are_left_out() -> None:
     known = Known()
     parts = StepParts(known)  # type: ignore[arg-type]
     parts.add(int(Kind.FORWARD), 0, 0, 5)
@@ -106,8 +110,8 @@ def test_steps_that_do_not_train_are_left_out() -> None:
     assert len(known.steps) == 2998, "what is left of steps takes no room"
 
 
-def test_a_step_with_more_spans_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is left out as a whole: its stalls would be its work. The next one is whole again."""
+def test_step_with_too_many_spans_is_left_out_completely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without its stalls would have too much work."""
     monkeypatch.setattr(step_parts, "MAX_EVENTS", 10)
     known = Known()
     parts = StepParts(known)  # type: ignore[arg-type]
@@ -117,13 +121,14 @@ def test_a_step_with_more_spans_than_there_is_room_for(monkeypatch: pytest.Monke
             parts.add(int(Kind.WAIT), step, each * 10, 5)
         parts.add(int(Kind.STEP), step, 0, 100)
     assert [rows[Row.STALL] for rows in known.steps] == [45, 15]
-    for step in range(3, 1000):  # steps that are never whole leave nothing behind
+    # Incomplete steps leave nothing behind.
+    for step in range(3, 1000):
         parts.add(int(Kind.WAIT), step, 0, 5)
     assert len(parts._spans) == 1
 
 
-def test_a_row_survives_its_record() -> None:
-    """Of a section, and of a part; what does not fit is cut, and nothing else is touched by it."""
+def test_row_is_restored_from_its_record() -> None:
+    """Values that do not fit are cut, and do not change other fields."""
     for row in (SECTION, *range(len(Row))):
         wanted = MergedRow(
             "attention" if row == SECTION else ROW_NAMES[row], 64 * 16384, 2**50, 2**43, 2**43 + 5, 10**7, 10**4, 16383,

@@ -1,4 +1,4 @@
-"""What a rank says of itself fits into its ring file, whatever its launcher, its user and its job have made long."""
+"""A rank's metadata fit into its ring file, however long launcher, user and job have made them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG = "x" * 9000
 
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a real session publishes."""
+    """Return the metadata that a real session publishes."""
     with run_without_traces(tmp_path_factory.mktemp("run")) as run:
         rank = Rank(run, 0)
         rank.session.note("something is not measured")
@@ -35,7 +35,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def changed(usual: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with another value at "identity.program" or the like."""
+    """Return a copy with another value at a path such as "identity.program"."""
     copy = json.loads(json.dumps(usual))
     *folders, name = path.split(".")
     place = copy
@@ -67,8 +67,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("path", "value", "told"), CASES, ids=[f"{path}-{len(str(v))}" for path, v, _ in CASES])
-def test_one_thing_too_long(usual: dict[str, Any], path: str, value: Any, told: str) -> None:
-    """It, or as little of it as does, is left out, a note says so, and everything else is as it was."""
+def test_one_field_that_is_too_long_is_left_out(usual: dict[str, Any], path: str, value: Any, told: str) -> None:
+    """A note names what was left out. All other fields are unchanged."""
     text = fitted(changed(usual, path, value), METADATA_BYTES)
     found = json.loads(text)
     field = path.partition(".")[0]
@@ -89,8 +89,7 @@ def test_one_thing_too_long(usual: dict[str, Any], path: str, value: Any, told: 
         assert len(kept if field == path else kept["attributes"]) > 10, "no more is left out than must be"
 
 
-def test_everything_too_long(usual: dict[str, Any]) -> None:
-    """Who the rank is, its clock and its settings stay."""
+def test_identity_clock_and_settings_stay_if_all_fields_are_too_long(usual: dict[str, Any]) -> None:
     metadata = usual
     for path, value, _ in CASES:
         if path != "identity.host":
@@ -104,8 +103,8 @@ def test_everything_too_long(usual: dict[str, Any]) -> None:
     assert len(found["notes"][-1]) < 400
 
 
-def test_what_fits_is_not_touched(usual: dict[str, Any]) -> None:
-    """Also where it fills the place to the last byte."""
+def test_metadata_that_fit_are_unchanged(usual: dict[str, Any]) -> None:
+    """This includes metadata that use all bytes."""
     room = METADATA_BYTES - len(json.dumps({**usual, "stack_file": ""}, separators=(",", ":")))
     full = {**usual, "stack_file": "x" * room}
 
@@ -125,8 +124,8 @@ _VALUE = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["notes", "groups", "gpus", "device", "job_store", "new"]), _VALUE))
-def test_any_metadata(metadata: dict[str, Any]) -> None:
-    """Nothing raises, all of it fits, and either nothing is missing or a note tells of it."""
+def test_any_metadata_fit(metadata: dict[str, Any]) -> None:
+    """Either nothing is missing or a note says what was left out."""
     identity = {"rank": 3, "traceparent": "x" * 5000, "attributes": {"a": "b"}}
     metadata = {"identity": identity, **metadata}
     if not isinstance(metadata.get("notes", []), list):
@@ -140,13 +139,12 @@ def test_any_metadata(metadata: dict[str, Any]) -> None:
         assert "left out" in found["notes"][-1]
 
 
-def test_not_even_the_identity_fits() -> None:
-    """Then there is nothing that a reader could use."""
+def test_result_is_empty_if_the_identity_does_not_fit() -> None:
     assert fitted({"identity": {str(i): i for i in range(5000)}}, METADATA_BYTES) == b"{}"
 
 
-def test_a_watch_with_long_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables that are far too long, and a long name of the program: recorded, and the report says what it lacks."""
+def test_watch_with_long_variables_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environment variables and the program name are too long. The report says what is missing."""
     monkeypatch.setenv("TRACEPARENT", LONG)
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", f"host.rack={LONG},host.id=i-1")
     monkeypatch.setenv("SLURM_JOB_NAME", "\N{SNOWMAN}" * 4000)

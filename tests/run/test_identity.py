@@ -1,4 +1,4 @@
-"""Who a rank is, from the environments that launchers make."""
+"""The identity of a rank in the environments of launchers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def detect(environ: dict[str, str], nth_watch: int = 0) -> identity.Identity:
     return identity.detect(environ, claim, nth_watch)
 
 
-def test_torchrun() -> None:
-    """torchrun's variables name rank, node and attempt."""
+def test_torchrun_variables_give_rank_node_and_attempt() -> None:
     found = detect(TORCHRUN)
 
     assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (5, 1, 8, 4)
@@ -40,8 +39,10 @@ def test_torchrun() -> None:
     assert found.attributes["torch.elastic.max_restarts"] == "3"
 
 
-def test_slurm() -> None:
-    """Under srun, Slurm's variables serve where torchrun's are missing; how many ranks its nodes have is not said."""
+def test_srun_variables_give_rank_and_node() -> None:
+    """Slurm's variables replace missing ones of torchrun. They do not include the number of ranks
+    per node.
+    """
     found = detect(SLURM)
 
     assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (3, 1, 4, None)
@@ -51,8 +52,7 @@ def test_slurm() -> None:
     )
 
 
-def test_alone() -> None:
-    """Without a launcher there is one rank."""
+def test_process_without_a_launcher_is_the_only_rank() -> None:
     found = detect({})
 
     assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == (0, 0, 1, 1)
@@ -62,24 +62,24 @@ def test_alone() -> None:
 @pytest.mark.parametrize("text", ["first", "-2", "", " ", "²", "٣", "1e3", "0x1", "9" * 10, "9" * 5000, "\udcff"])
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"])
 def test_malformed_numbers_are_ignored(name: str, text: str) -> None:
-    """A launcher's variable that is no number is as good as none."""
     assert dataclasses.replace(detect({name: text}), run_id="") == dataclasses.replace(detect({}), run_id="")
 
 
 @pytest.mark.parametrize("port", ["", "http", "²", "9" * 5000])
-def test_malformed_port_is_no_store(port: str) -> None:
-    """MASTER_PORT that is no number: nobody said where the store is."""
+def test_malformed_port_gives_no_store(port: str) -> None:
     assert identity.job_store({"MASTER_ADDR": "node-a", "MASTER_PORT": port}) is None
 
 
 @pytest.mark.parametrize("told", ["...", ".", ""])
-def test_told_run_id_that_names_nothing(told: str) -> None:
-    """What is left of it after cleaning names a folder, or the run id is claimed."""
+def test_configured_run_id_is_cleaned_or_ignored(told: str) -> None:
+    """If no character is left after cleaning, the run id is claimed."""
     assert detect({"TORCHLENS_PERF_RUN_ID": told}, nth_watch=1).run_id.startswith("claimed-")
 
 
-def test_run_id_is_the_launchers_on_one_node() -> None:
-    """On one node the run id is claimed with a digest of the launcher: the same for all of its children."""
+def test_run_id_on_one_node_is_claimed_for_the_launcher() -> None:
+    """The run id is claimed with a digest of the launcher, which is the same for all of its
+    children.
+    """
     one_node = {**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}
     first, second = detect({**one_node, "RANK": "0"}), detect({**one_node, "RANK": "7"})
 
@@ -90,7 +90,9 @@ def test_run_id_is_the_launchers_on_one_node() -> None:
 
 
 def test_run_id_over_several_nodes() -> None:
-    """Over several nodes only what all of them know, and no other job, can name the run: else each claims its own."""
+    """Over several nodes, a name of the run must be known on all of them and unique to the job.
+    Otherwise each node claims one.
+    """
     c10d = {
         **TORCHRUN, "TORCHELASTIC_RUN_ID": "job/7 a", "MASTER_ADDR": "node-a", "MASTER_PORT": "42901",
         "PET_RDZV_BACKEND": "c10d",
@@ -99,20 +101,22 @@ def test_run_id_over_several_nodes() -> None:
     assert detect(c10d).run_id == detect({**c10d, "RANK": "0"}).run_id
     assert detect(c10d).run_id.startswith("job_7_a-")
     assert detect({**c10d, "MASTER_PORT": "42902"}).run_id != detect(c10d).run_id
-    assert detect({**c10d, "PET_RDZV_BACKEND": "static"}).run_id.startswith("claimed-")  # a user has written it down
+    # A static rendezvous is written by the user, so the next job may have the same.
+    assert detect({**c10d, "PET_RDZV_BACKEND": "static"}).run_id.startswith("claimed-")
     assert detect(TORCHRUN).run_id.startswith("claimed-")
     assert detect({"TORCHLENS_PERF_RUN_ID": "../mine"}).run_id == "_mine"
 
 
-def test_process_is_told_from_its_successor() -> None:
-    """A process has a start time; one that has ended, or is only a zombie, has none."""
+def test_start_time_identifies_a_process() -> None:
+    """A process has a start time. A process that has ended, or is a zombie, has none."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     started = identity.process_started(child.pid)
 
     assert started is not None
     assert started >= identity.process_started(os.getpid())
     child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet reaped
+    # Wait for the end without reaping the process.
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert identity.process_started(child.pid) is None
     child.wait()
     assert identity.process_started(child.pid) is None
@@ -120,13 +124,13 @@ def test_process_is_told_from_its_successor() -> None:
 
 @pytest.fixture
 def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A shared memory of the test's own."""
+    """Replace shared memory by a folder of the test."""
     monkeypatch.setattr(directory, "_SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
-def test_claimed_run_id_is_the_same_for_all(local: Path) -> None:
-    """Ranks that claim at different times get the first one's answer; another launcher gets its own."""
+def test_ranks_of_a_launcher_claim_the_same_run_id(local: Path) -> None:
+    """Another launcher gets its own run id."""
     launcher = os.getppid()
     first = claim_run_id("abc", launcher)
 
@@ -136,13 +140,14 @@ def test_claimed_run_id_is_the_same_for_all(local: Path) -> None:
 
 
 def test_lone_process_leaves_no_claim(local: Path) -> None:
-    """Nobody else asks for its run id."""
     assert claim_run_id("abc", os.getpid()).endswith("-abc")
     assert list(local.iterdir()) == []
 
 
 def test_claims_of_dead_launchers_are_forgotten(local: Path) -> None:
-    """Not those of living ones, nor those of another namespace, whose process ids say nothing here."""
+    """Claims of living launchers stay, and those of other namespaces, whose process ids have no
+    meaning here.
+    """
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     claim_run_id("dead", child.pid)
     claim_run_id("alive", os.getppid())
@@ -156,7 +161,9 @@ def test_claims_of_dead_launchers_are_forgotten(local: Path) -> None:
 
 
 def test_launcher_that_starts_the_same_ranks_again(local: Path) -> None:
-    """A script that spawns its ranks twice makes two runs; ranks of one claim the same, though one has ended."""
+    """A script that spawns its ranks twice makes two runs. Ranks of one run get the same id, even
+    if one has ended.
+    """
     launcher = os.getppid()
 
     def run_ids(*ranks: int) -> set[str]:
@@ -184,12 +191,13 @@ def test_launcher_that_starts_the_same_ranks_again(local: Path) -> None:
         return {claimed for _, claimed in children}
 
     assert run_ids(0, 1) == {"of-0-in-2\n"}
-    assert run_ids(1, 0) == {"of-1-in-2\n"}  # rank 1 comes again
-    assert run_ids(2, 0, 1) == {"of-2-in-3\n"}  # rank 2 is new, and all others have ended
+    # Rank 1 comes again.
+    assert run_ids(1, 0) == {"of-1-in-2\n"}
+    # Rank 2 is new, and all others have ended.
+    assert run_ids(2, 0, 1) == {"of-2-in-3\n"}
 
 
-def test_many_processes_claim_at_once(local: Path) -> None:
-    """Eight processes that claim at the same moment agree."""
+def test_simultaneous_claims_agree(local: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from torchlens_perf.run import directory\n"
         "directory._SHARED_MEMORY = Path(sys.argv[1])\n"
@@ -213,8 +221,8 @@ def test_many_processes_claim_at_once(local: Path) -> None:
     assert claimed.pop().endswith("-abc\n")
 
 
-def test_kubernetes() -> None:
-    """In a pod, the pod's name is known without any set-up."""
+def test_pod_name_is_an_attribute_in_kubernetes() -> None:
+    """In a pod, the pod's name is known without configuration."""
     found = detect({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "train-0", "K8S_NAMESPACE": "ml"})
 
     assert found.attributes == {"k8s.pod.name": "train-0", "k8s.namespace.name": "ml"}
@@ -253,10 +261,10 @@ PYTORCHJOB = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MA
         (PYTORCHJOB, "environment", None, None, "claimed-"),
     ],
 )
-def test_launchers(
+def test_launcher_variables_give_the_place_of_a_rank(
     environ: dict[str, str], launcher: str, local_rank: int | None, local_world_size: int | None, run_id: str
 ) -> None:
-    """As they set their variables for the last of four ranks on two nodes."""
+    """The variables are those of the last of four ranks on two nodes."""
     found = detect(environ)
     assert (found.rank, found.world_size, found.launcher) == (3, 4, launcher)
     assert (found.local_rank, found.local_world_size) == (local_rank, local_world_size)
@@ -267,16 +275,20 @@ def test_launchers(
 @pytest.mark.parametrize(
     "around", [STEP, {name: value for name, value in STEP.items() if "STEP" not in name}, OPEN_MPI, HYDRA, INTEL_MPI]
 )
-def test_one_launcher_inside_of_another(around: dict[str, str]) -> None:
-    """torchrun under srun or mpirun, or in a batch script: a row that is not about this process does not count."""
+def test_inner_launcher_counts_if_launchers_are_nested(around: dict[str, str]) -> None:
+    """A row only counts if it describes this process: torchrun under srun or mpirun, or in a batch
+    script.
+    """
     inside = {**TORCHRUN, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
     assert detect({**around, **inside}).launcher == "torchrun"
     loop = detect({**around, "RANK": "1", "WORLD_SIZE": "2"})
     assert (loop.rank, loop.world_size, loop.launcher) == (1, 2, "environment")
 
 
-def test_batch_script_is_no_rank() -> None:
-    """A batch script of Slurm has SLURM_PROCID=0 and the job's SLURM_NTASKS, and is one process."""
+def test_batch_script_is_a_single_process() -> None:
+    """A batch script of Slurm has SLURM_PROCID=0 and the job's SLURM_NTASKS, but is a single
+    process.
+    """
     batch = {name: value for name, value in {**STEP, "SLURM_PROCID": "0"}.items() if "STEP" not in name}
     assert (detect(batch).rank, detect(batch).world_size) == (0, 1)
 
@@ -292,15 +304,17 @@ def test_batch_script_is_no_rank() -> None:
         ("2(x2)", "", 2),
     ],
 )
-def test_tasks_per_node(per_node: str, node: str, ranks: int | None) -> None:
-    """As Slurm writes it."""
+def test_ranks_per_node_are_read_from_slurms_list(per_node: str, node: str, ranks: int | None) -> None:
+    """The texts are in Slurm's format."""
     step = {**STEP, "SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": node, "SLURM_STEP_NUM_TASKS": "7",
             "SLURM_STEP_NUM_NODES": "4"}  # fmt: skip
     assert detect(step).local_world_size == ranks
 
 
-def test_restart_in_a_smaller_world(local: Path) -> None:
-    """What torchrun's agent has called the run, it goes on to be called: with another port, on one node at last."""
+def test_run_id_stays_after_a_restart_in_a_smaller_world(local: Path) -> None:
+    """The run keeps the name that torchrun's agent gave it, with another port and finally on one
+    node.
+    """
     before = {
         **TORCHRUN, "TORCHELASTIC_RUN_ID": "job", "MASTER_ADDR": "a", "MASTER_PORT": "1", "PET_RDZV_BACKEND": "c10d",
         "GROUP_WORLD_SIZE": "2",

@@ -1,4 +1,6 @@
-"""Install hints name what pip can install: a clone, a repository, a wheel, an index, or an extra's own packages."""
+"""Install hints name packages that pip can install: a clone, a repository, a wheel, an index, or an
+extra's requirements.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ REQUIRES = ["numpy>=1.24", 'textual<9,>=1; extra == "top"', 'uvicorn>=0.30; extr
 
 
 def installed_from(monkeypatch: pytest.MonkeyPatch, direct_url: Any) -> None:
-    """Let the package's metadata have this direct_url.json; None: no such file."""
+    """Set the direct_url.json of the package's metadata. None: there is no such file."""
 
     class Distribution:
         requires = REQUIRES
@@ -42,7 +44,7 @@ def test_from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("editable", [False, True])
 def test_from_a_clone(editable: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The command works in any folder, and an editable installation stays one."""
+    """The command works in any folder, and an editable installation stays editable."""
     clone = tmp_path / "a clone"
     clone.mkdir()
     installed_from(monkeypatch, {"url": clone.as_uri(), "dir_info": {"editable": True} if editable else {}})
@@ -74,7 +76,9 @@ def test_from_a_url(direct_url: Any, url: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_clone_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image that deletes its build folder is told the packages of the extra, which any index has."""
+    """In an image without its build folder, the hint names the packages of the extra, which any
+    index has.
+    """
     installed_from(monkeypatch, {"url": "file:///deleted", "dir_info": {}})
     assert install_command("top") == "pip install 'textual<9,>=1'"
     assert install_command() == "pip install torchlens-perf"
@@ -91,7 +95,7 @@ def test_clone_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pip_takes_the_command() -> None:
-    """The command for this environment, which is an editable installation, is one that pip accepts."""
+    """The command for this environment, which is an editable installation, is accepted by pip."""
     _, *command = shlex.split(install_command("top"))
     done = subprocess.run(
         [sys.executable, "-m", "pip", *command, "--dry-run", "--no-deps", "--no-index", "--no-build-isolation"],

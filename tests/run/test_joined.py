@@ -1,4 +1,4 @@
-"""A node's run directory that joins node 0's, and names of nodes."""
+"""A node's run directory joins node 0's; names of nodes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def made(folder: Path, name: str, of_node: str) -> RunDirectory:
     return run
 
 
-def test_on_a_shared_disk(tmp_path: Path) -> None:
-    """The files move, and every path that was known goes on to lead to them; what comes later is there too."""
+def test_files_move_to_node_0s_directory_on_a_shared_disk(tmp_path: Path) -> None:
+    """All known paths stay valid, also for later files."""
     first, other = made(tmp_path, "run-0", "node-a"), made(tmp_path, "run-1", "node-b")
     log = open(other.node_log("node-b"), "w")  # noqa: SIM115  as a sidecar's
 
@@ -35,11 +35,11 @@ def test_on_a_shared_disk(tmp_path: Path) -> None:
     assert first.node_log("node-b").read_text() == "said later"
     assert other.node_state("node-b").read_text() == "node-b"
     assert first.oom_table(3, 1).exists()
-    assert not join_run(other.path, "run-0")  # again is harmless
+    # A repeated call does nothing.
+    assert not join_run(other.path, "run-0")
 
 
-def test_without_a_shared_disk(tmp_path: Path) -> None:
-    """Node 0's name leads to the node's own directory."""
+def test_node_0s_name_becomes_a_link_without_a_shared_disk(tmp_path: Path) -> None:
     other = made(tmp_path, "run-1", "node-b")
     assert not join_run(other.path, "run-0")
     assert not join_run(other.path, "run-0")
@@ -47,15 +47,17 @@ def test_without_a_shared_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../away", "", ".", "a/b", ".hidden", "x" * 200])
-def test_names_that_lead_elsewhere(tmp_path: Path, name: str) -> None:
-    """What node 0 says comes over a network."""
+def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
+    """Names from node 0 come over a network and are not trusted."""
     other = made(tmp_path / "runs", "run-1", "node-b")
     assert not join_run(other.path, name)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run-1"]
 
 
-def test_names_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host, and whose process ids; another namespace on the same host is another node of that host."""
+def test_node_name_has_host_and_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name has the host and the namespace of process ids. Another namespace on the host is
+    another node of that host.
+    """
     here = node.node_name()
     assert node.host_of(here) == socket.gethostname()
     monkeypatch.setattr(node, "pid_namespace", lambda: 1)

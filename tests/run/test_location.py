@@ -1,4 +1,4 @@
-"""Where a machine is: from files as clouds, container runtimes and Slurm leave them."""
+"""Location of a machine, from files as clouds, container runtimes and Slurm make them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def machine(folder: Path, dmi: dict[str, str] | None = None, **proc: str) -> tup
         ({}, {}),
     ],
 )
-def test_cloud(tmp_path: Path, dmi: dict[str, str], found: dict[str, str]) -> None:
-    """By what the firmware says; nothing of a machine that is in none."""
+def test_cloud_is_found_in_firmware_fields(tmp_path: Path, dmi: dict[str, str], found: dict[str, str]) -> None:
+    """The firmware identifies the cloud. A machine that is in no cloud gets no attributes."""
     assert attributes({}, *machine(tmp_path, dmi)) == found
 
 
@@ -48,8 +48,8 @@ def test_cloud(tmp_path: Path, dmi: dict[str, str], found: dict[str, str]) -> No
         f"0::/machine.slice/libpod-{ID}.scope",
     ],
 )
-def test_container(tmp_path: Path, text: str) -> None:
-    """From the name of its control group; where that is hidden, from its mounts."""
+def test_container_id_is_found(tmp_path: Path, text: str) -> None:
+    """The id is in the name of the control group, or, if that is hidden, in the mounts."""
     assert attributes({}, *machine(tmp_path / "a", cgroup=text)) == {"container.id": ID}
     layer = "cd34" * 16
     mounts = (
@@ -60,8 +60,10 @@ def test_container(tmp_path: Path, text: str) -> None:
     assert attributes({}, *hidden) == {"container.id": ID}
 
 
-def test_slurm_and_what_the_user_says(tmp_path: Path) -> None:
-    """The switch next to the node; the user's own words count more, and what we do not show is left to the exporter."""
+def test_location_from_slurm_and_user_attributes(tmp_path: Path) -> None:
+    """Values of the user override detected ones. Values that are not shown are left to the
+    exporter.
+    """
     slurm = {"SLURM_TOPOLOGY_ADDR": "core.leaf3.node12", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
     nothing = machine(tmp_path)
 
@@ -71,8 +73,8 @@ def test_slurm_and_what_the_user_says(tmp_path: Path) -> None:
     assert attributes({**slurm, **told}, *nothing) == {"network.switch": "s7", "host.rack": "r 12"}
 
 
-def test_in_words() -> None:
-    """The nearest first; short."""
+def test_location_as_text() -> None:
+    """The nearest place comes first, and the text is short."""
     known = {"host.id": "i-0abc", "network.switch": "leaf3", "host.type": "p5.48xlarge", "slurm.job.id": "7"}
 
     assert location(known) == "switch leaf3, instance i-0abc, p5.48xlarge"

@@ -1,4 +1,6 @@
-"""Where a training process hears from the sidecar: whole texts only, each once, and nothing left behind."""
+"""A training process receives complete texts from the sidecar, each once, and no files are left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ def ring(tmp_path: Path) -> Path:
     return tmp_path / "rank-1-2.ring"
 
 
-def test_each_text_is_news_once(ring: Path) -> None:
-    """Also an equal one that was delivered anew is news."""
+def test_each_text_is_returned_once(ring: Path) -> None:
+    """Delivering an equal text again counts as a change."""
     box = Mailbox(ring, VIEW)
     assert box.news() is None
 
@@ -29,8 +31,7 @@ def test_each_text_is_news_once(ring: Path) -> None:
     box.close()
 
 
-def test_a_text_that_is_being_written_is_none_yet(ring: Path) -> None:
-    """The rest comes later; what is there meanwhile is neither shown nor forgotten."""
+def test_partial_text_is_returned_once_it_is_complete(ring: Path) -> None:
     box = Mailbox(ring, VIEW)
     with open(box.path, "wb", buffering=0) as file:
         file.write(b"ha")
@@ -40,8 +41,8 @@ def test_a_text_that_is_being_written_is_none_yet(ring: Path) -> None:
     box.close()
 
 
-def test_a_question_is_asked_until_it_is_answered(ring: Path) -> None:
-    """It is no answer to itself, and nobody is asked twice."""
+def test_question_is_visible_until_it_is_answered(ring: Path) -> None:
+    """The question is not returned as its own answer."""
     box = Mailbox(ring, ANSWER, RESULTS)
     assert (question(box.path), box.news()) == (RESULTS, None)
 
@@ -51,8 +52,8 @@ def test_a_question_is_asked_until_it_is_answered(ring: Path) -> None:
     assert question(box.path) is None
 
 
-def test_who_comes_too_late_leaves_nothing(ring: Path) -> None:
-    """A process that does not wait any more has its file taken away, and the sidecar makes none."""
+def test_late_delivery_leaves_no_file(ring: Path) -> None:
+    """Once the reader has removed its file, the sidecar does not make a new one."""
     box = Mailbox(ring, ALERTS)
     box.close()
     deliver(str(box.path), "late")
@@ -60,8 +61,8 @@ def test_who_comes_too_late_leaves_nothing(ring: Path) -> None:
     assert list(ring.parent.iterdir()) == []
 
 
-def test_no_room_for_a_question(ring: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then there is no mailbox, and none is left; one without a question needs no room."""
+def test_full_disk_raises_and_leaves_no_mailbox(ring: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is left. A mailbox without a question needs no space."""
 
     def full(descriptor: int, text: bytes) -> int:
         raise OSError(errno.ENOSPC, "full")
@@ -73,8 +74,8 @@ def test_no_room_for_a_question(ring: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Mailbox(ring, VIEW).close()
 
 
-def test_one_of_a_kind(ring: Path) -> None:
-    """A second one of the same process is refused: two readers would take one another's texts."""
+def test_second_mailbox_of_a_kind_is_refused(ring: Path) -> None:
+    """Two readers would take each other's texts."""
     box = Mailbox(ring, ANSWER)
     with pytest.raises(FileExistsError):
         Mailbox(ring, ANSWER)
@@ -82,7 +83,7 @@ def test_one_of_a_kind(ring: Path) -> None:
 
 
 def test_no_link_is_followed(ring: Path) -> None:
-    """Somebody has put one in its place."""
+    """Another user may have made the link."""
     other = ring.parent / "precious"
     other.write_text("kept")
     ring.with_suffix(VIEW).symlink_to(other)

@@ -1,4 +1,6 @@
-"""The table of live blocks, from snapshots as torch 2.13 documents them, with stacks that torch has gathered."""
+"""The table of live blocks, from snapshots as torch 2.13 documents them, with stacks that torch has
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ KB = 1024
 
 
 class Mlp(nn.Module):
-    """Keeps the stack that an activation of its would have."""
+    """Keep the stack that an allocation of this module's activation would have."""
 
     def forward(self, stacks: list[Any]) -> list[Any]:
         stacks.append(frames())
@@ -49,7 +51,9 @@ def table_of(held: dict[str, Any], **limits: int) -> LiveTable:
 
 
 def test_blocks_are_grouped_by_module_and_stack() -> None:
-    """The three blocks' activations are one row, of their classes; what the script itself holds is another."""
+    """The activations of three blocks are one row, with their classes. Memory of the script itself
+    is another row.
+    """
     stacks = Net()([])
     own = frames()
     blocks = [block(100 * KB, stack=stack) for stack in stacks] + [block(50 * KB, stack=own), block(9 * KB)]
@@ -61,7 +65,8 @@ def test_blocks_are_grouped_by_module_and_stack() -> None:
     assert activations["stack"][0].startswith(f"{__file__}:")
     assert [line.split()[-1] for line in activations["stack"][:3]] == [
         "forward"
-    ] * 3  # nothing of torch is between them
+        # No frame of torch is between them.
+    ] * 3
     assert (script["module"], script["bytes"]) == ("", 50 * KB)
     assert "test_blocks_are_grouped_by_module_and_stack" in script["stack"][0]
     assert (unknown["stack"], unknown["bytes"]) == ([], 9 * KB)
@@ -70,7 +75,7 @@ def test_blocks_are_grouped_by_module_and_stack() -> None:
 
 
 def test_same_stack_at_other_times_is_the_same_row() -> None:
-    """Each snapshot's frames are objects of their own; rows are told apart by what they say."""
+    """Frames of different snapshots are different objects, so rows are compared by content."""
     blocks = [block(KB, stack=stack) for stack in (Net()([])[0] for _ in range(4))]
     assert [(row["module"], row["blocks"]) for row in table_of(snapshot([segment(blocks)]))["rows"]] == [
         ("Net > Block > Mlp", 4)
@@ -78,7 +83,7 @@ def test_same_stack_at_other_times_is_the_same_row() -> None:
 
 
 def test_without_stacks_blocks_are_grouped_by_size() -> None:
-    """The history was off: what is left to say."""
+    """The history was off."""
     blocks = [block(size * KB) for size in (4, 4, 4, 10, 1)]
     rows = table_of(snapshot([segment(blocks)]))["rows"]
     assert [(row["bytes"], row["blocks"], row["largest_bytes"]) for row in rows] == [
@@ -87,8 +92,8 @@ def test_without_stacks_blocks_are_grouped_by_size() -> None:
     assert {(row["module"], *row["stack"]) for row in rows} == {("",)}
 
 
-def test_how_full_the_segments_are() -> None:
-    """Of this device alone: allocated, freed but still in use elsewhere, free in pieces."""
+def test_use_of_segments_is_counted_for_one_device() -> None:
+    """Only this device counts: allocated, freed but still in use by another stream, free in pieces."""
     first = [block(4 * KB), block(KB, "inactive"), block(2 * KB, "active_pending_free"), block(3 * KB, "inactive")]
     table = table_of(
         snapshot([segment(first), segment([block(8 * KB)], is_expandable=True), segment([block(99 * KB)], device=1)])
@@ -99,14 +104,13 @@ def test_how_full_the_segments_are() -> None:
     assert sum(row["bytes"] for row in table["rows"]) == 14 * KB
 
 
-def test_an_empty_device() -> None:
-    """Nothing is held, and nothing is divided by it."""
+def test_empty_device_has_an_empty_table() -> None:
     table = table_of(snapshot([]))
     assert (table["rows"], table["reserved_bytes"], table["segments"], table["history_s"]) == ([], 0, 0, None)
 
 
-def test_what_is_left_out_is_counted() -> None:
-    """Small blocks beyond the number that is looked at, and rows beyond those that are shown."""
+def test_blocks_that_are_left_out_are_counted() -> None:
+    """Small blocks beyond the limit, and rows beyond those that are shown."""
     blocks = [block(size * KB) for size in range(1, 101)]
     table = table_of(snapshot([segment(blocks)]), max_blocks=50, max_rows=10)
 
@@ -117,7 +121,7 @@ def test_what_is_left_out_is_counted() -> None:
 
 
 def test_new_blocks_are_those_of_the_history() -> None:
-    """Allocated within it; an address that was freed and taken again is new."""
+    """An address that was freed and allocated again is new."""
     stack = frames()
     blocks = [block(KB, stack=stack) for _ in range(4)]
     held = snapshot([segment(blocks)])
@@ -140,7 +144,7 @@ def test_new_blocks_are_those_of_the_history() -> None:
 
 
 def test_deep_models_keep_both_ends() -> None:
-    """The outermost class and the innermost ones; and no more frames than people read."""
+    """The outermost class and the innermost ones are shown, with a limited number of frames."""
 
     class Outer(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -155,8 +159,10 @@ def test_deep_models_keep_both_ends() -> None:
     assert len(row["stack"]) == 6
 
 
-def test_classes_are_told_apart_by_where_their_forward_begins() -> None:
-    """A class that inherits forward() is shown as the one that defines it: frames know no more."""
+def test_classes_are_distinguished_by_the_first_line_of_forward() -> None:
+    """A class that inherits forward() is shown as the class that defines it, because frames have
+    only that.
+    """
 
     class Child(Mlp):
         pass

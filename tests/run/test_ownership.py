@@ -1,4 +1,4 @@
-"""Who can change a file: folders, links and files of a path, with real modes and owners."""
+"""Checks of who can change a file: folders, links and files of a path, with real modes and owners."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A file three folders deep, all of them this user's."""
+    """Return a file three folders deep, which all belong to this user."""
     path = tmp_path / "home" / "cache" / "ours" / "tap.so"
     path.parent.mkdir(parents=True)
     path.touch()
@@ -27,8 +27,8 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_own_file(file: Path) -> None:
-    """This user's file in this user's folders is nobody else's to change, and neither are the system's own."""
+def test_own_file_is_accepted(file: Path) -> None:
+    """This includes the system's files."""
     assert others_can_change(file) is None
     assert others_can_change(file.parent) is None
     assert others_can_change(Path("/bin/sh")) is None
@@ -36,8 +36,8 @@ def test_own_file(file: Path) -> None:
 
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize(("bits", "who"), [(0o020, "group"), (0o002, "everybody"), (0o022, "everybody")])
-def test_writable_by_others(level: int, bits: int, who: str, file: Path) -> None:
-    """The file, its folder, or any above it, with one bit too many: refused, with the very part named."""
+def test_path_that_others_can_write_to_is_refused(level: int, bits: int, who: str, file: Path) -> None:
+    """The message names the part of the path that is writable."""
     part = [file, *file.parents][level]
     part.chmod(0o755 | bits)
     refused = others_can_change(file)
@@ -50,8 +50,8 @@ def test_writable_by_others(level: int, bits: int, who: str, file: Path) -> None
 
 @as_root
 @pytest.mark.parametrize("level", range(4))
-def test_another_users(level: int, file: Path) -> None:
-    """The file, its folder, or any above it, belongs to somebody else: refused, whatever its mode."""
+def test_path_of_another_user_is_refused(level: int, file: Path) -> None:
+    """This holds for the file, its folder and all parents, whatever their mode is."""
     part = [file, *file.parents][level]
     os.chown(part, SOMEBODY, -1)
 
@@ -59,9 +59,12 @@ def test_another_users(level: int, file: Path) -> None:
 
 
 @as_root
-def test_seen_by_another_user() -> None:
-    """For an ordinary user, root's files are as good as the own ones; a third user's are not."""
-    with tempfile.TemporaryDirectory() as made:  # pytest's own folders are closed to others
+def test_user_accepts_own_and_roots_files_only() -> None:
+    """For a user other than root, root's files are as safe as the user's own. Files of a third user
+    are not.
+    """
+    # pytest's own folders are closed to other users.
+    with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         folder.chmod(0o755)
         owners = {"roots": 0, "own": SOMEBODY, "theirs": SOMEBODY + 1}
@@ -79,8 +82,10 @@ def test_seen_by_another_user() -> None:
 
 
 @as_root
-def test_sticky_folders(file: Path) -> None:
-    """Above, a sticky folder will do, as /tmp; not as the folder itself, and not somebody else's."""
+def test_sticky_folder_is_accepted_as_a_parent(file: Path) -> None:
+    """A sticky parent such as /tmp is accepted. The folder itself must not be sticky, and no parent
+    may belong to another user.
+    """
     above = file.parent.parent
     above.chmod(0o1777)
     assert others_can_change(file) is None
@@ -90,7 +95,7 @@ def test_sticky_folders(file: Path) -> None:
 
 
 def chain(folder: Path, length: int, end: Path) -> Path:
-    """A symbolic link to a link to a link ... to the end."""
+    """Return a symbolic link to a link to a link ... to the end."""
     target = end
     for number in range(length):
         link = folder / f"link{number}"
@@ -101,7 +106,7 @@ def chain(folder: Path, length: int, end: Path) -> Path:
 
 @pytest.mark.parametrize("make", [os.path.abspath, os.path.relpath], ids=["absolute", "relative"])
 def test_links_are_followed(make: Callable[..., str], file: Path, tmp_path: Path) -> None:
-    """Through links, the places that they lead over count: one that others can write to is found behind them."""
+    """A writable folder behind a link is found."""
     start = tmp_path / "start"
     start.mkdir()
     target = make(file.parent) if make is os.path.abspath else make(file.parent, start)
@@ -113,8 +118,8 @@ def test_links_are_followed(make: Callable[..., str], file: Path, tmp_path: Path
     assert others_can_change(start / "link" / file.name) == f"{file.parent.parent} can be written by everybody"
 
 
-def test_links_place_counts_too(file: Path, tmp_path: Path) -> None:
-    """Who can replace the link chooses where it leads to."""
+def test_folder_of_a_link_is_checked(file: Path, tmp_path: Path) -> None:
+    """A user who can replace the link decides where it leads."""
     start = tmp_path / "start"
     start.mkdir()
     (start / "link").symlink_to(file)
@@ -124,8 +129,8 @@ def test_links_place_counts_too(file: Path, tmp_path: Path) -> None:
 
 
 @as_root
-def test_another_users_link(file: Path, tmp_path: Path) -> None:
-    """In a sticky folder anybody can put a link: that to our own file is not ours."""
+def test_link_of_another_user_is_refused(file: Path, tmp_path: Path) -> None:
+    """In a sticky folder any user can make a link to this user's file."""
     start = tmp_path / "start"
     start.mkdir()
     start.chmod(0o1777)
@@ -136,8 +141,8 @@ def test_another_users_link(file: Path, tmp_path: Path) -> None:
     assert others_can_change(link) == f"{link} belongs to user {SOMEBODY}"
 
 
-def test_links_without_end(file: Path, tmp_path: Path) -> None:
-    """Forty links are followed, as by the kernel; a circle is an error, and no endless loop."""
+def test_cycle_of_links_raises(file: Path, tmp_path: Path) -> None:
+    """Forty links are followed, as in the kernel. A cycle is an error and does not hang."""
     assert others_can_change(chain(tmp_path, 40, file)) is None
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
@@ -145,8 +150,8 @@ def test_links_without_end(file: Path, tmp_path: Path) -> None:
         others_can_change(tmp_path / "a")
 
 
-def test_what_is_not_there(file: Path) -> None:
-    """Nothing there is an error of its own: who looks for a file must be able to tell it from one that is refused."""
+def test_missing_file_raises(file: Path) -> None:
+    """A caller must be able to distinguish a missing file from a refused one."""
     with pytest.raises(FileNotFoundError):
         others_can_change(file.parent / "missing.so")
     with pytest.raises(NotADirectoryError):
@@ -154,8 +159,8 @@ def test_what_is_not_there(file: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "tap.so", "./tap.so", "../tap.so", "~/tap.so"])
-def test_relative_paths(path: str, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    """A path that depends on the current folder is refused, also where the file there would do."""
+def test_relative_path_is_refused(path: str, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    """A path that depends on the current folder is refused even if the file there is safe."""
     monkeypatch.chdir(file.parent)
     refused = others_can_change(Path(path))
 
@@ -163,8 +168,8 @@ def test_relative_paths(path: str, monkeypatch: pytest.MonkeyPatch, file: Path) 
     assert "not an absolute path" in refused
 
 
-def test_file_that_has_more_than_its_size() -> None:
-    """The kernel reports a size of 0 for files in /proc, as for a file that grows while it is read."""
+def test_file_larger_than_its_reported_size_is_read_completely() -> None:
+    """The kernel reports size 0 for files in /proc, like for a file that grows during a read."""
     content = read_bytes("/proc/self/cmdline", 1 << 20)
 
     assert content == Path("/proc/self/cmdline").read_bytes()

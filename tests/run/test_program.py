@@ -1,4 +1,4 @@
-"""The name of a program: what the user started, however it was started."""
+"""The name of a program: what the user started, in any way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from torchlens_perf.run.identity import name_of
 
 KERNEL = "/env/lib/python3.11/site-packages/ipykernel_launcher.py"
-# Prints the name in this process and in one that multiprocessing starts.
+# Print the name in this process and in one that multiprocessing starts.
 SHOW = "import os; from torchlens_perf.run.identity import program_name; print(program_name(os.environ), flush=True)"
 SCRIPT = f"""
 import multiprocessing, sys
@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with programs of all kinds."""
+    """Make a folder with programs of all kinds."""
     for name in ("train.py", "sub/train.py", "package/__init__.py", "package/__main__.py", "package/part.py",
                  "namespace/part.py", "app/__main__.py", os.fsdecode(b"\xff.py"), "start"):  # fmt: skip
         path = tmp_path / name
@@ -77,7 +77,7 @@ def folder(tmp_path: Path) -> Path:
     ],
 )  # fmt: skip
 def test_name_is_what_was_started(arguments: str, names: list[str], folder: Path) -> None:
-    """Scripts by their file, modules by their name, folders by theirs; code without a file is `python`."""
+    """Scripts and folders have their own name, modules theirs. Code without a file is `python`."""
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} {arguments}"], cwd=folder, capture_output=True, text=True, timeout=60
     )
@@ -85,8 +85,7 @@ def test_name_is_what_was_started(arguments: str, names: list[str], folder: Path
     assert done.stdout.splitlines() == names, done.stderr
 
 
-def test_folder_that_is_started_from_inside(folder: Path) -> None:
-    """`python .` is named by the folder."""
+def test_python_dot_is_named_by_its_folder(folder: Path) -> None:
     done = subprocess.run([sys.executable, "."], cwd=folder / "app", capture_output=True, text=True, timeout=60)
 
     assert done.stdout == "app\n"
@@ -106,7 +105,7 @@ def test_folder_that_is_started_from_inside(folder: Path) -> None:
     ],
 )
 def test_notebook_is_named_by_its_file(launcher: str, vscode: object, environ: dict[str, str], name: str) -> None:
-    """A kernel's program is its notebook, where Jupyter Server or VS Code says which; else `notebook`."""
+    """Jupyter Server or VS Code provide the name of the notebook. Without them it is `notebook`."""
     main = types.ModuleType("__main__")
     if vscode is not None:
         main.__vsc_ipynb_file__ = vscode  # type: ignore[attr-defined]
@@ -114,13 +113,13 @@ def test_notebook_is_named_by_its_file(launcher: str, vscode: object, environ: d
     assert name_of([launcher, "-f", "connection.json"], main, environ) == name
 
 
-def test_script_that_a_notebook_starts_is_no_notebook() -> None:
-    """It inherits Jupyter's variable, and is named by its file."""
+def test_script_started_by_a_notebook_is_named_by_its_file() -> None:
+    """The script inherits Jupyter's variable."""
     assert name_of(["/x/train.py"], types.ModuleType("__main__"), {"JPY_SESSION_NAME": "/x/a.ipynb"}) == "train.py"
 
 
-def test_anything_in_argv_has_a_name() -> None:
-    """A script may put into sys.argv what it likes."""
+def test_any_argv_gives_a_name() -> None:
+    """A script may put any value into sys.argv."""
     assert name_of([Path("/x/train.py")], None, {}) == "train.py"  # type: ignore[list-item]
     assert name_of([7], None, {}) == "7"  # type: ignore[list-item]
     assert name_of(["/"], None, {}) == "python"

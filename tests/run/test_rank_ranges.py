@@ -20,19 +20,17 @@ from torchlens_perf.run.rank_ranges import parse_ranges, ranges
         ([1, 9], "1,9"),
     ],
 )
-def test_text(ranks: list[int], text: str) -> None:
-    """Regular sets are one range."""
+def test_regular_set_is_one_range(ranks: list[int], text: str) -> None:
     assert ranges(ranks) == text
 
 
 @given(st.sets(st.integers(0, 300)))
-def test_round_trip(ranks: set[int]) -> None:
-    """Whatever the set, the text gives it back."""
+def test_text_of_any_set_is_parsed_back(ranks: set[int]) -> None:
     assert sorted(parse_ranges(ranges(sorted(ranks)))) == sorted(ranks)
 
 
 @pytest.mark.parametrize("text", ["0-99999999999999999999", "0-9999999", "0-1000000,0-1000000", f"{10**30}"])
-def test_more_ranks_than_any_job_has(text: str) -> None:
-    """Few letters ask for no gigabytes."""
+def test_too_many_ranks_are_refused(text: str) -> None:
+    """Short text could otherwise use gigabytes of memory."""
     with pytest.raises(ValueError, match="more than 1048576 ranks"):
         parse_ranges(text)

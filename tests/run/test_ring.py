@@ -1,4 +1,4 @@
-"""The ring file: its layout, its reader, and what the reader says of what it missed."""
+"""The ring file: its layout, its reader, and the reader's count of missed records."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ native_only = pytest.mark.skipif("native" not in IDS, reason="the package was in
 
 
 @native_only
-def test_layout_is_the_compilers() -> None:
-    """The offsets that Python uses are those of the C structures."""
+def test_offsets_match_the_c_structures() -> None:
     offsets = IMPLEMENTATIONS[0].layout()
     words = {
         "head": ring.HEAD, "step": ring.STEP, "unbalanced": ring.UNBALANCED, "too_deep": ring.TOO_DEEP,
@@ -45,8 +44,7 @@ def test_layout_is_the_compilers() -> None:
     assert offsets["Header.stack"] + offsets["Stack.frames"] == 8 * ring.FRAMES
 
 
-def test_how_far_the_device_is(tmp_path: Path) -> None:
-    """As it is written it is read; nothing before."""
+def test_device_mark_is_read_as_written(tmp_path: Path) -> None:
     made = ring.RingFile(tmp_path / "ring", 64)
     reader = ring.Reader(made.path)
     assert device_mark(reader) is None
@@ -58,7 +56,7 @@ def test_how_far_the_device_is(tmp_path: Path) -> None:
 
 
 def test_file_is_private_and_reserved(tmp_path: Path) -> None:
-    """The file has mode 0600, and its blocks are reserved, so that a store cannot hit a full disk."""
+    """Blocks are reserved, so that a store cannot fail on a full disk."""
     made = RingFile(tmp_path / "r", 1024)
     status = os.stat(made.path)
     made.close()
@@ -68,7 +66,6 @@ def test_file_is_private_and_reserved(tmp_path: Path) -> None:
 
 
 def test_existing_file_is_refused(tmp_path: Path) -> None:
-    """A file or a link that is there already is not written to."""
     (tmp_path / "target").write_text("mine")
     (tmp_path / "r").symlink_to(tmp_path / "target")
 
@@ -77,8 +74,7 @@ def test_existing_file_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "target").read_text() == "mine"
 
 
-def test_full_disk_raises_at_creation() -> None:
-    """A place without room raises OSError, and leaves no file behind."""
+def test_full_disk_raises_at_creation_and_leaves_no_file() -> None:
     folder = Path("/dev/shm")
     free = os.statvfs(folder)
     too_many = 1 << (free.f_bavail * free.f_frsize // ring.RECORD_BYTES + 1).bit_length()
@@ -89,8 +85,7 @@ def test_full_disk_raises_at_creation() -> None:
     assert not path.exists()
 
 
-def test_names_keep_their_ids(tmp_path: Path) -> None:
-    """A name is interned once; the reader sees the same list, whatever the name holds."""
+def test_name_is_interned_once(tmp_path: Path) -> None:
     made = RingFile(tmp_path / "r", 1024)
     names = ["blocks.0", "emoji \N{SNOWMAN}", "</script>\x1b[31m", "lone \ud800", "x" * 1000, ""]
     ids = [made.intern(name) for name in names]
@@ -103,8 +98,8 @@ def test_names_keep_their_ids(tmp_path: Path) -> None:
     made.close()
 
 
-def test_full_name_table_counts_the_surplus(tmp_path: Path) -> None:
-    """Names beyond the table's space share id 0 and are counted; earlier ones stay."""
+def test_names_beyond_the_table_are_counted(tmp_path: Path) -> None:
+    """Names that do not fit share id 0. Earlier ones stay."""
     made = RingFile(tmp_path / "r", 1024)
     ids = [made.intern(f"{i:0250d}") for i in range(2000)]
     reader = Reader(made.path)
@@ -117,8 +112,8 @@ def test_full_name_table_counts_the_surplus(tmp_path: Path) -> None:
     made.close()
 
 
-def test_metadata_is_replaced_whole(tmp_path: Path) -> None:
-    """The reader gets the last metadata, and nothing while they are being replaced."""
+def test_metadata_are_replaced_atomically(tmp_path: Path) -> None:
+    """The reader gets no metadata while they are being replaced."""
     made = RingFile(tmp_path / "r", 1024)
     reader = Reader(made.path)
 
@@ -132,7 +127,8 @@ def test_metadata_is_replaced_whole(tmp_path: Path) -> None:
     made.set_metadata({"rank": 5})
     assert reader.metadata() == {"rank": 5}, "whoever left the revision odd"
 
-    made.buffer[ring.METADATA_OFFSET + 2] ^= 1  # "sank": not what the writer has stored, whatever the revision says
+    # The content differs from what the writer stored, whatever the revision is.
+    made.buffer[ring.METADATA_OFFSET + 2] ^= 1
     assert reader.metadata() == {}
     made.set_metadata({"rank": 6})
     assert reader.metadata() == {"rank": 6}
@@ -152,8 +148,7 @@ def test_metadata_is_replaced_whole(tmp_path: Path) -> None:
         (lambda data: data[:-64], "does not match"),
     ],
 )
-def test_damaged_file_is_named(tmp_path: Path, damage: object, message: str) -> None:
-    """A file that is no ring file raises RingError with the reason, not a crash."""
+def test_damaged_file_raises_with_the_reason(tmp_path: Path, damage: object, message: str) -> None:
     made = RingFile(tmp_path / "r", 1024)
     made.close()
     data = (tmp_path / "r").read_bytes()
@@ -163,8 +158,8 @@ def test_damaged_file_is_named(tmp_path: Path, damage: object, message: str) -> 
         Reader(tmp_path / "damaged")
 
 
-def test_closed_ring_says_so(tmp_path: Path) -> None:
-    """A writer that ends its ring leaves CLOSED; one that died leaves OPEN."""
+def test_state_shows_whether_the_writer_closed_the_ring(tmp_path: Path) -> None:
+    """A writer that was killed leaves OPEN."""
     made = RingFile(tmp_path / "r", 1024)
     reader = Reader(made.path)
 
@@ -176,8 +171,7 @@ def test_closed_ring_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
 class TestReading:
-    def test_reads_on_where_it_stopped(self, implementation: object, tmp_path: Path) -> None:
-        """Each read returns what is new, numbered without gaps."""
+    def test_each_read_returns_new_records(self, implementation: object, tmp_path: Path) -> None:
         rig = Rig(implementation, tmp_path)
         rig.span(Kind.DATA, "a", 5)
         rig.span(Kind.DATA, "b", 5)
@@ -191,7 +185,6 @@ class TestReading:
         rig.close()
 
     def test_overwritten_records_are_counted(self, implementation: object, tmp_path: Path) -> None:
-        """The oldest records give way; the reader counts exactly those it did not get."""
         rig = Rig(implementation, tmp_path)
         rig.span(Kind.DATA, "first", 5)
         rig.reader.read()
@@ -204,8 +197,8 @@ class TestReading:
         assert batch.sequences.tolist() == list(range(3001 - 1024, 3001))
         rig.close()
 
-    def test_unfinished_record_waits(self, implementation: object, tmp_path: Path) -> None:
-        """A record whose stamp is not there yet ends the batch; in a dead writer's ring it is counted as lost."""
+    def test_unfinished_record_is_read_later(self, implementation: object, tmp_path: Path) -> None:
+        """In the ring of a dead writer, it is counted as lost."""
         rig = Rig(implementation, tmp_path)
         for _ in range(5):
             rig.span(Kind.DATA, "a", 5)
@@ -229,8 +222,7 @@ class TestReading:
         again.close()
         rig.close()
 
-    def test_open_spans_of_a_dead_process(self, implementation: object, tmp_path: Path) -> None:
-        """A reader sees which phases a process that was killed had open."""
+    def test_open_spans_of_a_killed_process_are_read(self, implementation: object, tmp_path: Path) -> None:
         rig = Rig(implementation, tmp_path)
         rig.recorder.begin(Kind.FORWARD, rig.ring.intern("forward Net"))
         rig.clock.advance(7)
@@ -263,7 +255,7 @@ made.close()
 
 @pytest.mark.parametrize("kind", IDS)
 def test_no_torn_record_from_a_running_writer(kind: str, tmp_path: Path) -> None:
-    """Beside a writer that laps the ring many times, every record that is returned is whole, and none is uncounted."""
+    """The writer overwrites the ring many times during the test. All missed records are counted."""
     count = 3_000_000 if kind == "native" else 400_000
     path = tmp_path / "r"
     writer = subprocess.Popen(
@@ -283,9 +275,12 @@ def test_no_torn_record_from_a_running_writer(kind: str, tmp_path: Path) -> None
         if ended:
             break
         if batches % 4 == 0:
-            time.sleep(0.003)  # long enough for either writer to lap the ring
+            # Either writer can overwrite the whole ring in this time.
+            time.sleep(0.003)
     reader.close()
 
     assert seen + lost == count
-    assert batches > 5  # it did read while the writer wrote, also where other programs keep the processors busy
-    assert lost > 0  # and the writer did lap it
+    # The reader did read while the writer was writing, even on busy processors.
+    assert batches > 5
+    # The writer did overwrite unread records.
+    assert lost > 0

@@ -1,4 +1,6 @@
-"""Names and metadata in the ring file stay right with several threads, and with signals in the middle of a change."""
+"""Names and metadata in the ring file stay valid with several threads, and with signals during a
+change.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def made(tmp_path: Path) -> Iterator[RingFile]:
 
 @pytest.fixture
 def often_switched() -> Iterator[None]:
-    """Threads take turns after a few instructions."""
+    """Make threads switch after a few instructions."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -42,8 +44,10 @@ def in_threads(count: int, work: object) -> None:
         thread.join()
 
 
-def test_names_of_several_threads(made: RingFile, often_switched: None) -> None:
-    """Eight threads meet new names at the same time, some the same: each id stands for the name that it was given."""
+def test_names_of_several_threads_keep_their_ids(made: RingFile, often_switched: None) -> None:
+    """Eight threads intern names at the same time, partly the same ones. Each id has the name that
+    it was returned for.
+    """
     given: list[dict[str, int]] = [{} for _ in range(8)]
 
     def meet(number: int) -> None:
@@ -61,8 +65,7 @@ def test_names_of_several_threads(made: RingFile, often_switched: None) -> None:
         assert {name: names[name_id] for name, name_id in each.items()} == {name: name for name in each}
 
 
-def test_groups_of_several_threads(made: RingFile, often_switched: None) -> None:
-    """A group has one row, whichever threads use it first."""
+def test_group_of_several_threads_has_one_row(made: RingFile, often_switched: None) -> None:
     rows: list[dict[str, int]] = [{} for _ in range(8)]
 
     def use(number: int) -> None:
@@ -80,8 +83,8 @@ def test_groups_of_several_threads(made: RingFile, often_switched: None) -> None
     assert all(groups[row] == name for name, row in rows[0].items() if row < ring.MAX_GROUPS)
 
 
-def test_metadata_of_several_threads(made: RingFile, often_switched: None) -> None:
-    """The last one stays, whole; a reader sees nothing else meanwhile."""
+def test_metadata_of_several_threads_are_complete(made: RingFile, often_switched: None) -> None:
+    """The last metadata stay. A reader sees only complete ones."""
     seen: list[int] = []
     reader = Reader(made.path)
 
@@ -99,8 +102,10 @@ def test_metadata_of_several_threads(made: RingFile, often_switched: None) -> No
 
 
 @pytest.mark.parametrize("longer", [True, False])
-def test_metadata_that_a_signal_interrupts(longer: bool, made: RingFile) -> None:
-    """An exception out of a signal's handler, before any line: the old ones are there, or the new ones."""
+def test_metadata_stay_complete_if_a_signal_interrupts(longer: bool, made: RingFile) -> None:
+    """A signal handler raises before each line in turn. The reader then gets the old or the new
+    metadata.
+    """
     old, new = {"rank": 1, "notes": ["short"]}, {"rank": 2, "notes": ["x" * (300 if longer else 0)]}
     reader = Reader(made.path)
 
@@ -118,8 +123,8 @@ def test_metadata_that_a_signal_interrupts(longer: bool, made: RingFile) -> None
     reader.close()
 
 
-def test_metadata_that_a_signal_replaces(made: RingFile) -> None:
-    """A signal's handler that publishes itself, in the middle of it: what it says is newer, and stays."""
+def test_metadata_of_a_signal_handler_stay(made: RingFile) -> None:
+    """A signal handler publishes metadata itself. They are newer and stay."""
     reader = Reader(made.path)
     cases = 0
 
@@ -127,15 +132,16 @@ def test_metadata_that_a_signal_replaces(made: RingFile) -> None:
         made.set_metadata({"rank": 1, "notes": ["x" * 200]})
 
     for _ in interrupted_at_each_line(SETTING, work, lambda: made.set_metadata({"rank": 2, "from": "a handler"})):
-        assert reader.metadata()["rank"] in (1, 2)  # the handler may have come before it began
+        # The handler may have run before the change started.
+        assert reader.metadata()["rank"] in (1, 2)
         assert made._words[ring.METADATA_REVISION] % 2 == 0
         cases += 1
     assert cases >= 8
     reader.close()
 
 
-def test_names_that_a_signal_interrupts(made: RingFile) -> None:
-    """An exception before any line: every id that was given stands for its name, then and later."""
+def test_names_stay_valid_if_a_signal_interrupts(made: RingFile) -> None:
+    """A signal handler raises before each line in turn. Each returned id keeps its name."""
     reader, given = Reader(made.path), {}
     numbers = iter(range(10**6))
 
@@ -156,8 +162,8 @@ def test_names_that_a_signal_interrupts(made: RingFile) -> None:
     assert {name: names[name_id] for name, name_id in given.items()} == {name: name for name in given}
 
 
-def test_signals_at_any_moment(made: RingFile) -> None:
-    """A timer's handler that raises, some thousand times, wherever it comes."""
+def test_ring_stays_valid_with_signals_at_any_line(made: RingFile) -> None:
+    """A timer's handler raises some thousand times, at any line."""
     reader, raised, given = Reader(made.path), 0, {}
 
     def interrupt(number: int, frame: object) -> None:
@@ -189,8 +195,8 @@ def test_signals_at_any_moment(made: RingFile) -> None:
     assert {name: names[name_id] for name, name_id in given.items()} == {name: name for name in given}
 
 
-def test_no_file_is_left_by_a_ring_that_was_not_made(tmp_path: Path) -> None:
-    """Whatever ends its making, before whichever line: the file is gone."""
+def test_failed_creation_leaves_no_file(tmp_path: Path) -> None:
+    """An error before each line in turn ends the creation."""
     left: list[int] = []
 
     def interrupt() -> None:

@@ -1,6 +1,6 @@
-"""Where a ring lies: a store into it must not end the process, whatever becomes of the file system.
+"""Memory of a ring: a store into it must not end the process, whatever happens to the file system.
 
-Each test mounts what it wants on /dev/shm or elsewhere, in a mount namespace of its own.
+Each test mounts file systems on /dev/shm or elsewhere, in its own mount namespace.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MIB = 1 << 20
 
 
 def image(kind: str, place: str) -> str:
-    """Shell commands that mount a file system of this kind, made in a file."""
+    """Return shell commands that mount a file system of this kind from a file."""
     smallest = {"ext4": "16M", "xfs": "304M", "btrfs": "128M"}[kind]
     return f"truncate -s {smallest} disk.img; mkfs.{kind} -q disk.img > made; mount -o loop disk.img {place}"
 
 
 OVERLAY = "mkdir -p lower upper work; mount -t overlay overlay -o lowerdir=lower,upperdir=upper,workdir=work {}"
-# What is mounted, and whether a ring lies there in a file: by its name, with a sidecar, and without one.
+# The mounted file system, and whether the ring is in a file: with a sidecar, and without one.
 PLACES = {
     "tmpfs": ("mount -t tmpfs -o size=8m tmpfs {}", True, True),
     "small tmpfs": ("mount -t tmpfs -o size=1m tmpfs {}", False, True),
@@ -37,7 +37,8 @@ PLACES = {
     "overlay": (f"mkdir own; mount -t tmpfs -o size=8m tmpfs own; cd own; {OVERLAY}", False, False),
 }
 
-# A rank's ring, in shared memory or in the run directory; then the place is filled, and all of the ring is written.
+# Make a rank's ring in shared memory or in the run directory, fill the file system, and write to
+# the whole ring.
 PROGRAM = """
 import os, sys
 from pathlib import Path
@@ -88,7 +89,9 @@ print("survived", flush=True)
 
 
 def fill(setup: str, folder: Path, where: str) -> subprocess.CompletedProcess[str]:
-    """Runs the program where this is mounted on /dev/shm, or with "kept" or "anywhere" on another folder."""
+    """Run the program with this file system on /dev/shm, or with "kept" or "anywhere" on another
+    folder.
+    """
     kind = setup.partition("mkfs.")[2].split(" ")[0]
     if kind and shutil.which(f"mkfs.{kind}") is None:
         pytest.skip(f"mkfs.{kind} is not installed")
@@ -108,8 +111,8 @@ def fill(setup: str, folder: Path, where: str) -> subprocess.CompletedProcess[st
 @in_namespaces
 @pytest.mark.parametrize("where", ["shared memory", "kept"])
 @pytest.mark.parametrize("kind", long_but({"tmpfs", "small tmpfs", "ext4", "overlay"}, PLACES))
-def test_a_full_file_system(kind: str, where: str, tmp_path: Path) -> None:
-    """Nothing is stored into a file where that may be a deadly signal; elsewhere it goes well to the last byte."""
+def test_ring_can_be_written_on_a_full_file_system(kind: str, where: str, tmp_path: Path) -> None:
+    """A file is only used where stores cannot be deadly. There, writing succeeds to the last byte."""
     setup, in_shared_memory, kept = PLACES[kind]
     done = fill(setup, tmp_path, where)
 
@@ -119,16 +122,20 @@ def test_a_full_file_system(kind: str, where: str, tmp_path: Path) -> None:
 
 
 @in_namespaces
-def test_why_there_is_a_list(tmp_path: Path) -> None:
-    """A ring mapped from btrfs, which writes each block anew: SIGBUS, though its blocks were reserved."""
+def test_ring_in_a_btrfs_file_would_end_the_process(tmp_path: Path) -> None:
+    """btrfs writes each block anew, so a store gets SIGBUS although blocks were reserved. Such file
+    systems must be excluded.
+    """
     done = fill(PLACES["btrfs"][0], tmp_path, "anywhere")
 
     assert done.returncode == -7, (done.stdout, done.stderr)
     assert done.stdout.split() == ["file"]
 
 
-def test_anonymous_memory_is_reached_by_who_holds_it(tmp_path: Path) -> None:
-    """By its maker's descriptor; once that is gone by the holder's; then it is gone, and said to be."""
+def test_anonymous_memory_is_reached_by_its_holder(tmp_path: Path) -> None:
+    """It is reached by its maker's descriptor, and after that by the holder's. Then it is gone,
+    which raises an error.
+    """
     path = str(tmp_path / "rank00000-attempt0-1-2.ring")
     mapped, descriptor = memory.reserve_anonymous(path, MIB)
     mapped[5] = 7
@@ -138,7 +145,8 @@ def test_anonymous_memory_is_reached_by_who_holds_it(tmp_path: Path) -> None:
 
     assert memory.wait_until_held(path, descriptor, 0)
     with pytest.raises(OSError, match="not permitted"):
-        os.truncate(path, 0)  # which would make stores a deadly signal
+        # A truncated file would make stores deadly.
+        os.truncate(path, 0)
     os.close(descriptor)
     mapped.close()
     again = memory.open_to_read(path)
@@ -151,8 +159,10 @@ def test_anonymous_memory_is_reached_by_who_holds_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_file_at_that_descriptor(tmp_path: Path) -> None:
-    """The process's number, or the descriptor's, is somebody else's by now: that is not read."""
+def test_other_file_at_the_descriptor_is_not_read(tmp_path: Path) -> None:
+    """Another process has the pid by now, or another file the descriptor. That file must not be
+    read.
+    """
     path = tmp_path / "rank00000-attempt0-1-2.ring"
     with open(tmp_path / "theirs", "w") as theirs:
         path.symlink_to(f"/proc/{os.getpid()}/fd/{theirs.fileno()}")
@@ -160,8 +170,8 @@ def test_another_file_at_that_descriptor(tmp_path: Path) -> None:
             memory.open_to_read(str(path))
 
 
-def test_a_mapped_file_is_known_as_such(tmp_path: Path) -> None:
-    """As long as it is mapped, whoever asks; without knowing any process."""
+def test_mapped_file_is_recognized(tmp_path: Path) -> None:
+    """The check works from any process, for as long as the file is mapped."""
     path = str(tmp_path / "ring")
     mapped = memory.reserve_file(path, MIB)
     program = "import sys; from torchlens_perf.run.rings.memory import is_mapped; print(is_mapped(sys.argv[1]))"

@@ -22,19 +22,20 @@ def sketch_of(values: list[int]) -> Sketch:
 
 
 def test_bounds_are_exact() -> None:
-    """Each bound is the largest integer not above 1e9 * 2**(i/32): checked with whole numbers, not floats."""
+    """Each bound is the largest integer not above 1e9 * 2**(i/32), checked with integers."""
     largest = np.iinfo(np.int64).max
     bounds = bucket_bounds().tolist()
     assert (len(bounds), bounds[-LOWEST_BUCKET - 1], bounds[-1]) == (BUCKETS, 10**9, largest)
     for index, bound in enumerate(bounds, start=1):
-        power = 10 ** (9 * PER_OCTAVE) << index  # of the bound, times 2**-LOWEST_BUCKET
+        # This is a power of the bound, times 2**-LOWEST_BUCKET.
+        power = 10 ** (9 * PER_OCTAVE) << index
         assert bound**PER_OCTAVE << -LOWEST_BUCKET <= power
         assert bound == largest or power < (bound + 1) ** PER_OCTAVE << -LOWEST_BUCKET
 
 
 @given(durations, durations)
-def test_merging_is_adding(first: list[int], second: list[int]) -> None:
-    """Merging two sketches, in either order, gives what one sketch of all values holds; also through JSON."""
+def test_merged_sketch_equals_a_sketch_of_all_values(first: list[int], second: list[int]) -> None:
+    """The order does not matter, and neither does a conversion to JSON in between."""
     together = sketch_of(first + second).numbers()
     one, other = sketch_of(first), sketch_of(second)
     one.merge(sketch_of(second))
@@ -46,7 +47,7 @@ def test_merging_is_adding(first: list[int], second: list[int]) -> None:
 
 @given(durations)
 def test_sums_are_exact(values: list[int]) -> None:
-    """Sum, sum of squares, extremes and count have no rounding, however large the durations."""
+    """Sum, sum of squares, extremes and count are not rounded, however large the durations are."""
     sketch = sketch_of(values)
 
     assert sketch.sum_ns == sum(values)
@@ -57,15 +58,15 @@ def test_sums_are_exact(values: list[int]) -> None:
 
 @given(st.lists(st.integers(64, 1 << 41), min_size=1, max_size=200), st.floats(0, 1))
 def test_quantiles_are_close(values: list[int], q: float) -> None:
-    """A quantile differs from the order statistic that it stands for by at most half a bucket: 1.1 %."""
+    """A quantile differs from its order statistic by at most half a bucket: 1.1 %."""
     exact = sorted(values)[max(1, math.ceil(q * len(values))) - 1]
 
     assert sketch_of(values).quantile_ns(q) == pytest.approx(exact, rel=2 ** (0.5 / PER_OCTAVE) - 1 + 1e-9)
 
 
 @given(st.lists(st.lists(st.integers(-5, 1 << 42), min_size=1, max_size=9), max_size=7), st.booleans())
-def test_several_at_once(groups: list[list[int]], again: bool) -> None:
-    """Adding to each of several sketches gives what adding to one after the other does; one may come twice."""
+def test_add_to_each_equals_separate_additions(groups: list[list[int]], again: bool) -> None:
+    """A sketch may be in the list twice."""
     values = np.array([value for group in groups for value in group], np.int64)
     starts = np.cumsum([0, *map(len, groups)]).tolist()[:-1]
     one_by_one = [Sketch() for _ in groups]
@@ -80,15 +81,14 @@ def test_several_at_once(groups: list[list[int]], again: bool) -> None:
     assert [sketch.numbers() for sketch in at_once] == [sketch.numbers() for sketch in one_by_one]
 
 
-def test_empty_sketch_has_no_value() -> None:
-    """No values: no quantile and no mean, rather than zero."""
+def test_empty_sketch_has_no_quantile_and_mean() -> None:
     assert math.isnan(Sketch().quantile_ns(0.5))
     assert math.isnan(Sketch().mean_ns())
     assert Sketch().count == 0
 
 
-def test_extremes_stay_in_the_table() -> None:
-    """Values below the buckets count in the first one; above them there are none in 64 bits."""
+def test_extreme_values_have_buckets() -> None:
+    """Values below the buckets count in the first one. No 64-bit value is above the buckets."""
     sketch = sketch_of([0, 5, (1 << 63) - 1])
 
     assert sketch.counts[0] == 2
@@ -96,8 +96,8 @@ def test_extremes_stay_in_the_table() -> None:
     assert sketch.quantile_ns(1.0) == pytest.approx(sketch.max_ns, rel=0.011)
 
 
-def test_takes_the_space_of_what_is_in_it() -> None:
-    """A sketch of durations that are alike is small, in whatever order they come, and holds the same as a whole one."""
+def test_sketch_of_similar_durations_is_small() -> None:
+    """A sketch of similar durations is small, in any order of addition, and equals a full one."""
     sketch = sketch_of([1_000_000, 900_000, 1_100_000])
     sketch.merge(sketch_of([800_000]))
 
@@ -108,15 +108,14 @@ def test_takes_the_space_of_what_is_in_it() -> None:
 
 
 @pytest.mark.parametrize("first", [-1, BUCKETS])
-def test_buckets_that_there_are_not(first: int) -> None:
-    """A damaged file's numbers are refused."""
+def test_invalid_buckets_are_refused(first: int) -> None:
     with pytest.raises(ValueError, match=f"there are {BUCKETS}"):
         Sketch.from_numbers([1, 1, 1, 1, first, 1])
 
 
 @pytest.mark.parametrize("outliers", [[], [10**9], [10**9, 5 * 10**9]])
 def test_usual_mean_is_not_decided_by_outliers(outliers: list[int]) -> None:
-    """Up to a tenth of the values; modes that are more frequent count."""
+    """Outliers are at most a tenth of the values. More frequent modes count."""
     sketch = Sketch()
     sketch.add(np.array([1000, 1000, 10_000] * 20 + outliers, np.int64))
     assert sketch.usual_mean_ns() == pytest.approx(4000, rel=0.011)

@@ -1,4 +1,4 @@
-"""Windows as runs of records."""
+"""Statistics of windows as runs of records."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torchlens_perf.run.ring import record_dtype
 from torchlens_perf.run.sketch import Sketch, WindowSketch, from_records, to_records
 
 
-def test_words_of_any_window() -> None:
-    """A window through its records and back; and what is lost where a record is missing."""
+def test_window_is_restored_from_its_records() -> None:
+    """A window with a missing record is lost and counted."""
     random = np.random.default_rng(5)
     windows = []
     for count in (1, 7, 500):
@@ -38,7 +38,7 @@ def test_words_of_any_window() -> None:
 
 
 def test_records_of_earlier_versions_are_left_out() -> None:
-    """Their buckets have other bounds; their first word is a count without a mark."""
+    """Their buckets have other bounds. Their first word is a count without a mark."""
     records = np.zeros(2, record_dtype())
     records["flags"], records["start_ns"] = [0, 1], [12, 3]
     assert from_records(records) == ([], 2)
