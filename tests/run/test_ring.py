@@ -125,7 +125,7 @@ def test_metadata_are_replaced_atomically(tmp_path: Path) -> None:
     made._words[ring.METADATA_REVISION] += 1
     assert reader.metadata() == {}
     made.set_metadata({"rank": 5})
-    assert reader.metadata() == {"rank": 5}, "whoever left the revision odd"
+    assert reader.metadata() == {"rank": 5}, "an odd revision is repaired"
 
     # The content differs from what the writer stored, whatever the revision is.
     made.buffer[ring.METADATA_OFFSET + 2] ^= 1

@@ -133,8 +133,8 @@ def test_ring_in_a_btrfs_file_would_end_the_process(tmp_path: Path) -> None:
 
 
 def test_anonymous_memory_is_reached_by_its_holder(tmp_path: Path) -> None:
-    """It is reached by its maker's descriptor, and after that by the holder's. Then it is gone,
-    which raises an error.
+    """The memory is reached by its maker's descriptor, and after that by the holder's. Then it is
+    gone, which raises an error.
     """
     path = str(tmp_path / "rank00000-attempt0-1-2.ring")
     mapped, descriptor = memory.reserve_anonymous(path, MIB)

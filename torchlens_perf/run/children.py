@@ -52,7 +52,9 @@ _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 def interpreter() -> str:
-    """Return the path of this Python's interpreter. Raise RunStoreError if `sys.executable` is not shown to be one."""
+    """Return the path of this Python's interpreter. Raise RunStoreError if `sys.executable` is not
+    shown to be one.
+    """
     reason = _why_no_interpreter(sys.executable)
     if reason:
         raise RunStoreError(f"no other process can be started: {reason}")
@@ -73,12 +75,16 @@ def check() -> None:
 
 
 def command(*arguments: str) -> list[str]:
-    """Return the command line for `torchlens-perf ARGUMENTS`. Raise RunStoreError as interpreter() does."""
+    """Return the command line for `torchlens-perf ARGUMENTS`. Raise RunStoreError as interpreter()
+    does.
+    """
     return [interpreter(), *_options(), _PACKAGE, *arguments]
 
 
 def script(path: str, *arguments: str) -> list[str]:
-    """Return the command line for a file that imports only the standard library. Raise as interpreter() does."""
+    """Return the command line for a file that imports only the standard library. Raise as
+    interpreter() does.
+    """
     return [interpreter(), "-I", "-S", path, *arguments]
 
 

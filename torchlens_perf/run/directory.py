@@ -96,7 +96,9 @@ class RunDirectory:
         return self.path.name
 
     def why_unreadable(self) -> str:
-        """Return why there is no report: no such directory, no run directory, or a run without data so far."""
+        """Return why there is no report: no such directory, no run directory, or a run without data
+        so far.
+        """
         if not os.path.isdir(self.path):
             return (
                 f"{self.path} is not a directory" if os.path.exists(self.path) else f"there is no directory {self.path}"

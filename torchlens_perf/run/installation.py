@@ -15,7 +15,9 @@ NAME = "torchlens-perf"
 
 
 def install_command(extra: str = "", *, options: str = "") -> str:
-    """Return a pip command for a clone, a repository, an archive or an index, by direct_url.json (PEP 610)."""
+    """Return a pip command for a clone, a repository, an archive or an index, by direct_url.json
+    (PEP 610).
+    """
     return " ".join(["pip install", *filter(None, [options]), *_requirements(extra)])
 
 

@@ -86,9 +86,11 @@ class TooLargeError(OSError):
 
 
 def read_bytes(path: str | os.PathLike[str], at_most: int) -> bytes:
-    """Return a regular file's content. Raises as open_to_read(), and TooLargeError for more than `at_most` bytes.
+    """Return a regular file's content. Raises as open_to_read(), and TooLargeError for more than
+    `at_most` bytes.
 
-    A sparse file of any size takes no room on its disk, so a file's size is checked before it is read.
+    A sparse file of any size takes no room on its disk, so a file's size is checked before it is
+    read.
     """
     with open(open_to_read(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -197,7 +199,9 @@ def may_ask(path: Path, run: Path) -> bool:
 
 
 def _ours(folder: str | os.PathLike[str]) -> set[int]:
-    """Return the owners of files that this process creates in a folder. Some network disks map them to another user."""
+    """Return the owners of files that this process creates in a folder. Some network disks map them
+    to another user.
+    """
     return {os.geteuid(), os.stat(folder or ".").st_uid}
 
 

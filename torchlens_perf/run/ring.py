@@ -159,7 +159,9 @@ class RingFile:
             return name_id
 
     def set_name_listener(self, listener: Callable[[str], None]) -> None:
-        """Call `listener` with every name but the first, in the order of their ids; existing names at once."""
+        """Call `listener` with every name but the first, in the order of their ids; existing names
+        at once.
+        """
         with self._lock:
             self._name_listener = listener
             self._tell_listener()

@@ -1,4 +1,4 @@
-"""Finding out why no step is made, from values made by hand: who is named, and in which words."""
+"""Finding the cause of a hang: which ranks are blamed, and the texts. Values are made by hand."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torchlens_perf.analysis.collectives.hang import FACTOR, FIRST_STEPS_S, MIN_
 from torchlens_perf.run.ring import CAPTURING
 from torchlens_perf.verdicts.words.hang import text
 
-# -- when
+# -- limits
 
 
 @pytest.mark.parametrize(
     ("usual_s", "limit"), [(USUAL_S, MIN_S), (1.9, MIN_S), (30.0, FACTOR * 30.0), (0.0, FIRST_STEPS_S)]
 )
-def test_nothing_is_said_before_the_limit(usual_s: float, limit: float) -> None:
-    """Up to max(10 s, factor times the usual step), or the limit of first steps, nothing is said; beyond it is."""
+def test_nothing_is_reported_before_the_limit(usual_s: float, limit: float) -> None:
+    """The limit is max(10 s, factor times the usual step), or that of the first steps."""
     early = [behind(2), *(rank(number) for number in (0, 1, 3))]
     for since_s, expected in ((limit, False), (limit + 0.1, True)):
         at = {"usual_step_s": usual_s, "since_step_s": since_s, "since_mark_s": since_s}
@@ -29,13 +29,12 @@ def test_nothing_is_said_before_the_limit(usual_s: float, limit: float) -> None:
 
 
 def test_slowest_rank_sets_the_limit() -> None:
-    """A rank whose usual step is long gives all the longer time; so does one that knows its usual time."""
     assert limit_s([rank(0), rank(1, usual_step_s=40.0), rank(2, usual_step_s=0.0)]) == FACTOR * 40
 
 
 @pytest.mark.parametrize("state", ["stopped", "traced", "dead"])
-def test_dead_or_stopped_process_needs_no_patience_in_first_steps(state: str) -> None:
-    """While nobody knows a usual time, a rank that plainly cannot go on is named after 10 s all the same."""
+def test_dead_or_stopped_process_is_reported_early_in_first_steps(state: str) -> None:
+    """The usual time is not known yet, but such a rank cannot continue. It is reported after 10 s."""
     waiting = [rank(number, usual_step_s=0.0) for number in (0, 1, 3)]
 
     assert job(*waiting, behind(2, usual_step_s=0.0)) is None
@@ -43,17 +42,16 @@ def test_dead_or_stopped_process_needs_no_patience_in_first_steps(state: str) ->
 
 
 def test_evaluation_is_no_hang() -> None:
-    """Ranks that leave marks are at work, however long they make no step."""
+    """Ranks that write records are working, however long their step takes."""
     assert job(*(rank(number, since_step_s=900.0, since_mark_s=0.1) for number in range(4))) is None
 
 
-def test_unknown_marks_count_for_nothing() -> None:
-    """Where it is not known when a rank left its last mark, its steps alone tell."""
+def test_unknown_marks_are_ignored() -> None:
+    """If the time of the last record is not known, only steps count."""
     assert found(behind(2, since_mark_s=None), *(rank(n, since_mark_s=None) for n in (0, 1, 3))).kind == "missing"
 
 
 def test_no_rank_alive_is_no_hang() -> None:
-    """A job whose ranks have all ended, or of which nothing is known, does not hang."""
     assert find_hang({}, {}) is None
     assert job(*every(4, state="closed")) is None
     assert job(*every(4, state="dead")) is None
@@ -63,8 +61,10 @@ def test_no_rank_alive_is_no_hang() -> None:
 # -- a rank that has not entered
 
 
-def test_missing_rank_is_named_with_what_it_was_in() -> None:
-    """The others wait in the first collective that a rank has not entered: named are it, its place and its host."""
+def test_missing_rank_is_named_with_its_place() -> None:
+    """The others wait in the first collective that it has not entered. The text has that
+    collective, its place and its host.
+    """
     hang = found(behind(2))
 
     assert (hang.kind, named(hang), hang.waiting) == ("missing", [2], (0, 1, 3))
@@ -78,15 +78,15 @@ def test_missing_rank_is_named_with_what_it_was_in() -> None:
     )
 
 
-def test_ranks_that_ran_ahead_wait_in_the_first_one_all_the_same() -> None:
-    """Asynchronous ranks have issued more; they too are held up by the first that is not complete."""
+def test_ranks_that_are_ahead_wait_in_the_first_incomplete_collective() -> None:
+    """Asynchronous ranks have issued more collectives, but the first incomplete one blocks them."""
     hang = found(behind(2), rank(0, issued={WORLD: 90}, operations={WORLD: {90: "allgather"}}))
 
     assert (hang.collective, hang.waiting) == (Collective(WORLD, 57, "allreduce"), (0, 1, 3))
 
 
-def test_operation_of_another_number_is_not_claimed() -> None:
-    """If it is not known what that collective is, no other one's name is put in its place."""
+def test_name_of_another_number_is_not_shown() -> None:
+    """If the name of that collective is not known, no name of another one is shown."""
     hang = found(behind(2), *(rank(n, issued={WORLD: 58}, operations={WORLD: {58: "x"}}) for n in (0, 1, 3)))
 
     assert hang.collective == Collective(WORLD, 57, "")
@@ -94,14 +94,14 @@ def test_operation_of_another_number_is_not_claimed() -> None:
 
 
 def test_furthest_behind_is_named_alone() -> None:
-    """Among ranks that are behind, those that another one holds up are victims."""
+    """Ranks that are behind because another rank blocks them are victims."""
     hang = found(behind(1, issued={WORLD: 55}), behind(2), behind(3))
 
     assert (named(hang), hang.waiting, hang.collective) == ([1], (0, 2, 3), Collective(WORLD, 56, "allreduce"))
 
 
 def test_several_missing_ranks_are_named_together() -> None:
-    """Ranks that miss the same are named in one clause; a long list is cut."""
+    """A long list of ranks is cut."""
     groups = {WORLD: tuple(range(16))}
     hang = found(*(behind(n, host="node-a") for n in (3, 4)), count=16, groups=groups)
     many = found(*(behind(n, host="node-a") for n in range(6)), count=16, groups=groups)
@@ -113,8 +113,8 @@ def test_several_missing_ranks_are_named_together() -> None:
     assert "; ranks 0 (node-a), 1 (node-a), 2 (node-a), 3 (node-a) and 2 more did not enter it" in text(many)
 
 
-def test_few_that_wait_for_many_may_be_the_odd_ones() -> None:
-    """If one rank alone has entered a collective, the words say that it may be the one that is wrong."""
+def test_few_ranks_that_wait_for_many_may_be_faulty() -> None:
+    """If only one rank has entered a collective, the text says that it may be the faulty one."""
     hang = found(*(behind(number) for number in (1, 2, 3)))
 
     assert named(hang) == [1, 2, 3]
@@ -122,16 +122,16 @@ def test_few_that_wait_for_many_may_be_the_odd_ones() -> None:
     assert "should not have" not in text(found(behind(2)))
 
 
-def test_rank_that_never_used_a_group_is_missing_where_members_are_known() -> None:
-    """Absent from `issued` counts as none issued, if it is known that the rank belongs to the group."""
+def test_rank_that_never_used_a_group_is_missing_if_members_are_known() -> None:
+    """Absence from `issued` counts as none issued if the rank is a known member of the group."""
     never = behind(2, issued={}, operations={})
 
     assert named(found(never, groups={WORLD: (0, 1, 2, 3)})) == [2]
     assert found(never).kind == "apart"
 
 
-def test_full_table_of_groups_is_no_absence() -> None:
-    """A rank that could not tell all of its groups is not missing in those that it did not tell."""
+def test_rank_with_a_full_table_of_groups_is_not_missing() -> None:
+    """A rank whose table of groups was full is not missing in groups that it did not report."""
     never = behind(2, issued={}, operations={}, all_groups=False)
 
     assert named(found(never, groups={WORLD: (0, 1, 2, 3)})) == []
@@ -139,7 +139,9 @@ def test_full_table_of_groups_is_no_absence() -> None:
 
 
 def test_blocking_rank_is_found_through_several_groups() -> None:
-    """A rank that its tensor-parallel neighbour holds up blocks none of those that wait for it elsewhere."""
+    """A rank that is blocked by its tensor-parallel neighbor does not count as blocking in other
+    groups.
+    """
     groups = {"tp0": (0, 1), "tp1": (2, 3), "dp0": (0, 2), "dp1": (1, 3)}
     ranks = [
         rank(0, issued={"tp0": 9, "dp0": 5}, operations={"dp0": {5: "allreduce"}}),
@@ -150,12 +152,14 @@ def test_blocking_rank_is_found_through_several_groups() -> None:
     hang = found(*ranks, groups=groups)
 
     assert (hang.kind, named(hang)) == ("missing", [3])
-    # One rank waits in dp1, and one in tp1: the names decide which of the two is told.
+    # One rank waits in dp1 and one in tp1. The group's name decides which is shown.
     assert (hang.collective, hang.waiting) == (Collective("tp1", 9, "allgather"), (2,))
 
 
 def test_blocking_ranks_of_different_groups_are_all_named() -> None:
-    """Two ranks that hold up different groups are named with what each has not entered; most waiting is told first."""
+    """Each is shown with the collective that it has not entered. The one with most waiting ranks
+    comes first.
+    """
     ranks = [
         rank(0, issued={"z": 3}, operations={"z": {3: "allreduce"}}),
         behind(1, issued={"z": 2}),
@@ -170,8 +174,10 @@ def test_blocking_ranks_of_different_groups_are_all_named() -> None:
     assert "rank 4 (node-c) did not enter it, last inside" in text(hang)
 
 
-def test_rank_that_is_behind_and_waits_itself() -> None:
-    """A blocking rank that waits, in what all have entered, points to its network and device, not to its code."""
+def test_blocking_rank_that_waits_points_to_network_or_device() -> None:
+    """A blocking rank that itself waits in a collective that all have entered points to its network
+    or device, not to its code.
+    """
     hang = found(behind(2, inside=("backward", "wait")))
 
     assert named(hang) == [2]
@@ -179,8 +185,8 @@ def test_rank_that_is_behind_and_waits_itself() -> None:
     assert "Next: look at the network and the device of rank 2 on node-b" in text(hang)
 
 
-def test_rank_asleep_in_the_kernel() -> None:
-    """State D is told, and where the blocking rank is in it, it is what to look at."""
+def test_rank_in_uninterruptible_sleep_is_shown() -> None:
+    """State D is shown. If the blocking rank is in it, the action refers to it."""
     hang = found(behind(2, state="uninterruptible", inside=("data",)))
 
     assert hang.asleep == (2,)
@@ -188,20 +194,20 @@ def test_rank_asleep_in_the_kernel() -> None:
     assert "Next: look at dmesg on node-b" in text(hang)
 
 
-def test_loader_is_what_to_look_at_in_the_data_phase() -> None:
-    """A rank that is stuck for data sends to its loader."""
+def test_rank_stuck_in_the_data_phase_points_to_its_loader() -> None:
+    """The action for a rank that is stuck in the data phase is to look at its loader."""
     assert "Next: look at the loader of rank 2 on node-b" in text(found(behind(2, inside=("data",))))
 
 
 def test_busy_rank_is_no_alarm() -> None:
-    """A rank that others wait for and that leaves marks is at work: told with what it does, and not as an alarm."""
+    """A rank that others wait for and that writes records is working."""
     hang = found(behind(2, since_mark_s=0.2, inside=("evaluate",)))
 
     assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("busy", [2], (0, 1, 3), False)
     assert "rank 2 (node-b) did not enter it, at work inside evaluate, the last mark 200 ms ago." in text(hang)
 
 
-# -- processes that cannot go on
+# -- processes that cannot continue
 
 
 @pytest.mark.parametrize(
@@ -212,7 +218,7 @@ def test_busy_rank_is_no_alarm() -> None:
     ],
 )
 def test_stopped_rank_is_named_with_its_state(state: str, words: str, action: str) -> None:
-    """A stopped process is named with its state, its place and what to do."""
+    """The text has the state, the place and the action."""
     hang = found(behind(2, state=state))
 
     assert (hang.kind, named(hang), hang.waiting) == ("stopped", [2], (0, 1, 3))
@@ -220,8 +226,8 @@ def test_stopped_rank_is_named_with_its_state(state: str, words: str, action: st
     assert hang.look_at == (2,)
 
 
-def test_stopped_rank_is_named_although_it_has_entered() -> None:
-    """A rank that was stopped right after it issued its last collective holds up the others as well."""
+def test_stopped_rank_is_named_even_if_it_has_entered() -> None:
+    """A rank that was stopped after it issued its last collective also blocks the others."""
     hang = found(rank(2, state="stopped"))
 
     assert (hang.kind, named(hang), hang.waiting, hang.collective) == ("stopped", [2], (0, 1, 3), None)
@@ -230,7 +236,7 @@ def test_stopped_rank_is_named_although_it_has_entered() -> None:
 
 
 def test_victims_of_a_stopped_rank_are_not_named() -> None:
-    """What a rank does that waits for a stopped one is not held against it."""
+    """Ranks that wait for a stopped one are victims, whatever they are in."""
     groups = {"tp": (2, 3), "dp": (0, 1, 2)}
     ranks = [
         *(rank(number, issued={"dp": 5}, operations={}) for number in (0, 1)),
@@ -240,12 +246,12 @@ def test_victims_of_a_stopped_rank_are_not_named() -> None:
 
     hang = found(*ranks, groups=groups)
 
-    # Nor is it told what they wait for the victim in.
+    # The collective in which others wait for the victim is not shown either.
     assert (named(hang), hang.collective, hang.waiting) == ([3], None, (0, 1, 2))
 
 
-def test_gravest_problem_is_told_and_acted_on_first() -> None:
-    """Among ranks that cannot go on, a dead one comes before a stopped one, and that before a silent node."""
+def test_most_severe_problem_comes_first() -> None:
+    """The order is: dead, stopped, silent node."""
     silent, stopped = on_silent_node(1, 12.3, issued={WORLD: 56}), behind(2, state="stopped")
     with_dead = text(found(silent, stopped, behind(3, state="dead")))
     without = text(found(silent, stopped))
@@ -255,7 +261,7 @@ def test_gravest_problem_is_told_and_acted_on_first() -> None:
 
 
 def test_dead_rank_is_named() -> None:
-    """A process that died is named with what it was inside of; there is no stack of it to look at."""
+    """The text has its open spans. It has no stack to look at."""
     hang = found(behind(2, state="dead", since_mark_s=None))
 
     assert (hang.kind, named(hang), hang.ended, hang.look_at) == ("dead", [2], (2,), ())
@@ -263,7 +269,7 @@ def test_dead_rank_is_named() -> None:
 
 
 def test_rank_that_died_long_before_is_not_named() -> None:
-    """The job went on for an hour after that rank had died: this hang is not its doing."""
+    """The job continued for an hour after that rank had died, so it is not the cause."""
     hang = found(behind(2), rank(3, state="dead", since_step_s=3600.0, issued={WORLD: 3}))
 
     assert (hang.kind, named(hang), hang.waiting, hang.unheard) == ("missing", [2], (0, 1), ())
@@ -272,8 +278,8 @@ def test_rank_that_died_long_before_is_not_named() -> None:
 # -- ranks that ended
 
 
-def test_uneven_step_counts() -> None:
-    """Others wait for a rank that ended normally: its steps are fewer, and the words say so."""
+def test_rank_that_ended_after_fewer_steps_is_named() -> None:
+    """Other ranks wait for a rank that ended normally after fewer steps."""
     hang = found(behind(1, state="closed", step=99, inside=()))
 
     assert (hang.kind, named(hang), hang.waiting) == ("uneven", [1], (0, 2, 3))
@@ -281,15 +287,16 @@ def test_uneven_step_counts() -> None:
     assert "Next: give all ranks the same number of steps" in text(hang)
 
 
-def test_ended_rank_that_nobody_waits_for_blocks_nobody() -> None:
-    """A rank that entered all and ended is none of the trouble of those that are left."""
+def test_ended_rank_that_entered_all_is_not_blamed() -> None:
     hang = found(rank(1, state="closed"), behind(2))
 
     assert (hang.kind, named(hang)) == ("missing", [2])
 
 
-def test_ended_rank_waits_for_nobody() -> None:
-    """A rank that ended is missing, whatever else it has issued; and it does not make others miss that."""
+def test_ended_rank_does_not_wait() -> None:
+    """A rank that ended counts as missing, whatever else it has issued. It does not make others
+    missing.
+    """
     ranks = [
         rank(0, issued={"a": 3}, operations={}),
         rank(1, issued={"a": 2, "b": 9}, operations={}, state="closed"),
@@ -301,8 +308,8 @@ def test_ended_rank_waits_for_nobody() -> None:
     assert found(*ranks[1:], count=0).kind == "alone"
 
 
-def test_last_rank_left() -> None:
-    """One rank is stuck outside of any collective while all others have ended: it is named."""
+def test_last_living_rank_is_named() -> None:
+    """One rank is stuck outside of any collective after all others have ended."""
     hang = found(rank(1, inside=("save",)), *(rank(number, state="closed") for number in (0, 2, 3)))
 
     assert (hang.kind, named(hang), hang.waiting, hang.ended) == ("alone", [1], (), (0, 2, 3))
@@ -315,8 +322,8 @@ def test_last_rank_left() -> None:
 # -- silent nodes
 
 
-def test_node_that_fell_silent_when_the_steps_ended_is_named() -> None:
-    """A node whose ranks and sidecar fell silent together, when the steps ended, has failed as a whole."""
+def test_node_that_became_silent_with_the_last_step_is_named() -> None:
+    """Its ranks and its sidecar became silent together, so the whole node has failed."""
     hang = found(*(on_silent_node(n, 12.3, issued={WORLD: 40}, inside=("data",)) for n in (2, 3)))
 
     assert (hang.kind, named(hang), hang.waiting) == ("silent", [2, 3], (0, 1))
@@ -327,8 +334,8 @@ def test_node_that_fell_silent_when_the_steps_ended_is_named() -> None:
     )
 
 
-def test_silent_node_is_named_although_its_ranks_had_entered() -> None:
-    """A machine that fails inside a collective has entered it."""
+def test_silent_node_is_named_even_if_its_ranks_have_entered() -> None:
+    """A node that fails inside of a collective has entered it."""
     hang = found(*(on_silent_node(n, 12.3) for n in (2, 3)))
 
     assert (hang.kind, named(hang)) == ("silent", [2, 3])
@@ -336,7 +343,7 @@ def test_silent_node_is_named_although_its_ranks_had_entered() -> None:
 
 
 def test_node_whose_sidecar_died_long_before_is_not_named() -> None:
-    """The job went on for a minute after the node fell silent: what it told is out of date, and judges nobody."""
+    """The job continued for a minute after the node became silent, so its reports are outdated."""
     stale = on_silent_node(3, report_age_s=70.0, issued={WORLD: 3})
     hang = found(behind(2), stale)
 
@@ -344,8 +351,8 @@ def test_node_whose_sidecar_died_long_before_is_not_named() -> None:
     assert "Nothing is known of rank 3." in text(hang)
 
 
-def test_all_others_wait_and_the_rest_is_unheard_of() -> None:
-    """If all that are heard of have entered, the cause lies where nothing is known; the network is not blamed."""
+def test_network_is_not_blamed_if_some_ranks_do_not_report() -> None:
+    """If all reporting ranks have entered, the cause may be on the other ranks, not in the network."""
     for stale in ({3: on_silent_node(3, report_age_s=70.0)}, {}):
         progress = {number: rank(number) for number in range(3)} | stale
         hang = find_hang(progress, {WORLD: (0, 1, 2, 3)})
@@ -355,31 +362,31 @@ def test_all_others_wait_and_the_rest_is_unheard_of() -> None:
         assert "3 ranks wait in allreduce 57 of group 0, or what follows it; the cause is where nothing" in text(hang)
 
 
-def test_rank_that_nobody_else_is_heard_of_is_not_alone() -> None:
-    """One rank waits, and of all others nothing is known: that is no sign that they have ended."""
+def test_only_reporting_rank_is_not_alone() -> None:
+    """One rank waits, and nothing is known of the others. They may not have ended."""
     hang = found(*(on_silent_node(number, report_age_s=70.0) for number in (1, 2, 3)))
 
     assert (hang.kind, named(hang), hang.waiting, hang.unheard) == ("unheard", [], (0,), (1, 2, 3))
 
 
-def test_same_place_is_no_pause_while_others_are_unheard_of() -> None:
-    """Whether all ranks save is not known if some are not heard of."""
+def test_same_place_is_no_pause_if_some_ranks_do_not_report() -> None:
+    """The missing ranks may not be saving."""
     hang = found(*every(3, inside=("save",)), on_silent_node(3, report_age_s=70.0, inside=("save",)))
 
     assert (hang.kind, hang.alarm, hang.unheard) == ("apart", True, (3,))
     assert "Ranks 0-2 are inside save. Nothing is known of rank 3. Next:" in text(hang)
 
 
-def test_node_that_fell_silent_during_the_hang_stays_known() -> None:
-    """A rank that was already standing still when last heard of keeps its part: behind, and no silent machine."""
+def test_node_that_became_silent_during_the_hang_still_counts() -> None:
+    """A rank that was stuck in its last report stays behind, and its node does not count as silent."""
     hang = found(behind(2, since_step_s=30.0, report_age_s=20.0), *(rank(n, since_step_s=50.0) for n in (0, 1, 3)))
 
     assert (hang.kind, named(hang)) == ("missing", [2])
     assert "did not enter it, last inside forward GPT > blocks.3 when last heard of 20.0 s ago." in text(hang)
 
 
-def test_rank_that_writes_a_capture() -> None:
-    """All wait for it; that is no hang, unless it takes minutes."""
+def test_writing_a_capture_is_a_hang_only_after_minutes() -> None:
+    """All ranks wait for it. That is a hang only after minutes."""
     writing = {"inside": (CAPTURING,), "issued": {WORLD: 56}}
     for_minutes = {"since_step_s": 150.0, "since_mark_s": 150.0}
 

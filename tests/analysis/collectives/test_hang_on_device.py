@@ -1,4 +1,4 @@
-"""A device that has not come as far as the others', where all hosts have issued everything: what tells it."""
+"""A device is behind the others while all hosts have issued everything: the sources that show it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ ITEM = "`loss.item()`, train (gpt.py:31)"
 
 
 def at(number: int, place: int, mark: str = "", step: int = 99, stood_s: float = 1.0, **changed: Any) -> Progress:
-    """A rank whose device was seen there."""
+    """Return a rank whose device was last seen at that mark."""
     return rank(number, device=DevicePlace(step, place, mark, stood_s), **changed)
 
 
-def test_a_kernel_that_has_not_begun_names_its_rank() -> None:
-    """All have issued allreduce 57. NCCL has seen its kernel begin on all but rank 3, which is in an earlier one."""
+def test_rank_whose_kernel_has_not_started_is_named() -> None:
+    """All have issued allreduce 57. NCCL reports that its kernel has started on all ranks but rank
+    3, which is in an earlier one.
+    """
     ranks = [rank(number, began={WORLD: 57}) for number in range(3)]
     hang = found(*ranks, rank(3, began={WORLD: 56}))
     assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("device", [3], (0, 1, 2), True)
@@ -35,8 +37,10 @@ def test_a_kernel_that_has_not_begun_names_its_rank() -> None:
     )
 
 
-def test_who_is_behind_in_one_group_and_ahead_in_none() -> None:
-    """Rank 1 is behind in group b because it waits in group a, whose kernel rank 0 has not begun."""
+def test_rank_behind_in_one_group_and_ahead_in_none_is_named() -> None:
+    """Rank 1 is behind in group b because it waits in group a, whose kernel has not started on rank
+    0.
+    """
     issued = {"a": 5, "b": 8}
     hang = found(
         rank(0, issued=issued, began={"a": 4, "b": 8}, operations={}),
@@ -53,14 +57,16 @@ def test_who_is_behind_in_one_group_and_ahead_in_none() -> None:
 
 
 @pytest.mark.parametrize("missing", [{}, {"b": 3}], ids=["no plugin", "of another group"])
-def test_kernels_tell_nothing_where_one_rank_does_not_say(missing: dict[str, int]) -> None:
-    """A rank of which no begin is known may be the one: nobody is named."""
+def test_no_rank_is_named_if_kernels_of_one_are_not_reported(missing: dict[str, int]) -> None:
+    """A rank whose kernels are not reported may be the cause."""
     ranks = [rank(number, began={WORLD: 57}) for number in range(2)]
     assert found(*ranks, rank(2, began={WORLD: 56}), rank(3, began=missing)).kind == "together"
 
 
-def test_a_device_that_stands_before_the_others() -> None:
-    """Rank 3's was seen after the same mark for a second; the others' had come further when they were last seen."""
+def test_device_stuck_at_an_earlier_mark_is_named() -> None:
+    """Rank 3's device was seen at the same mark for a second. The others had passed it when they
+    were last polled.
+    """
     others = [at(number, 3, BACKWARD, stood_s=0.0) for number in range(3)]
     hang = found(*others, at(3, 1, FORWARD))
     assert (hang.kind, named(hang), hang.waiting, hang.look_at) == ("device", [3], (0, 1, 2), (3,))
@@ -71,14 +77,14 @@ def test_a_device_that_stands_before_the_others() -> None:
     )
 
 
-def test_an_earlier_step_is_before_all_marks_of_a_later_one() -> None:
-    """By step first."""
+def test_marks_of_an_earlier_step_are_behind() -> None:
+    """Marks are compared by step first."""
     others = [at(number, 0, step=100) for number in range(2)]
     assert named(found(*others, at(2, 7, step=99), at(3, 7, step=99))) == [2, 3]
 
 
-def test_a_device_that_was_not_seen_to_stand_may_have_gone_on() -> None:
-    """Looked at once, or for less than two usual steps: the thread was blocked before it could see more."""
+def test_device_with_too_few_polls_is_not_stuck() -> None:
+    """The device was polled once, or for less than two usual steps, before the thread was blocked."""
     others = [at(number, 3, stood_s=0.0) for number in range(3)]
     for stood_s in (0.0, 1.9 * USUAL_S):
         hang = found(*others, at(3, 1, stood_s=stood_s))
@@ -87,19 +93,19 @@ def test_a_device_that_was_not_seen_to_stand_may_have_gone_on() -> None:
     assert named(found(*others, at(3, 1, stood_s=2.1 * USUAL_S))) == [3]
 
 
-def test_without_a_usual_step_nothing_stands() -> None:
-    """How long a step takes the device is not known then."""
+def test_no_device_is_stuck_without_a_usual_step() -> None:
+    """The duration of a step on the device is not known then."""
     ranks = [at(number, 3, usual_step_s=0.0, since_step_s=400.0, since_mark_s=400.0) for number in range(3)]
     assert found(*ranks, at(3, 1, usual_step_s=0.0, since_step_s=400.0, since_mark_s=400.0)).kind == "together"
 
 
-def test_a_rank_without_a_place_may_be_the_one() -> None:
-    """Of another node, say."""
+def test_no_rank_is_named_if_one_has_no_mark() -> None:
+    """Such a rank may be on another node."""
     assert found(*(at(number, 3) for number in range(2)), at(2, 1), rank(3)).kind == "together"
 
 
-def test_all_at_the_same_mark() -> None:
-    """None is behind the others; and no pause, whatever the hosts are in, as work is left undone."""
+def test_all_devices_stuck_at_one_mark_is_no_pause() -> None:
+    """Work is left undone, so this is not a pause, wherever the hosts are."""
     hang = found(*(at(number, 3, BACKWARD) for number in range(4)))
     assert (hang.kind, named(hang)) == ("together", [])
     assert "Their devices stand at the same place, in step 99 after the beginning of the backward pass" in text(hang)
@@ -108,15 +114,17 @@ def test_all_at_the_same_mark() -> None:
     assert job(*every(4, inside=())) is None or not found(*every(4, inside=())).alarm
 
 
-def test_hosts_that_are_blocked_outside_of_all_that_is_timed() -> None:
-    """loss.item() waits for the device outside of any span: not a pause, if a device is behind."""
+def test_hosts_blocked_outside_of_spans_are_no_pause_if_a_device_is_behind() -> None:
+    """loss.item() waits for the device outside of any span. That is not a pause if a device is
+    behind.
+    """
     others = [at(number, 3, inside=()) for number in range(3)]
     hang = found(*others, at(3, 1, inside=()))
     assert (hang.kind, named(hang), hang.alarm) == ("device", [3], True)
 
 
-def test_hosts_that_wait_for_devices_of_which_nothing_is_known() -> None:
-    """A loop that waits for its loss in each step: no pause, and nobody is named."""
+def test_hosts_that_wait_for_devices_without_marks_are_blocked() -> None:
+    """The loop waits for its loss in each step. It is not a pause, and no rank is blamed."""
     hosts = [
         at(number, 7, step=98, stood_s=0.0, inside=(), waits_in=ITEM if number < 2 else None) for number in range(4)
     ]
@@ -138,15 +146,17 @@ def test_hosts_that_wait_for_devices_of_which_nothing_is_known() -> None:
     "waits_in", [(None, None), ("", ""), (ITEM, ""), (ITEM, "`x.item()`, other (gpt.py:40)")],
     ids=["not asked", "none waits", "one waits", "in two places"],
 )  # fmt: skip
-def test_a_pause_stays_one(waits_in: tuple[str | None, str | None]) -> None:
-    """A checkpoint, an evaluation: the hosts are busy, and that devices were not looked at proves nothing."""
+def test_busy_hosts_are_a_pause(waits_in: tuple[str | None, str | None]) -> None:
+    """The hosts are busy, as in a checkpoint or an evaluation. Missing polls of the devices do not
+    prove a hang.
+    """
     hosts = [at(number, 7, inside=(), stood_s=0.0, waits_in=waits_in[number]) for number in range(2)]
     hang = found(*hosts, count=2)
     assert (hang.kind, hang.waiting, hang.alarm) == ("pause", (), False)
 
 
-def test_a_rank_that_waits_for_its_device_before_a_collective() -> None:
-    """Rank 0 alone reads its loss: it is behind, and its device may wait for another rank's."""
+def test_rank_that_waits_for_its_device_before_a_collective_is_named() -> None:
+    """Only rank 0 reads its loss. It is behind, and its device may wait for another rank's."""
     hang = found(behind(0, inside=(), device=DevicePlace(99, 7, "", 0.0), waits_in=ITEM))
     assert (hang.kind, named(hang)) == ("missing", [0])
     assert (
@@ -157,8 +167,7 @@ def test_a_rank_that_waits_for_its_device_before_a_collective() -> None:
     )
 
 
-def test_a_device_that_is_known_to_stand_comes_before_what_the_stacks_say() -> None:
-    """The rank is named where it can be."""
+def test_stuck_device_takes_precedence_over_stacks() -> None:
     others = [at(number, 3, inside=(), stood_s=0.0, waits_in=ITEM) for number in range(3)]
     assert named(found(*others, at(3, 1, inside=(), waits_in=ITEM))) == [3]
 
@@ -179,13 +188,12 @@ def test_a_device_that_is_known_to_stand_comes_before_what_the_stacks_say() -> N
         ("", False),
     ],
 )
-def test_lines_that_wait_for_a_device(source: str, waits: bool) -> None:
-    """What a host that has one stands in for seconds."""
+def test_lines_that_wait_for_a_device_are_recognized(source: str, waits: bool) -> None:
+    """A process with a device may spend seconds in such lines."""
     assert is_device_wait(source) is waits
 
 
-def test_without_a_device_nothing_is_said_of_it() -> None:
-    """A job on CPUs."""
+def test_devices_are_not_mentioned_in_a_job_on_cpus() -> None:
     assert "device is behind" not in text(found())
 
 
@@ -200,7 +208,6 @@ def test_without_a_device_nothing_is_said_of_it() -> None:
         (8, 0, False, ""),
     ],
 )
-def test_marks_in_words(place: int, kind: int, is_end: bool, words: str) -> None:
-    """As the ring has them."""
+def test_marks_as_text(place: int, kind: int, is_end: bool, words: str) -> None:
     found_place = device_place(DeviceMark(12, place, kind, 3, is_end, 5_000_000_000, 7_500_000_000), "blocks.3")
     assert found_place == DevicePlace(12, place, words, 2.5, kind, is_end)

@@ -1,4 +1,6 @@
-"""What holds for any job that stands still: nobody is blamed for what others did, and numbers do not matter."""
+"""Properties of any hang: ranks are not blamed for what others did, and the numbers of ranks do not
+matter.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ TIMES = st.sampled_from([0.0, 0.05, 3.0, 6.0, 9.0, 12.0, 14.0, 30.0, 3600.0])
 def jobs(
     draw: st.DrawFn, states: list[str] = STATES, told: st.SearchStrategy[float] = TIMES, names: bool = True
 ) -> tuple[dict[int, Progress], dict[str, tuple[int, ...]]]:
-    """Any ranks in any state, in groups of which some are known."""
+    """Draw ranks in any state, in groups of which some are known."""
     ranks = range(draw(st.integers(1, 6)))
     some_ranks = st.lists(st.sampled_from(ranks), unique=True, min_size=1)
     members = draw(st.dictionaries(st.sampled_from("abc"), some_ranks))
@@ -49,7 +51,9 @@ def jobs(
 
 
 def standing_still(states: list[str]) -> st.SearchStrategy[tuple[dict[int, Progress], dict[str, tuple[int, ...]]]]:
-    """Jobs in which all is told, and no rank has made a step or a mark for 12 s."""
+    """Draw jobs with complete data in which no rank has finished a step or written a record for 12
+    s.
+    """
     return jobs(states=states, told=st.just(0.0), names=False).map(
         lambda job: (
             {
@@ -62,7 +66,7 @@ def standing_still(states: list[str]) -> st.SearchStrategy[tuple[dict[int, Progr
 
 
 def levels(progress: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, int]]:
-    """By group and member: the last collective issued."""
+    """Return the last issued collective by group and member."""
     names = {name for each in progress.values() for name in each.issued} | groups.keys()
     users = {name: [r for r, each in progress.items() if each.issued.get(name, -1) >= 0] for name in names}
     return {
@@ -72,8 +76,8 @@ def levels(progress: Mapping[int, Progress], groups: Mapping[str, tuple[int, ...
 
 
 @given(jobs())
-def test_any_values_give_words_or_none(job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]]) -> None:
-    """Whatever is known, the answer is None or a hang whose parts agree, in one line of words."""
+def test_any_job_gives_a_consistent_hang_or_none(job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]]) -> None:
+    """The result is None or a hang whose fields are consistent, with a text in one line."""
     progress, groups = job
     hang = find_hang(progress, groups)
     if hang is None:
@@ -93,8 +97,10 @@ def test_any_values_give_words_or_none(job: tuple[dict[int, Progress], dict[str,
 
 
 @given(standing_still(["running", "uninterruptible", "unknown", "closed"]))
-def test_who_has_entered_all_is_never_blamed(job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]]) -> None:
-    """Named are exactly those that are last where others wait, and wait nowhere: who has ended waits for nobody."""
+def test_rank_that_has_entered_all_is_never_blamed(job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]]) -> None:
+    """The named ranks are exactly those that are last where others wait and that do not wait
+    themselves. Ended ranks do not wait.
+    """
     progress, groups = job
     hang = find_hang(progress, groups)
     if hang is None or hang.kind == "alone":
@@ -115,7 +121,7 @@ def test_who_has_entered_all_is_never_blamed(job: tuple[dict[int, Progress], dic
 
 @given(standing_still(["running"]))
 def test_cycle_is_real(job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]]) -> None:
-    """Each rank of a cycle has entered a collective that the next one has not."""
+    """Each rank of a cycle has entered a collective that the next one has not entered."""
     progress, groups = job
     hang = find_hang(progress, groups)
     if hang is None or not hang.cycle:
@@ -133,7 +139,7 @@ def test_cycle_is_real(job: tuple[dict[int, Progress], dict[str, tuple[int, ...]
 def test_numbers_of_ranks_do_not_matter(
     job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]], shuffled: random.Random
 ) -> None:
-    """The same job with its ranks numbered otherwise gives the same finding about the same processes."""
+    """Renumbering the ranks of a job gives the same finding for the same processes."""
     progress, groups = job
     numbers = list(progress)
     shuffled.shuffle(numbers)
@@ -157,10 +163,12 @@ def test_numbers_of_ranks_do_not_matter(
 
 
 @given(jobs(), st.integers(0, 5), TIMES)
-def test_what_is_out_of_date_judges_nobody(
+def test_rank_with_an_outdated_report_is_not_blamed(
     job: tuple[dict[int, Progress], dict[str, tuple[int, ...]]], number: int, report_age_s: float
 ) -> None:
-    """A rank that was last heard of long before the steps ended is no blocking, whatever it told."""
+    """A rank whose last report is from long before the last step is not blocking, whatever the
+    report was.
+    """
     progress, groups = job
     if number not in progress:
         return
@@ -171,8 +179,8 @@ def test_what_is_out_of_date_judges_nobody(
 
 
 @pytest.mark.parametrize("missing", [0, 2500, 9999])
-def test_ten_thousand_ranks(missing: int) -> None:
-    """In a large job, in groups of both dimensions, the one rank is named and the words stay short."""
+def test_missing_rank_of_ten_thousand_is_named(missing: int) -> None:
+    """One rank is missing in groups of two dimensions. It is named, and the text stays short."""
     count, width = 10_000, 8
     groups = {f"tp{i}": tuple(range(i * width, (i + 1) * width)) for i in range(count // width)}
     groups |= {f"dp{i}": tuple(range(i, count, width)) for i in range(width)}
@@ -180,7 +188,8 @@ def test_ten_thousand_ranks(missing: int) -> None:
     progress = {}
     for number in range(count):
         tensor, data = f"tp{number // width}", f"dp{number % width}"
-        late = number // width == missing // width  # its neighbours wait for it, and have not come to dp either
+        # Its neighbors wait for it and have not reached dp either.
+        late = number // width == missing // width
         issued = {WORLD: 3, tensor: 40 - (number == missing), data: 6 if late else 7}
         progress[number] = rank(0, rank=number, issued=issued, operations={})
     progress[missing] = dataclasses.replace(progress[missing], inside=FORWARD)

@@ -1,4 +1,4 @@
-"""Standing still with no rank to blame, or with a part of the ranks; what is reported again, and long lists."""
+"""Hangs without a rank to blame, or of a part of the ranks; keys of findings; long lists."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torchlens_perf.analysis.collectives.hang import Collective, Hang
 from torchlens_perf.analysis.collectives.semantics import sole_operations
 from torchlens_perf.verdicts.words.hang import text
 
-# -- nobody is behind
+# -- no rank is behind
 
 
-def test_order_that_does_not_match_is_shown_as_a_cycle() -> None:
-    """Ranks that wait for each other are all named with what each waits in, and none is blamed."""
+def test_mismatched_order_is_shown_as_a_cycle() -> None:
+    """The text shows what each rank waits in. No rank is blamed."""
     ranks = [
         rank(0, issued={"a": 5, "b": 7}, operations={"a": {5: "allreduce"}}),
         rank(1, issued={"a": 4, "b": 8}, operations={"b": {8: "allgather"}}),
@@ -30,13 +30,14 @@ def test_order_that_does_not_match_is_shown_as_a_cycle() -> None:
     )
 
 
-def test_cycle_leaves_out_who_only_waits_for_it() -> None:
-    """A rank that waits for a cycle without being waited for is no part of it."""
+def test_cycle_leaves_out_ranks_that_only_wait_for_it() -> None:
+    """A rank that waits for the cycle, but that no rank waits for, is not a part of it."""
     ranks = [
         rank(0, issued={"a": 5}, operations={}),
         rank(1, issued={"a": 4, "b": 8}, operations={}),
         rank(2, issued={"b": 7, "a": 5}, operations={}),
-        rank(3, issued={"a": 5}, operations={}, report_age_s=20.0),  # fell silent when it had waited for 12 s
+        # This rank became silent after it had waited for 12 s.
+        rank(3, issued={"a": 5}, operations={}, report_age_s=20.0),
     ]
     ranks[:3] = [dataclasses.replace(each, since_step_s=32.0, since_mark_s=32.0) for each in ranks[:3]]
     hang = found(*ranks)
@@ -46,8 +47,8 @@ def test_cycle_leaves_out_who_only_waits_for_it() -> None:
     assert hang.waiting == (0, 1, 2)
 
 
-def test_different_operations_under_one_number() -> None:
-    """Ranks that issued different collectives at the same place in the order are told apart by them."""
+def test_different_operations_under_one_number_are_shown() -> None:
+    """Ranks issued different collectives at the same position. The text shows both."""
     hang = found(rank(2, operations={WORLD: {57: "broadcast"}}))
 
     assert (hang.kind, named(hang)) == ("mismatch", [])
@@ -59,8 +60,10 @@ def test_different_operations_under_one_number() -> None:
     assert hang.look_at == (2, 0)
 
 
-def test_different_operations_come_before_who_is_behind() -> None:
-    """A rank that took another path may look behind or ahead later: the first number that differs is told."""
+def test_different_operations_take_precedence_over_ranks_behind() -> None:
+    """A rank on another code path may be behind or ahead later, so the first number that differs is
+    shown.
+    """
     usual = {56: "allreduce", 57: "allreduce", 58: "allreduce"}
     others = [rank(number, issued={WORLD: 58}, operations={WORLD: usual}) for number in (0, 1, 3)]
     hang = found(rank(2, issued={WORLD: 60}, operations={WORLD: {**usual, 57: "broadcast", 58: "x"}}), *others)
@@ -68,8 +71,8 @@ def test_different_operations_come_before_who_is_behind() -> None:
     assert (hang.kind, hang.collective) == ("mismatch", Collective(WORLD, 57))
 
 
-def test_all_in_the_same_collective_is_nobodys_fault() -> None:
-    """If all have entered and wait, the network or a device is what to look at."""
+def test_no_rank_is_blamed_if_all_are_in_the_same_collective() -> None:
+    """If all ranks have entered and wait, the text refers to the network and the devices."""
     hang = found()
 
     assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("together", [], (0, 1, 2, 3), True)
@@ -80,13 +83,13 @@ def test_all_in_the_same_collective_is_nobodys_fault() -> None:
     )
 
 
-def test_waiting_inside_a_reducer_is_waiting() -> None:
-    """DDP waits in C++ inside the backward pass, where no wait of Python's is open."""
+def test_waiting_inside_a_reducer_counts_as_waiting() -> None:
+    """DDP waits in C++ inside of the backward pass, where no wait in Python is open."""
     assert found(*every(2, inside=("backward",)), count=2).kind == "together"
 
 
-def test_waiting_for_what_is_not_numbered() -> None:
-    """Ranks that all wait and have no collective in common: told without the name of one."""
+def test_waiting_without_a_numbered_collective_has_no_name() -> None:
+    """All ranks wait and have no collective in common. No name is shown."""
     hang = found(*every(2, issued={}, operations={}), count=2)
 
     assert (hang.kind, hang.collective) == ("together", None)
@@ -94,7 +97,7 @@ def test_waiting_for_what_is_not_numbered() -> None:
 
 
 def test_pause_of_all_ranks_is_no_alarm() -> None:
-    """All ranks are in the same section: a checkpoint, perhaps; no rank is blamed."""
+    """All ranks are in the same section, for example a checkpoint."""
     hang = found(*every(4, inside=("torch.save", "write")), rank(3, inside=("torch.save",)))
 
     assert (hang.kind, named(hang), hang.waiting, hang.alarm) == ("pause", [], (), False)
@@ -104,21 +107,22 @@ def test_pause_of_all_ranks_is_no_alarm() -> None:
     )
 
 
-def test_pause_outside_of_all_spans() -> None:
-    """All ranks are in code that is not timed: no alarm either."""
+def test_pause_outside_of_spans_is_no_alarm() -> None:
+    """All ranks are in code that is not timed."""
     assert "are outside of all that is timed. No rank waits" in text(found(*every(4, inside=())))
 
 
-def test_job_of_one_rank_pauses() -> None:
-    """A single rank that makes no step is told with its place."""
+def test_pause_of_a_single_rank_is_shown_with_its_place() -> None:
     hang = found(*every(1, inside=("data",)), count=1)
 
     assert (hang.kind, named(hang)) == ("pause", [])
     assert "Rank 0 is inside data." in text(hang)
 
 
-def test_different_places_without_a_collective() -> None:
-    """Where no collective tells, the places are told, the rarest first, and who does not wait is looked at first."""
+def test_rarest_places_come_first_without_a_collective() -> None:
+    """The text shows the places with the fewest ranks first. Ranks that do not wait should be
+    looked at first.
+    """
     ranks = [*(rank(n, issued={}, operations={}) for n in (0, 1, 3)), behind(2, issued={}, operations={})]
     hang = found(*ranks)
 
@@ -129,18 +133,18 @@ def test_different_places_without_a_collective() -> None:
     )
 
 
-def test_one_that_waits_is_not_the_odd_one() -> None:
-    """A single rank that waits among more that do not is no reason to look at it first."""
+def test_single_waiting_rank_is_not_looked_at_first() -> None:
+    """A single waiting rank among several that do not wait is not looked at first."""
     ranks = [rank(0, issued={}, operations={}), *(behind(n, issued={}, operations={}) for n in (1, 2))]
 
     assert found(*ranks, count=3).look_at == (1, 2, 0)
 
 
-# -- others go on
+# -- other ranks make progress
 
 
-def test_stuck_rank_beside_ranks_that_go_on() -> None:
-    """Independent ranks make steps; one that is stuck at something is named, and that nobody waits for it."""
+def test_stuck_rank_is_named_while_others_make_steps() -> None:
+    """The ranks are independent. The text says that no rank waits for the stuck one."""
     going_on = [rank(number, since_step_s=0.03, since_mark_s=0.0) for number in (0, 1, 3)]
     hang = found(behind(2), *going_on)
 
@@ -150,8 +154,10 @@ def test_stuck_rank_beside_ranks_that_go_on() -> None:
     )
 
 
-def test_rank_without_work_beside_others_is_not_stuck() -> None:
-    """A server's rank that has no request is inside of nothing, and no hang; stopped, it is one."""
+def test_rank_without_work_is_not_stuck() -> None:
+    """A server's rank without a request has no open span, which is not a hang. If it is stopped, it
+    is one.
+    """
     going_on = [rank(number, since_step_s=0.03, since_mark_s=0.0) for number in (0, 1, 3)]
 
     assert job(behind(2, inside=()), *going_on) is None
@@ -160,15 +166,15 @@ def test_rank_without_work_beside_others_is_not_stuck() -> None:
     assert "stopped by a signal" in text(hang)
 
 
-def test_ranks_about_to_stand_still_are_waited_for() -> None:
-    """When the first rank reaches the limit, the others may be a moment behind: then nothing is said yet."""
+def test_nothing_is_reported_while_other_ranks_are_about_to_stop() -> None:
+    """When the first rank reaches the limit, the others may reach it a moment later."""
     others = [rank(number, since_step_s=9.9, since_mark_s=9.8) for number in (0, 1, 3)]
 
     assert job(behind(2), *others) is None
 
 
-def test_half_of_the_job_hangs_while_the_other_half_goes_on() -> None:
-    """Two islands that do not depend on each other: the one that hangs is judged by itself."""
+def test_hang_of_half_of_the_job_is_judged_alone() -> None:
+    """The two halves do not depend on each other. Only the one that hangs is judged."""
     going_on = [rank(number, since_step_s=0.03, issued={"b": 900}, operations={}) for number in (4, 5, 6, 7)]
     hang = found(behind(2), *going_on, count=8)
 
@@ -177,11 +183,11 @@ def test_half_of_the_job_hangs_while_the_other_half_goes_on() -> None:
     assert text(hang).startswith("No step for 12.0 s (usually 62.0 ms) on ranks 0-3, while 4 other ranks make steps. ")
 
 
-# -- reported once
+# -- each finding is reported once
 
 
-def test_hang_has_one_key_until_a_step_is_made() -> None:
-    """However long it lasts, a hang is one; after a step it is another one, and so it is with another blocking rank."""
+def test_hang_keeps_its_key_until_the_next_step() -> None:
+    """A new step, or another blocking rank, makes a new key, but the duration does not."""
     first = found(behind(2))
     long = {"since_step_s": 500.0, "since_mark_s": 499.0}
     later = found(behind(2, **long), *(rank(number, **long) for number in (0, 1, 3)))
@@ -192,8 +198,10 @@ def test_hang_has_one_key_until_a_step_is_made() -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_usual_pause_has_one_key_and_a_longer_one_another(busy: bool) -> None:
-    """The checkpoint of each thousand steps is reported the first time; one that takes ten times as long again."""
+def test_longer_pause_has_a_new_key(busy: bool) -> None:
+    """A checkpoint in each thousand steps is reported the first time. One that takes ten times as
+    long is reported again.
+    """
 
     def at(step: int, since_s: float) -> Hang:
         if busy:
@@ -206,18 +214,20 @@ def test_usual_pause_has_one_key_and_a_longer_one_another(busy: bool) -> None:
     assert len({at(1000, since_s).key for since_s in (15.0, 30.0, 45.0, 100.0)}) == 4
 
 
-# -- figures and long lists
+# -- numbers and long lists
 
 
-def test_figures_are_those_of_all_ranks() -> None:
-    """So long has no rank made a step; the usual time is the slowest rank's, the step the furthest one's."""
+def test_times_and_step_cover_all_ranks() -> None:
+    """The duration is that without a step of any rank. The usual time is the slowest rank's, the
+    step the furthest rank's.
+    """
     hang = found(rank(0, since_step_s=30.0, usual_step_s=0.5), rank(1, step=103), behind(2, since_step_s=11.0))
 
     assert (hang.since_s, hang.usual_s, hang.step) == (11.0, 0.5, 103)
 
 
-def test_largest_group_stands_for_all() -> None:
-    """The collective told is the one of the group that most ranks use, or wait in."""
+def test_collective_is_of_the_largest_group() -> None:
+    """The collective is that of the group that most ranks use or wait in."""
     small = {"z": 3}
     both = found(*(rank(number, issued={WORLD: 57, **small}) for number in (0, 1)))
     missed = found(
@@ -228,15 +238,16 @@ def test_largest_group_stands_for_all() -> None:
     assert missed.collective == missed.blocking[0].missing == Collective(WORLD, 57, "allreduce")
 
 
-def test_operation_that_ranks_disagree_on_is_not_told() -> None:
-    """What waiting ranks call otherwise has no name."""
+def test_operation_is_not_shown_if_ranks_disagree() -> None:
     hang = found(behind(2, state="stopped"), rank(0, operations={WORLD: {57: "broadcast"}}))
 
     assert (hang.kind, hang.collective) == ("stopped", Collective(WORLD, 57, ""))
 
 
-def test_operation_is_known_where_a_group_has_but_one_kind() -> None:
-    """A group of one kind of collective tells what its last one is; a group of several does not, nor do peers."""
+def test_operation_is_known_in_a_group_with_one_kind() -> None:
+    """If a group has one kind of collective, the last one has that kind. With several kinds, or for
+    messages, it is unknown.
+    """
     names = [
         "(other)", "forward GPT", "allreduce group=0 dtype=float32", "allreduce group=0 dtype=bfloat16",
         "broadcast group=7 dtype=int64 root=0", "allreduce group=7", "send group=8 dtype=float16 peer=1",
@@ -247,7 +258,9 @@ def test_operation_is_known_where_a_group_has_but_one_kind() -> None:
 
 
 def test_many_places_and_deep_ones_are_cut() -> None:
-    """Places beyond the fourth are counted; of a deep one the outermost and innermost names are shown."""
+    """Places beyond the fourth are only counted. Of nested spans, the outermost and innermost names
+    are shown.
+    """
     deep = tuple(f"m{i}" for i in range(9))
     line = text(found(*(rank(n, inside=(f"p{n}", *deep), issued={}, operations={}) for n in range(6)), count=6))
 
@@ -256,15 +269,15 @@ def test_many_places_and_deep_ones_are_cut() -> None:
 
 
 def test_many_clauses_are_cut() -> None:
-    """Culprits in more than four ways are counted."""
+    """Blocking ranks in more than four ways are only counted."""
     line = text(found(*(behind(n, inside=(f"p{n}",)) for n in range(6)), count=8))
 
     assert "rank 3 (node-b) did not enter it, last inside p3; 2 more ranks are missing." in line
 
 
 def test_long_cycle_is_cut() -> None:
-    """Of a long cycle the beginning is shown, and how it closes."""
-    # Each waits for the next one.
+    """The text shows the start of the cycle and how it closes."""
+    # Each rank waits for the next one.
     ring = [rank(n, issued={f"g{n}": 5, f"g{(n + 5) % 6}": 4}, operations={}) for n in range(6)]
     hang = found(*ring, count=6)
 

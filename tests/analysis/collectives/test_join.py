@@ -1,4 +1,6 @@
-"""Joining records by sequence number: what is joined, what never is, and what becomes of the rest."""
+"""Joining records by sequence number: records that are joined, records that never are, and counts
+of the rest.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,22 @@ COMPLETED = int(Flag.COMPLETED)
 
 
 def of(join: CollectiveJoin, operation: str, pair: tuple[int, int] | None = None) -> OperationStatistics:
-    """The only row of an operation."""
+    """Return the only row of an operation."""
     (row,) = [row for row in join.operations() if (row.key.operation, row.key.pair) == (operation, pair)]
     return row
 
 
 def counts(join: CollectiveJoin) -> Counts:
-    """Those of the only group."""
+    """Return the counts of the only group."""
     (only,) = join.counts().values()
     return only
 
 
-# -- what is joined
+# -- records that are joined
 
 
-def test_late_rank() -> None:
-    """The rank that came last, how often and by how much, and what the others waited for it."""
+def test_wait_for_a_late_rank_is_counted() -> None:
+    """The row has how often and by how much a rank arrived last, and the wait of the others."""
     late = joined({0: [Issued(NAME, 4, 90), Issued(NAME, 5, 80)], 1: [Issued(NAME, 4, 10), Issued(NAME, 5, 30)],
                    2: [Issued(NAME, 4, 70), Issued(NAME, 5, 20)]})  # fmt: skip
     row = of(late, "allreduce")
@@ -51,8 +53,8 @@ def test_late_rank() -> None:
     assert row.issue.sum_ns == 6 * 5 * US
 
 
-def test_operations_in_which_a_capture_held_a_rank_up() -> None:
-    """They are joined and counted, but nobody is said to have waited, and nobody to have come last."""
+def test_operations_delayed_by_a_capture_have_no_wait() -> None:
+    """They are joined and counted, but without a wait and without a last rank."""
     join = CollectiveJoin()
     for rank, first_ns in enumerate((90_000, 10)):
         made, names = records([Issued(NAME, 4, first_ns), Issued(NAME, 5, 10 + 40 * rank)])
@@ -67,8 +69,8 @@ def test_operations_in_which_a_capture_held_a_rank_up() -> None:
     }  # fmt: skip
 
 
-def test_asynchronous_is_told_apart() -> None:
-    """How much earlier a rank issued is no time that it was blocked, when it did not block, or on another thread."""
+def test_asynchronous_waits_are_counted_separately() -> None:
+    """If a rank did not block, or issued on another thread, its earlier issue is not blocked time."""
     for flag in (Flag.ASYNC, Flag.OTHER_THREAD):
         flags = COMPLETED | int(flag)
         join = joined({rank: [Issued(NAME, 0, ns, flags=flags)] for rank, ns in enumerate((90, 10))})
@@ -80,7 +82,7 @@ def test_asynchronous_is_told_apart() -> None:
 
 
 def test_monitored_barrier_blocks() -> None:
-    """It returns no handle, so its flag says asynchronous; it waits all the same."""
+    """The call returns no handle, so its flag is asynchronous, but it does block."""
     flags = COMPLETED | int(Flag.ASYNC)
     join = joined({r: [Issued("monitored_barrier group=0", 0, ns, 0, flags)] for r, ns in enumerate((90, 10))})
 
@@ -88,8 +90,10 @@ def test_monitored_barrier_blocks() -> None:
     assert of(join, "monitored_barrier").asynchronous == 0
 
 
-def test_sizes_are_kept_apart() -> None:
-    """Small and large operations of one name have a bandwidth each; the row's is that of most bytes."""
+def test_sizes_have_separate_bandwidths() -> None:
+    """Small and large operations of one name have separate bandwidths. The row shows that of most
+    bytes.
+    """
     issued = [Issued(NAME, n, 1000 * US if n % 2 else 10 * US, 1_000_000 if n % 2 else 100) for n in range(20)]
     row = of(joined({0: issued, 1: issued}), "allreduce")
     main = row.main_size()
@@ -101,9 +105,12 @@ def test_sizes_are_kept_apart() -> None:
     assert bandwidth[0] == pytest.approx(1e9, rel=0.02)
 
 
-def test_messages_between_two_ranks() -> None:
-    """A send is joined with its receive, by sender, receiver and number; each direction counts for itself."""
-    groups = {"9": {"ranks": "4,6", "description": "mesh_pp"}}  # peers are positions in the group
+def test_send_is_joined_with_its_receive() -> None:
+    """A send is joined with its receive by sender, receiver and number. Each direction counts
+    separately.
+    """
+    # Peers are positions in the group.
+    groups = {"9": {"ranks": "4,6", "description": "mesh_pp"}}
     join = joined(
         {
             4: [Issued("send group=9 dtype=float16 peer=1", 0, 90), Issued("recv group=9 dtype=float16 peer=1", 0, 50)],
@@ -118,8 +125,8 @@ def test_messages_between_two_ranks() -> None:
     assert there.totals()[6] | {"last": 1, "exposed_lag_ns": 70} == there.totals()[6]
 
 
-def test_gather_names_its_type_on_the_root_only() -> None:
-    """The other ranks give no tensors to gather into: no type and no bytes, and yet the same operation."""
+def test_gather_is_joined_without_a_type_on_other_ranks() -> None:
+    """The other ranks pass no tensors to gather into, so their records have no type and no bytes."""
     join = joined(
         {
             0: [Issued("gather group=0 dtype=float32 root=0", 0, 90, 4096)],
@@ -133,16 +140,18 @@ def test_gather_names_its_type_on_the_root_only() -> None:
     assert row.main_size().mean_bytes == 4096  # type: ignore[union-attr]
 
 
-def test_uneven_splits_are_the_same_operation() -> None:
-    """What ranks get of an all-to-all differs: that is no mismatch."""
+def test_uneven_splits_are_no_mismatch() -> None:
+    """Ranks may receive different sizes of an all-to-all."""
     name = "alltoall_base group=0 dtype=int64"
     join = joined({0: [Issued(name, 0, 90, 100)], 1: [Issued(name, 0, 10, 300)]})
 
     assert (counts(join).joined, counts(join).mismatched) == (1, 0)
 
 
-def test_some_ranks_on_other_nodes() -> None:
-    """What is here is joined; alone of its group on this node, a rank has nobody to be compared with."""
+def test_local_ranks_of_a_group_are_joined() -> None:
+    """Local records are joined. A rank that is alone of its group on this node has none to compare
+    with.
+    """
     groups = {
         "0": {"ranks": "0-15", "description": "default_pg"},
         "1": {"ranks": "0,8", "description": "mesh_dp"},
@@ -156,8 +165,10 @@ def test_some_ranks_on_other_nodes() -> None:
     assert join.pending_operations() == 0
 
 
-def test_nodes_are_put_together() -> None:
-    """Two nodes' halves of one group become one row: all ranks, and the transfer of the node that saw the last."""
+def test_rows_of_two_nodes_are_merged() -> None:
+    """Two nodes' halves of one group become one row with all ranks. The transfer is that of the
+    node that saw the last rank.
+    """
     groups = world(4)
     halves = []
     for ranks, ns in ((range(2), 900), (range(2, 4), 100)):
@@ -169,11 +180,12 @@ def test_nodes_are_put_together() -> None:
     assert (row.joined, row.records, sorted(row.ranks)) == (1, 4, [0, 1, 2, 3])
     assert row.whole("transfer").sum_ns == 100
     assert {rank: each["exposed_wait_ns"] for rank, each in row.totals().items()} == {0: 0, 1: 50, 2: 0, 3: 50}
-    assert halves[0][0].joined == 1  # they are as they were
+    # The inputs are unchanged.
+    assert halves[0][0].joined == 1
     assert sorted(halves[0][0].totals()) == [0, 1]
 
 
-# -- what is never joined
+# -- records that are never joined
 
 
 @pytest.mark.parametrize(
@@ -184,23 +196,22 @@ def test_nodes_are_put_together() -> None:
         Issued(NAME, 0, 10, bytes=8),
     ],
 )
-def test_another_operation_at_the_same_number(other: Issued) -> None:
-    """Ranks that issued different operations, types or sizes are counted as mismatched, and tell no waiting."""
+def test_other_operation_at_the_same_number_is_a_mismatch(other: Issued) -> None:
+    """Ranks that issued different operations, types or sizes count as mismatched, without a wait."""
     join = joined({0: [Issued(NAME, 0, 90)], 1: [other]})
 
     assert counts(join) == Counts(mismatched=1)
     assert all(row.joined == 0 for row in join.operations())
 
 
-def test_another_root_at_the_same_number() -> None:
-    """Two broadcasts from different roots are not one."""
+def test_other_root_at_the_same_number_is_a_mismatch() -> None:
     join = joined({rank: [Issued(f"broadcast group=0 dtype=int8 root={rank}", 0, 10)] for rank in range(2)})
 
     assert counts(join) == Counts(mismatched=1)
 
 
-def test_a_number_twice() -> None:
-    """A rank with two records of one number has one that belongs elsewhere: neither is joined."""
+def test_duplicate_number_is_not_joined() -> None:
+    """One of two records with the same number belongs elsewhere, so neither is joined."""
     for other in ([Issued(NAME, 0, 10)], []):
         join = joined({0: [Issued(NAME, 0, 90), Issued(NAME, 0, 95)], 1: other})
 
@@ -208,8 +219,10 @@ def test_a_number_twice() -> None:
 
 
 @pytest.mark.parametrize("flags", [0, COMPLETED | int(Flag.EXCEPTION), int(Flag.ASYNC)])
-def test_unknown_end_does_not_take_part(flags: int) -> None:
-    """A record that holds only the issuing call's duration, or raised, would look like the last to come."""
+def test_operation_without_an_end_is_not_joined(flags: int) -> None:
+    """A record with only the issuing call's duration, or of a call that raised, would look like the
+    last to arrive.
+    """
     join = joined({0: [Issued(NAME, 0, 90), Issued(NAME, 1, 90)],
                    1: [Issued(NAME, 0, 1, flags=flags), Issued(NAME, 1, 10)]})  # fmt: skip
 
@@ -218,8 +231,8 @@ def test_unknown_end_does_not_take_part(flags: int) -> None:
     assert (of(join, "allreduce").records, of(join, "allreduce").ended) == (4, 3)
 
 
-def test_groups_of_one_name() -> None:
-    """Groups that were split off at once may share a name: their members tell them apart."""
+def test_groups_of_one_name_are_distinguished_by_members() -> None:
+    """Groups created by one split may share a name. Their members differ."""
     join = CollectiveJoin()
     join.set_ranks(range(4))
     for rank in range(4):
@@ -233,8 +246,10 @@ def test_groups_of_one_name() -> None:
     assert waits == {0: 0, 1: 10, 2: 0, 3: 10}
 
 
-def test_unknown_members() -> None:
-    """Those seen are joined; but not where groups of that name are known, for it may be another one."""
+def test_group_without_known_members_is_joined_by_ranks_seen() -> None:
+    """The ranks seen are joined, unless a group of that name has known members, because it may be
+    another group.
+    """
     issued = {rank: [Issued(NAME, 0, 10 + rank)] for rank in range(2)}
     assert counts(joined(issued, {})).joined == 1
 
@@ -244,8 +259,8 @@ def test_unknown_members() -> None:
     assert sum(each.unmatched_records for each in join.counts().values()) == 2
 
 
-def test_members_that_are_published_later() -> None:
-    """A group is known as soon as its members are; what came before is not mixed with it."""
+def test_group_is_joined_once_its_members_are_published() -> None:
+    """Earlier records are not mixed with those of the known group."""
     join = CollectiveJoin()
     for sequence, groups in ((0, {}), (1, world(3))):
         add(join, {rank: [Issued(NAME, sequence, 10 + rank)] for rank in range(3)}, groups)
@@ -253,14 +268,17 @@ def test_members_that_are_published_later() -> None:
     assert join.counts()[WORLD_OF_3, None].joined == 1
 
 
-def test_ranks_that_count_from_different_places() -> None:
-    """Rank 0 calls number 1 what rank 1 calls number 0: by the node's clock, it left before the other one had come."""
+def test_ranks_that_count_from_different_starts_are_not_joined() -> None:
+    """Rank 0's number 1 is rank 1's number 0. By the node's clock, one rank left before the other
+    had arrived.
+    """
     ms = 1_000_000
     calls = [Issued(NAME, number, 2 * ms, start_ns=10 * ms * number) for number in range(5)]
     ahead = [call._replace(sequence=call.sequence + 1) for call in calls]
     join = joined({0: ahead, 1: calls})
 
-    assert counts(join) == Counts(unmatched_records=10)  # those that lack a partner, too
+    # Records without a partner are included.
+    assert counts(join) == Counts(unmatched_records=10)
     assert of(join, "allreduce").joined == 0
     assert join.uncomparable() == {"0"}
     add(join, {0: [Issued(NAME, 6, ms)], 1: [Issued(NAME, 6, ms)]}, world(2))
@@ -270,15 +288,18 @@ def test_ranks_that_count_from_different_places() -> None:
     assert (counts(right), right.uncomparable()) == (Counts(joined=5), set())
 
 
-def test_kernels_that_one_rank_saw_late() -> None:
-    """Their times are later on that rank's line than on the other's. By a millisecond, they are compared; what is later
-    still is not, but those that follow it are."""
+def test_kernels_reported_late_by_one_rank_are_skipped() -> None:
+    """Their times on that rank's line are later than on the other's. A millisecond is accepted.
+
+    Later ones are not joined, but the kernels after them are.
+    """
     ms, device = 1_000_000, int(Flag.COMPLETED | Flag.DEVICE)
     kernels = [Issued(NAME, number, 50 * US, start_ns=20 * ms * number, flags=device) for number in range(5)]
     late = [each._replace(start_ns=each.start_ns + ms) for each in kernels]
     assert counts(joined({0: kernels, 1: late})) == Counts(joined=5)
     ahead = [each._replace(sequence=each.sequence + 1) for each in kernels]
-    assert counts(joined({0: kernels, 1: ahead})) == Counts(unmatched_records=8)  # what lacks a partner may get one
+    # A record without a partner may still get one.
+    assert counts(joined({0: kernels, 1: ahead})) == Counts(unmatched_records=8)
     one = [each._replace(start_ns=each.start_ns + 6 * ms * (each.sequence == 2)) for each in kernels]
     join = joined({0: kernels, 1: one})
     assert (counts(join), join.uncomparable()) == (Counts(joined=4, unmatched_records=2), set())
@@ -290,15 +311,15 @@ def test_kernels_that_one_rank_saw_late() -> None:
     assert counts(joined(on_host)) == Counts(unmatched_records=10)
 
 
-def test_what_nobody_waits_for_may_end_before_another_has_come() -> None:
-    """Of an all-to-all with empty parts, as of a broadcast, that tells nothing against the numbers."""
+def test_operation_without_waiting_may_end_before_another_rank_arrives() -> None:
+    """In a broadcast, or an all-to-all with empty parts, an early end is possible."""
     for name in ("alltoall_base group=0 dtype=float32", "broadcast group=0 dtype=float32 root=0"):
         early, late = Issued(name, 0, 10 * US), Issued(name, 0, 10 * US, start_ns=10_000_000)
         assert counts(joined({0: [early], 1: [late]})) == Counts(joined=1)
 
 
-def test_receiving_from_any_source() -> None:
-    """Once a rank does, the numbers of what is sent to it do not tell which message is which."""
+def test_receiving_from_any_source_stops_joining() -> None:
+    """Once a rank does so, the numbers of messages to it do not identify them."""
     send, any_source = "send group=0 dtype=int8 peer=1", "recv_any_source group=0 dtype=int8"
     join = joined({0: [Issued(send, 0, 10), Issued(send, 1, 10)],
                    1: [Issued(any_source, 0, 10), Issued("recv group=0 dtype=int8 peer=0", 0, 10)]})  # fmt: skip
@@ -310,8 +331,10 @@ def test_receiving_from_any_source() -> None:
 # -- ranks that differ
 
 
-def test_uneven_step_counts() -> None:
-    """What only some ranks issued waits, bounded, and is counted; the rest is joined."""
+def test_operations_of_some_ranks_only_stay_pending() -> None:
+    """Operations that only some ranks issued stay pending up to a limit and are counted. The rest
+    is joined.
+    """
     join = joined({rank: [Issued(NAME, n, 10 + rank) for n in range(10 + 3 * rank)] for rank in range(3)})
     assert counts(join) == Counts(joined=10)
     assert join.pending_operations() == 6
@@ -323,8 +346,8 @@ def test_uneven_step_counts() -> None:
     assert join.pending_operations() == 0
 
 
-def test_rank_that_leaves() -> None:
-    """The others' operations are not joined without it, do not pile up, and sub-groups without it go on."""
+def test_operations_without_a_rank_that_left_are_dropped() -> None:
+    """Operations that lack the rank do not accumulate. Sub-groups without it continue."""
     groups = {**world(3), "1": {"ranks": "0-1", "description": ""}}
     other = "allreduce group=1 dtype=float32"
     join = CollectiveJoin()
@@ -342,7 +365,9 @@ def test_rank_that_leaves() -> None:
 
 
 def test_backlog_is_bounded() -> None:
-    """With a rank that never comes, the oldest are dropped and counted; what comes late for them is not joined."""
+    """If a rank never comes, the oldest operations are dropped and counted. Late records of them
+    are not joined.
+    """
     join = CollectiveJoin()
     many = MAX_PENDING + 1000
     add(join, {0: [Issued(NAME, n, 10) for n in range(many)], 1: []}, world(2))
@@ -354,16 +379,18 @@ def test_backlog_is_bounded() -> None:
     assert join.pending_operations() == 0
 
 
-def test_a_rank_may_be_read_far_ahead() -> None:
-    """The bound is on what is left over: one rank's records of a long time, and then the other's, are all joined."""
+def test_rank_that_is_read_far_ahead_is_joined() -> None:
+    """The limit applies after joining. Long runs of records, first of one rank and then of the
+    other, are all joined.
+    """
     many = 2 * MAX_PENDING
     join = joined({rank: [Issued(NAME, n, 10) for n in range(many)] for rank in range(2)})
 
     assert counts(join) == Counts(joined=many)
 
 
-def test_rank_that_begins_later() -> None:
-    """A rank whose ring is read a round later than the others' is waited for, if it is known that it will come."""
+def test_rank_that_starts_later_is_waited_for() -> None:
+    """A rank whose ring is read later is waited for if it is known."""
     join = CollectiveJoin()
     join.set_ranks(range(3))
     for rank in (0, 1, 2):
@@ -372,8 +399,8 @@ def test_rank_that_begins_later() -> None:
         assert counts(join).joined == (rank == 2)
 
 
-def test_restart() -> None:
-    """Another generation has its own numbers and members; what the earlier one left is neither joined nor kept."""
+def test_restart_begins_a_new_generation() -> None:
+    """Another generation has its own numbers and members. Records of the earlier one are dropped."""
     join = joined({rank: [Issued(NAME, n, 10) for n in range(5 + rank)] for rank in range(3)})
     assert join.pending_operations() == 2
     add(join, {rank: [Issued(NAME, 0, 20 + rank)] for rank in range(2)}, world(2), generation=1)
@@ -385,7 +412,9 @@ def test_restart() -> None:
 
 
 def test_other_processes_have_other_name_ids() -> None:
-    """After nodes joined or left, torch's agents start all ranks again: with other name ids, and numbers from 0 on."""
+    """After nodes joined or left, torch's agents restart all ranks, with other name ids and numbers
+    from 0 on.
+    """
     first, second = NAME, "broadcast group=0 dtype=float32 root=0"
     join = CollectiveJoin()
     for generation, (names, used) in enumerate((([first, second], first), ([second, first], second))):
@@ -396,7 +425,8 @@ def test_other_processes_have_other_name_ids() -> None:
         join.join()
         for rank in range(2):
             join.end(rank, generation)
-    for rank in range(2):  # what is told late of those before belongs to none of these
+    # Late records of the earlier processes are not joined.
+    for rank in range(2):
         join.end(rank, 0)
         join.add(rank, *records([Issued(first, 5, 10)]), world(2), 0, f"process 0 of {rank}")
     join.join()
@@ -406,7 +436,7 @@ def test_other_processes_have_other_name_ids() -> None:
 
 
 def test_each_process_has_its_own_name_ids() -> None:
-    """A process that a rank has started may take itself for that rank, and runs beside it."""
+    """A process that a rank has started may take the same rank and run in parallel to it."""
     join = CollectiveJoin()
     join.set_ranks([0])
     for process, name in (("one", NAME), ("its child", "broadcast group=7 dtype=int8 root=0")):
@@ -417,7 +447,7 @@ def test_each_process_has_its_own_name_ids() -> None:
 
 
 def test_sequence_numbers_beyond_32_bits() -> None:
-    """The record holds the low 32 bits: a job that counts on is joined across the turn, in order."""
+    """Records have the low 32 bits. Joining continues in order when they wrap."""
     first = (1 << 32) - 3
     join = CollectiveJoin()
     for part in (range(first, first + 4), range(first + 4, first + 8)):
@@ -429,14 +459,15 @@ def test_sequence_numbers_beyond_32_bits() -> None:
     numbers = range((1 << 32) + 10 - many, (1 << 32) + 10)
     join = joined({0: [Issued(NAME, n, 10) for n in numbers], 1: []})
     add(join, {1: [Issued(NAME, n, 10) for n in numbers[-10:]]}, world(2))
-    assert counts(join) == Counts(joined=10, unjoined=1000)  # those after the turn are the newest, not the oldest
+    # Numbers after the wrap are the newest, not the oldest.
+    assert counts(join) == Counts(joined=10, unjoined=1000)
 
 
 # -- a restart of the sidecar
 
 
-def test_goes_on_after_a_restart() -> None:
-    """Everything is there again; what was pending is counted as unjoined, and not joined with what comes after."""
+def test_join_continues_after_a_restart() -> None:
+    """Pending records are counted as unjoined and not joined with later ones."""
     join = joined({0: [Issued(NAME, n, 10) for n in range(6)], 1: [Issued(NAME, n, 30) for n in range(4)]})
     again = saved(join)
     assert encode(again.operations()) == encode(join.operations())
@@ -448,7 +479,9 @@ def test_goes_on_after_a_restart() -> None:
 
 
 def test_disorder_outlives_a_restart() -> None:
-    """Ranks that count from different places still do: nothing is joined until the next impossible operation."""
+    """Ranks still count from different starts after a restart. Nothing is joined until the next
+    impossible operation.
+    """
     ms = 1_000_000
     calls = [Issued(NAME, number, 2 * ms, start_ns=10 * ms * number) for number in range(5)]
     join = joined({0: [call._replace(sequence=call.sequence + 1) for call in calls], 1: calls})
@@ -459,8 +492,10 @@ def test_disorder_outlives_a_restart() -> None:
     assert counts(again) == Counts(unmatched_records=12)
 
 
-def test_messages_of_several_types_have_one_sequence() -> None:
-    """Both taps number them by pair and direction: another type at the same number is another message."""
+def test_messages_of_different_types_have_one_sequence() -> None:
+    """Both taps number messages by pair and direction, so another type at the same number is
+    another message.
+    """
     names = [f"{{}} group=0 dtype={dtype} peer={{}}" for dtype in ("float32", "int8")]
     sent = [Issued(names[n % 2].format("send", 1), n, 10) for n in range(6)]
     got = [Issued(names[n % 2].format("recv", 0), n, 20) for n in range(6)]
@@ -470,12 +505,13 @@ def test_messages_of_several_types_have_one_sequence() -> None:
     assert counts(wrong) == Counts(mismatched=2)
 
 
-def test_other_records_are_left_alone() -> None:
-    """Steps, modules and unknown names are none of its business."""
+def test_other_records_are_ignored() -> None:
+    """Steps, modules and unknown names are ignored."""
     made, names = records([Issued(NAME, 0, 10), Issued("forward Model", 0, 10), Issued("(other)", 1, 10)])
     made["kind"][1] = Kind.MODULE
     made = np.concatenate([made, made[:1]])
-    made["name_id"][3] = 77  # beyond the names
+    # This name id is beyond the list of names.
+    made["name_id"][3] = 77
     join = CollectiveJoin()
     join.add(0, made, names, world(1))
     join.join()

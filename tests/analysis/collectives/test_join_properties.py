@@ -1,4 +1,4 @@
-"""Joining records of jobs at random: nothing depends on when they come, and only what belongs together is joined."""
+"""Joining random jobs: arrival order does not matter, and only matching records are joined."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ COMPLETED = int(Flag.COMPLETED)
 
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[dict[int, list[Issued]], dict[str, dict[str, str]]]:
-    """Ranks with two groups, in which some records are missing, have no end, or are of another operation."""
+    """Draw ranks with two groups, in which some records are missing, have no end, or are of another
+    operation.
+    """
     names = [NAME, "allgather_base group=0 dtype=float32", "broadcast group=0 dtype=float32 root=1"]
     by_rank: dict[int, list[Issued]] = {rank: [] for rank in range(3)}
     for sequence in range(draw(st.integers(1, 12))):
@@ -46,7 +48,9 @@ def jobs(draw: st.DrawFn) -> tuple[dict[int, list[Issued]], dict[str, dict[str, 
 def test_order_and_chunks_do_not_matter(
     job: tuple[dict[int, list[Issued]], dict[str, dict[str, str]]], data: st.DataObject
 ) -> None:
-    """However a job's records are cut and mixed, the same operations are joined, to the same nanosecond."""
+    """Any split and order of a job's records gives the same joined operations, to the same
+    nanosecond.
+    """
     by_rank, groups = job
     whole = joined(by_rank, groups)
 
@@ -73,10 +77,10 @@ def test_order_and_chunks_do_not_matter(
 
 
 @given(job=jobs())
-def test_only_what_belongs_together_is_joined(
+def test_result_equals_a_simple_join(
     job: tuple[dict[int, list[Issued]], dict[str, dict[str, str]]],
 ) -> None:
-    """Against a join that was written down plainly: same number, name and bytes, all members, all ended."""
+    """The reference is a simple join: same number, name and bytes, all members, all ended."""
     by_rank, groups = job
     expected: dict[str, int] = {}
     for group, members in (("0", (0, 1, 2)), ("1", (0, 1))):

@@ -1,4 +1,4 @@
-"""What the durations of each operation tell, against values worked out by hand."""
+"""Conclusions from the durations of each operation, against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ ALL_FOR_ALL = [name for name, meaning in SEMANTICS.items() if meaning.waits is W
         ("forward Model", None),
     ],
 )
-def test_names(name: str, operation: Operation | None) -> None:
-    """A record's name is read back into its parts; names of other things are none."""
+def test_name_is_parsed(name: str, operation: Operation | None) -> None:
+    """Names of other records give None."""
     assert parse(name) == operation
 
 
 def test_every_operator_of_this_torch_has_its_semantics() -> None:
-    """No operator that c10d dispatches is unknown, but a receive from any source, which tells nothing."""
+    """Every operator that c10d dispatches is known, except a receive from any source, which allows
+    no conclusion.
+    """
     named = {operator.partition("::")[2].strip("_") for operator in operators()}
 
     assert named - SEMANTICS.keys() == {"recv_any_source"}
@@ -52,30 +54,36 @@ def test_every_operator_of_this_torch_has_its_semantics() -> None:
 
 @pytest.mark.parametrize("operation", ALL_FOR_ALL)
 def test_all_wait_for_the_last(operation: str) -> None:
-    """The shortest came last, by the distance to the second shortest; the surplus of all others is waiting."""
+    """The shortest duration is of the last to arrive, and the others' excess is waiting. The lag is
+    the distance to the second shortest.
+    """
     found = attribute(operation, np.array([[50, 20, 90], [30, 30, 70]]), None)
 
     assert found.wait_ns.tolist() == [[30, 0, 70], [0, 0, 40]]
     assert found.wait_upper_bound_ns.tolist() == found.wait_ns.tolist()
-    assert found.last.tolist() == [1, -1]  # of two that came together, none was last
+    # If two arrive together, no rank is last.
+    assert found.last.tolist() == [1, -1]
     assert found.lag_ns.tolist() == [30, 0]
     assert found.transfer_ns.tolist() == [20, 30]
 
 
 @pytest.mark.parametrize("operation", ["broadcast", "scatter"])
 def test_receivers_wait_for_the_root(operation: str) -> None:
-    """Certain is a receiver's surplus over the shortest receiver; what both share may be a late root, or the way."""
+    """A receiver's excess over the shortest receiver is certain. The common part may be a late
+    root, or the transfer.
+    """
     found = attribute(operation, np.array([[5, 100, 140], [300, 100, 100]]), 0)
 
     assert found.wait_ns.tolist() == [[0, 0, 40], [0, 0, 0]]
     assert found.wait_upper_bound_ns.tolist() == [[0, 95, 135], [200, 0, 0]]
-    assert found.last.tolist() == [-1, -1]  # a root that leaves early is not a root that came late
+    # A root that leaves early did not arrive late.
+    assert found.last.tolist() == [-1, -1]
     assert found.lag_ns.tolist() == [0, 0]
     assert found.transfer_ns.tolist() == [100, 100]
 
 
 def test_receivers_without_the_root() -> None:
-    """With the root on another node, all that are seen are receivers."""
+    """If the root is on another node, all ranks seen are receivers."""
     found = attribute("broadcast", np.array([[100, 140]]), None)
 
     assert found.wait_ns.tolist() == [[0, 40]]
@@ -83,7 +91,7 @@ def test_receivers_without_the_root() -> None:
 
 @pytest.mark.parametrize("operation", ["reduce", "gather"])
 def test_root_waits_for_all(operation: str) -> None:
-    """Only the root waits, for at most its surplus; the others leave when their part is sent, and none is blamed."""
+    """Only the root waits, for at most its excess. The others leave when their part is sent."""
     found = attribute(operation, np.array([[5, 200, 8]]), 1)
 
     assert found.wait_ns.tolist() == [[0, 0, 0]]
@@ -95,8 +103,10 @@ def test_root_waits_for_all(operation: str) -> None:
     assert unseen.transfer_ns.tolist() == [-1]
 
 
-def test_a_pair() -> None:
-    """A send that outlasts its receive waited for it; a receive that outlasts its send may have, or was buffered."""
+def test_wait_of_a_send_and_its_receive() -> None:
+    """A send that outlasts its receive waited for it. A receive that outlasts its send may have
+    waited, or the send was buffered.
+    """
     found = attribute(SEND_RECV, np.array([[90, 20], [20, 90]]), None)
 
     assert found.wait_ns.tolist() == [[70, 0], [0, 0]]
@@ -105,8 +115,8 @@ def test_a_pair() -> None:
     assert found.transfer_ns.tolist() == [20, 20]
 
 
-def test_unknown_operation_tells_nothing() -> None:
-    """An operation of a newer torch is neither waiting nor transfer."""
+def test_unknown_operation_allows_no_conclusion() -> None:
+    """An operation of a newer torch has neither a wait nor a transfer."""
     found = attribute("allshuffle", np.array([[50, 20]]), None)
 
     assert (found.wait_ns.tolist(), found.last.tolist(), found.transfer_ns.tolist()) == ([[0, 0]], [-1], [-1])
@@ -121,26 +131,30 @@ def test_unknown_operation_tells_nothing() -> None:
         ("scatter", 0.75), ("send", 1.0), (SEND_RECV, 1.0), ("barrier", None), ("allshuffle", None),
     ],
 )  # fmt: skip
-def test_bus_factor(operation: str, factor: float | None) -> None:
-    """The factors of nccl-tests, for four ranks."""
+def test_bus_factor_equals_that_of_nccl_tests(operation: str, factor: float | None) -> None:
     assert bus_factor(operation, 4) == factor
 
 
-def test_sizes() -> None:
-    """The size is that of nccl-tests: the whole output of a gather, the whole input of a scatter, the largest share."""
+def test_size_equals_that_of_nccl_tests() -> None:
+    """Sizes are those of nccl-tests: the whole output of a gather, the whole input of a scatter,
+    the largest share.
+    """
     record_bytes = np.array([[10, 10, 40]])
 
     assert size_bytes("allgather", record_bytes[:, :2], 4).tolist() == [10]
     assert size_bytes("reduce_scatter", record_bytes, 3).tolist() == [60]
-    assert size_bytes("reduce_scatter_base", record_bytes[:, :2], 8).tolist() == [80]  # two of eight ranks seen
+    # Two of eight ranks were seen.
+    assert size_bytes("reduce_scatter_base", record_bytes[:, :2], 8).tolist() == [80]
     assert size_bytes("alltoall", record_bytes, 3).tolist() == [40]
     assert size_bytes("gather", np.array([[0, 30, 0]]), 3).tolist() == [30]
     assert size_bytes("barrier", record_bytes, 3).tolist() == [0]
     assert semantics_of("barrier").size is Size.NONE
 
 
-def test_bandwidth() -> None:
-    """1 MB all-reduced by four ranks in 1 ms after the last has come: 1 GB/s, and 1.5 GB/s on the bus."""
+def test_bandwidth_is_from_the_transfer() -> None:
+    """1 MB all-reduced by four ranks in 1 ms after the last has arrived: 1 GB/s, and 1.5 GB/s on
+    the bus.
+    """
     durations_us = (5000, 1000, 3000, 2000)
     issued = {
         rank: [Issued("allreduce group=0 dtype=float32", n, us * 1000, 1_000_000) for n in range(9)]
@@ -155,8 +169,8 @@ def test_bandwidth() -> None:
     assert bandwidth == pytest.approx((1e9, 1.5e9), rel=0.02)
 
 
-def test_what_cannot_be_told_is_said() -> None:
-    """Each reason has its words, and an all-reduce whose ends are known on all ranks needs none."""
+def test_limits_of_the_numbers_are_explained() -> None:
+    """Each reason has a text. An all-reduce whose ends are known on all ranks needs none."""
     told = {"overlapped": False, "all_seen": True, "ended": True}
 
     assert cannot_tell("allreduce", **told) == ()

@@ -1,4 +1,6 @@
-"""Naming a slow link among groups that do the same: planted ones are found, and clean jobs have none."""
+"""Finding a slow link among comparable groups: simulated ones are found, and jobs without one have
+no finding.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from torchlens_perf.verdicts.words.verdict import slow_link_text
 
 TRANSFER_US = 400
 SEEDS = 40
-# Ranks of a 4 x 4 mesh: rows are tensor-parallel groups on one node, columns data-parallel ones across the nodes.
+# Ranks of a 4 x 4 mesh: rows are tensor-parallel groups on one node, columns data-parallel groups
+# across nodes.
 ROWS = [tuple(range(4 * row, 4 * row + 4)) for row in range(4)]
 COLUMNS = [tuple(range(column, 16, 4)) for column in range(4)]
 HOSTS = {rank: f"node{rank // 4}" for rank in range(16)}
@@ -38,8 +41,11 @@ def job(
     sizes: Mapping[tuple[int, ...], int] | None = None,
     flags: int = int(Flag.COMPLETED),
 ) -> list[LinkStatistics]:
-    """All-reduces on each group, by description. slow: by group, the factor on its transfers. late: that rank comes
-    last everywhere, so that its groups wait for it."""
+    """Return all-reduces on each group, by description.
+
+    slow: factor on the transfers of a group. late: a rank that arrives last everywhere, so that its
+    groups wait for it.
+    """
     random = np.random.default_rng(seed)
     by_rank: dict[int, list[Issued]] = {}
     published = {}
@@ -61,8 +67,10 @@ def job(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_slow_group(seed: int) -> None:
-    """One column of the mesh at half its bandwidth is named, with both bandwidths and what it costs."""
+def test_slow_group_is_found(seed: int) -> None:
+    """One column of the mesh has half of its bandwidth. The finding has both bandwidths and the
+    cost.
+    """
     found = slow_links(job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, {COLUMNS[2]: 2.0}, seed=seed), HOSTS)
 
     (link,) = found.links
@@ -75,8 +83,8 @@ def test_slow_group(seed: int) -> None:
     assert (found.compared, found.shared_ranks, found.undecided) == (8, (), "")
 
 
-def test_clean_jobs() -> None:
-    """Over many seeds, few and many operations, and noise that is larger than usual, nobody is named."""
+def test_no_link_is_found_without_a_slow_one() -> None:
+    """The jobs differ in seeds, number of operations and noise, which may be larger than usual."""
     for seed in range(SEEDS):
         for noise, operations in ((0.05, MIN_OPERATIONS), (0.3, 40), (0.6, MIN_OPERATIONS)):
             rows = job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, seed=seed, noise=noise, operations=operations)
@@ -87,8 +95,8 @@ def test_clean_jobs() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_rank_that_all_slow_groups_have(seed: int) -> None:
-    """A row and a column are slow: what they share is one rank."""
+def test_rank_common_to_all_slow_groups_is_named(seed: int) -> None:
+    """A row and a column are slow. They have one rank in common."""
     found = slow_links(job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, {ROWS[1]: 2.5, COLUMNS[2]: 2.5}, seed=seed), HOSTS)
 
     assert {link.ranks for link in found.links} == {ROWS[1], COLUMNS[2]}
@@ -96,8 +104,8 @@ def test_rank_that_all_slow_groups_have(seed: int) -> None:
     assert "all of them have rank 6" in slow_link_text(found)
 
 
-def test_node_that_all_slow_groups_reach() -> None:
-    """Pairs between nodes, slow wherever one node is: that node is named."""
+def test_node_common_to_all_slow_groups_is_named() -> None:
+    """Pairs between nodes are slow if they include one node."""
     pairs = [(a, b) for a in range(16) for b in (a + 4, a + 8) if b < 16]
     slow = {pair: 3.0 for pair in pairs if any(HOSTS[rank] == "node1" for rank in pair)}
     found = slow_links(job({"mesh_dp": pairs}, dict(list(slow.items())[:8])), HOSTS)
@@ -106,8 +114,8 @@ def test_node_that_all_slow_groups_reach() -> None:
     assert (found.shared_ranks, found.shared_nodes) == ((), ("node1",))
 
 
-def test_what_all_groups_have_is_not_named() -> None:
-    """Where every group reaches both nodes, that slow ones do is no news."""
+def test_nodes_common_to_all_groups_are_not_named() -> None:
+    """If every group reaches both nodes, the nodes that slow groups have in common are no finding."""
     pairs = [(rank, rank + 4) for rank in range(4)] + [(rank, 4 + (rank + 1) % 4) for rank in range(4)]
     found = slow_links(job({"x": pairs}, {pairs[0]: 3.0, pairs[2]: 3.0}), HOSTS)
 
@@ -115,8 +123,8 @@ def test_what_all_groups_have_is_not_named() -> None:
     assert (found.shared_ranks, found.shared_nodes) == ((), ())
 
 
-def test_peers_that_differ_anyway() -> None:
-    """Where groups that do the same have bandwidths far apart, one more is no outlier."""
+def test_no_link_is_found_if_peers_differ_a_lot() -> None:
+    """If the bandwidths of comparable groups differ a lot, a further one is no outlier."""
     factors = dict(zip(COLUMNS, (0.6, 1.0, 1.5, 2.3), strict=True))
 
     assert slow_links(job({"x": COLUMNS}, factors, noise=0.02), HOSTS).links == ()
@@ -136,8 +144,8 @@ def messages(slow: Mapping[tuple[int, int], float], ranks: int = 6) -> list[Link
     return link_statistics(joined(by_rank).operations())
 
 
-def test_slow_pair() -> None:
-    """Among the messages of a pipeline, the slow link is named by its two ranks, in their direction."""
+def test_slow_pair_is_found() -> None:
+    """The slow link of a pipeline is named by its two ranks, in their direction."""
     (link,) = slow_links(messages({(2, 3): 2.0})).links
 
     assert (link.ranks, link.pair, link.peers) == ((2, 3), True, 4)
@@ -145,8 +153,8 @@ def test_slow_pair() -> None:
     assert link.peers_busbw == pytest.approx(2 * link.busbw, rel=0.2)
 
 
-def test_slow_pairs_share_a_rank() -> None:
-    """To and from one rank: it is the rank, not two links."""
+def test_rank_common_to_slow_pairs_is_named() -> None:
+    """Slow messages to and from one rank point to the rank, not to two links."""
     assert slow_links(messages({(2, 3): 2.5, (3, 4): 2.5}, ranks=8)).shared_ranks == (3,)
 
 
@@ -156,31 +164,36 @@ def test_late_rank_is_no_slow_link() -> None:
         assert slow_links(job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, late=6, seed=seed), HOSTS).links == ()
 
 
-def test_ranks_that_do_not_come_together() -> None:
-    """A longer transfer in a group whose ranks come far apart is not put down to its link."""
+def test_group_whose_ranks_arrive_apart_is_no_slow_link() -> None:
+    """If a group's ranks arrive at very different times, a longer transfer is not blamed on its
+    link.
+    """
     rows = {"mesh_dp": COLUMNS}
     assert slow_links(job(rows, {COLUMNS[2]: 2.0}), HOSTS).links
     assert slow_links(job(rows, {COLUMNS[2]: 2.0}, late=6), HOSTS).links == ()
 
 
 def test_more_bytes_are_no_slow_link() -> None:
-    """Within one octave of sizes, the group with more to move takes longer, and is not slow."""
+    """Within one octave of sizes, a group with more bytes takes longer and is not slow."""
     sizes = {columns: 1_050_000 if columns != COLUMNS[2] else 2_000_000 for columns in COLUMNS}
 
     assert slow_links(job({"mesh_dp": COLUMNS}, sizes=sizes), HOSTS).links == ()
     assert slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[2]: 2.0}, sizes=sizes), HOSTS).links
 
 
-def test_groups_across_nodes_are_no_peers_of_those_within() -> None:
-    """Between nodes the way is longer: that is no fault."""
+def test_groups_across_nodes_are_no_peers_of_groups_within_nodes() -> None:
+    """Transfers between nodes take longer, which is normal."""
     groups = [*ROWS, COLUMNS[0]]
 
     assert slow_links(job({"x": groups}, {COLUMNS[0]: 3.0}), HOSTS).links == ()
-    assert slow_links(job({"x": groups}, {COLUMNS[0]: 3.0})).links  # as nothing is known of nodes
+    # Without known nodes the groups are peers.
+    assert slow_links(job({"x": groups}, {COLUMNS[0]: 3.0})).links
 
 
-def test_nothing_to_compare_with_is_said() -> None:
-    """One group of all, two alike, too few operations: each is said, and nothing is said where there is nothing."""
+def test_missing_peers_are_explained() -> None:
+    """One group of all ranks, two similar groups, or too few operations each have a text. Without
+    operations it is empty.
+    """
     one = slow_links(job({"default_pg": [tuple(range(8))]}, {tuple(range(8)): 9.0}))
     assert (one.links, one.compared) == ((), 0)
     assert "cannot be distinguished from a slow network" in one.undecided
@@ -190,15 +203,16 @@ def test_nothing_to_compare_with_is_said() -> None:
 
 
 def test_findings_survive_json() -> None:
-    """As everything that nodes keep."""
     found = slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[1]: 3.0}), HOSTS)
 
     assert saved(found) == found
     assert isinstance(found.links[0], SlowLink)
 
 
-def test_words() -> None:
-    """The verdict says which link, how slow against whom, and what it cost; "at most" where it was overlapped."""
+def test_text_has_bandwidths_and_cost() -> None:
+    """The text has the link, its bandwidth and that of its peers, and the cost, with "at most" if
+    it was overlapped.
+    """
     found = slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[1]: 3.0}, noise=0.01), HOSTS)
     text = slow_link_text(found)
     assert text.startswith("the communication of ranks 1-13/4 is slow: allreduce of 1.0 MB takes 1.2")

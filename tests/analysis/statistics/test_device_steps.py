@@ -1,4 +1,6 @@
-"""Steps by the device's clock: made of the device's spans, and of what the host did where the device had no work."""
+"""Steps by the device's clock, from the device's spans and the host's activity while the device had
+no work.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Row = tuple[Kind, int, float, float] | tuple[Kind, int, float, float, Kind]
 
 
 def records(*rows: Row, flags: int = 0) -> np.ndarray:
-    """Records from (kind, step, start in ms, duration in ms), and for DEVICE the kind of its span."""
+    """Return records from (kind, step, start in ms, duration in ms), for DEVICE with the kind of
+    its span.
+    """
     made = np.zeros(len(rows), record_dtype())
     for record, row in zip(made, rows, strict=True):
         record["kind"], record["step"] = row[0], row[1]
@@ -43,8 +47,8 @@ def parts_ms(table: StepTable, row: int = 0) -> dict[str, float]:
     return {part: ns / MS for part, ns in zip(PARTS, table.parts_ns[row].tolist(), strict=True) if ns}
 
 
-def test_parts_are_the_devices() -> None:
-    """Phases without the stalls inside of them; recomputation is no part of the backward pass around it."""
+def test_parts_are_device_times() -> None:
+    """Phases do not include their stalls. Recomputation is not part of the enclosing backward pass."""
     table = joined(
         records(
             (Kind.FORWARD, 0, 0, 1), (Kind.BACKWARD, 0, 1, 1), (Kind.STEP, 0, 0, 3),
@@ -60,8 +64,10 @@ def test_parts_are_the_devices() -> None:
     assert (table.duration_ns[0], table.own_ns[0], table.flags[0]) == (57 * MS, 45 * MS, Flag.CHECKPOINT)
 
 
-def test_the_gap_is_split_by_what_the_host_did() -> None:
-    """A device without work waits for the loader, or for the host's blocking collective; the rest is the host's."""
+def test_gap_is_divided_by_the_hosts_waits() -> None:
+    """A device without work waits for the loader or for a blocking collective of the host. The rest
+    is the host's.
+    """
     host = ((Kind.DATA, 0, 100, 30), (Kind.FORWARD, 0, 131, 1), (Kind.WAIT, 0, 140, 6), (Kind.STEP, 0, 100, 60))
     spans = (device(0, Kind.FORWARD, 131, 9), device(0, Kind.BACKWARD, 150, 10), device(0, Kind.STEP, 100, 60))
     table = joined(records(*host, *spans))
@@ -69,8 +75,8 @@ def test_the_gap_is_split_by_what_the_host_did() -> None:
     assert parts_ms(table) == {"data": 30, "forward": 9, "communication": 6, "backward": 10, "host": 5}
 
 
-def test_a_device_with_work_does_not_wait_for_the_loader() -> None:
-    """The host is ahead: its loader ran while the device was busy with the step before, and costs the job nothing."""
+def test_loader_costs_nothing_while_the_device_has_work() -> None:
+    """The loader ran while the device was busy with the previous step, so it costs nothing."""
     table = joined(
         records(
             (Kind.DATA, 0, 0, 30), (Kind.FORWARD, 0, 30, 1), (Kind.STEP, 0, 0, 31),
@@ -81,8 +87,8 @@ def test_a_device_with_work_does_not_wait_for_the_loader() -> None:
     assert parts_ms(table) == {"forward": 40, "host": 2}
 
 
-def test_a_wait_that_overlaps_a_phase_counts_in_the_gap_only() -> None:
-    """What the host waited while the device was inside of a phase is in the phase already."""
+def test_wait_counts_only_where_it_overlaps_the_gap() -> None:
+    """A wait of the host while the device was inside of a phase already counts in the phase."""
     table = joined(
         records(
             (Kind.WAIT, 0, 5, 20), (Kind.STEP, 0, 0, 30), device(0, Kind.BACKWARD, 0, 20), device(0, Kind.STEP, 0, 30)
@@ -92,8 +98,10 @@ def test_a_wait_that_overlaps_a_phase_counts_in_the_gap_only() -> None:
     assert parts_ms(table) == {"backward": 20, "communication": 5, "host": 5}
 
 
-def test_device_times_that_come_late() -> None:
-    """The device is some steps behind: a step is known with its STEP, the others wait, whatever the pieces are."""
+def test_late_device_times_are_joined() -> None:
+    """The device is some steps behind. A step is complete with its STEP record, however the records
+    are split.
+    """
     steps = [
         (
             (Kind.DATA, n, 10 * n, 2), (Kind.STEP, n, 10 * n, 10),
@@ -112,8 +120,8 @@ def test_device_times_that_come_late() -> None:
     assert not joined(whole[:0], joiner).step.tolist()
 
 
-def test_a_step_without_device_times_is_left_out() -> None:
-    """It was captured, or its marks were skipped: nothing is known of it, and nothing waits for it without end."""
+def test_step_without_device_times_is_left_out() -> None:
+    """The step was in a capture, or its marks were skipped. It is not waited for forever."""
     joiner = DeviceSteps()
     for n in range(3 * MAX_BEHIND_STEPS):
         joined(records((Kind.DATA, n, 10 * n, 2), (Kind.STEP, n, 10 * n, 10)), joiner)
@@ -125,8 +133,8 @@ def test_a_step_without_device_times_is_left_out() -> None:
     assert (table.step.tolist(), parts_ms(table)) == ([last], {"host": 9})
 
 
-def test_spans_of_steps_that_never_become_whole() -> None:
-    """Each has lost a mark, so that none is known: what is kept is bounded, and a late one is still known."""
+def test_spans_of_incomplete_steps_are_limited() -> None:
+    """Each step has lost a mark. Memory is limited, and a late complete step still counts."""
     joiner, stalls, steps = DeviceSteps(), 5, 3 * MAX_BEHIND_STEPS
     for n in range(steps):
         spans = [device(n, Kind.WAIT, 10 * n + k, 0.5) for k in range(stalls)]
@@ -137,8 +145,10 @@ def test_spans_of_steps_that_never_become_whole() -> None:
     assert (table.step.tolist(), parts_ms(table)) == ([n], {"communication": 2.5, "host": 7.5})
 
 
-def test_thousands_of_spans() -> None:
-    """FSDP2 with 82 modules and 8 micro-steps: memory does not grow with the square of a step's spans."""
+def test_memory_is_linear_in_the_spans_of_a_step() -> None:
+    """With FSDP2, 82 modules and 8 micro-steps, memory does not grow with the square of a step's
+    spans.
+    """
     rows: list[Row] = []
     steps, stalls = 20, 2000
     for n in range(steps):
@@ -156,8 +166,10 @@ def test_thousands_of_spans() -> None:
     assert peak_bytes < 1000 * len(made), "with pairs, 1.3 GB"
 
 
-def test_lack_of_a_cpu_counts_where_the_device_had_no_work() -> None:
-    """In the gap, and in a phase that the host began 1 ms before the device; not where the host was far ahead."""
+def test_lack_of_a_cpu_counts_while_the_device_has_no_work() -> None:
+    """Lack of a CPU counts in the gap, and in a phase that the host started 1 ms before the device,
+    but not where the host was far ahead.
+    """
     made = records(
         (Kind.FORWARD, 0, 9, 2), (Kind.BACKWARD, 0, 11, 2), (Kind.STEP, 0, 0, 30),
         device(0, Kind.FORWARD, 10, 6), device(0, Kind.BACKWARD, 16, 6), device(0, Kind.STEP, 0, 30),
@@ -181,7 +193,7 @@ SPAN = st.tuples(st.sampled_from([Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER]),
 
 @given(st.lists(st.tuples(st.lists(SPAN, max_size=4), st.lists(st.tuples(st.integers(0, 99), st.integers(1, 40))))))
 def test_parts_add_up(steps: list[tuple[list[tuple[Kind, int, int]], list[tuple[int, int]]]]) -> None:
-    """Whatever phases, stalls and waits there are, a step's parts are its duration, and none is negative."""
+    """For any phases, stalls and waits, a step's parts add up to its duration and are not negative."""
     rows: list[Row] = []
     for number, (spans, waits) in enumerate(steps):
         at = begin = 1000 * number
@@ -202,8 +214,10 @@ def test_parts_add_up(steps: list[tuple[list[tuple[Kind, int, int]], list[tuple[
 
 
 @pytest.mark.parametrize("rounding", [-1, 0, 1])
-def test_marks_that_two_spans_share(rounding: int) -> None:
-    """A stall that ends with the backward pass shares its mark, except for a rounding error of 1 ns."""
+def test_spans_may_share_a_mark(rounding: int) -> None:
+    """A stall that ends with the backward pass shares its mark, except for a rounding error of 1
+    ns.
+    """
     made = records(
         (Kind.STEP, 0, 0, 40), device(0, Kind.WAIT, 20, 10), device(0, Kind.BACKWARD, 10, 20),
         device(0, Kind.STEP, 0, 40),
@@ -213,7 +227,7 @@ def test_marks_that_two_spans_share(rounding: int) -> None:
     assert parts_ms(joined(made)) == pytest.approx({"communication": 10, "backward": 10, "host": 20}, abs=1e-5)
 
 
-# -- the host's line
+# -- the host's time line
 
 
 def of_ns(values: np.ndarray, row: int = 0) -> dict[str, float]:
@@ -230,7 +244,8 @@ def test_the_hosts_time_and_the_devices_lag_by_part() -> None:
     )  # fmt: skip
 
     assert of_ns(table.issue_ns) == {"data": 2, "forward": 5, "backward": 6 - 1, "host": (4 - 2) + 2}
-    # By 0.2 ms after the forward pass, where the host has nothing to do, and by 21 - 15 ms after the backward pass.
+    # The host has nothing to do 0.2 ms after the forward pass, and 21 - 15 ms after the backward
+    # pass.
     assert of_ns(table.lag_ns) == {"forward": 0.2, "backward": 3, "host": 6}
 
 
@@ -242,8 +257,9 @@ def test_steps_by_the_hosts_clock_have_no_host_line() -> None:
 
 
 def hosts_own_ms(steps: list[tuple[float, float, bool]], lag_at_end_ms: float = 1e9) -> list[float]:
-    """A segment's own time in each of these steps: the host's time, the lag at its begin, whether the queue may be
-    full."""
+    """Return a segment's own time in each of these steps: host time, lag at its start, and whether
+    the queue may be full.
+    """
     host_times = HostTimes()
     found = []
     for taken_ms, lag_ms, may_be_full in steps:
@@ -252,8 +268,8 @@ def hosts_own_ms(steps: list[tuple[float, float, bool]], lag_at_end_ms: float = 
     return found
 
 
-def test_what_the_host_waits_for_its_device_is_not_its_own_time() -> None:
-    """It synchronizes: its time is 1 ms and the lag, whatever that is."""
+def test_wait_for_the_device_is_not_the_hosts_own_time() -> None:
+    """The host synchronizes, so its time is 1 ms plus the lag."""
     lags_ms = [5.0 + 3 * (step % 2) for step in range(40)]
 
     found = hosts_own_ms([(1 + lag_ms, lag_ms, False) for lag_ms in lags_ms])
@@ -261,8 +277,10 @@ def test_what_the_host_waits_for_its_device_is_not_its_own_time() -> None:
     assert found[-20:] == [1.0] * 20
 
 
-def test_a_host_that_waits_for_a_steady_lag() -> None:
-    """It takes about as long as the lag, of which none is left: a blocking copy between two steps."""
+def test_wait_for_a_steady_lag_is_not_the_hosts_own_time() -> None:
+    """The host takes about as long as the lag, which is gone at the end: a blocking copy between
+    two steps.
+    """
     steps = [(81.0, 80.0, False)] * 3
 
     assert hosts_own_ms(steps, lag_at_end_ms=0.0) == [1.0] * 3
@@ -270,29 +288,30 @@ def test_a_host_that_waits_for_a_steady_lag() -> None:
     assert hosts_own_ms([(120.0, 80.0, False)], lag_at_end_ms=0.0) == [120.0]
 
 
-def test_time_that_does_not_follow_the_lag_is_the_hosts_own() -> None:
-    """A host that never waits needs as long with a lag as without."""
+def test_time_independent_of_the_lag_is_the_hosts_own() -> None:
+    """A host that never waits takes as long with a lag as without."""
     found = hosts_own_ms([(8.0, 5.0 + 3 * (step % 2), False) for step in range(40)])
 
     assert found[-20:] == [8.0] * 20
 
 
-def test_times_of_a_queue_with_room_stand_in_where_it_may_be_full() -> None:
+def test_times_without_a_full_queue_replace_those_with_one() -> None:
     found = hosts_own_ms([(3.0, 0.0, False)] * 12 + [(20.0, 15.0, True)] * 5)
 
     assert found[-5:] == [3.0] * 5
 
 
-def test_a_host_whose_queue_never_had_room_is_taken_as_it_is() -> None:
-    """Nothing is known that could stand in. A long lag hides it (own_time.py)."""
+def test_host_time_is_unchanged_if_the_queue_never_had_room() -> None:
+    """No other times are known. A long lag hides the wait (own_time.py)."""
     assert hosts_own_ms([(20.0, 15.0, True)] * 20)[-1] == 20.0
 
 
-def test_the_device_progresses_where_it_comes_to_a_mark() -> None:
+def test_device_progresses_if_it_reaches_a_mark() -> None:
     host_times = HostTimes()
 
     found = host_times.progresses(np.array([5, 20]), np.array([0, 6, 18]), np.array([6, 18, 30]))
     later = host_times.progresses(np.array([40]), np.array([10, 30, 40]), np.array([25, 45, 50]))
 
     assert found.tolist() == [True, False, True]
-    assert later.tolist() == [True, True, False]  # 20 is known from before
+    # 20 is known from the previous call.
+    assert later.tolist() == [True, True, False]

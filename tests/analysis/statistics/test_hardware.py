@@ -1,4 +1,4 @@
-"""What samples of GPUs and ports say of a stretch of time. Pure."""
+"""Statistics of GPU and port samples over a period. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ SECOND = 1_000_000_000
 
 
 def gpu(count: int, **fields: Any) -> list[GpuSample]:
-    """Samples a second apart. A counter is given as its growth a second; a gauge may be a list."""
+    """Return samples a second apart. A counter is given as its increase per second. A gauge may be
+    a list.
+    """
     made: list[GpuSample] = []
     for index in range(count):
         values = {
@@ -36,15 +38,15 @@ def gpu(count: int, **fields: Any) -> list[GpuSample]:
     return made
 
 
-def test_nothing_measured_is_no_key() -> None:
-    """A GPU that tells nothing has no signals; none of them is 0."""
+def test_values_that_were_not_measured_are_missing() -> None:
+    """No signal of a GPU that reports nothing is 0."""
     assert gpu_signals([]) == {}
     assert gpu_signals(gpu(5)) == {}
     assert link_signals([]) == {}
 
 
-def test_clocks_temperature_and_memory() -> None:
-    """Means over the time; the clock also by the GPU's highest one."""
+def test_means_of_clocks_temperature_and_memory() -> None:
+    """They are means over time. The clock is also divided by the GPU's highest clock."""
     samples = gpu(
         4, sm_clock_hz=[1000, 1500, 1500, 2000], sm_clock_max_hz=2000, temperature_c=[60, 70, 80, 90], power_w=500.0,
         memory_used_bytes=30, memory_total_bytes=40,
@@ -55,8 +57,8 @@ def test_clocks_temperature_and_memory() -> None:
     }  # fmt: skip
 
 
-def test_throttling_by_counters() -> None:
-    """Shares of the time by the driver's counters, and not by what the samples happened to see."""
+def test_throttling_is_computed_from_counters() -> None:
+    """Fractions of time are computed from the driver's counters, not from the samples."""
     samples = gpu(
         11, throttle_power_ns=SECOND // 4, throttle_thermal_ns=SECOND // 10, throttle_hw_thermal_ns=SECOND // 5,
         throttle_hw_power_brake_ns=0, clock_reasons=0,
@@ -65,14 +67,14 @@ def test_throttling_by_counters() -> None:
     assert (found["power_share"], found["thermal_share"], found["hw_slowdown_share"]) == pytest.approx((0.25, 0.2, 0.2))
 
 
-def test_throttling_without_counters_is_by_samples() -> None:
-    """Where a driver has no counters, the share of samples at whose instant clocks were held down."""
+def test_throttling_without_counters_is_computed_from_samples() -> None:
+    """Without counters, they are fractions of samples with throttled clocks."""
     found = gpu_signals(gpu(4, clock_reasons=[0x4, 0x4, 0x60, 0x1]))
     assert found == {"power_share": 0.5, "thermal_share": 0.25, "hw_slowdown_share": 0.25}
 
 
-def test_errors_are_growth_within_the_time() -> None:
-    """Counts of before do not matter; a row that waits for a reset to be remapped counts as one."""
+def test_errors_are_increases_within_the_period() -> None:
+    """Earlier counts do not matter. A row that waits for a reset to be remapped counts as one."""
     samples = gpu(
         5, ecc_uncorrected=1, xids=0, pcie_replays=3, nvlink_errors=1, nvlink_replays=2, remapped_rows=0,
         remapping_pending=True,
@@ -83,14 +85,16 @@ def test_errors_are_growth_within_the_time() -> None:
     }  # fmt: skip
 
 
-def test_a_counter_that_fell_began_anew() -> None:
-    """A reset GPU's counter has grown by what it is now; an unknown one by nothing that is known."""
+def test_decreased_counter_was_reset() -> None:
+    """A reset GPU's counter has increased by its current value. For an unknown counter nothing is
+    known.
+    """
     assert growth({"a": 10, "b": 5, "c": None}, {"a": 12, "b": 2, "c": 4, "d": 1}, "abcd") == {"a": 2, "b": 2}
     assert growth(None, {"a": 1}, "a") == {}
 
 
 def test_totals_survive_json() -> None:
-    """A later sidecar goes on with what an earlier one has added up."""
+    """A later sidecar continues with the sums of an earlier one."""
     samples = gpu(
         6, sm_clock_hz=[1, 2, 3, 4, 5, 6], sm_clock_max_hz=6, energy_j=500.0, clock_reasons=4, last_xid=13, xids=1
     )
@@ -107,8 +111,10 @@ def test_totals_survive_json() -> None:
     assert (second.grown["energy_j"], second.last["last_xid"], second.signals()["xid_count"]) == (2500, 13, 5)
 
 
-def test_links() -> None:
-    """Growth of each counter, all errors together, the rate in use, and how long the port was down."""
+def test_signals_of_a_port() -> None:
+    """They are the increase of each counter, the sum of errors, the used rate and the time without
+    a link.
+    """
     first = LinkSample("mlx5_0", 1, 0, 0, active=True, rate_bits=400_000_000_000)
     grown = {"transmitted_bytes": 25_000_000_000, "received_bytes": 0, "symbol_errors": 2, "ack_timeouts": 3}
     second = dataclasses.replace(first, interval_ns=2 * SECOND, active=False, grown=grown)

@@ -1,4 +1,6 @@
-"""What the allocator's numbers become: readings of the whole run, growth, and signals for a diagnosis."""
+"""Statistics of the allocator's numbers: readings over the whole run, growth, and signals for a
+diagnosis.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ LIMIT = 80 * GB
 
 
 def records(step: int, **values: int | tuple[int, int]) -> np.ndarray:
-    """The records of one reading; two values: now, and the most so far."""
+    """Return the records of one reading, with values such as (now, peak)."""
     made = np.zeros(len(values), record_dtype())
     for record, (name, value) in zip(made, values.items(), strict=True):
         now, most = value if isinstance(value, tuple) else (value, 0)
@@ -41,14 +43,14 @@ def statistics_of(readings: Sequence[np.ndarray]) -> MemoryStatistics:
 
 
 def filled(allocated: Sequence[float], every: int = 16) -> MemoryStatistics:
-    """So many bytes at the ends of steps, one in `every`."""
+    """Return readings with these allocations at the ends of steps, one in `every` steps."""
     return statistics_of(
         [records(every * i, allocated=(int(value), int(value)), limit=LIMIT) for i, value in enumerate(allocated)]
     )
 
 
-def test_a_reading_is_what_its_records_say() -> None:
-    """Records of one time make one reading; what was lost, or not measured, is None and not 0."""
+def test_records_of_one_time_are_one_reading() -> None:
+    """Records of one time are one reading. Lost or unmeasured values are None, not 0."""
     whole = records(
         16,
         allocated=(3 * GB, 5 * GB),
@@ -68,27 +70,30 @@ def test_a_reading_is_what_its_records_say() -> None:
     assert (statistics.peak_allocated_bytes, statistics.peak_reserved_bytes) == (5 * GB, 9 * GB)
     newest = newest_reading(np.concatenate([partial, whole]), NAMES)
     assert newest is not None
-    assert (newest.step, newest.alloc_retries) == (16, 2)  # as the allocator counts: an exporter has its own beginning
+    # The number is the allocator's own count, because an exporter has its own start.
+    assert (newest.step, newest.alloc_retries) == (16, 2)
     assert newest_reading(partial[:0], NAMES) is None
 
 
 def test_retries_are_counted_from_the_first_reading() -> None:
-    """Those of before are not this run's; where the user resets the counter, it goes on from 0."""
+    """Earlier retries do not count. If the user resets the counter, counting continues from 0."""
     counts = [5, 5, 9, 0, 2]
     statistics = statistics_of([records(i, alloc_retries=count) for i, count in enumerate(counts)])
     assert [reading.alloc_retries for reading in statistics.readings] == [0, 0, 4, 4, 6]
 
 
-def test_a_peak_that_falls_was_reset() -> None:
-    """Only by the user: we never do. The most of the run stays."""
+def test_decreased_peak_was_reset() -> None:
+    """Only users reset it. The peak of the run stays."""
     peaks = [GB, 3 * GB, 3 * GB, 2 * GB, 4 * GB, GB]
     statistics = statistics_of([records(i, allocated=(GB, peak)) for i, peak in enumerate(peaks)])
     assert statistics.peak_resets == 2
     assert statistics.peak_allocated_bytes == 4 * GB
 
 
-def test_readings_are_thinned_out_and_the_newest_stays() -> None:
-    """A long run has as many as a short one, evenly apart; saved and loaded in between changes nothing."""
+def test_readings_are_thinned_out_and_the_newest_is_kept() -> None:
+    """A long run has as many readings as a short one, evenly spaced. Saving and loading in between
+    changes nothing.
+    """
     statistics = MemoryStatistics()
     for i in range(3000):
         statistics.add(records(i, allocated=(i, i)), NAMES)
@@ -105,7 +110,7 @@ def test_readings_are_thinned_out_and_the_newest_stays() -> None:
 
 
 def test_growth_is_found() -> None:
-    """A list that keeps a tensor of 8 MB a step, beside caches that fill first and a batch of varying size."""
+    """A list keeps 8 MB a step, while caches fill first and the batch size varies."""
     noise = np.random.default_rng(0).normal(0, 20 * MB, 200)
     allocated = [10 * GB + min(i, 10) * GB + 16 * i * 8 * MB + noise[i] for i in range(200)]
     growth = filled(allocated).growth()
@@ -120,13 +125,15 @@ def test_growth_is_found() -> None:
     ("peaks", "above"),
     [
         (lambda now: [value + 12 * GB for value in now], 12 * GB),
-        (lambda now: [now[-1] + 5 * GB] * len(now), 5 * GB),  # of long ago: no more than that is needed
+        # This peak is old. More memory is not needed.
+        (lambda now: [now[-1] + 5 * GB] * len(now), 5 * GB),
         (lambda now: [value + (9 if i == 150 else 4) * GB for i, value in enumerate(now)], 9 * GB),
-        (lambda now: [value + (30 if i < 20 else 4) * GB for i, value in enumerate(now)], 4 * GB),  # was reset
+        # The peak was reset.
+        (lambda now: [value + (30 if i < 20 else 4) * GB for i, value in enumerate(now)], 4 * GB),
     ],
 )
-def test_growth_up_to_the_peak(peaks: Callable[[list[int]], list[int]], above: int) -> None:
-    """Memory is full in the middle of a step, where there is more of it than at the end."""
+def test_peaks_within_steps_count_for_a_full_device(peaks: Callable[[list[int]], list[int]], above: int) -> None:
+    """Memory is full in the middle of a step, when more is allocated than at the end."""
     allocated = [10 * GB + i * 16 * 8 * MB for i in range(200)]
     statistics = statistics_of(
         [
@@ -154,8 +161,8 @@ def test_growth_up_to_the_peak(peaks: Callable[[list[int]], list[int]], above: i
     ],
     ids=["flat", "alternating", "sawtooth", "slow wave", "harmless", "too early to say", "shrinking"],
 )
-def test_growth_is_not_made_up(allocated: list[float]) -> None:
-    """Where it is in doubt, or would take for ever to fill the device, nothing is said."""
+def test_uncertain_growth_is_not_reported(allocated: list[float]) -> None:
+    """Growth is not reported if it is uncertain, or if filling the device would take too long."""
     assert filled(allocated).growth() is None
 
 
@@ -164,7 +171,9 @@ def reading(step: int, **values: int) -> MemoryReading:
 
 
 def test_signals_of_an_interval() -> None:
-    """Retries since the last reading before it, by its steps; the median fragmented share; the most that is used."""
+    """Retries since the last reading before the interval, divided by its steps; the median
+    fragmentation; the largest use.
+    """
     readings = [
         reading(0, reserved_bytes=10, inactive_bytes=9, limit_bytes=100, alloc_retries=0),
         reading(16, reserved_bytes=40, inactive_bytes=4, limit_bytes=100, alloc_retries=2),
@@ -180,7 +189,7 @@ def test_signals_of_an_interval() -> None:
 
 
 def test_signals_that_were_not_measured_are_missing() -> None:
-    """Not 0: nothing was read there, or the allocator does not count it."""
+    """They are not 0: nothing was read, or the allocator has no such counter."""
     one = reading(20, reserved_bytes=50, limit_bytes=100, alloc_retries=7)
     assert memory_signals([], 0, 100) == {}
     assert memory_signals([one], 30, 100) == {}

@@ -1,4 +1,6 @@
-"""Which modules are slower on one rank: among ranks that have the same ones, with names from this node alone."""
+"""Modules that are slower on one rank: compared among ranks with the same modules, with names from
+this node only.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ NAMES = ["embedding", "head", "layers.0"]
 
 
 def heard(times: ModuleTimes, rank: int, *ns: float, names: list[str] = NAMES) -> None:
-    """A rank of another node; what it sends has room for more modules than it has."""
+    """Add a rank of another node. Its message has room for more modules than it has."""
     sent = np.zeros(MAX_MODULES, np.float32)
     sent[: len(ns)] = ns
     times.set_remote(rank, digest(names), sent)
 
 
-def test_a_rank_of_another_node() -> None:
-    """Its modules against the median of all others', by name; one of the others may be slow too."""
+def test_slow_modules_of_a_rank_on_another_node() -> None:
+    """Its modules are compared with the median of all other ranks. One of those may be slow, too."""
     times = ModuleTimes()
     times.set_local(0, USUAL)
     times.set_local(1, USUAL)
@@ -30,11 +32,14 @@ def test_a_rank_of_another_node() -> None:
     assert times.excess_ns(3) == {"embedding": 0.0, "head": 5e6, "layers.0": 0.0}
     assert times.excess_ns(4) == {"embedding": 0.0, "head": 0.0, "layers.0": 5e6}
     heard(times, 3, 1e6, 4e6, 2e6)
-    assert set(times.excess_ns(3).values()) == {0.0}  # the newest counts
+    # The newest times count.
+    assert set(times.excess_ns(3).values()) == {0.0}
 
 
-def test_what_cannot_be_told() -> None:
-    """Nothing of a rank that was never heard of, has no modules, or modules that nobody else or none of us has."""
+def test_rank_without_comparable_modules_has_no_excess() -> None:
+    """The rank is unknown, has no modules, or has modules that no other rank, or no rank of this
+    node, has.
+    """
     times = ModuleTimes()
     times.set_local(0, USUAL)
     times.set_local(1, {})
@@ -47,7 +52,7 @@ def test_what_cannot_be_told() -> None:
 
 
 def test_other_modules_are_not_compared() -> None:
-    """A rank that has not yet run one of the modules has other names, and is left out until it has."""
+    """A rank that has not yet run one of the modules has other names and is left out until it has."""
     times = ModuleTimes()
     times.set_local(0, USUAL)
     heard(times, 1, 1e6, 6e6, 2e6)
@@ -57,8 +62,8 @@ def test_other_modules_are_not_compared() -> None:
     assert times.excess_ns(2) == {}
 
 
-def test_more_modules_than_are_told() -> None:
-    """The first by name, the same on all ranks; what is beyond is not compared."""
+def test_modules_beyond_the_limit_are_not_compared() -> None:
+    """The first modules by name are compared. They are the same on all ranks."""
     many = {f"layers.{i:03d}": 1e6 for i in reversed(range(MAX_MODULES + 6))}
     times = ModuleTimes()
     times.set_local(0, many)
@@ -68,8 +73,8 @@ def test_more_modules_than_are_told() -> None:
     assert times.excess_ns(1)["layers.063"] == pytest.approx(2e6)
 
 
-def test_what_is_kept_of_many_ranks() -> None:
-    """What a rank has sent is kept alone, not with all that came with it, and 16384 ranks are compared at once."""
+def test_memory_for_many_ranks_is_limited() -> None:
+    """Only a rank's values are kept, not its whole message. 16384 ranks are compared at once."""
     times = ModuleTimes()
     times.set_local(0, {f"layers.{i:02d}": 1e6 for i in range(64)})
     names = reported_modules({f"layers.{i:02d}": 0.0 for i in range(64)})

@@ -1,4 +1,4 @@
-"""What is counted about a rank, and its history of windows."""
+"""Statistics of a rank and its history of windows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ NO_RECORDS = records([])
 
 
 def test_windows_are_medians_of_aligned_steps() -> None:
-    """A window holds the medians of the steps from a multiple of its width on; outliers do not move it."""
+    """A window has the medians of the steps from a multiple of its width on. Outliers do not change
+    it.
+    """
     history = WindowHistory()
     steps = [{"forward": 10}] * 7 + [{"forward": 500}] + [{"forward": 20, "data": 2}] * 8 + [{"forward": 1}]
     history.add(step_table(steps))
@@ -38,8 +40,7 @@ def test_windows_are_medians_of_aligned_steps() -> None:
     assert windows.parts_ns[:, PARTS.index("data")].tolist() == [0, 2 * MS]
 
 
-def test_window_in_progress_counts_from_half() -> None:
-    """The last window is shown once it has half its steps."""
+def test_window_in_progress_counts_from_half_of_its_steps_on() -> None:
     history = WindowHistory()
     history.add(step_table([{"forward": 1}] * (FIRST_WINDOW_STEPS + 3)))
     assert len(history.windows().first_step) == 1
@@ -49,7 +50,6 @@ def test_window_in_progress_counts_from_half() -> None:
 
 @pytest.mark.parametrize("flag", [Flag.EVALUATION, Flag.SKIPPED, Flag.SAMPLED])
 def test_steps_with_other_work_are_not_compared(flag: Flag) -> None:
-    """Evaluation, skipped and sampled steps are left out of the windows."""
     history = WindowHistory()
     history.add(step_table([{"forward": 900}] * 4, flags=int(flag)))
     history.add(step_table([{"forward": 10}] * 4, first_step=4))
@@ -58,7 +58,9 @@ def test_steps_with_other_work_are_not_compared(flag: Flag) -> None:
 
 
 def test_history_does_not_grow_with_the_run() -> None:
-    """Beyond the most windows, neighbours are merged and the width doubles; the values stay what they were."""
+    """Above the maximum number of windows, neighbors are merged and the width doubles. The values
+    stay the same.
+    """
     history = WindowHistory()
     for first in range(0, 100_000, 1000):
         history.add(step_table([{"forward": 10}] * 1000, first_step=first))
@@ -72,7 +74,7 @@ def test_history_does_not_grow_with_the_run() -> None:
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 9))
 def test_windows_do_not_depend_on_batches(durations: list[int], size: int) -> None:
-    """Added one by one or in pieces of any size, the same steps give the same windows."""
+    """Steps added one by one or in pieces of any size give the same windows."""
     whole, pieces = WindowHistory(), WindowHistory()
     steps = mixed_table([{"forward": duration, "cpu": duration / 2} for duration in durations])
     whole.add(steps)
@@ -82,8 +84,8 @@ def test_windows_do_not_depend_on_batches(durations: list[int], size: int) -> No
     assert encode(whole) == encode(pieces)
 
 
-def test_warm_up_is_counted_apart() -> None:
-    """The first steps are in no distribution of steps, phases or modules, and are counted as steps all the same."""
+def test_warm_up_is_counted_separately() -> None:
+    """The first steps are in no distribution of steps, phases or modules, but count as steps."""
     statistics = RankStatistics()
     steps = step_table([{"forward": 500}] * WARM_UP_STEPS + [{"forward": 10}] * 5, first_step=20)
     rows = [(Kind.MODULE, 1, step, 9) for step in range(20, 20 + WARM_UP_STEPS + 5)]
@@ -97,7 +99,6 @@ def test_warm_up_is_counted_apart() -> None:
 
 
 def test_lost_steps_lower_the_coverage() -> None:
-    """Steps that are missing between the first and the last lower the coverage."""
     statistics = RankStatistics()
     statistics.add(NO_RECORDS, step_table([{}] * 10), [], lost=0)
     statistics.add(NO_RECORDS, step_table([{}] * 5, first_step=15), [], lost=321)
@@ -107,7 +108,9 @@ def test_lost_steps_lower_the_coverage() -> None:
 
 
 def test_modules_are_those_of_usual_forward_passes() -> None:
-    """Not what an evaluation calls, nor what is recomputed, nor another thread; and no warm-up."""
+    """Modules called in an evaluation, in recomputation, on another thread or in the warm-up do not
+    count.
+    """
     statistics = RankStatistics()
     rows = [(Kind.MODULE, 1, step, 10 * step) for step in (1, 5, 6, 7)]
     rows += [(Kind.FORWARD, 0, 7, 200), (Kind.MODULE, 1, 8, 3), (Kind.RECOMPUTE, 0, 8, 5), (Kind.MODULE, 1, 8, 7)]
@@ -125,8 +128,8 @@ def test_modules_are_those_of_usual_forward_passes() -> None:
 
 @pytest.mark.parametrize("kind", [Kind.MODULE, Kind.SECTION])
 @pytest.mark.parametrize("in_steps", [(20,), (20, 21, 22, 23)], ids=["one outlier", "some outliers"])
-def test_outliers_do_not_decide_what_a_typical_step_is_made_of(kind: Kind, in_steps: tuple[int, ...]) -> None:
-    """Steps that are much longer, by one module or section."""
+def test_outliers_do_not_change_the_parts_of_a_typical_step(kind: Kind, in_steps: tuple[int, ...]) -> None:
+    """The longer steps spend their time in one module or section."""
     statistics, ms = RankStatistics(), 1_000_000
     for first in (0, 30):
         rows: list[tuple[int, int, int, int]] = []
@@ -144,8 +147,8 @@ def test_outliers_do_not_decide_what_a_typical_step_is_made_of(kind: Kind, in_st
     assert (found["large"], found["small"]) == (6 * ms * alike.steps, 2 * ms * alike.steps)
 
 
-def test_lengths_are_bounded() -> None:
-    """Steps of all durations; the typical step's stay."""
+def test_number_of_step_lengths_is_limited() -> None:
+    """The steps have all durations. Those of the typical step are kept."""
     statistics, rng = RankStatistics(), np.random.default_rng(0)
     for first in range(0, 2000, 100):
         durations = [{"forward": 10.0 if step % 2 else float(np.exp(rng.uniform(0, 14)))} for step in range(100)]
@@ -154,8 +157,10 @@ def test_lengths_are_bounded() -> None:
     assert statistics.typical_length().steps >= 900
 
 
-def test_names_go_to_their_tables() -> None:
-    """Modules count by own time under the user's name, collectives with their bytes, unknown names by that word."""
+def test_records_are_counted_by_kind_and_name() -> None:
+    """Modules count by own time under the user's name, collectives with their bytes. Unknown names
+    are called unknown.
+    """
     statistics = RankStatistics()
     made = records(
         [
@@ -182,7 +187,7 @@ def test_names_go_to_their_tables() -> None:
 
 
 def test_survives_json() -> None:
-    """What is written and read again goes on as if nothing had happened."""
+    """Statistics that were written and read continue unchanged."""
     first, second = step_table([{"data": 3, "host": 1}] * 30, memory=5), step_table([{"data": 4}] * 2, first_step=30)
     straight, again = RankStatistics(), RankStatistics()
     for statistics in (straight, again):
@@ -192,7 +197,7 @@ def test_survives_json() -> None:
         statistics.add(NO_RECORDS, second, [], lost=0)
 
     left, right = msgspec.json.decode(encode(straight)), msgspec.json.decode(encode(again))
-    # The window in progress begins anew after reading: its first steps are a row of their own.
+    # The window in progress starts again after reading. Its first steps are a separate row.
     left.pop("history")
     right.pop("history")
     assert left == right
@@ -200,21 +205,24 @@ def test_survives_json() -> None:
 
 
 def flagged(table: StepTable, *steps: tuple[int, Flag]) -> StepTable:
-    """The table with flags on some of its rows."""
+    """Return the table with flags on some of its rows."""
     flags = table.flags.copy()
     for row, flag in steps:
         flags[row] |= int(flag)
     return dataclasses.replace(table, flags=flags)
 
 
-def test_work_is_a_mean_without_time_ready_and_waiting() -> None:
-    """Work is the own time without that in which there was no CPU, where it was measured; and no time blocked."""
+def test_work_excludes_waits_and_time_without_a_cpu() -> None:
+    """Work is own time without time runnable without a CPU, if that was measured, and without
+    blocked time.
+    """
     table = step_table([{"forward": 10, "data": 4, "communication": 50}] * (WARM_UP_STEPS + 4))
     ready_ns = np.zeros_like(table.ready_ns)
     ready_ns[:, PARTS.index("forward")] = 3 * MS
     ready_ns[:, PARTS.index("communication")] = 40 * MS
     ready_ns[-2:] = -1
-    ready_ns[-3, PARTS.index("data")] = 9 * MS  # more than the part itself: sampled a moment too late
+    # This is more than the part's duration, because it was sampled a moment too late.
+    ready_ns[-3, PARTS.index("data")] = 9 * MS
     history = WindowHistory()
     history.add(dataclasses.replace(table, ready_ns=ready_ns))
     windows = history.windows()
@@ -224,7 +232,9 @@ def test_work_is_a_mean_without_time_ready_and_waiting() -> None:
 
 
 def test_work_is_of_comparable_steps() -> None:
-    """The warm-up, and steps that compile, save or evaluate, have no work; a window of such steps has a tag instead."""
+    """The warm-up, and steps that compile, save or evaluate, have no work. Windows of such steps
+    have a tag.
+    """
     table = step_table([{"forward": 10}] * 24)
     tagged = [(4, Flag.COMPILED), (5, Flag.CHECKPOINT), *((row, Flag.EVALUATION) for row in range(8, 16))]
     history = WindowHistory()
@@ -237,7 +247,9 @@ def test_work_is_of_comparable_steps() -> None:
 
 
 def test_work_and_tags_survive_merging_and_json() -> None:
-    """Sums, counts and tags of merged windows are those of all their steps, also after a restart of the sidecar."""
+    """Sums, counts and tags of merged windows cover all their steps, also after a restart of the
+    sidecar.
+    """
     straight, restarted = WindowHistory(), WindowHistory()
     for first in range(0, 16_000, 1000):
         table = flagged(step_table([{"forward": 10}] * 1000, first_step=first), (3, Flag.CHECKPOINT))
@@ -246,7 +258,8 @@ def test_work_and_tags_survive_merging_and_json() -> None:
         restarted = saved(restarted)
     left, right = straight.windows(), restarted.windows()
 
-    # The window in progress begins anew: half of it may be missing after a restart, and nothing is there twice.
+    # The window in progress starts again. Half of it may be missing after a restart, and no step
+    # counts twice.
     assert left.first_step.tolist() == right.first_step.tolist() == sorted(set(right.first_step.tolist()))
     assert left.work_sum_ns.sum() == (16_000 - WARM_UP_STEPS - 16) * 10 * MS
     assert np.array_equal(left.work_sum_ns / left.work_steps, right.work_sum_ns / right.work_steps)
@@ -256,7 +269,7 @@ def test_work_and_tags_survive_merging_and_json() -> None:
 
 
 def test_tags_do_not_grow_with_the_run() -> None:
-    """A run that evaluates in every step has no windows, and at most so many tags."""
+    """A run that evaluates in every step has no windows and a limited number of tags."""
     history = WindowHistory()
     for first in range(0, 20_000, 1000):
         history.add(step_table([{"forward": 10}] * 1000, first_step=first, flags=int(Flag.EVALUATION)))

@@ -1,4 +1,4 @@
-"""Which processes of a node ran together: membership changes, restarts, children, several agents."""
+"""Processes of a node that ran together: membership changes, restarts, children, several agents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchlens_perf.run.identity import Identity
 
 
 class Node:
-    """Makes the processes of a node, one after the other."""
+    """Start the processes of a node, one after the other."""
 
     def __init__(self, folder: Path) -> None:
         self._run = make_run(folder)
@@ -33,56 +33,58 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
-def test_one_generation(node: Node) -> None:
-    """The ranks of one start are of one generation, and stay so when they are asked for again."""
+def test_ranks_of_one_start_have_one_generation(node: Node) -> None:
+    """The ranks of one start have one generation, also when asked again."""
     processes = [node.process(rank, 4) for rank in range(4)]
     assert [node.generations.of(each) for each in processes * 2] == [0] * 8
 
 
-def test_restart(node: Node) -> None:
-    """Another attempt is another generation; what comes late of an earlier one belongs to none."""
+def test_restart_is_a_new_generation(node: Node) -> None:
+    """Late processes of an earlier attempt have no generation."""
     assert [node.begins(rank, 2, attempt=attempt) for attempt in (0, 1) for rank in (0, 1)] == [0, 0, 1, 1]
     assert node.begins(0, 2, attempt=0) == UNRELATED
 
 
-def test_same_ranks_again_in_the_same_attempt(node: Node) -> None:
-    """Another node was replaced: this one's agent starts its ranks again."""
+def test_same_ranks_again_are_a_new_generation(node: Node) -> None:
+    """Another node was replaced, so this node's agent starts its ranks again."""
     assert [node.begins(rank, 4) for rank in (0, 1, 1, 0)] == [0, 0, 1, 1]
 
 
-def test_other_ranks_in_the_same_attempt(node: Node) -> None:
-    """The agent's place among the nodes has changed, and with it its ranks."""
+def test_changed_ranks_are_a_new_generation(node: Node) -> None:
+    """The agent's position among the nodes has changed, and so have its ranks."""
     ranks = [(2, 0), (3, 1), (0, 0), (1, 1)]
     assert [node.begins(rank, 4, local_rank=local, local_world_size=2) for rank, local in ranks] == [0, 0, 1, 1]
 
 
-def test_another_world_size(node: Node) -> None:
-    """The world has shrunk, and this agent has no worker that it had before."""
+def test_changed_world_size_is_a_new_generation(node: Node) -> None:
+    """The world has become smaller, and this agent has no worker that it had before."""
     assert [node.begins(0, 4), node.begins(1, 2, launcher_pid=7), node.begins(0, 2, launcher_pid=7)] == [0, 1, 1]
 
 
-def test_two_agents_on_one_host(node: Node) -> None:
-    """Each starts workers of its own."""
+def test_restart_of_two_agents_on_one_host_is_one_generation(node: Node) -> None:
+    """Each agent starts its own workers."""
     places = [(0, 7), (1, 8), (0, 7), (1, 8)]
     assert [node.begins(rank, 2, local_rank=0, launcher_pid=agent) for rank, agent in places] == [0, 0, 1, 1]
 
 
-def test_launcher_that_gives_every_rank_the_local_rank_0(node: Node) -> None:
-    """Only torch's agents tell their workers apart by it."""
+def test_launcher_that_gives_local_rank_0_to_all_has_one_generation(node: Node) -> None:
+    """Only torch's agents distinguish their workers by local rank."""
     assert {node.begins(rank, 4, local_rank=0, elastic=False) for rank in range(4)} == {0}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_child_of_a_rank(node: Node, world_size: int) -> None:
-    """It inherits the rank from the environment, or is a world of its own: the others go on."""
+def test_child_of_a_rank_is_unrelated(node: Node, world_size: int) -> None:
+    """The child inherits the rank from the environment, or is a world of its own. The other ranks
+    continue.
+    """
     parent = node.process(0, 2)
     assert node.generations.of(parent) == 0
     assert node.begins(0, world_size, launcher_pid=parent.pid) == UNRELATED
     assert node.begins(1, 2) == 0
 
 
-def test_process_that_starts_all_ranks(node: Node) -> None:
-    """As with torch.multiprocessing.spawn: the ranks are what counts."""
+def test_ranks_started_by_one_process_are_a_new_generation(node: Node) -> None:
+    """torch.multiprocessing.spawn works like this. Only the ranks count."""
     parent = node.process(0, 1, elastic=False)
     assert node.generations.of(parent) == 0
     assert [node.begins(rank, 2, launcher_pid=parent.pid, elastic=False) for rank in (1, 0)] == [1, 1]

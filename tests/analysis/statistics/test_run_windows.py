@@ -1,4 +1,4 @@
-"""Windows of several ranks on one grid."""
+"""The windows of several ranks on one grid."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torchlens_perf.run.records import PARTS
 
 
 def windows(count: int, first: int = 0, **parts: float) -> Windows:
-    """Of a rank whose steps have these parts in ms; cpu: lack of a CPU in its forward part."""
+    """Return windows of a rank whose steps have these parts in ms. cpu: lack of CPU time in its
+    forward part.
+    """
     history = WindowHistory()
     history.add(mixed_table([parts or {"forward": 10.0}] * count, first))
     return history.windows()
@@ -23,9 +25,10 @@ def grid(*ranks: Windows, last_step: int = 10**6) -> RunWindows:
     return found
 
 
-def test_what_is_covered() -> None:
-    """Columns by their middle: each is on one side of a step, and the last ends with the last step that was made."""
-    found = grid(windows(40), last_step=37)  # columns from 0, 8, 16, 24 and 32; the last has six steps
+def test_columns_are_covered_by_their_middle() -> None:
+    """A column belongs to the steps of its middle. The last column ends with the last step."""
+    # Columns start at 0, 8, 16, 24 and 32. The last one has six steps.
+    found = grid(windows(40), last_step=37)
 
     assert found.covered(12, 28).tolist() == [False, True, True, False, False]
     assert found.covered(13, 29).tolist() == [False, False, True, True, False]
@@ -34,8 +37,8 @@ def test_what_is_covered() -> None:
     assert found.covered(36, None).tolist() == [False] * 5
 
 
-def test_means_over_windows_of_a_column() -> None:
-    """Of ranks whose windows differ in width; what nobody has measured is no zero."""
+def test_column_has_the_mean_of_its_windows() -> None:
+    """The ranks' windows differ in width. Values that no rank has measured are not zero."""
     long = windows(8 * 1000, forward=10.0, data=2.0, cpu=4.0)
     found = grid(windows(16, forward=30.0), long)
 
@@ -49,15 +52,15 @@ def test_means_over_windows_of_a_column() -> None:
     assert np.isnan(found.parts_ns[0, 1:]).all()
 
 
-def test_little_lack_of_a_cpu_is_not_kept() -> None:
-    """As its threads have always some, and each value is in the node's state."""
+def test_negligible_lack_of_a_cpu_is_not_kept() -> None:
+    """Threads always lack some CPU time, and each value takes space in the node's state."""
     assert windows(16, forward=100.0, cpu=1.0).lack_ns == {0: [], 8: []}
     assert windows(16, forward=100.0).lack_ns == {}
     assert set(windows(16, forward=100.0, cpu=3.0).lack_ns) == {0, 8}
 
 
-def test_merged_windows_begin_with_the_first_and_lack_what_both_do() -> None:
-    """Also where only one of two neighbours lacked a CPU."""
+def test_merged_windows_have_the_first_start_and_the_mean_lack() -> None:
+    """The same holds if only one of two neighbors lacked CPU time."""
     history, steps = WindowHistory(), 8 * 600
     lacks = [{"forward": 10.0, "cpu": 4.0 if step // 8 % 2 else 0.0} for step in range(steps)]
     table = mixed_table(lacks)
@@ -69,7 +72,7 @@ def test_merged_windows_begin_with_the_first_and_lack_what_both_do() -> None:
     assert [merged.lack_ns[step][PARTS.index("forward")] for step in merged.first_step.tolist()] == [2 * MS] * 300
 
 
-def test_nobody_has_windows() -> None:
+def test_no_windows_give_no_grid() -> None:
     assert run_windows({}, 0) is None
     history = WindowHistory()
     history.add(step_table([]))

@@ -1,4 +1,4 @@
-"""Rows: means over as many steps as make twenty milliseconds, however the steps come."""
+"""Rows: means over as many steps as take twenty milliseconds, however the steps arrive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cut(table: StepTable, first: int, end: int) -> StepTable:
 
 
 def collected(maker: StepBinMaker, tables: list[StepTable]) -> dict[str, np.ndarray]:
-    """All rows, also the last one, as one array per field."""
+    """Return all rows, including the last one, as one array per field."""
     made = [rows for rows in (*map(maker.add, tables), maker.rest()) if rows is not None]
     fields = [field.name for field in dataclasses.fields(StepBins) if field.name != "width"]
     return {name: np.concatenate([getattr(rows, name) for rows in made]) for name in fields}
@@ -32,14 +32,16 @@ def collected(maker: StepBinMaker, tables: list[StepTable]) -> dict[str, np.ndar
     ("step_ns", "width"),
     [(1e3, 1024), (19.6e3, 1024), (19.5e6, 2), (20e6, 1), (5e6, 4), (4.9e6, 8), (1e9, 1), (0.0, 1024)],
 )
-def test_width(step_ns: float, width: int) -> None:
-    """A power of two, the least that makes 20 ms, and at most 1024 steps."""
+def test_width_makes_rows_of_20_ms(step_ns: float, width: int) -> None:
+    """A width is the smallest power of two that makes 20 ms, and at most 1024 steps."""
     assert row_width(step_ns) == width
     assert row_width(step_ns, 0) == 1
 
 
 def test_width_is_that_of_usual_steps() -> None:
-    """It is chosen after eight steps by their median, which neither a first step that compiles nor a stall moves."""
+    """The width is chosen after eight steps by their median, so a compiling first step or a stall
+    does not matter.
+    """
     table = step_table([{"host": 60_000}] * 2 + [{"host": 5}] * 4 + [{"host": 9_000}] * 2)
     maker = StepBinMaker()
 
@@ -51,7 +53,9 @@ def test_width_is_that_of_usual_steps() -> None:
 
 
 def test_rows_are_means() -> None:
-    """Duration, work by part, waiting: per step. Communication and our own time are no work."""
+    """Duration, work by part and waiting are per step. Communication and this package's time are
+    not work.
+    """
     table = step_table([{**STEP, "forward": 4.0 + step} for step in range(8)])
     rows = StepBinMaker(4).add(table)
 
@@ -66,12 +70,15 @@ def test_rows_are_means() -> None:
     assert np.isnan(rows.workload).all()
 
 
-def test_time_without_a_cpu_is_no_work() -> None:
-    """It is taken out of the part that it was in, and told apart; where a part waits for others, it is neither."""
+def test_time_without_a_cpu_is_not_work() -> None:
+    """Such time is subtracted from its part and stored separately. In a part that waits for other
+    ranks, it is neither.
+    """
     ready_ns = np.zeros((4, len(PARTS)), np.int64)
     ready_ns[:, PARTS.index("forward")] = 3 * MS
     ready_ns[:, PARTS.index("communication")] = 2 * MS
-    ready_ns[:, PARTS.index("host")] = 50 * MS  # more than the part has: clocks differ
+    # This is more than the part's duration, because the clocks differ.
+    ready_ns[:, PARTS.index("host")] = 50 * MS
     rows = StepBinMaker(4).add(dataclasses.replace(step_table([STEP] * 4), ready_ns=ready_ns))
 
     assert rows is not None
@@ -79,8 +86,8 @@ def test_time_without_a_cpu_is_no_work() -> None:
     assert rows.ready_ns == pytest.approx([4 * MS])
 
 
-def test_what_is_not_known_of_one_step_is_not_known_of_its_row() -> None:
-    """Time without a CPU, and workload, need all steps; work is there in any case."""
+def test_value_unknown_for_one_step_is_unknown_for_its_row() -> None:
+    """Time without a CPU and workload need values of all steps. Work is always known."""
     table = step_table([STEP] * 8)
     ready_ns = np.full((8, len(PARTS)), 1000)
     ready_ns[1] = -1
@@ -95,8 +102,8 @@ def test_what_is_not_known_of_one_step_is_not_known_of_its_row() -> None:
     assert np.isfinite(rows.work_ns).all()
 
 
-def test_a_step_of_other_work_does_not_take_its_row() -> None:
-    """The row is the mean of the others, whatever that step's times were; only a row of nothing else is one of it."""
+def test_step_with_other_work_does_not_exclude_its_row() -> None:
+    """The row is the mean of the other steps. Only a row without other steps counts it."""
     flags = np.array([0, int(Flag.SAMPLED), 0, 0, *[int(Flag.EVALUATION)] * 4, 0, int(Flag.COLLECTED), 0, 0])
     times = [{"forward": 900.0 if 0 < flag < 1 << 30 and flag & OTHER_WORK else 4.0} for flag in flags.tolist()]
     rows = StepBinMaker(4).add(dataclasses.replace(step_table(times), flags=flags))
@@ -111,7 +118,7 @@ def test_a_step_of_other_work_does_not_take_its_row() -> None:
 
 
 def test_width_is_that_of_the_first_steps_however_many_come_at_once() -> None:
-    """A replay has them all at once, and makes the rows that were made while they came."""
+    """A replay adds all steps at once and gets the same rows as the live run."""
     table = step_table([{"forward": 5.0 if step < 8 else 50.0} for step in range(64)])
     whole, live = StepBinMaker(), StepBinMaker()
     whole.add(table)
@@ -121,8 +128,10 @@ def test_width_is_that_of_the_first_steps_however_many_come_at_once() -> None:
     assert (whole.width, live.width) == (4, 4)
 
 
-def test_rows_begin_at_multiples_of_their_width() -> None:
-    """Ranks whose recording began at different steps have the same rows; the first one is of fewer steps."""
+def test_rows_start_at_multiples_of_their_width() -> None:
+    """Ranks whose recording started at different steps have the same rows. The first row has fewer
+    steps.
+    """
     rows = StepBinMaker(4).add(step_table([{"host": step} for step in range(3, 12)], first_step=3))
 
     assert rows is not None
@@ -130,8 +139,8 @@ def test_rows_begin_at_multiples_of_their_width() -> None:
     assert rows.duration_ns == pytest.approx([3 * MS, 5.5 * MS, 9.5 * MS])
 
 
-def test_nothing_to_make_rows_of() -> None:
-    """Empty tables and unfinished rows give none; a run of few steps gives its rows at its end."""
+def test_no_steps_give_no_rows() -> None:
+    """Empty tables and incomplete rows give none. A short run gives its rows at the end."""
     empty = step_table([])
     assert (StepBinMaker().add(empty), StepBinMaker(4).add(empty), StepBinMaker().rest()) == (None, None, None)
     assert StepBinMaker(4).add(step_table([STEP] * 3)) is None
@@ -151,11 +160,13 @@ def test_nothing_to_make_rows_of() -> None:
     seed=st.integers(0, 1000),
 )
 def test_any_split_gives_the_same_rows(count: int, first: int, cuts: list[int], width: int, seed: int) -> None:
-    """However a rank's steps are cut into tables, its rows are the same, and no step is lost or counted twice."""
+    """Any split of a rank's steps into tables gives the same rows. No step is lost or counted
+    twice.
+    """
     random = np.random.default_rng(seed)
     table = step_table([{"forward": 5 + random.random(), "communication": 2} for _ in range(count)], first)
     table = dataclasses.replace(table, flags=random.integers(0, 4, count), workload=random.integers(0, 9, count))
-    # The width is chosen by the first eight steps, so these come together.
+    # The width is chosen by the first eight steps, so these are added together.
     edges = sorted({8, *(each for each in cuts if 8 < each < count)})
     pieces = [cut(table, begin, end) for begin, end in zip([0, *edges], [*edges, count], strict=True)]
     whole, split = collected(StepBinMaker(width or 4), [table]), collected(StepBinMaker(width), pieces)

@@ -1,4 +1,4 @@
-"""Steps by kind and duration: the typical one, and classes of longer ones, out of every mix of steps."""
+"""Steps by kind and duration: the typical step, and classes of longer ones, from any mix of steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def classes(steps: Sequence[dict[str, Any]], **how: Any) -> StepClasses:
 
 
 def loop(count: int, **others: dict[str, Any]) -> list[dict[str, Any]]:
-    """Normal steps; others: by "everyN", the steps in their place."""
+    """Return normal steps. others: by "everyN", the steps that replace every Nth one."""
     steps = []
     for number in range(count):
         step = dict(NORMAL)
@@ -53,7 +53,7 @@ def loop(count: int, **others: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_typical_step_adds_up() -> None:
-    """Its parts are its duration, whatever the noise; and it is about the median."""
+    """Its parts add up to its duration with any noise, and it is close to the median."""
     found = classes(loop(500), noise=0.1)
     assert found.typical is not None
     assert sum(found.typical.parts_ns.values()) == pytest.approx(found.typical.duration_ns, rel=1e-9)
@@ -63,8 +63,7 @@ def test_typical_step_adds_up() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.03, 0.1])
-def test_one_odd_step_changes_nothing(noise: float) -> None:
-    """A single long step would change a mean over all steps."""
+def test_single_long_step_does_not_change_the_typical_step(noise: float) -> None:
     usual = classes(loop(60), noise=noise).typical
     odd = classes([*loop(59), {**NORMAL, "host": 5000.0}], noise=noise)
 
@@ -87,8 +86,8 @@ def test_one_odd_step_changes_nothing(noise: float) -> None:
         (Flag.COLLECTED, "garbage collection"),
     ],
 )
-def test_what_long_steps_do(flag: Flag, kind: str) -> None:
-    """Flagged steps have a count, a typical excess, a part and a total cost."""
+def test_flagged_long_steps_are_a_class(flag: Flag, kind: str) -> None:
+    """A class of flagged steps has a count, a typical excess, a part and a total cost."""
     found = classes(loop(200, every50={"host": 201.0, "flags": flag}), noise=0.02)
     (long,) = found.long
 
@@ -100,7 +99,7 @@ def test_what_long_steps_do(flag: Flag, kind: str) -> None:
 
 
 def test_several_flags_are_one_class() -> None:
-    """An evaluation that is followed by saving is one class. A flag with little effect is not named."""
+    """An evaluation followed by saving is one class. A flag with little effect is not named."""
     flags = Flag.EVALUATION | Flag.EVALUATED | Flag.CHECKPOINT
     found = classes(
         [*loop(40), {**NORMAL, "host": 90.0, "flags": flags}, {**NORMAL, "host": 90.0, "flags": flags | Flag.SAMPLED}]
@@ -111,26 +110,25 @@ def test_several_flags_are_one_class() -> None:
 
 
 def test_flagged_steps_that_take_no_longer_are_no_class() -> None:
-    """Sampled steps that take no longer than the others are typical steps."""
     assert classes(loop(100, every16={"flags": Flag.SAMPLED})).long == ()
 
 
 @pytest.mark.parametrize("part", ["data", "forward", "backward", "optimizer", "communication", "host"])
-def test_where_long_steps_take_longer(part: str) -> None:
-    """Without any flag: the part that grew."""
+def test_long_steps_without_flags_are_named_by_their_part(part: str) -> None:
+    """The steps have no flag. The class has the part that is longer."""
     (long,) = classes(loop(120, every30={part: 100.0}), noise=0.03).long
     assert (long.kinds, long.part, long.count, long.period) == ((), part, 4, 30)
 
 
-def test_long_steps_of_different_places_are_classes_of_their_own() -> None:
-    """The costliest first."""
+def test_long_steps_of_different_parts_are_separate_classes() -> None:
+    """The most expensive class comes first."""
     found = classes(loop(210, every10={"data": 61.0}, every70={"host": 201.0}))
     assert [(each.part, each.count) for each in found.long] == [("data", 18), ("host", 3)]
     assert [each.total_ns for each in found.long] == pytest.approx([18 * 60 * MS, 3 * 200 * MS])
 
 
 def test_irregular_steps_have_no_period() -> None:
-    """Only their number, and which they were."""
+    """The class has their count and their numbers."""
     steps = loop(100)
     for number in (7, 8, 30, 77):
         steps[number] = {**NORMAL, "host": 300.0}
@@ -138,8 +136,10 @@ def test_irregular_steps_have_no_period() -> None:
     assert (long.steps, long.period) == ((7, 8, 30, 77), None)
 
 
-def test_taking_turns() -> None:
-    """A loop that does more in every fourth step: most steps are typical, and the others have their period."""
+def test_loop_with_more_work_in_every_fourth_step_has_a_period() -> None:
+    """The loop does more work in every fourth step. Most steps are typical, and the others have a
+    period.
+    """
     found = classes(loop(400, every4={"backward": 30.0}), noise=0.05)
     assert found.typical is not None
     assert found.typical.duration_ns == pytest.approx(16 * MS, rel=0.05)
@@ -147,7 +147,7 @@ def test_taking_turns() -> None:
 
 
 def test_steps_of_all_lengths_are_one_class() -> None:
-    """Variable work: from 10 to 40 ms alike, nothing is cut off."""
+    """The steps take from 10 to 40 ms, equally often. None is cut off."""
     rng = np.random.default_rng(1)
     found = classes([{"forward": each} for each in rng.uniform(10, 40, 600)])
     assert found.long == ()
@@ -155,8 +155,8 @@ def test_steps_of_all_lengths_are_one_class() -> None:
     assert found.typical.duration_ns == pytest.approx(25 * MS, rel=0.05)
 
 
-def test_inference_is_typical_where_it_is_all_there_is() -> None:
-    """And a class of its own, with its name, in a training run."""
+def test_inference_is_typical_if_all_steps_are_inference() -> None:
+    """In a training run it is a class of its own, with a name."""
     inference = {"forward": 2.0, "flags": Flag.INFERENCE}
     alone = classes([dict(inference) for _ in range(50)])
     assert alone.typical is not None
@@ -169,8 +169,8 @@ class TestKindsOfSteps:
     """Every step is in a class, whichever class is the largest."""
 
     @pytest.mark.parametrize("short", range(42, 61))
-    def test_two_kinds_are_found_whatever_their_numbers(self, short: int) -> None:
-        """One step more of the one or the other does not change what is typical."""
+    def test_two_kinds_are_found_for_any_ratio(self, short: int) -> None:
+        """One step more or less of a kind does not change the typical step."""
         found = classes([*[{"forward": 20.0}] * short, *[{"forward": 60.0}] * (100 - short)])
         assert found.typical is not None
         assert (found.typical.count, round(found.typical.duration_ns / MS)) == (short, 20)
@@ -196,7 +196,7 @@ class TestKindsOfSteps:
         )
         assert (found.typical and found.typical.count, found.long) == (80, ())
 
-    def test_three_kinds(self) -> None:
+    def test_three_kinds_are_found(self) -> None:
         """Buckets of sequence lengths make three durations."""
         found = classes([{"forward": 10.0 * 3 ** (number % 3)} for number in range(90)])
         assert found.typical is not None
@@ -204,7 +204,7 @@ class TestKindsOfSteps:
         assert sorted((each.count, round(each.duration_ns / MS)) for each in found.long) == [(30, 30), (30, 90)]
 
     def test_steps_with_flags_that_take_no_longer_are_counted(self) -> None:
-        """They are of the typical step's class."""
+        """They are in the typical step's class."""
         found = classes(loop(100, every10={"flags": Flag.EVALUATION}))
         assert (found.typical and found.typical.count, found.long, found.short) == (100, (), ())
 
@@ -220,7 +220,7 @@ class TestSizes:
 
     @pytest.mark.parametrize("flags", [0, Flag.EVALUATION, Flag.CHECKPOINT, Flag.EVALUATION | Flag.COMPILED])
     def test_one_huge_step_is_not_averaged_with_others(self, flags: int) -> None:
-        """A step of 45 s, and one of 100 ms, of the same kind."""
+        """One step takes 45 s, another of the same kind 100 ms."""
         steps = loop(300)
         steps[130] = {**NORMAL, "host": 100.0, "flags": flags}
         steps[250] = {**NORMAL, "host": 45_000.0, "flags": flags}
@@ -229,14 +229,14 @@ class TestSizes:
         assert found.long[0].more_ns == pytest.approx(45_000 * MS, rel=0.01)
 
     def test_one_huge_step_among_those_that_take_no_longer(self) -> None:
-        """The others with the same flag are like any step."""
+        """Other steps with the same flag count as usual steps."""
         steps = loop(300, every50={"flags": Flag.EVALUATION})
         steps[149] = {**NORMAL, "host": 45_000.0, "flags": Flag.EVALUATION}
         (long,) = classes(steps).long
         assert (long.count, long.steps) == (1, (149,))
 
     def test_long_waits_are_not_averaged_with_short_ones(self) -> None:
-        """On all ranks: they wait 45 s once, and 60 ms now and then."""
+        """All ranks wait 45 s once, and 60 ms now and then."""
         waits = loop(200, every40={"communication": 60.0})
         waits[120] = {**NORMAL, "communication": 45_000.0}
         found = classify([mix_of(mixed_table(waits)) for _ in range(2)])
@@ -259,7 +259,7 @@ class TestSizes:
         assert (long.count, long.period) == (20, 20)
 
     def test_evaluations_of_very_different_size_are_one_class(self) -> None:
-        """As on a machine that other programs keep busy for a while."""
+        """Other programs may keep a machine busy for a while."""
         sizes = np.linspace(600, 1_700, 14)
         steps = loop(260)
         for place, number in enumerate(range(19, 260, 16)):
@@ -289,11 +289,13 @@ class TestSizes:
 
 
 class TestCauses:
-    """A cause is named only if the extra time is in the part that the cause affects, and of a plausible size."""
+    """A cause is only named if the extra time is in the part that the cause affects, and of a
+    plausible size.
+    """
 
     @pytest.mark.parametrize("part", ["data", "host", "optimizer", "communication"])
     def test_stall_elsewhere_is_not_the_sampled_backward_pass(self, part: str) -> None:
-        """The same stall every 16 steps, of which one is sampled, is one class."""
+        """The same stall in every 16th step, one of which is sampled, is one class."""
         steps = loop(64)
         for number in (8, 24, 40, 56):
             steps[number] = {**NORMAL, part: 100.0, "flags": Flag.SAMPLED if number == 8 else 0}
@@ -307,7 +309,9 @@ class TestCauses:
 
     @pytest.mark.parametrize("more", [16.0, 500.0])
     def test_stall_in_one_sampled_backward_pass(self, more: float) -> None:
-        """Not what sampling costs: the other sampled steps take no longer, or it is too much."""
+        """The extra time is not the cost of sampling: other sampled steps take no longer, or the
+        extra time is too long.
+        """
         steps = loop(128, every16={"flags": Flag.SAMPLED})
         steps[31] = {**NORMAL, "backward": 8.0 + more, "flags": Flag.SAMPLED}
         (long,) = classes(steps).long
@@ -322,7 +326,7 @@ class TestCauses:
         ],
     )  # fmt: skip
     def test_extra_time_elsewhere_has_no_cause(self, flag: Flag, part: str) -> None:
-        """Long in a part in which what the flag tells does not work."""
+        """The extra time is in a part in which the flagged work does not happen."""
         (long,) = classes(loop(120, every30={part: 100.0, "flags": flag})).long
         assert (long.kinds, long.part) == ((), part)
 
@@ -348,7 +352,7 @@ class TestCauses:
 
 
 class TestLackOfCpu:
-    def test_is_told_apart(self) -> None:
+    def test_lack_of_a_cpu_is_counted_for_each_part(self) -> None:
         """The wait for a CPU is counted in each part of the typical step."""
         found = classes([{**NORMAL, "forward": 24.0, "cpu": 20.0} for _ in range(30)])
         assert found.typical is not None
@@ -356,14 +360,14 @@ class TestLackOfCpu:
         assert found.typical.ready_ns["forward"] == pytest.approx(20 * MS)
         assert found.typical.parts_ns["forward"] == pytest.approx(24 * MS)
 
-    def test_not_measured_is_not_none(self) -> None:
-        """Lack of a CPU is not known if fewer than half of the steps measured it."""
+    def test_unmeasured_lack_of_a_cpu_is_unknown(self) -> None:
+        """Lack of a CPU is unknown if fewer than half of the steps measured it."""
         found = classes([*[{**NORMAL, "cpu": 1.0}] * 10, *loop(30)])
         assert found.typical is not None
         assert found.typical.ready_ns is None
 
-    def test_is_where_long_steps_are_long(self) -> None:
-        """Not the part that it happened to be in."""
+    def test_lack_of_a_cpu_is_the_part_of_a_class(self) -> None:
+        """The lack of a CPU is the class's part, not the part in which it happened."""
         steps = [{**NORMAL, "cpu": 0.0} for _ in range(60)]
         steps[20] = {**NORMAL, "forward": 204.0, "cpu": 200.0}
         (long,) = classes(steps).long
@@ -371,8 +375,8 @@ class TestLackOfCpu:
 
 
 class TestSeveralRanks:
-    def test_counts_are_those_of_one(self) -> None:
-        """All ranks do the same: the numbers are those of each of them."""
+    def test_counts_are_per_rank(self) -> None:
+        """All ranks do the same. The numbers are those of one of them."""
         one = loop(100, every25={"host": 101.0, "flags": Flag.EVALUATION})
         (alone,) = classes(one).long
         together = classify([mix_of(mixed_table(one)) for _ in range(4)])
@@ -380,15 +384,19 @@ class TestSeveralRanks:
         assert (together.count, long.count, long.period) == (100, alone.count, 25)
         assert long.total_ns == pytest.approx(alone.total_ns)
 
-    def test_who_waits_for_an_evaluation(self) -> None:
-        """One rank evaluates, and the others wait for it in communication: one class, with the reason."""
+    def test_waits_for_an_evaluation_are_one_class(self) -> None:
+        """One rank evaluates, and the others wait for it in communication. That is one class, with
+        its cause.
+        """
         evaluates = loop(100, every25={"host": 101.0, "flags": Flag.EVALUATION | Flag.EVALUATED})
         waits = loop(100, every25={"communication": 100.0})
         (long,) = classify([mix_of(mixed_table(steps)) for steps in (evaluates, waits, waits)]).long
         assert (long.kinds, long.part, long.count, long.period) == (("evaluation",), "host", 4, 25)
 
     def test_one_evaluation_is_one_class_whatever_part_is_longer_on_each_rank(self) -> None:
-        """On a busy machine it is the forward pass of one rank, and host code or the lack of a CPU of another one."""
+        """On a busy machine it is the forward pass of one rank, and host code or the lack of a CPU
+        of another.
+        """
         flags, ranks = int(Flag.EVALUATION), []
         for longer in ({"forward": 900.0}, {"host": 950.0}, {"forward": 800.0, "cpu": 780.0}):
             steps = [{**NORMAL, "cpu": 0.0} for _ in range(60)]
@@ -400,15 +408,14 @@ class TestSeveralRanks:
         assert (long.kinds, long.count, long.steps) == ((WITHOUT_GRADIENTS,), 2, (20, 40))
         assert long.part == "host"
 
-    def test_waiting_for_nobody_that_is_known(self) -> None:
-        """Stays what it is."""
+    def test_wait_without_a_known_cause_stays_communication(self) -> None:
+        """The part stays communication."""
         waits = loop(100, every25={"communication": 100.0})
         (long,) = classify([mix_of(mixed_table(waits)), mix_of(mixed_table(waits))]).long
         assert (long.kinds, long.part, long.count) == ((), "communication", 4)
 
 
-def test_nothing() -> None:
-    """No step, no class."""
+def test_no_steps_give_no_classes() -> None:
     assert classify([]) == classify([StepMix()]) == StepClasses(0, 0.0, None, 0.0, (), ())
 
 
@@ -433,8 +440,8 @@ steps_of_any_kind = st.lists(
 
 
 @given(steps_of_any_kind, st.integers(1, 79))
-def test_merging_is_adding(steps: list[dict[str, Any]], cut: int) -> None:
-    """In two pieces, through a file, or at once: the same classes."""
+def test_merged_mix_equals_a_mix_of_all_steps(steps: list[dict[str, Any]], cut: int) -> None:
+    """Steps added in two pieces, through a file, or at once give the same classes."""
     whole = mix_of(mixed_table(steps))
     pieces = mix_of(mixed_table(steps[:cut]))
     rest = mix_of(mixed_table(steps[cut:], first_step=cut))
@@ -449,8 +456,10 @@ def test_merging_is_adding(steps: list[dict[str, Any]], cut: int) -> None:
 
 
 @given(steps_of_any_kind)
-def test_every_mix_is_described_truthfully(steps: list[dict[str, Any]]) -> None:
-    """The typical step adds up, and the classes are a partition: their counts and times add up to all steps."""
+def test_classes_are_a_partition_of_any_mix(steps: list[dict[str, Any]]) -> None:
+    """The typical step adds up. The classes are a partition: counts and times add up to those of
+    all steps.
+    """
     given_table = mixed_table(steps)
     found = classes(steps)
     typical = found.typical
@@ -468,7 +477,8 @@ def test_every_mix_is_described_truthfully(steps: list[dict[str, Any]]) -> None:
     for each in others:
         assert each.more_ns == pytest.approx(each.duration_ns - typical.duration_ns, rel=1e-6, abs=100)
         durations_ns = given_table.duration_ns[list(each.steps)] - typical.duration_ns
-        if len(each.steps) == each.count > 1:  # the mean describes its members
+        # The mean describes the members.
+        if len(each.steps) == each.count > 1:
             assert np.abs(durations_ns).max() <= 4.2 * max(np.abs(durations_ns).min(), spread_of(found, given_table))
         assert len(set(each.steps)) == len(each.steps) <= each.count
         longer = given_table.duration_ns[list(each.steps)].mean() - typical.duration_ns
@@ -476,8 +486,7 @@ def test_every_mix_is_described_truthfully(steps: list[dict[str, Any]]) -> None:
             assert each.more_ns == pytest.approx(longer, rel=1e-6, abs=100)
 
 
-def test_size_is_bounded() -> None:
-    """However many durations there are."""
+def test_number_of_bins_is_limited() -> None:
     rng = np.random.default_rng(0)
     mix = StepMix()
     for first in range(0, 100_000, 20_000):

@@ -21,8 +21,8 @@ def rig(tmp_path: Path):
     made.close()
 
 
-def test_step_is_divided_into_its_parts(rig: Rig) -> None:
-    """Phases count without the phases inside them; waiting is communication, charged time is the tool's."""
+def test_step_is_divided_into_parts(rig: Rig) -> None:
+    """Phases count without nested phases. Waiting is communication. Charged time is the tool's."""
     recorder, intern = rig.recorder, rig.ring.intern
     rig.span(Kind.DATA, "data", 10)
     recorder.begin(Kind.FORWARD, intern("forward"))
@@ -79,7 +79,9 @@ spans = st.recursive(
 
 @given(steps=st.lists(st.lists(spans, max_size=5), min_size=1, max_size=4), index=st.sampled_from(range(2)))
 def test_parts_add_up(steps: list, index: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """However spans nest, a step's parts add up to its duration, none is negative, and own time is work alone."""
+    """For any nesting, a step's parts add up to its duration and are not negative. Own time is work
+    only.
+    """
     implementation = IMPLEMENTATIONS[index % len(IMPLEMENTATIONS)]
     rig = Rig(implementation, tmp_path_factory.mktemp("ring"))
 
@@ -105,8 +107,8 @@ def test_parts_add_up(steps: list, index: int, tmp_path_factory: pytest.TempPath
     assert (table.own_ns == own).all()
 
 
-def test_traces_hold_whole_steps(rig: Rig) -> None:
-    """A wanted step comes with all its spans and no other step's."""
+def test_trace_has_a_complete_step(rig: Rig) -> None:
+    """A wanted step has all of its spans and no span of another step."""
     for step in range(3):
         rig.span(Kind.DATA, f"data {step}", 5)
         rig.span(Kind.SECTION, "part", 5)

@@ -25,7 +25,9 @@ def rounded(value: float) -> str:
 
 
 def long_duration(seconds: float) -> str:
-    """Return how long a run took: "2 h 01 min", "4 min 10 s", or as `duration` where it is less than a minute."""
+    """Return how long a run took: "2 h 01 min", "4 min 10 s", or as `duration` where it is less
+    than a minute.
+    """
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -50,7 +52,9 @@ def steps_whole(share: float, *, any_step: bool) -> str:
 
 
 def steps_words(since_step: int, until_step: int | None) -> str:
-    """Return the steps from one to before another: "since step 40", or "from step 40 to 79" for what is over."""
+    """Return the steps from one to before another: "since step 40", or "from step 40 to 79" for
+    what is over.
+    """
     return f"since step {since_step}" if until_step is None else f"from step {since_step} to {until_step - 1}"
 
 

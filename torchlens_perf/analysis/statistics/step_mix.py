@@ -262,7 +262,9 @@ _Groups = dict[tuple[tuple[str, ...], str, bool], list[_Other]]
 
 
 def classify(mixes: Sequence[StepMix]) -> StepClasses:
-    """Return the classes of all ranks' steps together. Each step is compared with the typical step of its rank."""
+    """Return the classes of all ranks' steps together. Each step is compared with the typical step
+    of its rank.
+    """
     usual: list[Bin] = []
     # The bins in `usual`, and steps with other work that takes no time.
     alike: list[Bin] = []
