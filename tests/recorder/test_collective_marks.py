@@ -1,4 +1,6 @@
-"""What the native tap calls, also on a backend's thread and without the GIL: by its C functions, so no tap is built."""
+"""The functions that the native tap calls, also on a backend's thread and without the GIL. They are
+called directly, so no tap is built.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ MAX_PENDING = 1024  # native/collective.c
 
 
 class _Operation(ctypes.Structure):
-    """`Collective` of native/collective.h."""
+    """The struct `Collective` of native/collective.h."""
 
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("name_id", "group", "sequence", "flags")),
@@ -36,7 +38,7 @@ class _Operation(ctypes.Structure):
 
 
 class _Marks(ctypes.Structure):
-    """`CollectiveMarks`."""
+    """The struct `CollectiveMarks`."""
 
     _fields_ = [("version", ctypes.c_int)] + [
         (name, ctypes.c_void_p)
@@ -47,7 +49,9 @@ class _Marks(ctypes.Structure):
 
 
 class NativeMarks:
-    """The functions that the native tap calls. Those made with `gil=False` run without it, as on a backend's thread."""
+    """The functions that the native tap calls. Those made with `gil=False` run without the GIL, as
+    on a backend's thread.
+    """
 
     def __init__(self, implementation: ModuleType, *, gil: bool) -> None:
         pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
@@ -64,7 +68,7 @@ class NativeMarks:
         self.wait_ended = made(None, ctypes.c_int)(marks.wait_ended)
 
     def start(self, name_id: int, sequence: int, *, group: int = 0) -> _Operation:
-        """An operation that has been issued, and whose backend will call back."""
+        """Start an operation whose backend will call back."""
         operation = _Operation(name_id=name_id, group=group, sequence=sequence, bytes=4096)
         assert self.issue(operation) == 1
         self.returned(operation, int(End.BY_CALLBACK))
@@ -78,8 +82,10 @@ def native(tmp_path: Path) -> Iterator[CollectiveRig]:
     made.close()
 
 
-def test_backend_tells_the_end(native: CollectiveRig) -> None:
-    """From a thread of the backend: the record has the issuer's step and depth, and lasts until that instant."""
+def test_backend_ends_the_operation_on_its_thread(native: CollectiveRig) -> None:
+    """A thread of the backend ends the operation. The record has the issuer's step and depth, and
+    lasts until then.
+    """
     marks = NativeMarks(native.implementation, gil=True)
     native.ring.add_group("0")
     operation = marks.start(native.ring.intern(NAME), 3)
@@ -91,12 +97,15 @@ def test_backend_tells_the_end(native: CollectiveRig) -> None:
     (record,) = native.records()
 
     assert (record["duration_ns"], record["step"], record["depth"]) == (70, 0, 1)
-    assert record["flags"] == Flag.COMPLETED  # where it ends says nothing of who issued it
+    # The thread that ends the operation does not matter for the flags.
+    assert record["flags"] == Flag.COMPLETED
     assert [(each.issued, each.ended) for each in native.reader.groups()] == [(4, 4)]
 
 
 def test_operation_ends_once(native: CollectiveRig) -> None:
-    """What close() has written, a backend that comes later does not write again, nor into the next watch's file."""
+    """An operation that close() has written is not written again by a late backend, nor to the next
+    watch's file.
+    """
     marks = NativeMarks(native.implementation, gil=True)
     name_id = native.ring.intern(NAME)
     before, ended = marks.start(name_id, 0), marks.start(name_id, 1)
@@ -114,8 +123,10 @@ def test_operation_ends_once(native: CollectiveRig) -> None:
     marks.completed(operation)
 
 
-def test_more_under_way_than_are_remembered(native: CollectiveRig) -> None:
-    """The surplus is recorded at once, without an end, and its end writes nothing; room that is free again is used."""
+def test_operations_above_the_limit_are_recorded_without_an_end(native: CollectiveRig) -> None:
+    """Operations above the limit are recorded at once, without an end, and their end writes
+    nothing. Free room is used again.
+    """
     marks = NativeMarks(native.implementation, gil=True)
     name_id = native.ring.intern(NAME)
     under_way = [marks.start(name_id, number) for number in range(MAX_PENDING)]
@@ -134,8 +145,8 @@ def test_more_under_way_than_are_remembered(native: CollectiveRig) -> None:
     assert [(sequence(each), each["flags"]) for each in native.records()] == [(5000, Flag.COMPLETED)]
 
 
-def test_wait_that_raised(native: CollectiveRig) -> None:
-    """As wait_tensor's tap tells it."""
+def test_wait_that_raised_is_flagged(native: CollectiveRig) -> None:
+    """The tap of wait_tensor reports the error."""
     marks = NativeMarks(native.implementation, gil=True)
     native.call(0, End.BY_WAIT, call_ns=5)
     assert marks.wait_began() == 1
@@ -190,7 +201,9 @@ assert pushed and watches > 20, (len(pushed), watches)
 
 
 def test_waits_without_the_interpreters_lock_while_watches_come_and_go(tmp_path: Path) -> None:
-    """Of a recorder that is closed, freed, or has just got Python functions to call, nothing is touched."""
+    """Nothing of a recorder is touched that is closed, freed, or has just been given Python
+    functions to call.
+    """
     program = [sys.executable, "-X", "faulthandler", "-c", WAITS_WHILE_WATCHES_COME_AND_GO, str(tmp_path)]
     done = subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT)
 
@@ -198,7 +211,9 @@ def test_waits_without_the_interpreters_lock_while_watches_come_and_go(tmp_path:
 
 
 def test_writers_without_the_interpreters_lock(tmp_path: Path) -> None:
-    """Threads that Python does not know write while the training thread does: every record is whole, none is lost."""
+    """Threads unknown to Python write at the same time as the training thread. Every record is
+    complete, and none is lost.
+    """
     operations, at_once, sections_each = 2000, 50, 40
     rig = CollectiveRig(IMPLEMENTATIONS[0], tmp_path, capacity=1 << 17, clock=None)
     marks = NativeMarks(rig.implementation, gil=False)

@@ -1,4 +1,4 @@
-"""Which device is in use, also where it is none of CUDA's: on stand-ins for torch's functions."""
+"""Finding the device in use, also a device that is not CUDA: on stand-ins for torch's functions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torchlens_perf.recorder.devices import DeviceInUse, accelerator_in_use
 
 
 class Accelerator:
-    """What torch tells of a device that was added to it."""
+    """A stand-in for torch.accelerator with an additional device."""
 
     def __init__(self, reserved: dict[int, int] | None, current: int = 0) -> None:
-        """reserved: by device; None: its allocator keeps no numbers."""
+        """reserved: bytes by device; None: the allocator has no statistics."""
         self.reserved, self.current, self.initialized = reserved, current, True
         self.asked: list[str] = []
 
@@ -41,8 +41,10 @@ def use(monkeypatch: pytest.MonkeyPatch, accelerator: Accelerator) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
 
 
-def test_where_memory_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for CUDA: not the current device; little by accident does not count; several are not timed."""
+def test_device_with_memory_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device does not matter, and neither does a small accidental allocation. Several
+    devices are not timed.
+    """
     accelerator = Accelerator({0: 1, 1: 1 << 30})
     use(monkeypatch, accelerator)
     assert accelerator_in_use("npu", computes_there=True) == DeviceInUse("npu", 1)
@@ -53,15 +55,15 @@ def test_where_memory_lies(monkeypatch: pytest.MonkeyPatch) -> None:
         accelerator_in_use("npu", computes_there=True)
 
 
-def test_an_allocator_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current device, once something watched is on one."""
+def test_current_device_is_in_use_if_the_allocator_has_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device counts once a watched object is on a device."""
     use(monkeypatch, Accelerator(None, current=1))
     assert accelerator_in_use("npu", computes_there=False) is None
     assert accelerator_in_use("npu", computes_there=True) == DeviceInUse("npu", 1)
 
 
-def test_nothing_is_asked_before_it_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That could initialize it, which poisons a later fork."""
+def test_device_is_not_queried_before_it_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query could initialize the device, which makes a later fork fail."""
     accelerator = Accelerator({0: 1, 1: 1})
     accelerator.initialized = False
     use(monkeypatch, accelerator)
@@ -72,16 +74,16 @@ def test_nothing_is_asked_before_it_is_initialized(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("found", "sees", "kind"), [(None, False, ""), ("cuda", False, ""), ("cuda", True, "cuda"), ("xpu", False, "xpu")]
 )
-def test_kind(monkeypatch: pytest.MonkeyPatch, found: str | None, sees: bool, kind: str) -> None:
-    """A CUDA build without a GPU has none."""
+def test_kind_of_device(monkeypatch: pytest.MonkeyPatch, found: str | None, sees: bool, kind: str) -> None:
+    """A CUDA build without a GPU has no device."""
     current = None if found is None else types.SimpleNamespace(type=found)
     monkeypatch.setattr(torch, "accelerator", types.SimpleNamespace(current_accelerator=lambda: current))
     monkeypatch.setattr(devices, "has_devices", lambda: sees)
     assert devices.accelerator() == kind
 
 
-def test_abilities_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device without timed events says so in its own words; nothing is raised."""
+def test_missing_abilities_have_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without timed events returns its own message, and nothing is raised."""
 
     def no_events(*given: Any, **settings: Any) -> Any:
         raise RuntimeError("Backend doesn't support events\nwith a stack")

@@ -1,4 +1,4 @@
-"""What is told at a run's end where the report is not there in time: what is so, and what to do. All of it for real."""
+"""The message at a run's end if the report is late: the reason, and what to do. Sidecars are real."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchlens_perf.run.sidecar_status import read_status
 from torchlens_perf.watch import Watch
 
 WRITING = "torchlens_perf: writing the report ... (Ctrl-C to skip)\n"
-# At the sidecar's start: sleeps at once, or when something is imported.
+# Code for the sidecar's start: it sleeps at once, or when a module is imported.
 SLOW = """
 import sys, time
 
@@ -41,7 +41,7 @@ sys.meta_path.insert(0, Slow())
 
 @contextmanager
 def watched(folder: Path, **settings: object) -> Iterator[Watch]:
-    """A short run whose sidecar is up when its last step is made."""
+    """Record a short run whose sidecar is running at the last step."""
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with perf.watch(model, optimizer, dir=str(folder), **settings) as watch:
@@ -52,7 +52,7 @@ def watched(folder: Path, **settings: object) -> Iterator[Watch]:
 
 
 def sidecar_of(watch: Watch) -> int:
-    """Its pid, as soon as it tells."""
+    """Return the pid of the sidecar as soon as it has written its status."""
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
         lock = find_sidecar_lock(watch.run_dir.name)
@@ -64,13 +64,13 @@ def sidecar_of(watch: Watch) -> int:
 
 
 def line(capfd: pytest.CaptureFixture[str]) -> str:
-    """The one line that was printed."""
+    """Return the only line that was printed."""
     (only,) = capfd.readouterr().err.splitlines()
     return only
 
 
 def not_ready(watch: Watch, why: str) -> re.Pattern[str]:
-    """The line, where the sidecar is there and `why` is what it does."""
+    """Return the message for a running sidecar whose activity is `why`."""
     where = re.escape(str(watch.run_dir))
     return re.compile(
         rf"torchlens_perf: the report is not ready after \d+\.\d s \(the sidecar {why}\); it will be in "
@@ -78,8 +78,8 @@ def not_ready(watch: Watch, why: str) -> re.Pattern[str]:
     )
 
 
-def test_no_time_to_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With an exit timeout of 0 nothing is waited for; the report is where the line says it will be."""
+def test_no_wait_with_an_exit_timeout_of_zero(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With an exit timeout of 0 there is no wait. The report appears at the path in the message."""
     with watched(tmp_path, config=perf.Config(_exit_timeout_s=0)) as watch:
         sidecar_of(watch)
     printed = line(capfd)
@@ -89,8 +89,10 @@ def test_no_time_to_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert "20 steps" in (watch.run_dir / "report.txt").read_text()
 
 
-def test_it_is_stopped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """By SIGSTOP: the line has the command that lets it go on, and then the report comes."""
+def test_message_for_a_stopped_sidecar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """SIGSTOP stops the sidecar. The message has the command that continues it, and then the report
+    comes.
+    """
     with watched(tmp_path, config=perf.Config(_exit_timeout_s=0.3)) as watch:
         pid = sidecar_of(watch)
         os.kill(pid, signal.SIGSTOP)
@@ -103,8 +105,12 @@ def test_it_is_stopped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV])
-def test_it_died(signal_number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """While the report is waited for: the line says so, where its log is, and the command that finishes its work."""
+def test_message_for_a_killed_sidecar(
+    signal_number: signal.Signals, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The sidecar dies while the program waits for the report. The message has the path of its log
+    and the command that finishes its work.
+    """
     with watched(tmp_path, config=perf.Config(_exit_timeout_s=1.0)) as watch:
         pid = sidecar_of(watch)
         os.kill(pid, signal.SIGSTOP)
@@ -117,7 +123,8 @@ def test_it_died(signal_number: signal.Signals, tmp_path: Path, capfd: pytest.Ca
         killer.start()
     killer.join()
     log = sidecar_log(find_sidecar_lock(watch.run_dir.name))
-    if not log.exists():  # it had begun before it was stopped
+    # It had started before it was stopped.
+    if not log.exists():
         log = RunDirectory(watch.run_dir).node_log(node_name())
     printed = line(capfd)
     begin, _, command = printed.partition(" Next: ")
@@ -133,13 +140,14 @@ def test_it_died(signal_number: signal.Signals, tmp_path: Path, capfd: pytest.Ca
     ("import_of", "doing"),
     [
         *long(("", "has not started yet"), ("numpy", "is loading its libraries")),
-        ("torchlens_perf.report.run_report", "is writing the report"),  # imported when it is needed
+        # This module is imported when it is needed.
+        ("torchlens_perf.report.run_report", "is writing the report"),
     ],
 )
-def test_it_is_slow(
+def test_message_for_a_slow_sidecar(
     import_of: str, doing: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Something takes it longer than is waited: a line says what is waited for, and the last one what it does."""
+    """One line says that the program waits, and the last one what the sidecar is doing."""
     (tmp_path / "sitecustomize.py").write_text(SLOW.format(name=import_of, seconds=14))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with watched(tmp_path / "runs", config=perf.Config(_exit_timeout_s=10)) as watch:
@@ -152,8 +160,10 @@ def test_it_is_slow(
     assert "20 steps" in (watch.run_dir / "report.txt").read_text()
 
 
-def test_others_keep_the_processors_busy(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It may run on one processor only, and four programs spin there, each in a scheduling group of its own."""
+def test_message_on_busy_processors(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The sidecar may run on one processor only, where four programs spin, each in its own
+    scheduling group.
+    """
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(mine)})
     spin = [sys.executable, "-S", "-c", "while True: pass"]
@@ -174,10 +184,12 @@ def test_others_keep_the_processors_busy(tmp_path: Path, capfd: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("works_otherwise", long(True, False))
-def test_it_could_not_be_started(works_otherwise: bool, tmp_path: Path) -> None:
-    """The line says so; the records are in the ring, and the command that it names reads them.
+def test_message_if_the_sidecar_could_not_start(works_otherwise: bool, tmp_path: Path) -> None:
+    """The message has the reason. The records are in the ring, and the command in the message reads
+    them.
 
-    Python starts, and ends at once: as a sidecar, or also where it should make the run directory.
+    Python starts and ends at once, either as a sidecar only, or also when it should make the run
+    directory.
     """
     python = tmp_path / "python"
     ends = '[ "$1" = -m ]' if works_otherwise else "true"

@@ -1,4 +1,4 @@
-"""The native tap on collectives: where it is looked for, whose it must be, and doing without it."""
+"""The native tap on collectives: where it is searched, who must own it, and working without it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torchlens_perf.commands.doctor import LIMITED, OK, Check, examine
 from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.run import tap_requirements
 
-__all__ = ["cache", "load_anew", "tap"]  # fixtures
+# These are fixtures.
+__all__ = ["cache", "load_anew", "tap"]
 SOMEBODY = 54321
 
 pytestmark = pytest.mark.skipif(not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler")
@@ -24,7 +25,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 
 
 def put(tap: Path, folder: Path) -> Path:
-    """A tap for what is running, in this folder."""
+    """Put a tap for the running torch into this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copy(tap, folder / native_tap.file_name()))
 
@@ -37,16 +38,16 @@ def doctor() -> Check:
 # -- places
 
 
-def test_places(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the package first, then the cache as XDG has it, which need not exist."""
+def test_places_of_the_tap_in_order(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's folder comes first, then XDG's cache folder, which need not exist."""
     assert tap_requirements.places() == [tap_requirements.SOURCES, cache]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
 
     assert tap_requirements.places() == [tap_requirements.SOURCES, tmp_path / "elsewhere" / "torchlens_perf"]
 
 
-def test_both_places_are_loaded_from(cache: Path, tap: Path) -> None:
-    """A tap in the cache is loaded; one beside the package goes first."""
+def test_tap_is_loaded_from_the_package_or_the_cache(cache: Path, tap: Path) -> None:
+    """The tap in the package's folder comes before the one in the cache."""
     in_cache = put(tap, cache)
     assert native_tap.loaded_from() == in_cache
     native_tap.load.cache_clear()
@@ -54,8 +55,8 @@ def test_both_places_are_loaded_from(cache: Path, tap: Path) -> None:
     assert native_tap.loaded_from() == beside
 
 
-def test_damaged_tap_hides_no_other(cache: Path, tap: Path) -> None:
-    """Where the one beside the package cannot be loaded, that in the cache is."""
+def test_tap_in_the_cache_is_loaded_if_the_other_is_damaged(cache: Path, tap: Path) -> None:
+    """If the tap in the package's folder cannot be loaded, the one in the cache is."""
     in_cache = put(tap, cache)
     (tap_requirements.SOURCES / in_cache.name).write_bytes(b"\x7fELF, and no more")
 
@@ -64,10 +65,12 @@ def test_damaged_tap_hides_no_other(cache: Path, tap: Path) -> None:
 
 @pytest.mark.parametrize("home", [None, "", ".", "home", "~", "../home"])
 @pytest.mark.parametrize("cache_home", [None, "", ".", "cache", "./.cache", "../cache"])
-def test_current_folder_is_no_place(
+def test_working_directory_is_not_searched(
     cache_home: str | None, home: str | None, cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a relative, empty or missing HOME and XDG_CACHE_HOME nothing is loaded from where the job was started."""
+    """With a relative, empty or missing HOME and XDG_CACHE_HOME nothing is loaded from the working
+    directory.
+    """
     for variable, value in (("XDG_CACHE_HOME", cache_home), ("HOME", home)):
         if value is None:
             monkeypatch.delenv(variable, raising=False)
@@ -84,16 +87,18 @@ def test_current_folder_is_no_place(
     assert doctor().severity == LIMITED
 
 
-def test_home_counts_where_the_cache_is_relative(cache: Path, tap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """XDG: a relative XDG_CACHE_HOME is as if it were not set."""
+def test_home_is_used_if_the_cache_path_is_relative(cache: Path, tap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XDG: a relative XDG_CACHE_HOME counts as unset."""
     in_cache = put(tap, cache)
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
 
     assert native_tap.loaded_from() == in_cache
 
 
-def test_package_in_a_relative_folder(cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Python was told a relative path to the package, nothing beside it is loaded."""
+def test_relative_package_folder_is_not_searched(
+    cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If Python's path to the package is relative, no tap in its folder is loaded."""
     put(tap, tap_requirements.SOURCES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tap_requirements, "SOURCES", tap_requirements.SOURCES.relative_to(tmp_path))
@@ -108,10 +113,10 @@ def test_package_in_a_relative_folder(cache: Path, tap: Path, tmp_path: Path, mo
 @pytest.mark.parametrize(
     "changed", ["torch", "commit", "python", "flags", "tap.cpp", "tap_timing.h", "collective.h", "a new header"]
 )
-def test_tap_of_something_else_is_not_found(
+def test_tap_of_another_build_is_not_found(
     changed: str, cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was built for another torch, Python or source would crash the job: its name is another one."""
+    """A tap for another torch, Python or source would crash the job. Its name differs."""
     put(tap, cache)
     assert native_tap.load() is not None
     native_tap.load.cache_clear()
@@ -126,7 +131,8 @@ def test_tap_of_something_else_is_not_found(
         monkeypatch.setattr(native_tap, "COMPILER_FLAGS", (*native_tap.COMPILER_FLAGS, "-O0"))
     else:
         monkeypatch.setattr(tap_requirements, "SOURCES", copy_of_sources(tmp_path / "copy"))
-        assert native_tap.load() is not None  # the same source elsewhere is the same
+        # The same source in another folder has the same name.
+        assert native_tap.load() is not None
         native_tap.load.cache_clear()
         with open(tap_requirements.SOURCES / changed.replace("a new header", "new.h"), "a") as file:
             file.write("\n")
@@ -135,10 +141,10 @@ def test_tap_of_something_else_is_not_found(
 
 
 @pytest.mark.parametrize("commit", [None, "", "missing"])
-def test_torch_that_does_not_know_its_commit(
+def test_torch_without_a_commit_has_a_tap(
     commit: str | None, cache: Path, tap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A torch that was built from an archive has a tap too."""
+    """A torch that was built from an archive does not know its commit."""
     if commit == "missing":
         monkeypatch.delattr(torch.version, "git_version")
     else:
@@ -149,15 +155,15 @@ def test_torch_that_does_not_know_its_commit(
     assert native_tap.load() is not None
 
 
-def test_package_without_sources(cache: Path, tap: Path) -> None:
-    """Some packagers leave sources out: there is no tap, and no error."""
+def test_package_without_sources_has_no_tap(cache: Path, tap: Path) -> None:
+    """Some packagers leave sources out. There is no tap then, and no error."""
     put(tap, cache)
     shutil.rmtree(tap_requirements.SOURCES)
 
     assert native_tap.load() is None
 
 
-# -- whose it must be
+# -- owners
 
 
 def writable_file(file: Path) -> None:
@@ -214,10 +220,12 @@ def link_into_a_writable_folder(file: Path) -> None:
         pytest.param(another_users_home, marks=as_root),
     ],
 )  # fmt: skip
-def test_what_others_can_write_is_not_loaded(
+def test_tap_that_others_can_write_is_not_loaded(
     opened, cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its code does not run, collectives are tapped from Python, and the doctor says what is wrong with which place."""
+    """Its code does not run, collectives are tapped from Python, and the doctor reports each
+    folder's problem.
+    """
     trace = tmp_path / "trace"
     monkeypatch.setenv("TINY_TAP_TRACE", str(trace))
     file = put(tap, cache)
@@ -231,8 +239,8 @@ def test_what_others_can_write_is_not_loaded(
     assert not trace.exists()
 
 
-def test_the_trace_of_loading(cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above: a tap that is loaded leaves its trace."""
+def test_loaded_tap_leaves_its_trace(cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is the control of the test above: loading a tap leaves a trace."""
     trace = tmp_path / "trace"
     monkeypatch.setenv("TINY_TAP_TRACE", str(trace))
     put(shutil.copy(tap, tmp_path / "another.so"), cache)
@@ -242,8 +250,8 @@ def test_the_trace_of_loading(cache: Path, tap: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "dangling link"])
-def test_what_is_no_file(kind: str, cache: Path) -> None:
-    """Something else under the tap's name is not opened: a FIFO would never end."""
+def test_tap_that_is_not_a_regular_file_is_not_opened(kind: str, cache: Path) -> None:
+    """Opening a FIFO would block forever."""
     path = cache / native_tap.file_name()
     if kind == "folder":
         path.mkdir()
@@ -256,11 +264,13 @@ def test_what_is_no_file(kind: str, cache: Path) -> None:
     assert native_tap.problems() == []
 
 
-# -- doing without
+# -- working without a tap
 
 
 def missed(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> str:
-    """What a rank of so many tells the sidecar that it has missed. Nothing of ours fails, and it notes nothing."""
+    """Return the notes that a rank, one of `ranks`, sends to the sidecar about a missing tap.
+    Nothing fails.
+    """
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     with recorded(folder) as recording:
@@ -271,23 +281,25 @@ def missed(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> str
 
 
 @pytest.mark.parametrize(("ranks", "tells"), [(2, True), (1, False)])
-def test_missing_tap_is_told(
+def test_missing_tap_is_noted(
     ranks: int, tells: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that has others tells which file it has not found; a lone process has no collectives."""
+    """A rank with other ranks names the missing file. A single process has no collectives."""
     assert missed(tmp_path / "run", monkeypatch, ranks) == (native_tap.file_name() if tells else "")
 
 
-def test_native_tap_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real one, where it has been built."""
+def test_existing_tap_gives_no_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This uses the real tap, if it has been built."""
     if native_tap.load() is None:
         pytest.skip("the native tap has not been built: torchlens-perf build-tap")
 
     assert missed(tmp_path / "run", monkeypatch) == ""
 
 
-def test_tap_that_cannot_be_loaded(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A damaged file, or one that lacks a symbol of this torch: collectives are tapped from Python."""
+def test_tap_that_cannot_be_loaded_is_replaced_by_python(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is damaged or lacks a symbol of this torch. Collectives are tapped from Python."""
     file = cache / native_tap.file_name()
     file.write_bytes(b"\x7fELF, and no more")
 
@@ -297,8 +309,10 @@ def test_tap_that_cannot_be_loaded(cache: Path, tmp_path: Path, monkeypatch: pyt
     assert f"{file} is not used: it cannot be loaded: " in check.finding
 
 
-def test_no_native_recorder(cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tap writes with the native recorder: without that none is loaded, even if one is there."""
+def test_tap_is_not_loaded_without_the_native_recorder(
+    cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tap writes with the native recorder. Without it, an existing tap is not loaded."""
     trace = tmp_path / "trace"
     put(shutil.copy(tap, tmp_path / "another.so"), cache)
     monkeypatch.setenv("TINY_TAP_TRACE", str(trace))
@@ -310,7 +324,6 @@ def test_no_native_recorder(cache: Path, tap: Path, tmp_path: Path, monkeypatch:
 
 
 def test_doctor_with_the_tap(cache: Path, tap: Path) -> None:
-    """With the tap the doctor's line is a word."""
     put(tap, cache)
 
     check = doctor()
@@ -326,7 +339,7 @@ def test_doctor_with_the_tap(cache: Path, tap: Path) -> None:
     ],
 )
 def test_doctor_without_the_tap(setting: str | None, remedy: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor says what is lost, and that nothing need be done, where that is so."""
+    """The doctor reports what is missing, and if no action is needed."""
     if setting is not None:
         monkeypatch.setenv("TORCHLENS_PERF_BUILD_TAP", setting)
     check = doctor()

@@ -1,4 +1,4 @@
-"""The hooks over the recorder in Python, which is in use where there is no C compiler."""
+"""The hooks over the Python recorder, which is used without a C compiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TESTS = (
     "jobs/test_bit_equality.py", "jobs/test_nothing_left_behind.py", "hooks/test_module.py", "hooks/test_backward.py",
     "hooks/test_data.py", "hooks/test_memory.py", "hooks/loop/test_optimizer.py",
 )  # fmt: skip
-# The modules of the package choose a recorder when they are imported; so it takes another process.
+# The package's modules choose a recorder on import, so this takes another process.
 PROGRAM = """
 import sys
 sys.modules["torchlens_perf._native"] = None
@@ -25,8 +25,10 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 
 
 @pytest.mark.long
-def test_hooks_over_the_python_twin() -> None:
-    """The same tests hold: the same records, and nothing of the user's is changed. (Compilers are left out: slow.)"""
+def test_hooks_over_the_python_recorder() -> None:
+    """The same tests pass: the same records, and no change of the user's objects. Compilers are
+    slow and left out.
+    """
     finished = subprocess.run(
         [sys.executable, "-c", PROGRAM, "-k", "not compile", *[str(TESTS_FOLDER / name) for name in TESTS]],
         capture_output=True,

@@ -1,4 +1,6 @@
-"""The recorder, its sections and module calls: every test runs over the native one and its Python implementation."""
+"""The recorder, its sections and module calls. Every test runs over the native implementation and
+the Python one.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ def rig(implementation: ModuleType, tmp_path: Path):
     made.close()
 
 
-def test_span_has_its_times(rig: Rig) -> None:
-    """A span's record holds when it began, how long it took, its name, its step and its depth."""
+def test_span_record_has_start_and_duration(rig: Rig) -> None:
+    """The record has the span's start, duration, name, step and depth."""
     start = rig.clock.now_ns
     rig.span(Kind.DATA, "data", 50)
     (record,) = rig.records()
@@ -41,8 +43,8 @@ def test_span_has_its_times(rig: Rig) -> None:
     assert (record["start_ns"], record["duration_ns"]) == (start, 50)
 
 
-def test_nested_time_is_credited_to_the_span_around(rig: Rig) -> None:
-    """nested_ns counts all direct children; phase_ns the phases at any depth below, each once."""
+def test_nested_time_is_credited_to_the_enclosing_span(rig: Rig) -> None:
+    """nested_ns counts all direct children. phase_ns counts phases at any depth below, each once."""
     recorder, intern = rig.recorder, rig.ring.intern
     recorder.begin(Kind.FORWARD, intern("forward"))
     rig.clock.advance(1)
@@ -62,8 +64,8 @@ def test_nested_time_is_credited_to_the_span_around(rig: Rig) -> None:
     assert (forward["nested_ns"], forward["phase_ns"]) == (142, 40)
 
 
-def test_step_knows_its_phases(rig: Rig) -> None:
-    """A step's record ends where the next begins; its phase_ns is the time in top-level phases."""
+def test_step_record_has_the_time_of_its_phases(rig: Rig) -> None:
+    """A step's record ends where the next one starts. Its phase_ns is the time in top-level phases."""
     rig.clock.advance(10)
     rig.span(Kind.DATA, "data", 20)
     rig.span(Kind.SECTION, "log", 5)
@@ -77,8 +79,8 @@ def test_step_knows_its_phases(rig: Rig) -> None:
     assert (second["start_ns"], second["duration_ns"], second["phase_ns"]) == (first["start_ns"] + 35, 9, 0)
 
 
-def test_charged_time_belongs_to_nobody(rig: Rig) -> None:
-    """Time that we charge for ourselves is taken out of the open span, and summed up in the header."""
+def test_charged_time_is_subtracted_from_the_open_span(rig: Rig) -> None:
+    """Time charged to this package is subtracted from the open span and added up in the header."""
     recorder, forward = rig.recorder, rig.ring.intern("forward")
     recorder.begin(Kind.FORWARD, forward)
     rig.clock.advance(30)
@@ -90,8 +92,8 @@ def test_charged_time_belongs_to_nobody(rig: Rig) -> None:
     assert rig.reader.counter(ring.TOOL_NS) == 12
 
 
-def test_explicit_interval(rig: Rig) -> None:
-    """A phase given as an interval is credited to the open span; another kind is only recorded."""
+def test_interval_of_a_phase_is_credited_to_the_open_span(rig: Rig) -> None:
+    """An interval of a phase is credited to the open span. Other kinds are only recorded."""
     recorder, backward = rig.recorder, rig.ring.intern("backward")
     recorder.begin(Kind.BACKWARD, backward)
     rig.clock.advance(100)
@@ -105,8 +107,10 @@ def test_explicit_interval(rig: Rig) -> None:
     assert (whole["phase_ns"], whole["nested_ns"]) == (40, 40)
 
 
-def test_lost_end_heals(rig: Rig) -> None:
-    """A span that never ended is dropped when one around it ends, and counted; later spans are right."""
+def test_span_without_an_end_is_dropped_and_counted(rig: Rig) -> None:
+    """A span without an end is dropped and counted when an enclosing one ends. Later spans are
+    correct.
+    """
     recorder, intern = rig.recorder, rig.ring.intern
     recorder.begin(Kind.FORWARD, intern("forward"))
     recorder.begin(Kind.SECTION, intern("lost"))
@@ -122,15 +126,14 @@ def test_lost_end_heals(rig: Rig) -> None:
     assert recorder.backwards == 0
 
 
-def test_end_without_a_begin_is_nothing(rig: Rig) -> None:
-    """Ending what is not open writes nothing."""
+def test_end_without_a_start_writes_nothing(rig: Rig) -> None:
     rig.recorder.end(Kind.DATA, rig.ring.intern("data"))
 
     assert rig.records() == []
 
 
-def test_drop_takes_a_span_back(rig: Rig) -> None:
-    """A dropped span, and what was open inside it, leave no record and are counted."""
+def test_dropped_span_leaves_no_record(rig: Rig) -> None:
+    """A dropped span and the spans open inside of it leave no record and are counted."""
     recorder, intern = rig.recorder, rig.ring.intern
     recorder.begin(Kind.OPTIMIZER, intern("optimizer"))
     recorder.begin(Kind.SECTION, intern("inside"))
@@ -140,12 +143,13 @@ def test_drop_takes_a_span_back(rig: Rig) -> None:
 
     assert data["depth"] == 1
     assert rig.reader.counter(ring.UNBALANCED) == 2
-    recorder.drop(Kind.STEP, 0)  # the step itself is never dropped
+    # The step itself is never dropped.
+    recorder.drop(Kind.STEP, 0)
     assert rig.recorder.next_step() == 1
 
 
 def test_deep_nesting_is_cut_and_counted(rig: Rig) -> None:
-    """Spans beyond 64 levels are not recorded, are counted, and leave the stack balanced."""
+    """Spans beyond 64 levels are counted instead of recorded, and the stack stays balanced."""
     recorder, name = rig.recorder, rig.ring.intern("deep")
     for _ in range(100):
         recorder.begin(Kind.SECTION, name)
@@ -173,7 +177,7 @@ def test_deep_nesting_is_cut_and_counted(rig: Rig) -> None:
 
 
 def test_closed_recorder_does_nothing(rig: Rig) -> None:
-    """After close() every mark is a no-op, and the file says that it was ended."""
+    """After close() every mark does nothing, and the file's state is CLOSED."""
     recorder = rig.recorder
     recorder.begin(Kind.FORWARD, rig.ring.intern("forward"))
     recorder.activate()
@@ -193,7 +197,7 @@ def test_closed_recorder_does_nothing(rig: Rig) -> None:
     assert rig.reader.counter(ring.STATE) == ring.State.CLOSED
 
 
-def test_abandoned_recorder_leaves_the_file_alone(rig: Rig) -> None:
+def test_abandoned_recorder_does_not_change_the_file(rig: Rig) -> None:
     """abandon(), for forked children, stops recording without a store to the parent's file."""
     rig.recorder.begin(Kind.FORWARD, rig.ring.intern("forward"))
     before = rig.ring.buffer[:]
@@ -205,7 +209,6 @@ def test_abandoned_recorder_leaves_the_file_alone(rig: Rig) -> None:
 
 
 def test_wrong_buffer_is_refused(implementation: ModuleType) -> None:
-    """A buffer that holds no ring file raises ValueError."""
     with pytest.raises(ValueError, match="ring file"):
         implementation.Recorder(bytearray(300_000), lambda name: 0)
 
@@ -226,8 +229,8 @@ class TestSection:
 
         assert (record["kind"], record["name"], record["duration_ns"]) == (Kind.SECTION, "part", 4)
 
-    def test_nests_and_re_enters(self, rig: Rig) -> None:
-        """Sections nest, also one inside itself."""
+    def test_sections_may_be_nested(self, rig: Rig) -> None:
+        """A section may also be nested in itself."""
         rig.recorder.activate()
         outer, inner = rig.implementation.section("outer"), rig.implementation.section("inner")
         with outer:
@@ -243,7 +246,7 @@ class TestSection:
         ]
 
     def test_exception_passes_and_is_flagged(self, rig: Rig) -> None:
-        """The user's exception comes through as it is; the record says that there was one."""
+        """The user's exception is unchanged, and the record has a flag."""
         rig.recorder.activate()
         raised = KeyError("mine")
         with pytest.raises(KeyError) as caught, rig.implementation.section("part"):
@@ -253,7 +256,7 @@ class TestSection:
         assert [record["flags"] for record in rig.records()] == [Flag.EXCEPTION]
 
     def test_same_name_is_the_same_section(self, rig: Rig) -> None:
-        """section() returns one object for one name, and tells a wrong type."""
+        """section() returns one object for each name, and rejects other types."""
         section = rig.implementation.section
 
         assert section("a") is section("a")
@@ -262,8 +265,8 @@ class TestSection:
         with pytest.raises(TypeError, match="takes a name, got int"):
             section(3)
 
-    def test_survives_a_change_of_recorder(self, rig: Rig, tmp_path: Path) -> None:
-        """A section made under one recorder has its name in the next one's file too."""
+    def test_section_has_a_name_after_a_change_of_recorder(self, rig: Rig, tmp_path: Path) -> None:
+        """A section made with one recorder also gets a name in the next one's file."""
         section = rig.implementation.section("kept")
         rig.recorder.activate()
         with section:
@@ -279,7 +282,9 @@ class TestSection:
         other.close()
 
     def test_interleaved_sections_are_counted(self, rig: Rig) -> None:
-        """Sections that end out of order (asyncio tasks) lose one record, which is counted, and nothing else."""
+        """Sections that end out of order (asyncio tasks) lose one record, which is counted, and
+        nothing else.
+        """
         rig.recorder.activate()
         first, second = rig.implementation.section("first"), rig.implementation.section("second")
         first.__enter__()
@@ -293,7 +298,7 @@ class TestSection:
         assert rig.reader.counter(ring.UNBALANCED) == 1
 
     def test_too_many_names_share_one(self, implementation: ModuleType) -> None:
-        """Names made up in a loop do not grow the process without bound."""
+        """Names made up in a loop must not use unlimited memory."""
         program = (
             f"from {implementation.__name__} import section\n"
             "print(len({id(section(f'made up {i}')) for i in range(10_000)}), section('one more').name)"
@@ -306,14 +311,16 @@ class TestSection:
 
 
 def parts_of_step(rig: Rig) -> dict[str, int]:
-    """Nanoseconds of the first step's parts, those that are not zero."""
+    """Return the non-zero parts of the first step in nanoseconds."""
     (parts,) = assemble_steps(rig.reader.read().records).parts_ns.tolist()
     return {part: value for part, value in zip(PARTS, parts, strict=True) if value or part == "backward"}
 
 
 class TestThreads:
     def test_other_threads_have_their_own_stack(self, rig: Rig) -> None:
-        """A span of another thread is recorded, marked, and takes nothing from the training thread's spans."""
+        """A span of another thread is recorded and flagged, and does not change the training
+        thread's spans.
+        """
         recorder, intern = rig.recorder, rig.ring.intern
         recorder.begin(Kind.FORWARD, intern("forward"))
         thread = threading.Thread(target=lambda: rig.span(Kind.DATA, "prefetch", 30))
@@ -325,8 +332,10 @@ class TestThreads:
         assert (prefetch["flags"], prefetch["depth"], prefetch["duration_ns"]) == (Flag.OTHER_THREAD, 1, 30)
         assert (forward["flags"], forward["phase_ns"], forward["nested_ns"]) == (0, 0, 0)
 
-    def test_another_thread_takes_over(self, rig: Rig) -> None:
-        """With the sections that it is inside of; from then on the first thread's spans are another one's."""
+    def test_another_thread_takes_over_with_its_sections(self, rig: Rig) -> None:
+        """The new thread keeps its open sections. From then on, the first thread's spans have the
+        flag for other threads.
+        """
         recorder, taken = rig.recorder, []
 
         def other() -> None:
@@ -347,7 +356,9 @@ class TestThreads:
         assert (prefetch["flags"], prefetch["depth"]) == (Flag.OTHER_THREAD, 1)
 
     def test_no_thread_takes_over_inside_a_span(self, rig: Rig) -> None:
-        """Neither the owner's, unless its thread has ended, nor one of the caller's that is no section."""
+        """The owner must not be inside a span, unless its thread has ended. The new thread may only
+        be inside sections.
+        """
         recorder, forward = rig.recorder, rig.ring.intern("forward")
         taken = []
 
@@ -366,8 +377,8 @@ class TestThreads:
         on_thread(other, True, False)
         assert (taken[-1], recorder.backwards) == (True, 0)
 
-    def test_backward_pass_of_another_thread(self, rig: Rig) -> None:
-        """Neither the owner's calls nor what autograd's thread computes again belong to it."""
+    def test_backward_pass_of_another_thread_has_no_recomputation(self, rig: Rig) -> None:
+        """Neither the owner's calls nor the recomputation of autograd's thread belong to it."""
         recorder, backward, model = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("model")
         begun, end = threading.Event(), threading.Event()
         call = rig.implementation.ModuleCall(recorder, model, lambda: None)
@@ -395,8 +406,10 @@ class TestThreads:
             (Kind.RECOMPUTE, Flag.OTHER_THREAD), (Kind.BACKWARD, Flag.OTHER_THREAD),
         ]  # fmt: skip
 
-    def test_waiting_on_autograds_threads_counts(self, rig: Rig) -> None:
-        """Waiting and recomputation on a device thread, inside the backward pass, are taken out of that phase."""
+    def test_waiting_on_autograds_threads_is_subtracted(self, rig: Rig) -> None:
+        """Waiting and recomputation on a device thread inside the backward pass are subtracted from
+        that phase.
+        """
         recorder, intern = rig.recorder, rig.ring.intern
         recorder.begin(Kind.BACKWARD, intern("backward"))
         rig.clock.advance(5)
@@ -408,7 +421,7 @@ class TestThreads:
         assert (backward["duration_ns"], backward["phase_ns"]) == (35, 30)
 
     def test_waiting_inside_of_recomputation_counts_once(self, rig: Rig) -> None:
-        """What autograd's thread waits while it computes again is no recomputation."""
+        """A wait of autograd's thread inside recomputation is not recomputation."""
         recorder, backward, again = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("again")
 
         def compute_again() -> None:
@@ -426,8 +439,10 @@ class TestThreads:
             (30, 0, 0), (40, 30, 0), (45, 40, 0),
         ]  # fmt: skip
 
-    def test_no_more_is_taken_out_of_the_backward_pass_than_it_has(self, rig: Rig) -> None:
-        """Two devices that wait at once: the parts of the step add up to it, and none is negative."""
+    def test_waits_of_two_devices_do_not_exceed_the_backward_pass(self, rig: Rig) -> None:
+        """Two devices wait at the same time. The step's parts add up to its duration and are not
+        negative.
+        """
         recorder, backward, wait = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("wait")
         one_waits, both_wait = threading.Event(), threading.Event()
 
@@ -451,8 +466,10 @@ class TestThreads:
 
         assert parts == {"backward": 0, "communication": 35}
 
-    def test_waiting_on_a_users_thread_does_not(self, rig: Rig) -> None:
-        """A thread that saves a checkpoint waits for others too, whatever the training thread does meanwhile."""
+    def test_waiting_on_a_users_thread_is_not_subtracted(self, rig: Rig) -> None:
+        """A thread that saves a checkpoint also waits for other ranks, whatever the training thread
+        does meanwhile.
+        """
         recorder, intern = rig.recorder, rig.ring.intern
         recorder.begin(Kind.BACKWARD, intern("backward"))
         on_thread(rig.span, Kind.WAIT, "wait", 30)
@@ -463,8 +480,10 @@ class TestThreads:
         assert (backward["duration_ns"], backward["phase_ns"]) == (30, 0)
 
     @pytest.mark.parametrize("runner", [on_thread, on_autograds_thread])
-    def test_waiting_that_began_before_the_backward_pass(self, runner: Callable[..., None], rig: Rig) -> None:
-        """It is nobody's part of the step: the backward pass keeps its time."""
+    def test_waiting_that_started_before_the_backward_pass_is_ignored(
+        self, runner: Callable[..., None], rig: Rig
+    ) -> None:
+        """Such a wait is in no part of the step. The backward pass keeps its time."""
         recorder, backward, wait = rig.recorder, rig.ring.intern("backward"), rig.ring.intern("wait")
         began, backward_began = threading.Event(), threading.Event()
 
@@ -488,8 +507,10 @@ class TestThreads:
         assert parts_of_step(rig) == {"backward": 20, "host": 300}
 
     @pytest.mark.parametrize("inside", [Kind.WAIT, Kind.OPTIMIZER])
-    def test_backward_pass_in_another_phase(self, inside: Kind, rig: Rig) -> None:
-        """While the training thread waits itself, or another thread is in a backward pass: nothing is taken out."""
+    def test_waiting_is_not_subtracted_from_other_phases(self, inside: Kind, rig: Rig) -> None:
+        """Nothing is subtracted while the training thread itself waits, or while another thread is
+        in a backward pass.
+        """
         recorder, backward = rig.recorder, rig.ring.intern("backward")
         if inside == Kind.WAIT:
             recorder.begin(Kind.BACKWARD, backward)
@@ -502,8 +523,8 @@ class TestThreads:
 
         assert (wait["flags"], around["phase_ns"]) == (Flag.OTHER_THREAD, 0)
 
-    def test_many_threads_lose_nothing(self, implementation: ModuleType, tmp_path: Path) -> None:
-        """Eight threads that mark at once: every record is there, whole and balanced."""
+    def test_marks_of_many_threads_are_all_recorded(self, implementation: ModuleType, tmp_path: Path) -> None:
+        """Eight threads mark at the same time. Every record is there, complete and balanced."""
         rig = Rig(implementation, tmp_path, capacity=65536, clock=None)
         rig.recorder.activate()
 
@@ -527,7 +548,7 @@ class TestThreads:
 
 
 class Module:
-    """Something to call, weakly referable, as nn.Module is."""
+    """A callable that supports weak references, like nn.Module."""
 
     def forward(self, *args: object, **kwargs: object) -> tuple[object, ...]:
         return (self, args, kwargs)
@@ -535,7 +556,7 @@ class Module:
 
 class TestModuleCall:
     def test_passes_arguments_and_result(self, rig: Rig) -> None:
-        """The function gets the module and all arguments, and its result comes back as it is."""
+        """The function gets the module and all arguments, and its result is returned unchanged."""
         module = Module()
         call = rig.implementation.ModuleCall(rig.recorder, 0, Module.forward)
 
@@ -547,7 +568,9 @@ class TestModuleCall:
         )
 
     def test_outermost_call_is_the_forward_phase(self, rig: Rig) -> None:
-        """The outermost watched module is FORWARD, the ones inside are modules, of recomputation RECOMPUTE."""
+        """The outermost watched module is FORWARD, modules inside are MODULE, or RECOMPUTE in a
+        recomputation.
+        """
         recorder, make = rig.recorder, rig.implementation.ModuleCall
         inner = make(recorder, rig.ring.intern("inner"), lambda: rig.clock.advance(2))
         outer = make(recorder, rig.ring.intern("outer"), inner)
@@ -565,8 +588,10 @@ class TestModuleCall:
             (Kind.BACKWARD, "backward"),
         ]
 
-    def test_recompute_inside_a_backward_inside_a_forward(self, rig: Rig) -> None:
-        """A model that calls itself from a backward pass in its forward pass is told from an ordinary module."""
+    def test_recomputation_in_a_nested_backward_pass_is_recognized(self, rig: Rig) -> None:
+        """A model may call itself from a backward pass in its forward pass. That differs from an
+        ordinary module.
+        """
         recorder, make = rig.recorder, rig.implementation.ModuleCall
         inner = make(recorder, rig.ring.intern("inner"), lambda: None)
 
@@ -579,8 +604,8 @@ class TestModuleCall:
 
         assert [record["kind"] for record in rig.records()] == [Kind.RECOMPUTE, Kind.BACKWARD, Kind.FORWARD]
 
-    def test_exception_is_the_users_own(self, rig: Rig) -> None:
-        """An exception comes through as the same object, and the span is closed and flagged."""
+    def test_exception_is_passed_on_unchanged(self, rig: Rig) -> None:
+        """The same exception object is raised, and the span is closed and flagged."""
         raised = ValueError("mine")
 
         def fail() -> None:
@@ -594,8 +619,10 @@ class TestModuleCall:
         rig.span(Kind.DATA, "data", 1)
         assert rig.records()[0]["depth"] == 1
 
-    def test_observers_see_probed_calls_only(self, rig: Rig) -> None:
-        """Observers run in sampled steps, outside of the span; their time is charged."""
+    def test_observers_run_in_sampled_steps_only(self, rig: Rig) -> None:
+        """Observers run in sampled steps, outside of the span. Their time is charged to this
+        package.
+        """
         seen: list[object] = []
 
         def before(*args: object, **kwargs: object) -> None:
@@ -617,8 +644,10 @@ class TestModuleCall:
         assert [record["duration_ns"] for record in rig.records()] == [0, 0]
         assert rig.reader.counter(ring.TOOL_NS) == 110
 
-    def test_forward_passes_are_always_seen(self, rig: Rig) -> None:
-        """Calls that no other watched module has made, in every step; not those inside, nor in a backward pass."""
+    def test_forward_passes_are_reported_in_every_step(self, rig: Rig) -> None:
+        """In every step, calls count that were not made by another watched module, and not in a
+        backward pass.
+        """
         seen: list[object] = []
         module_call, recorder = rig.implementation.ModuleCall, rig.recorder
         inner = module_call(recorder, 0, lambda: "inner", forward=seen.append)
@@ -631,8 +660,10 @@ class TestModuleCall:
 
         assert seen == ["outer", "inner"]
 
-    def test_after_close_only_passes_on(self, rig: Rig) -> None:
-        """A call that outlives its recorder still calls the function, also when the recorder closes inside it."""
+    def test_call_after_close_only_calls_the_function(self, rig: Rig) -> None:
+        """A call that outlives its recorder still calls the function, even if the recorder is
+        closed inside of it.
+        """
 
         def close_inside() -> str:
             rig.recorder.close()
@@ -657,7 +688,7 @@ class CallsThrough(Called):
 
 @pytest.fixture
 def native(tmp_path: Path) -> Iterator[Rig]:
-    """Calls of Called.__call__ are routed by the native recorder."""
+    """Route calls of Called.__call__ through the native recorder."""
     if len(IMPLEMENTATIONS) < 2:
         pytest.skip("the package was installed without a C compiler")
     from torchlens_perf import _native
@@ -671,7 +702,7 @@ def native(tmp_path: Path) -> Iterator[Rig]:
 
 class TestRoutedCalls:
     def test_only_modules_of_the_table_are_timed(self, native: Rig) -> None:
-        """Thousands come and go, and each call is timed while its module is in the table."""
+        """Thousands of modules come and go. Each call is timed while its module is in the table."""
         modules = [Called() for _ in range(3000)]
         timed = set(range(0, 3000, 3))
         for index in timed:
@@ -689,8 +720,8 @@ class TestRoutedCalls:
             native.implementation.set_module_call(id(modules[index]), None)
         assert modules[0](1) == (modules[0], (1,), {})
 
-    def test_call_through_super_is_one(self, native: Rig) -> None:
-        """Also where Python runs the inner call inline, and after a call that never reached it."""
+    def test_call_through_super_is_counted_once(self, native: Rig) -> None:
+        """This also holds if Python inlines the inner call, and after a call that did not reach it."""
         module = CallsThrough()
         native.implementation.set_module_call(
             id(module), native.implementation.ModuleCall(native.recorder, 0, Called.__call__)
@@ -735,7 +766,9 @@ class TestRoutedCalls:
 
 
 def test_nvtx_ranges_balance(rig: Rig) -> None:
-    """Every span that is opened pushes its name's attribute and every end pops, also of spans that lost theirs."""
+    """Every opened span pushes its name's attribute and every end pops, also for spans with a lost
+    end.
+    """
     calls: list[object] = []
     rig.recorder.set_nvtx(calls.append, lambda: calls.append("pop"), ["step", "a", "b"])
     a, b = rig.ring.intern("a"), rig.ring.intern("b")
@@ -748,7 +781,7 @@ def test_nvtx_ranges_balance(rig: Rig) -> None:
     assert calls == ["a", "b", "pop", "pop", "step", "pop"]
 
 
-def test_both_write_the_same_bytes(tmp_path: Path) -> None:
+def test_both_implementations_write_the_same_bytes(tmp_path: Path) -> None:
     """The same marks at the same times leave the same records, names and counters."""
     if len(IMPLEMENTATIONS) < 2:
         pytest.skip("the package was installed without a C compiler: there is only the twin")
@@ -770,7 +803,8 @@ def test_both_write_the_same_bytes(tmp_path: Path) -> None:
         rig.recorder.deactivate()
         rig.close()
         data = bytearray(rig.ring.path.read_bytes())
-        # What lies above the stack's depth is left over, and the twin does not show all spans there.
+        # Data above the stack's depth are leftovers, and the Python recorder does not store all
+        # spans there.
         data[8 * ring.FRAMES : 8 * (ring.FRAMES + 4 * ring.MAX_FRAMES)] = b""
         files.append(data)
 

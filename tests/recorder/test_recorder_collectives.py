@@ -1,4 +1,6 @@
-"""Collectives and waits in the recorder: every test runs over the native one and its Python implementation."""
+"""Collectives and waits in the recorder. Every test runs over the native implementation and the
+Python one.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ def rig(implementation: ModuleType, tmp_path: Path) -> Iterator[CollectiveRig]:
 # -- one operation
 
 
-def test_record_of_an_operation(rig: CollectiveRig) -> None:
-    """When it was issued, on which step and depth, inside of what, how large, its number, its place in the step."""
+def test_record_describes_the_operation(rig: CollectiveRig) -> None:
+    """The record has time, step, depth, enclosing phase, bytes, sequence number and position in the
+    step.
+    """
     rig.recorder.begin(Kind.BACKWARD, rig.ring.intern("backward"))
     start_ns = rig.clock.now_ns
     rig.call(7, End.UNKNOWN, flags=int(Flag.ASYNC), size=123)
@@ -50,8 +54,10 @@ def test_record_of_an_operation(rig: CollectiveRig) -> None:
     assert (third["step"], third["depth"]) == (1, 1)
 
 
-def test_ordinals_begin_anew_with_a_recorder(implementation: ModuleType, tmp_path: Path) -> None:
-    """The first operation of a watch is its step's first one, whatever an earlier watch has issued in that step."""
+def test_position_in_the_step_restarts_with_a_recorder(implementation: ModuleType, tmp_path: Path) -> None:
+    """The first operation of a watch is its step's first one, whatever an earlier watch issued in
+    that step.
+    """
     ordinals = []
     for _ in range(2):
         rig = CollectiveRig(implementation, tmp_path)
@@ -62,8 +68,10 @@ def test_ordinals_begin_anew_with_a_recorder(implementation: ModuleType, tmp_pat
     assert ordinals == [0, 0]
 
 
-def test_end_by_wait(rig: CollectiveRig) -> None:
-    """What the caller waits for at once lasts until the end of that wait; the wait is a phase of its own."""
+def test_operation_ends_with_its_wait(rig: CollectiveRig) -> None:
+    """If the caller waits at once, the operation lasts until the end of that wait. The wait is a
+    separate phase.
+    """
     rig.call(0, End.BY_WAIT, call_ns=5)
     rig.clock.advance(1)
     rig.wait(40)
@@ -73,8 +81,10 @@ def test_end_by_wait(rig: CollectiveRig) -> None:
     assert (wait["kind"], wait["name"], wait["duration_ns"], wait["flags"]) == (Kind.WAIT, "wait", 40, 0)
 
 
-def test_blocking_operation_that_nobody_waits_for(rig: CollectiveRig) -> None:
-    """Its record comes with the next operation, without an end: not with the end of what happens to be next."""
+def test_operation_without_a_wait_has_no_end(rig: CollectiveRig) -> None:
+    """The record is written with the next operation, without an end, because a later wait may
+    belong to another one.
+    """
     rig.call(0, End.BY_WAIT, call_ns=5)
     assert rig.collectives() == []
     rig.clock.advance(1000)
@@ -87,8 +97,8 @@ def test_blocking_operation_that_nobody_waits_for(rig: CollectiveRig) -> None:
     assert (sequence(second), second["duration_ns"], second["flags"]) == (1, 16, Flag.COMPLETED)
 
 
-def test_end_unknown(rig: CollectiveRig) -> None:
-    """Where nobody tells the end the duration is the call's, and not marked as the operation's."""
+def test_duration_is_the_calls_if_the_end_is_unknown(rig: CollectiveRig) -> None:
+    """The duration is the call's, and the flag for the operation's end is not set."""
     rig.call(0, End.UNKNOWN, call_ns=5)
     rig.wait(40)
     collective, _ = rig.records()
@@ -96,8 +106,10 @@ def test_end_unknown(rig: CollectiveRig) -> None:
     assert (collective["duration_ns"], collective["nested_ns"], collective["flags"]) == (5, 5, 0)
 
 
-def test_end_by_return(rig: CollectiveRig) -> None:
-    """An operation that blocks in its call is over when that returns; the call is a wait, no time of what is around."""
+def test_blocking_operation_ends_with_its_call(rig: CollectiveRig) -> None:
+    """An operation that blocks in its call ends when the call returns. The call counts as a wait,
+    not for the enclosing phase.
+    """
     forward = rig.ring.intern("forward")
     rig.recorder.begin(Kind.FORWARD, forward)
     start_ns = rig.clock.now_ns
@@ -113,7 +125,9 @@ def test_end_by_return(rig: CollectiveRig) -> None:
 
 
 def test_operation_belongs_to_the_step_that_issued_it(rig: CollectiveRig) -> None:
-    """Also when it ends in a later one; its number in that step stays too."""
+    """The step stays the same if the operation ends in a later one, and so does its number in the
+    step.
+    """
     rig.recorder.next_step()
     rig.call(0, End.UNKNOWN)
     rig.call(1, End.BY_WAIT)
@@ -130,10 +144,13 @@ def test_operation_belongs_to_the_step_that_issued_it(rig: CollectiveRig) -> Non
 
 
 def test_waits_are_summed_up(rig: CollectiveRig) -> None:
-    """waited_ns: all waits of the training thread, and nothing else; each is time of the step's phases."""
+    """waited_ns has all waits of the training thread and nothing else. Each wait is in the step's
+    phases.
+    """
     rig.wait(10)
     rig.clock.advance(100)
-    rig.span(Kind.WAIT, "backward tail", 1000)  # not a wait in Work.wait: whoever opens it counts it
+    # This is not a wait in Work.wait. The caller that opens it counts it.
+    rig.span(Kind.WAIT, "backward tail", 1000)
     rig.wait(20)
     rig.recorder.next_step()
     *_, step = rig.records()
@@ -142,8 +159,8 @@ def test_waits_are_summed_up(rig: CollectiveRig) -> None:
     assert (step["phase_ns"], step["duration_ns"]) == (1030, 1130)
 
 
-def test_timed_wait_is_the_wait(rig: CollectiveRig) -> None:
-    """Arguments, result and exception pass through; each call is a wait, also the one that raises."""
+def test_timed_wait_passes_arguments_and_result(rig: CollectiveRig) -> None:
+    """Arguments, result and exceptions are passed on. Each call is a wait, also one that raises."""
 
     class Work:
         def wait(self, timeout: float = 0.0, *, fail: bool = False) -> tuple[Work, float]:
@@ -165,8 +182,10 @@ def test_timed_wait_is_the_wait(rig: CollectiveRig) -> None:
     assert work.wait(3.0) == (work, 3.0)
 
 
-def test_wait_that_raised_ends_nothing(rig: CollectiveRig) -> None:
-    """After a timeout the operation may still be under way: its record says that it failed, and has no end."""
+def test_wait_that_raised_does_not_end_the_operation(rig: CollectiveRig) -> None:
+    """After a timeout, the operation may still be running. Its record has the flag for exceptions
+    and no end.
+    """
 
     class Work:
         def wait(self) -> None:
@@ -186,8 +205,8 @@ def test_wait_that_raised_ends_nothing(rig: CollectiveRig) -> None:
     assert rig.recorder.waited_ns == 35
 
 
-def test_operation_that_raised(rig: CollectiveRig) -> None:
-    """The tap says so when the call has returned."""
+def test_operation_that_raised_is_flagged(rig: CollectiveRig) -> None:
+    """The tap reports the exception after the call has returned."""
     issued = rig.issue(0, flags=int(Flag.ASYNC))
     rig.recorder.returned(issued, int(End.UNKNOWN), int(Flag.EXCEPTION))
     (record,) = rig.collectives()
@@ -195,8 +214,10 @@ def test_operation_that_raised(rig: CollectiveRig) -> None:
     assert record["flags"] == Flag.ASYNC | Flag.EXCEPTION
 
 
-def test_timed_wait_of_an_earlier_watch(implementation: ModuleType, tmp_path: Path) -> None:
-    """Another tool has wrapped it and still calls it: the next watch's is around both, and the wait counts once."""
+def test_timed_wait_of_an_earlier_watch_counts_once(implementation: ModuleType, tmp_path: Path) -> None:
+    """Another tool has wrapped the earlier watch's wait and still calls it. The next watch wraps
+    both, and the wait counts once.
+    """
     earlier = CollectiveRig(implementation, tmp_path)
 
     class Work:
@@ -218,8 +239,10 @@ def test_timed_wait_of_an_earlier_watch(implementation: ModuleType, tmp_path: Pa
     rig.close()
 
 
-def test_timed_wait_is_a_method(rig: CollectiveRig) -> None:
-    """Bound, unbound, with keywords, with many arguments, and with the name of what it stands for."""
+def test_timed_wait_behaves_like_a_method(rig: CollectiveRig) -> None:
+    """The wait works bound, unbound, with keywords and many arguments, and has the name of the
+    original.
+    """
 
     class Work:
         def wait(self, *args: int, **kwargs: int) -> tuple[object, ...]:
@@ -236,8 +259,8 @@ def test_timed_wait_is_a_method(rig: CollectiveRig) -> None:
         Work.wait()
 
 
-def test_compiled_code_waits(implementation: ModuleType, tmp_path: Path) -> None:
-    """Dynamo breaks its graph at Work.wait() as it does without us, and calls it with its object."""
+def test_compiled_code_calls_the_timed_wait(implementation: ModuleType, tmp_path: Path) -> None:
+    """Dynamo breaks its graph at Work.wait(), as without a watch, and calls it with its object."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FakeWork
@@ -260,8 +283,8 @@ def test_compiled_code_waits(implementation: ModuleType, tmp_path: Path) -> None
     rig.close()
 
 
-def test_wait_inside_of_a_wait(rig: CollectiveRig) -> None:
-    """A Work that waits for others is one wait; who began none must not end one."""
+def test_wait_inside_of_a_wait_counts_once(rig: CollectiveRig) -> None:
+    """A Work that waits for others is one wait. A call that did not start it must not end it."""
     assert rig.recorder.begin_wait()
     rig.clock.advance(10)
     assert not rig.recorder.begin_wait()
@@ -272,8 +295,8 @@ def test_wait_inside_of_a_wait(rig: CollectiveRig) -> None:
     assert (wait["duration_ns"], rig.recorder.waited_ns, rig.reader.counter(DEPTH)) == (15, 15, 1)
 
 
-def test_end_of_a_wait_that_began_before(rig: CollectiveRig) -> None:
-    """A watch that begins inside a wait records neither that wait nor a negative time."""
+def test_wait_that_started_before_the_watch_is_not_recorded(rig: CollectiveRig) -> None:
+    """A watch that starts inside of a wait records neither that wait nor a negative time."""
     rig.clock.advance(10)
     rig.recorder.end_wait()
     rig.wait(5)
@@ -282,8 +305,8 @@ def test_end_of_a_wait_that_began_before(rig: CollectiveRig) -> None:
     assert rig.recorder.waited_ns == 5
 
 
-def test_wait_is_pushed_for_a_listening_tool(rig: CollectiveRig) -> None:
-    """Waits are NVTX ranges too, balanced, with the attributes of their name."""
+def test_wait_is_an_nvtx_range(rig: CollectiveRig) -> None:
+    """Waits are NVTX ranges, too: balanced, with the attributes of their name."""
     calls: list[str] = []
     attributes = [f"attributes of {name}" for name in rig.ring.names()]
     rig.recorder.set_nvtx(calls.append, lambda: calls.append("pop"), attributes)
@@ -296,8 +319,10 @@ def test_wait_is_pushed_for_a_listening_tool(rig: CollectiveRig) -> None:
 # -- the table of groups
 
 
-def test_how_far_a_group_is(rig: CollectiveRig) -> None:
-    """Issued counts when an operation is entered, ended when it is over: what hangs in between is seen from outside."""
+def test_progress_of_a_group_is_stored(rig: CollectiveRig) -> None:
+    """An operation is issued on entry and ended at its end, so a hanging operation is visible from
+    outside.
+    """
     assert [rig.ring.add_group(name) for name in ("0", "1")] == [0, 1]
     issued = rig.issue(4, group=1)
     assert rig.reader.groups() == [GroupProgress("0", 0, 0), GroupProgress("1", 5, 0)]
@@ -308,8 +333,8 @@ def test_how_far_a_group_is(rig: CollectiveRig) -> None:
     assert rig.reader.groups() == [GroupProgress("0", 0, 0), GroupProgress("1", 5, 5)]
 
 
-def test_ended_never_goes_back(rig: CollectiveRig) -> None:
-    """Operations of a group may end out of order: the last one that has ended counts."""
+def test_ended_number_never_decreases(rig: CollectiveRig) -> None:
+    """Operations of a group may end out of order. The highest one that has ended counts."""
     rig.ring.add_group("0")
     early, late = rig.issue(0), rig.issue(1)
     rig.recorder.returned(late, int(End.UNKNOWN))
@@ -319,8 +344,8 @@ def test_ended_never_goes_back(rig: CollectiveRig) -> None:
 
 
 @pytest.mark.parametrize("slot", [MAX_GROUPS, 1 << 16])
-def test_groups_beyond_the_table(slot: int, rig: CollectiveRig) -> None:
-    """Their operations are recorded, and nothing is written where another field of the file begins."""
+def test_groups_beyond_the_table_are_not_stored(slot: int, rig: CollectiveRig) -> None:
+    """Their operations are recorded, and the field after the table is not overwritten."""
     slots = [rig.ring.add_group(str(number)) for number in range(MAX_GROUPS + 3)]
     assert slots == [*range(MAX_GROUPS), MAX_GROUPS, MAX_GROUPS, MAX_GROUPS]
     table_end = (GROUPS + GROUP_WORDS * MAX_GROUPS) * 8
@@ -337,8 +362,10 @@ def test_groups_beyond_the_table(slot: int, rig: CollectiveRig) -> None:
 # -- other threads
 
 
-def test_operation_of_another_thread(rig: CollectiveRig) -> None:
-    """It is marked so, and neither it nor its wait is time of the training thread; ordinals go on across threads."""
+def test_operation_of_another_thread_is_flagged(rig: CollectiveRig) -> None:
+    """The operation is flagged. It and its wait do not count for the training thread. Numbers
+    continue across threads.
+    """
 
     def elsewhere() -> None:
         rig.call(1, End.BY_RETURN, call_ns=30)
@@ -362,8 +389,8 @@ def test_operation_of_another_thread(rig: CollectiveRig) -> None:
     assert (rig.recorder.waited_ns, records[-1]["phase_ns"], records[-1]["nested_ns"]) == (0, 0, 0)
 
 
-def test_each_thread_waits_for_its_own(rig: CollectiveRig) -> None:
-    """A wait ends the operation that its own thread has issued, not the one that another thread waits for."""
+def test_wait_ends_the_operation_of_its_thread(rig: CollectiveRig) -> None:
+    """A wait ends the operation that was issued on the same thread."""
     issued, ended = threading.Event(), threading.Event()
 
     def elsewhere() -> None:
@@ -386,11 +413,11 @@ def test_each_thread_waits_for_its_own(rig: CollectiveRig) -> None:
     assert (sequence(theirs), theirs["flags"]) == (1, Flag.COMPLETED | Flag.OTHER_THREAD)
 
 
-# -- recording ends
+# -- the end of recording
 
 
-def test_nobody_records(implementation: ModuleType, tmp_path: Path) -> None:
-    """Of a recorder that does not collect nothing is written, and the one that collects last gets everything."""
+def test_recorder_that_does_not_collect_writes_nothing(implementation: ModuleType, tmp_path: Path) -> None:
+    """A recorder that does not collect writes nothing. The one that collects last gets everything."""
     earlier, later = CollectiveRig(implementation, tmp_path), CollectiveRig(implementation, tmp_path)
     silent = Rig(implementation, tmp_path)
     assert silent.recorder.issue(1, 0, 0, 0, 0) is None
@@ -405,8 +432,8 @@ def test_nobody_records(implementation: ModuleType, tmp_path: Path) -> None:
         rig.close()
 
 
-def test_close_writes_what_is_under_way(rig: CollectiveRig) -> None:
-    """Each operation that has not ended leaves one record, without an end; what comes later writes nothing."""
+def test_close_writes_running_operations(rig: CollectiveRig) -> None:
+    """Each running operation leaves one record without an end. Later calls write nothing."""
     late = rig.issue(2)
     rig.call(0, End.BY_CALLBACK, call_ns=5)
     rig.call(1, End.BY_WAIT, call_ns=6)
@@ -421,8 +448,10 @@ def test_close_writes_what_is_under_way(rig: CollectiveRig) -> None:
     assert rig.issue(3) is None
 
 
-def test_close_writes_what_other_threads_wait_for(implementation: ModuleType, tmp_path: Path) -> None:
-    """Also of a thread that has ended; once, and what such a thread waits for later is another operation."""
+def test_close_writes_running_operations_of_other_threads(implementation: ModuleType, tmp_path: Path) -> None:
+    """This includes threads that have ended. Each operation is written once, and a later wait
+    belongs to another one.
+    """
     rig = CollectiveRig(implementation, tmp_path)
     issued, closed = threading.Event(), threading.Event()
 
@@ -454,8 +483,8 @@ def test_close_writes_what_other_threads_wait_for(implementation: ModuleType, tm
         each.close()
 
 
-def test_very_many_threads_wait(rig: CollectiveRig) -> None:
-    """None is lost: those beyond what is remembered are recorded at once, without an end."""
+def test_operations_of_very_many_threads_are_recorded(rig: CollectiveRig) -> None:
+    """Operations above the limit are recorded at once, without an end."""
     issued, ended = threading.Barrier(101), threading.Event()
 
     def elsewhere(number: int) -> None:
@@ -478,7 +507,9 @@ def test_very_many_threads_wait(rig: CollectiveRig) -> None:
 
 
 def test_abandoned_recorder_stores_nothing(rig: CollectiveRig) -> None:
-    """In a forked child the file is the parent's: what was under way is forgotten without a store to it."""
+    """In a forked child, the file belongs to the parent. Running operations are dropped without a
+    store to it.
+    """
     rig.ring.add_group("0")
     late = rig.issue(2)
     rig.call(0, End.BY_CALLBACK)

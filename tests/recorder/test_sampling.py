@@ -1,4 +1,4 @@
-"""Which steps are sampled."""
+"""The selection of sampled steps."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ def sampled_steps(schedule: SamplingSchedule, steps: int, cost_ns: float, step_n
     return found
 
 
-def test_cheap_samples_come_as_often_as_asked() -> None:
-    """Where sampling is cheap against the step, every 16th step is sampled, beginning in the middle of the first 16."""
+def test_cheap_samples_have_the_requested_period() -> None:
+    """With cheap samples, every 16th step is sampled, starting in the middle of the first 16."""
     assert sampled_steps(SamplingSchedule(16), 64, cost_ns=1 * MS, step_ns=100 * MS) == [8, 24, 40, 56]
 
 
-def test_none() -> None:
-    """backward_every=0 asks for no sampled steps."""
+def test_no_step_is_sampled_with_a_period_of_zero() -> None:
     assert sampled_steps(SamplingSchedule(0), 1000, cost_ns=1, step_ns=MS) == []
 
 
 @given(cost_ms=st.floats(0.01, 50), step_ms=st.floats(0.5, 500))
 def test_sampling_takes_a_thousandth_of_the_time_at_most(cost_ms: float, step_ms: float) -> None:
-    """Once settled, sampled steps take at most 0.1 % of the time, and more than half of that if fewer than asked."""
+    """In the long run, sampled steps take at most 0.1 % of the time, and more than half of that if
+    fewer than requested.
+    """
     schedule = SamplingSchedule(16)
     for _ in range(8):
         schedule.sampled(cost_ms * MS, step_ms * MS)
@@ -43,7 +44,9 @@ def test_sampling_takes_a_thousandth_of_the_time_at_most(cost_ms: float, step_ms
 
 @given(cost_ms=st.floats(0.1, 20), other=st.floats(0.25, 4))
 def test_ranks_sample_the_same_steps(cost_ms: float, other: float) -> None:
-    """A rank with another cost samples steps that the more frequent one samples too, once both have settled."""
+    """A rank with higher costs samples a subset of the steps of a rank with lower costs, in the
+    long run.
+    """
     periods = []
     for cost in (cost_ms, cost_ms * other):
         schedule = SamplingSchedule(16)
@@ -55,8 +58,10 @@ def test_ranks_sample_the_same_steps(cost_ms: float, other: float) -> None:
     assert few <= many
 
 
-def test_a_slow_first_sample_does_not_rule_for_long() -> None:
-    """The first sampled step imports and compiles; the next ones come within eight periods and mend the estimate."""
+def test_slow_first_sample_is_corrected_soon() -> None:
+    """The first sampled step imports and compiles. The next one comes within eight periods and
+    corrects the estimate.
+    """
     schedule = SamplingSchedule(16)
     schedule.sampled(cost_ns=5000 * MS, step_ns=3 * MS)
     assert schedule.period == 128
@@ -64,8 +69,8 @@ def test_a_slow_first_sample_does_not_rule_for_long() -> None:
     assert schedule.period == 16
 
 
-def test_what_a_sample_costs_later_counts() -> None:
-    """A device's times of a sampled step are read in the steps after it."""
+def test_later_costs_of_a_sample_count() -> None:
+    """A device's times of a sampled step are read in later steps."""
     cheap, dear = SamplingSchedule(16), SamplingSchedule(16)
     for schedule in (cheap, dear):
         schedule.recording_begins(Boundary(0, 0, 0))

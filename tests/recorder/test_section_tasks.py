@@ -1,4 +1,6 @@
-"""Sections of one name in tasks that take turns on a thread: each record has its own task's times, or is counted."""
+"""Sections of one name in tasks that alternate on a thread: each record has its own task's times,
+or is counted as lost.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,14 @@ def durations(rig: Rig) -> list[int]:
 
 
 def run(rig: Rig, *turns: int) -> None:
-    """Tasks that are all inside of the section at once: each enters and, after so many nanoseconds, leaves in order."""
+    """Run tasks that are inside of the section at the same time. They enter, and leave in order
+    after these times in ns.
+    """
 
     async def task(before_ns: int, number: int) -> None:
         with rig.implementation.section("part"):
-            await asyncio.sleep(0)  # the others enter
+            # The other tasks enter.
+            await asyncio.sleep(0)
             for _ in range(number):
                 await asyncio.sleep(0)
             rig.clock.advance(before_ns)
@@ -44,23 +49,25 @@ def run(rig: Rig, *turns: int) -> None:
     asyncio.run(all_tasks())
 
 
-def test_first_in_first_out(rig: Rig) -> None:
-    """The first task leaves first: its record has its time, and what was above it is lost and counted."""
+def test_first_of_two_interleaved_tasks_is_recorded(rig: Rig) -> None:
+    """The first task leaves first. Its record has its time. The sections above it are lost and
+    counted.
+    """
     run(rig, 5, 70)
 
     assert durations(rig) == [5]
     assert rig.reader.counter(ring.UNBALANCED) == 1
 
 
-def test_three_tasks(rig: Rig) -> None:
+def test_first_of_three_interleaved_tasks_is_recorded(rig: Rig) -> None:
     run(rig, 5, 70, 300)
 
     assert durations(rig) == [5]
     assert rig.reader.counter(ring.UNBALANCED) == 2
 
 
-def test_one_after_the_other(rig: Rig) -> None:
-    """Nothing is lost where they are not interleaved."""
+def test_sequential_tasks_are_all_recorded(rig: Rig) -> None:
+    """Nothing is lost if the sections are not interleaved."""
 
     async def task(nanoseconds: int) -> None:
         with rig.implementation.section("part"):
@@ -77,8 +84,8 @@ def test_one_after_the_other(rig: Rig) -> None:
     assert rig.reader.counter(ring.UNBALANCED) == 0
 
 
-def test_awaiting_inside_of_a_section(rig: Rig) -> None:
-    """A section around what runs tasks of its own is closed where it was opened."""
+def test_section_may_await_tasks_with_sections(rig: Rig) -> None:
+    """A section around code that runs other tasks is closed by the task that opened it."""
 
     async def child() -> None:
         with rig.implementation.section("child"):
@@ -96,8 +103,8 @@ def test_awaiting_inside_of_a_section(rig: Rig) -> None:
     assert rig.reader.counter(ring.UNBALANCED) == 0
 
 
-def test_first_context_variable_inside_of_a_section(tmp_path: Path) -> None:
-    """Where a thread has no context yet, setting a variable makes one."""
+def test_section_may_set_the_first_context_variable(tmp_path: Path) -> None:
+    """If a thread has no context yet, setting a variable creates one."""
     rig = Rig(IMPLEMENTATIONS[0], tmp_path)
     rig.recorder.activate()
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("set inside")
@@ -115,8 +122,10 @@ def test_first_context_variable_inside_of_a_section(tmp_path: Path) -> None:
     rig.close()
 
 
-def test_generator_that_another_context_goes_on_with(rig: Rig) -> None:
-    """It is left in another context than it was entered in: its record is lost, and counted with the span around it."""
+def test_section_that_ends_in_another_context_is_counted_as_lost(rig: Rig) -> None:
+    """The section ends in another context than it started in. Its record and that of the enclosing
+    span are counted as lost.
+    """
 
     def parts() -> Iterator[None]:
         with rig.implementation.section("part"):

@@ -1,4 +1,6 @@
-"""Starting a real sidecar: what it costs beside a job that has just begun, and that it always gets to its work."""
+"""Starting a real sidecar: its cost next to a job that has just started, and that it always does
+its work.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,11 @@ from torchlens_perf.run.processes import cpu_time_ns, process_cpu_time_s, proces
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.start.preload import MODULES
 
-FIRST_SECOND_S = 0.4  # of processor time, where an interpreter starts in BARE_S
+FIRST_SECOND_S = 0.4  # CPU seconds, if an interpreter starts in BARE_S
 BARE_S = 0.05
-WORK_NS = 20_000_000  # of rounds beside the job
-# Of the package, what is imported before anything is read; of all else, some of what must not be.
+WORK_NS = 20_000_000  # duration of a round next to the job
+# The first are this package's modules that are imported before anything is read. The second are
+# some modules that must not be imported.
 WAITING = {
     "torchlens_perf", "torchlens_perf.run", "torchlens_perf.run.processes", "torchlens_perf.run.rings",
     "torchlens_perf.run.rings.memory", "torchlens_perf.run.sidecar_status", "torchlens_perf.sidecar",
@@ -42,19 +45,20 @@ HEAVY = {
     "argparse", "ctypes", "dataclasses", "inspect", "json", "logging", "numpy", "pyarrow", "rich", "socket", "ssl",
     "subprocess", "typing",
 }  # fmt: skip
-# Of what is installed here, no sidecar of a job on one node without an endpoint and GPUs has a use for these.
+# The sidecar of a job on one node, without an endpoint and GPUs, does not need these installed
+# packages.
 NEVER = {"argparse", "asyncio", "grpc", "opentelemetry", "pandas", "pynvml", "requests", "torch", "nvtx"}
 
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """Each processor has a program that wants all of it, in a scheduling group of its own."""
+    """Run a program on each processor that uses all of it, in its own scheduling group."""
     with busy_machine(PROCESSORS):
         yield
 
 
 def until(seen: Callable[[], object], timeout_s: float = 60) -> object:
-    """What seen() returns, once it is true."""
+    """Return the value of seen() once it is true."""
     deadline_s = time.monotonic() + timeout_s
     while not (found := seen()):
         assert time.monotonic() < deadline_s
@@ -63,7 +67,7 @@ def until(seen: Callable[[], object], timeout_s: float = 60) -> object:
 
 
 def started(run: RunDirectory, rank: Rank) -> int:
-    """Starts a sidecar as a rank does, and waits until it runs. Returns its pid."""
+    """Start a sidecar as a rank does, wait until it runs, and return its pid."""
     assert ensure(run, rank.identity)
     return int(str(until(lambda: read_status(run)[0])))
 
@@ -74,12 +78,12 @@ def read_status(run: RunDirectory) -> tuple[int, int, str]:
 
 
 def used_ns(pid: int, of: list[int]) -> int:
-    """Processor time of these threads of a process."""
+    """Return the CPU time of these threads of a process."""
     return sum(cpu_time_ns(pid, thread) or 0 for thread in of)
 
 
 def bare_start_s() -> float:
-    """Processor time of an interpreter that does nothing."""
+    """Return the CPU time of an interpreter that does nothing."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     for _ in range(5):
         subprocess.run([sys.executable, "-c", ""], check=True)
@@ -88,14 +92,19 @@ def bare_start_s() -> float:
 
 
 def imported(run: RunDirectory) -> list[str]:
-    """The modules that the sidecar has imported, in order, as PYTHONPROFILEIMPORTTIME=1 tells them in its log."""
-    logs = [run.node_log(HOST), sidecar_log(sidecar_lock(run.run_id))]  # it begins in the second
+    """Return the modules that the sidecar has imported, in order, from its log with
+    PYTHONPROFILEIMPORTTIME=1.
+    """
+    # The log starts in the second file.
+    logs = [run.node_log(HOST), sidecar_log(sidecar_lock(run.run_id))]
     lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
     return [line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")][1:]
 
 
 def test_first_second_is_light(run: RunDirectory) -> None:
-    """What it costs until it is a second old: processor time, where an interpreter's start takes what it does here."""
+    """The CPU time of its first second is compared with that of an interpreter's start on this
+    machine.
+    """
     rank = Rank(run, 0, 1)
     pid = started(run, rank)
     time.sleep(1.0)
@@ -106,8 +115,10 @@ def test_first_second_is_light(run: RunDirectory) -> None:
     assert used_s <= FIRST_SECOND_S * max(1.0, bare_start_s() / BARE_S)
 
 
-def test_imports_what_it_needs_when_it_needs_it(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits with next to nothing; works with NumPy, pyarrow and rich; and has no use for what else is installed."""
+def test_modules_are_imported_when_they_are_needed(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sidecar waits with few imports and works with NumPy, pyarrow and rich. It does not use
+    other installed packages.
+    """
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     rank = Rank(run, 0, 1)
     started(run, rank)
@@ -121,13 +132,13 @@ def test_imports_what_it_needs_when_it_needs_it(run: RunDirectory, monkeypatch: 
     assert {name for name in first if name.startswith("torchlens_perf")} == WAITING
     assert not set(first[first.index("torchlens_perf") :]) & HEAVY
     assert set(MODULES) <= set(names)
-    # pyarrow asks for pandas, in vain.
+    # pyarrow tries to import pandas, without success.
     assert {name.partition(".")[0] for name in names if name != "pandas"} & NEVER == set()
     assert report(run)["ranks"][0]["steps"] == 30
 
 
-def test_nothing_is_lost_of_a_ring_that_fills_at_once(run: RunDirectory) -> None:
-    """A ring that would be full before the wait is over is read before, and goes on to be."""
+def test_ring_that_fills_at_once_loses_no_record(run: RunDirectory) -> None:
+    """A ring that would fill during the initial wait is read before that."""
     rank = Rank(run, 0, 1, ring_records=1 << 14)
     started(run, rank)
     for _ in range(3):
@@ -141,22 +152,24 @@ def test_nothing_is_lost_of_a_ring_that_fills_at_once(run: RunDirectory) -> None
 
 
 def counted(run: RunDirectory) -> int:
-    """How many records the saved state holds."""
+    """Return the number of records in the saved state."""
     path = run.node_state(HOST)
     processes = json.loads(path.read_text())["processes"].values() if path.exists() else ()
     return sum(int(process["counted"]) + 1 for process in processes)
 
 
-def test_priorities(run: RunDirectory) -> None:
-    """The thread that hands the report over has the job's priority. The thread that works beside the job has a lower
-    one, and the thread that imports during the wait runs on idle processors only."""
+def test_threads_of_the_sidecar_have_their_priorities(run: RunDirectory) -> None:
+    """The thread that delivers the report has the job's priority. The thread that works next to the
+    job has a lower one, and the thread that imports during the wait only runs on idle processors.
+    """
     rank = Rank(run, 0, 1)
     pid = started(run, rank)
     group = Path(f"/proc/{pid}/autogroup")
     policies, groups = set(), set()
     while "has not begun" in read_status(run)[2]:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            # The thread has just ended.
+            with contextlib.suppress(ProcessLookupError):
                 policies.add(os.sched_getscheduler(int(thread)))
         groups |= {group.read_text().split()[-1]} if group.exists() else {str(priority.IDLE_GROUP)}
         time.sleep(0.01)
@@ -174,14 +187,17 @@ def test_priorities(run: RunDirectory) -> None:
     wait_for_sidecar(run)
 
     assert lower[pid] == 0
-    assert main_ns < WORK_NS / 2  # it waits
+    # The main thread waits.
+    assert main_ns < WORK_NS / 2
     assert policies == {os.SCHED_OTHER, os.SCHED_IDLE}
     assert str(priority.IDLE_GROUP) in groups
     assert (policy, usual) == (os.SCHED_OTHER, str(priority.USUAL_GROUP))
 
 
-def test_an_idle_thread_that_gets_no_processor_holds_nothing_up(run: RunDirectory, busy: None) -> None:
-    """Where other programs keep all processors busy, it begins anew without that thread, and the report comes."""
+def test_starved_idle_thread_does_not_delay_the_report(run: RunDirectory, busy: None) -> None:
+    """Other programs keep all processors busy. The sidecar starts again without the idle thread,
+    and the report comes.
+    """
     rank = Rank(run, 0, 1)
     pid = started(run, rank)
     until(lambda: len(os.listdir(f"/proc/{pid}/task")) > 1)
@@ -199,8 +215,8 @@ def test_an_idle_thread_that_gets_no_processor_holds_nothing_up(run: RunDirector
         pytest.skip("the idle thread got a processor in time, although other programs wanted all of them")
 
 
-def test_killed_while_it_waits(run: RunDirectory) -> None:
-    """The next one begins where it was: nothing of it was read, and nothing is lost."""
+def test_next_sidecar_reads_everything_after_a_kill(run: RunDirectory) -> None:
+    """The killed sidecar had read nothing. The next one reads everything."""
     rank = Rank(run, 0, 1)
     rank.steps(10, **WORK)
     pid = started(run, rank)
@@ -230,8 +246,10 @@ def test_a_second_one_is_refused_while_the_first_waits(run: RunDirectory) -> Non
     assert "runs on this node already" in second.stderr
 
 
-def test_is_nobodys_child(run: RunDirectory) -> None:
-    """Some launchers kill a rank's children as it ends (Ray), or all that it has started (DeepSpeed)."""
+def test_sidecar_is_no_child_of_the_rank(run: RunDirectory) -> None:
+    """Some launchers kill a rank's children when it ends (Ray), or all processes that it has
+    started (DeepSpeed).
+    """
     rank = Rank(run, 0, 1)
     pid = started(run, rank)
     rank.steps(30, **WORK)
@@ -245,8 +263,8 @@ def test_is_nobodys_child(run: RunDirectory) -> None:
     assert report(run)["ranks"][0]["steps"] == 30
 
 
-def test_no_shell(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is none, it starts as a child."""
+def test_sidecar_is_a_child_without_a_shell(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a shell, the sidecar starts as a child."""
     monkeypatch.setattr(children, "_SHELL", "/nowhere/sh")
     rank = Rank(run, 0, 1)
     started(run, rank)
@@ -258,8 +276,12 @@ def test_no_shell(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["python", "shell"])
-def test_cannot_start(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str) -> None:
-    """A Python that is gone, or a node where no more processes can start, is said at once, and nothing is left."""
+def test_failed_start_raises_and_leaves_no_file(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str
+) -> None:
+    """Python is missing, or the node cannot start more processes. The error comes at once, and no
+    file is left.
+    """
     rank = Rank(run, 0, 1)
     if wrong == "python":
         monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))

@@ -1,4 +1,4 @@
-"""Where a step ends, for every kind of loop. A table: what happens in the loop, and where steps end."""
+"""Ends of steps for every kind of loop, as a table of events and step ends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ MODULES = {"m": 11, "n": 12}  # parts of a model that is not called itself
 
 
 def ends(rule: StepRule, events: str, passed: str = "", *, alive: bool = True) -> str:
-    """Plays events, and marks the ends of steps with a bar.
+    """Play events, and return them with a bar at the end of each step.
 
-    f forward with gradients, e forward without, b backward, a o t the optimizers' steps, w w.step(), m n forward passes
-    without gradients of parts of the model, M N the same with gradients. passed: the optimizers that were passed to
-    watch(), in their order. alive: an optimizer is found when the rule asks for one.
+    - f, e: forward pass with and without gradients
+    - b: backward pass
+    - a, o, t: steps of the optimizers
+    - w: w.step()
+    - m, n: forward passes of parts of the model without gradients
+    - M, N: the same with gradients
+
+    passed: the optimizers that were passed to watch(), in their order. alive: an optimizer exists
+    when the rule searches for one.
     """
     played = ""
     for event in events.replace("|", ""):
@@ -89,8 +95,7 @@ def ends(rule: StepRule, events: str, passed: str = "", *, alive: bool = True) -
         ("one that was passed and never steps", "a", "fb" * 256 + "|fb|fb|"),
     ],
 )  # fmt: skip
-def test_step_ends(loop: str, passed: str, expected: str) -> None:
-    """Each loop ends its steps where its author would say that they end."""
+def test_step_ends_for_each_kind_of_loop(loop: str, passed: str, expected: str) -> None:
     assert expected == ends(StepRule(len(passed)), expected, passed)
 
 
@@ -99,13 +104,13 @@ def test_step_ends(loop: str, passed: str, expected: str) -> None:
     ["fbfb|fb|fb|", "bb|b|", "fbe|fb|fb|ee", "fbfb|fb|a|fbfba|", "fbw|fbw|fbfbw|"],
     ids=["each backward pass", "without forward passes", "with evaluation", "until one steps", "until w.step()"],
 )
-def test_loop_without_an_optimizer(expected: str) -> None:
-    """From the second one on each backward pass is a step, as nothing else is there to end one."""
+def test_each_backward_pass_is_a_step_without_an_optimizer(expected: str) -> None:
+    """From the second backward pass on, each one is a step, because no other event can end it."""
     assert expected == ends(StepRule(), expected, alive=False)
 
 
-def test_trains_from_the_first_optimizer_step() -> None:
-    """Until an optimizer has stepped, or was passed, forward passes count as inference."""
+def test_loop_trains_from_the_first_optimizer_step_on() -> None:
+    """Before an optimizer has stepped or was passed, forward passes count as inference."""
     rule = StepRule()
     assert not rule.trains
     rule.optimizer_stepped(1)
@@ -113,8 +118,10 @@ def test_trains_from_the_first_optimizer_step() -> None:
     assert StepRule(passed=1).trains
 
 
-def test_another_optimizer_does_not_make_it_training() -> None:
-    """An optimizer that was not passed says nothing about the loop, unless it goes on alone."""
+def test_optimizer_that_was_not_passed_is_ignored_unless_it_continues_alone() -> None:
+    """An optimizer that was not passed does not matter, unless it is the only one that continues to
+    step.
+    """
     rule = StepRule(passed=1)
     assert not rule.optimizer_stepped(2)
     assert not rule.ignores_passed
@@ -124,8 +131,7 @@ def test_another_optimizer_does_not_make_it_training() -> None:
 
 
 @given(st.text("fbaoe", max_size=60))
-def test_nothing_but_the_user_ends_a_step_after_the_first_manual_one(events: str) -> None:
-    """Whatever the loop does."""
+def test_only_the_user_ends_steps_after_the_first_manual_one(events: str) -> None:
     rule = StepRule()
     rule.manual_step()
     assert "|" not in ends(rule, events, alive=False)
@@ -133,7 +139,7 @@ def test_nothing_but_the_user_ends_a_step_after_the_first_manual_one(events: str
 
 @given(st.text("fbaoe", max_size=60))
 def test_a_step_ends_at_most_once_per_event_and_only_at_steps_of_optimizers_once_training(events: str) -> None:
-    """In training, forward and backward passes end nothing."""
+    """In training, forward and backward passes end no step."""
     played = ends(StepRule(passed=2), events, "ao")
     assert all(played[place - 1] in "ao" for place, sign in enumerate(played) if sign == "|")
 
@@ -150,8 +156,10 @@ def test_a_step_ends_at_most_once_per_event_and_only_at_steps_of_optimizers_once
         ("an agent that acts once, and learns from it in five steps", "x....x....x", "x....x....x"),
     ],
 )
-def test_evaluation(loop: str, without_gradient: str, evaluates: str) -> None:
-    """A step evaluates where forward passes without gradients are no part of what most steps do."""
+def test_evaluation_is_recognized_by_unusual_forward_passes(loop: str, without_gradient: str, evaluates: str) -> None:
+    """A step is an evaluation if it has forward passes without gradients that most steps do not
+    have.
+    """
     assert evaluating(EvaluationRule(), without_gradient) == evaluates
 
 
@@ -159,8 +167,10 @@ def evaluating(rule: EvaluationRule, without_gradient: str) -> str:
     return "".join("x" if rule.step_ended(without_gradient=each == "x") else "." for each in without_gradient)
 
 
-def test_evaluation_once_steps_end_elsewhere() -> None:
-    """What was seen before does not count: neither the step that is in two of them, nor those before it."""
+def test_evaluation_is_recognized_after_a_change_of_step_ends() -> None:
+    """Earlier observations do not count: neither the step that is in both phases, nor those before
+    it.
+    """
     rule = EvaluationRule()
     assert evaluating(rule, ".......") == "......."
     rule.steps_end_elsewhere()

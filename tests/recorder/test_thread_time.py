@@ -1,6 +1,7 @@
-"""CPU time of a step's own work, and time ready without a CPU: as Linux tells them, over both recorders.
+"""CPU time of a step's own work, and time runnable without a CPU, from Linux, over both recorders.
 
-The kernel adds a running thread's time up at its ticks, every 1 to 10 ms: what is compared here takes 80 ms and more.
+The kernel updates a running thread's time at its ticks, every 1 to 10 ms. The tests compare times
+of at least 80 ms.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
 from torchlens_perf.recorder import python
 from torchlens_perf.run.ring import Kind
 
-LONG_NS = 10_000_000  # a step of so long, or longer, has the next one measured
+# After a step of at least this duration, the next one is measured.
+LONG_NS = 10_000_000
 WORK_S = 0.08
 CLOSE = pytest.approx
 CHUNK = bytes(1 << 20)
@@ -35,7 +37,9 @@ COMPETITOR += "while time.monotonic() < end: pass"
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection() -> Iterator[None]:
-    """Where torch is loaded, one takes as much CPU time as the work that the tests compare: 90 ms were seen."""
+    """With torch loaded, a collection may take as much CPU time as the measured work: 90 ms were
+    observed.
+    """
     gc.disable()
     yield
     gc.enable()
@@ -47,10 +51,10 @@ def implementation(request: pytest.FixtureRequest) -> ModuleType:
 
 
 class TimedRig(Rig):
-    """A recorder that takes thread times."""
+    """A recorder that measures thread times."""
 
     def measure_next_step(self) -> None:
-        """Ends a step that is long enough; what was recorded so far is left out."""
+        """End a step that is long enough for the next one to be measured. Drop its records."""
         if self.clock is None:
             time.sleep(2 * LONG_NS / 1e9)
         else:
@@ -59,7 +63,9 @@ class TimedRig(Rig):
         self.records()
 
     def thread_times(self) -> dict[Kind, tuple[int, int]]:
-        """Ends the step: nanoseconds of CPU, and ready without one, by phase; STEP is what lies outside of phases."""
+        """End the step. Return CPU time and time runnable without a CPU in ns, by phase; STEP is
+        the time outside of phases.
+        """
         self.recorder.next_step()
         found = [each for each in self.records() if each["kind"] == Kind.THREAD_TIME]
         return {Kind(each["flags"]): (each["value0"], each["value1"]) for each in found}
@@ -74,7 +80,7 @@ class TimedRig(Rig):
 
 @pytest.fixture
 def rig(implementation: ModuleType, tmp_path: Path) -> Iterator[TimedRig]:
-    """With the real clock."""
+    """Return a rig with the real clock."""
     made = TimedRig(implementation, tmp_path, clock=None)
     assert made.recorder.start_thread_time()
     made.measure_next_step()
@@ -84,7 +90,7 @@ def rig(implementation: ModuleType, tmp_path: Path) -> Iterator[TimedRig]:
 
 @pytest.fixture
 def rig_with_clock(implementation: ModuleType, tmp_path: Path) -> Iterator[TimedRig]:
-    """With a clock that the test moves; CPU time is the kernel's all the same."""
+    """Return a rig whose clock the test sets. CPU time is still the kernel's."""
     made = TimedRig(implementation, tmp_path)
     assert made.recorder.start_thread_time()
     yield made
@@ -92,7 +98,7 @@ def rig_with_clock(implementation: ModuleType, tmp_path: Path) -> Iterator[Timed
 
 
 def work(cpu_s: float = WORK_S) -> int:
-    """Takes that much CPU time, however long that takes. Returns the nanoseconds that it was."""
+    """Use that much CPU time, however long that takes. Return the used nanoseconds."""
     begin_ns = time.thread_time_ns()
     while time.thread_time_ns() - begin_ns < cpu_s * 1e9:
         pass
@@ -100,7 +106,7 @@ def work(cpu_s: float = WORK_S) -> int:
 
 
 def test_work_is_cpu_time(rig: TimedRig) -> None:
-    """A loop that computes has as much CPU time as the thread's own clock says, in the phase that it runs in."""
+    """A loop that computes has as much CPU time as on the thread's own clock, in its phase."""
     with rig.inside(Kind.FORWARD):
         worked_ns = work()
     times = rig.thread_times()
@@ -109,8 +115,8 @@ def test_work_is_cpu_time(rig: TimedRig) -> None:
     assert sum(cpu_ns for kind, (cpu_ns, _) in times.items() if kind != Kind.FORWARD) < 0.1 * worked_ns
 
 
-def test_sleep_is_neither(rig: TimedRig) -> None:
-    """Who sleeps does not compute, and does not lack a CPU either."""
+def test_sleep_is_neither_cpu_time_nor_lack_of_it(rig: TimedRig) -> None:
+    """A sleeping thread neither computes nor lacks a CPU."""
     begin_ns = time.monotonic_ns()
     with rig.inside(Kind.DATA):
         time.sleep(3 * WORK_S)
@@ -121,7 +127,9 @@ def test_sleep_is_neither(rig: TimedRig) -> None:
 
 
 def test_phases_add_up_to_the_step(rig: TimedRig) -> None:
-    """Every nanosecond of the thread's CPU time is in one phase: what is around others has its own part only."""
+    """Every nanosecond of the thread's CPU time is in one phase. An enclosing phase only has its
+    own part.
+    """
     begin_ns = time.thread_time_ns()
     outside_ns = work()
     with rig.inside(Kind.BACKWARD):
@@ -142,8 +150,10 @@ def test_phases_add_up_to_the_step(rig: TimedRig) -> None:
     assert sum(cpu_ns.values()) == CLOSE(whole_ns, rel=0.1)
 
 
-def test_waits_are_taken_out(rig: TimedRig) -> None:
-    """Polling in a wait is no work of the phase around it, and neither is it in a pause: the end of a backward pass."""
+def test_cpu_time_in_waits_is_subtracted(rig: TimedRig) -> None:
+    """Polling in a wait is not work of the enclosing phase, and neither is polling in a pause: the
+    end of a backward pass.
+    """
     rig.recorder.start_collectives(rig.ring.intern("wait"))
     with rig.inside(Kind.BACKWARD):
         backward_ns = work()
@@ -162,7 +172,7 @@ def test_waits_are_taken_out(rig: TimedRig) -> None:
 
 
 def test_pause_ends_with_the_step(rig: TimedRig) -> None:
-    """A backward pass whose end is not told, because it raised, spoils its own step only."""
+    """A backward pass whose end is missing, because it raised, only affects its own step."""
     rig.recorder.own_work_paused()
     paused_ns = work()
     assert rig.thread_times()[Kind.WAIT][0] == CLOSE(paused_ns, rel=0.1)
@@ -173,19 +183,22 @@ def test_pause_ends_with_the_step(rig: TimedRig) -> None:
 
 @contextmanager
 def competitor(cpu: int) -> Iterator[None]:
-    """A busy process on that CPU."""
+    """Run a busy process on that CPU."""
     process = subprocess.Popen([sys.executable, "-c", COMPETITOR % cpu], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        process.stdout.readline()  # it has taken its place
+        # The process is running.
+        process.stdout.readline()
         yield
     finally:
         process.kill()
         process.communicate()
 
 
-def test_starved_thread_is_ready(rig: TimedRig) -> None:
-    """A thread that shares its CPU with a busy process stands ready about as long as it runs; CPU time is its own."""
+def test_thread_without_a_cpu_is_counted_as_runnable(rig: TimedRig) -> None:
+    """A thread that shares its CPU with a busy process is runnable about as long as it runs. CPU
+    time is its own.
+    """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
@@ -204,7 +217,7 @@ def test_starved_thread_is_ready(rig: TimedRig) -> None:
 
 
 def test_phases_without_work_have_no_record(rig: TimedRig) -> None:
-    """Phases that are over at once have no CPU time that the kernel has counted by then."""
+    """The kernel has counted no CPU time by the end of a very short phase."""
     for kind in (Kind.DATA, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT):
         with rig.inside(kind):
             pass
@@ -215,8 +228,10 @@ def test_phases_without_work_have_no_record(rig: TimedRig) -> None:
     assert (0, 0) not in times.values()
 
 
-def test_kernel_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without statistics of scheduling the file is there and all zero: that is "not measured", not "no work"."""
+def test_zero_statistics_of_the_kernel_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without scheduling statistics the file exists and is all zero. That means "not measured", not
+    "no work".
+    """
     rig = TimedRig(python, tmp_path)
     before = open_files()
     for text in (b"0 0 0\n", b"", b"?"):
@@ -229,8 +244,8 @@ def test_kernel_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rig.close()
 
 
-def test_kernel_that_stops_telling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its step is not measured, and nothing is raised in the user's."""
+def test_step_is_not_measured_if_statistics_disappear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is not measured, and no error reaches the user's code."""
     rig = TimedRig(python, tmp_path)
     assert rig.recorder.start_thread_time()
     rig.measure_next_step()
@@ -252,7 +267,7 @@ def test_kernel_that_stops_telling(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_short_steps_are_not_measured(rig_with_clock: TimedRig) -> None:
-    """Reading would cost them more than a thousandth: whether a step is measured the one before it decides."""
+    """Reading would cost more than a thousandth of the step. The previous step's duration decides."""
     rig = rig_with_clock
     found = []
     for duration_ns in (LONG_NS - 1, LONG_NS, LONG_NS - 1, LONG_NS - 1, 5 * LONG_NS, LONG_NS):
@@ -264,7 +279,7 @@ def test_short_steps_are_not_measured(rig_with_clock: TimedRig) -> None:
 
 
 def test_step_after_an_unmeasured_one_has_only_its_own_time(rig_with_clock: TimedRig) -> None:
-    """Time that passed while nobody read is in no phase."""
+    """Time that passed without a reading is in no phase."""
     rig = rig_with_clock
     work(3 * WORK_S)
     rig.measure_next_step()
@@ -275,7 +290,9 @@ def test_step_after_an_unmeasured_one_has_only_its_own_time(rig_with_clock: Time
 
 @pytest.mark.parametrize(("phases", "measured"), [(31, True), (32, False), (100, False)])
 def test_steps_of_very_many_phases_are_not_measured(phases: int, measured: bool, rig_with_clock: TimedRig) -> None:
-    """Half a step would be worse than none: such a step has no thread times, the next one does again."""
+    """A partial measurement would be misleading. Such a step has no thread times, and the next one
+    does.
+    """
     rig = rig_with_clock
     rig.measure_next_step()
     for _ in range(phases):
@@ -289,8 +306,10 @@ def test_steps_of_very_many_phases_are_not_measured(phases: int, measured: bool,
     assert rig.thread_times()[Kind.STEP][0] == CLOSE(worked_ns, rel=0.1)
 
 
-def test_other_threads_have_no_part(rig: TimedRig) -> None:
-    """What another thread computes, in phases of its own, is not the training thread's, nor do these end its phase."""
+def test_other_threads_do_not_count(rig: TimedRig) -> None:
+    """Computation of another thread, in its own phases, is not the training thread's, and does not
+    end its phase.
+    """
     worked_ns: list[int] = []
 
     def elsewhere() -> None:
@@ -311,7 +330,9 @@ def test_other_threads_have_no_part(rig: TimedRig) -> None:
 
 
 def test_only_the_owner_is_measured(implementation: ModuleType, tmp_path: Path) -> None:
-    """Asked on another thread the recorder says no, and takes nobody's time for the training thread's."""
+    """On another thread the recorder refuses, so that no other thread's time counts as the training
+    thread's.
+    """
     rig = TimedRig(implementation, tmp_path)
     told: list[bool] = []
     on_thread(lambda: told.append(rig.recorder.start_thread_time()))
@@ -323,8 +344,10 @@ def test_only_the_owner_is_measured(implementation: ModuleType, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("end", ["close", "abandon"])
-def test_nothing_stays_open(end: str, implementation: ModuleType, tmp_path: Path) -> None:
-    """The kernel's file is closed with the recorder, also in a forked child, and not opened by a closed one."""
+def test_file_of_the_kernel_is_closed_with_the_recorder(end: str, implementation: ModuleType, tmp_path: Path) -> None:
+    """The kernel's file is closed with the recorder, also in a forked child, and a closed recorder
+    does not open it.
+    """
     before = open_files()
     rig = TimedRig(implementation, tmp_path)
     assert rig.recorder.start_thread_time()
@@ -336,16 +359,20 @@ def test_nothing_stays_open(end: str, implementation: ModuleType, tmp_path: Path
 
 
 def test_autograds_thread_counts_in_the_backward_pass(rig: TimedRig) -> None:
-    """The owner waits for it, and so for the CPU that it does not get. What it does in another phase does not count."""
+    """The owner waits for autograd's thread, so its lack of a CPU counts. Its time in another phase
+    does not.
+    """
     cpu = min(os.sched_getaffinity(0))
     ready, stop = threading.Event(), threading.Event()
 
     def compute() -> None:
-        os.sched_setaffinity(0, {cpu})  # of this thread alone
+        # This pins the current thread only.
+        os.sched_setaffinity(0, {cpu})
         rig.recorder.computes_backward()
         ready.set()
         while not stop.is_set():
-            hashlib.sha256(CHUNK)  # without the GIL
+            # Hashing releases the GIL.
+            hashlib.sha256(CHUNK)
 
     thread = threading.Thread(target=compute)
     with competitor(cpu):
@@ -363,8 +390,8 @@ def test_autograds_thread_counts_in_the_backward_pass(rig: TimedRig) -> None:
     assert times.get(Kind.OPTIMIZER, (0, 0))[1] < 0.25 * times[Kind.BACKWARD][1]
 
 
-def test_autograds_thread_that_has_ended(rig: TimedRig) -> None:
-    """The next one is measured instead, and its file is closed."""
+def test_new_thread_of_autograd_is_measured(rig: TimedRig) -> None:
+    """The next thread is measured instead, and the file of the ended one is closed."""
     before = open_files()
     for _ in range(3):
         on_thread(rig.recorder.computes_backward)

@@ -1,4 +1,4 @@
-"""Which thread a watch records, and that nothing of another thread's gradients is read."""
+"""The thread that a watch records. Gradients of other threads are never read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 5
 
 
 class Trainer:
-    """A model and its optimizer, which train one step at a time."""
+    """A model and its optimizer that train one step at a time."""
 
     def __init__(self) -> None:
         self.model = nn.Linear(4, 4)
@@ -54,7 +54,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def kinds(recording: Recording, *, elsewhere: bool = False) -> Counter[Kind]:
-    """How many spans the recorded thread has of each kind, or the other threads."""
+    """Return the number of spans of each kind on the recorded thread, or on other threads."""
     return Counter(each.kind for each in recording.records if bool(each.flags & Flag.OTHER_THREAD) == elsewhere)
 
 
@@ -63,7 +63,7 @@ def notes(recording: Recording) -> str:
 
 
 def test_steps_on_another_thread_are_recorded(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
-    """With their phases; only the pass that shows where the work is done is missing."""
+    """Their phases are recorded. Only the pass that shows which thread trains is missing."""
     trainer = Trainer()
     with recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
         pool.submit(trainer.steps).result()
@@ -76,7 +76,7 @@ def test_steps_on_another_thread_are_recorded(tmp_path: Path, pool: ThreadPoolEx
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_steps_of_a_coroutine_are_recorded(tmp_path: Path, by_hand: bool) -> None:
-    """asyncio.to_thread() trains, and the event loop's thread may say where a step ends."""
+    """asyncio.to_thread() trains, and the event loop's thread may mark the end of a step."""
     trainer = Trainer()
 
     async def main(watch: perf.Watch) -> None:
@@ -92,12 +92,12 @@ def test_steps_of_a_coroutine_are_recorded(tmp_path: Path, by_hand: bool) -> Non
     found = kinds(recording)
     assert found[Kind.STEP] == STEPS
     assert [found[kind] for kind in PHASES[1:]] == [STEPS, STEPS]
-    # The first forward pass on each thread of the pool comes before that is known to train.
+    # On each thread of the pool, the first forward pass comes before the thread is known to train.
     assert found[Kind.FORWARD] + kinds(recording, elsewhere=True)[Kind.FORWARD] == STEPS
 
 
-def test_threads_of_a_pool_take_turns(tmp_path: Path) -> None:
-    """Each step runs on another one, while the others wait for work."""
+def test_steps_on_alternating_threads_of_a_pool_are_recorded(tmp_path: Path) -> None:
+    """Each step runs on another thread, while the others wait for work."""
     trainer, together = Trainer(), threading.Barrier(3)
     with ThreadPoolExecutor(3) as executor, recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
         list(executor.map(lambda _: together.wait(60), range(3)))
@@ -122,7 +122,7 @@ def test_inference_on_another_thread_is_recorded(tmp_path: Path, pool: ThreadPoo
 def test_thread_that_trains_is_recorded_after_another_one_has_inferred(
     tmp_path: Path, pool: ThreadPoolExecutor
 ) -> None:
-    """An actor's thread runs the model first, the learner's thread trains it."""
+    """An actor's thread runs the model first. The learner's thread trains it."""
     trainer = Trainer()
     with recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
         pool.submit(trainer.infer).result()
@@ -137,7 +137,7 @@ def test_thread_that_trains_is_recorded_after_another_one_has_inferred(
 
 
 def test_second_training_thread_ends_no_step(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
-    """Its passes are shown as another thread's, and the report says so."""
+    """Its passes are recorded as another thread's, and the report mentions it."""
     first, second = Trainer(), Trainer()
     with recorded(tmp_path, [first.model, second.model], [first.optimizer, second.optimizer]) as recording:
         for _ in range(STEPS):
@@ -147,7 +147,8 @@ def test_second_training_thread_ends_no_step(tmp_path: Path, pool: ThreadPoolExe
             pool.submit(recording.watch.step).result()
 
     here, there = kinds(recording), kinds(recording, elsewhere=True)
-    # Until the second thread has stepped, its optimizer, which was passed last, is taken to end the first step.
+    # Until the second thread has stepped, its optimizer, which was passed last, counts as the end
+    # of the first step.
     assert [here[kind] for kind in (Kind.STEP, *PHASES)] == [STEPS - 1, STEPS, STEPS, STEPS]
     assert (there[Kind.FORWARD], there[Kind.BACKWARD], there[Kind.STEP]) == (STEPS, STEPS, 0)
     assert "their steps are not counted" in notes(recording)
@@ -155,12 +156,13 @@ def test_second_training_thread_ends_no_step(tmp_path: Path, pool: ThreadPoolExe
 
 
 def test_next_thread_is_recorded_when_the_first_one_has_ended(tmp_path: Path) -> None:
-    """Cross-validation with a thread for each fold."""
+    """Cross-validation may use a thread for each fold."""
     ended = threading.Event()
     with recorded(tmp_path) as recording:
         trainer = Trainer()
         on_thread(trainer.steps)
-        keeps_its_id = threading.Thread(target=ended.wait)  # the next thread does not get the id of the ended one
+        # This thread prevents the next one from getting the id of the ended one.
+        keeps_its_id = threading.Thread(target=ended.wait)
         keeps_its_id.start()
         on_thread(trainer.steps)
         ended.set()
@@ -169,8 +171,10 @@ def test_next_thread_is_recorded_when_the_first_one_has_ended(tmp_path: Path) ->
     assert kinds(recording)[Kind.STEP] == 2 * STEPS
 
 
-def test_work_of_other_threads_is_counted_beside_the_steps(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
-    """The watch's thread is inside of a section, so that it stays the recorded one, and waits for the work."""
+def test_work_of_other_threads_is_counted_separately(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    """The watch's thread is inside of a section, so it stays the recorded one and waits for the
+    work.
+    """
     trainer = Trainer()
     with recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
         for _ in range(20):
@@ -189,7 +193,7 @@ def test_work_of_other_threads_is_counted_beside_the_steps(tmp_path: Path, pool:
 
 
 class Counted(nn.Parameter):
-    """Counts how often its gradient is read."""
+    """A parameter that counts reads of its gradient."""
 
     reads = 0
 
@@ -216,10 +220,10 @@ def compute_inputs(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("elsewhere", [None, compute_backward, compute_grad, compute_inputs])
-def test_no_gradient_is_read_once_another_thread_computes_some(
+def test_no_gradient_is_read_while_another_thread_computes_gradients(
     tmp_path: Path, pool: ThreadPoolExecutor, elsewhere: Callable[[nn.Module], None] | None
 ) -> None:
-    """While it is alone, the training thread's gradients are looked at: they tell how often they were added to."""
+    """While the training thread is alone, its gradients are read to count accumulations."""
     trainer = Trainer()
     trainer.model.weight = Counted(trainer.model.weight.detach())
     trainer.optimizer = torch.optim.SGD([trainer.model.weight], lr=0.1)
@@ -234,8 +238,8 @@ def test_no_gradient_is_read_once_another_thread_computes_some(
     assert (reads > 0) == (elsewhere is None)
 
 
-def test_pass_that_began_before_the_watch_is_found(tmp_path: Path) -> None:
-    """It runs on another thread while the hooks are attached, and none of them has seen its begin."""
+def test_pass_that_started_before_the_watch_is_found(tmp_path: Path) -> None:
+    """The pass runs on another thread while the hooks are attached, so no hook has seen its start."""
     inside, finish = threading.Event(), threading.Event()
     x = torch.ones(1, requires_grad=True)
     y = x * 2
@@ -258,10 +262,10 @@ def test_pass_that_began_before_the_watch_is_found(tmp_path: Path) -> None:
         assert (reads, watch._session.thread.reads_gradients) == (False, True)
 
 
-def test_no_model_is_looked_for_by_its_gradient_while_another_thread_computes(
+def test_models_are_not_searched_by_gradient_while_another_thread_computes(
     tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop without an optimizer, whose models are those that have gradients.
+    """The loop has no optimizer. Its models are found by their gradients.
 
     Optimizers of other tests may still be alive, for example in the traceback of one that failed.
     """
@@ -277,8 +281,8 @@ def test_no_model_is_looked_for_by_its_gradient_while_another_thread_computes(
     assert not kinds(recording)[Kind.FORWARD]
 
 
-def test_modules_of_two_threads_keep_their_backward_times_apart(tmp_path: Path) -> None:
-    """Both call the same module at once, in sampled steps."""
+def test_modules_of_two_threads_have_separate_backward_times(tmp_path: Path) -> None:
+    """Both threads call the same module at the same time, in sampled steps."""
     model, together = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), threading.Barrier(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -1,4 +1,6 @@
-"""How long a run's end waits for its report: for as long as the sidecar makes progress, and no longer than that."""
+"""The wait for the report at a run's end: it lasts as long as the sidecar makes progress, and no
+longer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from torchlens_perf.results import last_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import REPORT
 
-# Computes until the test needs no more of it.
+# Compute until the test ends it.
 BUSY = """
 import os, sys, time
 
@@ -36,7 +38,7 @@ sys.meta_path.insert(0, Busy())
 
 @pytest.fixture
 def enough(tmp_path: Path) -> Path:
-    """A file whose existence ends the computing of a busy sidecar."""
+    """Return the path of a file that ends the computation of a busy sidecar."""
     return tmp_path / "enough"
 
 
@@ -46,11 +48,14 @@ def late_sidecar(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str) -> 
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
-def test_a_sidecar_that_works_is_waited_for(
+def test_wait_continues_while_the_sidecar_works(
     enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It computes for two seconds before it can write the report: one line says what is waited for."""
-    monkeypatch.setattr(last_report, "_LONGEST_S", 60.0)  # of this machine's load nothing is known
+    """The sidecar computes for two seconds before it writes the report. One line says that the
+    program waits.
+    """
+    # The load of this machine is not known.
+    monkeypatch.setattr(last_report, "_LONGEST_S", 60.0)
     late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=2, enough=str(enough)))
     with watched(tmp_path / "runs"):
         pass
@@ -61,10 +66,12 @@ def test_a_sidecar_that_works_is_waited_for(
     assert "20 steps" in printed
 
 
-def test_a_sidecar_that_stands_still_is_waited_for_a_second(
+def test_wait_for_a_stopped_sidecar_ends_after_a_second(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stopped: the wait ends after a second, or half a second after the last progress if that is later."""
+    """The sidecar is stopped. The wait ends after a second, or half a second after the last
+    progress if that is later.
+    """
     monkeypatch.setattr(last_report, "_LONGEST_S", 600.0)
     with watched(tmp_path / "runs") as watch:
         pid = sidecar_of(watch)
@@ -80,10 +87,10 @@ def test_a_sidecar_that_stands_still_is_waited_for_a_second(
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.7])
-def test_a_timeout_of_the_users_is_the_longest_wait(
+def test_wait_is_limited_by_the_users_timeout(
     timeout_s: float, enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of a sidecar that makes progress."""
+    """This also limits the wait for a sidecar that makes progress."""
     late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=20, enough=str(enough)))
     with watched(tmp_path / "runs", config=Config(_exit_timeout_s=timeout_s)) as watch:
         sidecar_of(watch)
@@ -97,7 +104,9 @@ def test_a_timeout_of_the_users_is_the_longest_wait(
 
 @pytest.mark.parametrize("raised", ["RuntimeError", "KeyboardInterrupt"])
 def test_report_after_an_exception_is_below_the_traceback(raised: str, enough: Path, tmp_path: Path) -> None:
-    """The traceback is printed after a second at most. The program then waits as after any other end."""
+    """The traceback is printed after at most a second. The program then waits as after a normal
+    end.
+    """
     (tmp_path / "sitecustomize.py").write_text(BUSY.format(seconds=30, enough=str(enough)))
     program = f"""
 import torchlens_perf as perf
@@ -128,10 +137,10 @@ with perf.watch(dir={str(tmp_path / "runs")!r}):
     assert not list(RunDirectory(run).local_mailboxes(REPORT))
 
 
-def test_next_watch_replaces_a_report_that_is_still_awaited(
+def test_next_watch_ends_the_wait_for_the_previous_report(
     enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A search over many trials that fail does not end with their reports."""
+    """A search over many failing trials must not wait for each report."""
     late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=30, enough=str(enough)))
     with pytest.raises(RuntimeError), watched(tmp_path / "runs") as first:
         raise RuntimeError
@@ -146,10 +155,10 @@ def test_next_watch_replaces_a_report_that_is_still_awaited(
     wait_for_sidecar(RunDirectory(first.run_dir), 120)
 
 
-def test_jobs_of_several_nodes_wait_a_second(
+def test_job_of_several_nodes_waits_a_second(
     enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other nodes would wait with it."""
+    """Other nodes would wait, too."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=10, enough=str(enough)))
@@ -164,7 +173,7 @@ def test_jobs_of_several_nodes_wait_a_second(
 
 
 def test_ctrl_c_ends_the_wait_and_not_the_program(enough: Path, tmp_path: Path) -> None:
-    """Training has succeeded: what the program does next is done, and it ends with 0."""
+    """Training has succeeded. The rest of the program runs, and it exits with 0."""
     (tmp_path / "sitecustomize.py").write_text(BUSY.format(seconds=30, enough=str(enough)))
     program = (
         "import torch, torchlens_perf as perf\n"

@@ -1,4 +1,4 @@
-"""The watch ends while a mark runs Python: what is called ends it, or another thread does meanwhile."""
+"""A watch that ends while a mark runs Python code, either in that code or on another thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ End = Callable[..., Any]
 
 
 class EndingRig:
-    """A recorder that the test ends from inside of a mark: it is closed, its file unmapped, and nobody holds it."""
+    """A recorder that the test ends from inside of a mark: it is closed, its file is unmapped, and
+    no reference is left.
+    """
 
     def __init__(self, implementation: ModuleType, folder: Path, *, by_another_thread: bool) -> None:
         self.rig = CollectiveRig(implementation, folder, clock=None)
@@ -31,7 +33,7 @@ class EndingRig:
         self._by_another_thread = by_another_thread
 
     def end(self, *args: Any, **kwargs: Any) -> int:
-        """What a mark calls."""
+        """End the watch; a mark calls this."""
         if self._by_another_thread:
             thread = threading.Thread(target=self._end)
             thread.start()
@@ -49,7 +51,7 @@ class EndingRig:
             self.ended += 1
 
     def make(self, intern: Callable[[str], int]) -> None:
-        """Another recorder on the file, which asks this function for names."""
+        """Make another recorder on the file that calls this function for names."""
         self.recorder.close()
         self.recorder = self.rig.recorder = self.implementation.Recorder(self.rig.ring.buffer, intern)
 
@@ -78,7 +80,7 @@ def nvtx_pop(rig: EndingRig) -> None:
 
 
 def nvtx_pop_of_what_was_lost(rig: EndingRig) -> None:
-    """Spans above the one that is closed, and above MAX_FRAMES."""
+    """Pop the ranges of spans above the closed one, and above MAX_FRAMES."""
     rig.recorder.set_nvtx(lambda attributes: None, rig.end, ["step"])
     recorder = rig.recorder
     for name_id in range(80):
@@ -96,7 +98,7 @@ def nvtx_pop_of_a_drop(rig: EndingRig) -> None:
 
 
 def nvtx_pop_of_the_end(rig: EndingRig) -> None:
-    """close() pops what is open."""
+    """close() pops the open ranges."""
     rig.recorder.set_nvtx(lambda attributes: None, rig.end, ["step"])
     recorder = rig.recorder
     recorder.begin(int(Kind.BACKWARD), 1)
@@ -186,7 +188,8 @@ def nvtx_after_a_wait(rig: EndingRig) -> None:
     waited(rig)
 
 
-# With the lock that keeps the file mapped: another thread's close() waits for it, as it should.
+# The mark holds the lock that keeps the file mapped. Another thread's close() waits for it, as
+# intended.
 LOCKED = (nvtx_before_a_wait, nvtx_after_a_wait)
 PLACES = (
     name_of_a_section, nvtx_push, nvtx_pop, nvtx_pop_of_what_was_lost, nvtx_pop_of_a_drop, nvtx_pop_of_the_end,
@@ -199,10 +202,10 @@ PLACES = (
 @pytest.mark.parametrize("by_another_thread", [False, True], ids=["by itself", "by another thread"])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
-def test_watch_ends_where_a_mark_runs_python(
+def test_watch_may_end_while_a_mark_runs_python(
     implementation: ModuleType, place: Callable[[EndingRig], None], by_another_thread: bool, tmp_path: Path
 ) -> None:
-    """The user's code sees nothing of it: no error, the same results; the mark is lost with the watch."""
+    """The user's code sees no error and the same results. The mark is lost with the watch."""
     if by_another_thread and (place in LOCKED or place is nvtx_pop_of_the_end):
         pytest.skip("that thread waits for the mark")
     rig = EndingRig(implementation, tmp_path, by_another_thread=by_another_thread)
@@ -221,8 +224,8 @@ def in_a_section_of_the_next_watch(implementation: ModuleType, folder: Path) -> 
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
-def test_watch_that_another_one_follows_meanwhile(implementation: ModuleType, tmp_path: Path) -> None:
-    """A section asks for its name; meanwhile that watch ends and another one begins: no record is wrong."""
+def test_next_watch_may_start_while_a_mark_runs_python(implementation: ModuleType, tmp_path: Path) -> None:
+    """While a section interns its name, the watch ends and another one starts. No record is wrong."""
     first, second = Rig(implementation, tmp_path, clock=None), Rig(implementation, tmp_path, clock=None)
     section = implementation.section(f"met by both {id(first)}")
 
@@ -251,10 +254,12 @@ def test_watch_that_another_one_follows_meanwhile(implementation: ModuleType, tm
 
 
 @pytest.mark.parametrize("failing", [ValueError("planted"), "no number"], ids=["raises", "wrong type"])
-def test_name_that_cannot_be_had(
+def test_failed_interning_is_counted(
     failing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The user's `with` runs, its record is one of "(other)", and the error is counted; it is asked for once."""
+    """The user's `with` block runs, its record has the name "(other)", and the error is counted.
+    The name is requested once.
+    """
     rig, asked = Rig(IMPLEMENTATIONS[0], tmp_path), []
     if rig.implementation.__name__.endswith(".python"):
         pytest.skip("the native recorder is missing: there is no C compiler")
@@ -280,8 +285,8 @@ def test_name_that_cannot_be_had(
     rig.close()
 
 
-def test_name_that_the_twin_cannot_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same by guard(), which logs it."""
+def test_failed_interning_is_logged_by_the_python_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """guard() does the same and logs the error."""
     rig = Rig(IMPLEMENTATIONS[-1], tmp_path)
     monkeypatch.setenv(errors.RAISE, "0")
     monkeypatch.setattr(errors, "swallowed", errors.Swallowed())
@@ -301,7 +306,7 @@ def test_name_that_the_twin_cannot_have(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def interrupted(*args: Any) -> int:
-    """As Ctrl-C, which a signal's handler raises inside of whatever Python code runs."""
+    """Raise KeyboardInterrupt like a signal handler in running Python code."""
     signal.raise_signal(signal.SIGINT)
     for _ in range(3):
         pass
@@ -341,7 +346,7 @@ def interrupted_wait(rig: EndingRig) -> None:
 def test_interruption_reaches_the_loop(
     implementation: ModuleType, place: Callable[[EndingRig], None], tmp_path: Path
 ) -> None:
-    """Ctrl-C that comes while a mark runs Python is raised in the user's code, and no mark is broken by it."""
+    """Ctrl-C while a mark runs Python is raised in the user's code, and no mark is broken by it."""
     rig = EndingRig(implementation, tmp_path, by_another_thread=False)
 
     def loop() -> None:

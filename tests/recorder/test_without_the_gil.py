@@ -1,4 +1,4 @@
-"""A free-threaded Python: nothing is recorded without the GIL, which we never switch on; and a broken recorder."""
+"""A free-threaded Python, on which recording requires the GIL, and a broken native recorder."""
 
 from __future__ import annotations
 
@@ -34,8 +34,12 @@ print(recorder.NATIVE, recorder.LOADING_PROBLEM, *doctor._native(), sep="|")
 """
 
 
-def test_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """One line says why, no file is made, and doctor says it too. (This Python has the GIL: its answer is replaced.)"""
+def test_nothing_is_recorded_without_the_gil(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """One line has the reason, no file is made, and doctor reports it, too. This Python has the
+    GIL, so its answer is replaced.
+    """
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     with caplog.at_level(logging.WARNING, "torchlens_perf"), watch(dir=str(tmp_path / "runs")) as w:
         pass
@@ -55,8 +59,8 @@ def test_the_gil_that_is_on_is_relied_on(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(FREE_THREADED is None, reason="there is no free-threaded Python here (python3.13t or later)")
-def test_free_threaded_python(tmp_path: Path) -> None:
-    """A real one: importing us, a watch and a section leave its GIL off."""
+def test_package_leaves_the_gil_off(tmp_path: Path) -> None:
+    """A real one: importing the package, a watch and a section leave its GIL off."""
     assert FREE_THREADED is not None
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     run = [FREE_THREADED, "-W", "error", "-c", PROGRAM]
@@ -69,15 +73,18 @@ def test_free_threaded_python(tmp_path: Path) -> None:
     assert len(finished.stderr.splitlines()) == 1
 
 
-def test_native_recorder_that_cannot_be_loaded(tmp_path: Path) -> None:
-    """It is there and damaged: the one in Python is used, which is said, and is another thing than a missing one."""
+def test_damaged_native_recorder_is_replaced_by_python(tmp_path: Path) -> None:
+    """The file exists and is damaged. The Python recorder is used, with a message that differs from
+    that for a missing one.
+    """
     package = shutil.copytree(
         ROOT / "torchlens_perf", tmp_path / "torchlens_perf", ignore=shutil.ignore_patterns("*.so", "__pycache__")
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
 
     def said() -> tuple[str, str]:
-        run = [sys.executable, "-S", "-c", BROKEN]  # without what is installed: an editable package of ours
+        # -S leaves out installed packages, such as an editable installation of this one.
+        run = [sys.executable, "-S", "-c", BROKEN]
         finished = subprocess.run(run, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
         return finished.stdout, finished.stderr
 

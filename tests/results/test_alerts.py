@@ -1,4 +1,4 @@
-"""w.on_verdict(): callbacks hear of each verdict once, and whatever they do, the job goes on."""
+"""w.on_verdict(): callbacks get each alert once, and whatever they do, the job continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENDED = dataclasses.replace(STARTED, id="2" * 32, change="ended", text="It is ov
 
 
 class Heard:
-    """A callback that keeps what it has heard."""
+    """A callback that stores the alerts that it receives."""
 
     def __init__(self, error: BaseException | None = None, wait_s: float = 0.0) -> None:
         self.alerts: list[Alert] = []
@@ -54,26 +54,28 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
 
 @pytest.fixture
 def session(run: RunDirectory) -> Iterator[Session]:
-    """A rank's, without a sidecar: the tests say what that would."""
+    """Return a rank's session without a sidecar. The tests write its messages."""
     rank = Rank(run, 0, 1)
     yield rank.session
     rank.close()
 
 
 def named(session: Session, *raised: Alert) -> None:
-    """What the sidecar does with its newest alerts."""
+    """Deliver the newest alerts as the sidecar does."""
     rows = [dataclasses.asdict(each) for each in raised]
     deliver(str(session.ring_path.with_suffix(ALERTS)), json.dumps(rows))
 
 
 def look(session: Session) -> None:
-    """What is done at a step's end, once in 50 ms at most."""
+    """Check for alerts as at a step's end, at most once in 50 ms."""
     (work,) = (work for work, name in session.step_callbacks._throttled.items() if "on_verdict" in name)
     work()
 
 
-def test_each_alert_is_heard_once_by_each_callback(session: Session) -> None:
-    """In their order, with what the sidecar has found; also what was named before somebody listened."""
+def test_each_callback_gets_each_alert_once(session: Session) -> None:
+    """They come in order, with the sidecar's data, including those found before a callback was
+    registered.
+    """
     alerts, first, second = Alerts(), Heard(), Heard()
     alerts.callbacks += [first, second]
     with alerts.listening(session):
@@ -87,8 +89,10 @@ def test_each_alert_is_heard_once_by_each_callback(session: Session) -> None:
     assert first.alerts[0].found_unix_s == 1.5
 
 
-def test_an_exception_ends_nothing(session: Session, caplog: pytest.LogCaptureFixture) -> None:
-    """It is logged once for each callback; the others hear of it, and it is called again."""
+def test_exception_of_a_callback_does_not_end_the_job(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+    """The exception is logged once for each callback. The others are called, and it is called
+    again.
+    """
     alerts, bad, good = Alerts(), Heard(ValueError("no \x1b[2J network")), Heard()
     alerts.callbacks += [bad, good]
     with caplog.at_level(logging.WARNING, "torchlens_perf"), alerts.listening(session):
@@ -102,8 +106,8 @@ def test_an_exception_ends_nothing(session: Session, caplog: pytest.LogCaptureFi
     assert session.metadata.notes == []
 
 
-def test_a_callback_may_end_the_job(session: Session) -> None:
-    """SystemExit and Ctrl-C are the user's word."""
+def test_callback_may_end_the_job(session: Session) -> None:
+    """SystemExit and Ctrl-C are raised in the user's code."""
     alerts = Alerts()
     alerts.callbacks.append(Heard(SystemExit(3)))
     with alerts.listening(session):
@@ -112,8 +116,10 @@ def test_a_callback_may_end_the_job(session: Session) -> None:
             look(session)
 
 
-def test_its_time_is_the_users(tmp_path: Path) -> None:
-    """A callback that posts to a chat for 0.2 s is no cost of this tool, and no later step pays for it."""
+def test_time_of_a_callback_is_the_users(tmp_path: Path) -> None:
+    """A callback that posts to a chat for 0.2 s is not a cost of this package, and does not change
+    later steps.
+    """
     heard = Heard(wait_s=0.2)
     with training(tmp_path) as loop:
         assert loop.watch.on_verdict(heard) is heard
@@ -130,8 +136,8 @@ def test_its_time_is_the_users(tmp_path: Path) -> None:
     assert (steps["tool_ns"] < 100_000_000).all()
 
 
-def test_before_the_watch_begins(tmp_path: Path) -> None:
-    """Callbacks wait for it."""
+def test_callback_may_be_registered_before_the_watch(tmp_path: Path) -> None:
+    """Callbacks registered before the watch are called during it."""
     heard = Heard()
     watch = perf.watch(dir=str(tmp_path), report="off")
     watch.on_verdict(heard)
@@ -142,8 +148,8 @@ def test_before_the_watch_begins(tmp_path: Path) -> None:
     assert len(heard.alerts) == 1
 
 
-def test_in_a_watch_inside_of_another_one(loop: Loop) -> None:
-    """They are the outer one's, whether they were given before or after."""
+def test_callback_of_a_nested_watch_belongs_to_the_outer_one(loop: Loop) -> None:
+    """They belong to the outer watch, whether they were registered before or after."""
     before, after = Heard(), Heard()
     inner = perf.watch(loop.model)
     inner.on_verdict(before)
@@ -155,8 +161,8 @@ def test_in_a_watch_inside_of_another_one(loop: Loop) -> None:
     assert len(before.alerts) == len(after.alerts) == 1
 
 
-def test_a_forked_child_hears_nothing_and_takes_nothing_away(loop: Loop) -> None:
-    """It is the parent's mailbox, also where the child has a watch of its own."""
+def test_forked_child_gets_no_alerts_and_removes_no_file(loop: Loop) -> None:
+    """The mailbox belongs to the parent, even if the child has a watch of its own."""
     heard = Heard()
     loop.watch.on_verdict(heard)
     child = os.fork()
@@ -171,7 +177,7 @@ def test_a_forked_child_hears_nothing_and_takes_nothing_away(loop: Loop) -> None
     assert len(heard.alerts) == 1
 
 
-def test_nothing_is_left_and_nothing_heard_after_the_end(tmp_path: Path) -> None:
+def test_no_file_is_left_and_no_alert_delivered_after_the_end(tmp_path: Path) -> None:
     heard = Heard()
     with training(tmp_path) as loop:
         loop.watch.on_verdict(heard)
@@ -181,8 +187,8 @@ def test_nothing_is_left_and_nothing_heard_after_the_end(tmp_path: Path) -> None
     assert heard.alerts == []
 
 
-def test_without_a_sidecar_nobody_is_called(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """That is said once, when it is known."""
+def test_no_callback_is_called_without_a_sidecar(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A message says so once."""
     with caplog.at_level(logging.WARNING, "torchlens_perf"), training(tmp_path, sidecar=False) as loop:
         loop.watch.on_verdict(Heard())
         loop.watch.on_verdict(Heard())
@@ -192,6 +198,6 @@ def test_without_a_sidecar_nobody_is_called(tmp_path: Path, caplog: pytest.LogCa
     ]
 
 
-def test_what_cannot_be_called(loop: Loop) -> None:
+def test_callback_that_is_not_callable_is_refused(loop: Loop) -> None:
     with pytest.raises(ConfigError, match="callback='slack': must be a function of one argument, the alert"):
         loop.watch.on_verdict("slack")  # type: ignore[arg-type]

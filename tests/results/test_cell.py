@@ -1,4 +1,6 @@
-"""How often a notebook's cell is updated, and what that takes; the cells themselves are in tests/frameworks."""
+"""Updates of a notebook's cell: how often they happen, and what they cost. Tests of real cells are
+in tests/frameworks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from torchlens_perf.run.mailbox import VIEW, deliver
 
 
 class Clock:
-    """Time that passes where a test says so."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -27,7 +29,7 @@ class Clock:
 
 
 class Handle:
-    """In the place of IPython's: takes its time, as a front end that is far away."""
+    """A stand-in for IPython's handle. An update takes time, as in a remote front end."""
 
     def __init__(self, clock: Clock, of_marks: FakeClock) -> None:
         self._clock = clock
@@ -43,7 +45,7 @@ class Handle:
 
 
 class Shown:
-    """A rank that is shown in a cell, with the sidecar's side of it."""
+    """A rank with a cell, and the sidecar's side of its mailbox."""
 
     def __init__(self, rank: Rank, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(notebook, "wake", lambda recorded: None)
@@ -59,7 +61,7 @@ class Shown:
         deliver(str(self.session.ring_path.with_suffix(VIEW)), value)
 
     def step_ends(self, at_s: float) -> list[str]:
-        """What is shown then."""
+        """End a step and return the number of updates so far."""
         self.clock.now_s = max(self.clock.now_s, 1000.0 + at_s)
         before = len(self.handle.texts)
         (work,) = self.session.step_callbacks._throttled
@@ -78,8 +80,8 @@ def shown(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shown]
     rank.close()
 
 
-def test_once_a_second_and_only_what_is_new(shown: Shown) -> None:
-    """However often steps end, and however often the sidecar writes."""
+def test_cell_is_updated_once_a_second_with_new_content(shown: Shown) -> None:
+    """The limit holds however often steps end and the sidecar writes."""
     shown.write("first")
     assert shown.step_ends(0.0) == ["first"]
     shown.write("second")
@@ -87,8 +89,8 @@ def test_once_a_second_and_only_what_is_new(shown: Shown) -> None:
     assert [shown.step_ends(at_s) for at_s in (2.1, 3.2)] == [[], []]
 
 
-def test_a_slow_front_end_has_less(shown: Shown) -> None:
-    """An update that took 0.2 s is followed by 20 s without: a hundredth of the time at most."""
+def test_slow_front_end_gets_fewer_updates(shown: Shown) -> None:
+    """An update of 0.2 s is followed by 20 s without one: at most a hundredth of the time."""
     shown.handle.takes_s = 0.2
     shown.write("first")
     assert shown.step_ends(0.0) == ["first"]
@@ -96,8 +98,8 @@ def test_a_slow_front_end_has_less(shown: Shown) -> None:
     assert [shown.step_ends(at_s) for at_s in (1.5, 19.9, 20.1)] == [[], [], ["second"]]
 
 
-def test_an_update_is_this_tools_time(shown: Shown) -> None:
-    """The step in which it is made is charged with it."""
+def test_update_is_charged_to_this_package(shown: Shown) -> None:
+    """The step with the update is charged with it."""
     before_ns = shown.session.recorder.tool_ns
     shown.handle.takes_s = 0.003
     shown.write("first")
@@ -106,8 +108,8 @@ def test_an_update_is_this_tools_time(shown: Shown) -> None:
     assert shown.session.step._overhead_ns == shown.session.recorder.tool_ns - before_ns == 3_000_000
 
 
-def test_a_large_job_is_not_shown_live(shown: Shown) -> None:
-    """The sidecar leaves it to who asks: what is shown stays as it is."""
+def test_cell_of_a_large_job_is_not_updated(shown: Shown) -> None:
+    """In large jobs the sidecar only answers questions. The cell stays as it is."""
     shown.write("")
     assert shown.step_ends(0.0) == []
     assert shown.cell._newest.missing == notebook.TOO_MANY

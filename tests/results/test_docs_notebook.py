@@ -1,4 +1,4 @@
-"""The example of docs/guides/notebook.md runs as it stands there, block after block; here without a notebook."""
+"""The example of docs/guides/notebook.md runs block by block, here without a notebook."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ DISPLAY = "def display(watch):\n    print(watch._repr_mimebundle_()['text/plain'
 
 
 def blocks() -> list[str]:
-    """The example's cells, as they are in the page."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/notebook.md").read_text(), re.DOTALL)
+    """Return the example's cells from the page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "notebook.md").read_text(), re.DOTALL)
 
 
-def test_as_a_script(tmp_path: Path) -> None:
-    """All of it, in plain Python, where displaying is printing; its figures are those of the run."""
+def test_example_runs_as_a_script(tmp_path: Path) -> None:
+    """In plain Python, displaying means printing. The numbers are those of the run."""
     code = DISPLAY + "\n".join(blocks()).replace(
         "perf.watch(model, optimizer)", "perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=60.0))"
     )

@@ -1,4 +1,6 @@
-"""w.log_to(): rows of figures come when they are due, and whatever a logger does, the job goes on."""
+"""w.log_to(): rows of metrics come when they are due, and whatever a logger does, the job
+continues.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ SLOW = Alert(
 
 
 class Board:
-    """Has the form of a SummaryWriter, and keeps what it gets."""
+    """A logger with the interface of SummaryWriter that stores its input."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.rows: list[tuple[str, float, int]] = []
@@ -34,35 +36,37 @@ class Board:
         self._error = error
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """A figure."""
+        """Store a scalar."""
         if self._error is not None:
             raise self._error
         self.rows.append((name, value, step))
 
     def add_text(self, name: str, text: str, step: int) -> None:
-        """A text."""
+        """Store a text."""
         self.texts.append((name, text))
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, because nothing is buffered."""
 
 
 @pytest.fixture
 def session(run: RunDirectory) -> Iterator[Session]:
-    """A rank's, without a sidecar: the tests say what that would."""
+    """Return a rank's session without a sidecar. The tests write its messages."""
     rank = Rank(run, 0, 1)
     yield rank.session
     rank.close()
 
 
 def summed(session: Session, steps: int, step_ns: int, data_ns: int) -> None:
-    """What the sidecar does with its sums."""
+    """Deliver sums as the sidecar does."""
     sums = {"steps": steps, "step": step_ns, "data": data_ns, "communication": 0}
     deliver(str(session.ring_path.with_suffix(FIGURES)), json.dumps(sums))
 
 
-def test_rows_are_means_since_the_row_before(session: Session) -> None:
-    """Each when it is due, at the step that the user counts; what has not changed is not written again."""
+def test_rows_are_means_since_the_previous_row(session: Session) -> None:
+    """Each row comes when it is due, at the step of the user's counter. Unchanged values are not
+    written again.
+    """
     now_s, board = [0.0], Board()
     figures = Figures(lambda: now_s[0])
     figures.add(checked(board, 10.0, lambda: 7))
@@ -82,8 +86,8 @@ def test_rows_are_means_since_the_row_before(session: Session) -> None:
     assert board.rows == [(STEP, 2.0, 7), (DATA, 0.5, 7), (STEP, 3.0, 7), (DATA, 0.0, 7)]
 
 
-def test_a_slow_rank_is_a_figure_until_it_ends(session: Session) -> None:
-    """And a text, with what to do; the report too, without colours."""
+def test_slow_rank_is_logged_until_it_ends(session: Session) -> None:
+    """A text with the action is written, too, and the report without colors."""
     board, figures = Board(), Figures()
     figures.add(checked(board, 0.0, None))
     with figures.listening(session):
@@ -102,8 +106,8 @@ def test_a_slow_rank_is_a_figure_until_it_ends(session: Session) -> None:
     assert board.texts[2][1].strip() == "No rank stands out."
 
 
-def test_what_a_logger_raises_ends_nothing(session: Session, caplog: pytest.LogCaptureFixture) -> None:
-    """It is logged once, and the other loggers get theirs."""
+def test_exception_of_a_logger_does_not_end_the_job(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+    """The exception is logged once, and the other loggers get their rows."""
     bad, good, figures = Board(ConnectionError("no \x1b[2J network")), Board(), Figures()
     figures.add(checked(bad, 0.0, None))
     figures.add(checked(good, 0.0, None))
@@ -117,8 +121,8 @@ def test_what_a_logger_raises_ends_nothing(session: Session, caplog: pytest.LogC
     assert len(good.rows) == 4
 
 
-def test_a_logger_is_known_by_its_form() -> None:
-    """Without importing any."""
+def test_logger_is_recognized_by_its_interface() -> None:
+    """No logging library is imported."""
     run = type("Run", (), {"log": print, "summary": {}})()
     module = type("mlflow", (), {"log_metrics": print, "active_run": print, "MlflowClient": print})()
 
@@ -132,14 +136,14 @@ def test_a_logger_is_known_by_its_form() -> None:
     [({"logger": "tensorboard"}, "str is no logger"), ({"logger": print, "every_s": -1}, "every_s=-1"),
      ({"logger": print, "step": 3}, "step=3")],
 )  # fmt: skip
-def test_mistakes_are_named(arguments: dict[str, object], named: str) -> None:
-    """At the call, before anything is recorded."""
+def test_invalid_arguments_are_refused(arguments: dict[str, object], named: str) -> None:
+    """The call raises before anything is recorded."""
     with pytest.raises(ConfigError, match=named):
         perf.watch().log_to(**arguments)  # type: ignore[arg-type]
 
 
-def test_tags_are_words_that_are_known() -> None:
-    """Another word is a mistake; without a run there is nothing to tag."""
+def test_unknown_tags_are_refused() -> None:
+    """Unknown words are refused. Without a run, tags do nothing."""
     perf.watch().tag("evaluation")
     with pytest.raises(ConfigError, match="what='lunch'"):
         perf.watch().tag("lunch")

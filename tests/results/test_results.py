@@ -1,4 +1,4 @@
-"""w.summary() and w.step_table(): while the run goes on, after its end, and where there is nothing to tell."""
+"""w.summary() and w.step_table() during the run, after its end, and without data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torchlens_perf.watch import Watch
 
 
 class Loop:
-    """A watch, and steps to make in it."""
+    """A watch, and a loop that makes steps in it."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
@@ -49,15 +49,15 @@ class Loop:
 
 @contextmanager
 def training(folder: Path, **settings: Any) -> Iterator[Loop]:
-    """A loop that is watched; its sidecar has ended afterwards."""
+    """Run a watched loop. Its sidecar has ended afterwards."""
     with perf.watch(dir=str(folder), **{"report": "off", **settings}) as watch:
         yield Loop(watch)
     if watch.run_dir is not None:
         wait_for_sidecar(RunDirectory(watch.run_dir))
 
 
-def test_while_the_run_goes_on_and_after_it(tmp_path: Path) -> None:
-    """All steps that have ended are in it, from the first second on, and none that has not."""
+def test_results_during_and_after_the_run(tmp_path: Path) -> None:
+    """All finished steps are included from the first second on, and no unfinished one."""
     with training(tmp_path) as loop:
         loop.train(30)
         live, frame = loop.watch.summary(), loop.watch.step_table("pandas")
@@ -81,8 +81,8 @@ def test_while_the_run_goes_on_and_after_it(tmp_path: Path) -> None:
     assert "42 steps: p50 " in str(after)
 
 
-def test_right_after_the_end(tmp_path: Path) -> None:
-    """The sidecar still writes then, as nobody has waited for a report: it is waited for."""
+def test_results_right_after_the_end_are_complete(tmp_path: Path) -> None:
+    """No report was requested, so the sidecar is still writing. The call waits for it."""
     with perf.watch(dir=str(tmp_path), report="off") as watch:
         Loop(watch).train(17)
     found = watch.summary()
@@ -93,8 +93,8 @@ def test_right_after_the_end(tmp_path: Path) -> None:
     assert "<td>" not in repr(found)
 
 
-def test_what_asking_takes_is_the_tools(tmp_path: Path) -> None:
-    """The step in which results were asked for is not said to be long by the user's doing."""
+def test_time_for_results_is_charged_to_this_package(tmp_path: Path) -> None:
+    """The step with the call does not count as slow user code."""
     with training(tmp_path) as loop:
         loop.train(20)
         began_s = time.perf_counter()
@@ -108,8 +108,8 @@ def test_what_asking_takes_is_the_tools(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("polars") is None, reason="polars is not installed")
-def test_polars(tmp_path: Path) -> None:
-    """The same numbers, and null where nothing was measured."""
+def test_step_table_of_polars_has_the_same_numbers(tmp_path: Path) -> None:
+    """The numbers are equal. Unmeasured values are null."""
     import polars
 
     with training(tmp_path) as loop:
@@ -122,8 +122,8 @@ def test_polars(tmp_path: Path) -> None:
     assert ours["cpu_ns"].null_count() == theirs["cpu_ns"].isna().sum() > 0
 
 
-def test_which_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is imported, else installed; a mistake says what there is."""
+def test_library_of_the_step_table_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The imported library is used, else the installed one. An error lists the choices."""
     watch = perf.watch()
     assert isinstance(watch.step_table(), pandas.DataFrame)
     with monkeypatch.context() as only_polars:
@@ -141,10 +141,10 @@ def test_which_frame(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("why", ["not begun", "off", "refused"])
-def test_where_nothing_is_recorded(
+def test_results_without_recording_have_a_reason(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A script that asks goes on, and hears why there is nothing: None, never 0."""
+    """The script continues and gets the reason. Values are None, never 0."""
     if why == "off":
         monkeypatch.setenv("TORCHLENS_PERF", "0")
     folder = tmp_path / "runs"
@@ -168,8 +168,8 @@ def test_where_nothing_is_recorded(
     assert calls == []
 
 
-def test_a_watch_inside_of_another_one_shows_that(tmp_path: Path) -> None:
-    """While both are there, and when the inner one has been left."""
+def test_nested_watch_shows_the_outer_one(tmp_path: Path) -> None:
+    """This holds while both are open, and after the inner one has ended."""
     with training(tmp_path) as loop:
         with perf.watch(loop.model) as inner:
             loop.train(5)
@@ -180,8 +180,8 @@ def test_a_watch_inside_of_another_one_shows_that(tmp_path: Path) -> None:
     assert of_inner == of_outer
 
 
-def test_without_a_sidecar(tmp_path: Path) -> None:
-    """What to do is said; when it is done, the results are there."""
+def test_results_without_a_sidecar_have_a_remedy(tmp_path: Path) -> None:
+    """The message says what to do. After that, the results exist."""
     with training(tmp_path, sidecar=False) as loop:
         loop.train(5)
         missing = loop.watch.summary().missing
@@ -193,8 +193,8 @@ def test_without_a_sidecar(tmp_path: Path) -> None:
     assert loop.watch.summary().steps == len(loop.watch.step_table("pandas")) == 5
 
 
-def test_a_sidecar_that_was_killed_is_started_again(tmp_path: Path) -> None:
-    """Who asks gets all steps, also those that the killed one had not read."""
+def test_killed_sidecar_is_started_again(tmp_path: Path) -> None:
+    """The results have all steps, including those that the killed sidecar had not read."""
     with training(tmp_path) as loop:
         loop.train(5)
         os.kill(sidecar_of(loop.watch), signal.SIGKILL)
@@ -202,8 +202,8 @@ def test_a_sidecar_that_was_killed_is_started_again(tmp_path: Path) -> None:
         assert loop.watch.summary().steps == 10
 
 
-def test_a_sidecar_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is waited for so long and no longer; then what it has written last is shown."""
+def test_last_results_are_shown_if_the_sidecar_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait is limited. After it, the last written results are shown."""
     with training(tmp_path) as loop:
         loop.train(5)
         assert loop.watch.summary().steps == 5
@@ -217,8 +217,8 @@ def test_a_sidecar_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monk
             os.kill(pid, signal.SIGCONT)
 
 
-def test_nothing_is_made_for_nobody(tmp_path: Path) -> None:
-    """A watch of which nobody asks anything has no mailbox and no work at steps' ends for it."""
+def test_watch_without_calls_has_no_mailbox(tmp_path: Path) -> None:
+    """Without calls, a watch has no mailbox and does no work for it at steps' ends."""
     with training(tmp_path) as loop:
         loop.train(3)
         works = set(loop.watch._session.step_callbacks._throttled.values()) | set(
@@ -231,20 +231,20 @@ def test_nothing_is_made_for_nobody(tmp_path: Path) -> None:
 
 
 class TestChild:
-    """The process that is asked once a run has ended."""
+    """The process that computes results after a run has ended."""
 
-    def test_error(self, tmp_path: Path) -> None:
-        """Its own line, without its name."""
+    def test_error_line_is_shown(self, tmp_path: Path) -> None:
+        """The error is the process's line, without its name."""
         with pytest.raises(RunStoreError, match=r"^/.* is not a run directory"):
             child.output("results", str(tmp_path), "cell")
 
-    def test_timeout(self, tmp_path: Path) -> None:
-        """It is ended, and said so."""
+    def test_process_is_ended_on_timeout(self, tmp_path: Path) -> None:
+        """The process is ended, and the message says so."""
         with pytest.raises(RunStoreError, match=r"results took longer than 0\.001 s"):
             child.output("results", str(tmp_path), "cell", timeout_s=0.001)
 
-    def test_is_no_training_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It is not a rank, has no GPU, and does not record itself."""
+    def test_process_is_no_training_process(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The process is not a rank, has no GPU, and does not record itself."""
         monkeypatch.setenv("RANK", "3")
         monkeypatch.setenv("TORCHLENS_PERF", "1")
         made = children.environment()
@@ -253,8 +253,8 @@ class TestChild:
         assert made["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_what_is_no_results_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sidecar that could not make a report says so in a line, which is shown."""
+def test_other_text_than_results_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sidecar that could not make a report writes the reason in a line, which is shown."""
     monkeypatch.delenv(RAISE, raising=False)
     for text in ("torchlens_perf: no report: <disk> full\n", "[]", "{}", "12"):
         found = ask.parsed(text)

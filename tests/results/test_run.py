@@ -23,15 +23,15 @@ from torchlens_perf.store.samples import PROCESSES, SampleWriter
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A finished run of four ranks, of which rank 2 is slow."""
+    """Return a finished run of four ranks, of which rank 2 is slow."""
     path = tmp_path_factory.mktemp("planted") / "run"
     with LiveSimulation(path, 4, "constant:rank=2,share=0.3,phase=forward") as live:
         live.goes_on(8)
     return perf.load(path)
 
 
-def test_finished_run(planted: Run) -> None:
-    """Its verdicts, numbers, tables and the whole report."""
+def test_results_of_a_finished_run(planted: Run) -> None:
+    """Verdicts, numbers, tables and the whole report are there."""
     found = planted.summary()
 
     assert (found.ranks, found.steps, found.running) == (4, 256, False)
@@ -50,23 +50,23 @@ def test_finished_run(planted: Run) -> None:
     assert "Rank 2" in planted._repr_mimebundle_()["text/plain"]
 
 
-def test_table_without_rows(planted: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """A run without GPUs has an empty table of them; another name is an error."""
+def test_table_without_rows_is_empty(planted: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """A run without GPUs has an empty table of them. Another name raises an error."""
     assert planted.table("gpus", "pyarrow").num_rows == 0
     assert "has no gpus yet" in caplog.text
     with pytest.raises(ConfigError, match=r"^name='modules': must be 'steps', 'spans', 'gpus', 'links' or 'processes'"):
         planted.table("modules")
 
 
-def test_no_run_directory(tmp_path: Path) -> None:
-    """A folder that is none, and one that is not there, are one clear line."""
+def test_missing_run_directory_raises(tmp_path: Path) -> None:
+    """A folder that is not a run directory, and a missing one, each give one clear line."""
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(RunStoreError, match="is no run directory: it has no folder nodes"):
             perf.load(folder)
 
 
-def test_run_directory_without_anything(tmp_path: Path) -> None:
-    """Nothing is saved yet: summary() says so and raises nothing, report() raises."""
+def test_run_directory_without_data_has_a_reason(tmp_path: Path) -> None:
+    """Nothing is saved yet. summary() gives the reason and raises nothing, report() raises."""
     (tmp_path / "run" / "nodes").mkdir(parents=True)
     made = perf.load(tmp_path / "run")
 
@@ -76,11 +76,14 @@ def test_run_directory_without_anything(tmp_path: Path) -> None:
         made.report()
 
 
-def test_run_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it records, what is saved is shown without waiting for its end; right after it, all of it."""
+def test_run_of_this_process_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """During recording, saved data are shown without a wait for the end. Right after the end, all
+    data are.
+    """
     with training(tmp_path) as loop:
         loop.train(30)
-        assert loop.watch.summary().steps == 30  # and it is saved
+        # The data have been saved.
+        assert loop.watch.summary().steps == 30
         with monkeypatch.context() as impatient:
             impatient.setattr(ask, "wait_until_written", lambda run: pytest.fail("it waits for the end of a live run"))
             live = perf.load(loop.watch.run_dir).summary()
@@ -91,8 +94,8 @@ def test_run_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (ended.steps, ended.running) == (42, False)
 
 
-def test_right_after_the_end(tmp_path: Path) -> None:
-    """The sidecar, which still writes then, is waited for."""
+def test_results_right_after_the_end_are_complete(tmp_path: Path) -> None:
+    """The sidecar is still writing, so the call waits for it."""
     with perf.watch(dir=tmp_path, report="off") as watch:
         Loop(watch).train(17)
 
