@@ -194,7 +194,7 @@ def test_table_says_what_it_does_not_know() -> None:
     assert cells(rows, "allgather")["bus bandwidth"] == ">= 7.0 GB/s"
     assert cells(rows, "allreduce")["comm wait ms"] == "-"
     assert "asynchronous: how much earlier it was issued" in note
-    assert "allreduce: the backend does not tell when" in note
+    assert "allreduce: the backend does not report the end" in note
 
 
 def test_table_of_kernels() -> None:

@@ -1,3 +1,1 @@
-"""Code that training processes and the sidecar of their node share: ring files, the run directory,
-the identity of a rank.
-"""
+"""Ring files, the run directory and identities: code of training processes and sidecars."""

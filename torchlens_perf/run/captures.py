@@ -223,8 +223,9 @@ def ask(captures: Path, request: Request) -> None:
 
 
 def new_id() -> str:
-    """Return a new id such as 20261121-013205-3fa9. Ids sort by time, and two requests of one
-    second differ.
+    """Return a new id such as 20261121-013205-3fa9.
+
+    Ids sort by time, and two requests of one second differ.
     """
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 

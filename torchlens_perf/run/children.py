@@ -52,8 +52,9 @@ _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 def interpreter() -> str:
-    """Return the path of this Python's interpreter. Raise RunStoreError if `sys.executable` is not
-    shown to be one.
+    """Return the path of this Python's interpreter.
+
+    Raise RunStoreError if `sys.executable` is not shown to be one.
     """
     reason = _why_no_interpreter(sys.executable)
     if reason:
@@ -75,15 +76,17 @@ def check() -> None:
 
 
 def command(*arguments: str) -> list[str]:
-    """Return the command line for `torchlens-perf ARGUMENTS`. Raise RunStoreError as interpreter()
-    does.
+    """Return the command line for `torchlens-perf ARGUMENTS`.
+
+    Raise RunStoreError as interpreter() does.
     """
     return [interpreter(), *_options(), _PACKAGE, *arguments]
 
 
 def script(path: str, *arguments: str) -> list[str]:
-    """Return the command line for a file that imports only the standard library. Raise as
-    interpreter() does.
+    """Return the command line for a file that imports only the standard library.
+
+    Raise as interpreter() does.
     """
     return [interpreter(), "-I", "-S", path, *arguments]
 
@@ -99,8 +102,9 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def start(command: list[str], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
-    """Start a child in a session of its own, in /, without stdin, stdout and stderr, unless Popen's
-    `options` differ.
+    """Start a child in a session of its own, in /, without standard streams.
+
+    `options` of Popen may override that.
 
     env: environment() by default. Raise OSError if no process can be started.
     """
@@ -112,8 +116,9 @@ def start(command: list[str], env: Mapping[str, str] | None = None, **options: A
 
 
 def start_detached(command: list[str], **options: Any) -> None:
-    """Start a process without a parent, by a shell that ends at once. Raise OSError if that is not
-    possible.
+    """Start a process without a parent, by a shell that ends at once.
+
+    Raise OSError if that is not possible.
 
     Ray's workers kill their children as they end. DeepSpeed's launcher kills what a failed rank has
     started. A child that ends before its parent would stay as a zombie.
@@ -130,8 +135,9 @@ def start_detached(command: list[str], **options: Any) -> None:
 
 
 def search_path() -> list[str]:
-    """Return the folders in which a child looks for modules: those of this process, without the
-    script's own.
+    """Return the folders in which a child looks for modules.
+
+    They are those of this process, without the script's own.
 
     A file rich.py in the folder of the user's script must not replace a library. The script's
     folder is only in the list if a library is found nowhere else.
@@ -174,8 +180,9 @@ def _why_no_interpreter(path: object) -> str:
 
 
 def _is_interpreter(path: str) -> bool:
-    """Return True if a file, or its link target, has an interpreter's name and is in a folder of
-    this Python's interpreter.
+    """Return True if a file, or its link target, is a Python interpreter of this installation.
+
+    Its name and its folder are compared.
     """
     installed = False
     for each in (path, os.path.realpath(path)):
@@ -198,8 +205,9 @@ def _interpreter_folders() -> set[str]:
 
 
 def _options() -> list[str]:
-    """Return this interpreter's options that affect where modules come from and how text is
-    decoded. -W and -O do not.
+    """Return this interpreter's options that affect the origin of modules and text encoding.
+
+    -W and -O do not.
     """
     flags = sys.flags
     options = ["-I"] if flags.isolated else ["-E"] * flags.ignore_environment + ["-s"] * flags.no_user_site
@@ -213,8 +221,9 @@ def _options() -> list[str]:
 
 
 def _is_found(name: str, folders: Iterable[str]) -> bool:
-    """Return True if a child that searches these folders finds a library. Finders that installers
-    add are used, too.
+    """Return True if a child that searches these folders finds a library.
+
+    Finders that installers add are used, too.
     """
     if PathFinder.find_spec(name, list(folders)) is not None:
         return True

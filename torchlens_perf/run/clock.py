@@ -1,6 +1,4 @@
-"""The host's clock, and the device's progress as the training process writes it into the ring's
-header.
-"""
+"""The host's clock, and the device's progress in the ring's header."""
 
 from __future__ import annotations
 
@@ -25,8 +23,9 @@ class Anchor(NamedTuple):
 
 
 class HostClock:
-    """CLOCK_MONOTONIC as a step clock: a mark's time is known at once, and the mark is its own
-    handle.
+    """CLOCK_MONOTONIC as a step clock.
+
+    A mark's time is known at once, and the mark is its own handle.
     """
 
     name = "host"
@@ -38,8 +37,9 @@ class HostClock:
         return begin, end - begin
 
     def anchor(self) -> Anchor:
-        """Return the most exact of five readings. Each reads the wall clock between two readings of
-        the monotonic clock.
+        """Return the most exact of five readings.
+
+        Each reads the wall clock between two readings of the monotonic clock.
         """
         best = Anchor(0, 0, 1 << 62)
         for _ in range(5):

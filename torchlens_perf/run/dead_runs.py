@@ -1,5 +1,4 @@
-"""Find rings of jobs that were killed together with their sidecars, and start a program that drains
-them.
+"""Find rings of jobs that were killed with their sidecars, and start their draining.
 
 Shared memory keeps such rings until the node restarts, at 4.5 MB a rank. The next watch of the same
 user on the node starts the program (sidecar/start/drain.py). It reads the rings into their run
@@ -84,8 +83,9 @@ def _is_locked(path: Path) -> bool:
 
 
 def begin(but: str = "") -> bool:
-    """Start the drain program if there are dead runs. Return True if there are. Raise OSError or
-    RunStoreError.
+    """Start the drain program if there are dead runs.
+
+    Return True if there are. Raise OSError or RunStoreError.
 
     The program exports nothing, because the environment belongs to another job. but: the run that
     is starting. Its own sidecar reads what an earlier process of the run has left.

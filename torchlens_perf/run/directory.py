@@ -96,9 +96,7 @@ class RunDirectory:
         return self.path.name
 
     def why_unreadable(self) -> str:
-        """Return why there is no report: no such directory, no run directory, or a run without data
-        so far.
-        """
+        """Return why there is no report: no folder, no run directory, or a run without data."""
         if not os.path.isdir(self.path):
             return (
                 f"{self.path} is not a directory" if os.path.exists(self.path) else f"there is no directory {self.path}"
@@ -131,8 +129,9 @@ class RunDirectory:
         return [self.steps, self.spans, self.nodes]
 
     def create(self) -> list[str]:
-        """Make the folders. Return those that were missing. Raise RunStoreError if a folder cannot
-        be made.
+        """Make the folders.
+
+        Return those that were missing. Raise RunStoreError if a folder cannot be made.
         """
         try:
             access = make_folders.SHARED if self.shared else make_folders.PRIVATE
@@ -174,9 +173,7 @@ class RunDirectory:
         return [Path(os.readlink(link)) for link in sorted(self._local_files(f"*{_REGISTERED}"))]
 
     def local_changes_ns(self) -> list[int]:
-        """Return the time of the last change of each folder that local_rings() reads; 0 for a
-        missing folder.
-        """
+        """Return the time of the last change of each folder of local_rings(); 0 if it is missing."""
         return [_changed_ns(_local(parent, self.run_id)) for parent in _local_parents()]
 
     def local_mailboxes(self, kind: str) -> list[Path]:
@@ -195,9 +192,7 @@ class RunDirectory:
         return [ring, *self._local_files(f"*-{ring.stem}{_REGISTERED}")]
 
     def leave_local(self) -> None:
-        """Remove the run's folders of this node as far as they are empty: for ranks that do not
-        record.
-        """
+        """Remove the run's empty folders of this node, for ranks that do not record."""
         for parent in _local_parents():
             _remove_if_empty(_local(parent, self.run_id))
 
@@ -218,8 +213,9 @@ class RunDirectory:
 
 
 def claim_run_id(digest: str, origin: int, *, proposal: str = "", member: int | None = None) -> str:
-    """Return the run id for a launcher's digest: by default the start time of the run, and the
-    digest.
+    """Return the run id for a launcher's digest.
+
+    By default it has the start time of the run and the digest.
 
     The ranks of a node call this at almost the same time and must get the same id. The first rank
     stores its proposal as the target of a symbolic link, which only one process can create. Later
@@ -238,8 +234,9 @@ def claim_run_id(digest: str, origin: int, *, proposal: str = "", member: int | 
 
 
 def is_first(digest: str, origin: int) -> bool:
-    """Return True on the first rank of the launcher that calls this on this node. Raise as
-    claim_run_id().
+    """Return True on the first rank of the launcher that calls this on this node.
+
+    Raise as claim_run_id().
     """
     return origin == os.getpid() or _claimed("off", digest, origin, str(os.getpid())) == str(os.getpid())
 
@@ -305,8 +302,9 @@ def _forget_claims_of_the_dead(folder: Path) -> None:
 
 
 def local_folders(run_id: str) -> Iterator[Path]:
-    """Yield this user's folders for the run's ring files and lock, best first. They are local to
-    this node.
+    """Yield this user's folders for the run's ring files and lock, best first.
+
+    They are local to this node.
     """
     for parent in _local_parents():
         for _ in range(_MAX_TRIES):
@@ -333,15 +331,17 @@ def _local_parents() -> Iterator[Path]:
 
 
 def _local(parent: Path, run_id: str) -> Path:
-    """Return the run's folder for this PID namespace. Containers that share memory have separate
-    sidecars and process ids.
+    """Return the run's folder for this PID namespace.
+
+    Containers that share memory have separate sidecars and process ids.
     """
     return parent / f"{run_id}.{namespace_digest()}"
 
 
 def _in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
-    """Call `work` with the best folder of this node. Raise RunStoreError if no folder exists or is
-    writable.
+    """Call `work` with the best folder of this node.
+
+    Raise RunStoreError if no folder exists or is writable.
     """
     problem: OSError | None = None
     for _ in range(_MAX_TRIES):
@@ -365,15 +365,17 @@ def find_sidecar_lock(run_id: str) -> Path | None:
 
 
 def sidecar_lock(run_id: str) -> Path:
-    """Return the path of the node's sidecar lock file. Raise RunStoreError if no folder is
-    writable.
+    """Return the path of the node's sidecar lock file.
+
+    Raise RunStoreError if no folder is writable.
     """
     return _in_local_folder(run_id, lambda folder: folder / _LOCK)
 
 
 def sidecar_log(lock: Path) -> Path:
-    """Return the sidecar's log file for the time before the run directory exists. lock: its
-    sidecar_lock().
+    """Return the sidecar's log file for the time before the run directory exists.
+
+    lock: its sidecar_lock().
     """
     return lock.with_name(_LOG)
 
@@ -386,9 +388,7 @@ def _changed_ns(folder: Path) -> int:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove a run's folder, and the parent that all runs of this user share on this node, if they
-    are empty.
-    """
+    """Remove a run's folder, and the parent of all runs of this user, if they are empty."""
     with contextlib.suppress(OSError):
         folder.rmdir()
     if folder.parent in _local_parents():
@@ -428,8 +428,9 @@ def _is_private(path: Path) -> bool:
 def create_ring(
     run: RunDirectory, identity: Identity, capacity: int, *, first_step: int = 0, keep: bool = False
 ) -> RingFile:
-    """Make this rank's ring file. Register it after its metadata are published: a sidecar cannot
-    read it earlier.
+    """Make this rank's ring file.
+
+    Register it after its metadata are published: a sidecar cannot read it earlier.
 
     first_step: index of the first recorded step. keep: no process will read the ring while the job
     runs, so it is made in the run directory if it can be mapped there. Raise RunStoreError if no
@@ -457,8 +458,9 @@ def create_ring(
 
 
 def _ring_places(run: RunDirectory, size: int, problems: list[str], *, keep: bool) -> Iterator[tuple[Path, bool]]:
-    """Yield folders for a ring, best first, with True if the ring is in anonymous memory and the
-    folder only has a link.
+    """Yield folders for a ring, best first.
+
+    The second value is True if the ring is in anonymous memory and the folder only has a link.
     """
     if keep:
         run.rings.mkdir(mode=0o700, exist_ok=True)
@@ -497,8 +499,9 @@ def runs_on_this_node() -> Iterator[tuple[Path, float]]:
 
 
 def writer_lives(path: Path) -> bool:
-    """Return True if the process that made a ring file is running. The file's name identifies it
-    (Identity.key).
+    """Return True if the process that made a ring file is running.
+
+    The file's name identifies it (Identity.key).
     """
     process = [int(word) for word in path.stem.split("-")[-2:] if word.isdigit()]
     return len(process) == 2 and process_started(process[0]) == process[1]

@@ -29,8 +29,9 @@ class _Part(NamedTuple):
 
 
 def fitted(metadata: Mapping[str, Any], limit_bytes: int) -> bytes:
-    """Return the metadata as JSON of at most `limit_bytes` (1024 or more), with a note on what was
-    left out.
+    """Return the metadata as JSON of at most `limit_bytes` (1024 or more).
+
+    A note lists what was left out.
     """
     text = _encoded(metadata)
     if len(text) <= limit_bytes:
@@ -60,8 +61,9 @@ def fitted(metadata: Mapping[str, Any], limit_bytes: int) -> bytes:
 
 
 def _parts(value: dict[str, Any]) -> Iterator[_Part]:
-    """Yield the parts that may be left out: single notes, groups, devices and attributes, long
-    texts, and whole fields.
+    """Yield the parts that may be left out.
+
+    They are single notes, groups, devices and attributes, long texts, and whole fields.
     """
     for name, field in value.items():
         if name in _BY_MEMBER and isinstance(field, (dict, list)):

@@ -127,8 +127,9 @@ class Gpu(TypedDict):
 
 
 class DeviceClock(TypedDict, total=False):
-    """Accuracy of the device's times, and the number of missing times by reason. Empty without a
-    device.
+    """Accuracy of the device's times, and the number of missing times by reason.
+
+    Empty without a device.
     """
 
     clock: str
@@ -142,8 +143,9 @@ class DeviceClock(TypedDict, total=False):
 
 
 def detect(environ: Mapping[str, str], claim: Callable[..., str], nth_watch: int = 0) -> Identity:
-    """Return the identity of this process now. An initialized torch.distributed overrides the
-    environment.
+    """Return the identity of this process now.
+
+    An initialized torch.distributed overrides the environment.
 
     claim: directory.claim_run_id(). nth_watch: number of earlier watches in this process. Each run
     needs its own folder.
@@ -151,9 +153,9 @@ def detect(environ: Mapping[str, str], claim: Callable[..., str], nth_watch: int
     place = launcher.place(environ, _distributed(), command_line(os.getppid()))
     pid, host = os.getpid(), socket.gethostname()
     traceparent, tracestate = calling_span(environ)
-    again = f"-{nth_watch + 1}" if nth_watch else ""
+    suffix = f"-{nth_watch + 1}" if nth_watch else ""
     return Identity(
-        run_id=_run_id(environ, place, claim, again),
+        run_id=_run_id(environ, place, claim, suffix),
         rank=place.rank,
         local_rank=place.local_rank,
         world_size=place.world_size,
@@ -176,8 +178,9 @@ def detect(environ: Mapping[str, str], claim: Callable[..., str], nth_watch: int
 
 
 def job_store(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the address of the job's TCPStore, read as torch.distributed's env:// does; None if it
-    is not set.
+    """Return the address of the job's TCPStore; None if it is not set.
+
+    The environment is read as torch.distributed's env:// does.
     """
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     return (host, int(port)) if host and is_number(port) else None
@@ -209,36 +212,33 @@ def _as_text(value: str) -> str:
 
 
 def known_run_id(environ: Mapping[str, str], place: Place) -> str:
-    """Return the run id for the first watch of a process if the environment alone defines it; else
-    "".
-    """
+    """Return the run id of a process's first watch if the environment defines it; else ""."""
     job = "" if place.elastic or place.nodes == 1 or place.world_size == 1 else place.job
     return _cleaned(environ.get("TORCHLENS_PERF_RUN_ID", "")) or _cleaned(job)
 
 
-def _run_id(environ: Mapping[str, str], place: Place, claim: Callable[..., str], again: str) -> str:
-    """Return the run id: the user's, the job's on all nodes, or one that the ranks of a node agree
-    on.
+def _run_id(environ: Mapping[str, str], place: Place, claim: Callable[..., str], suffix: str) -> str:
+    """Return the run id: the user's, the job's, or one that the ranks of a node agree on.
 
     If the environment has no name that is unique to this job, each node claims an id of its own.
     Node 0's sidecar then sends the run id to the others (sidecar/nodes/membership.py).
     """
     configured = _cleaned(environ.get("TORCHLENS_PERF_RUN_ID", ""))
     if configured:
-        return configured + again
+        return configured + suffix
     if place.world_size == 1 and not place.elastic:
-        return claim(_launcher_digest(os.getpid()) + again, os.getpid())
+        return claim(_launcher_digest(os.getpid()) + suffix, os.getpid())
     origin = os.getppid()
     job = "" if place.nodes == 1 else _cleaned(place.job)
     if place.elastic and (job or place.nodes == 1):
         # A restart has another port and may have another world size, but the same agent.
-        return claim(_launcher_digest(origin) + again, origin, proposal=job and job + again)
+        return claim(_launcher_digest(origin) + suffix, origin, proposal=job and job + suffix)
     if job:
-        return job + again
+        return job + suffix
     digest = _digest(place.facts) if place.facts else _launcher_digest(origin)
     # A launcher that does not restart its ranks may still start others: a loop in a shell, or a
     # script that spawns twice.
-    return claim(digest + again, origin, member=None if place.elastic else place.rank)
+    return claim(digest + suffix, origin, member=None if place.elastic else place.rank)
 
 
 def _cleaned(text: str) -> str:
@@ -247,8 +247,9 @@ def _cleaned(text: str) -> str:
 
 
 def _launcher_digest(origin: int) -> str:
-    """Return a digest of the process that started the ranks. It is equal on all ranks of a node and
-    over elastic restarts.
+    """Return a digest of the process that started the ranks.
+
+    It is equal on all ranks of a node and over elastic restarts.
     """
     return _digest(f"{socket.gethostname()}/{origin}/{process_started(origin)}")
 
@@ -258,8 +259,9 @@ def _digest(text: str) -> str:
 
 
 def program_name(environ: Mapping[str, str]) -> str:
-    """Return the program of this process without folder and arguments: `train.py`,
-    `package.module`, `train.ipynb` or `python`.
+    """Return the program of this process, without folder and arguments.
+
+    Examples: `train.py`, `package.module`, `train.ipynb`, `python`.
     """
     return name_of(getattr(sys, "argv", []), sys.modules.get("__main__"), environ)
 
@@ -287,8 +289,9 @@ def name_of(arguments: Sequence[str], main: ModuleType | None, environ: Mapping[
 
 
 def _file_name(path: str) -> str:
-    """Return the last meaningful part of a path, as text that can be exported. Its bytes may be
-    invalid UTF-8.
+    """Return the last meaningful part of a path, as text that can be exported.
+
+    Its bytes may be invalid UTF-8.
     """
     name = os.path.basename(path)
     if name in ("", ".", "..", "__main__.py"):

@@ -1,6 +1,4 @@
-"""The pip command that reinstalls this package, or adds one of its extras, from its original
-source.
-"""
+"""The pip command that installs this package or its extras from the original source."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ NAME = "torchlens-perf"
 
 
 def install_command(extra: str = "", *, options: str = "") -> str:
-    """Return a pip command for a clone, a repository, an archive or an index, by direct_url.json
-    (PEP 610).
+    """Return a pip command for the package's origin, by direct_url.json (PEP 610).
+
+    The origin is a clone, a repository, an archive or an index.
     """
     return " ".join(["pip install", *filter(None, [options]), *_requirements(extra)])
 

@@ -54,8 +54,9 @@ def location(known: Mapping[str, str]) -> str:
 
 
 def _switch(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the node's switch from Slurm's path, such as "core.leaf3.node12". A second variable
-    has the kind of each part.
+    """Return the node's switch from Slurm's path, such as "core.leaf3.node12".
+
+    A second variable has the kind of each part.
 
     Documentation: srun(1), SLURM_TOPOLOGY_ADDR, SLURM_TOPOLOGY_ADDR_PATTERN.
     """
@@ -81,8 +82,9 @@ def _cloud(dmi: Path) -> dict[str, str]:
 
 
 def _container(proc: Path) -> dict[str, str]:
-    """Return the container's id. Docker, containerd and CRI-O put its 64 digits into the names of
-    control groups or mounts.
+    """Return the container's id.
+
+    Docker, containerd and CRI-O put its 64 digits into the names of control groups or mounts.
     """
     for name, pattern in _CONTAINER.items():
         found = pattern.search(text_of(proc / "self" / name))

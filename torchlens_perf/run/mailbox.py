@@ -42,8 +42,9 @@ class Mailbox:
 
     @above_standard_streams()
     def __init__(self, ring: Path, kind: str, question: str = "") -> None:
-        """Make the file. Raise OSError, also if this process has a mailbox of that kind; no file is
-        left then.
+        """Make the file.
+
+        Raise OSError, also if this process has a mailbox of that kind; no file is left then.
 
         ring: the rank's ring file.
         """
@@ -59,8 +60,9 @@ class Mailbox:
                 raise
 
     def news(self) -> str | None:
-        """Return the text if it has changed since the last call, else None. The latter costs one
-        system call.
+        """Return the text if it has changed since the last call, else None.
+
+        The latter costs one system call.
         """
         found = os.fstat(self._descriptor)
         state = found.st_mtime_ns, found.st_size
@@ -74,9 +76,7 @@ class Mailbox:
         return text.removesuffix(_END).decode(errors="replace")
 
     def wait(self, timeout_s: float) -> str | None:
-        """Return a changed text as news() does, after waiting for it for at most `timeout_s`; None
-        on timeout.
-        """
+        """Wait for a changed text as news() returns it; None on timeout."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             text = self.news()
@@ -92,9 +92,7 @@ class Mailbox:
 
 
 def question(mailbox: Path) -> str | None:
-    """Return the question in an ANSWER, on the sidecar; None if no process is waiting or it has
-    been answered.
-    """
+    """Return the question in an ANSWER, on the sidecar; None if it is no longer open."""
     try:
         descriptor = os.open(mailbox, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

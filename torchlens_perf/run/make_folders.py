@@ -25,8 +25,9 @@ _MAX_REMOVALS, _REST_S = 20, 0.1
 
 
 def make(folders: list[str], access: str = PRIVATE) -> list[str]:
-    """Make missing folders, and create and remove a file in the last one. Return the folders that
-    were missing.
+    """Make missing folders, and create and remove a file in the last one.
+
+    Return the folders that were missing.
 
     access: PRIVATE, or SHARED to let the group that the file system assigns read them. The folders
     are in a run directory. Raise OSError if that is not possible; all new folders are removed then.

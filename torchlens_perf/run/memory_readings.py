@@ -1,6 +1,4 @@
-"""One reading of the device's allocator: which of torch's numbers are recorded, and under which
-names. Pure.
-"""
+"""The numbers of torch's allocator that are recorded, and their names. Pure."""
 
 from __future__ import annotations
 

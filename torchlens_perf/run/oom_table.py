@@ -93,8 +93,9 @@ class OutOfMemoryAtFirst(TypedDict):
 
 
 class OutOfMemory(OutOfMemoryAtFirst, total=False):
-    """Content of an out-of-memory file. The node's state and the report have a copy with the
-    largest rows.
+    """Content of an out-of-memory file.
+
+    The node's state and the report have a copy with the largest rows.
     """
 
     device_bytes: int
@@ -170,9 +171,7 @@ def _rows(blocks: Sequence[Mapping[str, Any]], places: Places, new: set[int] | N
 
 
 def _history(snapshot: Mapping[str, Any], device: int) -> tuple[set[int], int, float | None]:
-    """Return the addresses allocated within the history, its number of events, and its length in
-    seconds.
-    """
+    """Return the history's allocated addresses, number of events, and length in seconds."""
     traces = snapshot.get("device_traces", ())
     trace = [each for each in traces[device] if each["action"] in _EVENTS] if device < len(traces) else []
     new = {each["addr"] for each in trace if each["action"] == "alloc"}
@@ -185,8 +184,9 @@ _EVENTS = ("alloc", "free_completed")
 
 
 class Places:
-    """Convert stacks to the places of allocations. Each frame is processed once, because stacks
-    share frames.
+    """Convert stacks to the places of allocations.
+
+    Each frame is processed once, because stacks share frames.
     """
 
     def __init__(self, forwards: Forwards, hidden: tuple[str, ...]) -> None:

@@ -26,8 +26,9 @@ _modes: dict[str, tuple[float, int]] = {}
 
 
 def others_can_change(path: Path) -> str | None:
-    """Return why another user than this one and root could change the file at `path`; None if none
-    can.
+    """Return why another user could change the file at `path`; None if none could.
+
+    Root and this user do not count.
 
     All folders and symbolic links are checked from the top down, then the file. Each must belong to
     this user or to root and must not be writable by others. Parent folders may be sticky, as /tmp
@@ -86,8 +87,9 @@ class TooLargeError(OSError):
 
 
 def read_bytes(path: str | os.PathLike[str], at_most: int) -> bytes:
-    """Return a regular file's content. Raises as open_to_read(), and TooLargeError for more than
-    `at_most` bytes.
+    """Return a regular file's content.
+
+    Raises as open_to_read(), and TooLargeError for more than `at_most` bytes.
 
     A sparse file of any size takes no room on its disk, so a file's size is checked before it is
     read.
@@ -105,8 +107,9 @@ def read_bytes(path: str | os.PathLike[str], at_most: int) -> bytes:
 
 
 def open_to_append(path: str | os.PathLike[str], flags: int = 0) -> int:
-    """Open this user's file for appending, or create it with the mode that create() uses. Follow no
-    link.
+    """Open this user's file for appending, or create it with the mode that create() uses.
+
+    Follow no link.
 
     This is an opener for open(), which passes the flags. Any thread. Raise OSError: PermissionError
     for another user's file, NotRegularFileError for a file that is not regular.
@@ -132,6 +135,7 @@ def open_to_append(path: str | os.PathLike[str], flags: int = 0) -> int:
 
 def create(path: str | os.PathLike[str], like: str | os.PathLike[str] = "") -> int:
     """Open a new file for writing, with mode 0600, or 0640 in a folder that is shared with a group.
+
     Ignore the umask.
 
     An existing file is removed, not overwritten. like: a folder whose mode decides, by default the
@@ -158,8 +162,9 @@ def write(path: str | os.PathLike[str], content: str | bytes, like: str | os.Pat
 
 
 def write_all(file: io.RawIOBase | io.FileIO, content: bytes) -> None:
-    """Write all content to an unbuffered file. One write(2) to an almost full disk may be partial,
-    without an error.
+    """Write all content to an unbuffered file.
+
+    One write(2) to an almost full disk may be partial, without an error.
 
     Raise OSError.
     """
@@ -192,22 +197,25 @@ def as_private_as(folder: Path) -> Iterator[None]:
 
 
 def may_ask(path: Path, run: Path) -> bool:
-    """Return True if the file at `path` belongs to this user, to root or to the run's owner. Raise
-    OSError.
+    """Return True if the file at `path` belongs to this user, to root or to the run's owner.
+
+    Raise OSError.
     """
     return path.lstat().st_uid in {_ROOT_UID, *_ours(run)}
 
 
 def _ours(folder: str | os.PathLike[str]) -> set[int]:
-    """Return the owners of files that this process creates in a folder. Some network disks map them
-    to another user.
+    """Return the owners of files that this process creates in a folder.
+
+    Some network disks map them to another user.
     """
     return {os.geteuid(), os.stat(folder or ".").st_uid}
 
 
 def _file_mode(folder: str | os.PathLike[str]) -> int:
-    """Return the mode of new files. It is cached for _MODE_LIFETIME_S, because each check is a
-    request to a shared disk.
+    """Return the mode of new files.
+
+    It is cached for _MODE_LIFETIME_S, because each check is a request to a shared disk.
     """
     name, now_s = os.path.abspath(folder), time.monotonic()
     looked_s, mode = _modes.get(name, (float("-inf"), 0))

@@ -1,5 +1,6 @@
-"""Process data from /proc. Imports almost nothing, for a fast start of the sidecar
-(sidecar/start/wait.py).
+"""Process data from /proc.
+
+Imports almost nothing, for a fast start of the sidecar (sidecar/start/wait.py).
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import time
 
 
 def process_started(pid: int) -> int | None:
-    """Return the start of a process in clock ticks after boot (proc_pid_stat(5), field 22); None if
-    it does not exist.
+    """Return the start of a process in clock ticks after boot; None if it does not exist.
+
+    Source: proc_pid_stat(5), field 22.
     """
     state, started = process_stat(pid)
     return None if state in ("", "Z", "X") else started
@@ -22,8 +24,9 @@ def age_s(started: int) -> float:
 
 
 def process_stat(pid: int, thread: int | None = None) -> tuple[str, int]:
-    """Return a process's state letter, as in ps, and its start in clock ticks after boot; "" if it
-    does not exist.
+    """Return a process's state letter, as in ps, and its start in clock ticks after boot.
+
+    The state is "" if the process does not exist.
 
     thread: native id of one of its threads, whose state is returned instead.
     """
@@ -40,16 +43,15 @@ def threads(pid: int) -> list[int]:
 
 
 def process_cpu_time_s(pid: int) -> float:
-    """Return the CPU time of all threads of a process, including ended ones; 0 if it does not
-    exist.
-    """
+    """Return the CPU time of a process, with ended threads; 0 if it does not exist."""
     fields = stat_fields(f"/proc/{pid}/stat")
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
-    """Return a thread's CPU time in ns (Documentation/scheduler/sched-stats.rst); None if the
-    kernel does not provide it.
+    """Return a thread's CPU time in ns; None if the kernel does not provide it.
+
+    Source: Documentation/scheduler/sched-stats.rst.
 
     thread: native id; by default the main thread.
     """
@@ -57,8 +59,9 @@ def cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
 
 
 def cpu_wait_ns(pid: int) -> int | None:
-    """Return the time in ns that a process's main thread was runnable without a CPU; None if the
-    kernel has no such count.
+    """Return the time in ns that a process's main thread was runnable without a CPU.
+
+    Return None if the kernel has no such count.
     """
     return _scheduled(f"/proc/{pid}/task/{pid}/schedstat", 1)
 
@@ -80,8 +83,9 @@ def _scheduled(path: str, field: int) -> int | None:
 
 
 def is_in(field: str, number: int, pid: int | str = "self") -> bool:
-    """Return True if a signal is in a set of a process: "SigCgt" for caught, "SigIgn" for ignored
-    ones (proc(5)).
+    """Return True if a signal is in a set of a process (proc(5)).
+
+    Sets are "SigCgt" for caught and "SigIgn" for ignored signals.
 
     Raise OSError if the process does not exist.
     """
@@ -109,8 +113,9 @@ def text_of(path: str | os.PathLike[str]) -> str:
 
 
 def stat_fields(path: str) -> list[bytes]:
-    """Return the fields after the program's name, which may contain any character. Field n is at n
-    - 3. [] if it is gone.
+    """Return the fields after the program's name, which may contain any character.
+
+    Field n is at n - 3. [] if it is gone.
     """
     try:
         with open(path, "rb", buffering=0) as file:

@@ -1,5 +1,6 @@
-"""Sets of ranks as short text, such as "0-3,8,16-1000/8". A group of ten thousand ranks is usually
-a few ranges.
+"""Sets of ranks as short text, such as "0-3,8,16-1000/8".
+
+A group of ten thousand ranks is usually a few ranges.
 """
 
 from __future__ import annotations

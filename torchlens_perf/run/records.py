@@ -1,5 +1,6 @@
-"""The final, immutable values that the sidecar computes. Times are nanoseconds; `*_s` fields are
-seconds.
+"""The final, immutable values that the sidecar computes.
+
+Times are nanoseconds; `*_s` fields are seconds.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ OWN_COLUMNS = [PARTS.index(part) for part in OWN_PARTS]
 
 
 class Span(NamedTuple):
-    """One closed interval of one rank, with its name and place in the step. A tuple, because runs
-    have millions of spans.
+    """One closed interval of one rank, with its name and place in the step.
+
+    A tuple, because runs have millions of spans.
     """
 
     kind: str
@@ -88,9 +90,7 @@ class StepTable:
 
     @property
     def work_ns(self) -> npt.NDArray[np.int64]:
-        """Own time without the time that the thread was runnable without a CPU, if that was
-        measured.
-        """
+        """Own time without time runnable without a CPU, if that was measured."""
         work: npt.NDArray[np.int64] = self.work_by_part_ns.sum(axis=1)
         return work
 
@@ -115,8 +115,9 @@ class StepTrace:
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-    """A step of one attempt of the job that is exported as a trace. All nodes export the same ranks
-    of it.
+    """A step of one attempt of the job that is exported as a trace.
+
+    All nodes export the same ranks of it.
     """
 
     attempt: int

@@ -1,5 +1,6 @@
-"""The ring file: fixed-size records that one process writes and another reads, during its life or
-after its death.
+"""The ring file: records of fixed size that one process writes and another reads.
+
+The reader may read them during the writer's life and after its death.
 
 A ring file is preallocated, mapped into memory and never grows. The writer overwrites the oldest
 record, so it never waits for a reader. Each record has a sequence number, so a reader can count the
@@ -159,8 +160,9 @@ class RingFile:
             return name_id
 
     def set_name_listener(self, listener: Callable[[str], None]) -> None:
-        """Call `listener` with every name but the first, in the order of their ids; existing names
-        at once.
+        """Call `listener` with every name but the first, in the order of their ids.
+
+        It gets existing names at once.
         """
         with self._lock:
             self._name_listener = listener
@@ -188,8 +190,9 @@ class RingFile:
         return [name_of(names, name_id) for name_id in ids]
 
     def add_group(self, name: str) -> int:
-        """Return the row of a process group in the table of progress; MAX_GROUPS, which is no row,
-        if the table is full.
+        """Return the row of a process group in the table of progress.
+
+        If the table is full, return MAX_GROUPS, which is no row.
         """
         with self._lock:
             slot = self._groups.get(name, len(self._groups))
@@ -242,8 +245,9 @@ class RingFile:
         self._words[INTERNAL_ERRORS] += 1
 
     def close(self) -> None:
-        """Mark the ring as closed by its writer and unmap it. The recorder must be closed. May be
-        called again.
+        """Mark the ring as closed by its writer and unmap it.
+
+        The recorder must be closed. May be called again.
         """
         if self.buffer.closed:
             return
@@ -293,9 +297,7 @@ def name_of(names: list[str], name_id: int) -> str:
 
 
 class Batch(NamedTuple):
-    """Result of one read: records, their sequence numbers, and how many were lost before or between
-    them.
-    """
+    """Records of one read, their sequence numbers, and the number of lost ones before them."""
 
     records: npt.NDArray[np.void]
     sequences: npt.NDArray[np.int64]
@@ -303,8 +305,9 @@ class Batch(NamedTuple):
 
 
 def record_dtype() -> np.dtype[np.void]:
-    """Return the NumPy structure of a 64-byte record. Durations and times are nanoseconds of
-    CLOCK_MONOTONIC.
+    """Return the NumPy structure of a 64-byte record.
+
+    Durations and times are nanoseconds of CLOCK_MONOTONIC.
     """
     import numpy as np
 
@@ -352,7 +355,7 @@ class Reader:
         if magic != MAGIC or version != VERSION or record_bytes != RECORD_BYTES:
             raise RingError(f"{self.path} is not a ring file of version {VERSION}")
         if capacity & (capacity - 1) or size != RECORDS_OFFSET + capacity * RECORD_BYTES:
-            raise RingError(f"{self.path} has a header for {capacity} records, but {size} bytes")
+            raise RingError(f"{self.path} has a header for {capacity} records, which does not match its {size} bytes")
         return int(capacity)
 
     def hold(self) -> None:
@@ -360,17 +363,17 @@ class Reader:
         memory.hold(str(self.path), self._descriptor)
 
     def _words(self, first: int, count: int = 1) -> tuple[int, ...]:
-        """Return current words of the header; of a truncated or overwritten file, the last valid
-        ones.
-        """
+        """Return current words of the header, or the last valid ones of a damaged file."""
         header = os.pread(self._descriptor, METADATA_OFFSET, 0)
         if len(header) == METADATA_OFFSET and header.startswith(MAGIC):
             self._header = header
         return struct.unpack_from(f"<{count}Q", self._header, 8 * first)
 
     def counter(self, word: int) -> int:
-        """Return a header counter: HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS,
-        NAMES_LOST or INTERNAL_ERRORS.
+        """Return a header counter.
+
+        It is one of HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS, NAMES_LOST,
+        INTERNAL_ERRORS.
         """
         return self._words(word)[0]
 
@@ -399,8 +402,9 @@ class Reader:
         return self._names
 
     def open_spans(self) -> list[OpenSpan]:
-        """Return the open spans of the training thread, outermost first. A running writer may
-        change them during the call.
+        """Return the open spans of the training thread, outermost first.
+
+        A running writer may change them during the call.
         """
         names, spans = self.names(), []
         depth, *frames = self._words(DEPTH, 1 + FRAME_BYTES // 8 * MAX_FRAMES)
@@ -412,8 +416,9 @@ class Reader:
         return spans
 
     def groups(self) -> list[GroupProgress]:
-        """Return the rank's progress in each of its groups. A running writer may change it during
-        the call.
+        """Return the rank's progress in each of its groups.
+
+        A running writer may change it during the call.
         """
         names, found = self.names(), []
         groups, *rows = self._words(GROUPS_USED, 1 + GROUP_WORDS * MAX_GROUPS)
@@ -457,9 +462,7 @@ class Reader:
         return Batch(records, sequences, self.cursor - asked - len(records))
 
     def _copied(self, first: int, count: int) -> npt.NDArray[np.void]:
-        """Return `count` records from number `first` on, as they are now; zeros after the end of
-        the file.
-        """
+        """Return `count` records from number `first` on; zeros after the end of the file."""
         import numpy as np
 
         copied, begin = bytearray(count * RECORD_BYTES), first & (self.capacity - 1)

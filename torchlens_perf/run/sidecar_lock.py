@@ -13,8 +13,9 @@ _MAX_TRIES = 5
 
 
 class SidecarLock:
-    """flock(2) on a file. A killed process loses it, and a child can inherit it with the
-    descriptor.
+    """flock(2) on a file.
+
+    A killed process loses it, and a child can inherit it with the descriptor.
 
     The last holder removes the file. A process that gets the lock must check that the path still
     leads to the locked file.
@@ -33,8 +34,9 @@ class SidecarLock:
         return self._descriptor
 
     def acquire(self) -> bool:
-        """Take the lock if it is free. Return True on success. Raise OSError if the file cannot be
-        made.
+        """Take the lock if it is free.
+
+        Return True on success. Raise OSError if the file cannot be made.
         """
         while True:
             if self._descriptor is None:
@@ -66,8 +68,9 @@ class SidecarLock:
         raise AssertionError
 
     def restore(self) -> bool:
-        """Recreate the file if a cleaner of shared memory has removed it. Return False if another
-        process has the lock now.
+        """Recreate the file if a cleaner of shared memory has removed it.
+
+        Return False if another process has the lock now.
 
         Call it only while holding the lock. Without the file, another sidecar could start at any
         time. If no file can be made, nothing changes.
@@ -98,8 +101,9 @@ class SidecarLock:
             self._descriptor = None
 
     def remove(self) -> None:
-        """Remove the file, and its folder if it is empty then, and release the lock. Do nothing
-        without the lock.
+        """Remove the file, and its folder if it is empty then, and release the lock.
+
+        Do nothing without the lock.
         """
         if self._descriptor is None:
             return

@@ -1,5 +1,4 @@
-"""Communication between ranks and their node's sidecar: arguments of the sidecar, and its status in
-the lock file.
+"""Arguments that ranks pass to their node's sidecar, and its status in the lock file.
 
 The status is a line for a rank that waits for the report. It costs one write(2) for each new
 activity of the sidecar.
@@ -26,8 +25,9 @@ BYTES = 160
 
 
 def write_status(descriptor: int, doing: str) -> None:
-    """Replace the status. descriptor: of the lock file. doing: one line that continues "the sidecar
-    ...".
+    """Replace the status.
+
+    descriptor: of the lock file. doing: one line that continues "the sidecar ...".
     """
     pid = os.getpid()
     line = f"{pid} {process_started(pid)} {doing}".encode(errors="surrogateescape")[: BYTES - 1]
@@ -37,8 +37,9 @@ def write_status(descriptor: int, doing: str) -> None:
 
 
 def read_status(path: str) -> tuple[int, int, str]:
-    """Return the sidecar's pid, its start (process_started) and its activity; 0, 0 and "" if there
-    is no status.
+    """Return the sidecar's pid, its start (process_started) and its activity.
+
+    They are 0, 0 and "" if there is no status.
 
     path: of the lock file. A missing file has no status. Raise OSError if it cannot be read.
     """

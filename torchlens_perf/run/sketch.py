@@ -29,8 +29,9 @@ _MAX_NS = (1 << 63) - 1
 
 
 def octave_bounds() -> list[int]:
-    """Return floor(10**9 * 2**(34 + i / 32)) for i < 32. All bounds are these numbers shifted to
-    the right.
+    """Return floor(10**9 * 2**(34 + i / 32)) for i < 32.
+
+    All bounds are these numbers shifted to the right.
 
     Floating-point powers are not exact at some bounds. The 32nd root is computed as five integer
     square roots. Each root and each shift may be rounded down.
@@ -82,8 +83,9 @@ class Sketch:
 
     @property
     def used(self) -> tuple[int, npt.NDArray[np.int64]]:
-        """Return the first non-empty bucket, and the counts from there to the last one. Do not
-        modify them.
+        """Return the first non-empty bucket, and the counts from there to the last one.
+
+        Do not modify them.
         """
         return self._first, self._used
 
@@ -151,9 +153,7 @@ class Sketch:
         return self.sum_ns / count if count else math.nan
 
     def usual_mean_ns(self) -> float:
-        """Return the mean in ns of durations up to twice the 90th percentile; NaN for an empty
-        sketch.
-        """
+        """Return the mean in ns of durations up to twice the 90th percentile; NaN if empty."""
         bounds = bucket_bounds()[self._first : self._first + len(self._used)]
         usual = bounds <= 2 * self.quantile_ns(0.9) if len(bounds) else np.zeros(0, np.bool_)
         if usual.all() or not (self._used * usual).sum():
@@ -162,8 +162,9 @@ class Sketch:
         return float((self._used * middles)[usual].sum() / self._used[usual].sum())
 
     def numbers(self) -> list[int]:
-        """Return sum, squares, smallest, largest, first used bucket and the counts from there, for
-        from_numbers().
+        """Return the sketch's numbers for from_numbers().
+
+        They are sum, squares, smallest, largest, first used bucket and the counts from there.
         """
         return [self.sum_ns, self.sum_squares, self.min_ns, self.max_ns, self._first, *self._used.tolist()]
 

@@ -31,16 +31,15 @@ class BuildError(TorchlensPerfError):
 
 
 def places() -> list[Path]:
-    """Return the folders of a tap: the package's native folder, as in an image, then the user's
-    cache.
-    """
+    """Return the folders of a tap: the package's native folder, then the user's cache."""
     cache = user_cache()
     return [SOURCES] if cache is None else [SOURCES, cache]
 
 
 def user_cache() -> Path | None:
-    """Return the cache in $XDG_CACHE_HOME or $HOME/.cache; None without either. Ignore relative
-    paths, as XDG requires.
+    """Return the cache in $XDG_CACHE_HOME or $HOME/.cache; None without either.
+
+    Ignore relative paths, as XDG requires.
 
     The home folder is not looked up in the password database. That may be a network request in the
     training process.
@@ -52,8 +51,9 @@ def user_cache() -> Path | None:
 
 
 def obstacle(name: str) -> str | None:
-    """Return why a tap of that name cannot be built in the background, and what to do; None if no
-    reason is known.
+    """Return why a tap of that name cannot be built, and what to do.
+
+    Return None if no reason is known.
 
     The call is cheap: it imports, starts and makes nothing.
     """
@@ -61,13 +61,14 @@ def obstacle(name: str) -> str | None:
         compiler, place = compiler_command(), place_to_build(places()[::-1], make=False)
     except BuildError as error:
         return str(error)
-    said = Failure(place, name).remembered(compiler)
-    return None if said is None else f"{said}; {AGAIN}"
+    failure = Failure(place, name).remembered(compiler)
+    return None if failure is None else f"{failure}; {AGAIN}"
 
 
 def compiler_command() -> list[str]:
-    """Return the compiler's command with an absolute path. Raise BuildError if the compiler or
-    another requirement is missing.
+    """Return the compiler's command with an absolute path.
+
+    Raise BuildError if the compiler or another requirement is missing.
     """
     if importlib.util.find_spec("torchlens_perf._native") is None:
         raise BuildError(NO_RECORDER)
@@ -89,8 +90,9 @@ def compiler_command() -> list[str]:
 
 
 def place_to_build(places: Sequence[Path], *, make: bool) -> Path:
-    """Return the first folder that this user can write to and other users cannot. Raise BuildError
-    with all reasons.
+    """Return the first folder that this user can write to and other users cannot.
+
+    Raise BuildError with all reasons.
 
     make: make the folder and the cache that contains it, but never the user's home.
     """

@@ -1,5 +1,4 @@
-"""Permission for another process to read this one's memory, and so its Python stack, if the
-kernel's Yama denies it.
+"""Let another process read this one's memory, and so its Python stack, under Yama.
 
 With kernel.yama.ptrace_scope=1, Ubuntu's default, only ancestors may read a process, and one
 process that it names (prctl(2), PR_SET_PTRACER). The named process must have the same user. Other
@@ -24,8 +23,9 @@ def is_needed() -> bool:
 
 
 def name_tracer(pid: int) -> bool:
-    """Let a process and its children read the calling process; 0 revokes that. Return True if it
-    took effect.
+    """Let a process and its children read the calling process; 0 revokes that.
+
+    Return True if it took effect.
 
     The kernel keeps one name, so earlier ones are dropped. A forked child does not inherit it.
     """

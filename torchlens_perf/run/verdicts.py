@@ -1,5 +1,6 @@
-"""Findings of a run: alerts, and the summary of a report. The sidecar creates them, the training
-process receives them.
+"""Findings of a run: alerts, and the summary of a report.
+
+The sidecar creates them, the training process receives them.
 """
 
 from __future__ import annotations
@@ -122,8 +123,9 @@ class Verdict(_Sentence):
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Results of a run at one time. Values that were not measured or are not known are None, never
-    zero.
+    """Results of a run at one time.
+
+    Values that were not measured or are not known are None, never zero.
     """
 
     verdicts: tuple[Verdict, ...] = ()
@@ -155,9 +157,7 @@ class Summary:
         return self.html or None
 
     def __str__(self) -> str:
-        """Return the sentences of the verdicts, then a line with step count, step times and
-        overhead.
-        """
+        """Return the verdicts' sentences, then a line with step count, times and overhead."""
         if self.missing:
             return f"torchlens_perf: {self.missing}"
         steps_s = {"p50": self.step_p50_s, "p95": self.step_p95_s, "max": self.step_max_s}

@@ -32,8 +32,9 @@ CALL = np.dtype(
 
 
 def concatenated(parts: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
-    """Return calls in one array. They are copied as bytes, because NumPy copies structures field by
-    field, ten times slower.
+    """Return calls in one array.
+
+    They are copied as bytes, because NumPy copies structures field by field, ten times slower.
 
     For the same reason, select calls with take() and compress() instead of an index.
     """
@@ -42,8 +43,9 @@ def concatenated(parts: Sequence[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
 
 @dataclasses.dataclass
 class Counts:
-    """Results of joining the operations of a group or a pair. Fields named `*_records` count
-    records, the others operations.
+    """Results of joining the operations of a group or a pair.
+
+    Fields named `*_records` count records, the others operations.
     """
 
     joined: int = 0
@@ -81,7 +83,7 @@ class ChannelState:
     counts: Counts
     floor: int | None
     """Last sequence number of which a successor must not join records, because they are incomplete;
-    None without one.
+    None if all may be joined.
     """
 
 
@@ -147,8 +149,9 @@ class Channel:
         self._floor = self._newest = earlier.floor
 
     def ranks(self, local: set[int]) -> tuple[int, ...]:
-        """Return the members whose records come to this node. For a pair these are sender and
-        receiver.
+        """Return the members whose records come to this node.
+
+        For a pair these are sender and receiver.
 
         Without known members, return the ranks seen so far.
         """

@@ -1,14 +1,14 @@
-"""Compare the devices' progress when all hosts have issued everything, to find ranks whose device
-is behind. Pure.
+"""Find ranks whose device is behind when all hosts have issued everything. Pure.
 
 The operations that a host has issued do not show the progress of its device. A kernel that never
 ends on one rank stops all devices at the next collective. Two sources show that, without the
 training thread, which may be blocked:
 
 1. NCCL's thread reports which collectives' kernels have started. If a rank's kernel has not started
-and others' have, its device did not reach it. 2. At each step's end, a rank records the last mark
-that its device has reached. For a blocked thread this is old, and thus a lower bound. A device only
-counts as stuck if a much later poll found it at the same mark.
+   and others' have, its device did not reach it.
+2. At each step's end, a rank records the last mark that its device has reached. For a blocked
+   thread this is old, and thus a lower bound. A device only counts as stuck if a much later poll
+   found it at the same mark.
 
 In a loop that waits for its device in each step, the last poll is older than the kernel that hangs,
 so both sources fail. Python stacks then only show that the hosts wait for their devices.
@@ -98,9 +98,7 @@ def compare_devices(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
 
 
 def is_device_wait(source: str) -> bool:
-    """Return True if a line of Python code waits for the process's device, given that it has run
-    for long.
-    """
+    """Return True if a line of code that has run for long waits for the process's device."""
     return _WAITS.search(source) is not None
 
 
@@ -129,8 +127,9 @@ def _kernels_not_begun(ranks: Mapping[int, RankProgress]) -> DeviceFinding | Non
 
 
 def _marks_not_reached(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
-    """Find stuck devices that all others have passed. Their marks are exact, while others' marks
-    are lower bounds.
+    """Find stuck devices that all others have passed.
+
+    Their marks are exact, while others' marks are lower bounds.
     """
     places = {rank: each.device for rank, each in ranks.items() if each.device is not None}
     if len(places) < max(2, len(ranks)):

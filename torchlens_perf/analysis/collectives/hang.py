@@ -1,19 +1,20 @@
-"""Find the cause when no rank finishes a step: which ranks block the others, in which collective,
-and what they were doing.
+"""Find out which ranks block a job that finishes no step, and what they were doing.
 
 Pure: it uses no file, process or clock. `words/hang.py` writes the texts. The rules, in this order:
 
 1. A hang is only reported if no rank has finished a step for `limit_s`. While all ranks still write
-records, as in an evaluation, there is no hang. 2. A process that died, is stopped or is in a
-debugger is blamed, whatever it has issued: a collective that it has entered cannot end without it.
-The same holds for a node that stopped reporting when the steps ended. The state of other ranks is a
-consequence. 3. Ranks that issued different operations under the same number of a group are reported
-as a mismatch of order. 4. Otherwise sequence numbers are compared. In a group, all ranks wait for
-those that are furthest behind. A rank that is behind in some group and ahead in no group does not
-wait for others, so it is blamed. If every rank that is behind is ahead elsewhere, they wait for
-each other in a cycle. 5. Otherwise all ranks have entered all collectives. Ranks whose devices are
-behind are blamed (device_progress.py). Without such ranks no rank is blamed. The reason is then the
-network, a device, hosts waiting for devices in an unknown state, or a pause of all ranks.
+   records, as in an evaluation, there is no hang.
+2. A process that died, is stopped or is in a debugger is blamed, whatever it has issued: a
+   collective that it has entered cannot end without it. The same holds for a node that stopped
+   reporting when the steps ended. The state of other ranks is a consequence.
+3. Ranks that issued different operations under the same number of a group are reported as a
+   mismatch of order.
+4. Otherwise sequence numbers are compared. In a group, all ranks wait for those that are furthest
+   behind. A rank that is behind in some group and ahead in no group does not wait for others, so it
+   is blamed. If every rank that is behind is ahead elsewhere, they wait for each other in a cycle.
+5. Otherwise all ranks have entered all collectives. Ranks whose devices are behind are blamed
+   (device_progress.py). Without such ranks no rank is blamed. The reason is then the network, a
+   device, hosts waiting for devices in an unknown state, or a pause of all ranks.
 """
 
 from __future__ import annotations
@@ -205,8 +206,9 @@ class _Front:
 
 
 def limit_s(progress: Iterable[Progress], factor: float = FACTOR) -> float:
-    """Return the seconds without a step from which on there is a hang: max(10 s, factor times the
-    slowest rank's usual step).
+    """Return the number of seconds without a step that counts as a hang.
+
+    It is max(10 s, factor times the usual step of the slowest rank).
 
     Without a usual step it is FIRST_STEPS_S, unless a process has died or is stopped.
     """
@@ -352,14 +354,15 @@ class _Case:
             for sequence in sorted(issued):
                 if len(issued[sequence]) > 1:
                     operations = {name: tuple(ranks) for name, ranks in sorted(issued[sequence].items())}
-                    look = [ranks[0] for ranks in sorted(operations.values(), key=len)]
+                    look_at = [ranks[0] for ranks in sorted(operations.values(), key=len)]
                     where = Collective(group, sequence)
-                    return self._hang("mismatch", [], self.live, where, operations=operations, look=look)
+                    return self._hang("mismatch", [], self.live, where, operations=operations, look_at=look_at)
         return None
 
     def _cycle(self) -> Hang:
-        """Return the cycle. Every rank that is behind is ahead elsewhere, so following the waits
-        leads back to a rank.
+        """Return the cycle.
+
+        Every rank that is behind is ahead elsewhere, so following the waits leads back to a rank.
         """
         rank, path = min(self.fronts[0].ahead), dict[int, Collective]()
         while rank not in path:
@@ -369,7 +372,7 @@ class _Case:
         entries = list(path.items())
         cycle = entries[list(path).index(rank) :]
         waiting = self.live.keys() & {rank for front in self.fronts for rank in front.ahead}
-        return self._hang("mismatch", [], waiting, cycle=tuple(cycle), look=[rank for rank, _ in cycle])
+        return self._hang("mismatch", [], waiting, cycle=tuple(cycle), look_at=[rank for rank, _ in cycle])
 
     def _all_entered(self) -> Hang:
         """Return the finding if every collective was entered by all of its members or by no member."""
@@ -381,17 +384,17 @@ class _Case:
         talking = {each.rank for each in self.live.values() if each.inside and each.inside[-1] in _COMMUNICATING}
         if len(talking) == len(ranks) and (len(ranks) > 1 or self.unheard):
             kind = "unheard" if self.unheard else "together"
-            return self._hang(kind, [], ranks, self._last_collective(), look=ranks, devices=devices)
+            return self._hang(kind, [], ranks, self._last_collective(), look_at=ranks, devices=devices)
         # The devices have not finished the work that was issued.
         if devices is not None and devices.kind == "level":
-            return self._hang("together", [], ranks, self._last_collective(), look=ranks, devices=devices)
+            return self._hang("together", [], ranks, self._last_collective(), look_at=ranks, devices=devices)
         if len({each.inside[:1] for each in self.live.values()}) == 1 and not self.unheard:
             kind = "blocked" if devices is not None and devices.waits_in else "pause"
-            return self._hang(kind, [], ranks if kind == "blocked" else (), look=ranks, devices=devices)
+            return self._hang(kind, [], ranks if kind == "blocked" else (), look_at=ranks, devices=devices)
         # Ranks that do not wait, and that are where the fewest are, come first.
         crowd = {place: len(there) for place, there in self._places().items()}
         odd = sorted(self.live.values(), key=lambda each: (each.rank in talking, crowd[_open_where(each)], each.rank))
-        return self._hang("apart", [], talking, look=[each.rank for each in odd])
+        return self._hang("apart", [], talking, look_at=[each.rank for each in odd])
 
     def _device(self, devices: DeviceFinding) -> Hang:
         others = [each for rank, each in self.live.items() if rank not in devices.ranks]
@@ -427,7 +430,7 @@ class _Case:
     def _hang(
         self, kind: str, blocking: list[Progress], waiting: Iterable[int] = (), collective: Collective | None = None,
         cycle: tuple[tuple[int, Collective], ...] = (), operations: Mapping[str, tuple[int, ...]] | None = None,
-        look: Sequence[int] = (), devices: DeviceFinding | None = None,
+        look_at: Sequence[int] = (), devices: DeviceFinding | None = None,
     ) -> Hang:  # fmt: skip
         step = max(each.step for each in self.live.values())
         ranks = tuple(each.rank for each in blocking)
@@ -450,7 +453,7 @@ class _Case:
             unheard=self.unheard,
             moving=self.moving,
             ended=tuple(each.rank for each in self.ranks if each.state in ENDED),
-            look_at=tuple(rank for rank in ranks or look if rank in self.live),
+            look_at=tuple(rank for rank in ranks or look_at if rank in self.live),
             key=key,
             devices=devices,
         )

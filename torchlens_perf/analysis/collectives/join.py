@@ -1,5 +1,6 @@
-"""Join the ranks' records of a collective by group and sequence number, and add up their
-statistics. Pure.
+"""Join the ranks' records of a collective, and add up their statistics. Pure.
+
+Records are joined by group and sequence number.
 
 No shared clock is needed, because each rank's own duration is enough (semantics.py). Records are
 not joined if they differ in members, generation, name or bytes, or if the node's clock excludes one
@@ -76,8 +77,9 @@ class Joined(Protocol):
 
 
 class CollectiveJoin:
-    """Join of the records of this node's ranks: add() stores records, join() joins complete
-    operations. One thread.
+    """Join of the records of this node's ranks. One thread.
+
+    add() stores records, and join() joins complete operations.
 
     Results cover the newest generation of processes (statistics/restarts.py). Counting starts again
     with a restart, which may have other ranks. join() leaves at most MAX_PENDING incomplete
@@ -113,8 +115,9 @@ class CollectiveJoin:
     # -- input
 
     def set_ranks(self, ranks: Iterable[int], generation: int = 0) -> None:
-        """Set this node's ranks. An operation is joined once the records of all of its local
-        members are there.
+        """Set this node's ranks.
+
+        An operation is joined once the records of all of its local members are there.
         """
         if self._takes(generation):
             self._local.update(ranks)
@@ -129,8 +132,9 @@ class CollectiveJoin:
         process: str = "",
         held_up: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Add records of one rank, of any kind and in any order, without steps that must not count,
-        such as the warm-up.
+        """Add records of one rank, of any kind and in any order.
+
+        Steps that must not count, such as the warm-up, are left out by the caller.
 
         - records: dtype ring.record_dtype(). A record's name_id is an index in `names`.
         - groups: process groups that the rank has published, such as {"0": {"ranks": "0-3",
@@ -168,8 +172,9 @@ class CollectiveJoin:
             self._channels[index].add(rank, calls.take(chosen))
 
     def end(self, rank: int, generation: int = 0) -> None:
-        """Note that the rank's process has ended and all of its records were added. Operations that
-        lack one are dropped.
+        """Note that the rank's process has ended and all of its records were added.
+
+        Operations that lack one are dropped.
         """
         if generation == self.generation:
             self._left.add(rank)
@@ -264,8 +269,9 @@ class CollectiveJoin:
     # -- joining
 
     def join(self) -> None:
-        """Join complete operations and drop hopeless ones. Call it after adding every rank's new
-        records.
+        """Join complete operations and drop hopeless ones.
+
+        Call it after adding every rank's new records.
         """
         if self._uncounted:
             calls = concatenated(self._uncounted)
@@ -306,8 +312,9 @@ class CollectiveJoin:
             self._add(self._signatures[code], ranks, calls.take(chosen, axis=0))
 
     def _possible(self, calls: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-        """Return for each operation whether its times are possible: no rank leaves before all have
-        come, unless it may.
+        """Return for each operation whether its times are possible.
+
+        No rank leaves before all have arrived, unless the operation allows it.
 
         gloo's counter includes messages. If ranks had sent different numbers of messages before the
         watch, they count collectives from different starts, and equal numbers are different calls.
@@ -335,14 +342,13 @@ class CollectiveJoin:
     # -- output
 
     def has_all(self, members: Sequence[int]) -> bool:
-        """Return True if the members are known and all are ranks of this node, so that each
-        operation is joined completely.
-        """
+        """Return True if all members are ranks of this node: each operation is joined completely."""
         return bool(members) and self._local.issuperset(members)
 
     def operations(self) -> list[OperationStatistics]:
-        """Return statistics by operation, dtype and group, as of the last join(). Do not modify
-        them.
+        """Return statistics by operation, dtype and group, as of the last join().
+
+        Do not modify them.
         """
         return self._rows
 
@@ -351,8 +357,9 @@ class CollectiveJoin:
         return {(channel.group, channel.pair): dataclasses.replace(channel.counts) for channel in self._channels}
 
     def uncomparable(self) -> set[str]:
-        """Return the names of groups whose ranks count from different starts. Their sequence
-        numbers are not comparable.
+        """Return the names of groups whose ranks count from different starts.
+
+        Their sequence numbers are not comparable.
         """
         return {channel.group.name for channel in self._channels if channel.pair is None and not channel.ordered}
 
@@ -397,9 +404,7 @@ def _by(values: npt.NDArray[np.signedinteger[Any]]) -> Iterator[tuple[int, npt.N
 
 
 def _pair(rank: int, operation: Operation, group: GroupKey) -> tuple[int, int] | None:
-    """Return sender and receiver of a message; None for another operation, or if the other rank is
-    not known.
-    """
+    """Return sender and receiver of a message; None if they are not known."""
     if operation.operation not in ("send", "recv") or not group.ranks:
         return None
     peer = group.member(operation.peer)

@@ -1,4 +1,5 @@
 """Semantics of c10d operations: which ranks wait for which, and thus what their durations show.
+
 Pure.
 
 A record has the start of an operation by the clock of its rank, and its duration. The conclusions
@@ -43,8 +44,9 @@ class GroupKey:
         return parse_ranges(self.ranges)
 
     def member(self, position: int | None) -> int | None:
-        """Return the global rank at a position in the group. Without known members, return the
-        position.
+        """Return the global rank at a position in the group.
+
+        Without known members, return the position.
         """
         if position is None or not self.ranks:
             return position
@@ -88,8 +90,9 @@ class Operation:
 
 
 def parse(name: str) -> Operation | None:
-    """Parse the name of a COLLECTIVE record, such as "allreduce group=0 dtype=float32". Return None
-    for any other name.
+    """Parse the name of a COLLECTIVE record, such as "allreduce group=0 dtype=float32".
+
+    Return None for any other name.
     """
     found = _NAME.fullmatch(name)
     if found is None:
@@ -110,8 +113,9 @@ class Waits(Enum):
 
 
 class Size(Enum):
-    """Relation of a record's bytes, those of the operation's first argument, to the size that
-    moves.
+    """Relation of a record's bytes to the size that moves.
+
+    The record has the bytes of the operation's first argument.
     """
 
     TOTAL = "all of it, the same on each rank"
@@ -185,8 +189,7 @@ def ends_after_all_have_come(operation: str) -> bool:
 
 
 def bus_factor(operation: str, ranks: int) -> float | None:
-    """Return bus bandwidth divided by algorithm bandwidth for a number of ranks; None if the
-    operation moves no data.
+    """Return bus bandwidth divided by algorithm bandwidth; None if no data moves.
 
     Source: nccl-tests, doc/PERFORMANCE.md; for gather, scatter and send its sources (GatherGetBw,
     ScatterGetBw, SendRecvGetBw).
@@ -213,8 +216,9 @@ def size_bytes(operation: str, record_bytes: npt.NDArray[np.int64], ranks: int) 
 
 @dataclasses.dataclass(frozen=True)
 class Attribution:
-    """Conclusions from the durations of operations of one kind. Times in ns, one row per operation,
-    one column per rank.
+    """Conclusions from the durations of operations of one kind.
+
+    Times in ns, one row per operation, one column per rank.
 
     A rank's real wait is between `wait_ns` and `wait_upper_bound_ns`, as far as the ranks' ends are
     close to each other.
@@ -237,8 +241,9 @@ class Attribution:
 
 
 def attribute(operation: str, duration_ns: npt.NDArray[np.int64], root: int | None) -> Attribution:
-    """Separate waiting from the transfer and find the last rank to arrive, as far as the
-    operation's semantics allow.
+    """Separate waiting from the transfer, and find the last rank to arrive.
+
+    Operations whose semantics do not allow that have -1, 0 or an upper bound.
 
     duration_ns: shape [operations, ranks], from each rank's start to its end, for at least two
     ranks. For SEND_RECV the columns are sender and receiver. root: column of the root; None without
@@ -336,6 +341,7 @@ def cannot_tell(
 
 def sole_operations(issued: Mapping[str, int], names: Iterable[str]) -> dict[str, dict[int, str]]:
     """Return `operations` for Progress, for groups that have only issued one kind of collective.
+
     The last is of that kind, too.
 
     names: all names interned in the rank's ring, such as "allreduce group=0 dtype=float32".

@@ -1,4 +1,5 @@
 """Find slow communication links by comparing groups, and pairs of ranks, that do the same work.
+
 Pure.
 
 The transfer time of an operation starts when its last rank has arrived, so slow ranks do not count.
@@ -45,8 +46,9 @@ _FEW_OPERATIONS = f"no group has {MIN_OPERATIONS} joined operations of one kind 
 
 @dataclasses.dataclass(frozen=True)
 class SlowLink:
-    """A group, or a pair of ranks, whose transfers take longer than its peers'. Bandwidths in bytes
-    per second.
+    """A group, or a pair of ranks, whose transfers take longer than its peers'.
+
+    Bandwidths in bytes per second.
     """
 
     group: str
@@ -111,8 +113,9 @@ class LinkKey(Struct, array_like=True, frozen=True):
 
 
 class LinkStatistics(Struct, array_like=True, frozen=True):
-    """The values of a joined row that are needed for judging links. They are small enough for nodes
-    to send. Times in ns.
+    """The values of a joined row that are needed for judging links.
+
+    They are small enough for nodes to send. Times in ns.
     """
 
     key: LinkKey
@@ -137,8 +140,9 @@ class LinkStatistics(Struct, array_like=True, frozen=True):
 
     @property
     def busbw(self) -> float | None:
-        """Bus bandwidth in bytes per second, from the median transfer; None if the operation moves
-        no data.
+        """Bus bandwidth in bytes per second, from the median transfer.
+
+        The value is None if the operation moves no data.
         """
         factor, median_ns = bus_factor(self.key.operation, len(self.members)), self.transfer_ns[1]
         if factor is None or not self.bytes or not median_ns > 0:
@@ -249,9 +253,7 @@ def slow_links(rows: Iterable[LinkStatistics], hosts: Mapping[int, str] | None =
 
 
 def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink | None:
-    """Return the candidate as a slow link if it is slower than its peers by more than the variation
-    of both.
-    """
+    """Return the candidate as a slow link if it is significantly slower than its peers."""
     each = candidate.row
     low_ns, transfer_ns, _ = each.transfer_ns
     medians = np.array([peer.transfer_ns[1] for peer in peers])
@@ -296,9 +298,7 @@ def _judge(candidate: _Candidate, peers: Sequence[LinkStatistics]) -> SlowLink |
 def _shared(
     links: Sequence[SlowLink], compared: Sequence[Sequence[_Candidate]], hosts: Mapping[int, str]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return ranks, or else nodes, that all of several slow links have in common, but not all of
-    their peers.
-    """
+    """Return ranks, or else nodes, that slow links have in common, but not all of their peers."""
     if len(links) < 2:
         return (), ()
     with_slow = [alike for alike in compared if any(each.slow for each in alike)]

@@ -1,5 +1,6 @@
-"""Statistics of one operation on one group over all ranks seen: sketches and totals, which merge by
-addition. Pure.
+"""Statistics of one operation on one group over all ranks seen. Pure.
+
+They consist of sketches and totals, which merge by addition.
 
 They are kept per octave of the size, because buckets of 25 MB and of 1 MB have no common bandwidth.
 The table shows the octave with most bytes.
@@ -45,8 +46,10 @@ class SizeStatistics:
         overlapped: npt.NDArray[np.bool_],
         found: Attribution,
     ) -> None:
-        """Add operations. sizes: shape [operations]. overlapped: shape [operations, ranks], True
-        for calls that did not block.
+        """Add operations.
+
+        sizes: shape [operations]. overlapped: shape [operations, ranks], True for calls that did
+        not block.
         """
         self.joined += len(sizes)
         self.bytes += int(sizes.sum())
@@ -95,9 +98,7 @@ class SizeStatistics:
 
 @dataclasses.dataclass
 class OperationStatistics:
-    """One operation on one group: all records, and the joined operations by the octave of their
-    size.
-    """
+    """One operation on one group: all records, and the joined operations by size."""
 
     key: OperationKey
     records: int = 0
@@ -194,8 +195,9 @@ def merged_operations(nodes: Sequence[Sequence[OperationStatistics]]) -> list[Op
 
 
 def describe(key: OperationKey) -> str:
-    """Return the row's ranks as text: "ranks 0-3", "ranks 2 to 3" for a pair, "group 7" if they are
-    not known.
+    """Return the row's ranks as text: "ranks 0-3", or "ranks 2 to 3" for a pair.
+
+    The text is "group 7" if the ranks are not known.
     """
     if key.operation == SEND_RECV and key.pair is not None:
         return f"ranks {key.pair[0]} to {key.pair[1]}"

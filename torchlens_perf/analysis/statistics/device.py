@@ -1,6 +1,4 @@
-"""Statistics of one rank by the device's clock: sketches of device time, and the device's lag
-behind the host. Pure.
-"""
+"""Sketches of one rank's device times, and of the device's lag behind the host. Pure."""
 
 from __future__ import annotations
 
@@ -102,8 +100,9 @@ class DeviceStatistics:
         self.caught_up += int((behind_ns < CAUGHT_UP_NS).sum())
 
     def add_steps(self, steps: StepTable) -> None:
-        """Add steps by the device's clock, see device_steps.py. Steps that do other work than
-        training are skipped.
+        """Add steps by the device's clock, see device_steps.py.
+
+        Steps that do other work than training are skipped.
         """
         steps = steps.where((steps.flags & OTHER_WORK) == 0)
         for part, durations_ns in zip(PARTS, steps.parts_ns.T, strict=True):
@@ -119,8 +118,9 @@ class DeviceStatistics:
 
     @property
     def caught_up_share(self) -> float | None:
-        """Fraction of forward and backward passes that the device ended within CAUGHT_UP_NS; None
-        without passes.
+        """Fraction of forward and backward passes that the device ended within CAUGHT_UP_NS.
+
+        The value is None without passes.
         """
         return self.caught_up / self.behind.count if self.behind.count else None
 

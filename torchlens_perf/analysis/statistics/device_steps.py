@@ -1,5 +1,4 @@
-"""Steps by the device's clock: its work in each step and part, without the time that its compute
-stream waited. Pure.
+"""Work of each step by the device's clock, without waits of its compute stream. Pure.
 
 With a device, the host only issues work. Host times become equal on all ranks and do not show which
 rank is slow. The device's work is known from spans on its own time line: the step, its phases and
@@ -73,8 +72,9 @@ _NONE = _Spans(*(np.zeros(0, np.int64) for _ in _Spans._fields))
 
 
 class DeviceSteps:
-    """Join the device's times of a step, which arrive late, with the host's records of it. For one
-    process.
+    """Join the device's times of a step, which arrive late, with the host's records of it.
+
+    For one process.
     """
 
     def __init__(self) -> None:
@@ -89,8 +89,9 @@ class DeviceSteps:
         self._host_times = HostTimes()
 
     def add(self, records: npt.NDArray[np.void], steps: StepTable) -> StepTable:
-        """Add records in their order, and the host's steps in them. Return the steps whose device
-        times are complete.
+        """Add records in their order, and the host's steps in them.
+
+        Return the steps whose device times are complete.
 
         In these steps, durations and parts are the device's, and `communication` is its stalls. The
         rest is the host's.
@@ -173,6 +174,7 @@ def device_table(host: StepTable, device: _Spans, on_host: _Spans, host_times: H
 
 class _Phases(NamedTuple):
     """The phases of steps that both clocks have, by row of the table and in the host's order.
+
     Columns of equal length.
     """
 
@@ -188,9 +190,7 @@ class _Phases(NamedTuple):
 
     @classmethod
     def matched(cls, on_device: tuple[_Spans, Integers], on_host: tuple[_Spans, Integers], count: int) -> _Phases:
-        """Match the phases of each step in their order, for kinds of which both clocks have the
-        same number.
-        """
+        """Match phases by their order in the step, where both clocks have as many of a kind."""
         lag_ns = np.full((count, len(PARTS)), _LONG_NS)
         lag_ns[:, _IN_GAP] = 0
         found = []
@@ -216,6 +216,7 @@ def _ends(spans: _Spans) -> npt.NDArray[np.int64]:
 
 class HostTimes:
     """The host's own time in each segment of a step, without the time that the device blocked it.
+
     For one process.
 
     The device blocks the host in two ways:
@@ -238,8 +239,9 @@ class HostTimes:
         self._reached_ns = np.zeros(0, np.int64)
 
     def progresses(self, reached_ns: Integers, begin_ns: Integers, end_ns: Integers) -> npt.NDArray[np.bool_]:
-        """Return for each interval whether the device reached a mark in it. reached_ns: the newest
-        marks.
+        """Return for each interval whether the device reached a mark in it.
+
+        reached_ns: the newest marks.
         """
         self._reached_ns = np.sort(np.concatenate([self._reached_ns, reached_ns]))
         inside = np.searchsorted(self._reached_ns, end_ns) > np.searchsorted(self._reached_ns, begin_ns, "right")
@@ -249,8 +251,9 @@ class HostTimes:
     def own(
         self, taken_ns: Integers, lag_ns: Integers, at_end_ns: Integers, may_be_full: npt.NDArray[np.bool_]
     ) -> npt.NDArray[np.float64]:
-        """Add the next step's segments: the host's time and the lag at their start. Return the
-        host's own time.
+        """Add the next step's segments: the host's time and the lag at their start.
+
+        Return the host's own time.
 
         at_end_ns: the lag at the end of gaps between phases. For phases, which may take as long as
         a lag by chance, it is the largest number. may_be_full: True if the host may have waited for
@@ -283,8 +286,9 @@ class HostTimes:
 def _host_line(
     host: StepTable, phases: _Phases, start_ns: Integers, waits: tuple[_Spans, Integers], host_times: HostTimes
 ) -> tuple[Integers, Integers]:
-    """Return the host's time to issue a part's work and the device's lag at the start of the part;
-    each [steps, parts].
+    """Return the host's issue time and the device's lag for each step and part.
+
+    Both have the shape [steps, parts]. The lag is that at the start of the part.
 
     start_ns: starts of the steps on the device. waits: of the host, with the rows of their steps.
     """

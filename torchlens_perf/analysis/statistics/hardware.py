@@ -1,5 +1,6 @@
-"""Samples of a node's GPUs, network ports and processes, and statistics over them. Pure functions
-and values.
+"""Samples of a node's GPUs, network ports and processes, and statistics over them.
+
+Pure functions and values.
 
 None means that the hardware or its driver does not report the value, or that this process may not
 read it. It is never shown as 0.
@@ -100,8 +101,9 @@ REASONS = {
 
 @dataclasses.dataclass(frozen=True)
 class LinkSample:
-    """One port of an InfiniBand or RoCE adapter at one time. Counters start when the adapter is
-    reset.
+    """One port of an InfiniBand or RoCE adapter at one time.
+
+    Counters start when the adapter is reset.
     """
 
     device: str
@@ -154,8 +156,9 @@ LINK_COUNTERS = (
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSample:
-    """Resources that a rank's process and its children have used so far. Counters start with the
-    process.
+    """Resources that a rank's process and its children have used so far.
+
+    Counters start with the process.
     """
 
     rank: int
@@ -188,8 +191,9 @@ class Hardware:
 
 
 def growth(before: Mapping[str, Any] | None, now: Mapping[str, Any], counters: Iterable[str]) -> dict[str, float]:
-    """Return the increase of counters between two samples. A counter that has decreased started
-    again at 0.
+    """Return the increase of counters between two samples.
+
+    A counter that has decreased started again at 0.
     """
     if before is None:
         return {}
@@ -199,9 +203,7 @@ def growth(before: Mapping[str, Any] | None, now: Mapping[str, Any], counters: I
 
 @dataclasses.dataclass
 class GpuTotals:
-    """Sums over samples of one GPU: over the whole run in the node's state file, or over another
-    period.
-    """
+    """Sums over samples of one GPU, for the node's state file or another period."""
 
     samples: int = 0
     measured_ns: int = 0
@@ -243,8 +245,9 @@ class GpuTotals:
         return self.sums[name] / self.counts[name] if name in self.sums else None
 
     def throttled(self) -> dict[str, float]:
-        """Return for each reason the fraction of time with throttled clocks. Reasons that were not
-        measured are missing.
+        """Return for each reason the fraction of time with throttled clocks.
+
+        Reasons that were not measured are missing.
 
         It uses the driver's counters, or the fraction of samples if a GPU has no counter for the
         reason.
@@ -360,8 +363,9 @@ class Telemetry:
 
 
 def gpu_signals(samples: Sequence[GpuSample]) -> dict[str, float]:
-    """Return the values of one GPU over samples in order. Values that were not measured are
-    missing.
+    """Return the values of one GPU over samples in order.
+
+    Values that were not measured are missing.
 
     - Fractions: sm_clock_share (mean clock divided by the highest), thermal_share, power_share and
       hw_slowdown_share (time with throttled clocks), memory_used_share, sm_active, tensor_active,
@@ -377,8 +381,9 @@ def gpu_signals(samples: Sequence[GpuSample]) -> dict[str, float]:
 
 
 def link_signals(samples: Sequence[LinkSample]) -> dict[str, float]:
-    """Return the values of one port over samples in order. Values that were not measured are
-    missing.
+    """Return the values of one port over samples in order.
+
+    Values that were not measured are missing.
 
     They are the increase of each counter, `errors` for the sum of LINK_ERRORS, the used fraction of
     the link's rate, and the fraction of samples in which the port was down.

@@ -59,8 +59,9 @@ class Growth(TypedDict):
 
 @dataclasses.dataclass
 class MemoryStatistics:
-    """Readings over the whole run, thinned out as it gets longer. Input: MEMORY records in their
-    order.
+    """Readings over the whole run, thinned out as it gets longer.
+
+    Input: MEMORY records in their order.
     """
 
     readings: list[MemoryReading] = dataclasses.field(default_factory=list)
@@ -101,8 +102,9 @@ class MemoryStatistics:
             self._every *= 2
 
     def _retries(self, counted: int | None) -> int | None:
-        """Return the retries since the first reading. A counter that the user has reset starts
-        again at 0.
+        """Return the retries since the first reading.
+
+        A counter that the user has reset starts again at 0.
         """
         before, self._alloc_retries = self._alloc_retries, counted if counted is not None else self._alloc_retries
         if counted is None:
@@ -113,8 +115,9 @@ class MemoryStatistics:
         return known + (counted - before if counted >= before else counted)
 
     def growth(self) -> Growth | None:
-        """Return the growth of allocations at the ends of steps; None if it is not certain, or
-        harmless.
+        """Growth of allocations at the ends of steps.
+
+        The value is None if growth is not certain, or harmless.
         """
         known = [(r.step, r.allocated_bytes) for r in self.readings if r.allocated_bytes is not None]
         known = known[int(len(known) * _SETTLING_SHARE) :]
@@ -163,9 +166,7 @@ def newest_reading(records: npt.NDArray[np.void], names: list[str]) -> MemoryRea
 
 
 def _readings(records: npt.NDArray[np.void], names: list[str]) -> list[tuple[MemoryReading, int | None]]:
-    """Yield the readings in these records in their order, each with the largest reserved size so
-    far.
-    """
+    """Yield the readings in these records, each with the largest reserved size so far."""
     found = records[records["kind"] == Kind.MEMORY]
     by_time: dict[int, dict[str, np.void]] = {}
     for record in found:
@@ -195,8 +196,9 @@ def _most(before: int | None, now: int | None) -> int | None:
 
 
 def memory_signals(readings: Sequence[MemoryReading], first_step: int, last_step: int) -> dict[str, float]:
-    """Return values that may explain why a rank was slow in these steps. Values that were not
-    measured are missing.
+    """Return values that may explain why a rank was slow in these steps.
+
+    Values that were not measured are missing.
 
     readings: MemoryStatistics.readings of the rank.
 

@@ -1,5 +1,4 @@
-"""Find modules that take longer on one rank than on other ranks with the same modules, also across
-nodes. Pure.
+"""Find modules that take longer on one rank than on others, also across nodes. Pure.
 
 Names are not sent between nodes. Ranks with the same digest have the same modules, in the order of
 their names.
@@ -32,8 +31,9 @@ def digest(names: list[str]) -> int:
 
 
 class ModuleTimes:
-    """The newest mean times of all ranks: own forward time per step, in ns, over their run. One
-    thread.
+    """The newest mean times of all ranks: own forward time per step, in ns, over their run.
+
+    One thread.
     """
 
     def __init__(self) -> None:
@@ -48,8 +48,9 @@ class ModuleTimes:
         self._times[rank] = (key, np.array([modules_ns[name] for name in names], np.float32))
 
     def set_remote(self, rank: int, key: int, times_ns: npt.NDArray[np.floating[Any]]) -> None:
-        """Set the times of a rank of another node. key: digest of its names. times_ns: at least as
-        many values as names.
+        """Set the times of a rank of another node.
+
+        key: digest of its names. times_ns: at least as many values as names.
         """
         # A view would keep the whole received message in memory.
         self._times[rank] = (key, times_ns.copy())

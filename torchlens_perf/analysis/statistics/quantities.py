@@ -25,8 +25,9 @@ def rounded(value: float) -> str:
 
 
 def long_duration(seconds: float) -> str:
-    """Return how long a run took: "2 h 01 min", "4 min 10 s", or as `duration` where it is less
-    than a minute.
+    """Return the duration of a run: "2 h 01 min", "4 min 10 s".
+
+    Below a minute, the text is that of duration().
     """
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
@@ -45,15 +46,17 @@ def amount(count: float, unit: str) -> str:
 
 
 def steps_whole(share: float, *, any_step: bool) -> str:
-    """Return a text on the coverage of steps. any_step: False if no step was recorded, so that
-    there is no fraction.
+    """Return a text on the coverage of steps.
+
+    any_step: False if no step was recorded, so that there is no fraction.
     """
     return f"{share:.1%} of steps complete" if any_step else "no step was recorded"
 
 
 def steps_words(since_step: int, until_step: int | None) -> str:
-    """Return the steps from one to before another: "since step 40", or "from step 40 to 79" for
-    what is over.
+    """Return a range of steps as text: "since step 40", or "from step 40 to 79".
+
+    until_step is None while the range lasts.
     """
     return f"since step {since_step}" if until_step is None else f"from step {since_step} to {until_step - 1}"
 

@@ -1,6 +1,4 @@
-"""Statistics of one rank: sketches over the whole run, and a history of windows whose size is
-bounded. Pure.
-"""
+"""Sketches over a rank's whole run, and a history of windows of limited size. Pure."""
 
 from __future__ import annotations
 
@@ -112,16 +110,18 @@ class _Steps(NamedTuple):
 
 
 class WindowHistory:
-    """Windows of `width` steps. When there are too many, neighbors are merged and the width
-    doubles.
+    """Windows of `width` steps.
+
+    When there are too many, neighbors are merged and the width doubles.
 
     Windows are aligned to multiples of the width, so windows of different ranks cover the same
     steps.
     """
 
     def __init__(self, earlier: Windows = NO_WINDOWS) -> None:
-        """earlier: windows to continue. The one that was in progress is already a row, or was too
-        short for one.
+        """earlier: windows to continue.
+
+        The one that was in progress is already a row, or was too short for one.
         """
         self.width = earlier.width
         self._rows = [
@@ -164,8 +164,9 @@ class WindowHistory:
             self._merge_neighbours()
 
     def windows(self) -> Windows:
-        """Return the history, with the window in progress as its last row if it has half of its
-        steps.
+        """Return the history.
+
+        The window in progress is its last row if it has half of its steps.
         """
         rows = list(self._rows)
         if 2 * self._count >= self.width or (self._steps and not rows):
@@ -271,8 +272,9 @@ def _work_ns(table: StepTable) -> npt.NDArray[np.float64]:
 def _by_kind_and_name(
     kinds: npt.NDArray[np.uint8], name_ids: npt.NDArray[np.uint32]
 ) -> tuple[list[tuple[int, int]], npt.NDArray[np.int64], list[int]]:
-    """Return the occurring kinds and name ids, an order that groups records by both, and the start
-    of each group.
+    """Return groups of records with equal kind and name.
+
+    The values are the kinds and name ids, an order of the records, and the start of each group.
     """
     keys = kinds.astype(np.int64) << 32 | name_ids
     order = np.argsort(keys, kind="stable")
@@ -298,9 +300,7 @@ def _sums(
 
 
 def _measured_ns(records: npt.NDArray[np.void], table: StepTable, names: list[str]) -> npt.NDArray[np.int64]:
-    """Return each step's time in each section of step_mix.MEASURED, if the step has the section's
-    flag.
-    """
+    """Return each step's time in the sections of step_mix.MEASURED whose flag it has."""
     found = np.zeros((len(table), len(MEASURED)), np.int64)
     for column, (flag, name) in enumerate(MEASURED.items()):
         if name in names and (table.flags & flag).any():
@@ -436,8 +436,9 @@ class RankStatistics:
         return np.asarray(usual)
 
     def _add_section_hosts(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]) -> None:
-        """Add the time of sections that is in host code: without nested phases, and without
-        sections inside of phases.
+        """Add the time of sections that is in host code.
+
+        Nested phases, and sections inside of phases, do not count.
         """
         kinds = np.ascontiguousarray(records["kind"])
         here = (records["flags"] & Flag.OTHER_THREAD) == 0
@@ -465,8 +466,9 @@ class RankStatistics:
             sketch.add(of_step[keys >> 32 == name_id])
 
     def section_host_ns(self, name: str) -> float:
-        """Return the median over all usual steps of the host code in a section. Steps without it
-        count as zero.
+        """Return the median over all usual steps of the host code in a section.
+
+        Steps without it count as zero.
         """
         found = self.section_hosts.get(name)
         if found is None or not self.usual_steps or 2 * found.count <= self.usual_steps:
@@ -475,9 +477,7 @@ class RankStatistics:
         return found.quantile_ns((0.5 * self.usual_steps - without) / found.count)
 
     def _add_lengths(self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]) -> None:
-        """Add the times of modules and sections for each step length, and the calls of modules in
-        usual steps.
-        """
+        """Add times by step length, and the calls of modules in usual steps."""
         if self.first_step is None or not len(steps):
             return
         steps = steps.where(steps.step >= self.first_step + WARM_UP_STEPS)
@@ -504,8 +504,9 @@ class RankStatistics:
         of_step: npt.NDArray[np.int64],
         new: list[StepsOfLength],
     ) -> None:
-        """Add the own times of the modules called in forward passes. They make up the forward
-        phase.
+        """Add the own times of the modules called in forward passes.
+
+        They make up the forward phase.
 
         of_step: for each step, its index in `new`.
         """

@@ -18,8 +18,9 @@ UNRELATED = -1
 
 
 class Generations:
-    """Number the processes of one node, in the order in which their rings were registered. One
-    thread.
+    """Number the processes of one node, in the order in which their rings were registered.
+
+    One thread.
     """
 
     def __init__(self) -> None:
@@ -33,30 +34,31 @@ class Generations:
         self._pids: set[int] = set()
 
     def of(self, identity: Identity) -> int:
-        """Return the generation of a process, counted over all attempts. Repeated calls return the
-        same.
+        """Return the generation of a process, counted over all attempts.
+
+        Repeated calls return the same.
         """
         if identity.key not in self._of:
             self._of[identity.key] = self._next(identity)
         return self._of[identity.key]
 
-    def _next(self, who: Identity) -> int:
-        worker = who.launcher_pid, who.local_rank
-        again = who.rank in self._ranks or who.world_size != self._world_size
+    def _next(self, identity: Identity) -> int:
+        worker = identity.launcher_pid, identity.local_rank
+        again = identity.rank in self._ranks or identity.world_size != self._world_size
         # Launchers that are not elastic may give each rank the local rank 0.
-        again |= who.elastic and worker in self._workers
+        again |= identity.elastic and worker in self._workers
         # A rank may have started it with its own environment, from which the child takes the same
         # rank. It runs in parallel to the ranks. But the first process of a script may also start
         # all ranks.
-        is_child = again and who.launcher_pid in self._pids and who.world_size <= self._world_size
-        if who.restarts < self._restarts or (who.restarts == self._restarts and is_child):
+        is_child = again and identity.launcher_pid in self._pids and identity.world_size <= self._world_size
+        if identity.restarts < self._restarts or (identity.restarts == self._restarts and is_child):
             return UNRELATED
-        if again or who.restarts > self._restarts:
-            self._restarts, self._world_size = who.restarts, who.world_size
+        if again or identity.restarts > self._restarts:
+            self._restarts, self._world_size = identity.restarts, identity.world_size
             for known in (self._ranks, self._workers, self._pids):
                 known.clear()
             self.newest += 1
-        self._ranks.add(who.rank)
+        self._ranks.add(identity.rank)
         self._workers.add(worker)
-        self._pids.add(who.pid)
+        self._pids.add(identity.pid)
         return self.newest

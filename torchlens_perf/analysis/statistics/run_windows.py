@@ -22,8 +22,9 @@ Floats = npt.NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True)
 class RunWindows:
-    """Column i covers steps [first_steps[i], first_steps[i] + width). NaN if a rank has no value in
-    a column.
+    """Column i covers steps [first_steps[i], first_steps[i] + width).
+
+    NaN if a rank has no value in a column.
     """
 
     ranks: tuple[int, ...]
@@ -59,8 +60,9 @@ class RunWindows:
 
 
 def run_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | None:
-    """Return the ranks' windows on one grid; None without windows. last_step: the newest of all
-    ranks.
+    """Return the ranks' windows on one grid; None without windows.
+
+    last_step: the newest of all ranks.
     """
     ranks = tuple(rank for rank in sorted(windows) if len(windows[rank].first_step))
     if not ranks:
@@ -81,8 +83,9 @@ def run_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | 
 
 
 def grid(windows: list[Windows]) -> tuple[int, int, int]:
-    """Return width, first step and number of columns. Each window of any rank is completely in one
-    column.
+    """Return width, first step and number of columns.
+
+    Each window of any rank is completely in one column.
     """
     width = max(each.width for each in windows)
     low = min(int(each.first_step[0]) for each in windows)

@@ -1,6 +1,4 @@
-"""Step bins, the straggler detector's input: for each rank a row per step, or per several short
-steps. Pure.
-"""
+"""Rows of one or several steps, the input of the straggler detector. Pure."""
 
 from __future__ import annotations
 
@@ -27,8 +25,9 @@ OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CHECKPOINT
 
 @dataclasses.dataclass(frozen=True)
 class StepBins:
-    """Consecutive steps of one rank: row i is the mean over steps [step[i], step[i] + width),
-    without OTHER_WORK.
+    """Consecutive steps of one rank, averaged in rows.
+
+    Row i is the mean over steps [step[i], step[i] + width), without OTHER_WORK.
     """
 
     width: int

@@ -220,7 +220,7 @@ class StepClass:
     """Distance between the steps; None for irregular ones."""
     only: int | None = None
     """Index of the only mix that does the work in `kinds` while all others wait in communication;
-    None without one.
+    None if there are several, or if the others do not wait.
     """
 
 
@@ -262,8 +262,9 @@ _Groups = dict[tuple[tuple[str, ...], str, bool], list[_Other]]
 
 
 def classify(mixes: Sequence[StepMix]) -> StepClasses:
-    """Return the classes of all ranks' steps together. Each step is compared with the typical step
-    of its rank.
+    """Return the classes of all ranks' steps together.
+
+    Each step is compared with the typical step of its rank.
     """
     usual: list[Bin] = []
     # The bins in `usual`, and steps with other work that takes no time.
@@ -305,8 +306,9 @@ def classify(mixes: Sequence[StepMix]) -> StepClasses:
 
 
 def _add_rank(place: int, mix: StepMix, all_usual: list[Bin], alike: list[Bin], others: _Groups) -> int:
-    """Add a rank's steps to the typical step's class and to the others. Return the flags of the
-    typical step.
+    """Add a rank's steps to the typical step's class and to the others.
+
+    Return the flags of the typical step.
     """
     by_flags = mix.by_flags()
     counts = {flags: sum(each.count for each in bins) for flags, bins in by_flags.items()}
@@ -376,8 +378,9 @@ def _may_be_why(kind: str, part: str, more_ns: float, share: float, bins: Sequen
 
 
 def _cause(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str, bool] | None:
-    """Return the group of steps that explains most of these waits: of a known kind, on a rank that
-    others wait for.
+    """Return the group of steps that explains most of these waits.
+
+    It is of a known kind, on a rank that others wait for.
     """
     for key, found in groups.items():
         steps = {step for each in found for step in each.bin.steps}

@@ -81,18 +81,14 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
 
 
 def no_host_line(parts_ns: npt.NDArray[Any], ready_ns: npt.NDArray[Any]) -> HostLine:
-    """Return an empty host line for steps by the host's clock, with the shapes of the given
-    columns.
-    """
+    """Return an empty host line for steps by the host's clock, shaped like the given columns."""
     return {"issue_ns": np.zeros_like(parts_ns), "issue_ready_ns": ready_ns, "lag_ns": np.zeros_like(parts_ns)}
 
 
 def _thread_times(
     records: npt.NDArray[np.void], ends: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return CPU time and time runnable without a CPU, by step and part; -1 in steps without
-    measurement.
-    """
+    """Return CPU time and time runnable without a CPU, by step and part; -1 if not measured."""
     times = np.flatnonzero(records["kind"] == Kind.THREAD_TIME)
     of_step = np.searchsorted(ends, times)
     inside = of_step < len(ends)
@@ -154,8 +150,9 @@ def span_count(records: npt.NDArray[np.void], step: int) -> int:
 
 
 def to_spans(records: npt.NDArray[np.void], names: list[str]) -> tuple[Span, ...]:
-    """Convert records to spans column by column. NumPy returns a hundred fields of one column as
-    fast as one field.
+    """Convert records to spans column by column.
+
+    NumPy returns a hundred fields of one column as fast as one field.
     """
     known = len(names)
     kinds, name_ids, *others = (records[name].tolist() for name in _SPAN_COLUMNS)

@@ -1,3 +1,1 @@
-"""Definitions of device data that the training process and the sidecar share: parts of a step, and
-merged windows.
-"""
+"""Parts of a device's steps and merged windows, for training processes and sidecars."""

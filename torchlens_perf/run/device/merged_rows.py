@@ -1,5 +1,6 @@
-"""Encode and decode one row of a window that was merged over ranks on the device: the words of a
-MERGED record. Pure.
+"""Encode one row of a window that was merged over ranks on the device. Pure.
+
+The words of a MERGED record have one row.
 
 A row is a device section of the user's, or a part of the device's steps. A section has one record
 per window. A part has one record of the slowest rank, and one of each rank whose work is an
@@ -82,8 +83,9 @@ def packed(row: MergedRow) -> tuple[int, ...]:
 
 
 def unpacked(record: np.void, names: list[str]) -> MergedRow:
-    """Return the row that packed() encoded in a record. names: names of the ring file, for
-    sections.
+    """Return the row that packed() encoded in a record.
+
+    names: names of the ring file, for sections.
     """
     value0, value1, start = int(record["value0"]), int(record["value1"]), int(record["start_ns"])
     row = (value1 >> _ROW_SHIFT & _ROW_MASK) - 1

@@ -1,4 +1,5 @@
 """Division of a step into parts by the device's clock, for the training process and the sidecar.
+
 Pure.
 
 A step's spans are its phases and its stalls. A part is the own time of its spans, without nested
@@ -76,8 +77,9 @@ def outer_spans(start_ns: Sequence[int], duration_ns: Sequence[int]) -> list[int
 
 
 def rows_of(spans: Sequence[Span], step_ns: int) -> list[int]:
-    """Return one step's rows in ns. Its spans are in the order of their records, all of a kind in
-    PART_OF_SPAN.
+    """Return one step's rows in ns.
+
+    Its spans are in the order of their records, all of a kind in PART_OF_SPAN.
     """
     rows = [0] * len(Row)
     own_ns = [span[2] for span in spans]

@@ -1,3 +1,1 @@
-"""Location of a process: its place in the job by its launcher, its node, and the run directory
-shared by nodes.
-"""
+"""Place of a process: in its job, on its node, and in a shared run directory."""

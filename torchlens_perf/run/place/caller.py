@@ -17,8 +17,9 @@ _DEFAULT = "tracecontext,baggage"
 
 
 def calling_span(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return the caller's traceparent and tracestate, unvalidated; "" if not set. Call it on the
-    thread that starts the watch.
+    """Return the caller's traceparent and tracestate, unvalidated; "" if not set.
+
+    Call it on the thread that starts the watch.
 
     OpenTelemetry's API is only used if the program has imported it. The environment is ignored if
     OTEL_PROPAGATORS does not include `tracecontext`.

@@ -1,5 +1,4 @@
-"""One run directory for all nodes: a node whose name of the run differs joins the directory of node
-0.
+"""Join the run directory of a node with that of node 0 if their run ids differ.
 
 If nodes could not agree on a name (identity.py), each made its own run directory. Node 0 then sends
 its name. On a shared disk, the node's sidecar moves its files into node 0's directory and leaves a
@@ -48,8 +47,9 @@ def join_run(own: Path, run_id: str) -> bool:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move the content of a folder into another, recursively. Existing files, which are node 0's,
-    stay.
+    """Move the content of a folder into another, recursively.
+
+    Existing files, which are node 0's, stay.
     """
     target.mkdir(exist_ok=True)
     for entry in list(os.scandir(source)):

@@ -1,5 +1,4 @@
-"""Values of a rank that each launcher sets in the environment: its numbers, the job's name, the
-number of restarts.
+"""Rank, job name and restarts in the environment variables of each launcher.
 
 A row of LAUNCHERS applies if its variables are set and agree with torch's rank and world size.
 Slurm sets SLURM_PROCID in batch scripts, too, and torchrun under srun inherits the agent's. Values
@@ -174,16 +173,16 @@ def place(environ: Mapping[str, str], distributed: tuple[int, int] | None, paren
 
 def _row(environ: Mapping[str, str], distributed: tuple[int, int] | None) -> tuple[Launcher, int, int]:
     """Return the launcher's row that applies to this process, its rank and its world size."""
-    said = distributed or _pair(environ, "RANK", ("WORLD_SIZE",))
+    known = distributed or _pair(environ, "RANK", ("WORLD_SIZE",))
     for row in LAUNCHERS:
         if all(environ.get(mark) for mark in row.marks):
             own = _pair(environ, row.rank, row.world_size)
-            if own is not None and (said is None or own == said):
+            if own is not None and (known is None or own == known):
                 return row, *own
-            if said is not None and row.name == "Lightning" and _number(environ, "WORLD_SIZE") == said[1]:
-                return row, *said
-    if said is not None:
-        return _ALONE, *said
+            if known is not None and row.name == "Lightning" and _number(environ, "WORLD_SIZE") == known[1]:
+                return row, *known
+    if known is not None:
+        return _ALONE, *known
     # Only a part of torch's variables is set. Then only the program itself has the missing ones.
     return _ALONE, _number(environ, "RANK") or 0, _number(environ, "WORLD_SIZE") or 1
 
@@ -204,8 +203,9 @@ def _job(environ: Mapping[str, str], row: Launcher, parent: Sequence[str]) -> st
 
 
 def _rendezvous(environ: Mapping[str, str], parent: Sequence[str]) -> str:
-    """Return the rendezvous backend of torchrun's agents, from arguments or variables; "" if
-    neither is set.
+    """Return the rendezvous backend of torchrun's agents; "" if it is not set.
+
+    It is read from arguments or variables.
     """
     for name, following in zip(parent, [*parent[1:], ""], strict=True):
         found = _BACKEND.fullmatch(name)

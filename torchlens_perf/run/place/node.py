@@ -30,9 +30,7 @@ _acts_for = ""  # see act_for()
 
 
 def act_for(digest: str) -> None:
-    """Make this process use the digest of another boot or namespace, to process the files that it
-    left.
-    """
+    """Use the digest of another boot or namespace, to process the files that it left."""
     global _acts_for
     _acts_for = digest
 

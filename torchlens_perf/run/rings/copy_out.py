@@ -1,5 +1,4 @@
-"""Copy a ring into the run directory, in a separate process, because training must not wait for its
-disk.
+"""Copy a ring into the run directory, in a process that may wait for its disk.
 
 This program imports nothing of this package. It inherits the ring's descriptor, so it can outlive
 the training process.
@@ -15,8 +14,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def copy_out(descriptor: int, target: str, listed_in: str, source: list[str]) -> None:
-    """Write the complete file, append its path to the node's list of rings, then remove the
-    source's files.
+    """Write the file, add its path to the node's list of rings, and remove the source's files.
 
     Raise OSError; the source stays then.
     """

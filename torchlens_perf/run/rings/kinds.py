@@ -1,5 +1,6 @@
-"""Kinds and flags of a ring's records, and how its writer ended. native/layout.h has the same
-values for C.
+"""Kinds and flags of a ring's records, and the states of its writer.
+
+native/layout.h has the same values for C.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from enum import IntEnum, IntFlag
 
 
 class Kind(IntEnum):
-    """Kind of a record. DATA to CLOSURE are phases. Their time is subtracted from the enclosing
-    phase.
+    """Kind of a record.
+
+    DATA to CLOSURE are phases. Their time is subtracted from the enclosing phase.
     """
 
     STEP = 1

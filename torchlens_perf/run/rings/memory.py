@@ -36,8 +36,9 @@ _POLL_INTERVAL_S = 0.005
 
 
 def lies_on(folder: str | os.PathLike[str], kinds: Collection[int]) -> bool:
-    """Return True if the folder is on one of these file systems. An overlay never matches, whatever
-    is below it.
+    """Return True if the folder is on one of these file systems.
+
+    An overlay never matches, whatever is below it.
     """
     import ctypes
 
@@ -49,8 +50,9 @@ def lies_on(folder: str | os.PathLike[str], kinds: Collection[int]) -> bool:
 
 
 def reserve_file(path: str | os.PathLike[str], size: int) -> mmap.mmap:
-    """Make a file, mode 0600, with all of its blocks allocated, and map it. Raise OSError; no file
-    is left then.
+    """Make a file, mode 0600, with all of its blocks allocated, and map it.
+
+    Raise OSError; no file is left then.
 
     A shared flock(2) on it lasts as long as a process has it mapped, see is_mapped().
     """
@@ -68,8 +70,9 @@ def reserve_file(path: str | os.PathLike[str], size: int) -> mmap.mmap:
 
 
 def reserve_anonymous(path: str, size: int) -> tuple[mmap.mmap, int]:
-    """Map anonymous memory, with a link at `path`. Return the map and the descriptor, which the
-    caller closes.
+    """Map anonymous memory, with a link at `path`.
+
+    Return the map and the descriptor, which the caller closes.
     """
     descriptor = _memfd(_name(path))
     try:
@@ -97,8 +100,9 @@ def _memfd(name: str) -> int:
 
 
 def open_to_read(path: str) -> int:
-    """Open a ring in a file or in anonymous memory. Raise OSError: FileNotFoundError if its last
-    process has ended.
+    """Open a ring in a file or in anonymous memory.
+
+    Raise OSError: FileNotFoundError if its last process has ended.
     """
     try:
         # A FIFO is too short to be a ring.
@@ -125,8 +129,9 @@ def hold(path: str, descriptor: int) -> None:
 
 
 def wait_until_held(path: str, descriptor: int, timeout_s: float) -> bool:
-    """Wait until another process has the ring open, or has drained it. Return False after
-    `timeout_s`.
+    """Wait until another process has the ring open, or has drained it.
+
+    Return False after `timeout_s`.
 
     descriptor: this process's.
     """
@@ -144,8 +149,9 @@ def wait_until_held(path: str, descriptor: int, timeout_s: float) -> bool:
 
 
 def forget(path: str) -> None:
-    """Remove a ring's file or link, and its mark of being held. Raise OSError, except for missing
-    files.
+    """Remove a ring's file or link, and its mark of being held.
+
+    Raise OSError, except for missing files.
     """
     for each in (path, _held(path)):
         with contextlib.suppress(FileNotFoundError):
@@ -153,9 +159,7 @@ def forget(path: str) -> None:
 
 
 def is_mapped(path: str) -> bool:
-    """Return True if the process that made a ring file, or its child, still has it mapped, in any
-    container.
-    """
+    """Return True if a ring file's maker, or its child, still has it mapped, in any container."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
