@@ -268,8 +268,9 @@ def test_tap_that_is_not_a_regular_file_is_not_opened(kind: str, cache: Path) ->
 
 
 def missed(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> str:
-    """Return the notes that a rank, one of `ranks`, sends to the sidecar about a missing tap.
-    Nothing fails.
+    """Return the missing tap's name in the metadata of a rank, one of `ranks`.
+
+    Recording has no errors and no note.
     """
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))

@@ -32,15 +32,15 @@ from torchlens_perf.sidecar.start.preload import MODULES
 
 FIRST_SECOND_S = 0.4  # CPU seconds, if an interpreter starts in BARE_S
 BARE_S = 0.05
-WORK_NS = 20_000_000  # duration of a round next to the job
-# The first are this package's modules that are imported before anything is read. The second are
-# some modules that must not be imported.
+WORK_NS = 20_000_000  # CPU time of some work next to the job
+# Modules of this package that are imported before anything is read.
 WAITING = {
     "torchlens_perf", "torchlens_perf.run", "torchlens_perf.run.processes", "torchlens_perf.run.rings",
     "torchlens_perf.run.rings.memory", "torchlens_perf.run.sidecar_status", "torchlens_perf.sidecar",
     "torchlens_perf.sidecar.priority", "torchlens_perf.sidecar.rings", "torchlens_perf.sidecar.rings.waiting",
     "torchlens_perf.sidecar.start", "torchlens_perf.sidecar.start.wait", "torchlens_perf.sidecar.termination",
 }  # fmt: skip
+# Some of the other modules that must not be imported before that.
 HEAVY = {
     "argparse", "ctypes", "dataclasses", "inspect", "json", "logging", "numpy", "pyarrow", "rich", "socket", "ssl",
     "subprocess", "typing",

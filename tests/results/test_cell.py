@@ -61,7 +61,7 @@ class Shown:
         deliver(str(self.session.ring_path.with_suffix(VIEW)), value)
 
     def step_ends(self, at_s: float) -> list[str]:
-        """End a step and return the number of updates so far."""
+        """End a step and return the texts that the cell then shows."""
         self.clock.now_s = max(self.clock.now_s, 1000.0 + at_s)
         before = len(self.handle.texts)
         (work,) = self.session.step_callbacks._throttled
