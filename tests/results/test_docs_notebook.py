@@ -13,7 +13,7 @@ DISPLAY = "def display(watch):\n    print(watch._repr_mimebundle_()['text/plain'
 
 def blocks() -> list[str]:
     """Return the example's cells from the page."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "notebook.md").read_text(), re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/notebook.md").read_text(), re.DOTALL)
 
 
 def test_example_runs_as_a_script(tmp_path: Path) -> None:

@@ -105,11 +105,11 @@ def _mean_work(windows: Windows, width: int, first: int, columns: int) -> Floats
 
 def _means(values: Floats, windows: Windows, width: int, first: int, columns: int) -> Floats:
     """Return means over each column's windows, shape [columns, values]; NaN without a window."""
-    return _column_means(values, (windows.first_step - first) // width, columns)
+    return column_means(values, (windows.first_step - first) // width, columns)
 
 
 def column_means(values: Floats, at: npt.NDArray[np.int64], columns: int) -> Floats:
-    """[columns, values]: means of the rows of values by their column, `at`; NaN where there is none."""
+    """Return means of rows of values by column `at`, shape [columns, values]; NaN without a row."""
     count = np.bincount(at, minlength=columns)[:, None]
     sums = np.zeros((columns, values.shape[1]))
     np.add.at(sums, at, values)
