@@ -1,4 +1,4 @@
-"""The forward pass, per module: what is recorded, and that modules stay the user's."""
+"""Times of the forward pass per module, and that modules are not changed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Raises(nn.Module):
 
 @pytest.fixture(params=["native", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Calls routed by the native recorder, and by a replaced nn.Module.__call__ as without a C compiler."""
+    """Calls routed by the native recorder, and by a replaced nn.Module.__call__."""
     if request.param == "python":
         time_in_python(monkeypatch)
     return request.param
@@ -92,8 +92,8 @@ def run(model: nn.Module, batch: Tensor | None = None) -> Tensor:
 # -- what is recorded
 
 
-def test_each_call_is_a_span_inside_its_callers(tmp_path: Path, way: str) -> None:
-    """The root is the forward phase; modules lie inside the ones that call them, and their time adds up."""
+def test_each_call_is_a_span_inside_that_of_its_caller(tmp_path: Path, way: str) -> None:
+    """The root is the forward phase. Times of inner modules add up to less than their caller's."""
     model = Model()
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         run(model)
@@ -114,7 +114,7 @@ def test_each_call_is_a_span_inside_its_callers(tmp_path: Path, way: str) -> Non
 
 @pytest.fixture
 def _no_collection() -> Iterator[None]:
-    """When Python collects its garbage depends on all that ran before, and it is recorded too."""
+    """Switch garbage collection off, which depends on earlier tests and is recorded too."""
     gc.disable()
     yield
     gc.enable()
@@ -122,7 +122,7 @@ def _no_collection() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_collection")
 def test_fallback_records_the_same_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Python recorder and the native one: the same kinds, names, depths and flags, in the same order."""
+    """Both recorders record the same kinds, names, depths and flags in the same order."""
 
     def shape() -> list[tuple[Any, ...]]:
         torch.manual_seed(0)
@@ -149,7 +149,7 @@ def test_fallback_records_the_same_spans(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_recursion_and_shared_modules(tmp_path: Path, way: str) -> None:
-    """Every call counts, also of a module that is called twice, or by itself; its name is the first that it has."""
+    """Each call is recorded, also of a module called twice or by itself, under its first name."""
 
     class Recursive(nn.Module):
         def __init__(self) -> None:
@@ -170,8 +170,8 @@ def test_recursion_and_shared_modules(tmp_path: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputation_has_a_name_of_its_own(use_reentrant: bool, tmp_path: Path, way: str) -> None:
-    """Activation checkpointing runs blocks again inside the backward pass: that is no forward pass."""
+def test_recomputation_is_not_a_forward_pass(use_reentrant: bool, tmp_path: Path, way: str) -> None:
+    """Activation checkpointing runs modules again inside the backward pass."""
     model = Model(use_reentrant)
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         run(model)
@@ -189,8 +189,8 @@ def test_recomputation_has_a_name_of_its_own(use_reentrant: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("error", [ValueError("bad batch"), KeyboardInterrupt(), SystemExit(3)])
-def test_exception_is_the_users_own(error: BaseException, tmp_path: Path) -> None:
-    """The very exception object comes out, with the spans that it passed closed and flagged; the loop can go on."""
+def test_exception_of_a_module_is_passed_on_and_flagged(error: BaseException, tmp_path: Path) -> None:
+    """The same exception object leaves the call, all spans are closed, and the loop continues."""
     model = nn.Sequential(Block(), nn.Sequential(Raises(error)))
     good = model[0]
     with recorded(tmp_path, model, **EVERYTHING) as recording:
@@ -207,9 +207,7 @@ def test_exception_is_the_users_own(error: BaseException, tmp_path: Path) -> Non
     assert (recording.records[-1].name, recording.records[-1].depth) == ("0", 1)
 
 
-def test_result_of_none_is_no_exception(tmp_path: Path, way: str) -> None:
-    """A module may return nothing."""
-
+def test_result_of_none_is_not_an_exception(tmp_path: Path, way: str) -> None:
     class Silent(nn.Module):
         def forward(self, x: Tensor) -> None:
             return None
@@ -221,8 +219,7 @@ def test_result_of_none_is_no_exception(tmp_path: Path, way: str) -> None:
     assert {each.flags for each in recording.records if each.kind != Kind.STEP} == {Flag(0)}
 
 
-def test_call_on_another_thread(tmp_path: Path, way: str) -> None:
-    """It is recorded, and marked as no part of the training thread's step."""
+def test_call_on_another_thread_is_not_part_of_the_step(tmp_path: Path, way: str) -> None:
     model = Block()
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         run(model)
@@ -235,8 +232,6 @@ def test_call_on_another_thread(tmp_path: Path, way: str) -> None:
 
 
 def test_watch_ends_inside_a_call(tmp_path: Path, way: str) -> None:
-    """Leaving the watch from inside a module's forward is odd, and harmless."""
-
     class Ends(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             watched.stop()
@@ -252,7 +247,7 @@ def test_watch_ends_inside_a_call(tmp_path: Path, way: str) -> None:
 
 
 class Acts(dict):
-    """An argument or a result that does something when somebody looks for the tensors in it."""
+    """A value that calls a function when its type is checked in the search for tensors."""
 
     def __init__(self, act: Callable[[], Any], **items: Tensor) -> None:
         super().__init__(items)
@@ -272,8 +267,8 @@ class TakesAndGives(nn.Module):
         return self.inner(x)
 
 
-def test_interrupt_while_we_look_on(tmp_path: Path) -> None:
-    """A Ctrl-C that comes while our own code runs is the user's all the same: it is not swallowed with our errors."""
+def test_interrupt_inside_a_hook_reaches_the_user(tmp_path: Path) -> None:
+    """A KeyboardInterrupt in code of this package is not swallowed with its errors."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -284,8 +279,8 @@ def test_interrupt_while_we_look_on(tmp_path: Path) -> None:
             model(Acts(interrupt, x=torch.ones(1)))
 
 
-def test_watch_ends_while_we_look_on(tmp_path: Path) -> None:
-    """Another thread may end the watch between our look at a module's arguments and the module's call."""
+def test_watch_ends_inside_a_hook(tmp_path: Path) -> None:
+    """Another thread may end the watch between a module's hook and its call."""
     model = TakesAndGives()
     watched = watch(model, dir=str(tmp_path), sidecar=False, report="off", **EVERYTHING)
     x = Acts(watched.stop, x=torch.ones(1))
@@ -295,7 +290,7 @@ def test_watch_ends_while_we_look_on(tmp_path: Path) -> None:
     assert result is x
 
 
-# -- which modules
+# -- selection of modules
 
 
 def names(model: nn.Module, modules: Any, most: int = 128) -> list[str]:
@@ -303,7 +298,7 @@ def names(model: nn.Module, modules: Any, most: int = 128) -> list[str]:
 
 
 def test_levels_do_not_count_containers() -> None:
-    """A ModuleList is never called: what is in it is one level down, not two."""
+    """Modules in a ModuleList, which is never called, are one level down, not two."""
     model = Model()
 
     assert names(model, "none") == ["Model"]
@@ -312,7 +307,7 @@ def test_levels_do_not_count_containers() -> None:
 
 
 def test_patterns() -> None:
-    """Names are chosen by patterns; the root is always timed, for it is the forward phase."""
+    """Patterns select modules by name. The root is always timed."""
     assert names(Model(), ("blocks.*.linear", "st?m")) == ["Model", "stem", "blocks.0.linear", "blocks.1.linear"]
     assert names(Model(), ("nothing",)) == ["Model"]
 
@@ -335,7 +330,7 @@ def test_pattern_that_matches_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In code it is an error, before anything is made. In the environment it is a line, and the job goes on."""
+    """In code the pattern is an error, in the environment a warning."""
     model = {"model": Model(), "other": nn.Linear(4, 4)} if several else Model()
     with pytest.raises(ConfigError, match=re.escape(problem)) as raised:
         watch(model, modules=pattern, dir=str(tmp_path))
@@ -352,7 +347,7 @@ def test_pattern_that_matches_nothing(
 
 
 def test_pattern_that_matches_nothing_in_a_found_model(tmp_path: Path) -> None:
-    """The model is only known when its optimizer has stepped: too late for an error."""
+    """The model is known only after its optimizer has stepped, too late for an error."""
     gc.collect()  # models that other tests have trained
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -363,8 +358,8 @@ def test_pattern_that_matches_nothing_in_a_found_model(tmp_path: Path) -> None:
     assert [each for each in recording.notes if each.startswith('modules="Model.*" matches no module.')]
 
 
-class Holds(nn.Module):
-    """Holds a model, as classes of installed packages do in these tests."""
+class Wrapper(nn.Module):
+    """Contains a model, as wrappers of installed packages do."""
 
     def __init__(self, **inside: nn.Module) -> None:
         super().__init__()
@@ -372,7 +367,7 @@ class Holds(nn.Module):
             self.add_module(name, module)
 
 
-class PassesOn(Holds):
+class PassesOn(Wrapper):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -383,7 +378,7 @@ class PassesOn(Holds):
 
 
 def installed(kind: type[nn.Module], name: str, monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
-    """The class, as one of an installed package of another author."""
+    """Make a class look like one of an installed package of another author."""
     package = types.ModuleType("somebodys")
     package.__file__ = f"{sysconfig.get_path('purelib')}/somebodys/__init__.py"
     monkeypatch.setitem(sys.modules, "somebodys", package)
@@ -404,8 +399,8 @@ def installed(kind: type[nn.Module], name: str, monkeypatch: pytest.MonkeyPatch)
 def test_model_of_a_package_keeps_its_name(
     inside: Callable[[], dict[str, nn.Module]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its layers are torch's, as those of torch_geometric's GCN are. It does not wrap a model."""
-    model = installed(Holds, "GCN", monkeypatch)(**inside())
+    """A model with layers from torch, such as torch_geometric's GCN, is not a wrapper."""
+    model = installed(Wrapper, "GCN", monkeypatch)(**inside())
     first = next(iter(inside()))
     assert class_name(model) == "GCN"
     assert names(model, "all")[0] == "GCN"
@@ -413,7 +408,10 @@ def test_model_of_a_package_keeps_its_name(
 
 
 def test_wrappers_of_a_package_take_no_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As PEFT's: PeftModel.base_model is a LoraModel, LoraModel.model is the user's. Each passes attributes on."""
+    """PEFT's PeftModel.base_model is a LoraModel, whose `model` is the user's.
+
+    Both forward attributes.
+    """
     wrapper = installed(PassesOn, "PeftModel", monkeypatch)
     for model in (Model(), nn.Sequential(Block(), Block())):
         wrapped = wrapper(base_model=wrapper(model=model))
@@ -423,13 +421,13 @@ def test_wrappers_of_a_package_take_no_level(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_wrapper_of_a_users_model_is_seen_by_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert class_name(installed(Holds, "Engine", monkeypatch)(net=Model())) == "Model"
-    assert class_name(Holds(net=Model())) == "Holds"
+    assert class_name(installed(Wrapper, "Engine", monkeypatch)(net=Model())) == "Model"
+    assert class_name(Wrapper(net=Model())) == "Wrapper"
 
 
 @pytest.mark.parametrize("modules", ["auto", "all", 1, ("blocks.0",)])
 def test_modules_with_untimed_ones_inside(modules: Any) -> None:
-    """What deeper patterns are advised for."""
+    """Users are advised to use deeper patterns for these modules."""
     selection = select(NamedModel(Model()), Config(modules=modules))
     unopened = {"auto": [], "all": [], 1: ["blocks.0", "blocks.1"], ("blocks.0",): ["blocks.0"]}[modules]
     assert selection.unopened == unopened
@@ -438,7 +436,7 @@ def test_modules_with_untimed_ones_inside(modules: Any) -> None:
 
 
 def test_modules_of_a_compiled_one_cannot_be_timed() -> None:
-    """No deeper pattern is advised for them."""
+    """No deeper pattern is suggested for them."""
     blocks = Model()
     blocks.blocks[0].compile(backend="eager")
     within = select(NamedModel(blocks), Config(modules=1))
@@ -451,14 +449,14 @@ def test_modules_of_a_compiled_one_cannot_be_timed() -> None:
         assert (whole.unopened, whole.all_levels) == ([], True)
 
 
-def test_auto_is_bounded() -> None:
-    """Of a large model fewer levels are timed, and of a broad one none but the root."""
+def test_auto_limits_the_number_of_modules() -> None:
+    """A large model is timed on fewer levels, and a broad one only at its root."""
     assert names(Model(), "auto", most=4) == ["Model", "stem", "blocks.0", "blocks.1"]
     assert names(Model(), "auto", most=2) == ["Model"]
 
 
-def test_wrappers_are_no_part_of_names() -> None:
-    """A compiled model, or block, has the names that its author gave it, and the wrapper is what is timed."""
+def test_wrappers_are_not_part_of_names() -> None:
+    """A compiled model or block keeps the author's names, and the wrapper is timed."""
     model = Model()
     compiled = torch.compile(model)
     assert names(compiled, "all") == names(model, "all")
@@ -470,8 +468,8 @@ def test_wrappers_are_no_part_of_names() -> None:
     assert chosen["blocks.0"] is model.blocks[0]
 
 
-def test_users_own_module_named_module_stays() -> None:
-    """Only around the whole model is `module` a wrapper's name."""
+def test_module_named_module_by_the_user_keeps_its_name() -> None:
+    """The attribute `module` is a wrapper's only around the whole model."""
 
     class Wrapped(nn.Module):
         def __init__(self) -> None:
@@ -482,7 +480,7 @@ def test_users_own_module_named_module_stays() -> None:
 
 
 def test_model_is_found_by_its_optimizer(tmp_path: Path) -> None:
-    """Without a model, the outermost module whose parameters the first optimizer steps is timed from then on."""
+    """Without a model, the outermost module with parameters of the first optimizer is timed."""
     gc.collect()  # models that other tests have trained
     model, bystander = nn.Sequential(Model()), Block()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -492,23 +490,23 @@ def test_model_is_found_by_its_optimizer(tmp_path: Path) -> None:
             bystander(torch.randn(2, 4))
             optimizer.step()
 
-    assert TrainedModels().of(optimizer) == [NamedModel(model)]
+    assert TrainedModels().trained_by(optimizer) == [NamedModel(model)]
     assert [(each.name, each.step) for each in recording.of(Kind.FORWARD)] == [("forward Sequential", 1)]
 
 
-def test_unfinished_modules_are_passed_over(tmp_path: Path) -> None:
-    """A module whose constructor failed before nn.Module's own ran may still lie about when the model is looked for."""
+def test_unfinished_modules_are_ignored(tmp_path: Path) -> None:
+    """A module whose constructor failed before nn.Module's own may still exist."""
     gc.collect()  # models that other tests have trained
     unfinished = nn.Module.__new__(Model)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    assert TrainedModels().of(optimizer) == [NamedModel(model)]
+    assert TrainedModels().trained_by(optimizer) == [NamedModel(model)]
     assert not hasattr(unfinished, "training")
 
 
-def test_nested_watch_joins(tmp_path: Path) -> None:
-    """A watch inside a watch adds its models to the outer one; leaving it ends nothing."""
+def test_nested_watch_adds_its_models_to_the_outer_one(tmp_path: Path) -> None:
+    """Leaving it does not end the outer watch."""
     outer, inner = Block(), Model()
     with recorded(tmp_path, outer, **EVERYTHING) as recording:
         with watch(inner) as joined:
@@ -523,8 +521,7 @@ def test_nested_watch_joins(tmp_path: Path) -> None:
     assert recording.steps[0].flags & Flag.MANUAL
 
 
-def test_later_model_at_the_same_address(tmp_path: Path) -> None:
-    """A model that takes a deleted one's place in memory is not taken for it."""
+def test_model_at_the_address_of_a_deleted_one_is_not_watched(tmp_path: Path) -> None:
     with recorded(tmp_path, Block(), **EVERYTHING) as recording:
         addresses = set()
         for _ in range(20):
@@ -538,11 +535,11 @@ def test_later_model_at_the_same_address(tmp_path: Path) -> None:
     assert recording.names(Kind.FORWARD) == ["forward Linear"] * 20
 
 
-# -- modules stay the user's
+# -- modules are not changed
 
 
 def test_modules_and_classes_are_not_changed(tmp_path: Path, way: str) -> None:
-    """Inside the watch too, the dictionaries of modules and of their classes hold what they held before."""
+    """Dictionaries of modules and their classes have the same contents inside the watch."""
     model = Model()
     model.blocks[0].compile(backend="eager")
     run(model)  # Dynamo leaves its own marks in classes
@@ -582,7 +579,7 @@ def test_module_compiled_inside_the_watch_is_timed_at_its_boundary(tmp_path: Pat
 
 
 class OwnCall(nn.Module):
-    """Its class has a __call__ of its own, as OptimizedModule and fx.GraphModule have."""
+    """A class with its own __call__, as OptimizedModule and fx.GraphModule have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -607,7 +604,7 @@ class OwnCall(nn.Module):
     ],
 )
 def test_each_call_counts_once(make: Callable[[], nn.Module], tmp_path: Path, way: str) -> None:
-    """Also where a class's own __call__ calls the one of nn.Module."""
+    """This includes classes whose own __call__ calls that of nn.Module."""
     model = nn.Sequential(make())
     with recorded(tmp_path, model, modules=("0",)) as recording:
         for _ in range(3):
@@ -617,8 +614,8 @@ def test_each_call_counts_once(make: Callable[[], nn.Module], tmp_path: Path, wa
     assert recording.names(Kind.MODULE) == ["0"] * 3
 
 
-def test_another_tool_that_patches_calls_meanwhile(tmp_path: Path, way: str) -> None:
-    """torch.fx replaces nn.Module.__call__ while it traces, and puts back what it found."""
+def test_tool_that_patches_module_calls_inside_the_watch(tmp_path: Path, way: str) -> None:
+    """torch.fx replaces nn.Module.__call__ while it traces, and then restores it."""
     model = Block()
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         run(model)
@@ -637,7 +634,7 @@ def test_another_tool_that_patches_calls_meanwhile(tmp_path: Path, way: str) -> 
     ],
 )
 def test_deleted_model_is_freed_at_once(found: bool, tmp_path: Path, way: str) -> None:
-    """Inside the watch, without a run of the garbage collector: its memory may be needed for the next model."""
+    """The garbage collector is not needed, as the next model may need the memory."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     references = [weakref.ref(module) for module in model.modules()]
@@ -656,7 +653,7 @@ def test_deleted_model_is_freed_at_once(found: bool, tmp_path: Path, way: str) -
 
 
 def test_deep_copy_is_not_watched(tmp_path: Path, way: str) -> None:
-    """A copy made inside the watch computes by itself, and is not recorded; nor is one that came through a pickle."""
+    """A copy made inside the watch, or through a pickle, works and is not recorded."""
     model = Model()
     batch = torch.randn(2, 4)
     with recorded(tmp_path, model, **EVERYTHING) as recording:

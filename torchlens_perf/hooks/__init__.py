@@ -1,1 +1,1 @@
-"""Where marks come from: one file per source, each attached for as long as its context is entered."""
+"""Sources of marks: one hook per file, attached for as long as its context is entered."""

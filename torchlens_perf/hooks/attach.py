@@ -1,4 +1,4 @@
-"""Which hooks a watch has, in which order they are attached, and what they share."""
+"""The hooks of a watch, their order of attachment, and the objects that they share."""
 
 from __future__ import annotations
 
@@ -42,10 +42,12 @@ def start(
     in_the_middle: bool = False,
     after_step_of: Optimizer | None = None,
 ) -> TrainingLoop:
-    """Attaches all hooks of a watch; from here on marks are recorded. Detached when the session is closed.
+    """Attach all hooks of a watch and begin to record marks. Closing the session detaches them.
 
-    optimizers: that were passed to watch(). models: None to find them when an optimizer steps. in_the_middle: the loop
-    has made its first step, with after_step_of; None: a loop without an optimizer.
+    optimizers: the optimizers passed to watch().
+    models: the models to time, or None to find them when an optimizer steps.
+    in_the_middle: True if the loop has already made its first step.
+    after_step_of: the optimizer of that step, or None for a loop without an optimizer.
     """
     loop = TrainingLoop(session, PassedOptimizers(optimizers), lambda found: watched.watch(found))
     recompute = RecomputeHook()
@@ -53,7 +55,8 @@ def start(
     calls = ModuleCalls()
     watched = _WatchedModels(session, backward, calls)
     hooks = default_hooks(session.config, loop, backward, recompute, calls)
-    session.prepare()  # when all modules of ours with hooks in them have been imported
+    # Must come after the imports of all modules that define hooks.
+    session.prepare()
     session.attach(hooks)
     if models is not None:
         loop.models_given(models)
@@ -70,7 +73,7 @@ def start(
 def default_hooks(
     config: Config, loop: TrainingLoop, backward: BackwardHook, recompute: RecomputeHook, calls: ModuleCalls
 ) -> list[Hook]:
-    """The hooks of a watch, in the order of attaching. A new hook is a line here."""
+    """Return the hooks of a watch in the order of attachment. A new hook is one more line here."""
     wanted: list[tuple[bool, Hook]] = [
         (config.nvtx, NvtxHook()),
         (True, SectionHook()),
@@ -86,18 +89,20 @@ def default_hooks(
         (config._faulthandler, StackHook()),
         (config.capture != "off", CaptureHook()),
     ]
-    # The device's last, and so detached first: what it tells at the end, the others' marks, must still be recorded.
+    # Device hooks are attached last and thus detached first. At the end they read device times of
+    # marks that other hooks made, and these times must still be recorded.
     return [*(hook for want, hook in wanted if want), *device_hooks(config)]
 
 
 class _WatchedModels:
-    """The models whose modules are timed. Holds none of them."""
+    """The models whose modules are timed, by weak reference."""
 
     def __init__(self, session: Session, backward: BackwardHook, calls: ModuleCalls) -> None:
         self._session = session
         self._backward = backward
         self._calls = calls
-        self._known: dict[int, weakref.ref[Module]] = {}  # modules by id, which a later one may have again
+        # By id. A later module may get the id of a deleted one, so the reference is checked too.
+        self._known: dict[int, weakref.ref[Module]] = {}
 
     def watch(self, models: Sequence[NamedModel]) -> None:
         selections = [select(model, self._session.config, MAX_MODULES // len(models)) for model in models]
@@ -109,7 +114,9 @@ class _WatchedModels:
             self._known.update((id(each.module), weakref.ref(each.module)) for each in modules)
             device = device_of(model.module)
             if device == "cpu" and accelerator():
-                device = ""  # it may be moved yet, or FSDP keeps its parameters there: the device's clock will tell
+                # The model may still be moved, or FSDP offloads its parameters to the CPU. The
+                # device's clock shows later where it runs.
+                device = ""
             self._session.metadata.add_modules(
                 {each.name: each.is_root for each in modules},
                 device=device,

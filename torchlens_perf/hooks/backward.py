@@ -1,6 +1,7 @@
-"""The backward pass: as a whole, its tail of exposed communication, and per module in sampled steps.
+"""Times of the backward pass: in total, its tail of exposed communication, and per module.
 
-Never by `full_backward_hook`, which turns outputs into views, breaks in-place activations and costs 30 us a module.
+Modules are timed in sampled steps only. `full_backward_hook` is not used: it turns outputs into
+views, breaks in-place activations and costs 30 us per module.
 """
 
 from __future__ import annotations
@@ -37,30 +38,36 @@ _TAIL_NAME = "backward tail"
 
 
 class _Tail:
-    """What lies behind the last computed gradient of one call of the engine: DDP and FSDP wait there for their
-    communication."""
+    """The part of one autograd engine call after its last computed gradient.
+
+    DDP and FSDP wait for their communication in this part.
+    """
 
     def __init__(self, session: Session, name_id: int, *, ends_modules: bool) -> None:
-        """ends_modules: whether passes of modules may end with this one."""
+        """ends_modules: True if backward passes of modules may end at the start of this tail."""
         self._session = session
         self._name_id = name_id
         self._ends_modules = ends_modules
         self._queued = 0
-        self.is_hung = False  # on all roots
+        self.covers_all_roots = False
         self.start_ns = 0
-        self.mark: int | None = None  # the same instant on the clock of the modules' passes, where there are any
+        # The instant of start_ns on the clock that times the modules' passes.
+        self.mark: int | None = None
         self.end_ns = 0
         self.waited_before_ns = 0
         self.waited_after_ns = 0
 
     @guard("hooks on the roots of a backward pass")
-    def hang_on(self, roots: Sequence[Any], handles: list[RemovableHandle]) -> bool:
-        """Puts a hook on the nodes that the pass begins at, not on the user's tensors. Whichever runs first, all that
-        computes gradients comes after it. A leaf has nothing behind it."""
+    def register_on(self, roots: Sequence[Any], handles: list[RemovableHandle]) -> bool:
+        """Register a hook on the graph nodes at which the pass begins, not on the user's tensors.
+
+        All computation of gradients comes after the first of these nodes. A leaf has no node.
+        """
         from torch import Tensor
 
         for root in roots:
-            node = root.grad_fn if isinstance(root, Tensor) else root.node  # else a GradientEdge
+            # Roots are tensors or instances of torch.autograd.graph.GradientEdge.
+            node = root.grad_fn if isinstance(root, Tensor) else root.node
             if node is not None:
                 handles.append(node.register_prehook(self._first_gradient))
         return True
@@ -71,13 +78,18 @@ class _Tail:
             self.queue()
 
     def queue(self) -> None:
-        """Callbacks run in the order of their queueing: `_computed` before those that DDP queues at its last bucket,
-        `_finished`, queued while they run, after them. Queued again, `_computed` is behind what came between."""
+        """Queue `_gradients_computed` as a callback for the end of the engine's work.
+
+        The engine runs callbacks in the order in which they were queued. `_gradients_computed`
+        therefore runs before the callback that DDP queues at its last bucket. `_finished` is
+        queued while callbacks run, so it comes after DDP's. Calling this method again moves
+        `_gradients_computed` behind callbacks that were queued in between.
+        """
         self._queued += 1
-        torch_private.queue_callback(self._computed)
+        torch_private.queue_callback(self._gradients_computed)
 
     @guard("backward callback")
-    def _computed(self) -> None:
+    def _gradients_computed(self) -> None:
         self._queued -= 1
         if self._queued:
             return
@@ -98,8 +110,8 @@ class _Tail:
         self.end_ns, self.waited_after_ns = recorder.now_ns(), recorder.waited_ns
 
     def record(self) -> None:
-        """When the engine has returned."""
-        # What Work.wait has counted inside the tail (FSDP waits in Python) is in spans of its own.
+        """Record the tail as a wait, after the engine has returned."""
+        # FSDP calls Work.wait from Python inside the tail. Those waits have spans of their own.
         already_ns = self.waited_after_ns - self.waited_before_ns
         waited_ns = self.end_ns - self.start_ns - already_ns
         if self._session.identity.has_other_ranks and waited_ns > 0:
@@ -107,11 +119,12 @@ class _Tail:
 
 
 def _gradient_hook(place: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorates a hook for tensors: our errors stay out of the backward pass, and our work out of its graph."""
+    """Decorate a tensor hook so that its errors do not reach the user's backward pass."""
 
     def decorate(hook: Callable[..., None]) -> Callable[..., None]:
         guarded = guard(place)(hook)
-        guarded.__torch_unserializable__ = True  # type: ignore[attr-defined]  # no warning if the tensor is pickled
+        # Without this attribute torch warns when a tensor that has the hook is pickled.
+        guarded.__torch_unserializable__ = True  # type: ignore[attr-defined]
         return guarded
 
     return decorate
@@ -119,7 +132,7 @@ def _gradient_hook(place: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 @dataclasses.dataclass(slots=True)
 class _ModulePass:
-    """One module's part of one backward pass: from its first output gradient to its last input gradient."""
+    """One module's part of a backward pass: from its first output to its last input gradient."""
 
     name_id: int
     step: int
@@ -134,7 +147,7 @@ class _ModulePass:
         if self.inputs_left == 0 and self.end is None:
             self.end = self.clock.mark()
             if self.end is None:
-                self.start = None  # its end is not known: no record
+                self.start = None  # Without an end the pass is not recorded.
 
     @_gradient_hook("gradient hook of a module's output")
     def output_gradient(self, _: Tensor) -> None:
@@ -142,12 +155,15 @@ class _ModulePass:
             self.start = self.clock.mark()
 
     def span(self) -> tuple[int, int] | None:
-        """Its start and duration in ns; None while that is not known."""
+        """Return start and duration in ns, or None while they are not known."""
         return None if self.start is None or self.end is None else self.clock.span(self.start, self.end)
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors in a module's arguments or result: nested tuples, lists, dicts and dataclasses, four levels deep."""
+    """Yield the tensors in a module's arguments or result.
+
+    Tuples, lists, dicts and dataclasses are searched down to four levels.
+    """
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -166,22 +182,23 @@ def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
 
 
 def _holds_fsdp2(model: Module | None) -> bool:
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # it takes a second to import
+    # Importing FSDP takes a second, so it is only looked up: a model with FSDP2 has imported it.
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and model is not None and any(isinstance(each, kind) for each in model.modules())
 
 
 class BackwardHook:
-    """Wraps the call of the autograd engine, and hangs tensor hooks on the results of modules in sampled steps."""
+    """Wraps the call of the autograd engine and times modules by tensor hooks in sampled steps."""
 
     name = "backward"
 
     def __init__(self, loop: TrainingLoop, recompute: RecomputeHook) -> None:
         self._loop = loop
         self._recompute = recompute
-        self._tail: _Tail | None = None  # of the engine's innermost call
+        self._tail: _Tail | None = None  # The tail of the engine's innermost call.
         self._passes: list[_ModulePass] = []
-        self._record: Callable[[], None] | None = None  # once attached
-        self._unreported = 0  # passes whose times a device's clock did not report
+        self._record: Callable[[], None] | None = None  # Set by attach().
+        self._unreported = 0  # Number of passes whose times the device's clock did not report.
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -199,17 +216,17 @@ class BackwardHook:
         def begin_tail(roots: Sequence[Any], handles: list[RemovableHandle], ends_modules: bool) -> _Tail:
             tail = self._tail = _Tail(session, tail_id, ends_modules=ends_modules)
             with out_of_sight():
-                tail.is_hung = bool(tail.hang_on(roots, handles))
+                tail.covers_all_roots = bool(tail.register_on(roots, handles))
             return tail
 
         @guard("tail of a backward pass")
         def end_tail(tail: _Tail, outermost: bool) -> None:
             if outermost:
-                self._computed(tail.mark)
+                self._gradients_computed(tail.mark)
             tail.record()
 
         def backward_elsewhere(*args: Any, **kwargs: Any) -> Any:
-            """Record that another thread runs a pass, and look at nothing that belongs to that pass."""
+            """Record that another thread runs a pass, without touching the state of that pass."""
             thread.backward_elsewhere()
             recorder.begin(_BACKWARD, name_id)
             flags = _EXCEPTION
@@ -234,8 +251,9 @@ class BackwardHook:
                 self._loop.backward_inside_backward()
             recorder.begin(_BACKWARD, name_id)
             try:
-                # The end of the computation: without other ranks to wait for, only the modules' passes need it.
-                # Those of an earlier step's forward pass too: of a GAN's generator, the loss comes a step later.
+                # On a single rank only the modules' passes need the end of the computation. They
+                # may belong to an earlier step's forward pass: a GAN's generator gets its loss a
+                # step later.
                 ends_modules = outermost and bool(recorder.sampled or self._passes)
                 if (communicates or ends_modules) and can_queue and not torch_private.compiled_autograd():
                     tail = begin_tail(args[0], handles, ends_modules)
@@ -250,10 +268,12 @@ class BackwardHook:
                     end_tail(tail, outermost)
                 recorder.end(_BACKWARD, name_id, flags)
                 if session.clocks.stalls is not None and communicates:
-                    is_known = tail is not None and (tail.start_ns > 0 or (tail.is_hung and not handles))
-                    sends = kwargs.get("accumulate_grad", True)  # autograd.grad's gradients nobody hears of
-                    session.clocks.stalls.end_tail(raised=flags != 0, is_known=is_known or not sends)
-                if not recorder.backwards:  # else it was inside another one: reentrant checkpointing
+                    is_known = tail is not None and (tail.start_ns > 0 or (tail.covers_all_roots and not handles))
+                    # Gradients of torch.autograd.grad() are not sent to other ranks.
+                    accumulates = kwargs.get("accumulate_grad", True)
+                    session.clocks.stalls.end_tail(raised=flags != 0, is_known=is_known or not accumulates)
+                # Reentrant checkpointing runs a backward pass inside another one.
+                if not recorder.backwards:
                     self._loop.backward_ended()
 
         torch_private.break_in_compiled_code(timed_backward)
@@ -266,24 +286,31 @@ class BackwardHook:
                 with guard("the last backward passes of modules"):
                     self._record_last(session)
 
-    def _computed(self, mark: int | None) -> None:
-        """Modules whose inputs need no gradient have no end of their own: they end with the computation."""
+    def _gradients_computed(self, mark: int | None) -> None:
+        """End the passes of modules whose inputs need no gradient with the computation."""
         for each in self._passes:
             if each.start is not None and each.end is None:
                 each.end = mark
 
     def _record_passes(self, session: Session) -> None:
-        """At the end of a step: marks that the clock can read by now become records; a device's may take longer."""
-        record, self._record = self._record, None  # if this fails, modules have no more hooks
+        """Record the passes whose times are known at the end of a step.
+
+        Times of a device may become known some steps later.
+        """
+        # If an exception leaves this method, self._record stays None and modules get no more hooks.
+        record, self._record = self._record, None
         passes, self._passes = self._passes, []
         recorder, later = session.recorder, self._passes
         for each in passes:
             if each.start is None or each.end is None:
-                # The optimizer steps inside the backward pass, or another model's does before this one's backward pass.
+                # The step may end before this pass does: when the optimizer steps inside the
+                # backward pass, or when another model's optimizer steps before this model's
+                # backward pass.
                 waits = recorder.backwards or each.start is None
                 if waits and each.step == recorder.step:
                     later.append(each)
-                continue  # else not reached by the backward passes of its step and the next
+                # A pass that the next step's backward passes do not reach either is dropped.
+                continue
             times = each.span()
             if times is None:
                 if recorder.step - each.step < MAX_UNREAD_STEPS:
@@ -298,7 +325,7 @@ class BackwardHook:
             session.step_callbacks.remove(record)
 
     def _record_last(self, session: Session) -> None:
-        """At the end of the watch: a device's clock has by now reported all that it will."""
+        """Record the last passes at the end of the watch and note those without device times."""
         record = self._record
         if record is not None and not session.recorder.closed:
             record()
@@ -307,9 +334,12 @@ class BackwardHook:
             if unreported:
                 session.note(f"the device did not report {unreported} backward times of modules before the watch ended")
 
-    def of_forward(self, watched: WatchedModule, session: Session) -> Callable[[Any], None]:
-        """What sees each result of a forward pass, a call by no other watched module: it distinguishes steps from
-        evaluations."""
+    def forward_observer(self, watched: WatchedModule, session: Session) -> Callable[[Any], None]:
+        """Return a callback for the results of outermost module calls.
+
+        An outermost call is one that no other watched module makes. Its results distinguish
+        training steps from evaluations.
+        """
         import torch
 
         identity, is_root, out_of_sight = id(watched.module), watched.is_root, torch_private.out_of_sight()
@@ -331,7 +361,8 @@ class BackwardHook:
                 return
             if holds_fsdp2 is None:
                 holds_fsdp2 = _holds_fsdp2(module())
-            # FSDP2 queues a callback at the first gradient of its result, and what it computes there is no waiting.
+            # FSDP2 queues a callback at the first gradient of its result and computes in it.
+            # Queueing our callback again behind it keeps that computation out of the tail.
             if not holds_fsdp2 or torch_private.compiled_autograd():
                 return
             for tensor in tensors(result):
@@ -342,18 +373,22 @@ class BackwardHook:
 
         return seen
 
-    def of_module(
+    def module_observers(
         self, watched: WatchedModule, session: Session
     ) -> tuple[Callable[..., None], Callable[[Any], None]] | None:
-        """What sees a module's arguments and results in sampled steps, where hooks on them bracket its part of the
-        backward pass; None for none."""
+        """Return callbacks for a module's arguments and for its results in sampled steps.
+
+        They register tensor hooks that bracket the module's part of the backward pass. None if
+        recording has failed before.
+        """
         import torch
 
         if self._record is None:
             return None
         recorder, thread, out_of_sight = session.recorder, session.thread, torch_private.out_of_sight()
         name_id = session.intern(watched.name)
-        waiting: list[_ModulePass] = []  # entered and not yet returned; more than one where the module recurses
+        # Calls that have not returned. A module that calls itself has several.
+        waiting: list[_ModulePass] = []
 
         def unobserved() -> bool:
             return (
@@ -381,7 +416,7 @@ class BackwardHook:
             if unobserved():
                 return
             while waiting and waiting[0].step != recorder.step:
-                waiting.pop(0)  # its forward raised
+                waiting.pop(0)  # The forward call of this pass raised an exception.
             if not waiting:
                 return
             returned = waiting.pop()

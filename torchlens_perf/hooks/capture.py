@@ -1,7 +1,8 @@
-"""A deep look at a few steps, when the sidecar asks for one: a trace, the flight recorder, the device's memory.
+"""Captures of a few steps on request of the sidecar: trace, flight recorder, device memory.
 
-Until then the process looks once in 50 ms at most whether one file is there. Asked, it begins and ends at a step's end:
-no thread, no signal. The steps are flagged, so that nobody is judged by them.
+The training thread checks at most every 50 ms whether a request file exists. A capture begins and
+ends at the end of a step, without a thread or signal. Captured steps are flagged, so that they are
+excluded from comparisons.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _OURS = guard("a capture")
 
 
 class CaptureHook:
-    """Looks for what the rank is asked, beside its ring file."""
+    """Polls for requests of captures, which the sidecar writes next to the rank's ring file."""
 
     name = "captures"
 
@@ -56,26 +57,28 @@ class CaptureHook:
 
 
 class _Captures:
-    """One after the other."""
+    """The captures of one watch, one at a time."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._ask = str(capture_files.ask_path(session.ring_path))
+        self._request_path = str(capture_files.ask_path(session.ring_path))
         self._capture: _Capture | None = None
 
     @_OURS
     def check(self) -> None:
-        if self._capture is not None or not os.path.exists(self._ask):  # a microsecond
+        # os.path.exists() takes about a microsecond.
+        if self._capture is not None or not os.path.exists(self._request_path):
             return
         request, refused = None, ""
         try:
-            request = capture_files.read(Path(self._ask), Request)
+            request = capture_files.read(Path(self._request_path), Request)
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
             refused = f"the request cannot be read: {error}"
         try:
-            os.unlink(self._ask)  # from here on it is ours; before, the sidecar may take it back
+            # Removing the file accepts the request. Until then the sidecar may withdraw it.
+            os.unlink(self._request_path)
         except FileNotFoundError:
             return
         if request is None:
@@ -87,23 +90,25 @@ class _Captures:
         self._step_ends()
 
     def _step_ends(self) -> None:
-        if self._capture is not None and self._works(self._capture.step_ends) is not False:
+        if self._capture is not None and self._run_or_fail(self._capture.step_ends) is not False:
             self._capture = None
             self._session.step_callbacks.remove(self._step_ends)
 
     def close(self) -> None:
-        """The watch ends. What is captured of whole steps is kept."""
+        """End the capture in progress with the watch and keep its complete steps."""
         if self._capture is not None:
             if self._session.recorder.closed:
                 self._capture.forget()
             else:
-                self._works(functools.partial(self._capture.finish, "the watch ended"))
+                self._run_or_fail(functools.partial(self._capture.finish, "the watch ended"))
         self._capture = None
 
     @_OURS
-    def _works(self, work: Callable[[], object]) -> object:
-        """Whatever fails in it, nothing profiles afterwards, the failure is reported to the sidecar if possible, and
-        later requests are taken up."""
+    def _run_or_fail(self, work: Callable[[], object]) -> object:
+        """Call `work`. If it raises, stop the profiler and report the failure to the sidecar.
+
+        Later requests are still accepted.
+        """
         try:
             return work()
         except Exception as error:
@@ -114,7 +119,7 @@ class _Captures:
 
 
 class _Capture:
-    """One request."""
+    """The capture for one request."""
 
     def __init__(self, session: Session, request: Request) -> None:
         self._session = session
@@ -127,14 +132,14 @@ class _Capture:
         self._paused_s = 0.0
         self._files: dict[str, int] = {}
         self._left_out: dict[str, str] = {}
-        self._problem: str | None = None  # with its folder; None: not asked yet
+        self._folder_problem: str | None = None  # None until the folder has been checked.
 
     def step_ends(self) -> bool:
-        """At each step's end. Returns whether the request is done with."""
+        """Continue at the end of a step. Return True once the request has been answered."""
         step, waited_s = self._session.recorder.step, time.monotonic() - self._since_s
         if self._trace is None:
             early = step + 1 < self._request.from_step and waited_s < LONGEST_S
-            return not early and not _graph_is_captured() and not self._begins(step + 1)
+            return not early and not _graph_is_captured() and not self._start(step + 1)
         self._session.step.tag(Flag.CAPTURED)
         self._steps += not self._trace.cut_short
         ended = None
@@ -150,14 +155,14 @@ class _Capture:
         self.finish(ended)
         return True
 
-    def _begins(self, step: int) -> bool:
+    def _start(self, step: int) -> bool:
         import torch
 
         python = self._request.python and not python_is_traced()
         if self._request.python and not python:
             self._left_out["Python frames"] = "a profiler or debugger has Python's profiling hook"
         trace, refused = Trace(cuda=_cuda_is_used(torch), python=python), ""
-        self._trace = trace  # whatever fails, fail() ends it
+        self._trace = trace  # Set before anything can raise, so that fail() stops the trace.
         with self._pause():
             try:
                 torch_private.require(torch_private.PROFILER)
@@ -177,7 +182,7 @@ class _Capture:
         return True
 
     def fail(self, error: Exception) -> None:
-        """After an error of ours: the profiler goes off, and the answer says why."""
+        """Stop the profiler after an error in this package and report the error in the answer."""
         trace, self._trace = self._trace, None
         try:
             if trace is not None:
@@ -186,7 +191,7 @@ class _Capture:
         finally:
             if TRACE not in self._files:
                 self._steps = 0
-            if TRACE not in self._files and self._problem == "":
+            if TRACE not in self._files and self._folder_problem == "":
                 with suppress(OSError):
                     (self._folder / RAW_TRACE).unlink(missing_ok=True)
             self._answer(f"it failed: {type(error).__name__}: {error}")
@@ -207,13 +212,13 @@ class _Capture:
         self._answer(ended)
 
     def forget(self) -> None:
-        """In a forked child: all of it is the parent's."""
+        """Drop the trace in a forked child, where the profiler belongs to the parent process."""
         if self._trace is not None:
             self._trace.forget()
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        """Around what training waits for."""
+        """Record the time for which training waits for the capture as a section and as overhead."""
         recorder, name_id = self._session.recorder, self._session.intern(CAPTURING)
         self._session.step.tag(Flag.CAPTURED)
         recorder.begin(_SECTION, name_id)
@@ -227,14 +232,18 @@ class _Capture:
             self._paused_s += took_ns / 1e9
 
     def _keep(self, name: str, file: str, make: Callable[[Path], object], max_bytes: int) -> None:
-        """Writes a file, and takes it away again if it is too large. name: what it is called in the end."""
+        """Write a file, and remove it again if it is too large.
+
+        name: the file's name in the finished capture. file: its name in this folder.
+        """
         path, problem = self._folder / file, self._disk_problem()
         if problem:
             self._left_out[name] = f"it could not be written: {problem}"
             return
         try:
             make(path)
-            path.chmod(stat.S_IMODE(path.stat().st_mode) & 0o640)  # the profiler's is as the umask has it
+            # The profiler creates its file with the permissions that the umask allows.
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & 0o640)
             size = path.stat().st_size
         except (OSError, RuntimeError) as error:
             self._left_out[name] = f"it could not be written: {error}"
@@ -248,16 +257,19 @@ class _Capture:
             self._left_out[name] = f"{size >> 20} MB are more than {max_bytes >> 20}: ask for fewer steps"
 
     def _disk_problem(self) -> str:
-        """Why its folder cannot be written; "" if it can. Asked once: training waits for the answer."""
-        if self._problem is None:
+        """Return why the folder cannot be written, or "" if it can.
+
+        The folder is checked once per capture, because training waits for the check.
+        """
+        if self._folder_problem is None:
             try:
-                self._problem = problem_with(self._folder)
+                self._folder_problem = problem_with(self._folder)
             except RunStoreError as error:
-                self._problem = str(error)
-        return self._problem
+                self._folder_problem = str(error)
+        return self._folder_problem
 
     def _keep_dump(self, name: str, dump: bytes | str) -> None:
-        """dump: the file, or why there is none."""
+        """Write a dump. dump: the content as bytes, or a text with the reason if it is missing."""
         if isinstance(dump, str):
             self._left_out[name] = dump
         else:
@@ -286,7 +298,7 @@ def _cuda_is_used(torch: Any) -> bool:
 
 
 def _graph_is_captured() -> bool:
-    """Whether the step is inside of a CUDA graph's capture, which a synchronization would end."""
+    """Return True if the step runs in a CUDA graph capture, which a synchronization would end."""
     import torch
 
     return _cuda_is_used(torch) and torch.cuda.is_current_stream_capturing()

@@ -1,7 +1,8 @@
-"""torch.profiler over a few steps, and never beside another profiler: two of them end the process.
+"""Traces of a few steps by torch.profiler, never while another profiler runs.
 
-A second one of torch's makes Kineto forget the first one's session, and writing that is a segmentation fault (2.13). So
-ours does not begin while another one is on or prepared, and ends before another one begins, on whatever thread.
+With torch 2.13, starting a second torch profiler makes Kineto discard the first one's session.
+Writing that session is then a segmentation fault. A trace therefore does not begin while another
+profiler is on or prepared, and ends before another one begins on any thread.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torchlens_perf.errors import guard
 from torchlens_perf.recorder import torch_instruments, torch_private
 from torchlens_perf.recorder.patch import patched
 
-# What Nsight Systems, Nsight Compute and dynolog leave in the environment of a process that they look at.
+# Environment variables that Nsight Systems, Nsight Compute and dynolog set in processes they
+# profile.
 _TOOLS = {
     "NSYS_PROFILING_SESSION_ID": "Nsight Systems",
     "CUDA_INJECTION64_PATH": "a tool at CUDA_INJECTION64_PATH",
@@ -28,11 +30,11 @@ _TOOLS = {
     "KINETO_USE_DAEMON": "dynolog",
 }
 _STARTS = ("_prepare_profiler", "_enable_profiler")
-_FOR_ANOTHER = guard("ending a capture for another profiler")
+_YIELD_TO_OTHER = guard("ending a capture for another profiler")
 
 
 def another_profiler() -> str:
-    """What else profiles this process, or is about to; "" if nothing does."""
+    """Return the name of another profiler that is on or prepared in this process, or ""."""
     from torch.autograd import profiler
 
     tool = next((name for variable, name in _TOOLS.items() if os.environ.get(variable)), "")
@@ -40,47 +42,51 @@ def another_profiler() -> str:
         return tool
     if torch_instruments.profiler_is_on():
         return "torch.profiler"
-    # One that warms up tells nobody. Looking at all objects takes some 60 ns each, once a capture.
+    # A profiler that is warming up is registered nowhere, so all objects are searched for it. This
+    # takes about 60 ns per object, once per capture.
     prepared = [each for each in gc.get_referrers(profiler.profile) if isinstance(each, profiler.profile)]
     return "torch.profiler" if any(torch_private.is_prepared(each) for each in prepared) else ""
 
 
 class Trace:
-    """One profile, from start() to stop(). Both are the training thread's; another profiler may end it anywhere."""
+    """One profile, from start() to stop(), which the training thread calls.
+
+    Another profiler may end the profile earlier, on any thread.
+    """
 
     def __init__(self, *, cuda: bool, python: bool) -> None:
-        """python: Python frames and modules too."""
+        """cuda: trace the GPU too. python: trace Python frames and modules too."""
         self.cut_short = False
-        """Whether another profiler has ended it."""
+        """True once another profiler has ended this one."""
         self._cuda, self._python = cuda, python
         self._profile: Any = None
         self._results: Any = None
         self._step: Any = None
         self._patches = ExitStack()
-        self._ending = threading.Lock()
+        self._end_lock = threading.Lock()
         self._thread = threading.get_ident()
 
     def start(self, step: int, rank: int, world_size: int) -> None:
-        """Begins with that step. Raises RuntimeError where torch refuses."""
+        """Start profiling with this step. Raises RuntimeError if torch refuses."""
         from torch.autograd import profiler
 
         profile = profiler.profile(
             use_kineto=True,
             use_device="cuda" if self._cuda else None,
             with_stack=self._python,
-            # Else it belongs to this thread, and no other one could end it.
+            # A profiler of one thread only could not be ended by another thread.
             experimental_config=torch_private.all_threads(),
         )
         with ExitStack() as patches:
             for name in _STARTS:
-                patches.enter_context(patched(profiler, name, self._ending_ours(getattr(profiler, name))))
+                patches.enter_context(patched(profiler, name, self._stop_before(getattr(profiler, name))))
             try:
                 profile.__enter__()
             except BaseException:
                 torch_instruments.profiler_is_off()
                 raise
             self._patches, self._profile = patches.pop_all(), profile
-        # HTA and others look for the rank there.
+        # Holistic Trace Analysis and other tools read the rank from this entry.
         torch_instruments.add_to_trace("distributedInfo", json.dumps({"rank": rank, "world_size": world_size}))
         self._begin_step(step)
 
@@ -90,7 +96,7 @@ class Trace:
             self._begin_step(step)
 
     def stop(self) -> None:
-        """Ends it, if it has not ended. On a GPU this waits for the device."""
+        """End the profile if it has not ended. With a GPU this waits for the device."""
         with self._patches:
             try:
                 self._end_step()
@@ -98,26 +104,29 @@ class Trace:
                 self._end()
 
     def forget(self) -> None:
-        """In a forked child: the profiler is the parent's, and here nobody would ever end it."""
+        """Switch the inherited profiler off in a forked child, which cannot end it."""
         with self._patches:
-            if self._profile is not None:  # else another one's is on
+            # Without a profile of our own, a profiler that is on belongs to other code.
+            if self._profile is not None:
                 torch_instruments.forget_profiler()
                 if self._python:
                     sys.setprofile(None)
 
     def write(self, path: Path) -> None:
-        """Writes the trace, once stopped, as uncompressed JSON. Raises OSError where that fails."""
+        """Write the stopped trace as uncompressed JSON. Raises OSError if that fails."""
         if self._results is None:
             raise OSError("torch's profiler could not be ended")
         self._results.save(str(path))
         self._results = None
-        if not path.exists():  # Kineto tells nobody
+        # Kineto does not report a failed write.
+        if not path.exists():
             raise OSError("torch's profiler could not write it")
 
     def _begin_step(self, step: int) -> None:
         from torch.autograd.profiler import record_function
 
-        self._step = record_function(f"ProfilerStep#{step}")  # as torch.profiler names them
+        # Tools recognize steps by this name, which torch.profiler uses too.
+        self._step = record_function(f"ProfilerStep#{step}")
         self._step.__enter__()
 
     def _end_step(self) -> None:
@@ -126,23 +135,25 @@ class Trace:
             step.__exit__(None, None, None)
 
     def _end(self) -> None:
-        with self._ending:  # who comes second waits until it has ended
+        # The training thread and another profiler's thread may both end the profile.
+        with self._end_lock:
             profile, self._profile = self._profile, None
             if profile is not None:
                 try:
                     profile.__exit__(None, None, None)
                 finally:
+                    # A profiler that failed to stop would go on recording until the process ends.
                     if profile.kineto_results is None:
-                        torch_instruments.forget_profiler()  # else it records for life
+                        torch_instruments.forget_profiler()
                 self._results = profile.kineto_results
 
-    def _ending_ours(self, start: Callable[..., Any]) -> Callable[..., Any]:
+    def _stop_before(self, start: Callable[..., Any]) -> Callable[..., Any]:
         def started(*args: Any, **kwargs: Any) -> Any:
             self.cut_short |= self._profile is not None
-            with _FOR_ANOTHER:
+            with _YIELD_TO_OTHER:
                 if threading.get_ident() == self._thread:
                     self._end_step()
-            with _FOR_ANOTHER:
+            with _YIELD_TO_OTHER:
                 self._end()
             return start(*args, **kwargs)
 
@@ -150,5 +161,5 @@ class Trace:
 
 
 def python_is_traced() -> bool:
-    """Whether somebody else has Python's profiling hook, which frames in a trace need too."""
+    """Return True if other code uses Python's profiling hook, which Python frames need too."""
     return sys.getprofile() is not None

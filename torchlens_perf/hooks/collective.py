@@ -1,10 +1,14 @@
-"""Collectives: what was issued, until when it took, and how long the training thread was blocked for them.
+"""Records collectives: when they were issued, when they ended, and how long training waited.
 
-A tap on the dispatcher sees every operation of c10d, also those that DDP's reducer, FSDP2, DTensor and compiled graphs
-issue from C++; it sends them on unchanged. The native tap (native/tap.cpp) also learns from the backend when an
-operation has ended, without the GIL. Without it the tap is Python, some 50 us an operation, and knows the end of those
-that the caller waits for at once. There is no Python callback on a backend's thread: that aborted 3 of 19 processes at
-their exit.
+A tap on the dispatcher receives every c10d operation and passes it on unchanged. This includes
+operations that DDP's reducer, FSDP2, DTensor and compiled graphs issue from C++.
+
+- The native tap (native/tap.cpp) also gets the end of each operation from the backend, without
+  the GIL.
+- The Python tap replaces it where it has not been built. It costs about 50 us per operation and
+  records the end of operations that the caller waits for at once.
+
+No Python callback runs on a backend's thread: that aborted 3 of 19 processes at exit.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ _NOT_COLLECTIVES = ("c10d::check_for_nan",)
 
 
 def operators() -> list[str]:
-    """The schemas that c10d's collectives and point-to-point operations go through."""
+    """Return the dispatcher names of c10d's collectives and point-to-point operations."""
     import torch
 
     names = torch._C._dispatch_get_all_op_names()
@@ -72,7 +76,8 @@ class CollectiveHook:
             return
         if session.identity.has_other_ranks:
             with guard("naming the native tap that is missing"):
-                session.publish(missing_tap=native_tap.file_name())  # the sidecar has it built, and the report says so
+                # The sidecar builds the missing tap for the next run, and the report says so.
+                session.publish(missing_tap=native_tap.file_name())
         with python_tap.attached(taps, groups, session):
             yield
 
@@ -86,7 +91,10 @@ class CollectiveHook:
 
 
 def another_has_tapped(operator: str) -> bool:
-    """Whether another tool's kernel is in use where ours would be. Ours stay after a watch."""
+    """Return True if another tool's kernel is registered where the tap would be.
+
+    Kernels of this package stay registered after a watch.
+    """
     owner = torch_dispatcher.owner_of_tap(operator)
     return bool(owner) and not owner.startswith((native_tap.OWNER, python_tap.OWNER))
 

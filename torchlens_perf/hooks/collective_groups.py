@@ -1,4 +1,4 @@
-"""What the taps on collectives call an operation, and where the ring shows how far its group is."""
+"""Names of collective operations, and the ring's table of how far each group is."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ from torchlens_perf.run.ring import MAX_GROUPS
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
-# How C++ names what Python calls torch.float32.
+# Names of dtypes in C++ and in Python.
 _DTYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
     "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }  # fmt: skip
-# Backends whose future is complete when the operation is. NCCL's is when it has been enqueued.
+# Backends whose future completes when the operation ends. NCCL's completes when it is enqueued.
 _FUTURE_IS_COMPLETION = ("gloo",)
 
 
 class Groups:
-    """Names for what is issued, and a row in the ring's table of groups for each group and pair of peers."""
+    """Assigns names to operations and rows of the ring's table to groups and pairs of peers."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._next: dict[str, int] = {}  # sequence number of each group's next operation (the Python tap)
+        # The sequence number of each group's next operation; only the Python tap needs it.
+        self._next: dict[str, int] = {}
 
     def describe_native(
         self, operator: str, group: str, dtype: str, peer: int, device: str, backend_sequence: int
     ) -> tuple[int, int, int, bool, bool]:
-        """For the native tap, with the GIL: name id, slot, first sequence number, whether the future tells the end, and
-        whether the end of a wait does.
+        """Return the description of an operation for the native tap, which calls this with the GIL.
 
-        device: "cpu", "cuda", ... of the tensors. On others than the CPU, a wait only orders streams: its end is not
-        the operation's.
+        The result is the name's id, the slot, the first sequence number, and two flags: whether
+        the future completes at the operation's end, and whether a wait ends with the operation.
+
+        device: the type of the tensors' device, such as "cpu" or "cuda". On devices other than the
+        CPU, a wait only orders streams, so its end is not the operation's end.
         """
         with guard("naming a collective"):
             on_cpu = device == "cpu"
@@ -47,7 +50,7 @@ class Groups:
         return 0, 1 << 16, 0, False, False
 
     def describe(self, operator: str, group: str, dtype: str, peer: int) -> tuple[int, int]:
-        """The name's id, and the slot in the table of groups."""
+        """Return the id of the operation's name and its slot in the table of groups."""
         operation = operator.partition("::")[2].strip("_")
         text = f"{operation} group={group}" + (f" dtype={dtype}" if dtype else "")
         point_to_point = operation in ("send", "recv", "recv_any_source")
@@ -60,7 +63,7 @@ class Groups:
         return self._session.intern(text), slot
 
     def next_sequence(self, key: str, backend_sequence: int) -> int:
-        """The sequence number of the next operation of a group, or of a pair of peers."""
+        """Return the sequence number of the next operation of a group or a pair of peers."""
         sequence = self._next.get(key, max(0, backend_sequence))
         self._next[key] = sequence + 1
         return sequence

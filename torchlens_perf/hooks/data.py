@@ -1,4 +1,4 @@
-"""Time in the DataLoader: waiting for the next batch, and starting the workers."""
+"""Times of the DataLoader: waiting for the next batch, and starting its workers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _DATA, _EXCEPTION = int(Kind.DATA), int(Flag.EXCEPTION)
 
 
 def batch_elements(batch: Any) -> int | None:
-    """Elements of a batch's first tensor, which grow with its sequence length and its size; None without a tensor.
+    """Return the number of elements of a batch's first tensor, or None without a tensor.
 
-    Of a mapping, "input_ids" goes first.
+    The number grows with the batch size and the sequence length. In a mapping, "input_ids" takes
+    precedence over the first value.
     """
     for _ in range(3):
         if isinstance(batch, (list, tuple)):
@@ -34,7 +35,7 @@ def batch_elements(batch: Any) -> int | None:
 
 
 class DataHook:
-    """Patches the iterators' common base class, so that iterators made before the watch are timed too."""
+    """Patches the base class of all iterators, to time those made before the watch too."""
 
     name = "data"
 
@@ -60,12 +61,13 @@ class DataHook:
                 raise
             finally:
                 recorder.end(_DATA, data, flags)
-            weigh(batch)
+            add_batch_size(batch)
             return batch
 
         @guard("size of a batch")
-        def weigh(batch: Any) -> None:
-            # A thread that prefetches loads the training thread's batches, one that trains its own.
+        def add_batch_size(batch: Any) -> None:
+            # A prefetching thread loads batches of the training thread, which count. Another thread
+            # that trains loads its own batches, which do not.
             if not (session.thread.is_current() or session.thread.reads_gradients):
                 return
             elements = batch_elements(batch)

@@ -1,4 +1,4 @@
-"""The forward pass, per module."""
+"""Times of the forward pass per module."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ if TYPE_CHECKING:
 
 
 class ModuleCalls:
-    """Passes the calls of watched modules to their ModuleCall.
+    """Routes calls of watched modules to their ModuleCall.
 
-    Modules and their classes stay as they are: pickles, copies, state dicts, torch.export and torch.jit see no
-    difference. With the native recorder, the function behind nn.Module.__call__ keeps its identity and its code, so
-    torch.compile sees no difference either (native/module_call.c). Without it, nn.Module.__call__ is replaced.
+    Modules and their classes are not changed, which keeps pickles, copies, state dicts,
+    torch.export and torch.jit unaffected. With the native recorder, the function behind
+    nn.Module.__call__ keeps its identity and its code, so torch.compile is not affected either
+    (native/module_call.c). Without it, nn.Module.__call__ is replaced.
 
-    Nothing here holds a module. A module that the user deletes inside the watch is freed at once.
+    Modules are referenced weakly: a module that the user deletes inside the watch is freed at once.
     """
 
     name = "module calls"
 
     def __init__(self) -> None:
-        self._calls: dict[int, ModuleCall] = {}  # by the module's id; empty while calls are routed natively
+        # By the module's id. Empty while the native recorder routes calls.
+        self._calls: dict[int, ModuleCall] = {}
         self._references: dict[int, weakref.ref[Module]] = {}
-        self._own: list[weakref.ref[types.FunctionType]] = []  # classes' own __call__, routed too
+        # Classes may override nn.Module.__call__; their functions are routed too.
+        self._own_call_functions: list[weakref.ref[types.FunctionType]] = []
         self._function: Any = None
         self._routed = False
 
@@ -56,13 +59,16 @@ class ModuleCalls:
                 with patched(Module, "__call__", _timed(self._function, self._calls)):
                     yield
         finally:
-            for function in (self._function, *(reference() for reference in self._own)):
+            for function in (self._function, *(reference() for reference in self._own_call_functions)):
                 unroute_calls(function)
             for address in list(self._references):
                 self._remove(address)
 
     def add(self, module: Module, make: Callable[[Any], ModuleCall]) -> None:
-        """Times the module's calls from now on. `make` gets the function that the ModuleCall calls."""
+        """Time the module's calls from now on.
+
+        make: builds the ModuleCall from the function that it calls.
+        """
         address, call = id(module), make(self._function)
         self._references[address] = weakref.ref(module, lambda _: self._remove(address))
         if not self._routed:
@@ -71,7 +77,7 @@ class ModuleCalls:
         set_module_call(address, call)
         own = next(vars(kind)["__call__"] for kind in type(module).__mro__ if "__call__" in vars(kind))
         if isinstance(own, types.FunctionType) and route_calls(own):
-            self._own.append(weakref.ref(own))
+            self._own_call_functions.append(weakref.ref(own))
 
     def _remove(self, address: int) -> None:
         self._references.pop(address, None)
@@ -81,7 +87,7 @@ class ModuleCalls:
 
 
 def _timed(function: Callable[..., Any], calls: dict[int, ModuleCall]) -> Callable[..., Any]:
-    """nn.Module.__call__ without the native recorder."""
+    """Return the replacement for nn.Module.__call__ that is used without the native recorder."""
     from torch.compiler import is_compiling
 
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
@@ -92,16 +98,16 @@ def _timed(function: Callable[..., Any], calls: dict[int, ModuleCall]) -> Callab
 
 
 class ModuleHook:
-    """Times each selected module's calls.
+    """Times the calls of each selected module.
 
-    A compiled module is timed where eager code calls it. The modules inside its graph are not timed.
+    A compiled module is timed when eager code calls it. Modules inside its graph are not timed.
     """
 
     name = "module"
 
     def __init__(self, modules: Sequence[WatchedModule], observers: BackwardHook, calls: ModuleCalls) -> None:
         self._modules = list(modules)
-        self._observers = observers  # puts its tensor hooks on arguments and results
+        self._observers = observers
         self._calls = calls
 
     @contextmanager
@@ -121,18 +127,22 @@ class ModuleHook:
 
     def _time(self, watched: WatchedModule, session: Session) -> None:
         name_id = session.intern(f"forward {watched.name}" if watched.is_root else watched.name)
-        before, after, forward = self._observing(watched, session)
+        before, after, forward = self._observer_callbacks(watched, session)
         self._calls.add(
             watched.module,
             lambda function: ModuleCall(session.recorder, name_id, function, before, after, forward),
         )
 
-    def _observing(
+    def _observer_callbacks(
         self, watched: WatchedModule, session: Session
     ) -> tuple[Callable[..., None] | None, Callable[[Any], None] | None, Callable[[Any], None]]:
-        """Observers of its arguments and of its results in sampled steps, and of the results of forward passes."""
-        forward = guard("forward hook of a model")(self._observers.of_forward(watched, session))
-        pair = None if watched.is_root else self._observers.of_module(watched, session)
+        """Return callbacks for arguments, for results, and for results of outermost calls.
+
+        The first two are for sampled steps. They are None for a root, whose backward pass is timed
+        as a whole.
+        """
+        forward = guard("forward hook of a model")(self._observers.forward_observer(watched, session))
+        pair = None if watched.is_root else self._observers.module_observers(watched, session)
         if pair is None:
             return None, None, forward
         return guard("backward hook of a module")(pair[0]), guard("backward hook of a module")(pair[1]), forward

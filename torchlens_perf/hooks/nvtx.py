@@ -1,7 +1,7 @@
-"""NVTX ranges, through prebuilt attributes of the `nvtx` package's domain API.
+"""NVTX ranges, made through the domain API of the `nvtx` package with prebuilt attributes.
 
-Whether a tool listens is fixed when the process makes its first NVTX call, so it is asked once; without a tool the
-recorder makes no NVTX call at all.
+NVTX looks for an attached tool when the process makes its first NVTX call. The hook therefore
+checks once, and without a tool the recorder makes no NVTX calls.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 DOMAIN = "torchlens_perf"
-_TOOL = "NVTX_INJECTION64_PATH"  # the tool's library; but CUDA's driver may bring one, too
+# The path of the tool's library. The CUDA driver may load a tool without this variable.
+_INJECTION_VARIABLE = "NVTX_INJECTION64_PATH"
 
 
 class NvtxHook:
-    """A push and a pop for every span, and a start and an end for every step, which sections may straddle."""
+    """Emits a push/pop range for every span and a start/end range for every step.
+
+    Sections may cross the end of a step, so steps cannot be push/pop ranges.
+    """
 
     name = "nvtx"
 
@@ -27,8 +31,9 @@ class NvtxHook:
     def attach(self, session: Session) -> Iterator[None]:
         import torch
 
-        if torch.version.cuda is None and _TOOL not in os.environ:
-            yield  # nobody can listen, and importing the package takes longer than all other hooks together
+        if torch.version.cuda is None and _INJECTION_VARIABLE not in os.environ:
+            # No tool can be attached here, and importing `nvtx` takes longer than all other hooks.
+            yield
             return
         import nvtx
 
@@ -39,7 +44,8 @@ class NvtxHook:
             attributes.append(domain.get_event_attributes(message=name))
 
         prepare("step")
-        if attributes[0] is None:  # the package's sign that no tool listens
+        # The package returns None when no tool is attached.
+        if attributes[0] is None:
             yield
             return
         session.ring.set_name_listener(prepare)
@@ -54,5 +60,6 @@ class NvtxHook:
             with session.each_step(self.name, next_step):
                 yield
         finally:
-            if not session.recorder.closed:  # in a forked child the range is the parent's
+            # In a forked child the recorder is closed and the range belongs to the parent process.
+            if not session.recorder.closed:
                 domain.end_range(step[0])

@@ -1,7 +1,7 @@
-"""The tap on collectives in Python, where the native one has not been built: some 50 us an operation.
+"""The Python tap on collectives, used where the native tap has not been built.
 
-Registered once, it stays until the process ends, and where no watch is on it passes on what it gets: native/tap.cpp
-says why.
+It costs about 50 us per operation. Once registered, it stays until the process ends, for the reason
+given in native/tap.cpp. Outside of a watch it passes operations on.
 """
 
 from __future__ import annotations
@@ -20,48 +20,54 @@ if TYPE_CHECKING:
     from torchlens_perf.hooks.collective_groups import Groups
     from torchlens_perf.recorder.session import Session
 
-OWNER = "torchlens_perf's Python tap"  # for torch_dispatcher.owner_of_tap()
+# The owner that torch_dispatcher.owner_of_tap() returns for these kernels.
+OWNER = "torchlens_perf's Python tap"
 _ASYNC, _EXCEPTION = int(Flag.ASYNC), int(Flag.EXCEPTION)
 _PEERS = ("root_rank", "dst", "src")
 
 _libraries: dict[str, Any] = {}
-"""By operator: what its kernel is registered with."""
-_watching: dict[str, Callable[..., Any]] = {}
-"""By operator: what the watch that is on does with a call. Each look-up and change is one step under the GIL."""
+"""The library that each operator's kernel is registered with."""
+_handlers: dict[str, Callable[..., Any]] = {}
+"""The current watch's handler for each operator.
+
+Each access is a single operation under the GIL.
+"""
 
 
 @contextmanager
 def attached(operators: Sequence[str], groups: Groups, session: Session) -> Iterator[None]:
-    """These operators are recorded by the session, from whichever thread they are called."""
+    """Record calls of these operators from all threads for as long as the context is entered."""
     try:
         for operator in operators:
-            _watching[operator] = (
-                _timed_wait_tensor(session) if operator == WAIT_TENSOR else _recorded(operator, groups, session)
+            _handlers[operator] = (
+                _wait_tensor_handler(session)
+                if operator == WAIT_TENSOR
+                else _recording_handler(operator, groups, session)
             )
             if operator not in _libraries:
                 namespace, _, name = operator.partition("::")
                 library = torch_dispatcher.library(namespace, OWNER)
-                library.impl(name, torch_dispatcher.KEY, _staying(operator), True)
+                library.impl(name, torch_dispatcher.KEY, _permanent_tap(operator), True)
                 _libraries[operator] = library
         yield
     finally:
-        _watching.clear()
+        _handlers.clear()
 
 
-def _staying(operator: str) -> Callable[..., Any]:
+def _permanent_tap(operator: str) -> Callable[..., Any]:
     overload, rest = _overload(operator), torch_dispatcher.rest_of_dispatch()
 
     def tap(keys: Any, *args: Any) -> Any:
-        recorded = _watching.get(operator)
-        if recorded is None:
+        handler = _handlers.get(operator)
+        if handler is None:
             return overload.redispatch(keys & rest, *args)
-        return recorded(keys, *args)
+        return handler(keys, *args)
 
     return tap
 
 
 def payload_bytes(value: Any) -> int:
-    """Bytes of the tensors in an operation's first argument."""
+    """Return the size in bytes of the tensors in an operation's first argument."""
     if isinstance(value, (list, tuple)):
         return sum(payload_bytes(part) for part in value)
     return value.numel() * value.element_size() if hasattr(value, "element_size") else 0
@@ -74,8 +80,8 @@ def _overload(operator: str) -> Any:
     return getattr(getattr(torch.ops, namespace), name).default
 
 
-def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., Any]:
-    """The Python tap of one operator."""
+def _recording_handler(operator: str, groups: Groups, session: Session) -> Callable[..., Any]:
+    """Return the function that records and forwards calls of one operator."""
     from torch._C._distributed_c10d import ProcessGroup
 
     recorder, overload, rest = session.recorder, _overload(operator), torch_dispatcher.rest_of_dispatch()
@@ -83,8 +89,10 @@ def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., 
     group_at = arguments.index("process_group")
     async_at = arguments.index("async_op") if "async_op" in arguments else None
     peer_at = next((index for index, name in enumerate(arguments) if name in _PEERS), None)
-    blocking = not overload._schema.returns  # waits inside the operation; all others are waited for through their Work
-    point_to_point, payload = "tag" in arguments, "barrier" not in operator  # a barrier's tensor is none
+    # An operation without a result blocks until it has ended. Others return a Work to wait for.
+    blocking = not overload._schema.returns
+    # A barrier has a tensor argument, which is not a payload.
+    point_to_point, payload = "tag" in arguments, "barrier" not in operator
     known: dict[tuple[str, Any, int], tuple[int, int, str]] = {}
 
     def first_tensor(value: Any) -> Any:
@@ -107,9 +115,10 @@ def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., 
         backend_sequence = 0 if point_to_point else torch_groups.sequence_of_group(group)
         sequence = groups.next_sequence(counter, backend_sequence)
         is_async = async_at is None or len(args) <= async_at or bool(args[async_at])
-        # Who gathers nothing has tensors in the second argument alone.
+        # In a gather, ranks other than the root have tensors in the second argument only.
         placed = first_tensor(args[1]) if tensor is None and len(args) > 1 else tensor
-        # On a device, waiting for a Work only orders streams: its end is not the operation's.
+        # On a device, waiting for a Work only orders streams, so its end is not the operation's
+        # end.
         device = getattr(getattr(placed, "device", None), "type", "cpu")
         on_cpu = device == "cpu"
         end = End.BY_RETURN if blocking else End.BY_WAIT if on_cpu and not is_async else End.UNKNOWN
@@ -149,7 +158,7 @@ def _recorded(operator: str, groups: Groups, session: Session) -> Callable[..., 
     return tap
 
 
-def _timed_wait_tensor(session: Session) -> Callable[..., Any]:
+def _wait_tensor_handler(session: Session) -> Callable[..., Any]:
     recorder, overload, rest = session.recorder, _overload(WAIT_TENSOR), torch_dispatcher.rest_of_dispatch()
     tracing = torch_private.tracing_context()
 

@@ -1,8 +1,9 @@
-"""Recomputation of activations inside of the backward pass, as torch's checkpointing does it.
+"""Times of activation recomputation inside the backward pass (torch.utils.checkpoint).
 
-Whatever was checkpointed, a module, its forward method, or a function: what runs again is timed as a whole, also where
-no watched module is called in it. Checkpointing of another kind is seen where watched modules run again; where they do
-not, its time is in the backward pass, and the report says that it was not measured.
+The recomputed code is timed as a whole, whether a module, its forward method or a function was
+checkpointed. Other implementations of checkpointing are recognized when watched modules run again.
+Otherwise their time counts as backward pass, and the report says that recomputation was not
+measured.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _RECOMPUTE = int(Kind.RECOMPUTE)
 
 
 class RecomputeHook:
-    """Brackets what both of torch's implementations run again; a backward pass inside of it is taken out."""
+    """Brackets recomputation in both of torch's implementations, without its backward passes."""
 
     name = "recompute"
 
     def __init__(self) -> None:
         self.running = 0
-        """How many checkpoints of torch's own are being run again. Counts the recorded thread's passes."""
+        """Number of torch checkpoints that the recorded thread is recomputing at the moment."""
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -42,36 +43,37 @@ class RecomputeHook:
         from torch.utils import checkpoint
 
         recorder, thread, name_id = session.recorder, session.thread, session.intern("checkpoint")
-        again = checkpoint._recomputation_hook  # the context around what is run again
-        enter, leave = again.__enter__, again.__exit__
-        backward = checkpoint.CheckpointFunction.backward  # with use_reentrant=True
+        # The context manager around recomputed code.
+        recomputation = checkpoint._recomputation_hook
+        enter, leave = recomputation.__enter__, recomputation.__exit__
+        backward = checkpoint.CheckpointFunction.backward  # Used with use_reentrant=True.
         tracing = torch_private.tracing_context()
 
-        def entered(self: Any) -> Any:
+        def timed_enter(self: Any) -> Any:
             recorder.begin(_RECOMPUTE, name_id)
             return enter(self)
 
-        def left(self: Any, *error: Any) -> Any:
+        def timed_exit(self: Any, *error: Any) -> Any:
             try:
                 return leave(self, *error)
             finally:
                 recorder.end(_RECOMPUTE, name_id)
 
-        def reentrant(ctx: Any, *gradients: Any) -> Any:
+        def timed_backward(ctx: Any, *gradients: Any) -> Any:
             if recorder.closed or tracing() is not None:
                 return backward(ctx, *gradients)
             recorder.begin(_RECOMPUTE, name_id)
-            here = thread.is_current()
-            self.running += here
+            is_recorded_thread = thread.is_current()
+            self.running += is_recorded_thread
             try:
                 return backward(ctx, *gradients)
             finally:
-                self.running -= here
+                self.running -= is_recorded_thread
                 recorder.end(_RECOMPUTE, name_id)
 
         with (
-            patched(again, "__enter__", entered),
-            patched(again, "__exit__", left),
-            patched(checkpoint.CheckpointFunction, "backward", staticmethod(reentrant)),
+            patched(recomputation, "__enter__", timed_enter),
+            patched(recomputation, "__exit__", timed_exit),
+            patched(checkpoint.CheckpointFunction, "backward", staticmethod(timed_backward)),
         ):
             yield

@@ -1,4 +1,4 @@
-"""Sections inside compiled code: without this, Dynamo would break the graph at `with section(...)`."""
+"""Support for sections in compiled code, where Dynamo would else break the graph at `section()`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torchlens_perf.recorder.recorder import section
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
-_declared = False
+_registered = False
 
 
-def tell_dynamo() -> None:
-    """Makes Dynamo trace section(name), and device_section(name), as a null context: there are no times inside a
-    graph. Public API; once."""
-    global _declared
-    if _declared or "torch._dynamo" not in sys.modules:
+def register_with_dynamo() -> None:
+    """Make Dynamo trace section() and device_section() as a null context, once per process.
+
+    No times are recorded inside a graph. Uses a public API of torch.compiler.
+    """
+    global _registered
+    if _registered or "torch._dynamo" not in sys.modules:
         return
     import torch
 
@@ -29,17 +31,20 @@ def tell_dynamo() -> None:
 
     torch.compiler.substitute_in_graph(section, skip_signature_check=True)(traced)
     torch.compiler.substitute_in_graph(device_section, skip_signature_check=True)(traced)
-    _declared = True
+    _registered = True
 
 
 class SectionHook:
-    """Stays for the life of the process: a graph may outlive the watch, and Dynamo offers no way back."""
+    """Registers sections with Dynamo until the process ends.
+
+    A graph may outlive the watch, and Dynamo cannot undo the registration.
+    """
 
     name = "section"
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        tell_dynamo()
-        # torch.compile may be imported later.
-        with nullcontext() if _declared else session.each_step(self.name, tell_dynamo):
+        register_with_dynamo()
+        # Dynamo may be imported later, so each step's end tries again.
+        with nullcontext() if _registered else session.each_step(self.name, register_with_dynamo):
             yield

@@ -1,9 +1,12 @@
-"""The Python stack of a rank that hangs: what this process does so that its sidecar can read it.
+"""Hooks that let the sidecar read the Python stack of a rank that hangs.
 
-The sidecar runs py-spy, and where Yama would refuse that, this process names the sidecar as its reader.
-With TORCHLENS_PERF_FAULTHANDLER=1 this process writes its Python stack into a file upon a signal. Python's
-faulthandler does it in the signal handler itself, so that it also works in a process that is blocked, and while another
-thread holds the GIL. Not on a stopped process: it takes the signal when it goes on.
+The sidecar runs py-spy. Where Yama (kernel.yama.ptrace_scope) would refuse that, this process
+permits the sidecar to trace it.
+
+With TORCHLENS_PERF_FAULTHANDLER=1 this process also writes its Python stack into a file when it
+receives a signal. Python's faulthandler writes in the signal handler itself, so this works in a
+blocked process and while another thread holds the GIL. A stopped process receives the signal when
+it continues.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class ReaderHook:
-    """Names the node's sidecar as the process that may read this one, once it is known, and takes that back at the end.
+    """Permits the node's sidecar to trace this process, from when its pid is known to the end.
 
-    A sidecar that is started again later is not named.
+    A sidecar that is restarted later gets no permission.
     """
 
     name = "stacks by py-spy"
@@ -59,16 +62,18 @@ class ReaderHook:
 class StackHook:
     """Registers faulthandler for SIGUSR2, unless the job handles or ignores that signal.
 
-    The file is there for as long as the signal may be sent: it goes when the user's own handler comes, and before ours.
+    The sidecar sends the signal only while the file exists. The file is therefore removed before
+    faulthandler is unregistered, and as soon as the job installs a handler of its own.
     """
 
     name = "faulthandler"
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        # The kernel's word: signal.getsignal() knows no handler in C, as faulthandler's own.
+        # Ask the kernel: signal.getsignal() does not know handlers installed by C code, such as
+        # those of faulthandler.
         if is_in("SigCgt", SIGNAL) or is_in("SigIgn", SIGNAL):
-            yield  # stacks come from py-spy alone
+            yield  # The sidecar still gets stacks from py-spy.
             return
         path = session.ring_path.with_suffix(".stack")
 
@@ -82,9 +87,13 @@ class StackHook:
             try:
                 yield
             finally:
-                if not session.recorder.closed:  # in a forked child the file is the parent's
+                # In a forked child the recorder is closed and the file belongs to the parent
+                # process.
+                if not session.recorder.closed:
                     path.unlink(missing_ok=True)
                 faulthandler.unregister(SIGNAL)
-                theirs = signal.getsignal(SIGNAL)
-                if theirs is not signal.SIG_DFL:  # installed meanwhile, and just replaced by what was there before us
-                    signal.signal(SIGNAL, theirs)
+                current = signal.getsignal(SIGNAL)
+                # unregister() restored the handler from before the watch. If the job has installed
+                # one in the meantime, it must be installed again.
+                if current is not signal.SIG_DFL:
+                    signal.signal(SIGNAL, current)

@@ -1,7 +1,8 @@
-"""What else happens in a step, so that it is not taken for slowness: garbage collection, checkpoints, compilation.
+"""Tags of steps in which Python collects garbage, torch.save() is called, or Dynamo compiles.
 
-Garbage collections and saved checkpoints are sections of their own ("python gc", "torch.save"), and the step carries a
-tag. Steps that save or compile are not compared with others'.
+The tags keep these steps from being reported as slow. Garbage collections and saved checkpoints
+are also recorded as the sections "python gc" and "torch.save". Steps that save or compile are not
+compared with those of other ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _SECTION, _EXCEPTION = int(Kind.SECTION), int(Flag.EXCEPTION)
-_OLDEST_GENERATION = 2  # the younger ones usually take microseconds: their time is only added up
+# Collections of younger generations usually take microseconds, so only their sum is recorded.
+_OLDEST_GENERATION = 2
 
 
 class TagHook:
-    """Listens to Python's garbage collector, wraps torch.save, and looks at torch.compile's counters."""
+    """Listens to the garbage collector, wraps torch.save, and reads torch.compile's counters."""
 
     name = "tags"
 
@@ -39,9 +41,9 @@ class TagHook:
     @contextmanager
     def _collections(self, session: Session) -> Iterator[None]:
         recorder, name_id, now_ns = session.recorder, session.intern("python gc"), time.perf_counter_ns
-        began_ns = 0  # collections do not nest
+        began_ns = 0  # One variable suffices, as collections do not nest.
 
-        def collecting(phase: str, info: dict[str, int]) -> None:
+        def on_collection(phase: str, info: dict[str, int]) -> None:
             nonlocal began_ns
             if recorder.closed:
                 return
@@ -51,18 +53,18 @@ class TagHook:
                     recorder.begin(_SECTION, name_id)
                 began_ns = now_ns()
                 return
-            if began_ns:  # else the watch began in the middle of it
+            if began_ns:  # 0 if the watch began in the middle of this collection.
                 session.ring.add_gc_ns(now_ns() - began_ns)
                 began_ns = 0
             if oldest:
                 recorder.end(_SECTION, name_id)
                 session.step.tag(Flag.COLLECTED)
 
-        gc.callbacks.append(collecting)
+        gc.callbacks.append(on_collection)
         try:
             yield
         finally:
-            gc.callbacks.remove(collecting)
+            gc.callbacks.remove(on_collection)
 
     @contextmanager
     def _saves(self, session: Session) -> Iterator[None]:
@@ -87,7 +89,7 @@ class TagHook:
 
 
 def _compilations(session: Session) -> Callable[[], None]:
-    """Tags a step in which Dynamo has compiled a frame; free where it is not loaded."""
+    """Return a function that tags a step in which Dynamo has compiled a frame."""
 
     loaded, compiled_before = sys.modules, -1
 

@@ -1,4 +1,4 @@
-"""Readings of the device's allocator in a watched loop; torch's functions are stood in for."""
+"""Readings of the device allocator in a watched loop, with replacements for torch's functions."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
 
 
 @pytest.fixture
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of a test are short: what a reading costs is not held against it."""
-    monkeypatch.setattr("torchlens_perf.hooks.on_device.memory._MAX_SHARE", 0)
+def no_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch off the minimum time between readings, as steps of a test are short."""
+    monkeypatch.setattr("torchlens_perf.hooks.on_device.memory._MIN_IDLE_RATIO", 0)
 
 
 def values(recording: Recording) -> dict[str, list[tuple[int, int, int]]]:
-    """By name: step, value0, value1."""
+    """Return step, value0 and value1 of each reading by name."""
     found: dict[str, list[tuple[int, int, int]]] = {}
     for each in recording.of(Kind.MEMORY):
         found.setdefault(each.name, []).append((each.step, each.value0, each.value1))
     return found
 
 
-@pytest.mark.usefixtures("unhurried")
+@pytest.mark.usefixtures("no_idle_time")
 def test_one_step_in_sixteen_has_the_allocators_numbers(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """Of the step in which they were read; the step's own record keeps the peak that was read last."""
+    """Each step's record has the peak that was read last."""
     allocator.uses(2 * GB, 4 * GB, GB)
     allocator.fraction = 0.5
     with recorded(tmp_path) as recording:
@@ -57,8 +57,7 @@ def test_one_step_in_sixteen_has_the_allocators_numbers(tmp_path: Path, allocato
     assert recording.metadata["memory_source"] == "device allocator, peak"
 
 
-def test_readings_are_as_rare_as_they_are_dear(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """They take a thousandth of the time at most, however short the steps are."""
+def test_readings_take_a_thousandth_of_the_time_at_most(tmp_path: Path, allocator: FakeAllocator) -> None:
     allocator.uses(GB, GB)
     with recorded(tmp_path) as recording:
         for _ in range(3000):
@@ -70,9 +69,9 @@ def test_readings_are_as_rare_as_they_are_dear(tmp_path: Path, allocator: FakeAl
     assert len(readings) < 3000 / 16
 
 
-@pytest.mark.usefixtures("unhurried")
-def test_nothing_is_read_before_cuda_is_there(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """Reading would initialize it; and a device on which nothing was allocated has no numbers of the job's."""
+@pytest.mark.usefixtures("no_idle_time")
+def test_nothing_is_read_before_cuda_is_initialized(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """Reading would initialize CUDA. A device without allocations has no numbers."""
     allocator.initialized = False
     with recorded(tmp_path) as recording:
         recording.watch.step()
@@ -86,9 +85,9 @@ def test_nothing_is_read_before_cuda_is_there(tmp_path: Path, allocator: FakeAll
     assert [step.value0 for step in recording.steps] == [0, 0, GB]
 
 
-@pytest.mark.usefixtures("unhurried")
-def test_what_an_allocator_does_not_count_is_not_zero(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """cudaMallocAsync leaves most numbers at 0; a torch may lack a counter: neither is recorded."""
+@pytest.mark.usefixtures("no_idle_time")
+def test_missing_counters_are_not_recorded_as_zero(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """cudaMallocAsync leaves most numbers at 0, and a torch version may lack a counter."""
     allocator.uses(GB, 2 * GB)
     allocator.backend = "cudaMallocAsync"
     with recorded(tmp_path / "async") as recording:
@@ -103,8 +102,8 @@ def test_what_an_allocator_does_not_count_is_not_zero(tmp_path: Path, allocator:
     assert "device_frees" in values(recording)
 
 
-def test_an_allocator_of_the_jobs_own_is_told(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """It has no numbers, and no observers: said once, and nothing of ours fails."""
+def test_custom_allocator_is_noted_once(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """A custom allocator has neither numbers nor observers."""
     allocator.uses(GB, GB)
     allocator.backend = "pluggable"
     with recorded(tmp_path) as recording:

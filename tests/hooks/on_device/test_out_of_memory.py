@@ -1,4 +1,4 @@
-"""What is written when memory runs out, and that nothing else happens; torch's functions are stood in for."""
+"""Files written at out-of-memory errors, with replacements for torch's functions."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
 
 
 @pytest.fixture
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors of a test follow each other at once: what a table costs is not held against them."""
-    monkeypatch.setattr(out_of_memory, "_MAX_SHARE", 0)
+def no_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch off the minimum time between tables, as errors of a test follow each other."""
+    monkeypatch.setattr(out_of_memory, "_MIN_IDLE_RATIO", 0)
 
 
 def files(watch: Watch) -> list[str]:
@@ -56,8 +56,8 @@ class Hungry(torch.nn.Module):
         return value
 
 
-def test_a_table_is_written(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """Who, when, where it was asked for, how much, and what held the memory."""
+def test_table_is_written(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """The table has the process, time, place and size of the request, and the memory in use."""
     model = torch.nn.Sequential(Hungry(allocator))
     with recorded(tmp_path, model) as recording:
         for _ in range(3):
@@ -86,8 +86,11 @@ def recording_key(metadata: dict[str, Any]) -> str:
     return f"rank{who['rank']:05d}-attempt{who['attempt']}-{who['pid']}-{who['process_started']}"
 
 
-def test_one_observer_a_process_and_none_that_acts_after_the_watch(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """It cannot be taken away: a second watch uses the first one's, and between them it does nothing."""
+def test_one_observer_per_process(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """An observer cannot be removed.
+
+    A second watch uses the first one's, which is inactive in between.
+    """
     with recorded(tmp_path) as first:
         run = first.watch.run_dir
     allocator.runs_out(GB, 0)
@@ -101,8 +104,8 @@ def test_one_observer_a_process_and_none_that_acts_after_the_watch(tmp_path: Pat
     assert len(allocator.observers) == 1
 
 
-def test_nothing_is_attached_before_cuda_is_there(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """Attaching, and recording a history, would initialize it, and so break processes that are forked later."""
+def test_nothing_is_attached_before_cuda_is_initialized(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """Attaching or recording a history would initialize CUDA and break processes forked later."""
     allocator.initialized = False
     with recorded(tmp_path, memory="history") as recording:
         recording.watch.step()
@@ -113,8 +116,11 @@ def test_nothing_is_attached_before_cuda_is_there(tmp_path: Path, allocator: Fak
         assert allocator.history is not None
 
 
-def test_a_history_is_recorded_while_the_watch_runs(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """20,000 entries, with Python stacks of allocations; the table then knows which are new."""
+def test_history_is_recorded_during_the_watch(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """The history has 20,000 entries with Python stacks.
+
+    The table then shows which blocks are new.
+    """
     held = allocator.held["segments"][0]["blocks"]
     entry = {"action": "alloc", "addr": held[1]["address"], "size": 1, "stream": 0, "time_us": 5}
     allocator.held["device_traces"] = [[entry]]
@@ -127,8 +133,8 @@ def test_a_history_is_recorded_while_the_watch_runs(tmp_path: Path, allocator: F
     assert allocator.history is None
 
 
-def test_the_jobs_own_history_is_left_alone(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """Neither replaced nor ended; its entries may be millions and are not asked for, its stacks are used."""
+def test_history_of_the_job_is_not_changed(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """The history is not replaced, ended or copied, as it may be large. Its stacks are used."""
     theirs = allocator.history = ("all", "all", "all", 10**9)
     with recorded(tmp_path, memory="history") as recording:
         recording.watch.step()
@@ -139,8 +145,8 @@ def test_the_jobs_own_history_is_left_alone(tmp_path: Path, allocator: FakeAlloc
     assert [note for note in recording.notes if note.startswith("memory history is off")]
 
 
-def test_a_history_that_the_job_begins_later_is_not_ended(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """From then on it is the job's: neither asked for, as it has no bound, nor ended with the watch."""
+def test_history_that_the_job_begins_later_is_not_ended(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """The history is not copied either, as its size has no limit."""
     original = torch.cuda.memory._record_memory_history
     with recorded(tmp_path, memory="history"):
         torch.cuda.memory._record_memory_history(max_entries=10**9)
@@ -152,8 +158,7 @@ def test_a_history_that_the_job_begins_later_is_not_ended(tmp_path: Path, alloca
     assert allocator.history is theirs
 
 
-def test_recording_a_history_is_as_before_after_the_watch(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """torch's function is ours for no longer than our history is recorded."""
+def test_torchs_history_function_is_restored(tmp_path: Path, allocator: FakeAllocator) -> None:
     original = torch.cuda.memory._record_memory_history
     with recorded(tmp_path):
         assert torch.cuda.memory._record_memory_history is original
@@ -164,10 +169,10 @@ def test_recording_a_history_is_as_before_after_the_watch(tmp_path: Path, alloca
 
 
 @pytest.mark.parametrize("ours", [True, False])
-def test_snapshots_of_captures_are_bounded(
+def test_size_of_snapshots_in_captures_is_limited(
     allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch, ours: bool
 ) -> None:
-    """A history of the job's own is not asked for; and nothing is pickled that is too large."""
+    """A history of the job is not copied, and no large snapshot is pickled."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch_instruments.memory_history, "is_ours", ours)
     assert isinstance(torch_instruments.pickled_memory(), bytes)
@@ -177,16 +182,16 @@ def test_snapshots_of_captures_are_bounded(
     assert observed == "3 blocks and entries of the history are more than 2"
 
 
-def test_without_the_setting_no_history_is_recorded(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """It is off by default: it makes each allocation dearer."""
+def test_history_is_off_by_default(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """A history slows down each allocation."""
     with recorded(tmp_path):
         assert allocator.history is None
 
 
-def test_what_fails_in_it_does_not_replace_the_jobs_error(
+def test_error_in_the_observer_does_not_replace_the_jobs_error(
     tmp_path: Path, allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an observer raises would be raised in the place of OutOfMemoryError, which the job may want to catch."""
+    """An exception in an observer would replace OutOfMemoryError, which the job may catch."""
     allocator.held = {}
     with recorded(tmp_path) as recording, monkeypatch.context() as broken:
         broken.setenv(RAISE, "0")
@@ -197,7 +202,7 @@ def test_what_fails_in_it_does_not_replace_the_jobs_error(
 
 
 class Clock:
-    """Time that goes on by 10 ms whenever somebody looks."""
+    """Time that advances by 10 ms at each reading."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -207,8 +212,8 @@ class Clock:
         return self.now_ns
 
 
-def test_errors_that_are_caught_again_and_again_cost_little(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """cuDNN tries algorithms until one fits: the next table comes when the last one was a hundredth of the time."""
+def test_tables_are_rare_if_errors_repeat(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """cuDNN tries algorithms until one fits. Tables take at most a hundredth of the time."""
     clock = Clock()
     with recorded(tmp_path) as recording:
         assert recording.watch._session is not None
@@ -218,14 +223,17 @@ def test_errors_that_are_caught_again_and_again_cost_little(tmp_path: Path, allo
         assert len(allocator.snapshots) == 1
         same = written(recording.watch, "rank00000-0.json")
         assert (same["untold"], same["table"] is None) == (3, False)
-        clock.now_ns += 2_000_000_000  # the first one took 20 ms
+        clock.now_ns += 2_000_000_000  # The first table took 20 ms.
         observer.observed(0, GB, 0, 0)
         assert written(recording.watch, "rank00000-0.json")["untold"] == 3
     assert len(allocator.snapshots) == 2
 
 
-def test_an_error_shortly_after_a_table_is_told_of(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """It may be the one that ends the job: a file without a table, which points to the last one; only the newest."""
+def test_error_shortly_after_a_table_has_a_file_without_one(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """This error may end the job.
+
+    The file refers to the last table, and only the newest is kept.
+    """
     with recorded(tmp_path) as recording:
         watch = recording.watch
         allocator.runs_out(GB, 0)
@@ -243,8 +251,8 @@ def test_an_error_shortly_after_a_table_is_told_of(tmp_path: Path, allocator: Fa
 
 
 @pytest.mark.parametrize("fatal", [True, False])
-def test_whether_an_error_ended_the_watch(tmp_path: Path, allocator: FakeAllocator, fatal: bool) -> None:
-    """Where none did, the job has caught the last one, whatever step was in progress."""
+def test_error_that_did_not_end_the_watch_was_caught(tmp_path: Path, allocator: FakeAllocator, fatal: bool) -> None:
+    """The step in progress does not matter."""
     with pytest.raises(MemoryError) if fatal else nullcontext(), recorded(tmp_path) as recording:
         recording.watch.step()
         allocator.runs_out(GB, 0)
@@ -255,9 +263,9 @@ def test_whether_an_error_ended_the_watch(tmp_path: Path, allocator: FakeAllocat
     assert json.loads(file.read_text())["caught"] is not fatal
 
 
-@pytest.mark.usefixtures("unhurried")
-def test_the_newest_tables_stay(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """At most eight of a process; one of each step, the last."""
+@pytest.mark.usefixtures("no_idle_time")
+def test_newest_eight_tables_are_kept(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """Each step keeps its last table."""
     with recorded(tmp_path) as recording:
         for _ in range(12):
             allocator.runs_out(GB, 0)
@@ -267,8 +275,8 @@ def test_the_newest_tables_stay(tmp_path: Path, allocator: FakeAllocator) -> Non
         assert written(recording.watch, "rank00000-11.json")["asked_bytes"] == 2 * GB
 
 
-def test_without_the_setting_memory_there_is_none(tmp_path: Path, allocator: FakeAllocator) -> None:
-    """memory="off": neither readings nor an observer."""
+def test_no_observer_if_memory_is_off(tmp_path: Path, allocator: FakeAllocator) -> None:
+    """There are no readings either."""
     with recorded(tmp_path, memory="off"):
         assert allocator.observers == []
 
@@ -281,10 +289,10 @@ def test_without_the_setting_memory_there_is_none(tmp_path: Path, allocator: Fak
         ("_cuda_isHistoryEnabled", "memory history: torch lacks"),
     ],
 )
-def test_what_torch_lacks_is_told(
+def test_missing_functions_of_torch_are_noted(
     tmp_path: Path, allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch, name: str, note: str
 ) -> None:
-    """The readings go on without it, and so does the table without stacks."""
+    """Readings work without them, and so do tables without stacks."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.delattr(torch._C, name)
     torch_private.works.cache_clear()

@@ -1,1 +1,1 @@
-"""What the user's loop does: which optimizers step, which models they train, and where a step ends."""
+"""Recognition of the user's training loop: its optimizers, models and ends of steps."""

@@ -1,4 +1,4 @@
-"""What was passed to watch(): the models, with names where there are several, and the optimizers."""
+"""Checks of the models and optimizers passed to watch(); several models get names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
 
 def models(model: Any, caller: types.FrameType, function: str) -> list[NamedModel] | None:
-    """What was passed as `model`; None for all that train. Raises ConfigError for what is no model.
+    """Return the models passed as `model`, or None for all models that are trained.
 
-    caller: of watch(), whose name is `function` there: in that line models may have names.
+    Raises ConfigError for an object that is not a model.
+
+    caller: the frame that calls watch(), whose source line may contain names of the models.
+    function: the name by which that line calls watch().
     """
     if model is None:
         return None
@@ -51,7 +54,7 @@ def models(model: Any, caller: types.FrameType, function: str) -> list[NamedMode
 
 
 def check_patterns(models: Sequence[NamedModel], config: Config) -> None:
-    """Raises ConfigError for a name pattern that matches no module of any of the models."""
+    """Raise ConfigError for a name pattern that matches no module of any model."""
     if isinstance(config.modules, tuple):
         from torchlens_perf.hooks.loop.selection import select, unmatched_patterns
 
@@ -60,7 +63,10 @@ def check_patterns(models: Sequence[NamedModel], config: Config) -> None:
 
 
 def optimizers(optimizer: Any) -> list[Optimizer]:
-    """What was passed as `optimizer`; none for all. Raises ConfigError for what has no step()."""
+    """Return the optimizers passed as `optimizer`; an empty list stands for all.
+
+    Raises ConfigError for an object that has no step() method.
+    """
     if optimizer is None:
         return []
     found = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]

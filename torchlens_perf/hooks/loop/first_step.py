@@ -1,7 +1,8 @@
-"""Waiting, in a process that does not know of us, for the first step of its loop: see autoload.py.
+"""Automatic start of a watch at the first training step of an unmodified program (autoload.py).
 
-Data loader workers, compile workers, launchers and tools import torch too, and are not ranks: until something trains,
-nothing is made. Where a program with a model has trained nothing when it ends, one line says so.
+Data loader workers, compile workers, launchers and tools import torch without being ranks. Nothing
+is therefore created until the process trains. A program that had a model but never trained prints
+one line at its end.
 """
 
 from __future__ import annotations
@@ -24,25 +25,27 @@ from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
 
 Start = Callable[[Any], None]
-"""Gets the optimizer that has just stepped; None where a loop without one has made a backward pass."""
+"""Receives the optimizer that has just stepped, or None after a backward pass without optimizer."""
 
 
 class FirstStep:
-    """Calls `start` once: at the end of the first optimizer's step, or of a backward pass where there is no optimizer.
+    """Calls `start` once, after the first optimizer step.
 
-    Installed while torch is imported, and gone when it has called. One for a process.
+    In a program without optimizers, a backward pass takes the place of the step. One object per
+    process is installed while torch is imported. It removes itself before it calls `start`.
     """
 
     def __init__(self, start: Start) -> None:
         self._start = start
         self._patches = ExitStack()
-        self._thread = threading.local()  # open: its backward passes in progress
-        self._passes = 0  # that have ended
+        # `open` is the number of backward passes in progress on the thread.
+        self._thread = threading.local()
+        self._passes = 0  # Number of backward passes that have ended.
         self._pid = os.getpid()
         self._removed = False
 
     def install(self) -> None:
-        """Not from inside of an optimizer's step."""
+        """Install the hooks. Must not be called inside an optimizer's step."""
         relay.install()
         relay.after = self._optimizer_stepped
         if torch_private.works("torch.autograd._engine_run_backward"):
@@ -84,7 +87,10 @@ class FirstStep:
 
     @guard("starting at a backward pass")
     def _backward_ended(self) -> None:
-        """After the second one, and then ever more rarely: looking for optimizers takes long."""
+        """Start after a backward pass if the process has no optimizer.
+
+        This is checked after 2, 4, 8, ... passes only, because searching for optimizers is slow.
+        """
         self._passes += 1
         count = self._passes
         if count >= 2 and count & (count - 1) == 0 and not living_optimizers():
@@ -94,18 +100,19 @@ class FirstStep:
     def _process_ends(self) -> None:
         with guard("saying that nothing was recorded"):
             if os.getpid() == self._pid and is_users_program() and self._looks_like_training():
-                say(f"torchlens_perf recorded nothing: {self._seen()}\n")
+                say(f"torchlens_perf recorded nothing: {self._explanation()}\n")
 
     def _looks_like_training(self) -> bool:
-        """Whether there was a backward pass, or a model or an optimizer is left. A program may import torch for less.
+        """Return True if a backward pass has run, or a model or an optimizer exists.
 
-        Such a program (`python -c "import torch; print(torch.__version__)"`) must write what it writes without us.
+        Other programs that import torch (`python -c "import torch; print(torch.__version__)"`) must
+        produce their usual output and nothing else.
         """
         from torch.nn import Module
 
         return self._passes > 0 or bool(living(Module)) or bool(living_optimizers())
 
-    def _seen(self) -> str:
+    def _explanation(self) -> str:
         following = "Next: for inference, or to say yourself where a step ends, use perf.watch(model) in the script."
         if self._passes > 1:
             following = "Next: call w.step() at the end of your loop, inside of `with perf.watch(model) as w:`."
@@ -117,7 +124,10 @@ _waiting: FirstStep | None = None
 
 
 def wait(start: Start) -> None:
-    """Waits for this process's next step, and calls `start` at its end. Again, or inside of a watch, is harmless."""
+    """Call `start` at the end of this process's next step.
+
+    Does nothing if the process already waits or is inside a watch.
+    """
     global _waiting
     if _waiting is None and relay.after is None:
         _waiting = FirstStep(start)
@@ -125,7 +135,7 @@ def wait(start: Start) -> None:
 
 
 def stop_waiting() -> None:
-    """A watch begins by itself, or this is a forked child, which may wait for a step of its own."""
+    """Stop waiting: a watch begins, or this is a forked child, which may wait again."""
     global _waiting
     waiting, _waiting = _waiting, None
     if waiting is not None:
@@ -133,13 +143,17 @@ def stop_waiting() -> None:
 
 
 def is_users_program() -> bool:
-    """Whether the main program is the user's: no child of multiprocessing, and no installed tool, as a launcher is."""
+    """Return True if the main program is the user's.
+
+    Children of multiprocessing and installed tools, such as launchers, are excluded.
+    """
     if multiprocessing.parent_process() is not None or os.environ.get("LOCAL_RANK", "0") != "0":
         return False
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if file is None:
         return not hasattr(sys, "ps1")
     folders = [sysconfig.get_path(name) for name in ("scripts", "stdlib", "platstdlib", "purelib", "platlib")]
-    # Of other environments too, which a .pth file or PYTHONPATH adds: torchrun may be of the one, torch of the other.
+    # A .pth file or PYTHONPATH may add other environments. torchrun and torch may be in different
+    # ones.
     folders += [entry for entry in sys.path if os.path.basename(entry) in ("site-packages", "dist-packages")]
     return not os.path.realpath(file).startswith(tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in folders))

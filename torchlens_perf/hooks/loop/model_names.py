@@ -1,9 +1,9 @@
-"""What the user calls a model, where there are several: the variable or attribute that holds it.
+"""Names for several models: the variable or attribute that refers to each of them.
 
-Names come from where reading them changes nothing: dictionaries of modules and objects, the text of the call of
-watch(), and from Python 3.12 on the local variables of running functions. Up to Python 3.11, looking at the locals of a
-running function makes Python write them into a dictionary that the function may hold: a model that is known only there
-has the name of its class.
+Names are read only where reading has no side effects: dictionaries of modules and objects, the
+source of the call of watch(), and from Python 3.12 on the local variables of running functions.
+Up to Python 3.11, reading the locals of a running function writes them into a dictionary that the
+function may use. A model that only a local variable refers to is then named after its class.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 
 _PACKAGE = __name__.partition(".")[0]
 _MAX_FRAMES = 64
-# Where a name comes from, the best first; what is an element of a list comes after all of them.
+# Sources of names, best first. Names of list elements come after all others.
 _MAIN, _LOCAL, _GLOBAL, _ATTRIBUTE, _ELEMENT = range(5)
 
 
 def names_of(models: Sequence[Module], given: Sequence[str | None] = (), taken: Collection[str] = ()) -> list[str]:
-    """A name for each model, all different, and none of those that are taken.
+    """Return a distinct name for each model that is not in `taken`.
 
-    given: names that are known already, by position; None: not known. Looks at every object once where one is missing.
+    given: known names by position, or None where the name is unknown. All objects of the process
+    are searched once if any name is unknown.
     """
     known = [*given, *[None] * (len(models) - len(given))]
     unnamed = [model for model, name in zip(models, known, strict=True) if name is None]
@@ -47,9 +48,11 @@ def names_of(models: Sequence[Module], given: Sequence[str | None] = (), taken: 
 
 
 def names_in_call(frame: types.FrameType | None, function: str) -> list[str | None]:
-    """The names of the models in the call of `function` that this frame is at: ["generator", "critic"].
+    """Return the models' names in the frame's current call, such as ["generator", "critic"].
 
-    [] where they cannot be read: no source, or something else than a list of names.
+    The result is empty if there is no source code or the argument is not a list.
+
+    function: the name of the called function.
     """
     if frame is None:
         return []
@@ -70,14 +73,14 @@ def names_in_call(frame: types.FrameType | None, function: str) -> list[str | No
 
 
 def _last_name(expression: ast.expr) -> str | None:
-    """`generator` and `self.generator` are "generator"."""
+    """Return "generator" for `generator` and for `self.generator`."""
     if isinstance(expression, ast.Name):
         return expression.id
     return expression.attr if isinstance(expression, ast.Attribute) else None
 
 
 def _held_names(models: Sequence[Module]) -> dict[int, str]:
-    """By id of a model, the best name that something holds it by."""
+    """Return the best name under which any object refers to each model, by the model's id."""
     held: dict[int, list[tuple[int, int, str]]] = {}
     containers: list[Any] = []
     ours = {id(models)}
@@ -90,7 +93,7 @@ def _held_names(models: Sequence[Module]) -> dict[int, str]:
         for rank, name, value in _named_values(holder):
             held.setdefault(id(value), []).append((rank, len(name), name))
     for depth, (rank, name, value) in enumerate(_local_values(sys._getframe())):
-        # The outermost first: a helper calls each of them `model`, its caller does not.
+        # Prefer the outermost function: a helper calls every model `model`, its caller does not.
         held.setdefault(id(value), []).append((rank, -depth, name))
     for holder in gc.get_referrers(*containers) if containers else ():
         for rank, name, value in _named_values(holder):
@@ -102,7 +105,10 @@ def _held_names(models: Sequence[Module]) -> dict[int, str]:
 
 
 def _named_values(holder: Any) -> Iterator[tuple[int, str, Any]]:
-    """The names in a dictionary of a module or an object; private ones are a framework's, not the user's."""
+    """Yield the public names in the dictionary of a module or object.
+
+    Private names are skipped, as they usually belong to a framework.
+    """
     if isinstance(holder, (types.FrameType, types.CellType, types.ModuleType)):
         return
     values = holder if isinstance(holder, dict) else getattr(holder, "__dict__", None)
@@ -117,7 +123,10 @@ def _named_values(holder: Any) -> Iterator[tuple[int, str, Any]]:
 
 
 def _local_values(frame: types.FrameType | None) -> Iterator[tuple[int, str, Any]]:
-    """The local variables of the functions that are running on this thread, where Python can tell them untouched."""
+    """Yield the local variables of all functions running on this thread, from Python 3.12 on.
+
+    Older versions cannot read them without side effects.
+    """
     if sys.version_info < (3, 12):
         return
     for _ in range(_MAX_FRAMES):
@@ -131,22 +140,24 @@ def _local_values(frame: types.FrameType | None) -> Iterator[tuple[int, str, Any
         frame = frame.f_back
 
 
-_OPTIMIZED = 1  # inspect.CO_OPTIMIZED: a function, whose locals are in no dictionary
+# inspect.CO_OPTIMIZED: the code of a function, which does not keep its locals in a dictionary.
+_OPTIMIZED = 1
 
 if sys.version_info >= (3, 13):
 
     def _local_value(frame: types.FrameType, name: str) -> Any:
-        return frame.f_locals.get(name)  # a view: nothing is copied (PEP 667)
+        return frame.f_locals.get(name)  # f_locals is a view since Python 3.13 (PEP 667).
 
 else:
 
     def _local_value(frame: types.FrameType, name: str) -> Any:
-        # Reads the one variable; frame.f_locals would write all of them into a dictionary of the function's.
+        # Read one variable. frame.f_locals would write all of them into a dictionary that the
+        # function may use.
         import ctypes
 
         get = ctypes.pythonapi.PyFrame_GetVarString
         get.restype, get.argtypes = ctypes.py_object, (ctypes.py_object, ctypes.c_char_p)
         try:
             return get(frame, name.encode())
-        except NameError:  # not bound yet
+        except NameError:  # The variable has no value yet.
             return None

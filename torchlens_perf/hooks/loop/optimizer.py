@@ -1,4 +1,4 @@
-"""Optimizer steps, which are also where training steps end."""
+"""Times of optimizer steps, which also end training steps."""
 
 from __future__ import annotations
 
@@ -23,16 +23,21 @@ if TYPE_CHECKING:
 _OPTIMIZER, _CLOSURE = int(Kind.OPTIMIZER), int(Kind.CLOSURE)
 
 Listener = Callable[[Any, Any, Any], Any]
-"""Gets the optimizer, and the positional and the named arguments of its step, the optimizer first. Before a step it may
-return others for the step to be called with."""
+"""Receives the optimizer and the positional and named arguments of its step.
+
+The optimizer is also the first positional argument.
+
+A listener that is called before a step may return other arguments for the step.
+"""
 
 
 class Relay:
-    """torch's global step hooks, handed on to whoever listens.
+    """torch's global step hooks, which forward calls to the current listeners.
 
-    torch calls the hooks while it iterates over them, and registering or removing one from inside raises
-    "OrderedDict mutated during iteration" in the user's step. A watch that starts at the end of a step (autoload.py) is
-    inside: so the hooks are there before it, and it only becomes their listener.
+    torch iterates over its hooks while it calls them. Registering or removing one inside a hook
+    raises "OrderedDict mutated during iteration" in the user's step. A watch that starts at the end
+    of a step (autoload.py) runs inside a hook. The hooks are therefore registered earlier, and the
+    watch only becomes their listener.
     """
 
     def __init__(self) -> None:
@@ -45,22 +50,22 @@ class Relay:
         return bool(self._handles)
 
     def install(self) -> None:
-        """Registers the hooks, once. Not from inside an optimizer's step."""
+        """Register the hooks once. Must not be called inside an optimizer's step."""
         if self._handles:
             return
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         guarded = guard("optimizer hook")
         step_begins, step_ended = guarded.calling(self, "before"), guarded.calling(self, "after")
-        # Traced into a graph they would not run, and the step would not be seen. A compiled optimizer breaks its graph
-        # around step() anyway, and its operations stay in one graph.
+        # Hooks traced into a graph would not run, and the step would go unnoticed. A compiled
+        # optimizer breaks its graph around step() anyway, so its operations stay in one graph.
         self._handles = [
             register_optimizer_step_pre_hook(torch_private.break_in_compiled_code(step_begins)),
             register_optimizer_step_post_hook(torch_private.break_in_compiled_code(step_ended)),
         ]
 
     def remove(self) -> None:
-        """Takes the hooks away. Not from inside an optimizer's step."""
+        """Remove the hooks. Must not be called inside an optimizer's step."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -69,7 +74,7 @@ relay = Relay()
 
 
 class _TimedClosure:
-    """What the optimizer calls to evaluate the model: the time in it is not the optimizer's."""
+    """An optimizer's closure, which evaluates the model and is timed apart from the optimizer."""
 
     __slots__ = ("_closure", "_name_id", "_recorder")
 
@@ -88,19 +93,22 @@ class _TimedClosure:
 
 
 class OptimizerHook:
-    """Global step hooks, which fire for every torch.optim.Optimizer, and a wrap of GradScaler.step, which may skip one.
+    """Times optimizer steps by global step hooks and a wrapper of GradScaler.step.
 
-    A wrapper that calls another optimizer's step fires twice, nested; the outermost is the step. An optimizer of
-    another class than torch's is seen where it was passed to watch().
+    The hooks fire for every torch.optim.Optimizer. GradScaler.step is wrapped because it may skip a
+    step. A wrapper that calls another optimizer's step fires the hooks twice, nested; the outermost
+    call counts. Optimizers that do not derive from torch's class are timed if they were passed to
+    watch().
     """
 
     name = "optimizer"
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
-        # (id of the optimizer, its name_id), outermost first; no name for a step inside a step of the same one.
+        # Steps in progress as (id of the optimizer, name_id), outermost first. The name_id is None
+        # for a step inside a step of the same optimizer.
         self._open: list[tuple[int, int | None]] = []
-        self._ended = 0  # steps that have returned
+        self._ended = 0  # Number of steps that have returned.
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -120,7 +128,8 @@ class OptimizerHook:
             if opened:
                 drop_raised(id(optimizer))
                 if any(identity == id(optimizer) for identity, _ in opened):
-                    opened.append((id(optimizer), None))  # it calls its base class's step
+                    # The optimizer's step() calls that of its base class.
+                    opened.append((id(optimizer), None))
                     return None
             opened.append((id(optimizer), name_id))
             recorder.begin(_OPTIMIZER, name_id)
@@ -134,12 +143,14 @@ class OptimizerHook:
             return None
 
         def drop_raised(beginning: int) -> None:
-            """Forgets steps that raised: torch calls no post hook for them."""
+            """Drop steps that raised an exception, for which torch calls no post hook."""
             live = torch_private.steps_in_progress()
-            # Where torch does not tell, an optimizer that begins a step is taken to be in no other one.
+            # Without this information from torch, assume that the optimizer was in no other step.
             if live is None:
                 live = [each for each, _ in opened if each != beginning]
-            elif live[:1] == [beginning]:  # not one of another class than torch's
+            # torch lists its own optimizers only, so the beginning step may be missing from the
+            # list.
+            elif live[:1] == [beginning]:
                 del live[0]
             around = Counter(live)
             for index, (identity, name_id) in enumerate(opened):
@@ -168,9 +179,9 @@ class OptimizerHook:
         @functools.wraps(construct)
         def noticed_construct(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             construct(optimizer, *args, **kwargs)
-            made(optimizer)
+            report_made(optimizer)
 
-        made = guard("an optimizer was made")(self._loop.optimizer_made)
+        report_made = guard("an optimizer was made")(self._loop.optimizer_made)
         scaled_step = torch.amp.GradScaler.step
 
         def noticed_step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,12 +190,12 @@ class OptimizerHook:
             ended = self._ended
             result = scaled_step(scaler, *args, **kwargs)
             if ended == self._ended:
-                no_step(args[0] if args else kwargs["optimizer"])
+                step_without_hook(args[0] if args else kwargs["optimizer"])
             return result
 
         @guard("GradScaler.step")
-        def no_step(optimizer: Any) -> None:
-            # Other classes than torch's call no hooks: theirs may have stepped.
+        def step_without_hook(optimizer: Any) -> None:
+            # Without hooks, as in classes that do not derive from torch's, the step may have run.
             self._loop.optimizer_stepped(optimizer, skipped=isinstance(optimizer, torch.optim.Optimizer))
 
         ours = not relay.installed
@@ -205,7 +216,7 @@ class OptimizerHook:
 
 @contextmanager
 def _stepping(owner: type, passed: PassedOptimizers, session: Session) -> Iterator[None]:
-    """Shows the steps of this class, for which torch calls no hooks, to who listens to those."""
+    """Report steps of a class for which torch calls no hooks to the listeners of the hooks."""
     step: Callable[..., Any] = owner.step  # type: ignore[attr-defined]
 
     def noticed_step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,6 +233,6 @@ def _stepping(owner: type, passed: PassedOptimizers, session: Session) -> Iterat
     with ExitStack() as attached:
         try:
             attached.enter_context(patched(owner, "step", noticed_step))
-        except TypeError:  # a class in C
+        except TypeError:  # The class is written in C.
             session.note(f"{owner.__name__}: its steps cannot be seen; call w.step() at the end of your loop")
         yield

@@ -1,8 +1,8 @@
-"""Whether an optimizer that steps is one that was passed to watch(): seen through whatever wraps it.
+"""Matching of optimizers that step with those passed to watch(), which may be wrappers.
 
-Frameworks hand out wrappers: around the optimizer (Accelerate, Fabric), around one that steps other tensors (DeepSpeed,
-ZeRO), or a class of the user's around several. torch calls its hooks with the optimizer inside. The two are the same
-where one holds the other, or where both step the same parameters.
+Wrappers come from frameworks or the user. They contain the optimizer (Accelerate, Fabric), an
+optimizer of other tensors (DeepSpeed, ZeRO), or several optimizers. torch calls its hooks with the
+innermost optimizer. It matches a passed object that contains it or that has the same parameters.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-_MAX_DEPTH = 4  # wrappers around wrappers
+_MAX_DEPTH = 4
 _MAX_OBJECTS = 1000
 
 
 class PassedOptimizers:
-    """What watch(optimizer=...) got, in its order. Holds none of it: the user may delete it inside the watch."""
+    """The optimizers passed to watch(), in order.
+
+    They are referenced weakly, so that the user may delete them inside the watch.
+    """
 
     def __init__(self, optimizers: Sequence[Any] = ()) -> None:
         self._passed = [reference_to(each) for each in optimizers]
@@ -30,7 +33,10 @@ class PassedOptimizers:
         return len(self._passed)
 
     def position(self, optimizer: Any) -> int | None:
-        """Which of those passed this optimizer is, or belongs to; None: none of them. Takes some microseconds."""
+        """Return the position of the passed optimizer that is or contains this one, or None.
+
+        Takes some microseconds.
+        """
         stepped = _parameter_ids([optimizer])
         shares = None
         for position, reference in enumerate(self._passed):
@@ -45,24 +51,25 @@ class PassedOptimizers:
         return shares
 
     def alive(self) -> list[Any]:
-        """Those that the user has not deleted."""
+        """Return the optimizers that the user has not deleted."""
         return [optimizer for each in self._passed if (optimizer := each()) is not None]
 
     def without_hooks(self) -> list[Any]:
-        """Those that torch calls no hooks for: neither torch's own, nor around one of torch's.
+        """Return the optimizers for which torch calls no hooks.
 
-        One whose step() is no method of its class is left out: it is a function, mostly around another optimizer.
+        These neither derive from torch's class nor contain such an optimizer. An object whose step
+        is a function of the object, not of its class, is left out: it usually wraps an optimizer.
         """
         unseen = (each for each in self.alive() if not any(_has_hooks(part) for part in parts_of(each)))
         return [each for each in unseen if callable(getattr(type(each), "step", None))]
 
     def class_names(self) -> str:
-        """For messages: "AdamW", or "AdamW and SGD"."""
+        """Return the class names for messages, such as "AdamW" or "AdamW and SGD"."""
         return " and ".join(type(each).__name__ for each in self.alive()) or "the optimizer passed to watch()"
 
 
 def parts_of(optimizer: Any) -> Iterator[Any]:
-    """The optimizer, and all that it holds and that can step, each once."""
+    """Yield the optimizer and all objects with a step() method that it contains, each once."""
     seen: set[int] = set()
     level = [optimizer]
     for _ in range(_MAX_DEPTH + 1):
@@ -77,12 +84,15 @@ def parts_of(optimizer: Any) -> Iterator[Any]:
 
 
 def _held_by(owner: Any) -> Iterator[Any]:
-    """The values of its attributes and slots, and what lies in lists and dictionaries among them. Runs no property."""
+    """Yield the values of an object's attributes and slots, and elements of its lists and dicts.
+
+    Properties are not evaluated.
+    """
     values = list(getattr(owner, "__dict__", {}).values())
     for kind in type(owner).__mro__:
         for member in vars(kind).values():
             if isinstance(member, types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # an empty slot
+                with contextlib.suppress(AttributeError):  # An empty slot raises it.
                     values.append(member.__get__(owner))
     for value in values:
         if isinstance(value, (list, tuple)):
@@ -104,15 +114,18 @@ def _parameter_ids(optimizers: Iterable[Any]) -> set[int]:
 
 
 def parameters_of(optimizer: Optimizer | Any) -> list[Any]:
-    """The tensors in its param_groups; none where it has no such groups, or others than torch's."""
+    """Return the tensors in an optimizer's param_groups.
+
+    The list is empty if there are no groups or if they have another form than torch's.
+    """
     with contextlib.suppress(AttributeError, KeyError, TypeError):
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return []
 
 
 def reference_to(optimizer: Any) -> Callable[[], Any]:
-    """A weak reference, where its class allows for one."""
+    """Return a weak reference, or a strong one if the class does not support weak references."""
     try:
         return weakref.ref(optimizer)
-    except TypeError:  # of a class with slots
+    except TypeError:  # The class has slots and no __weakref__.
         return lambda: optimizer

@@ -1,4 +1,4 @@
-"""Which modules of a model are timed, under which names."""
+"""Selection of the modules of a model that are timed, and their names."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 
     from torchlens_perf.config import Config
 
-MAX_MODULES = 128  # with modules="auto": 128 calls cost about 30 us a step
+# The limit with modules="auto". Timing 128 calls costs about 30 us per step.
+MAX_MODULES = 128
 _AUTO_LEVELS = 2
-# What wrappers call the module that they wrap: no part of the name that the user knows. DDP's "module" is one only
-# around the whole model; inside it may be the user's own.
+# Attributes in which wrappers keep the wrapped module. They are not part of the name that the user
+# knows. DDP's "module" is recognized around the whole model only: inside, it may be the user's
+# name.
 _WRAPPED_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class NamedModel(NamedTuple):
-    """A model, and what the user calls it; "" where it is the only one, and its modules' names suffice."""
+    """A model and the user's name for it, which is "" for an only model."""
 
     module: Module
     name: str = ""
@@ -35,7 +37,10 @@ class NamedModel(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WatchedModule:
-    """A module to time, under the name that the user knows it by; a root's is the model's name, or its class."""
+    """A module to time and the user's name for it.
+
+    A root has the name of the model or its class.
+    """
 
     name: str
     module: Module
@@ -46,17 +51,23 @@ class Selection(NamedTuple):
     """The modules of a model that are timed."""
 
     modules: list[WatchedModule]
-    """The root first. Shared modules count once."""
+    """Modules to time, the root first. Shared modules count once."""
     all_levels: bool
-    """Whether no other module can be timed. Modules inside a compiled one cannot."""
+    """True if there is no other module that could be timed.
+
+    Modules inside a compiled one cannot.
+    """
     unopened: list[str]
-    """Timed modules with others inside that can be timed and are not."""
+    """Timed modules that contain modules which could be timed but are not."""
     unmatched: dict[str, str]
-    """Name patterns that match no module, each with an example of a name; "" where the model has no modules inside."""
+    """Name patterns that match no module, each with an example of a valid name.
+
+    The example is "" for a model without submodules.
+    """
 
 
 def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Selection:
-    """What config.modules asks for. most: how many with "auto"."""
+    """Select the modules that config.modules asks for. most: the limit with "auto"."""
     root = model.module
     prefix, inner = _unwrap(root)
     shown_root = WatchedModule(model.name or class_name(root), root, is_root=True)
@@ -64,9 +75,10 @@ def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Select
     candidates: dict[str, WatchedModule] = {}
     for name, module in root.named_modules():
         if prefix.startswith(f"{name}."):
-            continue  # a wrapper around the model
+            continue  # This module is a wrapper around the model.
         shown = _user_name(name.removeprefix(prefix).removeprefix("."))
-        # A wrapper inside the model and what it wraps have the same name for the user: the wrapper is timed.
+        # A wrapper inside the model and its wrapped module have the same user name. The wrapper,
+        # which comes first, is timed.
         if shown and not isinstance(module, _containers()) and shown not in candidates:
             full = f"{model.name}.{shown}" if model.name else shown
             candidates[shown] = WatchedModule(full, module, is_root=False)
@@ -104,7 +116,7 @@ def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Select
 
 
 def unmatched_patterns(selections: Iterable[Selection]) -> list[str]:
-    """What is wrong with each name pattern that matches no module in any of the models."""
+    """Return an error message for each name pattern that matches no module of any model."""
     each = [selection.unmatched for selection in selections]
     messages = []
     for pattern in each[0] if each else ():
@@ -118,7 +130,7 @@ def unmatched_patterns(selections: Iterable[Selection]) -> list[str]:
 
 
 def _enclosing(names: Iterable[str]) -> set[str]:
-    """The names of all modules around those of these names."""
+    """Return the names of all modules that contain a module with one of these names."""
     return {name[:place] for name in names for place, sign in enumerate(name) if sign == "."}
 
 
@@ -129,19 +141,19 @@ def _inside_compiled(root: Module) -> set[int]:
 
 
 def _containers() -> tuple[type[Module], ...]:
-    """Modules that nobody calls."""
+    """Return the container classes, whose instances are never called."""
     from torch import nn
 
     return nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 
 
 def _user_name(name: str) -> str:
-    """A qualified name without the parts that wrappers inside the model put in."""
+    """Return a qualified name without the parts that wrappers inside the model add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED_NAMES)
 
 
 def _unwrap(root: Module) -> tuple[str, Module]:
-    """The model inside its wrappers (DDP, compile, Fabric's), and its qualified name there."""
+    """Return the qualified name and the model inside wrappers (DDP, torch.compile, Fabric)."""
     path: list[str] = []
     while True:
         only = _only_child(root)
@@ -152,12 +164,15 @@ def _unwrap(root: Module) -> tuple[str, Module]:
 
 
 def class_name(model: Module) -> str:
-    """The name of the class of the model inside its wrappers."""
+    """Return the class name of the model inside its wrappers."""
     return type(_unwrap(model)[1]).__name__
 
 
 def _only_child(module: Module) -> tuple[str, Module] | None:
-    """The child that holds all of the module's parameters, if there is one; others are the same, or inside of it."""
+    """Return name and child that contains all of the module's parameters, or None.
+
+    Other children with parameters may only be parts of it.
+    """
     if any(True for _ in module.parameters(recurse=False)):
         return None
     holding = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
@@ -169,11 +184,12 @@ def _only_child(module: Module) -> tuple[str, Module] | None:
 
 
 def _is_frameworks(wrapper: Module, inner: Module) -> bool:
-    """Whether a framework has put its own module around the user's.
+    """Return True if a framework has put its own module around the user's.
 
-    The outer one's package is installed. The outer one stands in for the inner one (it passes attributes on, as PEFT's
-    and Fabric's do), or the inner one is of another package. A model of an installed package whose layers are torch's
-    is no wrapper: they are its own layers. Nor is what holds a list of layers, which nobody calls.
+    The class of the wrapper must be from an installed package. In addition the wrapper must forward
+    attributes to the inner module, as those of PEFT and Fabric do, or the inner module must be from
+    another package. A model from an installed package with layers from torch is not a wrapper, nor
+    is a module around a list of layers.
     """
     from torch import nn
 
@@ -194,11 +210,14 @@ def _installed_packages() -> tuple[str, ...]:
 
 
 def _levels(model: Module) -> dict[int, int]:
-    """How deep each module lies.
+    """Return the depth of each module by id.
 
-    No level of their own have containers and wrappers, which nobody calls or sees, and what only holds another module,
-    which takes all of its time: a Transformer's encoder around its list of layers, or a trainer's class around the
-    model and its loss.
+    Some modules do not count as a level of their own:
+
+    - containers and wrappers;
+    - a module whose only child takes all of its time, such as a Transformer's encoder around its
+      list of layers;
+    - the model in a trainer's class that contains the model and its loss.
     """
     only = _only_child(model)
     levels: dict[int, int] = {id(model): 0}
@@ -219,7 +238,7 @@ def _levels(model: Module) -> dict[int, int]:
 
 
 def device_of(model: Module) -> str:
-    """The kind of device that a model's first parameter is on; "" where it has none yet."""
+    """Return the device type of a model's first parameter, or "" if it is not on a device yet."""
     with torch_private.out_of_sight()():
         kinds = {parameter.device.type for parameter in itertools.islice(model.parameters(), 1)} - {"meta"}
     return next(iter(kinds), "")

@@ -1,4 +1,4 @@
-"""The models that optimizers train: found among all living objects, and named where there are several."""
+"""Search for the models that optimizers train among all objects of the process."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-_MAX_LOOKS = 8  # at all living objects, in one watch
+# Searches of all objects in one watch.
+_MAX_SEARCHES = 8
 
 
 class TrainedModels:
-    """Which models the optimizers that step train. Holds none of them."""
+    """The models that optimizers train, by weak reference."""
 
     def __init__(self) -> None:
         self._known: list[tuple[weakref.ref[Module], str]] = []
-        self._looks = 0
+        self._searches = 0
 
-    def of(self, optimizer: Optimizer) -> list[NamedModel]:
-        """The outermost modules that hold parameters of this optimizer, in the order in which they were made.
+    def trained_by(self, optimizer: Optimizer) -> list[NamedModel]:
+        """Return the outermost modules with parameters of this optimizer, in order of creation.
 
-        Looks at every living object where it is a new one: 0.2 s for 290,000 of them, so not for every step.
+        All objects of the process are searched if no known model matches. This takes 0.2 s for
+        290,000 objects, too long for every step.
         """
-        found = self._trained_by(optimizer)
-        if not found and self._looks < _MAX_LOOKS:
-            self._looks += 1
+        found = self._known_models_of(optimizer)
+        if not found and self._searches < _MAX_SEARCHES:
+            self._searches += 1
             self._add_models(optimizer)
-            found = self._trained_by(optimizer)
+            found = self._known_models_of(optimizer)
         return found
 
-    def _trained_by(self, optimizer: Optimizer) -> list[NamedModel]:
+    def _known_models_of(self, optimizer: Optimizer) -> list[NamedModel]:
         stepped = {id(parameter) for parameter in parameters_of(optimizer)}
         alive = [NamedModel(module, name) for reference, name in self._known if (module := reference()) is not None]
         return [each for each in alive if any(id(parameter) in stepped for parameter in _parameters(each.module))]
 
     def _add_models(self, optimizer: Optimizer) -> None:
-        """All models that any optimizer trains, so that each has a name of its own from the first one on."""
+        """Add the models of all optimizers at once, so that each gets a distinct name."""
         known = {id(module) for reference, _ in self._known if (module := reference()) is not None}
         trained = {id(p) for each in (optimizer, *living_optimizers()) for p in parameters_of(each)}
         new = [
@@ -57,21 +59,21 @@ class TrainedModels:
 
 
 def living(kind: type) -> list[Any]:
-    """All living objects of this class, and of what is derived from it, in the order in which they were made."""
-    # By type, not isinstance: asking a lazy proxy object for its class may run the user's code.
+    """Return all objects of this class and its subclasses, in order of creation."""
+    # type() is used rather than isinstance(): reading the class of a lazy proxy may run user code.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 def living_optimizers() -> list[Optimizer]:
-    """torch's, and what is derived from them. Wrappers that show another one's groups are left out."""
+    """Return all torch optimizers, without wrappers that show the groups of another optimizer."""
     from torch.optim import Optimizer
 
-    # Without groups, its constructor still runs, or has failed.
+    # An optimizer without groups is still being constructed, or its constructor has failed.
     return [each for each in living(Optimizer) if "param_groups" in each.__dict__]
 
 
 def top_modules() -> list[Module]:
-    """All living modules that no other one holds, in the order in which they were made."""
+    """Return all modules that are not part of another module, in order of creation."""
     from torch.nn import Module
 
     # A module whose constructor is still running, or has failed, has no children yet.
@@ -81,17 +83,17 @@ def top_modules() -> list[Module]:
 
 
 def _parameters(module: Module) -> list[Any]:
-    """The module's parameters; none of a module that another thread is building."""
+    """Return the module's parameters, or none if another thread is building the module."""
     try:
         return list(module.parameters())
-    except RuntimeError:  # a dictionary changed its size
+    except RuntimeError:  # A dictionary changed its size during the iteration.
         return []
 
 
 def models_with_gradients() -> list[NamedModel]:
-    """The outermost modules that a backward pass has reached: where no optimizer says what is trained.
+    """Return the outermost modules with gradients, for loops without an optimizer.
 
-    Not while another thread may run a backward pass: it writes what is read here.
+    Must not run while another thread may run a backward pass, which writes the gradients read here.
     """
     with torch_private.out_of_sight()():
         models = [each for each in top_modules() if any(p.grad is not None for p in _parameters(each))]

@@ -1,6 +1,7 @@
-"""What the user's loop does, as the hooks see it: what of it ends a step, and which models it trains.
+"""State of the user's training loop: which event ends a step, and which models are trained.
 
-On the training thread; only the optimizers that step inside of a backward pass may do so on a thread of autograd's.
+All methods run on the training thread. Only optimizers that step inside a backward pass may do so
+on a thread of autograd.
 """
 
 from __future__ import annotations
@@ -27,26 +28,33 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
     from torchlens_perf.recorder.training_thread import TrainingThread
 
-RECOMPUTE = "recompute"  # a part of the step, as the report names it
-_INSIDE_BACKWARD = 0  # stands for all optimizers that step there, often one for each parameter; no object has this id
+# The report's name for this part of the step.
+RECOMPUTE = "recompute"
+# An id for all optimizers that step inside the backward pass, often one per parameter. No object
+# has this id.
+_INSIDE_BACKWARD = 0
 _EVALUATION, _INFERENCE, _SKIPPED = int(Flag.EVALUATION), int(Flag.INFERENCE), int(Flag.SKIPPED)
-_MAX_OPTIMIZERS = 8  # of those that step once for each parameter there are hundreds, and they cannot accumulate
+# Optimizers that step once per parameter exist in hundreds. They cannot accumulate gradients, so
+# observing the first ones is enough.
+_MAX_OPTIMIZERS = 8
 
 
 class _Sample:
-    """One parameter of an optimizer, and what is known of its gradient."""
+    """One parameter of an optimizer and the state of its gradient."""
 
-    __slots__ = ("_parameter", "_seen", "passes")
+    __slots__ = ("_last_gradient", "_parameter", "passes")
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = weakref.ref(parameter)
-        self._seen: tuple[int, int, int] | None = None  # the gradient after the last backward pass
-        self.passes = 0  # that it is the sum of
+        # The gradient's identity and versions after the last backward pass.
+        self._last_gradient: tuple[int, int, int] | None = None
+        self.passes = 0  # Number of backward passes whose gradients are summed up.
 
     def _gradient(self) -> tuple[int, int, int] | None:
-        """Which tensor it is, and how often it was written to; None where there is none.
+        """Return the gradient's id and how often it was written, or None without a gradient.
 
-        FSDP2 adds to what a rank holds of a sharded gradient, which does not count as writing to the gradient.
+        FSDP2 adds to the local part of a sharded gradient, which does not change the version of the
+        gradient itself. The result therefore contains both versions.
         """
         parameter = self._parameter()
         gradient = None if parameter is None else parameter.grad
@@ -54,28 +62,31 @@ class _Sample:
             return None
         return id(gradient), gradient._version, torch_private.local_part(gradient)._version
 
-    def look(self, *, ended: bool) -> None:
-        """When a backward pass begins, and when it has ended."""
+    def update(self, *, ended: bool) -> None:
+        """Compare the gradient at the begin (ended=False) and the end of a backward pass."""
         now = self._gradient()
-        if now != self._seen:
-            self._seen = now
-            # What changes between two passes is cleared: set to None, or written to, by zero_().
+        if now != self._last_gradient:
+            self._last_gradient = now
+            # A gradient that changes between two passes was cleared: set to None, or by zero_().
             self.passes = self.passes + (now is not None) if ended else 0
 
 
 class Accumulation:
-    """How many backward passes an update's gradients come from: more than one only where gradients are accumulated.
+    """Counts the backward passes whose gradients an optimizer step uses.
 
-    Counting forward or backward passes would take a GAN's two losses, or a gradient penalty, for accumulation. So one
-    gradient of each optimizer that has stepped is looked at: a backward pass that finds one and changes it adds to it.
-    On the training thread, and only until another thread runs a backward pass: that may write the same gradients.
+    The count is above one only with gradient accumulation. Counting all forward or backward passes
+    would mistake a GAN's two losses or a gradient penalty for accumulation. One gradient of each
+    optimizer is therefore observed: a backward pass that changes an existing gradient adds to it.
+
+    Runs on the training thread and stops once another thread runs a backward pass, which may write
+    the same gradients.
     """
 
     def __init__(self, thread: TrainingThread) -> None:
         self._thread = thread
-        self._samples: dict[int, _Sample] = {}  # by the optimizer's id
+        self._samples: dict[int, _Sample] = {}  # By the optimizer's id.
         self._out_of_sight = torch_private.out_of_sight()
-        self._most = 0  # in the step in progress
+        self._max_passes = 0  # The maximum over the optimizers in the current step.
 
     def add(self, optimizer: Any) -> None:
         if len(self._samples) < _MAX_OPTIMIZERS:
@@ -85,7 +96,7 @@ class Accumulation:
             if parameter is not None:
                 self._samples[id(optimizer)] = _Sample(parameter)
 
-    def look(self, *, ended: bool) -> None:
+    def update(self, *, ended: bool) -> None:
         if not self._samples:
             return
         with self._thread.gradients:
@@ -94,18 +105,20 @@ class Accumulation:
                 return
             with self._out_of_sight():
                 for sample in self._samples.values():
-                    sample.look(ended=ended)
+                    sample.update(ended=ended)
 
     def optimizer_stepped(self, optimizer: Any) -> None:
         sample = self._samples.get(id(optimizer))
         if sample is not None:
-            self._most = max(self._most, sample.passes)
+            self._max_passes = max(self._max_passes, sample.passes)
             sample.passes = 0
 
     def step_ended(self) -> int:
-        """The passes of the optimizer that had the most in the step that ends; 0 where no gradient was seen to change:
-        sharded ones are kept elsewhere."""
-        most, self._most = self._most, 0
+        """Return the highest number of passes of any optimizer in the step that ends.
+
+        The result is 0 if no gradient changed, as with sharded gradients that are kept elsewhere.
+        """
+        most, self._max_passes = self._max_passes, 0
         return most
 
 
@@ -114,10 +127,10 @@ class _Stepped(NamedTuple):
 
     reference: Callable[[], Any]
     position: int | None
-    """Among those passed to watch()."""
+    """Position among the optimizers passed to watch(), or None."""
     class_name: str
     first_at: int
-    """Steps of all optimizers, when it had made its first one."""
+    """Number of steps of all optimizers up to the first step of this one."""
 
 
 def _ids_of(optimizer: Any) -> set[int]:
@@ -125,7 +138,7 @@ def _ids_of(optimizer: Any) -> set[int]:
 
 
 class TrainingLoop:
-    """Of one session. Its callers are guarded."""
+    """The training loop of one session. Callers guard against exceptions."""
 
     def __init__(
         self,
@@ -140,40 +153,44 @@ class TrainingLoop:
         self._evaluations = EvaluationRule()
         self._accumulation = Accumulation(session.thread)
         self._trained = TrainedModels()
-        self._optimizers: dict[int, _Stepped] = {}  # that have stepped, by id, which a later one may have again
-        self._made: dict[int, tuple[weakref.ref[Any], int]] = {}  # optimizers made meanwhile, and self._count then
-        self._count = 0  # steps of optimizers
-        self._patience: dict[tuple[int, int], int | None] = {}  # of an optimizer with another one that ends the steps
-        self._said: set[str] = set()
-        self._elsewhere: set[int] = set()  # optimizers that step on other threads, by id
+        # Optimizers that have stepped, by id. A later optimizer may get the id of a deleted one.
+        self._optimizers: dict[int, _Stepped] = {}
+        # Optimizers made inside the watch, by id, with the value of self._count at that time.
+        self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._count = 0  # Number of optimizer steps.
+        # Results of _patience_of() by the ids of the optimizer and the one that ends the steps.
+        self._patience: dict[tuple[int, int], int | None] = {}
+        self._notes: set[str] = set()
+        self._elsewhere: set[int] = set()  # Ids of optimizers that step on other threads.
         self._models_given = False
-        self._roots: list[weakref.ref[Module]] = []  # models that are watched
-        self._inside: list[Optimizer] = []  # that have stepped in the backward pass in progress
-        self._forwards = 0  # with gradients, since the last boundary
+        self._roots: list[weakref.ref[Module]] = []  # The watched models.
+        # Optimizers that have stepped inside the current backward pass.
+        self._inside: list[Optimizer] = []
+        self._forwards = 0  # Forward passes with gradients since the last step ended.
         self._backwards = 0
         self._without_gradient = False
         self._skipped = False
 
-    # -- at the begin
+    # -- at the start
 
     def models_given(self, models: Sequence[NamedModel]) -> None:
         self._models_given = True
         self._watch(models)
 
     def begins_after_step_of(self, optimizer: Optimizer) -> None:
-        """The loop goes on: this optimizer has just stepped."""
+        """Start in a running loop, in which this optimizer has just stepped."""
         self._session.thread.does(Work.OPTIMIZER)
         self._count += 1
         self._rule.optimizer_stepped(id(optimizer), self._add(optimizer).position)
         self._watch_models_of(optimizer)
 
     def begins_without_optimizer(self) -> None:
-        """The loop goes on, after a backward pass, and there is no optimizer."""
+        """Start in a running loop without optimizer, after a backward pass."""
         self._session.thread.does(Work.BACKWARD)
         self._rule.no_optimizer(alive=False)
         self._backwards_are_steps()
 
-    # -- what hooks see
+    # -- called by hooks
 
     def optimizer_made(self, optimizer: Optimizer) -> None:
         if not self._session.recorder.closed:
@@ -181,7 +198,7 @@ class TrainingLoop:
             self._made[address] = weakref.ref(optimizer, lambda _: self._made.pop(address, None)), self._count
 
     def optimizer_stepped(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
-        """An optimizer's step has returned, or GradScaler has skipped it."""
+        """Handle an optimizer step that has returned or that GradScaler has skipped."""
         session = self._session
         if session.recorder.closed:
             return
@@ -200,7 +217,7 @@ class TrainingLoop:
             self._watch_models_of(optimizer)
 
     def optimizer_elsewhere(self, optimizer: Optimizer) -> None:
-        """An optimizer steps on a thread that is not recorded."""
+        """Handle an optimizer that steps on a thread that is not recorded."""
         if id(optimizer) not in self._elsewhere:
             self._elsewhere.add(id(optimizer))
             position = self.passed.position(optimizer)
@@ -209,17 +226,20 @@ class TrainingLoop:
 
     @guard("begin of a backward pass")
     def backward_begins(self) -> None:
-        self._accumulation.look(ended=False)
+        self._accumulation.update(ended=False)
 
     @guard("backward pass inside of another one")
     def backward_inside_backward(self) -> None:
-        """Not torch's checkpointing; mostly another implementation, whose recomputation cannot be distinguished."""
+        """Note that recomputation is not measured: another implementation of checkpointing runs.
+
+        torch's checkpointing does not lead to this call.
+        """
         self._session.metadata.not_measured(RECOMPUTE)
 
     @guard("end of a backward pass")
     def backward_ended(self) -> None:
         self._backwards += 1
-        self._accumulation.look(ended=True)
+        self._accumulation.update(ended=True)
         if self._inside:
             self._stepped_inside()
             return
@@ -233,7 +253,7 @@ class TrainingLoop:
             self._session.step.end()
 
     def forward_ended(self, with_gradient: bool, module: int, is_root: bool) -> None:
-        """A watched module that no other one called has returned. module: its id."""
+        """Handle the return of a module that no other watched module has called. module: its id."""
         self._forwards += with_gradient
         self._without_gradient |= not with_gradient
         if self._rule.forward_ended(with_gradient=with_gradient, module=module, is_root=is_root):
@@ -242,19 +262,20 @@ class TrainingLoop:
     def manual_step(self) -> bool:
         return self._rule.manual_step()
 
-    # -- for the session
+    # -- called by the session
 
     def step_ended(self, *, inference: bool) -> StepContent:
         flags = _SKIPPED if self._skipped else 0
         if not inference and self._evaluations.step_ended(without_gradient=self._without_gradient):
             flags |= _EVALUATION
-        # A sum of gradients is what says it; where none is seen, as sharded ones, both passes must be there as often.
+        # Observed gradients give the number of accumulated passes. If none was observed, as with
+        # sharded gradients, it is the smaller of the numbers of forward and backward passes.
         passes = self._accumulation.step_ended() or min(self._forwards, self._backwards or self._forwards)
         self._forwards = self._backwards = 0
         self._without_gradient = self._skipped = False
         return StepContent(flags, max(1, passes))
 
-    # -- parts
+    # -- helpers
 
     def _stepped(
         self, optimizer: int, position: int | None, stepping: Optimizer | None = None, *, is_new: bool = False
@@ -271,11 +292,11 @@ class TrainingLoop:
             self._evaluations.steps_end_elsewhere()
             name = type(stepping).__name__
             if ending is not None and stepping is not None and patience is None:
-                self._say_once(
+                self._note_once(
                     f"{name} took the place of {ending.class_name}: its first steps, until that was clear, count as one"
                 )
             elif ending is not None and len(self.passed) and patience is not None:
-                self._say_once(f"{name} has taken the place of {ending.class_name}: steps end with it from then on")
+                self._note_once(f"{name} has taken the place of {ending.class_name}: steps end with it from then on")
         if ends:
             self._session.step.end()
         if self._rule.ignores_passed and not ignored:
@@ -304,17 +325,19 @@ class TrainingLoop:
         return added
 
     def _patience_of(self, optimizer: Optimizer, ending: _Stepped, *, is_new: bool) -> int | None:
-        """How many steps this one makes without `ending`, which ends the steps, before it takes its place.
+        """Return after how many steps without `ending` this optimizer ends the steps instead.
 
-        None: as many as are usual. One that steps the same parameters, or that was made since then and steps those of
-        a watched model, takes it at once: training goes on in another phase.
+        None stands for the default number. The result is 0 if the optimizer steps the same
+        parameters. It is also 0 if the optimizer was made later and steps those of a watched model:
+        training goes on in another phase.
         """
         ended = ending.reference()
         key = id(optimizer), 0 if ended is None else id(ended)
         if is_new or key not in self._patience:
             known = self._patience[key] = self._compute_patience(optimizer, ended, ending.first_at)
             if is_new and known == 0:
-                self._patience[key] = 1  # from its second step on, it may be one of two that take turns
+                # From its second step on, it may be one of two optimizers that take turns.
+                self._patience[key] = 1
             return known
         return self._patience[key]
 
@@ -329,7 +352,7 @@ class TrainingLoop:
             return 0
         if not is_watched and self._models_given and watched:
             name = type(optimizer).__name__
-            self._say_once(f"{name} steps the parameters of no watched model: its steps end no step of the loop")
+            self._note_once(f"{name} steps the parameters of no watched model: its steps end no step of the loop")
             return NEVER if replaced & watched else None
         made = self._made.get(id(optimizer))
         if not is_watched or made is None or made[0]() is not optimizer or made[1] < since:
@@ -337,9 +360,9 @@ class TrainingLoop:
         others = [each.reference() for each in self._optimizers.values()]
         return None if any(stepped & _ids_of(each) for each in others if each is not optimizer) else 0
 
-    def _say_once(self, note: str) -> None:
-        if note not in self._said:
-            self._said.add(note)
+    def _note_once(self, note: str) -> None:
+        if note not in self._notes:
+            self._notes.add(note)
             self._session.note(note)
 
     @guard("finding the trained models")
@@ -360,12 +383,12 @@ class TrainingLoop:
 
     @guard("finding the trained models")
     def _watch_models_of(self, optimizer: Optimizer) -> None:
-        """It has stepped for the first time: its models are watched, or it is said that they are not."""
+        """Watch the models of an optimizer after its first step, or note why they are not."""
         self._accumulation.add(optimizer)
         watched = self._watched_parameters() if self._models_given else set()
         if self._models_given and all(id(parameter) in watched for parameter in parameters_of(optimizer)):
-            return  # to look for others takes as long as some steps
-        new = [each for each in self._trained.of(optimizer) if not self._is_watched(each.module)]
+            return  # The search for other models takes as long as several steps.
+        new = [each for each in self._trained.trained_by(optimizer) if not self._is_watched(each.module)]
         if not self._models_given:
             self._watch(new)
             return
@@ -374,7 +397,10 @@ class TrainingLoop:
             self._session.note(f"{name} is trained too, and its modules are not timed: pass it to watch() as well")
 
     def _is_watched(self, model: Module) -> bool:
-        """Whether it is a watched model, wraps one, or is a part of one: they have parameters in common."""
+        """Return True if the model shares parameters with a watched model.
+
+        It is then a watched model, a wrapper of one, or a part of one.
+        """
         watched = self._watched_parameters()
         return any(id(parameter) in watched for parameter in model.parameters())
 

@@ -1,1 +1,1 @@
-"""Hooks that are about a device: times, memory, collectives and statistics on it."""
+"""Hooks for a device (GPU or other accelerator): its times, memory, collectives and statistics."""

@@ -1,4 +1,4 @@
-"""The hooks of a watch that are about a device, in the order of attaching."""
+"""Selection of the device hooks of a watch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Hook, Session
     from torchlens_perf.run.identity import Gpu
 
-_PREFIX = "GPU-"  # NVML's; torch leaves it out
+# NVML's UUIDs begin with this prefix, torch's do not.
+_PREFIX = "GPU-"
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError where aggregate="device" cannot be: before anything is made, and on all ranks alike."""
+    """Raise ConfigError if aggregate="device" cannot work.
+
+    The check comes before anything is created, and its result is the same on all ranks.
+    """
     if config.aggregate != "device":
         return
     import torch.distributed as dist
@@ -33,7 +37,11 @@ def check(config: Config) -> None:
 
 
 def decline(config: Config) -> None:
-    """This rank does not record. With aggregate="device" the others ask all ranks, and must not wait for this one."""
+    """Decline merging on a rank that does not record.
+
+    With aggregate="device" all ranks must agree to merge. Without an answer from this rank, the
+    other ranks would wait.
+    """
     if config.aggregate == "device":
         from torchlens_perf.hooks.on_device.cuda_device import decline_merging
         from torchlens_perf.recorder.devices import accelerator
@@ -44,7 +52,7 @@ def decline(config: Config) -> None:
 
 
 def merging_device(kind: str) -> Device | None:
-    """The device whose memory is stamped, reduced and merged over ranks; None where the kernels do not run."""
+    """Return the device for device sections and merging, or None if its kernels cannot run."""
     import torch
 
     if kind != "cuda" or torch.version.cuda is None:
@@ -55,42 +63,48 @@ def merging_device(kind: str) -> Device | None:
 
 
 def device_hooks(config: Config) -> list[Hook]:
-    """Nothing of them but the question is imported where torch has no device, or sees none."""
+    """Return the device hooks in the order of attachment.
+
+    Their modules are imported only if torch has a device.
+    """
     import torch
 
     from torchlens_perf.recorder.devices import accelerator
 
-    there = accelerator()
-    stamped, aggregate = merging_device(there) if there else None, config.aggregate == "device"
+    kind = accelerator()
+    stamped, aggregate = merging_device(kind) if kind else None, config.aggregate == "device"
     known = None
     if stamped is not None and aggregate:
         from torchlens_perf.cuda.steps import KnownSteps
 
         known = KnownSteps()
     hooks: list[Hook] = []
-    if there and config.device_times != "off":
+    if kind and config.device_times != "off":
         from torchlens_perf.hooks.on_device.sections import DeviceHook
 
-        hooks.append(DeviceHook(asked_for=config.device_times == "on", kind=there, known=known))
+        hooks.append(DeviceHook(asked_for=config.device_times == "on", kind=kind, known=known))
         if config.collectives:
             from torchlens_perf.hooks.on_device.data_parallel import DataParallelHook
 
             hooks.append(DataParallelHook())
-    if there and config.collectives:  # before a hook that makes communicators
+    # Must come before StampHook, which creates a communicator: NCCL loads its plugin at the first
+    # one.
+    if kind and config.collectives:
         from torchlens_perf.hooks.on_device.nccl import NcclHook
 
         hooks.append(NcclHook(config.nccl))
-    if there == "cuda" and torch.version.cuda is not None:
+    if kind == "cuda" and torch.version.cuda is not None:
         hooks.append(GpuHook())
     if stamped is not None:
         from torchlens_perf.hooks.on_device.stamps import StampHook
 
-        hooks.append(StampHook(stamped, aggregate=aggregate, known=known))  # behind what makes steps known
+        # Must come after DeviceHook, which fills `known`.
+        hooks.append(StampHook(stamped, aggregate=aggregate, known=known))
     return hooks
 
 
 class GpuHook:
-    """Tells the UUIDs of the GPUs in use as soon as there are some, and then nothing more."""
+    """Publishes the UUIDs of the GPUs in use once, as soon as there are any."""
 
     name = "the GPU's identity"
 
@@ -98,7 +112,9 @@ class GpuHook:
     def attach(self, session: Session) -> Iterator[None]:
         def publish_once() -> None:
             step = session.recorder.step
-            if step & (step + 1):  # asking costs more than all else at a step's end: at the first, second, fourth ...
+            # The query costs more than all other work at the end of a step, so it runs after the
+            # first, second, fourth, eighth, ... step only.
+            if step & (step + 1):
                 return
             if self._publish(session):
                 session.step_callbacks.remove(publish_once)
@@ -107,7 +123,7 @@ class GpuHook:
             yield
 
     def _publish(self, session: Session) -> bool:
-        """Returns whether there are GPUs to tell of."""
+        """Publish the GPUs in use. Return True if there are any."""
         import torch
 
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
@@ -119,7 +135,7 @@ class GpuHook:
 
 
 def facts_of(index: int) -> Gpu:
-    """What the sidecar must know of a device: its UUID as NVML writes it, its name, and torch's index."""
+    """Return the UUID in NVML's form, the name and torch's index of a GPU, for the sidecar."""
     import torch
 
     device = torch.cuda.get_device_properties(index)

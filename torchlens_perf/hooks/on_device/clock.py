@@ -1,17 +1,19 @@
-"""The clock of a device in eager mode: timed events, pooled, and read when the device has long passed them.
+"""The clock of a device in eager mode: pooled timed events, read after the device has passed them.
 
 ::
 
-    mark() ─▶ pending, a queue for each stream ──drain(), at a step's end──▶ times on the device's line ─▶ span()
+    mark() ─▶ pending, a queue per stream ──drain(), at a step's end──▶ device times ─▶ span()
 
-Events of one stream happen in their order, so one question a step is enough: has the newest mark of an earlier step
-been reached? Then all before it have been. Nothing here waits for the device. (torch asks both events again before it
-tells how far they are apart, which costs the host a microsecond.)
+Events of one stream complete in order, so one query per step is enough: if the newest mark of an
+earlier step has been reached, all marks before it have been too. No function here waits for the
+device. (torch queries both events again before it computes their distance, which costs the host a
+microsecond.)
 
-The device's times come onto the host's time line by anchors: an event on a stream that is otherwise idle, whose record
-and whose happening the host brackets by its own clock. An anchor is at most a second old, which also keeps the float32
-milliseconds, in which CUDA tells how far two events are apart, fine enough. Durations are differences on the device's
-line, on which each anchor continues the one before it. events.py has the events of real devices.
+Anchors convert device times to host times. An anchor is an event on an otherwise idle stream. The
+host reads its own clock before it records the event and after it has seen it complete. Anchors are
+normally renewed every second, because CUDA returns distances as float32 milliseconds, whose
+resolution falls with the distance. Durations are differences of device times, and each anchor
+continues the time line of the previous one. The events of real devices are in events.py.
 """
 
 from __future__ import annotations
@@ -27,91 +29,116 @@ if TYPE_CHECKING:
 
     from torchlens_perf.hooks.on_device.events import AcceleratorEvents
 
-MAX_EVENTS = 32768  # that wait to be read, or in the pool; an event is a few hundred bytes of the host
-MAX_TIMES = 2 * MAX_EVENTS  # that are kept for span(), the newest
-BEHIND_STEPS = 64  # that the device may be behind before no more is marked
+# Events in use and in the pool. Each takes a few hundred bytes of host memory.
+MAX_EVENTS = 32768
+# Times kept for span(); the oldest are dropped.
+MAX_TIMES = 2 * MAX_EVENTS
+# Marking stops while the device is more steps behind the host.
+BEHIND_STEPS = 64
 ANCHOR_EVERY_NS = 1_000_000_000
-ANCHOR_TIMEOUT_NS = 50_000  # an idle stream's event takes some microseconds
-OLDEST_ANCHOR_NS = 30_000_000_000  # beyond it, one that is known less well is better: float32 milliseconds grow coarse
+# An event on an idle stream takes a few microseconds.
+ANCHOR_TIMEOUT_NS = 50_000
+# Beyond this age, a new anchor with a larger error is better: float32 milliseconds become coarse.
+OLDEST_ANCHOR_NS = 30_000_000_000
 _FIRST_ANCHORS = 5
 _FIRST_TIMEOUT_NS = 1_000_000
 
 
 class DeviceAnchor(NamedTuple):
-    """An event, and when it happened on the host's CLOCK_MONOTONIC, give or take `error_ns`."""
+    """An event and its time on the host's CLOCK_MONOTONIC, accurate to `error_ns`."""
 
     event: Event
     host_ns: int
     error_ns: int
     device_ns: int = 0
-    """On the device's line, which begins at the first anchor."""
+    """The event's time on the device's time line, which begins at the first anchor."""
 
 
 class _Stream:
-    """What is marked on one stream and has not been read."""
+    """The marks of one stream that have not been read."""
 
     def __init__(self) -> None:
         self.pending: deque[tuple[int, Event, DeviceAnchor]] = deque()
-        self.boundaries: deque[tuple[int, Event]] = deque()  # the newest mark at each step's end
-        self.read = 0  # the newest mark that has been read
+        self.boundaries: deque[tuple[int, Event]] = deque()  # The newest mark at each step's end.
+        self.read = 0  # The newest mark that has been read.
 
 
 class EventClock:
-    """A Clock whose marks are events on the current stream. One device; under the GIL, as autograd marks too."""
+    """A Clock of one device whose marks are events on the current stream.
+
+    Methods must be called with the GIL, because autograd's threads mark too.
+    """
 
     def __init__(self, events: AcceleratorEvents, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        """Looks for a first anchor, for some microseconds; now_ns: the host's clock."""
+        """Take the first anchor, which needs a few microseconds. now_ns: the host's clock."""
         self._events = events
         self.name = events.name
         self.now_ns = now_ns
         self._pool: list[Event] = []
         self._made = 0
-        self._next_mark = itertools.count(1).__next__  # atomic: autograd's threads mark too
+        # A single call is atomic, which is needed because autograd's threads mark too.
+        self._next_mark = itertools.count(1).__next__
         self.marked = 0
-        """The newest mark; so many were made."""
+        """The newest mark, which is also the number of marks so far."""
         self._streams: dict[Hashable, _Stream] = {}
-        self._times: dict[int, tuple[int, DeviceAnchor]] = {}  # on the device's line, and by which anchor
+        # By mark: the time on the device's time line and the anchor it was computed with.
+        self._times: dict[int, tuple[int, DeviceAnchor]] = {}
         self._behind = False
         self.captured = 0
-        """Marks that were not made because the stream was being captured."""
+        """Marks not made because the stream was being captured."""
         self.skipped = 0
-        """Marks that were not made because the device was BEHIND_STEPS behind, no anchor could be had, or it failed."""
+        """Marks not made because the device was far behind, without an anchor, or failed."""
         self.crowded = 0
-        """Marks that were not made because MAX_EVENTS others had not been read."""
+        """Marks not made because MAX_EVENTS others had not been read."""
         self.aside = 0
-        """Steps in which a phase's stream waited that is not the steps'. Counted by those who mark, as is the next."""
+        """Steps in which a phase ran, and waited, on another stream than the step.
+
+        Counted by Stalls.
+        """
         self.open_ended = 0
-        """Stalls whose end was not marked, and backward passes whose computation did not say when it ended."""
+        """Stalls without end mark and backward passes whose end of computation is unknown.
+
+        Counted by Stalls.
+        """
         self.marked_on: Hashable | None = None
         """The stream of the newest mark."""
         self.passed_over: set[Hashable] = set()
-        """Streams that mark() was not to mark on, until somebody clears it."""
+        """Streams on which mark() did nothing because of `only_on`.
+
+        Stalls clears it at step ends.
+        """
         self.drift_ns = 0
-        """The most that an anchor was off when the next one was taken."""
-        self._late: tuple[Event, int] | None = None  # an anchor that did not happen in time, and when it was recorded
+        """The largest deviation of an anchor's time line from the next anchor."""
+        # An anchor event that did not complete in time, and when it was recorded.
+        self._late: tuple[Event, int] | None = None
         with events.beside_captures():
             anchors = [self._take_anchor(_FIRST_TIMEOUT_NS) for _ in range(_FIRST_ANCHORS)]
         self._anchor = min((each for each in anchors if each is not None), key=lambda each: each.error_ns, default=None)
-        self._anchored_ns = now_ns()  # when one was last tried
+        self._anchored_ns = now_ns()  # Time of the last attempt to take an anchor.
 
     @property
     def error_ns(self) -> int | None:
-        """How far a time may be off on the host's time line, as far as was seen; None without an anchor. Differences
-        of two times are not affected by it."""
+        """The observed error of times on the host's time line, or None without an anchor.
+
+        Differences of two times do not have this error.
+        """
         return None if self._anchor is None else self._anchor.error_ns + self.drift_ns
 
     @property
     def missing(self) -> int:
-        """Grows wherever something that should have been marked was not."""
+        """Number of events that should have been marked but were not."""
         return self.captured + self.skipped + self.crowded + self.aside + self.open_ended
 
     def current(self) -> Hashable | None:
-        """The calling thread's current stream; None while it is being captured."""
+        """Return the calling thread's current stream, or None while it is being captured."""
         return self._events.current()
 
     def mark(self, only_on: Hashable | None = None) -> int | None:
-        """Marks now, on the current stream; None where that cannot be, which is counted. only_on: nothing is marked,
-        and nothing counted, where the current stream is another one: that is passed over."""
+        """Record a mark on the current stream. Return None, and count it, if that is not possible.
+
+        only_on: the only stream to mark on. On another stream nothing is marked or counted; the
+        stream is added to `passed_over`.
+        """
         anchor = self._anchor
         if self._behind or anchor is None:
             self.skipped += 1
@@ -147,8 +174,11 @@ class EventClock:
             raise
 
     def span(self, begin: int, end: int) -> tuple[int, int] | None:
-        """Start on the host's line, and duration on the device's. None while that is not known, or no longer: the times
-        of MAX_TIMES marks are kept."""
+        """Return the start as host time and the duration as device time, or None if unknown.
+
+        Times become known after the device has reached both marks. The times of the last MAX_TIMES
+        marks are kept.
+        """
         first, last = self._times.get(begin), self._times.get(end)
         if first is None or last is None:
             return None
@@ -156,8 +186,11 @@ class EventClock:
         return anchor.host_ns + begin_ns - anchor.device_ns, last[0] - begin_ns
 
     def drain(self, max_steps: int = 2) -> None:
-        """At a step's end: reads what has happened. One question to the device for each stream with marks, and one
-        more for each step that it has come to, up to `max_steps`; once a second, a new anchor."""
+        """Read the marks that the device has reached, at a step's end.
+
+        Queries the device once per stream with marks, and once more for each step that it has
+        reached, up to `max_steps`. A new anchor is taken every second.
+        """
         if self._events.capturing():
             return
         with self._events.beside_captures():
@@ -173,7 +206,7 @@ class EventClock:
                 if not stream.boundaries or stream.boundaries[-1][0] != newest:
                     stream.boundaries.append((newest, event))
             elif not stream.boundaries:
-                del self._streams[key]  # its handle may be another stream's one day
+                del self._streams[key]  # A later stream may get the same handle.
         max_behind = max((len(stream.boundaries) for stream in self._streams.values()), default=0)
         self._behind = max_behind > (0 if self._behind else BEHIND_STEPS)
         if self.now_ns() - self._anchored_ns >= ANCHOR_EVERY_NS:
@@ -182,15 +215,19 @@ class EventClock:
             del self._times[next(iter(self._times))]
 
     def frontier(self) -> int | None:
-        """At a step's end, after drain(): the last mark that the device has reached, on the stream that is furthest
-        behind. Asks only where it has not come to the end of the step before: three questions for eight marks."""
+        """Return the last mark that the device has reached on the stream that is furthest behind.
+
+        Must be called at a step's end after drain(). The device is queried only if it has not
+        reached the end of the previous step, by a binary search: three queries for eight marks.
+        """
         stream = max(self._streams.values(), key=lambda each: len(each.boundaries), default=None)
         if stream is None or self._events.capturing():
             return None
         if len(stream.boundaries) < 2:
             return stream.read
         with self._events.beside_captures():
-            low, high = 0, len(stream.pending)  # of those before `low` all are reached, of those from `high` on none
+            # All marks before `low` have been reached, and no mark from `high` on.
+            low, high = 0, len(stream.pending)
             while low < high:
                 middle = (low + high) // 2
                 if stream.pending[middle][1].query():
@@ -200,7 +237,10 @@ class EventClock:
         return stream.pending[low - 1][0] if low else stream.read
 
     def _drain_to_boundary(self, stream: _Stream) -> bool:
-        """Reads all marks up to the oldest step's end, if the device has reached it."""
+        """Read all marks up to the oldest step's end.
+
+        Return False if the device is not there yet.
+        """
         last, event = stream.boundaries[0]
         if not event.query():
             return False
@@ -212,13 +252,16 @@ class EventClock:
             self._pool.append(reached)
         return True
 
-    def _take_anchor(self, patience_ns: int) -> DeviceAnchor | None:
-        """None where the event does not happen in time: something else keeps the device's front end busy."""
+    def _take_anchor(self, timeout_ns: int) -> DeviceAnchor | None:
+        """Return a new anchor, or None if its event does not complete in time.
+
+        That happens while other work keeps the device's front end busy.
+        """
         event = self._events.new()
         before_ns = self.now_ns()
         self._events.record_aside(event)
         while not event.query():
-            if self.now_ns() - before_ns > patience_ns:
+            if self.now_ns() - before_ns > timeout_ns:
                 self._late = event, before_ns
                 return None
         return _anchor_between(event, before_ns, self.now_ns())
@@ -233,7 +276,8 @@ class EventClock:
                 anchor = _anchor_between(event, before_ns, now_ns)
         anchor = self._take_anchor(ANCHOR_TIMEOUT_NS) or anchor
         if anchor is None:
-            return  # the old one stays, and its drift is seen when the next one is taken
+            # The old anchor stays in use. Its drift is measured when the next one is taken.
+            return
         if old is not None:
             since_ns = round(old.event.elapsed_time(anchor.event) * 1e6)
             off_ns = abs(old.host_ns + since_ns - anchor.host_ns)

@@ -1,6 +1,6 @@
-"""The device as device sections and merging need it: CUDA, by torch's public names and the driver.
+"""The CUDA device for device sections and merging, through torch's public API and the driver.
 
-What has these methods can stand in its place: tests have a device without a GPU.
+Tests replace it by a class with the same methods that needs no GPU.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torchlens_perf.cuda.stamps import DeviceRing
 from torchlens_perf.errors import DeviceError
 from torchlens_perf.recorder.devices import CONNECTIONS, device_in_use
 
-_rings: dict[int, DeviceRing] = {}  # by device, for the life of the process: captured graphs stamp into them
-# Streams for merges, by device: torch's allocator keeps memory by stream, so none is destroyed.
-_asides: dict[int, Any] = {}
+# Rings by device. They live as long as the process, because captured graphs stamp into them.
+_rings: dict[int, DeviceRing] = {}
+# Streams for merges by device. They are never destroyed: torch's allocator keeps memory per stream.
+_merge_streams: dict[int, Any] = {}
 
 
 class Device:
-    """The current device of torch's, as stamps need it. CUDA, not HIP: the kernels read NVIDIA's clock."""
+    """torch's current CUDA device. HIP is not supported: the kernels read NVIDIA's clock."""
 
     def stream(self) -> int:
         import torch
@@ -36,35 +37,44 @@ class Device:
         return torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
 
     def in_use(self) -> bool:
-        """Whether torch has memory on a device. Makes no context. Raises DeviceError where it has on several."""
+        """Return True if torch has memory on a device. Creates no context.
+
+        Raises DeviceError if it has memory on several devices.
+        """
         return device_in_use() is not None
 
     def current(self) -> int:
-        """Its index."""
+        """Return the index of the current device."""
         import torch
 
         return int(torch.cuda.current_device())
 
     def ring(self) -> DeviceRing:
-        """The process's ring on this device, made at the first call: kernels are compiled and loaded, memory is
-        allocated and cleared, which may wait for the device. Raises DeviceError."""
+        """Return the process's ring on this device; the first call creates it.
+
+        Creating it compiles and loads the kernels, and allocates and clears memory, which may wait
+        for the device. Raises DeviceError.
+        """
         device = self.current()
         if device not in _rings:
             if device_in_use() not in (device, None):
                 raise DeviceError(f"the current device is {device}, on which this process has no memory")
             driver = Driver()
-            with driver.relaxed_captures():  # another thread may be capturing
+            with driver.relaxed_captures():  # Another thread may be capturing a graph.
                 _rings[device] = DeviceRing(driver, kernels.load(device))
         return _rings[device]
 
     def group(self) -> Any:
-        """A process group of our own, of all ranks: a collective."""
+        """Create a separate process group of all ranks. All ranks must call it."""
         import torch.distributed as dist
 
         return dist.new_group(backend="nccl", group_desc="torchlens_perf")
 
     def merge(self, ring: DeviceRing, group: Any) -> DeviceAggregate:
-        """Merges this ring with those of all ranks. Raises DeviceError where this rank cannot."""
+        """Return an object that merges this ring with those of all ranks.
+
+        Raises DeviceError if this rank cannot take part.
+        """
         import torch
         import torch.distributed as dist
 
@@ -73,14 +83,19 @@ class Device:
                 raise DeviceError(f"with {variable}=1 the job would wait for the merge")
         kernels.allow_ranks(self.current(), dist.get_world_size(group))
         driver, device = Driver(), self.current()
-        if device not in _asides:
-            # Not one of torch's, which other code draws from too: what waits there for other ranks would be in its way.
-            _asides[device] = torch.cuda.ExternalStream(driver.new_stream())
-        self._aside = _asides[device]
+        if device not in _merge_streams:
+            # torch's stream pool is shared with other code, which would wait behind the merge for
+            # other ranks. So the stream is not taken from the pool.
+            _merge_streams[device] = torch.cuda.ExternalStream(driver.new_stream())
+        self._aside = _merge_streams[device]
         return DeviceAggregate(self, driver, kernels.load(device), ring, group)
 
     def all_agree(self, group: Any, *, able: bool) -> bool:
-        """Whether all ranks are able. Waits for them, and makes the communicator; at a watch's beginning only."""
+        """Return True if all ranks are able to merge.
+
+        Waits for all ranks and creates the communicator, so it is called at the start of a watch
+        only.
+        """
         import torch
         import torch.distributed as dist
 
@@ -107,12 +122,15 @@ class Device:
         return torch.as_tensor(_DeviceWords(address, count), device="cuda")
 
     def earlier_ring(self) -> DeviceRing | None:
-        """The ring that an earlier watch has made: graphs may still stamp into it."""
+        """Return the ring that an earlier watch has made, or None.
+
+        Graphs may still stamp into it.
+        """
         return _rings.get(self.current()) if _rings else None
 
 
 class _DeviceWords:
-    """Memory that is ours, shown to torch."""
+    """Device memory of this package in a form that torch.as_tensor() accepts."""
 
     def __init__(self, address: int, count: int) -> None:
         self.__cuda_array_interface__ = {
@@ -121,5 +139,5 @@ class _DeviceWords:
 
 
 def decline_merging(device: Device) -> None:
-    """On a rank that does not record, while the others ask all ranks whether they are able: it is not."""
+    """Answer on a rank that does not record, when the other ranks agree on merging: unable."""
     device.all_agree(device.group(), able=False)

@@ -1,8 +1,12 @@
-"""Where torch's own data parallelism makes the compute stream wait, and no tap sees it: FSDP2, and DDP's buffers.
+"""Waits of the compute stream in FSDP2 and DDP that the tap on collectives does not cover.
 
-FSDP2 waits by `Stream.wait_event`: for the parameters of each module before it computes (unshard), for the previous
-module's reduce-scatter before it issues the next one, and for the last ones at the end of the backward pass. DDP waits
-in C++ for the buffers that it broadcasts before a forward pass.
+FSDP2 calls `Stream.wait_event` to wait for:
+
+- the parameters of each module before it computes (unshard);
+- the previous module's reduce-scatter before it issues the next one;
+- the last reduce-scatters at the end of the backward pass.
+
+DDP waits in C++ for the buffers that it broadcasts before a forward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ _BEFORE_WAIT = torch_private.FSDP2_BEFORE_WAIT
 
 
 class DataParallelHook:
-    """Marks what DDP and FSDP2 wait for. Without a clock of the device it does nothing."""
+    """Marks the waits of DDP and FSDP2. Does nothing without a device clock."""
 
     name = "waits of FSDP2 and DDP"
 
@@ -37,7 +41,8 @@ class DataParallelHook:
                 attached.enter_context(_ddp_buffers(session))
 
             def look_for_fsdp2() -> None:
-                if _FSDP2_GROUPS not in sys.modules:  # it takes a second to import
+                # Importing FSDP2 takes a second, so wait until the job has imported it.
+                if _FSDP2_GROUPS not in sys.modules:
                     return
                 session.step_callbacks.remove(look_for_fsdp2)
                 if torch_private.works(FSDP2):
@@ -72,37 +77,45 @@ def _ddp_buffers(session: Session) -> Iterator[None]:
 
 
 class _Fsdp2:
-    """Stands in for four functions that FSDP2's groups of parameters call, and sends all of them on unchanged."""
+    """Wrappers of five functions that FSDP2's parameter groups call.
+
+    Calls are passed on unchanged.
+    """
 
     def __init__(self, session: Session, module: Any) -> None:
-        """module: FSDP2's, of its groups of parameters."""
+        """module: FSDP2's module that defines FSDPParamGroup."""
         self._session = session
         self._module = module
         self._group = module.FSDPParamGroup
         self._unshard = session.intern("fsdp unshard")
         self._reduce = session.intern("fsdp reduce-scatter")
         self._last = session.intern("fsdp last reduce-scatter")
-        self._expects_wait = False  # for a reduce-scatter, in the post_backward() that runs now
-        self._waits = False  # and has begun to
-        self._reduced = False  # since a backward pass was last finished
+        # True if the current post_backward() will wait for a reduce-scatter.
+        self._expects_wait = False
+        self._is_waiting = False
+        # True if there was a reduction since a backward pass was last finalized.
+        self._has_reduced = False
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         with ExitStack() as attached:
             for owner, name, wrap in (
-                (self._module, "foreach_all_gather_copy_out", self._copying_out),
-                (self._module, "record_function", self._ranges),
-                (self._module, "foreach_reduce", self._reducing),
-                (self._group, "post_backward", self._post_backward),
-                (self._group, "finalize_backward", self._finalizing),
+                (self._module, "foreach_all_gather_copy_out", self._wrap_copy_out),
+                (self._module, "record_function", self._wrap_record_function),
+                (self._module, "foreach_reduce", self._wrap_reduce),
+                (self._group, "post_backward", self._wrap_post_backward),
+                (self._group, "finalize_backward", self._wrap_finalize),
             ):
                 original = getattr(owner, name)
                 marked = torch_private.break_in_compiled_code(functools.wraps(original)(wrap(original)))
                 attached.enter_context(patched(owner, name, marked))
             yield
 
-    def _copying_out(self, copy_out: Callable[..., Any]) -> Callable[..., Any]:
-        """It waits for the all-gather first, and then copies. The wait is made here, so that a mark is between."""
+    def _wrap_copy_out(self, copy_out: Callable[..., Any]) -> Callable[..., Any]:
+        """Wait for the all-gather before `copy_out`, to distinguish the wait from the copy.
+
+        `copy_out` begins with the same wait, which then ends at once.
+        """
 
         def marked(result: Any, *args: Any, **kwargs: Any) -> Any:
             self._wait_for_unshard(result)
@@ -114,7 +127,7 @@ class _Fsdp2:
     def _wait_for_unshard(self, result: Any) -> None:
         stalls, event = self._session.clocks.stalls, result.all_gather_event
         if stalls is None or event is None:
-            return  # without an event it waits for a Work, which is tapped
+            return  # Without an event FSDP2 waits for a Work, which the tap covers.
         begun = stalls.begin(self._unshard)
         try:
             if begun is not None:
@@ -124,7 +137,7 @@ class _Fsdp2:
         finally:
             stalls.end()
 
-    def _post_backward(self, post_backward: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_post_backward(self, post_backward: Callable[..., Any]) -> Callable[..., Any]:
         def marked(group: Any, *args: Any) -> Any:
             self._expect_wait(group)
             try:
@@ -138,21 +151,25 @@ class _Fsdp2:
     @guard("a post-backward of FSDP2")
     def _expect_wait(self, group: Any) -> None:
         context = group.comm_ctx
-        states = getattr(context, "reduce_scatter_states", None)  # torch 2.13: several may be in flight
+        # Since torch 2.13 several reduce-scatters may be in flight.
+        states = getattr(context, "reduce_scatter_states", None)
         if states is None:
             pending = getattr(context, "reduce_scatter_state", None) is not None
         else:
             pending = len(states) >= getattr(context, "reduce_scatter_max_input_buffers", 1)
         self._expects_wait = self._session.clocks.stalls is not None and group.reduce_grads and pending
 
-    def _ranges(self, record_function: Callable[..., Any]) -> Callable[..., Any]:
-        """The profiler's ranges say how far post_backward() is: it waits between the end of one and the reduction."""
+    def _wrap_record_function(self, record_function: Callable[..., Any]) -> Callable[..., Any]:
+        """Begin a wait when the profiler range ends after which post_backward() waits.
+
+        The wait is over when the reduction begins.
+        """
 
         def marked(name: str, *args: Any) -> Any:
             made = record_function(name, *args)
             if self._expects_wait and name.startswith(_BEFORE_WAIT):
                 self._expects_wait = False
-                return _Then(made, self._begin_wait)
+                return _CallOnExit(made, self._begin_wait)
             return made
 
         return marked
@@ -160,27 +177,30 @@ class _Fsdp2:
     def _begin_wait(self) -> None:
         stalls = self._session.clocks.stalls
         if stalls is not None:
-            self._waits = True
+            self._is_waiting = True
             stalls.begin(self._reduce)
 
     def _end_wait(self) -> None:
-        waits, self._waits = self._waits, False
+        waits, self._is_waiting = self._is_waiting, False
         if waits and self._session.clocks.stalls is not None:
             self._session.clocks.stalls.end()
 
-    def _reducing(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_reduce(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
         def marked(*args: Any, **kwargs: Any) -> Any:
             self._end_wait()
-            self._reduced = True
+            self._has_reduced = True
             return reduce(*args, **kwargs)
 
         return marked
 
-    def _finalizing(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
-        """The first group's waits for the newest reduction; later groups' have nothing left to wait for."""
+    def _wrap_finalize(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
+        """Mark the wait of the first group that is finalized, which waits for the newest reduction.
+
+        Later groups have nothing left to wait for.
+        """
 
         def marked(group: Any) -> Any:
-            stalls, reduced, self._reduced = self._session.clocks.stalls, self._reduced, False
+            stalls, reduced, self._has_reduced = self._session.clocks.stalls, self._has_reduced, False
             if stalls is None or not reduced:
                 return finalize(group)
             stalls.begin(self._last)
@@ -192,8 +212,8 @@ class _Fsdp2:
         return marked
 
 
-class _Then:
-    """A context, and what to call when it has been left."""
+class _CallOnExit:
+    """A context manager that wraps another one and calls a function after its exit."""
 
     def __init__(self, context: Any, then: Callable[[], None]) -> None:
         self._context, self._then = context, then

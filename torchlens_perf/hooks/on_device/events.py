@@ -1,7 +1,7 @@
-"""Events of real devices, for clock.py: of any accelerator by torch's public names, and CUDA's by the cheapest way.
+"""Events of real devices for clock.py: a general class for accelerators, and a faster one for CUDA.
 
-torch.Event and torch.Stream are the same for CUDA, ROCm, XPU and devices that are added to torch from outside
-(PrivateUse1). What only CUDA has, captures and a driver to ask beside them, is in CudaEvents.
+torch.Event and torch.Stream work for CUDA, ROCm, XPU and out-of-tree devices (PrivateUse1).
+CudaEvents adds graph captures and driver calls that are allowed during captures.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from torchlens_perf.cuda.driver import Driver
     from torchlens_perf.recorder.devices import DeviceInUse
 
-_MAX_STREAMS = 64  # that are kept; torch has 32 of each priority
+# Streams kept by handle. torch has 32 of each priority.
+_MAX_STREAMS = 64
 
 
 def events_of(device: DeviceInUse) -> AcceleratorEvents:
-    """The events of a device that has a context: none is made here. Raises what torch does, where it lacks them."""
+    """Return the events of a device that already has a context.
+
+    Raises torch's exception if the device has no events.
+    """
     import torch
 
     if device.kind != "cuda":
@@ -34,7 +38,7 @@ class AcceleratorEvents:
     """torch.Event on the streams of torch.accelerator."""
 
     def __init__(self, kind: str, index: int) -> None:
-        """kind: of the device, as torch has it: "xpu". index: its index."""
+        """kind: torch's name of the device type, such as "xpu". index: the device's index."""
         import torch
 
         self.name = f"{kind} events"
@@ -45,17 +49,17 @@ class AcceleratorEvents:
         self._aside = self._idle_stream()
 
     def _idle_stream(self) -> Any:
-        """For anchors: a stream that has nothing else to do, as a rule."""
+        """Return a stream for anchors that usually has no other work."""
         import torch
 
         return torch.Stream(device=self._device)
 
     def new(self) -> Any:
-        """A timed event that has not been recorded. CUDA's resolution is about half a microsecond."""
+        """Return a new timed event. The resolution in CUDA is about half a microsecond."""
         return self._event(self._device, enable_timing=True)
 
     def current(self) -> Hashable | None:
-        """The calling thread's current stream; None while it is being captured into a graph."""
+        """Return the calling thread's current stream, or None while it is captured into a graph."""
         stream: Hashable = self._stream(self._index)
         return stream
 
@@ -63,23 +67,23 @@ class AcceleratorEvents:
         event.record(stream)
 
     def record_aside(self, event: Any) -> None:
-        """Record it on a stream of our own, which has nothing else to do."""
+        """Record an event on a separate stream, which usually has no other work."""
         event.record(self._aside)
 
     def capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
+        """Return True if the current stream is being captured into a graph."""
         return False
 
     def beside_captures(self) -> AbstractContextManager[None]:
-        """Inside, questions to the device do not end what another thread captures."""
+        """Return a context in which device queries do not invalidate another thread's capture."""
         return nullcontext()
 
 
 class CudaEvents(AcceleratorEvents):
-    """torch.cuda's own, with a current stream that is looked up by its handle; none during a capture. HIP's in ROCm."""
+    """Events of torch.cuda (HIP events with ROCm). Streams are looked up by their handles."""
 
     def __init__(self, index: int, driver: Driver | None = None) -> None:
-        """driver: of CUDA, not of HIP."""
+        """driver: the CUDA driver, or None with HIP."""
         import torch
 
         super().__init__("cuda", index)
@@ -89,10 +93,11 @@ class CudaEvents(AcceleratorEvents):
         self._driver = driver
         self._captures: Callable[[], bool] = torch.cuda.is_current_stream_capturing
         self._handle = torch_private.current_stream_handle()
-        self._known: dict[int, Any] = {}  # streams by their handles: making one anew takes a microsecond
+        # Streams by handle, because constructing a stream object takes a microsecond.
+        self._known: dict[int, Any] = {}
 
     def _idle_stream(self) -> Any:
-        """One of torch's streams of the highest priority, so that anchors do not wait."""
+        """Return a stream of the highest priority, so that anchors do not wait for other work."""
         import torch
 
         return torch.cuda.Stream(self._index, priority=-1)

@@ -1,7 +1,7 @@
-"""Memory: the device allocator's numbers, read in one step of 16, or a CPU's resident memory, read once in 50 ms.
+"""Readings of memory: the device allocator every 16 steps, or resident memory at most every 50 ms.
 
-A step's record has the value that was read last: the allocator's peak, or what is resident. What else the allocator
-tells is in MEMORY records of their own, of the step in which it was read.
+A step's record contains the value that was read last: the allocator's peak, or the resident memory.
+Other numbers of the allocator are in separate MEMORY records of the step in which they were read.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from torchlens_perf.run.ring import Kind
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
-_DEVICE_EVERY = 16  # memory_stats() builds a dictionary of 100 counters: read in one step of so many
-_MAX_SHARE = 1000  # and more rarely where that would cost more than one part in so many of the time
+# memory_stats() builds a dictionary of 100 counters, which is too slow for every step.
+_DEVICE_READ_INTERVAL_STEPS = 16
+# After a reading that took t, the next one waits for this many times t.
+_MIN_IDLE_RATIO = 1000
 _MEMORY = int(Kind.MEMORY)
 
 
 class MemoryHook:
-    """Reads only: resetting the allocator's peak would change what the user's own calls return."""
+    """Reads memory without resetting the allocator's peak, which the job may read too."""
 
     name = "memory"
 
     def __init__(self, *, history: bool = False) -> None:
-        """history: keep the stacks of device memory, see Config.memory."""
+        """history: record stacks of device memory allocations, see Config.memory."""
         self._history = history
 
     @contextmanager
@@ -48,17 +50,17 @@ class MemoryHook:
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
         def read_resident() -> None:
-            session.step.set_memory(0)  # if reading fails, there is no number
+            session.step.set_memory(0)  # Remains if the reading fails, and stands for no value.
             session.step.set_memory(int(os.pread(descriptor, 64, 0).split()[1]) * page_bytes)
 
         try:
-            with session.throttled(self.name, read_resident):  # reading /proc takes 11 us
+            with session.throttled(self.name, read_resident):  # Reading /proc takes 11 us.
                 yield
         finally:
             os.close(descriptor)
 
     def _listen(self, session: Session, attached: ExitStack) -> None:
-        """Where memory runs out, a table is written; the readings do not depend on it."""
+        """Attach the hook for out-of-memory errors, if torch supports it."""
         from torchlens_perf.hooks.on_device.out_of_memory import OutOfMemoryHook
 
         try:
@@ -68,7 +70,7 @@ class MemoryHook:
 
 
 class _DeviceMemory:
-    """Readings of the allocator, of the device that the process computes on."""
+    """Readings of the allocator of the device that the process computes on."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -78,9 +80,9 @@ class _DeviceMemory:
         self._has_read = False
 
     def read(self) -> None:
-        """Marks the numbers, if it is time."""
+        """Record the allocator's numbers if a reading is due."""
         session, recorder = self._session, self._session.recorder
-        if recorder.step % _DEVICE_EVERY and self._has_read:
+        if recorder.step % _DEVICE_READ_INTERVAL_STEPS and self._has_read:
             return
         begin_ns = recorder.now_ns()
         if begin_ns < self._not_before_ns or not self._has_device():
@@ -88,7 +90,7 @@ class _DeviceMemory:
         import torch
 
         self._has_read = False
-        session.step.set_memory(0)  # if reading fails, there is no number
+        session.step.set_memory(0)  # Remains if the reading fails, and stands for no value.
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         limit = torch.cuda.get_device_properties(self._device).total_memory
         limit = int(limit * torch.cuda.get_per_process_memory_fraction(self._device))
@@ -99,10 +101,13 @@ class _DeviceMemory:
             if name == "allocated":
                 session.step.set_memory(value1)
                 self._has_read = value1 > 0
-        self._not_before_ns = begin_ns + _MAX_SHARE * took_ns
+        self._not_before_ns = begin_ns + _MIN_IDLE_RATIO * took_ns
 
     def _has_device(self) -> bool:
-        """Whether it is known which device is read; it is asked for until torch has allocated something."""
+        """Return True if there is a readable device.
+
+        The device is unknown until torch has allocated memory on one.
+        """
         if self._device is not None:
             return can_be_read(self._backend)
         import torch

@@ -1,7 +1,7 @@
-"""When NCCL's kernels ran, by the device's clock: through NCCL's profiler plugin, else by events around the call.
+"""Device times of NCCL's kernels, from NCCL's profiler plugin or from events around the call.
 
-The plugin writes into the record of the collective that torch issued (native/collective_parts.c). Here it is offered to
-NCCL, switched on and off, and what it could not report is noted.
+The plugin writes into the record of the collective that torch issued (native/collective_parts.c).
+This module sets the plugin for NCCL, switches it on and off, and notes what it could not report.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOO_LATE = (
     "asynchronous collectives have no end, as NCCL's communicators were made before its plugin was there: enter "
     "watch() before init_process_group(), or start with the flag or TORCHLENS_PERF=1"
 )
-_SAID = {
+_PROBLEM_NOTES = {
     "elsewhere": "NCCL operations were not issued through torch.distributed and are not recorded",
     "unnamed": "NCCL operations are not recorded, as NCCL 2.27 does not report what they belong to: those of a group, "
     "or that torch.distributed did not issue",
@@ -46,19 +46,20 @@ _GIVEN_UP = {
     Cause.NO_ROOM: "there is no room in shared memory for what NCCL needs to time another communicator",
 }
 _captured: WeakSet[Any] = WeakSet()
-"""CUDA graphs whose capture a watch of this process has seen."""
+"""CUDA graphs that were captured inside a watch of this process."""
 
 
 class NcclHook:
-    """Offers the plugin before the first communicator, and has NCCL report its kernels, in some steps or all.
+    """Sets the plugin before the first communicator, and switches it on in some or all steps.
 
-    Attached behind the device's hook: what this one asks of the device's clock at a step's end, that has read before.
+    Attached after DeviceHook, which reads the device's clock at a step's end before this hook uses
+    it.
     """
 
     name = "NCCL's kernels"
 
     def __init__(self, wish: str, *, nccl: tuple[int, ...] | None = None) -> None:
-        """wish: Config.nccl. nccl: its version; without it, torch's is asked."""
+        """wish: the value of Config.nccl. nccl: NCCL's version, or None to ask torch."""
         self._wish = wish
         self._nccl = nccl
         self._every = 1
@@ -78,12 +79,15 @@ class NcclHook:
             yield
 
     def _note(self, session: Session, text: str) -> None:
-        """For jobs of several ranks: NCCL runs nothing on a lone one."""
+        """Note a problem in jobs of several ranks. NCCL runs no kernel for a single one."""
         if session.identity.has_other_ranks:
             session.note(text)
 
     def _offer(self, plugin: NcclPlugin | None, file: Path | None, local_ranks: int) -> str:
-        """Offers it to NCCL. Why it cannot be used; "" if it can. local_ranks: of this node."""
+        """Set the plugin for NCCL. Return why it cannot be used, or "" if it can.
+
+        local_ranks: the number of ranks on this node.
+        """
         if self._wish == "off":
             return 'nccl="auto" asks for it'
         nccl = self._nccl or nccl_plugin.version()
@@ -97,7 +101,7 @@ class NcclHook:
         if plugin is None or file is None:
             return "it was not built: install a C compiler and reinstall torchlens_perf"
         if plugin.counters().given_up:
-            return _why(plugin.counters())
+            return _given_up_reason(plugin.counters())
         no_room = nccl_plugin.no_room(local_ranks)
         if no_room:
             return no_room
@@ -127,15 +131,15 @@ class NcclHook:
 
         def check() -> None:
             counters = plugin.counters()
-            self._tell(session, counters, last=False)
+            self._note_problems(session, counters, last=False)
             if counters.given_up:
-                take_events(f"from here on asynchronous collectives have no end: {_why(counters)}")
-            elif not counters.communicators and _runs(session):
+                take_events(f"from here on asynchronous collectives have no end: {_given_up_reason(counters)}")
+            elif not counters.communicators and _has_run_collective(session):
                 take_events(_TOO_LATE)
 
         try:
             with (
-                captures.seen(switch),
+                captures.watch_captures(switch),
                 session.throttled(self.name, check),
                 ExitStack() as sampling,
             ):
@@ -151,36 +155,43 @@ class NcclHook:
             else:
                 plugin.switch(on=False)
                 plugin.detach()
-                self._tell(session, plugin.counters(), last=True)
+                self._note_problems(session, plugin.counters(), last=True)
                 if plugin.counters().given_up and not by_events:
-                    self._note(session, f"at the end asynchronous collectives had no end: {_why(plugin.counters())}")
+                    self._note(
+                        session,
+                        f"at the end asynchronous collectives had no end: {_given_up_reason(plugin.counters())}",
+                    )
 
-    def _tell(self, session: Session, counters: Counters, *, last: bool) -> None:
-        """At once that there are some, for a job that is killed; at the end, how many."""
+    def _note_problems(self, session: Session, counters: Counters, *, last: bool) -> None:
+        """Note operations without times: at first that there are some, at the end how many.
+
+        A job that is killed has then at least the first note.
+        """
         since = {field: now - then for field, now, then in zip(counters._fields, counters, self._before, strict=True)}
-        since["lost"] = session.recorder.lost_ends  # of torch's operations, which NCCL may have lost a part of
-        for field, text in _SAID.items():
+        # An end is also missing if NCCL did not report one of the operation's parts.
+        since["lost"] = session.recorder.lost_ends
+        for field, text in _PROBLEM_NOTES.items():
             number = since[field]
             if number and (last or field not in self._reported):
                 self._reported.add(field)
                 session.note(f"{number} {text}" if last else f"some {text}")
 
 
-def _runs(session: Session) -> bool:
-    """Whether NCCL has run a collective."""
+def _has_run_collective(session: Session) -> bool:
+    """Return True if NCCL has run a collective."""
     return any(torch_groups.backend_of_group(*group) == "nccl" for group in session.metadata.device_groups)
 
 
-def _why(counters: Counters) -> str:
-    """Timing was given up."""
+def _given_up_reason(counters: Counters) -> str:
+    """Return why timing was given up."""
     return f"{_GIVEN_UP[Cause(counters.given_up)]}, after which NCCL's times cannot be relied on in this process"
 
 
 class _Captures:
-    """torch's captures of CUDA graphs, and replays of those that were captured unseen.
+    """Watches captures of CUDA graphs, and replays of graphs captured outside of a watch.
 
-    NCCL counts what was captured otherwise than the device does, unless it was timed in the capture already: and then
-    it costs a call of the host in each replay.
+    NCCL's counters of captured operations deviate from the device's, unless the operations were
+    timed during the capture. Timing them there would cost a host call in each replay.
     """
 
     def __init__(self, plugin: NcclPlugin) -> None:
@@ -188,39 +199,40 @@ class _Captures:
         self._plugin = plugin
 
     @contextmanager
-    def seen(self, changed: Callable[[], None]) -> Iterator[None]:
-        """Calls `changed` before one begins and when one has ended, for as long as the context is entered."""
+    def watch_captures(self, changed: Callable[[], None]) -> Iterator[None]:
+        """Call `changed` before each capture begins and after it has ended."""
         import torch
 
-        graph, left = torch.cuda.CUDAGraph, False
-        begin, end, again = graph.capture_begin, graph.capture_end, graph.replay
+        graph, is_detached = torch.cuda.CUDAGraph, False
+        begin, end, original_replay = graph.capture_begin, graph.capture_end, graph.replay
         plugin = self._plugin
 
         @guard("a capture with NCCL")
         def count(more: int) -> None:
-            if not left:  # another tool may have wrapped ours, and keep it
+            # Another tool may have wrapped this wrapper and may call it after the watch.
+            if not is_detached:
                 self.under_way = max(0, self.under_way + more)
                 changed()
 
         @guard("a capture with NCCL")
-        def begins(captured: Any) -> None:
-            if not left:
+        def note_capture(captured: Any) -> None:
+            if not is_detached:
                 _captured.add(captured)
                 plugin.capture_begins()
                 count(1)
 
         @guard("a replay with NCCL")
-        def replays_unseen(captured: Any) -> None:
-            _captured.add(captured)  # once is enough
+        def note_unseen_replay(captured: Any) -> None:
+            _captured.add(captured)  # Report each graph once.
             plugin.unseen_graph()
 
         @wraps(begin)
         def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-            begins(self)
+            note_capture(self)
             try:
                 return begin(self, *args, **kwargs)
             except BaseException:
-                count(-1)  # nobody will end it
+                count(-1)  # capture_end() is not called after a failed capture_begin().
                 raise
 
         @wraps(end)
@@ -230,11 +242,11 @@ class _Captures:
             finally:
                 count(-1)
 
-        @wraps(again)
+        @wraps(original_replay)
         def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self not in _captured and not left:
-                replays_unseen(self)
-            return again(self, *args, **kwargs)
+            if self not in _captured and not is_detached:
+                note_unseen_replay(self)
+            return original_replay(self, *args, **kwargs)
 
         try:
             with (
@@ -244,12 +256,13 @@ class _Captures:
             ):
                 yield
         finally:
-            left = True
+            is_detached = True
 
 
 @contextmanager
 def _by_events(session: Session) -> Iterator[None]:
-    if not recorder.NATIVE:  # the Python implementation waits for nobody to tell an end
+    # The recorder in Python does not accept ends that are reported later.
+    if not recorder.NATIVE:
         yield
         return
     events = CollectiveEvents(session)
@@ -262,7 +275,7 @@ def _by_events(session: Session) -> Iterator[None]:
 
 
 class _Pending(NamedTuple):
-    """An operation that the device may not have come to yet."""
+    """An operation that the device may not have reached yet."""
 
     ticket: int
     clock: Clock
@@ -272,10 +285,11 @@ class _Pending(NamedTuple):
 
 
 class CollectiveEvents:
-    """Device times of collectives that the plugin does not report: events around their call, on the current stream.
+    """Device times of synchronous collectives, from events on the current stream around the call.
 
-    Only of those whose caller waits at once: they run in the current stream's order. When an asynchronous one ends, the
-    current stream does not know. Reads at a step's end. Without a clock of the device it does nothing.
+    Used where the plugin does not report. Synchronous collectives run in the order of the current
+    stream. The end of an asynchronous one is not visible there, so these are not timed. Does
+    nothing without a device clock.
     """
 
     def __init__(self, session: Session) -> None:
@@ -284,7 +298,7 @@ class CollectiveEvents:
 
     @guard("timing a collective")
     def marked(self, begin: int, end: int) -> None:
-        """See Clocks.collective_listener."""
+        """Store the marks around a collective. This is a Clocks.collective_listener."""
         ticket = self._session.recorder.claim()
         if ticket:
             self._pending.append(
@@ -292,7 +306,7 @@ class CollectiveEvents:
             )
 
     def read(self) -> None:
-        """At a step's end: reports to the recorder the times that the device's clock has by now."""
+        """Report the times that are known by now to the recorder, at a step's end."""
         recorder = self._session.recorder
         while self._pending:
             first = self._pending[0]

@@ -1,8 +1,8 @@
-"""What held the device's memory when it ran out: a table in the run directory, written before the error is raised.
+"""Tables of the memory in use when a device runs out of memory, written before the error is raised.
 
-torch calls an observer then, on the thread that asked for memory. It cannot be taken away again, so one is attached in
-the life of a process, and does nothing while no watch is entered. The error itself is torch's, and passes as without
-us: it may end the process, be caught by the user, or by cuDNN, which tries something smaller.
+torch calls an observer on the thread that requested memory. An observer cannot be removed, so one
+is attached per process, and does nothing outside of a watch. torch's error is raised unchanged. It
+may end the process, or be caught by the user, or by cuDNN, which then tries a smaller workspace.
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 SCHEMA = 1
-_MAX_FILES = 8  # of one process: the newest stay
-_MAX_SHARE = 100  # where errors are caught again and again: tables take at most one part in so many of the time
-_MAX_OWN_FRAMES = 64
-_HISTORY_ENTRIES = 20_000  # the last allocations and frees, besides the stacks of live blocks
+# Files per process; the newest are kept.
+_MAX_FILES = 8
+# After a table that took t, no table is made for this many times t. Errors may be caught in a loop.
+_MIN_IDLE_RATIO = 100
+_MAX_FRAMES = 64
+# The last allocations and frees, in addition to the stacks of live blocks.
+_HISTORY_ENTRIES = 20_000
 
 
 class _Relay:
-    """What the observer of this process calls."""
+    """Forwards calls of the process's observer to the current watch."""
 
     def __init__(self) -> None:
         self.observed: Callable[[int, int, int, int], None] | None = None
         self.attached = False
 
     def attach(self) -> None:
-        """Attaches the observer, once. CUDA must be initialized."""
+        """Attach the observer once. CUDA must be initialized."""
         if not self.attached:
             self.attached = True
             observer = guard("the table of device memory").calling(self, "observed")
@@ -58,14 +61,15 @@ relay = _Relay()
 
 
 class OutOfMemoryHook:
-    """Listens for out-of-memory errors; records where memory was allocated, if asked to."""
+    """Writes tables at out-of-memory errors and, on request, records where memory is allocated."""
 
     name = "out of memory"
 
     def __init__(self, *, history: bool) -> None:
-        """history: keep the stacks of the live blocks, and the last _HISTORY_ENTRIES allocations and frees."""
+        """history: record stacks of live blocks and the last _HISTORY_ENTRIES allocations."""
         self._history = history
-        self._watched = ExitStack()  # torch's function that records a history, while ours is recorded
+        # The patch of torch's function that records a history, while this hook records one.
+        self._patches = ExitStack()
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -75,7 +79,8 @@ class OutOfMemoryHook:
         def start() -> None:
             import torch
 
-            if torch.cuda.is_initialized():  # neither of the two may initialize it: that would poison a later fork
+            # Attaching and recording must not initialize CUDA, which would break a later fork.
+            if torch.cuda.is_initialized():
                 session.step_callbacks.remove(start)
                 backend = torch.cuda.get_allocator_backend()
                 if backend != "native":
@@ -92,8 +97,10 @@ class OutOfMemoryHook:
                 yield
             finally:
                 relay.observed = None
-                self._watched.close()
-                if session.recorder.closed:  # in a forked child it is the parent's
+                self._patches.close()
+                # In a forked child the recorder is closed and the history belongs to the parent
+                # process.
+                if session.recorder.closed:
                     memory_history.release()
                 else:
                     memory_history.end()
@@ -116,16 +123,16 @@ class OutOfMemoryHook:
         record = torch.cuda.memory._record_memory_history
 
         def records(*args: Any, **kwargs: Any) -> None:
-            """The job begins one of its own, or ends it: from then on it is not ours to end."""
+            """Leave the history to the job once it starts or stops a history itself."""
             memory_history.release()
-            self._watched.close()
+            self._patches.close()
             record(*args, **kwargs)
 
-        self._watched.enter_context(patched(torch.cuda.memory, "_record_memory_history", records))
+        self._patches.enter_context(patched(torch.cuda.memory, "_record_memory_history", records))
 
 
 class _Observer:
-    """Writes the tables of one watch."""
+    """The writer of the tables of one watch."""
 
     def __init__(self, session: Session, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._session = session
@@ -134,13 +141,16 @@ class _Observer:
         )
         self._now_ns = now_ns
         self._not_before_ns = 0
-        self._unreported = 0  # errors since the last table
-        self._files: list[Path] = []  # with tables
-        self._brief: Path | None = None  # the newest, if it is one without
-        self._last: OutOfMemory | None = None  # as it was written
+        self._unreported = 0  # Number of errors since the last table.
+        self._files_with_table: list[Path] = []
+        self._file_without_table: Path | None = None  # The newest file, if it has no table.
+        self._last: OutOfMemory | None = None  # The content of the newest file.
 
     def observed(self, device: int, asked_bytes: int, limit_bytes: int, free_bytes: int) -> None:
-        """Memory has run out on this device. Must not raise, and must not allocate there."""
+        """Write a file after memory has run out on this device.
+
+        Must not raise and must not allocate memory there.
+        """
         import torch
 
         begin_ns = self._now_ns()
@@ -164,35 +174,37 @@ class _Observer:
             "untold": self._unreported,
             "caught": False,
             "table": None,
-            "earlier": f"{path.parent.name}/{self._files[-1].name}" if self._files else None,
+            "earlier": f"{path.parent.name}/{self._files_with_table[-1].name}" if self._files_with_table else None,
             "took_s": 0.0,
         }
         if begin_ns < self._not_before_ns:
             self._unreported += 1
-            if self._last is not None and path in self._files:  # the table of this step stays
+            # If this step's file already has a table, keep the table.
+            if self._last is not None and path in self._files_with_table:
                 value = {**self._last, "untold": self._unreported}
             self._write(path, value)
             return
-        places = Places(forward_methods(), _hidden())
-        module, stack = places.of(_own_frames())
+        places = Places(forward_methods(), _packages_to_hide())
+        module, stack = places.of(_python_frames())
         table = live_table(torch_instruments.memory_snapshot(), device, places)
         took_s = (self._now_ns() - begin_ns) / 1e9
         value |= {"module": module, "stack": list(stack), "table": table, "earlier": None, "took_s": took_s}
         self._write(path, value)
         self._unreported = 0
         end_ns = self._now_ns()
-        self._not_before_ns = end_ns + _MAX_SHARE * (end_ns - begin_ns)
+        self._not_before_ns = end_ns + _MIN_IDLE_RATIO * (end_ns - begin_ns)
 
     def close(self) -> None:
-        """The watch ends. Where no error ends it, the job has caught the last one."""
+        """Mark the last error as caught if the watch ends without an exception."""
         if self._last and sys.exc_info()[0] is None and getattr(sys, "last_type", None) is None:
             path = self._run.oom_table(self._last["rank"], self._last["step"])
             self._write(path, {**self._last, "caught": True})
 
     def _write(self, path: Path, value: OutOfMemory) -> None:
-        """Writes it, and lets go of the oldest table, and of the last file without one.
+        """Write a file. Remove the previous file without a table and the oldest over the limit.
 
-        Not where the disk does not answer: neither the error nor the process's end may wait for that.
+        Nothing is written if the disk does not respond: neither the error nor the end of the
+        process may wait for it.
         """
         problem = problem_with(path.parent, shared=self._run.shared)
         if problem:
@@ -201,17 +213,17 @@ class _Observer:
         partial = path.with_suffix(".partial")
         ownership.write(partial, json.dumps(value, separators=(",", ":")))
         os.replace(partial, path)
-        if self._brief not in (None, path):
-            self._brief.unlink(missing_ok=True)
-        self._brief, self._last = (path if value["table"] is None else None), value
-        if self._brief is None and path not in self._files:
-            self._files.append(path)
-        if len(self._files) > _MAX_FILES:
-            self._files.pop(0).unlink(missing_ok=True)
+        if self._file_without_table not in (None, path):
+            self._file_without_table.unlink(missing_ok=True)
+        self._file_without_table, self._last = (path if value["table"] is None else None), value
+        if self._file_without_table is None and path not in self._files_with_table:
+            self._files_with_table.append(path)
+        if len(self._files_with_table) > _MAX_FILES:
+            self._files_with_table.pop(0).unlink(missing_ok=True)
 
 
 def forward_methods() -> dict[str, list[tuple[int, str]]]:
-    """Where forward() of each class of modules in this process begins: by file, first line and class, by lines."""
+    """Return the first line and the class of each forward() method by file, sorted by line."""
     from torch import nn
 
     found: dict[str, list[tuple[int, str]]] = {}
@@ -230,21 +242,25 @@ def forward_methods() -> dict[str, list[tuple[int, str]]]:
     return found
 
 
-def _own_frames() -> list[dict[str, Any]]:
-    """The Python stack that asked for memory, innermost first, as a snapshot has it; empty on autograd's threads."""
-    frames = itertools.islice(traceback.walk_stack(sys._getframe(2)), _MAX_OWN_FRAMES)  # without our caller
+def _python_frames() -> list[dict[str, Any]]:
+    """Return the Python stack that requested memory, innermost first, in the form of a snapshot.
+
+    The stack is empty on autograd's threads.
+    """
+    # Skip this function and its caller.
+    frames = itertools.islice(traceback.walk_stack(sys._getframe(2)), _MAX_FRAMES)
     found: list[dict[str, Any]] = [
         {"filename": each.f_code.co_filename, "line": line, "name": each.f_code.co_name} for each, line in frames
     ]
-    return [frame for frame in found if not frame["filename"].startswith(_ours())]
+    return [frame for frame in found if not frame["filename"].startswith(_own_package())]
 
 
-def _hidden() -> tuple[str, ...]:
-    """Packages whose frames say nothing to the user: torch, and us."""
+def _packages_to_hide() -> tuple[str, ...]:
+    """Return the folders of packages whose frames do not help the user: torch and this package."""
     import torch
 
-    return f"{Path(torch.__file__).parent}{os.sep}", _ours()
+    return f"{Path(torch.__file__).parent}{os.sep}", _own_package()
 
 
-def _ours() -> str:
+def _own_package() -> str:
     return f"{Path(__file__).parents[2]}{os.sep}"

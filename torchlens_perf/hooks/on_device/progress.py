@@ -1,8 +1,8 @@
-"""How far the device is, for the sidecar: in a hang, whose device has not come as far as the others'.
+"""The device's progress, from which the sidecar finds the device that is behind in a hang.
 
-The training thread looks at each step's end, and waits for nothing; where it is blocked itself, its last look is all
-that is known. That a device stands shows only where it was looked at again later, and was at the same mark: so both
-times are published.
+The training thread checks the progress at each step's end without waiting for the device. If the
+thread itself is blocked, the last check remains. The times of the first and the last check at the
+same mark are published, because only two checks can show that a device makes no progress.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torchlens_perf.hooks.on_device.clock import EventClock
     from torchlens_perf.recorder.session import Session
 
-_MAX_STEPS = 256  # whose ends are remembered
+_MAX_STEPS = 256
 
 
 class MarkedSpan(NamedTuple):
-    """A span that the device may not have come to yet."""
+    """A span that the device may not have reached yet."""
 
     kind: int
     name_id: int
@@ -29,22 +29,26 @@ class MarkedSpan(NamedTuple):
     begin: int
     end: int
     issued_ns: int
-    """When the host marked the end."""
+    """Host time at which the end was marked."""
 
 
 class DeviceProgress:
-    """Of one clock. On the training thread, at steps' ends."""
+    """The progress on one clock. Used on the training thread at the ends of steps."""
 
     def __init__(self) -> None:
-        self._ends: deque[tuple[int, int]] = deque(maxlen=_MAX_STEPS)  # of steps: the last mark, and which step
+        # The last mark and the number of each recent step.
+        self._ends: deque[tuple[int, int]] = deque(maxlen=_MAX_STEPS)
         self._reached = -1
         self._known: DeviceMark | None = None
 
     def step_ended(
         self, session: Session, clock: EventClock, boundary: int | None, spans: Iterable[MarkedSpan]
     ) -> None:
-        """Looks, after the clock has been drained. boundary: the mark of this step's end. spans: the oldest first, of
-        which some are not reached."""
+        """Check the progress and publish it. The clock must have been drained before.
+
+        boundary: the mark of this step's end.
+        spans: spans in order of time that the device may not have reached.
+        """
         step = session.recorder.step
         if boundary is not None:
             self._ends.append((boundary, step))
@@ -63,7 +67,8 @@ class DeviceProgress:
         for last, step in self._ends:
             if last > reached:
                 if before is None:
-                    return None  # in the step in which marking began: not all of its marks are there
+                    # Marking began inside this step, so its first marks are missing.
+                    return None
                 kind, name_id, is_end = _closest(reached, before, spans) if reached > before else (0, 0, False)
                 return DeviceMark(step, reached - before, kind, name_id, is_end, now_ns, now_ns)
             before = last
@@ -73,7 +78,7 @@ class DeviceProgress:
 
 
 def _closest(reached: int, before: int, spans: Iterable[MarkedSpan]) -> tuple[int, int, bool]:
-    """The newest mark of a span until then, after the mark `before`: kind, name and whether it is an end."""
+    """Return kind, name and "is an end" of the newest mark in (`before`, `reached`]."""
     best, found = before, (0, 0, False)
     for span in spans:
         for mark, is_end in ((span.begin, False), (span.end, True)):

@@ -1,7 +1,7 @@
-"""Device time: where a step's phases, and what its stream waits for, begin and end on the device, by events.
+"""Device times of a step's phases and of the waits on its stream, measured by events.
 
-The host's times of these phases say when their work was issued, not when the device did it. Both are recorded. What
-the device has done is known some steps later; the records name the step that they are about.
+The host's times of these phases say when their work was issued, the device's times when it ran.
+Both are recorded. Device times become known some steps later, so their records contain the step.
 """
 
 from __future__ import annotations
@@ -30,32 +30,38 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _DEVICE, _STEP, _BACKWARD = int(Kind.DEVICE), int(Kind.STEP), int(Kind.BACKWARD)
-_PROBED = (int(Kind.MODULE), int(Kind.SECTION))  # in sampled steps only
-WORST_ERROR_NS = 50_000  # of the device's times on the host's line; above it, how far the device is behind is not known
-_never_freed: list[EventClock] = []  # in forked children
+# Kinds of spans that are marked in sampled steps only.
+_PROBED = (int(Kind.MODULE), int(Kind.SECTION))
+# With a larger error of device times on the host's time line, the device's delay is unknown.
+WORST_ERROR_NS = 50_000
+# Clocks in forked children, which must not destroy the events.
+_never_freed: list[EventClock] = []
 
 
 class DeviceHook:
-    """Marks phases and stalls on the device in every step, modules and sections in sampled steps, and the steps."""
+    """Marks steps, phases and stalls on the device; in sampled steps also modules and sections."""
 
     name = "device times"
 
     def __init__(self, *, asked_for: bool, kind: str = "cuda", known: KnownSteps | None = None) -> None:
-        """asked_for: also where one connection to the device makes marks cost the overlap of communication. kind: of
-        device, as torch has it. known: where steps go whose times are known, to be merged over ranks."""
+        """asked_for: mark even if that prevents overlap, as with a single device connection.
+
+        kind: torch's name of the device type.
+        known: receives the steps whose times are known, to be merged over ranks.
+        """
         self._asked_for = asked_for
         self._kind = kind
         self._parts = None if known is None else StepParts(known)
         self._pending: deque[MarkedSpan] = deque()
         self._clock: EventClock | None = None
         self._stalls: Stalls | None = None
-        self._boundary: int | None = None  # where the step in progress began on the device
-        self._missing_before = 0  # marks that were not made until then
-        self._given_up = 0  # spans whose times the device has not reported
+        self._boundary: int | None = None  # The mark at which the current step began.
+        self._missing_before = 0  # The clock's count of missing marks at that mark.
+        self._given_up = 0  # Number of spans whose times the device did not report.
         self._missing = (0,) * 6
-        self._is_known = False  # to the sidecar
+        self._has_published = False
         self._progress = DeviceProgress()
-        self._gone = False  # there is no device to time
+        self._is_unavailable = False  # True once it is clear that there is no device to time.
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -70,10 +76,10 @@ class DeviceHook:
         finally:
             self._stop(session)
             with guard("the device's last times"):
-                self._end(session)
+                self._read_last(session)
 
     def start(self, session: Session, events: AcceleratorEvents, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        """Begins to mark. The device has a context: we make none. now_ns: the host's clock."""
+        """Begin to mark. The device must already have a context. now_ns: the host's clock."""
         clock = self._clock = EventClock(events, now_ns)
         recorder, pending = session.recorder, self._pending
 
@@ -103,15 +109,16 @@ class DeviceHook:
         time_collectives(None)
 
     def _step_ended(self, session: Session) -> None:
-        worked = False
+        succeeded = False
         try:
             if self._clock is None:
                 self._look_for_a_device(session)
             else:
                 self._read(session, self._clock)
-            worked = True
+            succeeded = True
         finally:
-            if not worked:  # it will not be called again: nobody would read what is marked
+            # After an exception this function is not called again, and no marks would be read.
+            if not succeeded:
                 self._stop(session)
 
     def _read(self, session: Session, clock: EventClock) -> None:
@@ -119,10 +126,11 @@ class DeviceHook:
         step, boundary = recorder.step, clock.mark()
         waited_ns = recorder.now_ns() - start_ns - LONGEST_MARK_NS
         if waited_ns > 0:
-            recorder.add_overhead(-waited_ns)  # it counts as ours with all else at a step's end
+            # All work at a step's end counts as overhead, but this time was a wait for the device.
+            recorder.add_overhead(-waited_ns)
         if self._stalls is not None:
-            self._stalls.step_ended()  # what it has lost is missing in this step
-        # The step's record completes it: there is none where a stall may be missing.
+            self._stalls.step_ended()  # Updates the count of missing marks for this step.
+        # The step's record completes the step. It is not written if a stall may be missing.
         if boundary is not None and self._boundary is not None and clock.missing == self._missing_before:
             self._pending.append(MarkedSpan(_STEP, 0, step, self._boundary, boundary, clock.now_ns()))
         self._boundary, self._missing_before = boundary, clock.missing
@@ -132,27 +140,33 @@ class DeviceHook:
         clock.drain()
         self._progress.step_ended(session, clock, boundary, self._pending)
         recorded, probed = self._record(session, clock, step)
-        if probed:  # what an earlier step was probed for is read in this one
+        # Reading the probes of an earlier step costs time in this one.
+        if probed:
             session.step.add_probe_cost((session.recorder.now_ns() - start_ns) * probed // recorded)
-        self._tell(session, clock)
+        self._publish(session, clock)
 
     def _look_for_a_device(self, session: Session) -> None:
-        """At the ends of the first, second, fourth step and so on, as asking takes longer than all else there."""
+        """Look for a device in use after the first, second, fourth, eighth, ... step.
+
+        The query takes longer than all other work at a step's end.
+        """
         step = session.recorder.step
-        if self._gone or step & (step + 1):
+        if self._is_unavailable or step & (step + 1):
             return
         try:
             device = accelerator_in_use(self._kind, computes_there=session.metadata.computes_on(self._kind))
             if device is None or _is_capturing(self._kind):
-                return  # looking for an anchor would end a capture
+                return  # Taking an anchor would end the capture.
             self.start(session, events_of(device))
         except (DeviceError, RuntimeError, NotImplementedError) as error:
-            self._gone = True
+            self._is_unavailable = True
             session.note(f"device times are not taken: {error}")
 
     def _record(self, session: Session, clock: EventClock, step: int) -> tuple[int, int]:
-        """Writes the spans that the device has reported by now, in the order in which they ended on the host. How many,
-        and how many of them only sampled steps have."""
+        """Record the spans whose times are known by now, in the order of their ends on the host.
+
+        Returns the number of spans, and how many of them are made in sampled steps only.
+        """
         pending, recorder, parts = self._pending, session.recorder, self._parts
         recorded = probed = 0
         while pending:
@@ -177,14 +191,16 @@ class DeviceHook:
             pending.popleft()
         return recorded, probed
 
-    def _tell(self, session: Session, clock: EventClock, *, last: bool = False) -> None:
-        """Reports to the sidecar how good the times are, and which are missing: at once where some are for the first
-        time, and at the end."""
+    def _publish(self, session: Session, clock: EventClock, *, last: bool = False) -> None:
+        """Publish the error of the times and the numbers of missing ones for the sidecar.
+
+        This happens at first, when a number becomes positive, and at the end.
+        """
         missing = clock.captured, clock.skipped, clock.crowded, clock.aside, clock.open_ended, self._given_up
-        news = [before == 0 < now for before, now in zip(self._missing, missing, strict=True)]
+        is_first = [before == 0 < now for before, now in zip(self._missing, missing, strict=True)]
         self._missing = missing
-        if last or any(news) or not self._is_known:
-            self._is_known = True
+        if last or any(is_first) or not self._has_published:
+            self._has_published = True
             session.publish(
                 device={
                     "clock": clock.name,
@@ -198,20 +214,25 @@ class DeviceHook:
                 }
             )
 
-    def _end(self, session: Session) -> None:
-        """The last look: what the device has not come to is counted, not waited for."""
+    def _read_last(self, session: Session) -> None:
+        """Read the last times without waiting.
+
+        Spans that the device has not reached are counted.
+        """
         clock = self._clock
         if clock is None:
             return
-        if session.recorder.closed:  # in a forked child: the device cannot be asked, nor its events destroyed
+        # A forked child can neither query the device nor destroy its events.
+        if session.recorder.closed:
             _never_freed.append(clock)
             return
-        clock.drain(BEHIND_STEPS)  # makes what was marked since the last step's end a boundary
+        # The first call makes the newest mark a boundary, the second one reads up to it.
+        clock.drain(BEHIND_STEPS)
         clock.drain(BEHIND_STEPS)
         self._record(session, clock, session.recorder.step)
         self._given_up += len(self._pending)
         self._pending.clear()
-        self._tell(session, clock, last=True)
+        self._publish(session, clock, last=True)
 
 
 def _is_capturing(kind: str) -> bool:
@@ -221,7 +242,10 @@ def _is_capturing(kind: str) -> bool:
 
 
 def time_collectives(timer: Callable[[], Callable[[], None] | None] | None) -> None:
-    """What the native tap calls before synchronous collectives on a device from here on; None: nothing."""
+    """Let the native tap call `timer` before each synchronous collective on a device.
+
+    timer: returns the function to call after the collective. None switches the calls off.
+    """
     native = native_tap.load()
     if native is not None:
         native.time_with(timer)

@@ -1,9 +1,13 @@
-"""Stalls: for how long the compute stream waited for communication, between two marks on it.
+"""Stalls: waits of the compute stream for communication, each between two marks on that stream.
 
-On a device the host only issues work, so the host's times of all ranks become the same whoever is slow. What a rank's
-device did itself is its step without these waits. A stall counts only on the compute stream, the one that the steps'
-boundaries are marked on: what waits on another stream, as FSDP2's own do, holds up nobody here. Where a phase computes
-on another stream, waits there do, and such a step is not known. A stall counts once, at the outermost wait.
+The host only issues work to a device, so host times of all ranks become equal, whichever rank is
+slow. The work of a rank's own device is its step minus the stalls.
+
+- Stalls are marked on the compute stream only, the stream of the steps' boundaries. Waits of other
+  streams, such as FSDP2's own, do not delay computation.
+- If a phase computes on another stream, waits there do delay it. The times of such a step are
+  unknown.
+- Of nested waits, the outermost is the stall.
 """
 
 from __future__ import annotations
@@ -22,38 +26,48 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _WAIT = int(Kind.WAIT)
-_NOBODY, _TAIL = 0, -1  # instead of a thread
+# Holders of a stall that are not thread ids.
+_NO_THREAD, _TAIL = 0, -1
 
 SpanMarked = Callable[[int, int, int, int], None]
-"""Called with a kind, a name's id, and the marks of its begin and its end."""
+"""Receives the kind of a span, the id of its name, and the marks of its begin and end."""
 
 
 class Stalls:
-    """Marks waits of the training thread, and of autograd's thread in a backward pass. Called with the GIL."""
+    """Marks waits of the training thread, and of autograd's thread in a backward pass.
+
+    Methods must be called with the GIL.
+    """
 
     def __init__(self, session: Session, clock: EventClock, span_marked: SpanMarked) -> None:
-        """On the training thread."""
+        """Create the object on the training thread."""
         self._session, self._recorder = session, session.recorder
         self._clock = clock
         self._span_marked = span_marked
         self._wait, self._collective = session.intern("wait"), session.intern("synchronous collective")
-        self._open = threading.Lock()  # never waited for: who has it is inside of a stall
-        self._holder = _NOBODY  # the thread that has it
+        # Held during a stall. It is only acquired without blocking.
+        self._open = threading.Lock()
+        self._holder = _NO_THREAD  # The thread that holds the lock.
         self._depth = 0
         self._begin = self._name_id = 0
         self._backward_end: int | None = None
         self.stream: Hashable | None = None
         """The compute stream, as of the last step's end."""
-        self._phases_on: set[Hashable] = set()  # other streams that a phase of this step has ended on
+        # Streams other than the compute stream on which a phase of this step has ended.
+        self._phases_on: set[Hashable] = set()
 
     @guard("marking a stall")
     def begin(self, name_id: int) -> int | None:
-        """Before a wait of the calling thread; end() follows. The mark, if a stall begins here."""
+        """Mark the begin of a wait of the calling thread, which must call end() after it.
+
+        Returns the mark if a stall begins, or None inside of another stall.
+        """
         start_ns, thread = self._recorder.now_ns(), threading.get_ident()
         if self._holder == thread:
             self._depth += 1
             return None
-        if not self._session.thread.is_current():  # another thread of the user's may wait while the device computes
+        # Another user thread may wait while the device computes.
+        if not self._session.thread.is_current():
             return None
         mark = self._begin_stall(name_id, thread)
         self._recorder.add_overhead(min(self._recorder.now_ns() - start_ns, LONGEST_MARK_NS))
@@ -75,7 +89,7 @@ class Stalls:
 
     @guard("marking a stall")
     def end(self) -> int | None:
-        """After the wait. The mark, if it ended a stall."""
+        """Mark the end of a wait. Return the mark if a stall ends."""
         if self._holder != threading.get_ident():
             return None
         self._depth -= 1
@@ -90,15 +104,18 @@ class Stalls:
         return mark
 
     def begin_wait(self) -> None:
-        """Before a wait for an operation of c10d, or for a functional one's tensor."""
+        """Mark the begin of a wait for a c10d operation or a functional collective's tensor."""
         self.begin(self._wait)
 
     def begin_collective(self) -> Callable[[], None] | None:
-        """Before an operation that runs in the current stream's order, which thus waits
-        for the other ranks, and is busy with the transfer."""
+        """Mark the begin of a collective on the current stream, which waits until it has ended.
+
+        Returns the function to call after the collective, or None if nothing was marked.
+        """
         stall = self.begin(self._collective)
-        heard = self._session.clocks.collective_listener is not None  # also on another stream
-        mark = self._clock.mark() if stall is None and heard else stall
+        # The listener also gets the times of collectives that are not a stall.
+        has_listener = self._session.clocks.collective_listener is not None
+        mark = self._clock.mark() if stall is None and has_listener else stall
         return None if mark is None else partial(self._end_collective, mark, stall is not None)
 
     @guard("marking a collective")
@@ -109,20 +126,25 @@ class Stalls:
 
     @guard("marking the end of a backward pass's computation")
     def begin_tail(self, name_id: int) -> int | None:
-        """When a backward pass has computed its last gradient, on whichever thread. The mark, if a stall begins."""
+        """Begin a stall when a backward pass has computed its last gradient, on any thread.
+
+        Returns the mark if a stall begins.
+        """
         mark = self._begin_stall(name_id, _TAIL)
         if mark is not None:
             self._backward_end = None
         return mark
 
     def backward_ended(self, mark: int) -> None:
-        """The backward pass's own end has been marked: the same as its tail's."""
+        """Use the mark of the backward pass's end as the end of its tail."""
         self._backward_end = mark
 
     @guard("marking the end of a backward pass")
     def end_tail(self, *, raised: bool = False, is_known: bool = True) -> None:
-        """When a backward pass has ended, on the thread that called it. is_known: it said when its computation ended,
-        or nobody waits for its gradients."""
+        """End the tail of a backward pass, on the thread that called the pass.
+
+        is_known: True if the end of the computation is known, or no other rank needs the gradients.
+        """
         if not is_known and not raised:
             self._clock.open_ended += 1
         if self._holder != _TAIL:
@@ -139,12 +161,16 @@ class Stalls:
             self._phases_on.add(self._clock.marked_on)
 
     def step_ended(self) -> None:
-        """Nothing is waited for now: what was interrupted between its marks is forgotten, and the step lacks it."""
+        """Close a stall that was interrupted before its end mark, and count it as missing.
+
+        At a step's end no wait is in progress.
+        """
         clock = self._clock
         if not self._recorder.backwards:
-            if self._holder != _NOBODY:
+            if self._holder != _NO_THREAD:
                 self._close(None)
-            elif self._open.locked():  # interrupted before it was anybody's
+            # An exception interrupted begin() before it had set the holder.
+            elif self._open.locked():
                 self._open.release()
                 clock.open_ended += 1
         if self._phases_on and not self._phases_on.isdisjoint(clock.passed_over):
@@ -153,8 +179,8 @@ class Stalls:
         clock.passed_over.clear()
 
     def _close(self, mark: int | None) -> None:
-        """mark: its end; None: that is not known."""
-        begin, name_id, self._holder = self._begin, self._name_id, _NOBODY
+        """End the stall in progress. mark: its end, or None if it is unknown."""
+        begin, name_id, self._holder = self._begin, self._name_id, _NO_THREAD
         self._open.release()
         if mark is None:
             self._clock.open_ended += 1

@@ -1,4 +1,4 @@
-"""Device sections: their stamps, and once a second what the device has made of them; merged over ranks on request."""
+"""Device sections: stamps that the device reduces every second and can merge over ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 REDUCE_EVERY_NS = 1_000_000_000
-MERGE_STEPS = 64  # from one merge of all ranks' windows to the next, where they are merged on the device
-_LAST_TIMEOUT_NS = 5_000_000  # that the end of a watch asks for the last result
+# Steps between two merges of all ranks' windows.
+MERGE_STEPS = 64
+# Limit of the wait for the last result at the end of a watch.
+_LAST_TIMEOUT_NS = 5_000_000
 
 
 class StampHook:
-    """Stands behind device_section() while a watch records."""
+    """Provides the implementation of device_section() during a watch."""
 
     name = "device sections"
 
@@ -39,8 +41,9 @@ class StampHook:
         aggregate: bool = False,
         known: KnownSteps | None = None,
     ) -> None:
-        """aggregate: merge all ranks' windows on the device, by collectives. known: the device's steps, which are
-        merged with them."""
+        """aggregate: True to merge all ranks' windows on the device by collectives.
+        known: the device's steps, which are merged together with the windows.
+        """
         self._device = device
         self._now_ns = now_ns
         self._aggregate = aggregate
@@ -63,29 +66,30 @@ class StampHook:
 
 
 class SessionStamper:
-    """A device_sections.Stamper, on the training thread."""
+    """The device_sections.Stamper of a session, used on the training thread."""
 
     def __init__(self, session: Session, device: Device, now_ns: Callable[[], int], known: KnownSteps) -> None:
         self._session = session
         self._device = device
         self._now_ns = now_ns
         self._ring: DeviceRing | None = None
-        self._gone = False  # there can be no ring
-        self._untimed: Counter[str] = Counter()  # entered while there was no ring
-        self._on_device = -1  # where the ring lies
+        self._is_unavailable = False  # True once it is clear that no ring can be made.
+        self._untimed: Counter[str] = Counter()  # Sections entered while there was no ring.
+        self._ring_device = -1
         self._reduced_ns = 0
         self._merge: DeviceAggregate | None = None
         self._known = known
-        self._merges = 0  # that this rank has enqueued
+        self._merges = 0  # Number of merges that this rank has enqueued.
 
     def merge_on_device(self) -> bool:
-        """From here on, if all ranks are able: they agree on it. Where they are not, that is noted."""
+        """Merge windows on the device from now on if all ranks agree. Otherwise note why not."""
         group, problem = self._device.group(), ""
         try:
-            self._begin_with(self._device.ring())
+            self._use_ring(self._device.ring())
             assert self._ring is not None
             self._merge = self._device.merge(self._ring, group)
-        except (DeviceError, RuntimeError) as error:  # torch's are RuntimeErrors, out of memory too
+        # torch raises RuntimeError, also when it is out of memory.
+        except (DeviceError, RuntimeError) as error:
             problem = str(error)
         try:
             agreed = self._device.all_agree(group, able=not problem)
@@ -99,28 +103,31 @@ class SessionStamper:
         return agreed
 
     def begin(self) -> None:
-        """Makes the ring before any step, if there are sections and the device is in use; else a step's end will.
+        """Create the ring before any step if sections are used and the device is in use.
 
-        Graphs of an earlier watch may stamp into its ring from the first replay on, without a section being entered.
+        Otherwise it is created at a step's end. A ring of an earlier watch is used in any case:
+        graphs may stamp into it at their first replay, without entering a section.
         """
         earlier = self._device.earlier_ring()
         if earlier is not None and not self._device.capturing():
-            self._begin_with(earlier)
+            self._use_ring(earlier)
         elif device_sections.wanted():
-            with suppress(DeviceError):  # the current device may become another one until the first step's end
+            # The job may still select another device before the first step ends.
+            with suppress(DeviceError):
                 self._make_ring()
 
     @guard("a device section")
     def open(self, name: str) -> None:
         ring = self._ring
         if ring is None:
-            self._missed(name)
+            self._count_untimed(name)
             return
         slot = ring.slot(name)
         if slot == NO_SLOT:
-            # Without the name: programs make names up, and each note is kept.
+            # Each note is kept, and programs may generate names, so the note does not contain the
+            # name.
             self._session.note(f"device sections: only {len(ring.names)} names are timed, further ones are not")
-        elif self._device.current() != self._on_device:
+        elif self._device.current() != self._ring_device:
             self._session.note("device sections: timed on one device of the process only")
         else:
             ring.stamp(NO_SLOT, slot, self._device.stream())
@@ -129,29 +136,36 @@ class SessionStamper:
     def close(self, name: str) -> None:
         ring = self._ring
         slot = NO_SLOT if ring is None else ring.slot(name)
-        if ring is not None and slot != NO_SLOT and self._device.current() == self._on_device:
+        if ring is not None and slot != NO_SLOT and self._device.current() == self._ring_device:
             ring.stamp(slot, NO_SLOT, self._device.stream())
 
     def step_ended(self) -> None:
-        """Takes a result that has arrived, and once a second asks for the next one. Waits for nothing, but where it
-        makes the ring."""
+        """Collect a result that has arrived and request the next one every second.
+
+        Does not wait for the device, except to create the ring.
+        """
         ring = self._ring
         if ring is None:
             self._try_to_make_ring()
             return
         if self._merge is not None:
             self._merge_windows(ring, self._merge)
-        elif self._device.current() == self._on_device and not self._device.capturing():
+        elif self._device.current() == self._ring_device and not self._device.capturing():
             self._collect(ring)
             now_ns = self._now_ns()
             if now_ns - self._reduced_ns >= REDUCE_EVERY_NS and ring.reduce(self._device.stream()):
                 self._reduced_ns = now_ns
 
     def _merge_windows(self, ring: DeviceRing, merge: DeviceAggregate) -> None:
-        """One merge for every MERGE_STEPS training steps on all ranks, whatever this one has and whatever fails: they
-        must meet. What falls due in a capture is made at the next step's end outside: in it, the merge's stream would
-        be forked from the captured one and never joined, and torch allows no collective beside a capture, as NCCL's
-        watchdog would ask the device about it."""
+        """Enqueue one merge for every MERGE_STEPS training steps.
+
+        All ranks must enqueue the same merges. A rank therefore takes part even if it has no data
+        or an error occurs. Merges that fall due in a capture are enqueued after it, for two
+        reasons:
+
+        - The merge's stream would be forked from the captured stream and never joined.
+        - torch allows no collective during a capture, as NCCL's watchdog would query the device.
+        """
         if self._device.capturing():
             return
         due, window = self._session.step.training_steps // MERGE_STEPS - self._merges, False
@@ -175,14 +189,17 @@ class SessionStamper:
             self._session.recorder.record_completed(int(Kind.MERGED), name_id, each.step, *packed(each))
 
     def end(self) -> None:
-        """The rest: asks for some milliseconds; a device that is busy for longer is not waited for."""
+        """Collect the last results.
+
+        Waits a few milliseconds at most, even if the device is busy.
+        """
         ring, merge = self._ring, self._merge
         if self._session.recorder.closed:
             return
-        if not self._gone:
-            self._tell_untimed()
+        if not self._is_unavailable:
+            self._note_untimed()
         if ring is not None and not self._device.capturing():
-            self._end(ring, merge)
+            self._end_ring(ring, merge)
         elif merge is not None and self._session.step.training_steps // MERGE_STEPS > self._merges:
             self._session.note(
                 "device sections: the watch ended in a capture, where this rank could not merge: others wait"
@@ -190,30 +207,31 @@ class SessionStamper:
         if merge is not None:
             merge.release()
 
-    def _end(self, ring: DeviceRing, merge: DeviceAggregate | None) -> None:
+    def _end_ring(self, ring: DeviceRing, merge: DeviceAggregate | None) -> None:
         if merge is not None:
-            self._merge_windows(ring, merge)  # what fell due in a capture
+            self._merge_windows(ring, merge)  # Merges that fell due in a capture.
         until_ns = self._now_ns() + _LAST_TIMEOUT_NS
-        asked = False
+        requested = False
         while self._now_ns() < until_ns:
             if merge is not None:
                 self._record_merged(merge)
             arrived = self._collect(ring)
-            if asked and arrived and (merge is None or not merge.on_the_way):
+            if requested and arrived and (merge is None or not merge.on_the_way):
                 break
-            asked = asked or ring.reduce(self._device.stream())
+            requested = requested or ring.reduce(self._device.stream())
         if merge is not None:
-            self._tell_unmerged(merge)
-        if (asked and not ring.on_the_way) or not ring.names:
+            self._note_unmerged(merge)
+        if (requested and not ring.on_the_way) or not ring.names:
             return
         self._session.note("device sections: the last second of them was not known when the watch ended")
 
-    def _tell_unmerged(self, merge: DeviceAggregate) -> None:
+    def _note_unmerged(self, merge: DeviceAggregate) -> None:
         if not self._merges:
             self._session.note(f"device sections: no window of all ranks, as there were fewer than {MERGE_STEPS} steps")
         due = self._merges * MERGE_STEPS
         left_out = due - self._known.merged
-        if left_out > MERGE_STEPS:  # some are always on their way
+        # The times of the last steps are always still unknown.
+        if left_out > MERGE_STEPS:
             self._session.note(
                 f"device steps: {left_out} of {due} are in no window of all ranks, as their device times were not "
                 "known, or too late"
@@ -222,9 +240,12 @@ class SessionStamper:
         if missing:
             self._session.note(f"device sections: {missing} windows of all ranks were merged and could not be read")
 
-    def _missed(self, name: str) -> None:
-        """Nothing is made inside of a step: it would take a second of the user's, and end a capture."""
-        if self._gone:
+    def _count_untimed(self, name: str) -> None:
+        """Count a section that was entered while there was no ring.
+
+        The ring is not created inside a step: that would take a second and end a capture.
+        """
+        if self._is_unavailable:
             return
         if name in self._untimed or len(self._untimed) < SLOTS:
             self._untimed[name] += 1
@@ -235,28 +256,28 @@ class SessionStamper:
             )
 
     def _try_to_make_ring(self) -> None:
-        """At a step's end, whose step is charged with it."""
+        """Create the ring at a step's end if possible. The time counts as overhead of the step."""
         step = self._session.recorder.step
-        if self._gone or not device_sections.wanted() or (not self._untimed and step & (step + 1)):
+        if self._is_unavailable or not device_sections.wanted() or (not self._untimed and step & (step + 1)):
             return
         begun_ns = self._session.recorder.now_ns()
         try:
             self._make_ring()
         except DeviceError as error:
-            self._gone = True
+            self._is_unavailable = True
             self._session.note(f"device sections are not timed: {error}")
         else:
             if self._ring is not None:
-                self._tell_untimed()
+                self._note_untimed()
         self._session.add_overhead(self._session.recorder.now_ns() - begun_ns)
 
     def _make_ring(self) -> None:
-        """If that can be now. Raises DeviceError where it never can."""
+        """Create the ring if the device is in use and not capturing. Raises DeviceError."""
         if self._device.in_use() and not self._device.capturing():
-            self._begin_with(self._device.ring())
+            self._use_ring(self._device.ring())
 
-    def _tell_untimed(self) -> None:
-        """What was entered without a ring is counted, in words."""
+    def _note_untimed(self) -> None:
+        """Note how many sections were entered without a ring."""
         if self._untimed:
             times, names = self._untimed.total(), ", ".join(name[:40] for name in list(self._untimed)[:4])
             self._session.note(
@@ -265,9 +286,9 @@ class SessionStamper:
             )
             self._untimed.clear()
 
-    def _begin_with(self, ring: DeviceRing) -> None:
-        """What was stamped before is another watch's, or nobody's."""
-        self._ring, self._on_device = ring, self._device.current()
+    def _use_ring(self, ring: DeviceRing) -> None:
+        """Use a ring from now on. Stamps from before this watch are skipped."""
+        self._ring, self._ring_device = ring, self._device.current()
         self._reduced_ns = self._now_ns()
         ring.skip(self._device.stream())
 
@@ -279,7 +300,7 @@ class SessionStamper:
         return True
 
     def _record(self, names: list[str], reduced: Reduced) -> None:
-        """A window of each section that has one, as a run of records."""
+        """Record the window of each section that has one, as several records in a row."""
         recorder, kind = self._session.recorder, int(Kind.SKETCH)
         for slot, name in enumerate(names):
             records = to_records(*(rows[slot] for rows in reduced))

@@ -1,7 +1,8 @@
-"""The device's steps by part, as their times become known: for the merge over ranks on the device.
+"""The parts of the device's steps, computed for the merge over ranks on the device.
 
-The sidecar makes the same of the same records. Here it is needed in the training process, as that alone reaches the
-other ranks' devices; a span costs a microsecond, at the end of the step in which its times are known.
+The sidecar computes the same parts from the same records. The training process needs them too,
+because only this process can communicate with the devices of other ranks. Each span costs a
+microsecond at the end of the step in which its times become known.
 """
 
 from __future__ import annotations
@@ -20,30 +21,34 @@ _STEP, _BACKWARD = int(Kind.STEP), int(Kind.BACKWARD)
 
 
 class StepParts:
-    """Joins the spans of each step. On the training thread, at a step's end."""
+    """Collects the spans of each step. Used on the training thread at the ends of steps."""
 
     def __init__(self, known: KnownSteps) -> None:
-        """known: takes each step that is whole and trains."""
+        """known: receives each complete training step."""
         self._known = known
         self._spans: list[Span] = []
-        self._step = -1  # that they are of
+        self._step = -1
         self._is_truncated = False
 
     def add(self, kind: int, step: int, start_ns: int, duration_ns: int) -> None:
-        """A span that the device has reported, in the order of their records: a step's own comes last, and completes
-        it. Of steps before it nothing more comes."""
+        """Add a span whose device times are known. Spans come in the order of their records.
+
+        The span of the step itself comes last and completes the step.
+        """
         if step != self._step:
             self._spans, self._step, self._is_truncated = [], step, False
         if kind in PART_OF_SPAN:
             if len(self._spans) < MAX_EVENTS:
                 self._spans.append((kind, start_ns, duration_ns))
             else:
-                self._is_truncated = True  # a part of it would count as another: it is left out
+                # Without this span, its time would count as another part. The step is left out.
+                self._is_truncated = True
         elif kind == _STEP:
             self._complete(duration_ns)
 
     @guard("the parts of a device's step")
     def _complete(self, duration_ns: int) -> None:
         spans, self._spans = self._spans, []
-        if not self._is_truncated and any(span[0] == _BACKWARD for span in spans):  # else it does not train
+        # A step without a backward pass does not train.
+        if not self._is_truncated and any(span[0] == _BACKWARD for span in spans):
             self._known.add(rows_of(spans, duration_ns))
