@@ -1,4 +1,4 @@
-"""The backward pass: as a whole, its tail, and per module in sampled steps."""
+"""The backward pass: in total, its tail, and per module in sampled steps."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def inside(inner: Record, outer: Record) -> bool:
     return outer.start_ns <= inner.start_ns and inner.end_ns <= outer.end_ns
 
 
-# -- the whole
+# -- the pass as a whole
 
 
 def test_each_backward_pass_is_a_span(tmp_path: Path) -> None:
-    """Tensor.backward, autograd.backward and autograd.grad, also for weights alone, outside of any other span."""
+    """Tensor.backward, autograd.backward and autograd.grad for a weight are outermost spans."""
     model = Model()
     with recorded(tmp_path, model) as recording:
         model(torch.randn(2, 4)).sum().backward()
@@ -69,8 +69,8 @@ def test_each_backward_pass_is_a_span(tmp_path: Path) -> None:
     assert {(each.depth, each.flags) for each in recording.of(Kind.BACKWARD)} == {(1, Flag(0))}
 
 
-def test_exception_in_the_backward_pass(tmp_path: Path) -> None:
-    """The very exception comes out, the span is flagged, and the next pass is right."""
+def test_exception_in_the_backward_pass_is_passed_on_and_flagged(tmp_path: Path) -> None:
+    """The same exception object leaves the pass, and the next pass is recorded as usual."""
     error = ValueError("no gradient today")
 
     def refuse(gradient: Tensor) -> None:
@@ -91,7 +91,7 @@ def test_exception_in_the_backward_pass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_is_one_backward_pass(use_reentrant: bool, tmp_path: Path) -> None:
-    """Reentrant checkpointing calls the engine again inside; the step has one micro-step all the same."""
+    """Reentrant checkpointing calls the engine inside a pass; the step still has one micro-step."""
     recording = train(Model(use_reentrant), tmp_path, steps=2)
     outer = [each for each in recording.of(Kind.BACKWARD) if each.depth == 1]
 
@@ -102,8 +102,8 @@ def test_checkpointing_is_one_backward_pass(use_reentrant: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_model_that_is_recomputed_as_a_whole(early_stop: bool, tmp_path: Path) -> None:
-    """Its second forward pass, inside the backward pass, is no pass of the loop's: it ends no step and counts none."""
+def test_recomputed_model_counts_as_one_forward_pass(early_stop: bool, tmp_path: Path) -> None:
+    """The second forward pass, inside the backward pass, ends no step and is not counted."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(tmp_path, model, **EVERYTHING) as recording, set_checkpoint_early_stop(early_stop):
@@ -116,8 +116,8 @@ def test_model_that_is_recomputed_as_a_whole(early_stop: bool, tmp_path: Path) -
     assert recording.names(Kind.RECOMPUTE) == ["checkpoint"] * 2
 
 
-def test_compiler_backward_is_not_the_jobs(tmp_path: Path) -> None:
-    """AOTAutograd runs the engine while it traces: only the job's own pass is recorded."""
+def test_backward_pass_of_the_compiler_is_not_recorded(tmp_path: Path) -> None:
+    """AOTAutograd runs the engine while it traces."""
     torch._dynamo.reset()
     model = torch.compile(Model(), backend="aot_eager")
     with recorded(tmp_path, model) as recording:
@@ -127,7 +127,7 @@ def test_compiler_backward_is_not_the_jobs(tmp_path: Path) -> None:
 
 
 def test_wrapper_of_another_tool_stays(tmp_path: Path) -> None:
-    """A tool that wraps the engine inside the watch keeps its wrapper, which works on after the watch."""
+    """A tool that wraps the engine inside the watch keeps a working wrapper after the watch."""
     original = torch.autograd._engine_run_backward
     calls = []
     try:
@@ -154,7 +154,6 @@ def test_wrapper_of_another_tool_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_accumulation_counts_micro_steps(micro_steps: int, tmp_path: Path) -> None:
-    """A step knows how many batches went into its gradient."""
     recording = train(Model(), tmp_path, steps=2, micro_steps=micro_steps)
 
     assert [each.value1 for each in recording.steps] == [micro_steps] * 2
@@ -162,7 +161,7 @@ def test_accumulation_counts_micro_steps(micro_steps: int, tmp_path: Path) -> No
 
 
 def test_two_forwards_or_two_backwards_are_one_micro_step(tmp_path: Path) -> None:
-    """A loss of two calls of the model; a gradient penalty, which runs the engine twice."""
+    """A loss of two calls of the model, and a gradient penalty, which runs the engine twice."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(tmp_path, model, optimizer, **EVERYTHING) as recording:
@@ -175,8 +174,8 @@ def test_two_forwards_or_two_backwards_are_one_micro_step(tmp_path: Path) -> Non
     assert [each.value1 for each in recording.steps] == [1, 1]
 
 
-def test_evaluation_in_a_step(tmp_path: Path) -> None:
-    """A step that holds forward passes without gradients says so: it is longer for a reason."""
+def test_step_with_an_evaluation_is_flagged(tmp_path: Path) -> None:
+    """Forward passes without gradients make a step longer."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(tmp_path, model, optimizer) as recording:
@@ -195,7 +194,7 @@ def test_evaluation_in_a_step(tmp_path: Path) -> None:
 
 
 def test_modules_run_backward_in_reverse(tmp_path: Path) -> None:
-    """Each module has an interval inside the pass, the last one first; they do not overlap in a chain."""
+    """Modules of a chain have intervals in reverse order, without overlap, inside the pass."""
     recording = train(Model(), tmp_path, steps=1)
     (whole,) = recording.of(Kind.BACKWARD)
     spans = {each.name: each for each in recording.of(Kind.MODULE_BACKWARD)}
@@ -208,7 +207,7 @@ def test_modules_run_backward_in_reverse(tmp_path: Path) -> None:
 
 
 def test_first_module_ends_with_the_computation(tmp_path: Path) -> None:
-    """Its input needs no gradient, so that nothing marks its end but the end of the pass itself."""
+    """The first module's input needs no gradient, so its interval ends with the computation."""
     recording = train(Model(), tmp_path, steps=1)
     (whole,) = recording.of(Kind.BACKWARD)
     (first,) = [each for each in recording.of(Kind.MODULE_BACKWARD) if each.name == "first"]
@@ -220,7 +219,7 @@ def test_first_module_ends_with_the_computation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("detached", [False, True])
 def test_generator_of_a_gan_has_backward_times(detached: bool, every: int, tmp_path: Path) -> None:
-    """Its loss is computed after the discriminator's optimizer has ended the step of its forward pass."""
+    """The loss of the generator comes after the discriminator's optimizer has ended the step."""
     first, second = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 1))
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
     settings = {**EVERYTHING, "backward_every": every}
@@ -243,10 +242,9 @@ def test_generator_of_a_gan_has_backward_times(detached: bool, every: int, tmp_p
 
 
 @pytest.mark.parametrize(("every", "sampled"), [(0, []), (1, [0, 1, 2, 3, 4, 5]), (3, [1, 4]), (4, [2])])
-def test_only_some_steps_are_sampled(
+def test_one_step_of_backward_every_is_sampled_and_flagged(
     every: int, sampled: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One in `backward_every` where that is cheap, and those say so."""
     monkeypatch.setattr(SamplingSchedule, "sampled", lambda self, cost_ns, step_ns: None)
     recording = train(Model(), tmp_path, steps=6, backward_every=every)
 
@@ -254,32 +252,31 @@ def test_only_some_steps_are_sampled(
     assert [each.step for each in recording.steps if each.flags & Flag.SAMPLED] == sampled
 
 
-def test_sampled_steps_become_rare_where_they_are_dear(tmp_path: Path) -> None:
-    """In steps as short as these, sampling one of 4 would take more than 0.1 % of the time."""
+def test_sampling_becomes_rare_where_it_is_expensive(tmp_path: Path) -> None:
+    """In steps this short, sampling every fourth would take more than 0.1 % of the time."""
     sampled = []
-    for number in range(4):  # a step that other programs hold up is long, and its sampling is not dear
+    # Other programs may delay a step, which makes its sampling relatively cheap. So try four times.
+    for number in range(4):
         recording = train(Model(), tmp_path / str(number), steps=64, backward_every=4)
         sampled.append([each.step for each in recording.steps if each.flags & Flag.SAMPLED])
 
     assert {steps[0] for steps in sampled} == {2}
-    assert min(map(len, sampled)) <= 4  # the distance grows eightfold at most
+    assert min(map(len, sampled)) <= 4  # The interval grows by a factor of eight at most.
 
 
-def test_cost_of_a_sampled_step_is_what_the_other_steps_do_not_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where no module but the model is timed there is nothing to sample, and a sampled step costs what others do."""
+def test_cost_of_a_sampled_step_excludes_work_of_other_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If only the model is timed, there is nothing to sample, and sampled steps cost no more."""
     costs_ns: dict[str, list[float]] = {"none": [], "all": []}
     for modules, seen in costs_ns.items():
         monkeypatch.setattr(SamplingSchedule, "sampled", lambda self, cost_ns, step_ns, seen=seen: seen.append(cost_ns))
         train(Model(), tmp_path, steps=80, backward_every=4, modules=modules)
 
     assert len(costs_ns["all"]) == 20
-    assert statistics.median(costs_ns["none"]) < statistics.median(costs_ns["all"]) / 2  # on an idle machine a fifth
+    # On an idle machine the ratio is about 1:5.
+    assert statistics.median(costs_ns["none"]) < statistics.median(costs_ns["all"]) / 2
 
 
-def test_module_hooks_that_failed_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be recorded once is not collected from then on."""
+def test_module_hooks_are_off_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RAISE, "0")
     monkeypatch.setattr(swallowed, "by_place", Counter())
     with recorded(tmp_path, model := Model(), **EVERYTHING) as recording:
@@ -297,8 +294,6 @@ def test_module_hooks_that_failed_are_off(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_module_called_twice_has_two_intervals(tmp_path: Path) -> None:
-    """Also one that calls itself: the intervals are paired by call."""
-
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -310,12 +305,12 @@ def test_module_called_twice_has_two_intervals(tmp_path: Path) -> None:
     recording = train(Twice(), tmp_path, steps=1)
     early, late = sorted(recording.of(Kind.MODULE_BACKWARD), key=lambda each: each.start_ns)
 
-    # The one's last gradient is the other's first: the hooks on it run one behind the other.
+    # The last gradient of one call is the first one of the other call, and has the hooks of both.
     assert early.start_ns < late.start_ns < early.end_ns < late.end_ns or early.end_ns <= late.start_ns
 
 
-def test_module_off_the_gradients_path_has_no_interval(tmp_path: Path) -> None:
-    """A module whose result is thrown away, and one under no_grad, have no backward pass."""
+def test_module_without_a_backward_pass_has_no_interval(tmp_path: Path) -> None:
+    """Two cases: a module whose result is unused, and a module called under no_grad."""
 
     class Partly(nn.Module):
         def __init__(self) -> None:
@@ -333,8 +328,8 @@ def test_module_off_the_gradients_path_has_no_interval(tmp_path: Path) -> None:
     assert recording.names(Kind.MODULE_BACKWARD) == ["used"] * 2
 
 
-def test_module_that_raised_leaves_nothing_for_the_next_call(tmp_path: Path) -> None:
-    """Its half-made interval is not taken for a later call's."""
+def test_call_that_raised_does_not_affect_the_next_call(tmp_path: Path) -> None:
+    """The unfinished interval of the failed call must not be used for a later call."""
 
     class Picky(nn.Module):
         def __init__(self) -> None:
@@ -361,11 +356,11 @@ def test_module_that_raised_leaves_nothing_for_the_next_call(tmp_path: Path) -> 
     assert len([each for each in recording.of(Kind.MODULE_BACKWARD, "1") if inside(each, last)]) == 1
 
 
-# -- nothing is left
+# -- hooks and graphs are removed
 
 
-def test_no_hook_piles_up_on_leaves(tmp_path: Path) -> None:
-    """Parameters, and an input that the loop uses again and again, carry no hook of ours."""
+def test_leaves_carry_no_hook(tmp_path: Path) -> None:
+    """Parameters, and an input that the loop uses repeatedly, get no hooks."""
     model = Model()
     batch = torch.randn(2, 4, requires_grad=True)
     with recorded(tmp_path, model, **EVERYTHING):
@@ -377,7 +372,7 @@ def test_no_hook_piles_up_on_leaves(tmp_path: Path) -> None:
 
 
 def test_graph_is_freed(tmp_path: Path) -> None:
-    """No result, and so no activation, is kept by the hooks: memory is free as soon as the loop lets go."""
+    """Hooks keep no result or activation alive."""
     model = Model()
     gc.collect()
     gc.disable()
@@ -389,14 +384,13 @@ def test_graph_is_freed(tmp_path: Path) -> None:
             kept = [weakref.ref(result), weakref.ref(loss)]
             del result, loss
             assert [reference() for reference in kept] == [None, None]
-            unused = weakref.ref(model(torch.randn(2, 4)))  # and without a backward pass
+            unused = weakref.ref(model(torch.randn(2, 4)))  # The same without a backward pass.
             assert unused() is None
     finally:
         gc.enable()
 
 
 def test_objects_do_not_accumulate(tmp_path: Path) -> None:
-    """A thousand sampled passes leave as many objects as ten did."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -414,11 +408,11 @@ def test_objects_do_not_accumulate(tmp_path: Path) -> None:
     assert many - few < 20
 
 
-# -- what tensors are looked for in
+# -- search for tensors
 
 
-def test_tensors_are_found_in_what_people_return() -> None:
-    """Tuples, lists, dicts and dataclasses, four deep; nothing else is looked into."""
+def test_tensors_are_found_in_nested_results() -> None:
+    """Tuples, lists, dicts and dataclasses are searched four levels deep, other objects are not."""
 
     @dataclasses.dataclass
     class Output:

@@ -1,4 +1,4 @@
-"""The tail of the backward pass: what the engine waits for behind the last gradient, wherever that is computed."""
+"""The tail of the backward pass: the engine's waits after the last gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchlens_perf.run.ring import Flag, Kind
 
 
 class Stalls:
-    """Takes the place of a device's, by the host's clock, and keeps what it hears of backward passes."""
+    """Replaces a device's Stalls, uses the host's clock, and stores reports of backward passes."""
 
     def __init__(self, session: Session) -> None:
         self.known: list[bool] = []
@@ -39,7 +39,7 @@ class Stalls:
 
 @pytest.fixture
 def session_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Recording], Session]:
-    """A recording's, which has other ranks."""
+    """Return a function that gives the session of a recording with several ranks."""
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     def of(recording: Recording) -> Session:
@@ -57,8 +57,8 @@ def busy(nanoseconds: int) -> tuple[int, int]:
     return begin_ns, now_ns
 
 
-def test_tail_is_what_the_engine_waits_for_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What DDP does: a callback, queued at the last gradient, that waits. It counts as waiting, and not as backward."""
+def test_wait_after_the_last_gradient_is_the_tail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callback queued at the last gradient waits, as in DDP. The time is wait, not backward."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = Model()
     waited = []
@@ -84,19 +84,18 @@ def test_tail_is_what_the_engine_waits_for_at_the_end(tmp_path: Path, monkeypatc
 
 
 def test_a_single_process_has_no_tail(tmp_path: Path) -> None:
-    """There is nobody to wait for."""
     assert train(Model(), tmp_path).of(Kind.WAIT) == []
 
 
 class Output:
-    """A result whose tensors nobody finds from outside."""
+    """A result whose tensors are not found by a search of its attributes."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
 
 
 class Returning(nn.Module):
-    """Its last gradient is that of `first`, which has no others behind it."""
+    """A model whose last gradient is that of `first`, after which no other is computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,8 +106,8 @@ class Returning(nn.Module):
         return x.square(), Output(self.second(x.relu()))
 
 
-# What is handed to the engine.
-# hidden, logits: results of the model. leaf, early: of the loop's, made before them, and thus reached last.
+# The roots passed to the engine: `hidden` and `logits` are results of the model. `leaf` and `early`
+# were made by the loop before them, so the engine reaches them last.
 ROOTS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], list[Any]]] = {
     "the first tensor": lambda hidden, logits, leaf, early: [hidden],
     "a plain class's": lambda hidden, logits, leaf, early: [logits * 2],
@@ -122,8 +121,11 @@ ROOTS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], list[Any]]] = {
 
 
 @pytest.mark.parametrize("roots", ROOTS.values(), ids=ROOTS)
-def test_whatever_the_pass_begins_at(roots: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tail begins before what DDP queues at its last bucket, however the model's result looks like."""
+def test_tail_begins_before_callbacks_of_ddp(roots: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP queues its callback at its last bucket.
+
+    The form of the model's result does not matter.
+    """
     monkeypatch.setenv("WORLD_SIZE", "2")
     model, waited = Returning(), []
 
@@ -145,8 +147,8 @@ def test_whatever_the_pass_begins_at(roots: Any, tmp_path: Path, monkeypatch: py
         assert end_ns <= each.end_ns
 
 
-def test_last_gradient_inside_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine runs again there, and what is queued in that call is waited for at that call's end."""
+def test_tail_with_the_last_gradient_inside_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callbacks queued in the checkpoint's own engine call run at the end of that call."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     waited = []
@@ -168,7 +170,7 @@ def test_last_gradient_inside_of_a_checkpoint(tmp_path: Path, monkeypatch: pytes
 
 
 def test_modules_end_with_the_outermost_pass(tmp_path: Path, session_of: Callable[[Recording], Session]) -> None:
-    """A pass inside of it, of a checkpoint, ends no module that is still at it."""
+    """A checkpoint's inner pass does not end modules whose pass is still in progress."""
     model = nn.Sequential(Model(use_reentrant=True), nn.Linear(4, 4))
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         session = session_of(recording)
@@ -182,7 +184,7 @@ def test_modules_end_with_the_outermost_pass(tmp_path: Path, session_of: Callabl
 
 
 def compute(folder: Path, *, watched: bool) -> tuple[list[Tensor], list[Any], Recording]:
-    """Gradients of each kind of pass, and what hooks of the user's were called with, in order."""
+    """Return gradients of each kind of pass and the ordered calls of user hooks."""
     torch.manual_seed(3)
     model, calls, found = Returning(), [], []
     recording = Recording()
@@ -214,7 +216,7 @@ def compute(folder: Path, *, watched: bool) -> tuple[list[Tensor], list[Any], Re
 
 
 def test_gradients_and_hooks_of_the_users_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In passes of all kinds: several roots, gradients of gradients, batched ones, and a graph that is used again."""
+    """Passes with several roots, double backward, batched gradients, and a retained graph."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     alone, alone_calls, _ = compute(tmp_path, watched=False)
     seen, seen_calls, recording = compute(tmp_path, watched=True)
@@ -225,8 +227,8 @@ def test_gradients_and_hooks_of_the_users_are_unchanged(tmp_path: Path, monkeypa
     assert recording.internal_errors == 0
 
 
-def test_nothing_stays_on_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after a pass that raised, and of a graph that the user keeps."""
+def test_no_hook_stays_on_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This includes passes that raised and graphs that the user keeps."""
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     def refuse(_: Tensor) -> None:
@@ -236,7 +238,7 @@ def test_nothing_stays_on_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         gc.collect()
         return sum(type(each) is hooks_backward._Tail for each in gc.get_objects())
 
-    before = tails()  # an earlier test's traceback may hold one
+    before = tails()  # A traceback of an earlier test may refer to one.
     with recorded(tmp_path, model := Model()):
         kept = model(torch.randn(2, 4)).sum()
         kept.backward(retain_graph=True)
@@ -247,10 +249,10 @@ def test_nothing_stays_on_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert tails() == before
 
 
-def test_a_pass_without_a_tail_is_not_known(
+def test_end_of_computation_is_unknown_with_compiled_autograd(
     tmp_path: Path, session_of: Callable[[Recording], Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the engine is compiled; but a lone leaf, and what torch.autograd.grad computes, waits for nobody."""
+    """The end is known for a single leaf and for torch.autograd.grad, where no other rank waits."""
     with recorded(tmp_path, model := Model()) as recording:
         session = session_of(recording)
         stalls = Stalls(session)

@@ -1,4 +1,4 @@
-"""What a rank does when it is asked for a capture: the steps, the files, and whoever else profiles."""
+"""Captures in a rank: steps, files, other profilers, and failures."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ STARTS = (profiler._prepare_profiler, profiler._enable_profiler)
 
 @pytest.fixture(autouse=True)
 def _nothing_profiles():
-    """Afterwards as before: no profiler is on, and torch's functions are torch's."""
+    """Check after each test that no profiler is on and torch's functions are unchanged."""
     yield
     assert (profiler._prepare_profiler, profiler._enable_profiler) == STARTS
     assert not profiler._is_profiler_enabled
     assert sys.getprofile() is None
 
 
-class Asked:
-    """A watch in this process that is asked for a capture before its first step."""
+class RequestedCapture:
+    """A watch in this process with a request for a capture before its first step."""
 
     def __init__(self, folder: Path, **request: Any) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class Asked:
         asked = {"id": "one", "asked_by": "user", "asked_unix_s": 0.0, "attempt": 0, "ranks": (0,), **request}
         self.request = Request(**{"from_step": 0, "steps": 2, "folder": str(folder / "files"), **asked})
 
-    def __enter__(self) -> Asked:
+    def __enter__(self) -> RequestedCapture:
         self.recording = self._watching.__enter__()
         self.ring = ring_of_this_process(self.recording.watch.run_dir)
         self.ask()
@@ -65,37 +65,40 @@ class Asked:
         self._watching.__exit__(*error)
 
     def ask(self) -> None:
-        """Once more."""
+        """Request another capture."""
         captures.answer_path(self.ring).unlink(missing_ok=True)
         captures.write(captures.ask_path(self.ring), self.request)
         self.recording.watch._session.step_callbacks._throttled_ns = 0
 
     def step(self, times: int = 1) -> None:
-        """Trains."""
+        """Train some steps."""
         for _ in range(times):
             self.model(torch.ones(4, 8)).square().sum().backward()
             self.recording.watch.step()
 
     @property
     def outcome(self) -> Outcome:
-        """The answer, which must be there."""
+        """Return the answer, which must exist."""
         return captures.read(captures.answer_path(self.ring), Outcome)
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Of the trace."""
+        """Return the events of the trace."""
         events: list[dict[str, Any]] = json.loads((self.folder / "files" / RAW_TRACE).read_text())["traceEvents"]
         return events
 
     def traced_steps(self) -> list[str]:
-        """In the order of their times."""
+        """Return the numbers of the traced steps in order of time."""
         steps = [each for each in self.events if each["name"].startswith("ProfilerStep#") and each.get("ph") == "X"]
         return [each["name"] for each in sorted(steps, key=lambda each: each["ts"])]
 
 
-def test_exactly_the_asked_steps(tmp_path: Path) -> None:
-    """Whole, with what ran in them; flagged, with the one at whose end it began; what could not be had is said."""
-    with Asked(tmp_path, from_step=2, steps=3) as asked:
+def test_exactly_the_requested_steps_are_captured(tmp_path: Path) -> None:
+    """Captured steps, and the step at whose end the capture began, are flagged.
+
+    Missing files are explained.
+    """
+    with RequestedCapture(tmp_path, from_step=2, steps=3) as asked:
         asked.step(8)
     outcome = asked.outcome
 
@@ -110,17 +113,16 @@ def test_exactly_the_asked_steps(tmp_path: Path) -> None:
 
 
 def test_rank_is_in_the_trace(tmp_path: Path) -> None:
-    """Where other tools look for it."""
-    with Asked(tmp_path) as asked:
+    with RequestedCapture(tmp_path) as asked:
         asked.step(4)
     trace = json.loads((tmp_path / "files" / RAW_TRACE).read_text())
 
     assert trace["distributedInfo"] == {"rank": 0, "world_size": 1}
 
 
-def test_its_time_is_charged_where_it_was_spent(tmp_path: Path) -> None:
-    """The step that waits for the writing has that as the tool's part, and not the next one."""
-    with Asked(tmp_path) as asked:
+def test_time_of_a_capture_is_overhead_of_the_step_that_waits(tmp_path: Path) -> None:
+    """Writing delays one step and not the next one."""
+    with RequestedCapture(tmp_path) as asked:
         asked.step(6)
     sections = asked.recording.of(Kind.SECTION, CAPTURING)
     table = assemble_steps(records_of(asked.recording))
@@ -131,12 +133,12 @@ def test_its_time_is_charged_where_it_was_spent(tmp_path: Path) -> None:
     assert tool_ns[3] < 0.5 * sections[1].duration_ns
 
 
-def test_changes_no_bit(tmp_path: Path) -> None:
-    """Parameters, gradients and random state after a run with a capture in it are those of one without."""
+def test_capture_does_not_change_training(tmp_path: Path) -> None:
+    """Parameters, gradients and random state equal those of a run without a capture."""
 
     def run(folder: Path, from_step: int) -> dict[str, Any]:
         torch.manual_seed(1)
-        with Asked(folder, from_step=from_step, python=True) as asked:
+        with RequestedCapture(folder, from_step=from_step, python=True) as asked:
             optimizer = torch.optim.Adam(asked.model.parameters())
             for _ in range(8):
                 asked.step()
@@ -150,20 +152,19 @@ def test_changes_no_bit(tmp_path: Path) -> None:
     assert not (tmp_path / "2" / "files").exists()
 
 
-def test_python_frames(tmp_path: Path) -> None:
-    """Modules and functions, if they are asked for."""
-    with Asked(tmp_path, python=True) as asked:
+def test_python_frames_are_traced_on_request(tmp_path: Path) -> None:
+    with RequestedCapture(tmp_path, python=True) as asked:
         asked.step(4)
 
     assert any(each["name"].startswith("nn.Module: Linear") for each in asked.events)
 
 
-def test_python_frames_beside_another_profile(tmp_path: Path) -> None:
-    """A debugger, coverage tool or cProfile keeps Python's hook, and the trace does without."""
+def test_python_frames_are_missing_if_another_tool_traces_python(tmp_path: Path) -> None:
+    """A debugger, coverage tool or cProfile keeps Python's profiling hook."""
 
     def hook(*event: Any) -> None: ...
 
-    with Asked(tmp_path, python=True) as asked:
+    with RequestedCapture(tmp_path, python=True) as asked:
         sys.setprofile(hook)
         asked.step(4)
         kept = sys.getprofile()
@@ -175,9 +176,8 @@ def test_python_frames_beside_another_profile(tmp_path: Path) -> None:
     assert not any(each.get("cat") == "python_function" for each in asked.events)
 
 
-def test_again_and_again(tmp_path: Path) -> None:
-    """One request after the other."""
-    with Asked(tmp_path, steps=1) as asked:
+def test_several_requests_in_a_row(tmp_path: Path) -> None:
+    with RequestedCapture(tmp_path, steps=1) as asked:
         asked.step(3)
         first = asked.traced_steps()
         asked.ask()
@@ -186,12 +186,12 @@ def test_again_and_again(tmp_path: Path) -> None:
     assert (first, asked.traced_steps()) == (["ProfilerStep#1"], ["ProfilerStep#4"])
 
 
-# -- others that profile
+# -- other profilers
 
 
-def test_refused_beside_a_profiler(tmp_path: Path) -> None:
-    """The user's goes on, and the answer says why nothing was captured."""
-    with Asked(tmp_path) as asked, profile(activities=[ProfilerActivity.CPU]) as theirs:
+def test_capture_is_refused_while_a_profiler_is_on(tmp_path: Path) -> None:
+    """The user's profiler continues, and the answer gives the reason."""
+    with RequestedCapture(tmp_path) as asked, profile(activities=[ProfilerActivity.CPU]) as theirs:
         asked.step(4)
 
     assert (asked.outcome.first_step, asked.outcome.ended) == (None, "torch.profiler is on in this process")
@@ -199,10 +199,10 @@ def test_refused_beside_a_profiler(tmp_path: Path) -> None:
     assert not (tmp_path / "files").exists()
 
 
-def test_refused_beside_a_profiler_that_warms_up(tmp_path: Path) -> None:
-    """It is not on yet; a second one now would end the process when it is written."""
+def test_capture_is_refused_while_a_profiler_warms_up(tmp_path: Path) -> None:
+    """A second profiler would crash the process when it writes its trace."""
     with (
-        Asked(tmp_path) as asked,
+        RequestedCapture(tmp_path) as asked,
         profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=3, active=2, repeat=1)) as theirs,
     ):
         for _ in range(5):
@@ -213,19 +213,21 @@ def test_refused_beside_a_profiler_that_warms_up(tmp_path: Path) -> None:
     assert any(each.name == "aten::addmm" for each in theirs.events())
 
 
-def test_refused_beside_ranges_for_a_tool(tmp_path: Path) -> None:
-    """torch's other kind of profiler, which hands ranges to VTune or Nsight."""
-    with Asked(tmp_path) as asked, profiler.emit_itt():
+def test_capture_is_refused_while_ranges_are_emitted(tmp_path: Path) -> None:
+    """torch's other kind of profiler emits ranges for VTune or Nsight."""
+    with RequestedCapture(tmp_path) as asked, profiler.emit_itt():
         asked.step(4)
 
     assert asked.outcome.first_step is None
 
 
 @pytest.mark.parametrize("variable", ["NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "KINETO_USE_DAEMON"])
-def test_refused_beside_a_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    """Nsight and dynolog tell by the environment."""
+def test_capture_is_refused_if_a_tool_is_attached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Nsight and dynolog are recognized by environment variables."""
     monkeypatch.setenv(variable, "1")
-    with Asked(tmp_path) as asked:
+    with RequestedCapture(tmp_path) as asked:
         asked.step(3)
 
     assert asked.outcome.first_step is None
@@ -239,8 +241,11 @@ def on_another_thread(work: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("where", [lambda work: work(), on_another_thread])
-def test_profiler_of_the_user_wins(tmp_path: Path, where: Callable[[Callable[[], None]], None]) -> None:
-    """One that begins in a captured step begins as always; ours keeps what it had."""
+def test_profiler_of_the_user_ends_the_capture(tmp_path: Path, where: Callable[[Callable[[], None]], None]) -> None:
+    """A user's profiler that starts in a captured step works as usual.
+
+    The capture keeps complete steps.
+    """
     theirs: list[profile] = []
 
     def profiles() -> None:
@@ -248,7 +253,7 @@ def test_profiler_of_the_user_wins(tmp_path: Path, where: Callable[[Callable[[],
             torch.ones(3).cumsum(0)
         theirs.append(each)
 
-    with Asked(tmp_path, steps=6) as asked:
+    with RequestedCapture(tmp_path, steps=6) as asked:
         asked.step(4)
         where(profiles)
         asked.step(3)
@@ -260,9 +265,8 @@ def test_profiler_of_the_user_wins(tmp_path: Path, where: Callable[[Callable[[],
     assert not any(each["name"] == "aten::cumsum" for each in asked.events)
 
 
-def test_profiler_of_the_user_goes_on(tmp_path: Path) -> None:
-    """While ours is written, at the end of the step in which theirs began, and in later steps."""
-    with Asked(tmp_path, steps=6) as asked:
+def test_profiler_of_the_user_continues_while_the_capture_is_written(tmp_path: Path) -> None:
+    with RequestedCapture(tmp_path, steps=6) as asked:
         asked.step(3)
         with profile(activities=[ProfilerActivity.CPU]) as theirs:
             asked.step(3)
@@ -271,12 +275,12 @@ def test_profiler_of_the_user_goes_on(tmp_path: Path) -> None:
     assert sum(each.name == "aten::addmm" for each in theirs.events()) == 2 * 3
 
 
-# -- bounds
+# -- limits and failures
 
 
 @pytest.fixture
 def swallowing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Errors of ours are kept from the user, as in a job."""
+    """Count errors of this package instead of raising them, as in a job."""
     with monkeypatch.context() as patches:
         patches.setenv(RAISE, "0")
         patches.setattr(swallowed, "by_place", Counter())
@@ -287,9 +291,11 @@ def out_of_host_memory(*, with_history: bool = False) -> str:
     raise MemoryError("no more")
 
 
-def test_error_while_it_is_written(tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted and answered; what was written before stays; the next request is taken up."""
-    with Asked(tmp_path) as asked:
+def test_error_while_a_file_is_written(
+    tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is counted and answered, earlier files are kept, and the next request works."""
+    with RequestedCapture(tmp_path) as asked:
         with monkeypatch.context() as broken:
             broken.setattr(torch_instruments, "pickled_memory", out_of_host_memory)
             asked.step(4)
@@ -305,15 +311,15 @@ def test_error_while_it_is_written(tmp_path: Path, swallowing: Counter[str], mon
 
 
 @pytest.mark.parametrize("name", ["next_step", "stop"])
-def test_error_in_the_trace(
+def test_profiler_is_off_after_an_error_in_the_trace(
     tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """It goes off all the same, and nothing of it stays."""
+    """No file of the trace is kept."""
 
     def broken(*arguments: Any) -> None:
         raise KeyError(name)
 
-    with Asked(tmp_path) as asked:
+    with RequestedCapture(tmp_path) as asked:
         asked.step()
         with monkeypatch.context() as breaking:
             if name == "stop":
@@ -330,9 +336,8 @@ def test_error_in_the_trace(
     assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
 
 
-def test_answer_that_cannot_be_written(tmp_path: Path, swallowing: Counter[str]) -> None:
-    """The disk is full: nobody is told, and nothing goes on profiling."""
-    with Asked(tmp_path) as asked:
+def test_profiler_is_off_if_the_answer_cannot_be_written(tmp_path: Path, swallowing: Counter[str]) -> None:
+    with RequestedCapture(tmp_path) as asked:
         in_the_way = captures.answer_path(asked.ring)
         in_the_way.mkdir()
         asked.step(5)
@@ -356,9 +361,9 @@ def test_answer_that_cannot_be_written(tmp_path: Path, swallowing: Counter[str])
         )),
     ],
 )  # fmt: skip
-def test_request_that_cannot_be_read(tmp_path: Path, text: str) -> None:
-    """It is answered, and goes; the next one is taken up."""
-    with Asked(tmp_path) as asked:
+def test_unreadable_request_is_answered_and_removed(tmp_path: Path, text: str) -> None:
+    """The next request is accepted."""
+    with RequestedCapture(tmp_path) as asked:
         captures.ask_path(asked.ring).write_text(text)
         asked.step()
         refused = asked.outcome
@@ -369,11 +374,11 @@ def test_request_that_cannot_be_read(tmp_path: Path, text: str) -> None:
     assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
 
 
-def test_another_profiler_begins_whatever_fails_of_ours(
+def test_profiler_of_the_user_begins_if_ending_the_capture_fails(
     tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ending ours is our concern; the user's profile() sees nothing of it."""
-    with Asked(tmp_path, steps=6) as asked:
+    """The error does not reach the user's profile()."""
+    with RequestedCapture(tmp_path, steps=6) as asked:
         asked.step(3)
         with monkeypatch.context() as breaking:
             breaking.setattr(capture_trace.Trace, "_end_step", lambda self: out_of_host_memory())
@@ -386,9 +391,9 @@ def test_another_profiler_begins_whatever_fails_of_ours(
     assert asked.outcome.ended == "another profiler began"
 
 
-def test_bound_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_ends_at_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in progress is the last one."""
-    with Asked(tmp_path, steps=10) as asked:
+    with RequestedCapture(tmp_path, steps=10) as asked:
         asked.step(2)
         monkeypatch.setattr(capture, "LONGEST_S", 0.0)
         asked.step(3)
@@ -397,10 +402,9 @@ def test_bound_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked.outcome.ended.startswith("it took longer than")
 
 
-def test_bound_of_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace beyond it goes, and that is said."""
+def test_trace_over_the_size_limit_is_removed_and_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captures, "MAX_TRACE_BYTES", 1000)
-    with Asked(tmp_path) as asked:
+    with RequestedCapture(tmp_path) as asked:
         asked.step(4)
 
     assert asked.outcome.steps == 2
@@ -409,19 +413,18 @@ def test_bound_of_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list((tmp_path / "files").iterdir()) == []
 
 
-def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """Training goes on, and the answer says what is missing."""
+def test_training_continues_if_the_folder_cannot_be_written(tmp_path: Path) -> None:
+    """The answer lists the missing files."""
     (tmp_path / "files").write_text("in the way")
-    with Asked(tmp_path) as asked:
+    with RequestedCapture(tmp_path) as asked:
         asked.step(4)
 
     assert asked.outcome.left_out[TRACE].startswith("it could not be written")
     assert len(asked.recording.steps) == 4
 
 
-def test_watch_that_ends_meanwhile(tmp_path: Path) -> None:
-    """What is whole is kept."""
-    with Asked(tmp_path, steps=10) as asked:
+def test_complete_steps_are_kept_if_the_watch_ends(tmp_path: Path) -> None:
+    with RequestedCapture(tmp_path, steps=10) as asked:
         asked.step(4)
 
     assert (asked.outcome.steps, asked.outcome.ended) == (3, "the watch ended")
@@ -433,7 +436,10 @@ def resident_bytes() -> int:
 
 
 def grown_bytes(operations: int) -> int:
-    """By how much this process grows in so many operations; a profiler keeps some 1 KB of each."""
+    """Return by how much this process grows in some operations.
+
+    A profiler keeps about 1 KB per operation.
+    """
     value = torch.ones(2)
     for _ in range(operations):  # a child of a large process grows as it comes to files' pages that its parent has
         value.add_(0.0)
@@ -443,10 +449,12 @@ def grown_bytes(operations: int) -> int:
     return resident_bytes() - before
 
 
-def test_forked_child(tmp_path: Path) -> None:
-    """A worker of a DataLoader, that lives on: it gives torch's functions back, writes nothing and records nothing.
-    The parent's capture goes on."""
-    with Asked(tmp_path, python=True) as asked:
+def test_forked_child_does_not_profile(tmp_path: Path) -> None:
+    """A long-lived DataLoader worker restores torch's functions and neither writes nor records.
+
+    The capture in the parent process continues.
+    """
+    with RequestedCapture(tmp_path, python=True) as asked:
         asked.step(2)
         read, write = os.pipe()
         child = os.fork()
@@ -470,8 +478,7 @@ def test_forked_child(tmp_path: Path) -> None:
     assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
 
 
-def test_nothing_is_asked_where_that_is_off(tmp_path: Path) -> None:
-    """The file stays where it is."""
+def test_request_is_ignored_if_captures_are_off(tmp_path: Path) -> None:
     with recorded(tmp_path, capture="off") as recording:
         ring = ring_of_this_process(recording.watch.run_dir)
         captures.write(captures.ask_path(ring), Request("one", "user", 0.0, 0, (0,), 0, 1))
@@ -480,8 +487,7 @@ def test_nothing_is_asked_where_that_is_off(tmp_path: Path) -> None:
     assert captures.ask_path(ring).exists()
 
 
-def test_no_recompilation(tmp_path: Path) -> None:
-    """Compiled code stays as it is while it is traced, and afterwards."""
+def test_capture_does_not_recompile(tmp_path: Path) -> None:
     torch._dynamo.reset()
 
     @torch.compile(backend="aot_eager")
@@ -489,7 +495,7 @@ def test_no_recompilation(tmp_path: Path) -> None:
         return (x.sin() @ x).relu()
 
     x = torch.ones(4, 4, requires_grad=True)
-    with Asked(tmp_path, from_step=4) as asked:
+    with RequestedCapture(tmp_path, from_step=4) as asked:
         for _ in range(8):
             function(x).sum().backward()
             asked.recording.watch.step()

@@ -1,4 +1,4 @@
-"""Waiting for data: batches, the start of workers, and the workers themselves, which record nothing."""
+"""Times of the DataLoader: batches, start of workers, and workers, which record nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def data_names(recording: Any) -> list[str]:
 
 
 def test_each_batch_is_a_span(tmp_path: Path) -> None:
-    """One for each batch, one for the end of the epoch, and one for making the iterator, all outside of other spans."""
+    """Each batch, the end of the epoch and the creation of the iterator are outermost spans."""
     loader = DataLoader(TensorDataset(torch.randn(6, 4)), 2)
     with recorded(tmp_path) as recording:
         for _ in range(2):
@@ -40,8 +40,8 @@ def test_each_batch_is_a_span(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_worker_processes(persistent: bool, tmp_path: Path) -> None:
-    """The time of starting workers has a name of its own; a persistent worker starts once."""
+def test_start_of_workers_is_a_span(persistent: bool, tmp_path: Path) -> None:
+    """A persistent worker starts once."""
     loader = DataLoader(TensorDataset(torch.arange(8)), 2, num_workers=2, persistent_workers=persistent)
     with recorded(tmp_path) as recording:
         epochs = [torch.cat([batch for (batch,) in loader]).tolist() for _ in range(2)]
@@ -52,8 +52,7 @@ def test_worker_processes(persistent: bool, tmp_path: Path) -> None:
     assert first.flags == second.flags == Flag(0)
 
 
-def test_iterator_from_before_the_watch(tmp_path: Path) -> None:
-    """It is timed from then on, and no more afterwards."""
+def test_iterator_from_before_the_watch_is_timed(tmp_path: Path) -> None:
     iterator = iter(DataLoader(TensorDataset(torch.randn(6, 4)), 2))
     next(iterator)
     with recorded(tmp_path) as recording:
@@ -69,8 +68,8 @@ class Stream(IterableDataset):
             yield from range(3)
 
 
-def test_iterable_dataset(tmp_path: Path) -> None:
-    """Its code runs inside the waiting, and may have sections of its own."""
+def test_iterable_dataset_may_have_sections(tmp_path: Path) -> None:
+    """Its code runs inside the wait for the batch."""
     with recorded(tmp_path) as recording:
         assert [int(batch) for batch in DataLoader(Stream(), None)] == [0, 1, 2]
 
@@ -89,8 +88,8 @@ class Broken(Dataset):
         return torch.tensor(index)
 
 
-def test_exception_of_the_data_set(tmp_path: Path) -> None:
-    """It comes out as it is, and its span is flagged; the end of an epoch is no exception."""
+def test_exception_of_the_data_set_is_passed_on_and_flagged(tmp_path: Path) -> None:
+    """The end of an epoch is not an exception."""
     data = Broken()
     iterator = iter(DataLoader(data, None))
     with recorded(tmp_path) as recording:
@@ -105,7 +104,7 @@ def test_exception_of_the_data_set(tmp_path: Path) -> None:
 
 
 class Busy(Dataset):
-    """Does in a worker whatever we would record in a trainer."""
+    """Does in a worker all that is recorded in a training process."""
 
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -125,9 +124,9 @@ class Busy(Dataset):
 
 
 def test_forked_workers_record_nothing(tmp_path: Path) -> None:
-    """They inherit every hook, and the memory of the ring: not a record and not a name of theirs is in it."""
+    """Workers inherit all hooks and the ring's memory, but add no record and no name to it."""
     data = Busy()
-    torch.set_num_threads(1)  # threads do not survive a fork
+    torch.set_num_threads(1)  # Threads do not exist in a forked child.
     with recorded(tmp_path, data.model, **EVERYTHING) as recording:
         loader = DataLoader(data, 2, num_workers=2, multiprocessing_context="fork")
         rows = list(loader)
@@ -143,7 +142,7 @@ def test_forked_workers_record_nothing(tmp_path: Path) -> None:
 
 
 def test_forked_child_writes_nothing_into_the_parents_ring(tmp_path: Path) -> None:
-    """Whatever a hook that the child inherited still calls: names, notes and steps stay the parent's."""
+    """Names, notes and steps stay unchanged, whichever inherited hook the child calls."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(tmp_path, model, optimizer, **EVERYTHING) as recording:
@@ -166,8 +165,7 @@ def test_forked_child_writes_nothing_into_the_parents_ring(tmp_path: Path) -> No
     assert len(recording.steps) == 1
 
 
-def test_iteration_is_put_back(tmp_path: Path) -> None:
-    """The two methods that were replaced are the ones from before."""
+def test_patched_methods_are_restored(tmp_path: Path) -> None:
     before = DataLoader.__iter__, _BaseDataLoaderIter.__next__
     with recorded(tmp_path):
         assert DataLoader.__iter__ is not before[0]

@@ -20,7 +20,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the device's memory")
 def test_resident_memory_is_on_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU: what the process has at the end of the step; a tensor that was made in a step is seen in its number."""
+    """On a CPU, a tensor made in a step increases the step's number."""
     monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     kept = []
     with recorded(tmp_path) as recording:
@@ -40,7 +40,10 @@ def test_resident_memory_is_on_each_step(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it is the device's memory")
 def test_resident_memory_of_short_steps_is_read_once_in_50_ms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading it costs as much as all other work at a step's end: between two readings the last one stands."""
+    """Reading costs as much as all other work at a step's end.
+
+    The last reading is used in between.
+    """
     reads, read = [], os.pread
 
     def counting(descriptor: int, *args: int) -> bytes:
@@ -58,8 +61,7 @@ def test_resident_memory_of_short_steps_is_read_once_in_50_ms(tmp_path: Path, mo
     assert all(step.value0 > 0 for step in recording.steps)
 
 
-def test_without_memory(tmp_path: Path) -> None:
-    """Switched off, no number is made up: the steps have none."""
+def test_steps_have_no_memory_if_it_is_off(tmp_path: Path) -> None:
     with recorded(tmp_path, memory="off") as recording:
         recording.watch.step()
 
@@ -67,8 +69,7 @@ def test_without_memory(tmp_path: Path) -> None:
     assert recording.metadata["memory_source"] == ""
 
 
-def test_source_is_named(tmp_path: Path) -> None:
-    """The report says whose memory it is."""
+def test_source_of_the_memory_is_published(tmp_path: Path) -> None:
     with recorded(tmp_path) as recording:
         recording.watch.step()
 
@@ -77,7 +78,7 @@ def test_source_is_named(tmp_path: Path) -> None:
 
 
 def test_reading_that_fails_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step goes on without a number, and the report says what is missing."""
+    """The step has no number, and a note gives the reason."""
 
     def fail(*args: object) -> bytes:
         raise OSError("no /proc here")

@@ -1,4 +1,4 @@
-"""NVTX ranges, seen by a real injection library in the place of Nsight Systems."""
+"""NVTX ranges, received by a real injection library instead of Nsight Systems."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(compiler is None, reason="the NVTX injection lib
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The injection library, compiled."""
+    """The compiled injection library."""
     path = tmp_path_factory.mktemp("nvtx") / "libnvtx_counter.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-w", "-o", path, SOURCE], check=True)
     return path
@@ -28,7 +28,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("recorder", [*IDS[:1], *long(*IDS[1:])])
 def test_ranges_balance_by_name(recorder: str, library: Path, tmp_path: Path) -> None:
-    """Steps, phases, modules and sections are ranges of our domain, each ended as often as begun, also on raising."""
+    """Steps, phases, modules and sections are ranges that end even if they raise."""
     out = tmp_path / "counts"
     done = run_warm(
         [sys.executable, str(SCRIPTS / "nvtx_ranges.py"), str(tmp_path), recorder],
@@ -41,8 +41,8 @@ def test_ranges_balance_by_name(recorder: str, library: Path, tmp_path: Path) ->
     counts = {message: (int(begun), int(ended)) for domain, message, begun, ended in rows if domain == "torchlens_perf"}
 
     assert counts == {
-        "step": (8, 8),  # seven, and the one in progress when the watch ends
-        "data": (8, 8),  # seven batches, and the call that finds the end
+        "step": (8, 8),  # Seven, and the one in progress when the watch ends.
+        "data": (8, 8),  # Seven batches, and the call that finds the end.
         "data workers start": (1, 1),
         "augment": (7, 7),
         "forward Net": (7, 7),
@@ -56,7 +56,6 @@ def test_ranges_balance_by_name(recorder: str, library: Path, tmp_path: Path) ->
 
 
 def test_without_a_tool_no_call_is_made(tmp_path: Path) -> None:
-    """Where no tool listens the recorder has no NVTX function to call."""
     program = (
         "import torchlens_perf as perf\n"
         "from torchlens_perf.watch import running\n"

@@ -1,4 +1,4 @@
-"""What a watch leaves in files: saved modules have the same bytes as without one."""
+"""Saved modules: files have the same bytes with and without a watch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torchlens_perf.hooks import module as hooks_module
 from torchlens_perf.recorder import python, session
 
 ARGUMENTS: dict[str, Callable[[], nn.Module]] = {
-    # Those whose arguments are not all numbers, or where small numbers do not fit together.
+    # Classes whose arguments are not all numbers, or for which small numbers are not consistent.
     "AdaptiveLogSoftmaxWithLoss": lambda: nn.AdaptiveLogSoftmaxWithLoss(4, 8, [2, 4]),
     "Bilinear": lambda: nn.Bilinear(2, 2, 2),
     "ChannelShuffle": lambda: nn.ChannelShuffle(2),
@@ -55,7 +55,8 @@ ARGUMENTS: dict[str, Callable[[], nn.Module]] = {
     "UpsamplingBilinear2d": lambda: nn.UpsamplingBilinear2d(2),
     "UpsamplingNearest2d": lambda: nn.UpsamplingNearest2d(2),
 }
-NOT_CONSTRUCTED = {"Module", "Container", "DataParallel"}  # bases, and what is made of a GPU's model
+# Base classes, and a wrapper for models on GPUs.
+NOT_CONSTRUCTED = {"Module", "Container", "DataParallel"}
 
 
 def torch_modules() -> list[str]:
@@ -76,7 +77,7 @@ def make_torch_module(name: str) -> nn.Module:
 
 
 class OwnState(nn.Module):
-    """Says itself what is saved, and keeps all of its dictionary."""
+    """Defines its pickled state, which is its whole dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class WithSlots(OwnState):
 
 
 class Guarded(OwnState):
-    """Answers for every attribute itself."""
+    """Answers all attribute look-ups itself."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         assert name in ("linear", "training") or name.startswith("_"), name
@@ -127,15 +128,15 @@ class Guarded(OwnState):
         return super().__getattribute__(name)
 
 
-class OfVars(OwnState):
-    """Saves what a loop over its attributes finds."""
+class SavesAttributes(OwnState):
+    """Saves the result of a loop over its attributes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _make, (type(self), dict(vars(self).items()))
 
 
 class WithDictHook(OwnState):
-    """Its state_dict() has what lies in its dictionary."""
+    """Its state_dict() contains a part of its dictionary."""
 
     def get_extra_state(self) -> list[str]:
         return sorted(vars(self))
@@ -145,7 +146,7 @@ class WithDictHook(OwnState):
 
 
 class Recurrent(nn.Module):
-    """As the language model of PyTorch's examples."""
+    """Like the language model of PyTorch's examples."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -202,7 +203,7 @@ def _convolutions() -> nn.Module:
 ZOO: dict[str, Callable[[], nn.Module]] = {
     "own __getstate__": OwnState,
     "own __reduce_ex__": OwnReduce,
-    "own __reduce__ over vars()": OfVars,
+    "own __reduce__ over vars()": SavesAttributes,
     "own __getnewargs_ex__": OwnCopyReg,
     "__slots__": WithSlots,
     "__setattr__, __getattr__, __getattribute__": Guarded,
@@ -223,7 +224,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "GraphModule": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))),
 }
 STATES_ONLY: dict[str, Callable[[], nn.Module]] = {
-    # These cannot be pickled, or not be copied: their state and their attributes are compared.
+    # These cannot be pickled or copied, so their states and attributes are compared instead.
     "parametrized": lambda: parametrizations.weight_norm(nn.Linear(2, 2)),
     "weight_norm of old": lambda: nn.utils.weight_norm(nn.Linear(2, 2)),
     "pruned": lambda: prune.l1_unstructured(nn.Linear(2, 2), "weight", 0.5),
@@ -243,7 +244,10 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def saved(model: nn.Module) -> dict[str, bytes]:
-    """By all ways of saving. A storage's key in pickles is its address: both must be of the same objects."""
+    """Save a model in all ways.
+
+    The key of a storage in pickles is its address, so both results must be of the same objects.
+    """
     files = {"state": io.BytesIO(), "torch.save": io.BytesIO()}
     torch.save(model.state_dict(), files["state"])
     with warnings.catch_warnings():
@@ -258,8 +262,10 @@ def torch_models() -> list[nn.Module]:
     return [make_torch_module(name) for name in torch_modules()]
 
 
-def test_every_module_of_torch_is_saved_alike(torch_models: list[nn.Module], tmp_path: Path, way: str) -> None:
-    """All classes in torch.nn; the same object inside and outside of a watch."""
+def test_every_module_of_torch_is_saved_with_the_same_bytes(
+    torch_models: list[nn.Module], tmp_path: Path, way: str
+) -> None:
+    """The same object of each class in torch.nn is saved inside and outside of a watch."""
     without = [saved(each) for each in torch_models]
     with recorded(tmp_path, nn.ModuleList(torch_models), **EVERYTHING):
         inside = [saved(each) for each in torch_models]
@@ -270,8 +276,8 @@ def test_every_module_of_torch_is_saved_alike(torch_models: list[nn.Module], tmp
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_model_is_saved_alike(name: str, tmp_path: Path, way: str) -> None:
-    """Models that say themselves what is saved, and those that torch makes or changes."""
+def test_model_is_saved_with_the_same_bytes(name: str, tmp_path: Path, way: str) -> None:
+    """Models that define their saved state, and models that torch creates or changes."""
     model = ZOO[name]()
     without = saved(model), sorted(map(str, vars(model)))
     with recorded(tmp_path, model, **EVERYTHING):
@@ -297,7 +303,7 @@ def test_state_and_attributes_are_the_same(name: str, tmp_path: Path, way: str) 
 
 
 def exported(model: nn.Module) -> list[str]:
-    """What torch.export, torch.jit and torch.fx make of it."""
+    """Return the results of torch.export, torch.jit and torch.fx."""
     x = torch.ones(3, 2)
     torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()
     scripted = torch.jit.script(model)
@@ -318,8 +324,8 @@ def test_exports_are_the_same(tmp_path: Path, way: str) -> None:
     assert without == inside
 
 
-def test_distributed_model_is_saved_alike(tmp_path: Path, way: str) -> None:
-    """DistributedDataParallel keeps its whole dictionary in pickles, but for its process group."""
+def test_distributed_model_is_saved_with_the_same_bytes(tmp_path: Path, way: str) -> None:
+    """DistributedDataParallel pickles its whole dictionary except its process group."""
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     try:
         model = nn.parallel.DistributedDataParallel(Recurrent("LSTM"))
@@ -336,8 +342,8 @@ def test_distributed_model_is_saved_alike(tmp_path: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_module_crosses_to_another_process(method: str, tmp_path: Path) -> None:
-    """A watched module is sent to a worker, which loads it where the package is not imported."""
+def test_module_is_sent_to_another_process(method: str, tmp_path: Path) -> None:
+    """A worker loads a watched module without importing this package."""
     script = tmp_path / "crosses.py"
     script.write_text(CROSSES.format(method=method, folder=str(tmp_path / "runs")))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
@@ -370,7 +376,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_saved_model_loads_with_weights_only(kind: str, tmp_path: Path, way: str) -> None:
-    """As PyTorch's word_language_model loads its best checkpoint."""
+    """PyTorch's word_language_model loads its best checkpoint in this way."""
     model = Recurrent(kind)
     with recorded(tmp_path / "run", model, **EVERYTHING):
         model(torch.zeros(2, 1, dtype=torch.long)).sum().backward()

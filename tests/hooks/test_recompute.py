@@ -1,4 +1,4 @@
-"""Recomputation under every form of checkpointing: it is measured, or said to be not."""
+"""Recomputation with all forms of checkpointing is measured, or reported as not measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS, WIDTH = 3, 8
 
 
 class Layer(nn.Module):
-    """Without modules inside: nothing that is watched runs again where its forward is checkpointed."""
+    """Has no submodules, so no watched module runs again if its forward method is checkpointed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 class CheckpointsForward(Layer):
-    """As transformers' GradientCheckpointingLayer since version 5: the module is called once, its forward twice."""
+    """Like GradientCheckpointingLayer of transformers 5: one call runs forward() twice."""
 
     use_reentrant = False
 
@@ -49,7 +49,7 @@ class ReentrantForward(CheckpointsForward):
 
 
 class Stack(nn.Module):
-    """Calls its layers as `call` says."""
+    """Calls its layers by the function `call`."""
 
     def __init__(self, layer: Callable[[], nn.Module], call: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def function_in_function(layer: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(lambda y: inner(y) + 1, x, use_reentrant=False)
 
 
-# How a model is checkpointed, and how many regions run again in a backward pass.
+# Models with checkpoints, and the number of regions that run again in a backward pass.
 FORMS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "module": (lambda: Stack(Layer, checkpointed(use_reentrant=False)), LAYERS),
     "module, reentrant": (lambda: Stack(Layer, checkpointed(use_reentrant=True)), LAYERS),
@@ -120,7 +120,7 @@ def outermost(records: list[Record]) -> list[Record]:
 @pytest.mark.parametrize("modules", ["none", "all"])
 @pytest.mark.parametrize(("make", "regions"), FORMS.values(), ids=FORMS)
 def test_recomputation_is_measured(make: Callable[[], nn.Module], regions: int, modules: str, tmp_path: Path) -> None:
-    """Each region that runs again is a span inside of the backward pass, whether or not a watched module is in it."""
+    """Each recomputed region is a span in the backward pass, with or without watched modules."""
     recording = train(make(), tmp_path, modules=modules)
     (backward,) = outermost(recording.of(Kind.BACKWARD))
     again = recording.of(Kind.RECOMPUTE)
@@ -132,8 +132,8 @@ def test_recomputation_is_measured(make: Callable[[], nn.Module], regions: int, 
     assert recording.unbalanced == 0
 
 
-def test_gradients_inside_are_no_recomputation(tmp_path: Path) -> None:
-    """Reentrant checkpointing runs a backward pass in its own: that is no part of what runs again."""
+def test_backward_pass_inside_a_checkpoint_is_not_recomputation(tmp_path: Path) -> None:
+    """Reentrant checkpointing runs a backward pass in its own."""
     recording = train(FORMS["module, reentrant"][0](), tmp_path)
 
     passes = recording.of(Kind.BACKWARD)
@@ -143,8 +143,8 @@ def test_gradients_inside_are_no_recomputation(tmp_path: Path) -> None:
         assert again.phase_ns >= outermost(inside)[0].duration_ns
 
 
-def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
-    """Neither spans, nor a word that something is not measured."""
+def test_no_recomputation_without_checkpoints(tmp_path: Path) -> None:
+    """There are neither spans nor notes."""
     recording = train(Stack(Layer, plain), tmp_path)
 
     assert recording.of(Kind.RECOMPUTE) == []
@@ -152,7 +152,7 @@ def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
 
 
 class Foreign(torch.autograd.Function):
-    """Checkpointing as other libraries have it."""
+    """Checkpointing as implemented by other libraries."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -171,8 +171,8 @@ class Foreign(torch.autograd.Function):
         return None, x.grad
 
 
-def test_what_cannot_be_told_is_not_measured(tmp_path: Path) -> None:
-    """Another library's checkpointing without watched modules in it: its time is in the backward pass, as is said."""
+def test_foreign_checkpointing_without_watched_modules_is_not_measured(tmp_path: Path) -> None:
+    """The time counts as backward pass, and the report says so."""
     recording = train(Stack(Layer, lambda layer, x: Foreign.apply(layer.forward, x)), tmp_path)
 
     assert recording.of(Kind.RECOMPUTE) == []
@@ -180,14 +180,13 @@ def test_what_cannot_be_told_is_not_measured(tmp_path: Path) -> None:
 
 
 def test_watched_modules_show_foreign_recomputation(tmp_path: Path) -> None:
-    """Where they run again, that is what was recomputed."""
     recording = train(Stack(Layer, lambda layer, x: Foreign.apply(layer, x)), tmp_path, modules="all")
 
     assert recording.names(Kind.RECOMPUTE) == ["layers.2", "layers.1", "layers.0"]
 
 
-def test_torch_without_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Watched modules still show what runs again, and the report says that there may be more."""
+def test_torch_without_the_required_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watched modules still show recomputation, and the report says that it may be incomplete."""
     works = torch_private.works
     monkeypatch.setattr(torch_private, "works", lambda name: name != torch_private.RECOMPUTATION and works(name))
     recording = train(FORMS["module"][0](), tmp_path, modules="all")
@@ -197,8 +196,8 @@ def test_torch_without_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [note for note in recording.notes if note.startswith("recompute: torch lacks")]
 
 
-def test_torch_is_left_as_it_was(tmp_path: Path) -> None:
-    """Static methods and what is inherited too."""
+def test_patched_functions_of_torch_are_restored(tmp_path: Path) -> None:
+    """This includes static and inherited methods."""
 
     def state() -> list[dict[str, Any]]:
         return [
@@ -211,8 +210,8 @@ def test_torch_is_left_as_it_was(tmp_path: Path) -> None:
     assert state() == before
 
 
-def test_error_while_it_runs_again(tmp_path: Path) -> None:
-    """It is the user's, and the spans end."""
+def test_error_in_recomputation_is_passed_on(tmp_path: Path) -> None:
+    """The error reaches the user, and the spans end."""
     model = Stack(Layer, checkpointed(use_reentrant=False))
     calls = 0
 

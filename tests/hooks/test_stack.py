@@ -1,4 +1,4 @@
-"""A rank names its sidecar as the process that may read its stack, where Yama asks for that, and only there."""
+"""Permission for the sidecar to read the stack of a rank, which Yama may require."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchlens_perf.run.directory import RunDirectory
 
 
 def named_while_training(folder: Path, monkeypatch: pytest.MonkeyPatch, scope: str) -> tuple[list[int], int]:
-    """The pids that were named in a short run, and the sidecar's."""
+    """Return the pids that got permission in a short run, and the sidecar's pid."""
     named: list[int] = []
     real = tracer.name_tracer
     monkeypatch.setattr(tracer, "YAMA", folder / "ptrace_scope")
@@ -38,21 +38,21 @@ def named_while_training(folder: Path, monkeypatch: pytest.MonkeyPatch, scope: s
     return named, sidecar
 
 
-def test_the_sidecar_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ptrace_scope 1: once, and taken back at the end. A kernel without Yama refuses, which harms nobody."""
+def test_sidecar_gets_permission_until_the_watch_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ptrace_scope 1. A kernel without Yama refuses the call, which has no effect."""
     named, sidecar = named_while_training(tmp_path, monkeypatch, "1")
 
     assert named == [sidecar, 0]
 
 
 @pytest.mark.parametrize("scope", ["0", "2", "3", ""])
-def test_nobody_is_named(scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is not needed, or of no use."""
+def test_no_process_gets_permission(scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permission is not needed, or would have no effect."""
     assert named_while_training(tmp_path, monkeypatch, scope)[0] == []
 
 
-def test_the_kernel_takes_the_call_where_it_has_yama() -> None:
-    """A process names its parent; without Yama the kernel refuses, and the process goes on."""
+def test_kernel_with_yama_accepts_the_call() -> None:
+    """Without Yama the kernel refuses, and the process continues."""
     program = "import os; from torchlens_perf.run import tracer; print(tracer.name_tracer(os.getppid()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
@@ -60,7 +60,7 @@ def test_the_kernel_takes_the_call_where_it_has_yama() -> None:
 
 
 def test_py_spy_is_a_dependency() -> None:
-    """A plain installation has it, on the processors for which there is one."""
+    """A plain installation contains py-spy on the processors that it supports."""
     tomllib = pytest.importorskip("tomllib")
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (found,) = [each for each in map(Requirement, declared) if each.name == "py-spy"]
@@ -69,8 +69,8 @@ def test_py_spy_is_a_dependency() -> None:
     assert [found.marker.evaluate({"platform_machine": machine}) for machine in ("x86_64", "aarch64")] == [True, True]
 
 
-def test_doctor_tries_it() -> None:
-    """The line says whether py-spy can read this process's stack."""
+def test_doctor_tries_py_spy() -> None:
+    """The line shows whether py-spy can read the stack of this process."""
     program = "from torchlens_perf.commands.doctor import _stacks; print(*_stacks())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 

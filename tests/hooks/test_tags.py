@@ -1,4 +1,4 @@
-"""What else happens in a step: collections, checkpoints, compilation, and how much work there was."""
+"""Tags of steps: garbage collections, checkpoints, compilation, and the workload."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ GC, SAVE = "python gc", "torch.save"
 
 
 @pytest.fixture(autouse=True)
-def _no_collection_of_its_own():
-    """Only what a test asks for is collected."""
+def _no_automatic_collection():
+    """Only the tests collect garbage."""
     gc.collect()
     gc.disable()
     yield
@@ -34,12 +34,12 @@ def _no_collection_of_its_own():
 
 
 def flags(recording: Recording, flag: Flag) -> list[bool]:
-    """Which steps have it."""
+    """Return for each step whether it has a flag."""
     return [bool(step.flags & flag) for step in recording.steps]
 
 
 def workload(step: Record) -> int:
-    """As recorded; -1: not known."""
+    """Return the recorded workload, or -1 if it is unknown."""
     return (step.value1 >> WORKLOAD_SHIFT) - 1
 
 
@@ -47,7 +47,7 @@ def workload(step: Record) -> int:
 
 
 def test_full_collection_is_a_section_and_a_flag(tmp_path: Path) -> None:
-    """Of the oldest generation; the younger ones take microseconds and leave no trace."""
+    """Younger generations take microseconds and are neither sections nor flagged."""
     with recorded(tmp_path) as recording:
         for generation in (0, 1, 2, 0):
             gc.collect(generation)
@@ -60,7 +60,7 @@ def test_full_collection_is_a_section_and_a_flag(tmp_path: Path) -> None:
 
 
 def test_time_of_all_collections(tmp_path: Path) -> None:
-    """Also the younger generations' is added up, where the sidecar reads it; until the watch ends."""
+    """Times of all generations add up in the ring until the watch ends."""
     told = []
     with recorded(tmp_path) as recording:
         session = recording.watch._session
@@ -74,11 +74,11 @@ def test_time_of_all_collections(tmp_path: Path) -> None:
     callbacks = len(gc.callbacks)
     gc.collect()
 
-    assert len(gc.callbacks) == callbacks  # ours is gone: the ring file is unmapped
+    assert len(gc.callbacks) == callbacks  # The callback is removed, as the ring file is unmapped.
 
 
-def test_collection_inside_of_a_phase(tmp_path: Path) -> None:
-    """Its time is taken out of what it interrupts: the section around it knows how much was nested."""
+def test_collection_is_nested_in_the_phase_that_it_interrupts(tmp_path: Path) -> None:
+    """The section around it has the collection's time as nested time."""
     with recorded(tmp_path) as recording:
         with perf.section("interrupted"):
             gc.collect()
@@ -90,8 +90,8 @@ def test_collection_inside_of_a_phase(tmp_path: Path) -> None:
     assert around.nested_ns == collection.duration_ns
 
 
-def test_collection_on_another_thread(tmp_path: Path) -> None:
-    """It is told apart from the training thread's time; the step is flagged, for it stops that thread too."""
+def test_collection_on_another_thread_flags_the_step(tmp_path: Path) -> None:
+    """The collection stops the training thread too, but is not part of its time."""
     with recorded(tmp_path) as recording:
         thread = threading.Thread(target=gc.collect)
         thread.start()
@@ -107,7 +107,7 @@ def test_collection_on_another_thread(tmp_path: Path) -> None:
 
 
 def test_saving_is_a_section_and_a_flag(tmp_path: Path) -> None:
-    """torch.save as such: arguments by position and name, and a file that loads."""
+    """torch.save works with positional and named arguments, and its file can be loaded."""
     state = nn.Linear(4, 4).state_dict()
     with recorded(tmp_path) as recording:
         recording.watch.step()
@@ -124,8 +124,8 @@ def test_saving_is_a_section_and_a_flag(tmp_path: Path) -> None:
         assert all(torch.equal(loaded[key], state[key]) for key in state)
 
 
-def test_error_of_a_save_is_the_users(tmp_path: Path) -> None:
-    """It is the same error as without a watch; its section is flagged, and the step is not compared either."""
+def test_error_of_a_save_is_passed_on_and_flagged(tmp_path: Path) -> None:
+    """The error equals that without a watch, and the step is not compared with others."""
 
     class Unwritable:
         error = OSError(28, "No space left on device")
@@ -152,7 +152,7 @@ def test_error_of_a_save_is_the_users(tmp_path: Path) -> None:
 
 
 def test_steps_that_compile_are_flagged(tmp_path: Path) -> None:
-    """The first call compiles, and one of another kind of tensor; what runs what was compiled does not."""
+    """The first call and a new kind of tensor compile; calls of compiled code do not."""
     torch._dynamo.reset()
 
     @torch.compile(backend="eager", dynamic=False)
@@ -168,8 +168,7 @@ def test_steps_that_compile_are_flagged(tmp_path: Path) -> None:
     assert flags(recording, Flag.COMPILED) == [False, True, False, True, False, False]
 
 
-def test_compilation_before_the_watch(tmp_path: Path) -> None:
-    """What was compiled before is no compilation of the first step."""
+def test_compilation_before_the_watch_is_not_flagged(tmp_path: Path) -> None:
     torch._dynamo.reset()
 
     @torch.compile(backend="eager")
@@ -187,8 +186,8 @@ def test_compilation_before_the_watch(tmp_path: Path) -> None:
 # -- attaching
 
 
-def test_everything_is_put_back(tmp_path: Path) -> None:
-    """The collector's callbacks and torch.save are those from before; outside of a watch nothing is recorded."""
+def test_patches_are_removed(tmp_path: Path) -> None:
+    """The collector's callbacks and torch.save are restored."""
     before = list(gc.callbacks), torch.save
     with recorded(tmp_path) as recording:
         assert len(gc.callbacks) == len(before[0]) + 1
@@ -201,12 +200,12 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
     assert recording.of(Kind.SECTION) == []
 
 
-# -- how much work there was
+# -- workload
 
 
 @pytest.mark.parametrize("tokens", [-1, 1 << 40, True, 1.0, "3", [3]])
-def test_impossible_tokens(tokens: Any, tmp_path: Path) -> None:
-    """They are the user's mistake: named, and no step ends."""
+def test_invalid_tokens_are_an_error(tokens: Any, tmp_path: Path) -> None:
+    """The error gives the value, and the step does not end."""
     with recorded(tmp_path) as recording:
         with pytest.raises(ConfigError, match=r"^tokens=.*whole number"):
             recording.watch.step(tokens=tokens)
@@ -215,7 +214,7 @@ def test_impossible_tokens(tokens: Any, tmp_path: Path) -> None:
 
 
 def test_tokens_of_a_step(tmp_path: Path) -> None:
-    """What the user tells counts, the largest and nothing too, and only for that step; else batches' elements do."""
+    """The user's number, including 0, replaces the batches' elements for that step only."""
     loader = iter(DataLoader(TensorDataset(torch.ones(9, 7)), 3))
     with recorded(tmp_path) as recording:
         for tokens in (5, 0, (1 << 40) - 1, None):
@@ -232,7 +231,7 @@ def test_tokens_of_a_step(tmp_path: Path) -> None:
 
 
 def test_batches_of_a_step_add_up(tmp_path: Path) -> None:
-    """With gradient accumulation: all batches of the step, and the micro-steps beside them."""
+    """With gradient accumulation, the step has the sum of all batches."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(tmp_path, model, optimizer) as recording:
@@ -271,12 +270,12 @@ X, Y = torch.ones(3, 5), torch.ones(2)
     ],
 )
 def test_elements_of_a_batch(batch: Any, elements: int | None) -> None:
-    """Those of the first tensor, three levels deep; of a mapping's input_ids if it has them; None without a tensor."""
+    """Elements of the first tensor, three levels deep, or of a mapping's input_ids; else None."""
     assert batch_elements(batch) == elements
 
 
-def test_batch_that_cannot_be_weighed(tmp_path: Path) -> None:
-    """An object without elements leaves the workload unknown, which is not zero; the batch is as it was."""
+def test_batch_without_elements_has_an_unknown_workload(tmp_path: Path) -> None:
+    """Unknown is not zero, and the batch is not changed."""
 
     class Graph:
         numel = "not a method"

@@ -1,4 +1,4 @@
-"""A script that does not know of us: what starts the recording, and what is said where nothing does."""
+"""Automatic recording of an unmodified script, and the message if nothing starts it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ NOTHING = "torchlens_perf recorded nothing"
 
 
 def recorded(script: str, folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
-    """Runs a script as a user would, under TORCHLENS_PERF=1. Returns the exit code, and what it wrote on stderr."""
+    """Run a script as a user would, with TORCHLENS_PERF=1. Return the exit code and stderr."""
     (folder / "script.py").write_text(MODEL + script)
     done = run_warm([sys.executable, *(arguments or ["script.py"])], folder, TORCHLENS_PERF="1", **environment)
     return done.returncode, done.stderr
 
 
 @pytest.mark.long
-def test_loop_without_an_optimizer(tmp_path: Path) -> None:
-    """From the second backward pass on each is a step, and the model is found by its gradients."""
+def test_backward_passes_are_steps_without_an_optimizer(tmp_path: Path) -> None:
+    """From the second pass on. The model is found by its gradients."""
     code, stderr = recorded(f"for _ in range(30):\n    backward()\n{UPDATE}", tmp_path)
     value = only_report(tmp_path)
 
@@ -50,8 +50,7 @@ def test_loop_without_an_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_accumulation_before_the_first_step(tmp_path: Path) -> None:
-    """An optimizer that is there is waited for."""
+def test_recording_waits_for_an_existing_optimizer(tmp_path: Path) -> None:
     script = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(12):
@@ -80,8 +79,8 @@ SILENT = {
 
 
 @pytest.mark.parametrize("name", long_but({"inference", "an optimizer that never steps"}, SILENT))
-def test_nothing_to_record_is_said(name: str, tmp_path: Path) -> None:
-    """In one line, with what to do; no directory is made, and the exit code is the script's."""
+def test_message_if_nothing_was_recorded(name: str, tmp_path: Path) -> None:
+    """One line with advice; no directory is created and the exit code is the script's."""
     script, seen = SILENT[name]
     code, stderr = recorded(f"{script}\nraise SystemExit(3)", tmp_path)
 
@@ -92,8 +91,7 @@ def test_nothing_to_record_is_said(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "torchlens-perf").exists()
 
 
-def test_crash_before_the_first_step(tmp_path: Path) -> None:
-    """The traceback is Python's, and the line comes after it."""
+def test_message_comes_after_the_traceback_of_a_crash(tmp_path: Path) -> None:
     code, stderr = recorded("raise ValueError('mine')", tmp_path)
 
     assert code == 1
@@ -109,8 +107,9 @@ QUIET = {
 
 
 @pytest.mark.parametrize(("arguments", "environment"), QUIET.values(), ids=QUIET)
-def test_who_says_nothing(arguments: list[str], environment: dict[str, str], tmp_path: Path) -> None:
-    """Tools, launchers and other ranks import torch too."""
+def test_no_message_from_tools_launchers_and_other_ranks(
+    arguments: list[str], environment: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "script.py").write_text(MODEL)
     start = run_warm if arguments == ["script.py"] else run
     done = start([sys.executable, *arguments], tmp_path, **{"TORCHLENS_PERF": "1", **environment})
@@ -128,8 +127,8 @@ PROBES = {
 }
 
 
-def test_programs_without_a_model_write_what_they_write_without_us(tmp_path: Path) -> None:
-    """A build script may read the output of `python -c "import torch; ..."`, with stderr in it."""
+def test_output_of_programs_without_a_model_is_unchanged(tmp_path: Path) -> None:
+    """A build script may read the output of `python -c "import torch; ..."` including stderr."""
     for name, script in PROBES.items():
         done = run_warm([sys.executable, "-c", f"import torch\n{script}"], tmp_path, TORCHLENS_PERF="1")
 
@@ -137,8 +136,8 @@ def test_programs_without_a_model_write_what_they_write_without_us(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_children_say_nothing(tmp_path: Path) -> None:
-    """Processes of multiprocessing, forked and spawned; what they inherit is not theirs to say."""
+def test_no_message_from_child_processes(tmp_path: Path) -> None:
+    """Forked and spawned processes of multiprocessing inherit state of their parent."""
     script = """
 import multiprocessing, os
 def work(): pass
@@ -155,8 +154,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_watch_of_the_scripts_own(tmp_path: Path) -> None:
-    """It records, and nothing else starts: neither inside of it, nor after it, nor is anything said."""
+def test_watch_in_the_script_replaces_automatic_recording(tmp_path: Path) -> None:
+    """Nothing else starts inside or after it, and no message is printed."""
     script = f"""
 import torchlens_perf as perf
 with perf.watch(model) as w:
@@ -175,8 +174,7 @@ assert torch.autograd._engine_run_backward.__module__ == "torch.autograd.graph"
     assert [(rank["steps"], rank["first_step"]) for rank in value["ranks"]] == [(8, 0)]
 
 
-def test_torch_is_left_as_it_was_once_recording_has_started(tmp_path: Path) -> None:
-    """Nothing of what waited stays in the way of a backward pass."""
+def test_patches_of_the_wait_are_removed_once_recording_has_started(tmp_path: Path) -> None:
     script = """
 from torch.optim.optimizer import _global_optimizer_post_hooks
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Optimizer steps: their spans, and the steps of the loop that they end."""
+"""Times of optimizer steps, and the ends of steps of the loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def backward(model: nn.Module, scale: float = 1.0) -> Tensor:
 
 
 def test_each_optimizer_step_is_a_span(tmp_path: Path) -> None:
-    """Under the name of the optimizer's class, outside of other spans; the step of the loop ends right behind it."""
+    """The span has the name of the class and no parent.
+
+    The step of the loop ends right after it.
+    """
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model) as recording:
         for _ in range(3):
@@ -46,7 +49,10 @@ def test_each_optimizer_step_is_a_span(tmp_path: Path) -> None:
 
 
 def test_closure_runs_inside_the_span(tmp_path: Path) -> None:
-    """LBFGS: one step, with its forward and backward passes inside; they are no time of the optimizer's own."""
+    """LBFGS runs forward and backward passes inside its step.
+
+    They do not count as optimizer time.
+    """
     model = nn.Linear(4, 4)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
 
@@ -67,8 +73,8 @@ def test_closure_runs_inside_the_span(tmp_path: Path) -> None:
     assert sum(each.duration_ns for each in passes) <= sum(each.phase_ns for each in closures)
 
 
-def test_host_code_in_a_closure_is_the_hosts(tmp_path: Path) -> None:
-    """Lightning runs a whole training step in a closure: what it does outside of passes is not the tool's work."""
+def test_host_code_in_a_closure_counts_as_host_time(tmp_path: Path) -> None:
+    """Lightning runs a whole training step in a closure, with code outside of the passes."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -89,7 +95,7 @@ def test_host_code_in_a_closure_is_the_hosts(tmp_path: Path) -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another one, as schedulers' and sharded ones are."""
+    """An optimizer around another one, as in schedulers and sharded optimizers."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -100,7 +106,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 def test_wrapper_is_one_step(tmp_path: Path) -> None:
-    """The outermost one is the step; both have a span."""
+    """Both have a span, and the outermost ends the step."""
     model, optimizer = model_and_optimizer()
     wrapper = Wrapper(optimizer)
     with recorded(tmp_path, model) as recording:
@@ -113,7 +119,7 @@ def test_wrapper_is_one_step(tmp_path: Path) -> None:
 
 
 def test_several_optimizers_are_one_step(tmp_path: Path) -> None:
-    """They take turns, and the last one that was given to watch() ends the step."""
+    """They take turns, and the last one passed to watch() ends the step."""
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(other.parameters())]
     with recorded(tmp_path, [model, other], optimizers) as recording:
@@ -127,8 +133,8 @@ def test_several_optimizers_are_one_step(tmp_path: Path) -> None:
     assert len(recording.steps) == 3
 
 
-def test_only_the_given_optimizer_counts(tmp_path: Path) -> None:
-    """Another one has spans, and ends nothing."""
+def test_only_the_passed_optimizer_ends_steps(tmp_path: Path) -> None:
+    """Others have spans only."""
     model, optimizer = model_and_optimizer()
     _, other = model_and_optimizer()
     with recorded(tmp_path, model, optimizer) as recording:
@@ -143,7 +149,7 @@ def test_only_the_given_optimizer_counts(tmp_path: Path) -> None:
 
 
 class Sometimes(torch.optim.SGD):
-    """Calls its base class's step, for which torch calls the hooks again, or raises."""
+    """An optimizer that calls its base class's step, which fires the hooks again, or raises."""
 
     error: Exception | None = None
 
@@ -153,9 +159,9 @@ class Sometimes(torch.optim.SGD):
         super().step()
 
 
-def test_optimizer_that_calls_its_base_class(tmp_path: Path) -> None:
-    """One span and one step, though torch calls the hooks of both classes."""
-    model_and_optimizer()[1].step()  # from here on SGD.step calls hooks
+def test_optimizer_that_calls_its_base_class_makes_one_step(tmp_path: Path) -> None:
+    """torch calls the hooks of both classes."""
+    model_and_optimizer()[1].step()  # The first step of an SGD installs the hooks in its class.
     model = nn.Linear(4, 4)
     optimizer = Sometimes(model.parameters(), lr=0.1)
     with recorded(tmp_path, model) as recording:
@@ -169,8 +175,8 @@ def test_optimizer_that_calls_its_base_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("again", ["same", "other"])
-def test_step_that_raises(again: str, tmp_path: Path) -> None:
-    """torch calls no hook then: the span is dropped and counted when the next step begins, which is recorded right."""
+def test_span_of_a_step_that_raised_is_dropped(again: str, tmp_path: Path) -> None:
+    """torch calls no hook then. The span is dropped and counted when the next step begins."""
     error = ValueError("no step today")
     model = nn.Linear(4, 4)
     optimizer, other = Sometimes(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -188,12 +194,16 @@ def test_step_that_raises(again: str, tmp_path: Path) -> None:
     name = "optimizer Sometimes" if again == "same" else "optimizer SGD"
     assert [(each.name, each.depth) for each in recording.of(Kind.OPTIMIZER)] == [(name, 1)] * 2
     assert len(recording.steps) == 2
-    # What ran between the failed step and the next one seemed to be inside of it: the price of torch's silence.
+    # Without a hook for the failed step, spans between it and the next step seem to be inside of
+    # it.
     assert recording.unbalanced == 1
 
 
 def scaled_steps(folder: Path, optimizers: int, infinite: dict[int, int], scaler: Any = None) -> list[Flag]:
-    """The flags of three steps with GradScaler, where optimizer `infinite[step]` gets an infinite gradient."""
+    """Return the flags of three steps with GradScaler.
+
+    infinite: for each step the position of the optimizer that gets an infinite gradient.
+    """
     scaler = scaler if scaler is not None else torch.amp.GradScaler("cpu", init_scale=2.0)
     models = [nn.Linear(4, 4) for _ in range(optimizers)]
     steppers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -211,19 +221,18 @@ def scaled_steps(folder: Path, optimizers: int, infinite: dict[int, int], scaler
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_skipped_step_is_a_step(at: int, tmp_path: Path) -> None:
-    """GradScaler skips an optimizer whose gradient is not finite: the step ends there, and says so; also the first."""
+def test_skipped_step_ends_the_step_and_flags_it(at: int, tmp_path: Path) -> None:
+    """GradScaler skips an optimizer with a non-finite gradient, also in the first step."""
     assert scaled_steps(tmp_path, 1, {at: 0}) == [Flag.SKIPPED if step == at else Flag(0) for step in range(3)]
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_one_of_two_optimizers_is_skipped(which: int, tmp_path: Path) -> None:
-    """Whichever it is, there are three steps, and the one in question says so."""
+def test_skip_of_one_of_two_optimizers_flags_one_step(which: int, tmp_path: Path) -> None:
     assert scaled_steps(tmp_path, 2, {1: which}) == [Flag(0), Flag.SKIPPED, Flag(0)]
 
 
 def test_scaler_that_overrides_update(tmp_path: Path) -> None:
-    """As FSDP's ShardedGradScaler does."""
+    """FSDP's ShardedGradScaler overrides update()."""
 
     class Sharded(torch.amp.GradScaler):
         def update(self, new_scale: Any = None) -> None:
@@ -233,13 +242,12 @@ def test_scaler_that_overrides_update(tmp_path: Path) -> None:
     assert scaled_steps(tmp_path, 1, {1: 0}, scaler) == [Flag(0), Flag.SKIPPED, Flag(0)]
 
 
-def test_disabled_scaler(tmp_path: Path) -> None:
-    """It calls the optimizer, and nothing is counted twice."""
+def test_disabled_scaler_counts_steps_once(tmp_path: Path) -> None:
     assert scaled_steps(tmp_path, 1, {}, torch.amp.GradScaler("cpu", enabled=False)) == [Flag(0)] * 3
 
 
-def test_optimizer_of_another_class(tmp_path: Path) -> None:
-    """One that is no torch Optimizer is known only through a GradScaler, which calls it: each call is a step."""
+def test_optimizer_of_another_class_is_found_by_its_scaler(tmp_path: Path) -> None:
+    """Each call of step() by a GradScaler is a step."""
 
     class Descent:
         def __init__(self, model: nn.Module) -> None:
@@ -262,7 +270,7 @@ def test_optimizer_of_another_class(tmp_path: Path) -> None:
 
 
 def test_manual_steps(tmp_path: Path) -> None:
-    """From the first w.step() on nothing else ends a step; optimizers and backward passes go on having spans."""
+    """After the first w.step() nothing else ends a step; other events still have spans."""
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model) as recording:
         for _ in range(3):
@@ -279,7 +287,7 @@ def test_manual_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize("before", [False, True], ids=["after the optimizer", "before the optimizer"])
 @pytest.mark.parametrize("is_passed", [False, True])
 def test_each_manual_step_counts_once(micro_steps: int, before: bool, is_passed: bool, tmp_path: Path) -> None:
-    """The first turn of the loop is not counted by its optimizer and by w.step()."""
+    """The first iteration is not counted both by its optimizer and by w.step()."""
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model, optimizer if is_passed else None) as recording:
         for _ in range(20):
@@ -348,7 +356,7 @@ def phase(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 @pytest.mark.parametrize("first", ["all", "head"])
 @pytest.mark.parametrize("name", SECOND_PHASES)
 def test_second_phase_counts_each_step(name: str, first: str, is_passed: bool, is_kept: bool, tmp_path: Path) -> None:
-    """Another optimizer goes on: a head is swapped, layers are unfrozen, Adam follows SGD."""
+    """Another optimizer takes over: a head is replaced, layers are unfrozen, Adam follows SGD."""
     model = TwoParts()
     parameters = (model if first == "all" else model.head).parameters()
     optimizers = [torch.optim.SGD(parameters, lr=0.1)]
@@ -365,8 +373,8 @@ def test_second_phase_counts_each_step(name: str, first: str, is_passed: bool, i
         assert f"{new} has taken the place of SGD: steps end with it from then on" in recording.notes
 
 
-def test_steps_that_were_joined_are_said(tmp_path: Path) -> None:
-    """Models trained one after the other, whose optimizers are all made first: at first they may take turns."""
+def test_joined_steps_are_noted(tmp_path: Path) -> None:
+    """Models are trained in turn with optimizers made before. At first they might take turns."""
     models = [nn.Linear(4, 4) for _ in range(3)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     with recorded(tmp_path, None) as recording:
@@ -378,7 +386,7 @@ def test_steps_that_were_joined_are_said(tmp_path: Path) -> None:
 
 
 def test_optimizer_made_before_the_watch_takes_over(tmp_path: Path) -> None:
-    """Both are made at first; and the first one comes back."""
+    """Both optimizers exist at first, and the first one comes back later."""
     model = TwoParts()
     first, second = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.body.parameters())
     with recorded(tmp_path, model, first) as recording:
@@ -386,12 +394,13 @@ def test_optimizer_made_before_the_watch_takes_over(tmp_path: Path) -> None:
         phase(model, second, 10)
         phase(model, first, 10)
 
-    assert len(recording.steps) in (29, 30)  # the first step of the one that comes back may be of a turn of both
+    # The first step after the return may be taken for one in which both optimizers take turns.
+    assert len(recording.steps) in (29, 30)
 
 
 @pytest.mark.parametrize("is_passed", [True, False])
 def test_optimizer_of_another_model_ends_no_step(is_passed: bool, tmp_path: Path) -> None:
-    """A probe that is trained now and then, with an optimizer of its own each time."""
+    """A probe is trained from time to time, with a new optimizer each time."""
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model, optimizer if is_passed else None) as recording:
         for turn in range(10):
@@ -407,7 +416,7 @@ def test_optimizer_of_another_model_ends_no_step(is_passed: bool, tmp_path: Path
 
 @pytest.mark.parametrize("is_passed", [True, False])
 def test_both_optimizers_of_a_gan_are_replaced(is_passed: bool, tmp_path: Path) -> None:
-    """Turns stay steps before and after both are made anew, as when a GAN grows."""
+    """Steps that alternate are counted correctly before and after, as when a GAN grows."""
     models = [TwoParts(), TwoParts()]
 
     def made() -> list[torch.optim.Optimizer]:
@@ -425,7 +434,7 @@ def test_both_optimizers_of_a_gan_are_replaced(is_passed: bool, tmp_path: Path) 
 
 
 def test_inference_steps(tmp_path: Path) -> None:
-    """Without an optimizer each call of the model is a step, under no_grad, in inference mode, or with gradients on."""
+    """Without an optimizer each call of the model is a step, with and without gradients."""
     model = nn.Linear(4, 4)
     with recorded(tmp_path, model) as recording:
         for context in (torch.no_grad(), torch.inference_mode(), torch.no_grad()):
@@ -436,9 +445,7 @@ def test_inference_steps(tmp_path: Path) -> None:
     assert [each.step for each in recording.of(Kind.FORWARD)] == [0, 1, 2]
 
 
-def test_hooks_leave_with_the_watch(tmp_path: Path) -> None:
-    """torch's global step hooks and GradScaler are as they were."""
-
+def test_hooks_are_removed_with_the_watch(tmp_path: Path) -> None:
     def state() -> tuple[Any, ...]:
         return (
             dict(torch_optimizer._global_optimizer_pre_hooks),

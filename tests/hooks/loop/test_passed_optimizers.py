@@ -1,4 +1,4 @@
-"""What was passed is what counts: optimizers in whatever wraps them, of other classes, and loops that have none."""
+"""Optimizers passed to watch(): in wrappers, of other classes, and loops without an optimizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Around:
 
 
 class Unregistered(torch.optim.Optimizer):
-    """As Accelerate's: derived from torch's class, whose constructor it does not call, so that torch never hooks it."""
+    """A wrapper as Accelerate's, which derives from torch's class without calling its constructor.
+
+    torch therefore does not hook it.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -45,7 +48,10 @@ class Unregistered(torch.optim.Optimizer):
 
 
 def dynamic(optimizer: torch.optim.Optimizer) -> Any:
-    """As Fabric's and Lightning's: a class made at run time, that is the wrapper and the optimizer's class at once."""
+    """Return a wrapper as Fabric's and Lightning's, of a class made at run time.
+
+    The class derives from the wrapper and from the optimizer's class.
+    """
 
     class Wrapper:
         def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -59,7 +65,7 @@ def dynamic(optimizer: torch.optim.Optimizer) -> Any:
 
 
 class Slotted:
-    """Without a dictionary, and without weak references."""
+    """A wrapper without a dictionary and without weak references."""
 
     __slots__ = ("empty", "inner")
 
@@ -71,7 +77,7 @@ class Slotted:
 
 
 class Flat:
-    """As DeepSpeed's: what steps inside has other tensors than the model's."""
+    """A wrapper as DeepSpeed's, whose inner optimizer has other tensors than the model."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.param_groups = [dict(group) for group in optimizer.param_groups]
@@ -89,7 +95,7 @@ class Flat:
 
 
 class Several:
-    """Around two, in a dictionary of lists."""
+    """A wrapper of two optimizers in a dictionary of lists."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         weight, bias = optimizer.param_groups[0]["params"]
@@ -101,7 +107,7 @@ class Several:
 
 
 class Late:
-    """Makes what it wraps when it steps for the first time."""
+    """A wrapper that creates its optimizer at its first step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._groups, self._real = optimizer.param_groups, None
@@ -113,7 +119,7 @@ class Late:
 
 
 class Hidden:
-    """What it wraps lies in a function; the parameters are the same."""
+    """A wrapper with the optimizer in a closure, and the same parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.param_groups = optimizer.param_groups
@@ -121,7 +127,7 @@ class Hidden:
 
 
 class Cyclic(Around):
-    """Holds itself."""
+    """A wrapper that contains itself."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__([self, Slotted(optimizer)])
@@ -149,8 +155,8 @@ def backward(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_wrapper_is_what_it_wraps(wrap: Callable[[Any], Any], tmp_path: Path) -> None:
-    """The README's first example with a wrapper: each of its steps is one, and another optimizer's are none."""
+def test_steps_of_a_wrapper_are_counted(wrap: Callable[[Any], Any], tmp_path: Path) -> None:
+    """The README's first example with a wrapper; steps of another optimizer do not count."""
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     bystander = torch.optim.SGD(other.parameters(), lr=0.1)
     wrapper = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -166,7 +172,7 @@ def test_wrapper_is_what_it_wraps(wrap: Callable[[Any], Any], tmp_path: Path) ->
 
 
 def test_sharded_optimizer(tmp_path: Path) -> None:
-    """torch's ZeroRedundancyOptimizer steps another one, over the parameters of this rank."""
+    """torch's ZeroRedundancyOptimizer steps another optimizer with the parameters of this rank."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         model = nn.Linear(4, 4)
@@ -182,7 +188,7 @@ def test_sharded_optimizer(tmp_path: Path) -> None:
 
 
 def test_wrapper_that_skips_while_accumulating(tmp_path: Path) -> None:
-    """As Accelerate's in the micro-steps: only where it calls the optimizer, the step ends."""
+    """Accelerate's wrapper calls the optimizer, and ends a step, in the last micro-step only."""
 
     class Accumulates(Unregistered):
         calls = 0
@@ -204,7 +210,7 @@ def test_wrapper_that_skips_while_accumulating(tmp_path: Path) -> None:
 
 
 def test_engine_that_steps_in_its_own_backward(tmp_path: Path) -> None:
-    """As DeepSpeed's under Accelerate: what was passed never does anything, and what it holds steps elsewhere."""
+    """With DeepSpeed under Accelerate, the optimizer in the passed object steps elsewhere."""
 
     class Engine:
         def __init__(self, model: nn.Module) -> None:
@@ -234,8 +240,7 @@ def test_engine_that_steps_in_its_own_backward(tmp_path: Path) -> None:
     assert {each.depth for each in recording.of(Kind.OPTIMIZER)} == {1}
 
 
-def test_passed_optimizer_that_never_steps(tmp_path: Path) -> None:
-    """The one that does is taken in its place, and the report says so."""
+def test_passed_optimizer_that_never_steps_is_replaced_and_noted(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     unused, used = torch.optim.Adam(model.parameters()), torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
     with recorded(tmp_path, model, unused) as recording:
@@ -247,8 +252,8 @@ def test_passed_optimizer_that_never_steps(tmp_path: Path) -> None:
     assert [note for note in recording.notes if note.startswith("Adam, passed to watch(), has not stepped")]
 
 
-def test_order_of_those_passed_counts(tmp_path: Path) -> None:
-    """Each in a wrapper of its own: the step ends with the last."""
+def test_last_passed_optimizer_ends_the_step(tmp_path: Path) -> None:
+    """Each is in a wrapper of its own."""
     models = [nn.Linear(4, 4), nn.Linear(4, 4)]
     optimizers = [Around(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
     with recorded(tmp_path, models, optimizers) as recording:
@@ -261,11 +266,11 @@ def test_order_of_those_passed_counts(tmp_path: Path) -> None:
     assert len(recording.steps) == STEPS
 
 
-# -- of another class than torch's
+# -- classes that do not derive from torch's
 
 
 class Descent:
-    """No torch optimizer, and none inside."""
+    """An optimizer that neither derives from torch's class nor contains such an optimizer."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
@@ -286,7 +291,10 @@ class Descent:
 
 
 def test_optimizer_of_another_class(tmp_path: Path) -> None:
-    """Its steps are seen where it was passed; those of another object of its class are none; the class is as before."""
+    """Steps of the passed object count, those of another one of the class do not.
+
+    The class is restored.
+    """
     before = dict(vars(Descent))
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizer, bystander = Descent(model), Descent(other)
@@ -302,7 +310,7 @@ def test_optimizer_of_another_class(tmp_path: Path) -> None:
 
 
 def test_closure_of_another_class(tmp_path: Path) -> None:
-    """It is evaluated inside of the step, returns what it returns, and takes none of the optimizer's time."""
+    """The closure runs inside the step, returns its value, and does not count as optimizer time."""
     model = nn.Linear(4, 4)
     optimizer = Descent(model)
 
@@ -320,8 +328,8 @@ def test_closure_of_another_class(tmp_path: Path) -> None:
     assert len(recording.steps) == 1
 
 
-def test_error_of_another_class_is_the_users(tmp_path: Path) -> None:
-    """A step that raises is not counted, and the next one is."""
+def test_step_of_another_class_that_raised_is_not_counted(tmp_path: Path) -> None:
+    """The next step is counted."""
     model = nn.Linear(4, 4)
     optimizer = Descent(model)
     with recorded(tmp_path, model, optimizer) as recording:
@@ -337,12 +345,15 @@ def test_error_of_another_class_is_the_users(tmp_path: Path) -> None:
     assert len(recording.steps) == STEPS
 
 
-# -- inside of the backward pass
+# -- steps inside of the backward pass
 
 
 @pytest.mark.parametrize("passed", [False, True])
 def test_optimizers_that_step_inside_of_the_backward_pass(passed: bool, tmp_path: Path) -> None:
-    """One for each parameter, as torchtitan's: the step ends with the pass, and their time is the optimizer's."""
+    """One for each parameter, as in torchtitan.
+
+    The step ends with the pass; the time is the optimizer's.
+    """
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
 
@@ -374,8 +385,8 @@ def update(model: nn.Module) -> None:
             parameter.grad = None
 
 
-def test_loop_without_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each backward pass is a step, and the report says so. Optimizers of other tests may still be alive."""
+def test_backward_passes_are_steps_without_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report says so. Optimizers of other tests may still be alive."""
     monkeypatch.setattr("torchlens_perf.hooks.loop.training_loop.living_optimizers", list)
     model = nn.Linear(4, 4)
     with recorded(tmp_path, model) as recording:
@@ -387,8 +398,7 @@ def test_loop_without_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [note for note in recording.notes if note.startswith("no optimizer's step was seen")]
 
 
-def test_accumulation_before_the_first_step_is_no_step(tmp_path: Path) -> None:
-    """Backward passes end nothing where an optimizer is there."""
+def test_backward_passes_end_no_step_if_there_is_an_optimizer(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(tmp_path, model) as recording:
@@ -405,15 +415,16 @@ def test_accumulation_before_the_first_step_is_no_step(tmp_path: Path) -> None:
 
 
 def micro_steps(recording: Recording) -> list[int]:
-    return [each.value1 & 0xFFFF for each in recording.steps][1:]  # of the first, nothing is known yet
+    # The first step's number is unknown.
+    return [each.value1 & 0xFFFF for each in recording.steps][1:]
 
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize(
     "loop", ["one loss", "critic and actor", "gradient penalty", "two forward passes", "accumulation"]
 )
-def test_micro_steps_are_where_gradients_accumulate(loop: str, to_none: bool, tmp_path: Path) -> None:
-    """However often the model is called, and however many backward passes a step has."""
+def test_micro_steps_count_accumulated_passes(loop: str, to_none: bool, tmp_path: Path) -> None:
+    """Neither the number of model calls nor of backward passes per step matters."""
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
     batch = torch.randn(2, 4)
@@ -447,11 +458,14 @@ def test_micro_steps_are_where_gradients_accumulate(loop: str, to_none: bool, tm
     assert micro_steps(recording) == [3 if loop == "accumulation" else 1] * 3
 
 
-# -- what is passed
+# -- matching
 
 
 def test_positions() -> None:
-    """By identity, through wrappers, and by the parameters; of a deleted wrapper nothing is kept."""
+    """Optimizers are matched by identity, through wrappers, and by parameters.
+
+    A deleted wrapper is not kept alive.
+    """
     models = [nn.Linear(2, 2) for _ in range(4)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     wrapped = Around(optimizers[1])
@@ -467,8 +481,11 @@ def test_positions() -> None:
     assert len(passed.alive()) == 1
 
 
-def test_evaluation_flag_needs_unusual_steps(tmp_path: Path) -> None:
-    """A target network that runs without gradients in each step is training; a validation now and then is not."""
+def test_forward_without_gradients_in_each_step_is_not_an_evaluation(tmp_path: Path) -> None:
+    """A target network in each step is training.
+
+    A validation from time to time is an evaluation.
+    """
     flags = {}
     for name, every in (("target network", 1), ("validation", 4)):
         model = nn.Linear(4, 4)
@@ -487,7 +504,7 @@ def test_evaluation_flag_needs_unusual_steps(tmp_path: Path) -> None:
 
 
 def test_actor_that_steps_twice_is_no_evaluation(tmp_path: Path) -> None:
-    """An agent's loop, whose target has no gradients in any turn: no step evaluates, however soon its end is known."""
+    """An agent's target network has no gradients in any iteration, so no step is an evaluation."""
     critic, actor = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (critic, actor)]
     with recorded(tmp_path, [critic, actor], optimizers) as recording:

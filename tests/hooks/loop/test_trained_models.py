@@ -1,4 +1,4 @@
-"""All trained models are found, kept apart, and named as the user names them; what is not timed is said."""
+"""All trained models are found and named as by the user; models that are not timed are noted."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def modules(recording: Any) -> list[str]:
     return list(dict.fromkeys(recording.names(Kind.MODULE)))
 
 
-# -- models that were passed
+# -- passed models
 
 
 def test_list_is_named_by_its_variables(tmp_path: Path) -> None:
-    """As the call of watch() has them; an element without a name has that of its class."""
+    """Names come from the call of watch(). An element without a name gets that of its class."""
     from torchlens_perf import watch
 
     class Agent:
@@ -60,7 +60,7 @@ def test_list_is_named_by_its_variables(tmp_path: Path) -> None:
 
 
 def test_dictionary_names_its_models(tmp_path: Path) -> None:
-    """Also a single one."""
+    """This includes a single model."""
     model, other = network(), network()
     with recorded(tmp_path / "two", {"generator": model, "critic": other}, modules="all") as recording:
         for each in (model, other):
@@ -74,7 +74,7 @@ def test_dictionary_names_its_models(tmp_path: Path) -> None:
 
 
 def test_a_single_model_keeps_its_modules_names(tmp_path: Path) -> None:
-    """Nothing is in front of them, also in a list."""
+    """Names have no prefix, also in a list."""
     model = network()
     for given in (model, [model], (model,)):
         with recorded(tmp_path / str(type(given).__name__), given, modules="all") as recording:
@@ -82,8 +82,7 @@ def test_a_single_model_keeps_its_modules_names(tmp_path: Path) -> None:
         assert (roots(recording), modules(recording)) == (["Sequential"], ["0", "1"])
 
 
-def test_patterns_choose_with_and_without_the_models_name(tmp_path: Path) -> None:
-    """`modules="*.0"` and `modules="critic.1"`."""
+def test_patterns_match_with_and_without_the_models_name(tmp_path: Path) -> None:
     models = {"actor": network(), "critic": network()}
     for pattern, expected in (
         ("*.0", ["actor.0", "critic.0"]),
@@ -96,8 +95,8 @@ def test_patterns_choose_with_and_without_the_models_name(tmp_path: Path) -> Non
         assert modules(recording) == expected
 
 
-def test_other_models_that_are_trained_are_said(tmp_path: Path) -> None:
-    """What was passed is timed; what else an optimizer steps is named, and what to do."""
+def test_other_trained_models_are_noted(tmp_path: Path) -> None:
+    """Only the passed model is timed."""
     model, beside = network(), network()
     first, second = optimizers(model, beside)
     with recorded(tmp_path, model) as recording:
@@ -112,7 +111,7 @@ def test_other_models_that_are_trained_are_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["inner model", "part of it"])
 def test_wrapped_or_partial_models_are_the_same(way: str, tmp_path: Path) -> None:
-    """A model that is wrapped later, or of which a part was passed, is not taken for another one."""
+    """A model that is wrapped later, or of which a part was passed, is recognized."""
     inner = network()
     whole = nn.Sequential(inner, nn.Linear(4, 4)) if way == "part of it" else nn.DataParallel(inner)
     (optimizer,) = optimizers(whole)
@@ -123,7 +122,7 @@ def test_wrapped_or_partial_models_are_the_same(way: str, tmp_path: Path) -> Non
     assert recording.notes == []
 
 
-# -- models that are found
+# -- found models
 
 
 class Generator(nn.Sequential):
@@ -135,7 +134,7 @@ class Critic(nn.Sequential):
 
 
 def test_models_are_found_when_their_optimizers_step(tmp_path: Path) -> None:
-    """Each from the end of its optimizer's first step on, apart from the others."""
+    """Each model is timed separately after its optimizer's first step."""
     generator, critic = Generator(nn.Linear(4, 4), nn.ReLU()), Critic(nn.Linear(4, 4), nn.ReLU())
     first, second = optimizers(generator, critic)
     with recorded(tmp_path, modules="all") as recording:
@@ -149,8 +148,8 @@ def test_models_are_found_when_their_optimizers_step(tmp_path: Path) -> None:
     assert recording.names(Kind.FORWARD) == [f"forward {name}" for name in names] * (STEPS - 1)
 
 
-def test_old_models_are_not_taken_for_trained(tmp_path: Path) -> None:
-    """As a notebook holds them, with their optimizers, from cells before."""
+def test_models_from_before_the_watch_are_not_timed(tmp_path: Path) -> None:
+    """A notebook keeps models and optimizers of earlier cells."""
     old, model = network(), Generator(nn.Linear(4, 4))
     old_optimizer, optimizer = optimizers(old, model)
     train(old, old_optimizer)
@@ -163,7 +162,7 @@ def test_old_models_are_not_taken_for_trained(tmp_path: Path) -> None:
 
 
 def test_a_model_made_later_is_found(tmp_path: Path) -> None:
-    """With an optimizer of its own, after the others have stepped."""
+    """The model has its own optimizer and comes after steps of the others."""
     model = Generator(nn.Linear(4, 4))
     (optimizer,) = optimizers(model)
     with recorded(tmp_path) as recording:
@@ -178,7 +177,7 @@ def test_a_model_made_later_is_found(tmp_path: Path) -> None:
 
 
 def test_one_optimizer_over_several_models(tmp_path: Path) -> None:
-    """As twin critics have it."""
+    """Twin critics have one optimizer."""
     models = [network(), network()]
     optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
     with recorded(tmp_path) as recording:
@@ -190,7 +189,10 @@ def test_one_optimizer_over_several_models(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_model_that_is_not_called(tmp_path: Path) -> None:
-    """An agent whose actor and critic are called, but never the agent: each is a forward pass, under its name."""
+    """An agent calls its actor and critic but is never called itself.
+
+    Each is a forward pass with its name.
+    """
 
     class Agent(nn.Module):
         def __init__(self) -> None:
@@ -225,7 +227,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize(("holder", "expected"), HOLDERS.values(), ids=HOLDERS)
-def test_names_of_what_holds_them(holder: str, expected: list[str]) -> None:
+def test_models_are_named_by_variables_and_attributes(holder: str, expected: list[str]) -> None:
     """In the main module of a script."""
 
     class A(nn.Linear):
@@ -237,21 +239,21 @@ def test_names_of_what_holds_them(holder: str, expected: list[str]) -> None:
     main.clear()
 
 
-def test_without_a_name_it_is_the_class_inside_of_wrappers() -> None:
-    """What nobody holds by a name, as the arguments here, is called as what is compiled or wrapped in it."""
+def test_model_without_a_name_gets_that_of_its_inner_class() -> None:
+    """The arguments in this test are compiled or wrapped models."""
     names = names_of([torch.compile(nn.Linear(4, 4)), nn.DataParallel(torch.compile(nn.Bilinear(2, 2, 2)))])
 
     assert names == ["Linear", "Bilinear"]
 
 
-def test_names_are_different() -> None:
-    """Also from those that are taken."""
+def test_names_are_distinct() -> None:
+    """They also differ from names that are taken."""
     models = [nn.Linear(2, 2) for _ in range(3)]
     assert names_of(models, ["a", "a", "b"], taken=["b"]) == ["a", "a_2", "b_2"]
 
 
-def test_local_variables_stay_as_they_are() -> None:
-    """A function's locals() are not written to: what the user took of them before is what it was."""
+def test_local_variables_are_not_changed() -> None:
+    """A dictionary that the user got from locals() keeps its contents."""
 
     def training() -> tuple[dict[str, Any], list[str]]:
         options = locals()
@@ -265,8 +267,7 @@ def test_local_variables_stay_as_they_are() -> None:
     assert names == (["model", "other"] if sys.version_info >= (3, 12) else ["Sequential", "Sequential_2"])
 
 
-def test_naming_runs_no_property() -> None:
-    """Of objects that hold a model."""
+def test_naming_evaluates_no_property() -> None:
     called: list[str] = []
 
     class Holder:
@@ -286,14 +287,14 @@ def test_naming_runs_no_property() -> None:
     assert called == []
 
 
-# -- what looking for them costs
+# -- cost of the search
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_living_objects_are_looked_at_only_for_what_is_not_known(
+def test_objects_are_not_searched_if_the_model_was_passed(
     passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To look at all of them takes as long as some steps: not where the model that is trained was passed."""
+    """A search takes as long as several steps."""
     looks: list[str] = []
     monkeypatch.setattr(gc, "get_objects", lambda: [*GET_OBJECTS(), looks.append("a look")])
     model = network()
@@ -307,7 +308,7 @@ def test_living_objects_are_looked_at_only_for_what_is_not_known(
 
 
 class Hostile(type):
-    """Classes that run user's code when they are compared or looked up."""
+    """A metaclass that runs user code when classes are compared or looked up."""
 
     def __eq__(cls, other: object) -> bool:
         raise RuntimeError("compared")
@@ -320,15 +321,15 @@ class Hostile(type):
 
 
 class Proxy(metaclass=Hostile):
-    """Pretends to be what it stands for, and makes that when it is asked."""
+    """A lazy proxy that creates its object when it is asked for its class."""
 
     @property
     def __class__(self) -> type:
         raise RuntimeError("made")
 
 
-def test_looking_runs_nobodys_code() -> None:
-    """Whatever lives: it is found by what it is, also where its class is derived from a derived one."""
+def test_search_runs_no_user_code() -> None:
+    """Objects are found by their type, also with several levels of subclasses."""
     proxies = [Proxy() for _ in range(3)]
     model, generator = network(), Generator(nn.Linear(2, 2))
     found = living(nn.Module)

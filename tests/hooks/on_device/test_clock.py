@@ -1,4 +1,4 @@
-"""The clock of a device's events, the real class, with events of the fake driver."""
+"""The real EventClock with events of the fake driver."""
 
 from __future__ import annotations
 
@@ -10,38 +10,39 @@ from torchlens_perf.hooks.on_device import clock as events
 from torchlens_perf.hooks.on_device.clock import EventClock
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
-EVENT_NS, LAUNCH_NS = 500, 1500  # of the fake device
+# Costs on the fake device.
+EVENT_NS, LAUNCH_NS = 500, 1500
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
 
 
 @pytest.fixture
 def fake(device: FakeDevice) -> FakeEvents:
-    """The events of one device."""
+    """Events of the fake device."""
     return FakeEvents(device)
 
 
 @pytest.fixture
 def clock(fake: FakeEvents) -> EventClock:
-    """A clock with a first anchor."""
+    """A clock with its first anchor."""
     return EventClock(fake, fake.now_ns)
 
 
 def marked(clock: EventClock) -> int:
-    """A mark that must be possible."""
+    """Make a mark and require that it succeeds."""
     mark = clock.mark()
     assert mark is not None
     return mark
 
 
 def read(clock: EventClock, mark: int) -> int | None:
-    """When the device came to one mark, on the host's line."""
+    """Return the host time at which the device reached a mark."""
     span = clock.span(mark, mark)
     return None if span is None else span[0]
 
 
 def both_read(clock: EventClock, first: int, second: int) -> tuple[int, int]:
-    """Start and end of a span that must be there."""
+    """Return start and end of a span, whose times must be known."""
     span = clock.span(first, second)
     assert span is not None
     return span[0], sum(span)
@@ -49,8 +50,11 @@ def both_read(clock: EventClock, first: int, second: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("spin_ns", [10_000, MILLISECOND, 500 * MILLISECOND])
 def test_work_is_timed_by_the_device(device: FakeDevice, clock: EventClock, spin_ns: int) -> None:
-    """The host only enqueues; the span is as long as the device worked, and lies where it did on the host's line."""
-    device.spin(7 * MILLISECOND)  # the device is busy when the mark is made
+    """The host only enqueues.
+
+    The span has the device's duration and its place on the host's time line.
+    """
+    device.spin(7 * MILLISECOND)  # Keeps the device busy when the mark is made.
     issued_ns = device.now_ns()
     begin = marked(clock)
     device.spin(spin_ns)
@@ -65,8 +69,8 @@ def test_work_is_timed_by_the_device(device: FakeDevice, clock: EventClock, spin
     assert clock.error_ns < 2000
 
 
-def test_what_the_device_has_not_reached_is_not_known(device: FakeDevice, clock: EventClock) -> None:
-    """And nobody waits for it: no synchronization, and one question at each step's end."""
+def test_marks_that_the_device_has_not_reached_are_unknown(device: FakeDevice, clock: EventClock) -> None:
+    """The host does not synchronize, and makes one query at each step's end."""
     begin = marked(clock)
     device.spin(50 * MILLISECOND)
     end = marked(clock)
@@ -85,7 +89,7 @@ def test_what_the_device_has_not_reached_is_not_known(device: FakeDevice, clock:
 
 
 def test_twenty_steps_ahead_of_the_device(device: FakeDevice, clock: EventClock) -> None:
-    """Every mark is read in the end; no synchronization, and two questions a step at most."""
+    """Each mark is read at last, without synchronization and with two queries per step at most."""
     marks: list[int] = []
     times: dict[int, int] = {}
 
@@ -112,7 +116,7 @@ def test_twenty_steps_ahead_of_the_device(device: FakeDevice, clock: EventClock)
 
 
 def test_events_come_from_a_pool(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
-    """A thousand steps take the events of two, and an anchor a second."""
+    """A thousand steps take the events of two steps, and one anchor per second."""
     for _ in range(1000):
         begin, end = marked(clock), marked(clock)
         device.advance(MILLISECOND)
@@ -123,7 +127,7 @@ def test_events_come_from_a_pool(device: FakeDevice, fake: FakeEvents, clock: Ev
 
 
 def test_streams_do_not_wait_for_each_other(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
-    """A stream that is far behind does not keep another one's times back."""
+    """A stream that is far behind does not delay another one's times."""
     slow, fast = device.new_stream(), device.new_stream()
     fake.stream = slow
     slow_begin = marked(clock)
@@ -145,8 +149,8 @@ def test_streams_do_not_wait_for_each_other(device: FakeDevice, fake: FakeEvents
     assert end_ns - begin_ns == pytest.approx(900 * MILLISECOND + LAUNCH_NS + EVENT_NS, abs=100)
 
 
-def test_a_capture_is_left_alone(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
-    """No record, no query and no elapsed time while a graph is captured, and the marks that were not made counted."""
+def test_no_device_call_during_a_capture(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
+    """Marks that were not made are counted."""
     before = marked(clock)
     clock.drain()
     device.advance(MILLISECOND)
@@ -163,8 +167,8 @@ def test_a_capture_is_left_alone(device: FakeDevice, fake: FakeEvents, clock: Ev
     assert read(clock, before) is not None
 
 
-def test_a_capture_on_another_thread_goes_on(device: FakeDevice, clock: EventClock) -> None:
-    """In the global mode any thread's question would end it: ours are asked in a mode in which they do not."""
+def test_queries_do_not_end_a_capture_on_another_thread(device: FakeDevice, clock: EventClock) -> None:
+    """In global capture mode, a query ends captures of all threads unless it is in relaxed mode."""
     before = marked(clock)
     clock.drain()
     device.advance(MILLISECOND)
@@ -173,12 +177,12 @@ def test_a_capture_on_another_thread_goes_on(device: FakeDevice, clock: EventClo
     clock.drain()
     assert read(clock, before) is not None
     device.advance(2 * SECOND)
-    clock.drain()  # takes an anchor
+    clock.drain()  # Takes an anchor.
     device.end_capture(anothers)
 
 
 def test_a_device_far_behind_is_not_marked_further(device: FakeDevice, clock: EventClock) -> None:
-    """Counted; and marked again once it has come to the last mark."""
+    """Missing marks are counted. Marking continues after the device has reached the last mark."""
     device.spin(10 * SECOND)
     for _ in range(events.BEHIND_STEPS + 1):
         marked(clock)
@@ -192,14 +196,17 @@ def test_a_device_far_behind_is_not_marked_further(device: FakeDevice, clock: Ev
 
 
 def test_more_marks_than_events(device: FakeDevice, clock: EventClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is bounded, and what was not marked counted, apart from a device that is steps behind."""
+    """Memory is limited.
+
+    Missing marks are counted separately from those of a device that is behind.
+    """
     monkeypatch.setattr(events, "MAX_EVENTS", 8)
     assert sum(clock.mark() is not None for _ in range(20)) == 8
     assert (clock.crowded, clock.skipped, clock.missing) == (12, 0, 12)
 
 
 def test_many_marks_on_a_device_that_is_a_step_behind(device: FakeDevice, clock: EventClock) -> None:
-    """As FSDP2 makes them with 82 modules and 8 micro-steps, the host two steps ahead: none is missing."""
+    """No mark is missing with 82 modules of FSDP2 and 8 micro-steps, two steps ahead."""
     for step in range(6):
         for _ in range(3936):
             marked(clock)
@@ -225,7 +232,7 @@ def test_an_event_that_cannot_be_made_or_recorded(
 
 
 def test_old_times_are_forgotten(device: FakeDevice, clock: EventClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module whose backward pass never came has marked its beginning, and nobody will read it."""
+    """A module whose backward pass never came has marked its start, which is never read."""
     monkeypatch.setattr(events, "MAX_TIMES", 8)
     marks = []
     for _ in range(10):
@@ -236,8 +243,8 @@ def test_old_times_are_forgotten(device: FakeDevice, clock: EventClock, monkeypa
     assert [read(clock, mark) is not None for mark in marks] == [False] * 12 + [True] * 8
 
 
-def test_the_device_may_drift(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
-    """Its clock gains 50 us a second: an anchor a second keeps times that close, and the error is stated."""
+def test_anchors_correct_a_drifting_device(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
+    """The device's clock gains 50 us per second. The remaining error is reported."""
     fake.fast = 50e-6
     for _ in range(8):
         device.advance(SECOND)
@@ -254,7 +261,7 @@ def test_the_device_may_drift(device: FakeDevice, fake: FakeEvents, clock: Event
 
 
 def test_durations_do_not_depend_on_anchors(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
-    """A span across two of them is as long as the device says: its clock gains 50 us a second here."""
+    """A clock that gains 50 us per second must not change a span across two anchors."""
     fake.fast = 50e-6
     for _ in range(5):
         begin = marked(clock)
@@ -270,7 +277,7 @@ def test_durations_do_not_depend_on_anchors(device: FakeDevice, fake: FakeEvents
 
 
 def test_without_an_anchor_nothing_is_marked(device: FakeDevice, fake: FakeEvents) -> None:
-    """A device whose front end is busy gives none: marks are counted, not guessed; later one is found."""
+    """With a busy front end, marks are counted as missing. A later attempt finds an anchor."""
     device.spin(2 * SECOND, fake.aside)
     clock = EventClock(fake, fake.now_ns)
     assert clock.error_ns is None
@@ -282,13 +289,11 @@ def test_without_an_anchor_nothing_is_marked(device: FakeDevice, fake: FakeEvent
     assert clock.mark() is not None
 
 
-def test_an_anchor_that_came_late_is_better_than_one_of_long_ago(
-    device: FakeDevice, fake: FakeEvents, clock: EventClock
-) -> None:
-    """Its error is as wide as its bracket, and said."""
+def test_late_anchor_replaces_an_old_one(device: FakeDevice, fake: FakeEvents, clock: EventClock) -> None:
+    """Its error is half of the time between record and completion."""
     first_error_ns = clock.error_ns
     for _ in range(40):
-        device.spin(900 * MILLISECOND, fake.aside)  # never idle when an anchor is tried
+        device.spin(900 * MILLISECOND, fake.aside)  # Busy at each attempt to take an anchor.
         device.advance(SECOND + MILLISECOND)
         device.spin(100 * MILLISECOND, fake.aside)
         clock.drain()

@@ -1,4 +1,4 @@
-"""Events around a collective, where nothing else tells of its end: the real clock, on the fake device."""
+"""Events around collectives without the plugin: the real clock on the fake device."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER),
     pytest.mark.skipif(IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"),
 ]
-KERNEL_NS, OVER_NS = 3_000_000, 20_000  # OVER_NS: what the fake device takes for launches and events
+# OVER_NS: the time of launches and events on the fake device.
+KERNEL_NS, OVER_NS = 3_000_000, 20_000
 TIMED = Flag.COMPLETED | Flag.DEVICE
 
 
 class Loop(CollectiveRig):
-    """What of a session the events need, and a loop of steps with one collective each."""
+    """The parts of a session that events need, and a loop with one collective per step."""
 
     def __init__(self, device: FakeDevice, folder: Path) -> None:
         self.device, self.fake = device, FakeEvents(device)
@@ -48,7 +49,7 @@ class Loop(CollectiveRig):
         self.stalls.stream = self.fake.stream
 
     def collective(self, number: int, *, raises: bool = False) -> None:
-        """As a tap has it."""
+        """Issue a collective as a tap does."""
         issued = self.issue(number)
         end = self.stalls.begin_collective()
         self.device.spin(KERNEL_NS, self.fake.stream)
@@ -57,7 +58,7 @@ class Loop(CollectiveRig):
         self.recorder.returned(issued, int(End.UNKNOWN), int(Flag.EXCEPTION) if raises else 0)
 
     def step(self) -> None:
-        """Its end: the device's clock reads first."""
+        """End a step. The device's clock reads first."""
         self.clock_of_device.drain()
         self.events.read()
         self.recorder.next_step()
@@ -72,8 +73,8 @@ def loop(device: FakeDevice, tmp_path: Path) -> Iterator[Loop]:
     made.close()
 
 
-def test_time_on_the_device(loop: Loop) -> None:
-    """From where the stream came to it until it was over, without waiting for it; told some steps later."""
+def test_collective_has_its_time_on_the_device(loop: Loop) -> None:
+    """The time becomes known some steps later, without waiting for the device."""
     synchronizations = loop.device.synchronizations
     for number in range(3):
         loop.collective(number)
@@ -90,8 +91,8 @@ def test_time_on_the_device(loop: Loop) -> None:
     assert loop.device.synchronizations == synchronizations
 
 
-def test_capture(loop: Loop) -> None:
-    """Nothing is marked, and the record is as without events."""
+def test_nothing_is_marked_in_a_capture(loop: Loop) -> None:
+    """The record is the same as without events."""
     loop.fake.stream = loop.device.new_stream()
     loop.device.begin_capture(loop.fake.stream)
     assert loop.stalls.begin_collective() is None
@@ -100,8 +101,8 @@ def test_capture(loop: Loop) -> None:
     assert [(sequence(each), each["flags"]) for each in loop.collectives()] == [(0, 0)]
 
 
-def test_on_another_stream(loop: Loop) -> None:
-    """It has its time, and is no stall of the compute stream; on that one it is both, with the same two marks."""
+def test_collective_on_another_stream_is_no_stall(loop: Loop) -> None:
+    """On the compute stream the collective is also a stall with the same marks."""
     loop.fake.stream = loop.device.new_stream()
     loop.collective(0)
     assert loop.spans == []
@@ -121,15 +122,14 @@ def test_on_another_stream(loop: Loop) -> None:
     assert KERNEL_NS <= times[1] < KERNEL_NS + OVER_NS
 
 
-def test_operation_that_raises(loop: Loop) -> None:
-    """It is recorded at once, and its mark is not waited for."""
+def test_operation_that_raises_is_recorded_at_once(loop: Loop) -> None:
     loop.collective(0, raises=True)
     assert [(sequence(each), each["flags"]) for each in loop.collectives()] == [(0, Flag.EXCEPTION)]
     loop.step()
 
 
-def test_device_that_does_not_come_to_it(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After 256 steps it is not waited for: recorded without an end. Marks are bounded."""
+def test_operation_is_recorded_without_end_after_256_steps(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of marks is limited."""
     loop.collective(0)
     for _ in range(256):
         loop.step()

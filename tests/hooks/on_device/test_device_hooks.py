@@ -1,4 +1,4 @@
-"""Device times of a watched training loop, whose device is the fake one."""
+"""Device times of a watched training loop on the fake device."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 MILLISECOND = 1_000_000
 FORWARD_NS, BACKWARD_NS, OPTIMIZER_NS = 3 * MILLISECOND, 6 * MILLISECOND, MILLISECOND
 STEP_NS = FORWARD_NS + BACKWARD_NS + OPTIMIZER_NS
-OVER_NS = 20_000  # what the fake device takes for launches and events, a span
+# The time of launches and events of a span on the fake device.
+OVER_NS = 20_000
 
 
 class _Work(torch.autograd.Function):
-    """Enqueues work in the forward and in the backward pass."""
+    """Enqueues work in the forward and the backward pass."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor, device: FakeDevice) -> torch.Tensor:
@@ -50,7 +51,7 @@ class _Work(torch.autograd.Function):
 
 
 class Inner(torch.nn.Module):
-    """The part of the model that works."""
+    """The part of the model that enqueues work."""
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class Inner(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """A linear layer, and what the device is busy with."""
+    """A linear layer and work for the device."""
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class Sgd(torch.optim.SGD):
 
 
 class Rig:
-    """A training loop on the fake device, and its hook."""
+    """A training loop on the fake device with its hook."""
 
     def __init__(self, device: FakeDevice) -> None:
         self.device, self.events = device, FakeEvents(device)
@@ -93,7 +94,7 @@ class Rig:
         self.hook = DeviceHook(asked_for=False)
 
     def attach(self, recording: Recording) -> None:
-        """What the first step's end does on a GPU."""
+        """Start the hook as the first step's end does on a GPU."""
         assert recording.watch is not None
         session = recording.watch._session
         assert session is not None
@@ -101,7 +102,7 @@ class Rig:
         self.hook.start(session, self.events, self.events.now_ns)
 
     def step(self) -> None:
-        """One step; the host only issues it."""
+        """Run one step, which the host only issues."""
         self.model(torch.ones(2, 4)).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -109,7 +110,7 @@ class Rig:
 
 @pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
 def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The native recorder, and its twin."""
+    """The native recorder and the one in Python."""
     import torchlens_perf.hooks.module as module
 
     monkeypatch.setattr(session, "Recorder", request.param.Recorder)
@@ -119,23 +120,23 @@ def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def device_spans(recording: Recording, kind: Kind) -> list[Record]:
-    """The device's spans of what was of that kind on the host."""
+    """Return the device's spans of a kind of host spans."""
     return [each for each in recording.of(Kind.DEVICE) if each.value0 == kind]
 
 
 @pytest.mark.parametrize(("there", "known"), [("", "cpu"), ("cuda", "")])
-def test_what_a_model_on_the_cpu_computes_on(
+def test_device_of_a_model_on_the_cpu_is_unknown_with_an_accelerator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, known: str
 ) -> None:
-    """Where there is a device, nobody knows yet: `model.cuda()` may follow, or FSDP offloads to it."""
+    """`model.cuda()` may follow, or FSDP offloads to the CPU."""
     monkeypatch.setattr(attach, "accelerator", lambda: there)
     with recorded(tmp_path, torch.nn.Linear(2, 2)) as recording:
         recording.watch.step()
     assert recording.metadata["compute_device"] == known
 
 
-def test_a_step_that_has_lost_a_stall_is_not_whole(device: FakeDevice, tmp_path: Path) -> None:
-    """The wait was interrupted between its marks: that step has no record of its own, and is counted."""
+def test_step_with_an_interrupted_stall_has_no_record(device: FakeDevice, tmp_path: Path) -> None:
+    """The step is counted."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -152,8 +153,8 @@ def test_a_step_that_has_lost_a_stall_is_not_whole(device: FakeDevice, tmp_path:
 
 @pytest.mark.usefixtures("recorder")
 @pytest.mark.parametrize("ahead", [False, True], ids=["host waits", "host runs ahead"])
-def test_phases_by_the_device(device: FakeDevice, tmp_path: Path, ahead: bool) -> None:
-    """Each phase's time is the device's, of the step that it belongs to, whether or not the device is behind."""
+def test_phases_have_device_times(device: FakeDevice, tmp_path: Path, ahead: bool) -> None:
+    """The times belong to the right step, whether or not the device is behind."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -183,8 +184,8 @@ def test_phases_by_the_device(device: FakeDevice, tmp_path: Path, ahead: bool) -
 
 
 @pytest.mark.usefixtures("recorder")
-def test_how_far_the_device_is_behind(device: FakeDevice, tmp_path: Path) -> None:
-    """A device that has nothing left to do when the host marks the end; and one that has a step's work left."""
+def test_device_delay_is_recorded(device: FakeDevice, tmp_path: Path) -> None:
+    """When the host marks the end, the device is idle in one step and behind in another."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -198,12 +199,13 @@ def test_how_far_the_device_is_behind(device: FakeDevice, tmp_path: Path) -> Non
             recording.watch.step()
     behind = {span.step: span.value1 for span in device_spans(recording, Kind.OPTIMIZER)}
     for step in range(1, 4):
-        assert behind[step] == pytest.approx(STEP_NS, rel=0.02)  # the host's part takes no time here
+        # The host's own work takes no time in this test.
+        assert behind[step] == pytest.approx(STEP_NS, rel=0.02)
     assert behind[4] == pytest.approx(50 * MILLISECOND + STEP_NS, rel=0.02)
 
 
 def test_modules_and_sections_in_sampled_steps(recorder: ModuleType, device: FakeDevice, tmp_path: Path) -> None:
-    """Steps that are sampled have them, forward and backward, by the device; others do not."""
+    """Only sampled steps have device times of modules, forward and backward, and of sections."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer, modules="all", backward_every=1) as recording:
         rig.attach(recording)
@@ -230,7 +232,7 @@ def test_modules_and_sections_in_sampled_steps(recorder: ModuleType, device: Fak
 
 
 def test_a_captured_step_has_no_device_times(device: FakeDevice, tmp_path: Path) -> None:
-    """Nothing of ours is recorded into the graph, and it is said that steps were not timed."""
+    """No event is recorded into the graph, and missing steps are published."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -251,8 +253,8 @@ def test_a_captured_step_has_no_device_times(device: FakeDevice, tmp_path: Path)
     assert recording.metadata["device"]["captured"] > 0
 
 
-def test_a_step_that_lacks_a_mark_is_not_complete(device: FakeDevice, tmp_path: Path) -> None:
-    """Its stalls may be among what is missing: there is no record of the step, and the next ones have theirs."""
+def test_step_with_a_missing_mark_has_no_record(device: FakeDevice, tmp_path: Path) -> None:
+    """The missing mark may be one of a stall. Later steps have records."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -274,8 +276,8 @@ def test_a_step_that_lacks_a_mark_is_not_complete(device: FakeDevice, tmp_path: 
 
 
 @pytest.mark.usefixtures("recorder")
-def test_stalls_come_before_their_step(device: FakeDevice, tmp_path: Path) -> None:
-    """As DEVICE records of the kind WAIT, with what was waited in, before the record of the step that they are in."""
+def test_stalls_are_recorded_before_their_step(device: FakeDevice, tmp_path: Path) -> None:
+    """They are DEVICE records of kind WAIT with the name of the wait."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -297,8 +299,10 @@ def test_stalls_come_before_their_step(device: FakeDevice, tmp_path: Path) -> No
         assert spans.index(stall) < spans.index(step)
 
 
-def test_reading_a_probe_is_charged_to_it(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampled step's marks are read in later steps, at a cost that those would not have."""
+def test_reading_probes_counts_as_their_cost(
+    device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marks of a sampled step are read in later steps, which would not have this cost."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer, modules="all", backward_every=1) as recording:
         rig.attach(recording)
@@ -316,8 +320,10 @@ def test_reading_a_probe_is_charged_to_it(device: FakeDevice, tmp_path: Path, mo
 
 
 @pytest.mark.usefixtures("recorder")
-def test_a_full_queue_is_not_our_time(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mark waits for room in it, as the job's next launch would have; else the report would blame this tool."""
+def test_wait_for_a_full_queue_is_not_overhead(
+    device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mark waits for room in the queue, as the job's next launch would without it."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -338,8 +344,8 @@ def test_a_full_queue_is_not_our_time(device: FakeDevice, tmp_path: Path, monkey
         monkeypatch.undo()
 
 
-def test_what_the_device_never_reached_is_counted(device: FakeDevice, tmp_path: Path) -> None:
-    """The watch ends while the device is behind: it does not wait."""
+def test_spans_that_the_device_never_reached_are_counted(device: FakeDevice, tmp_path: Path) -> None:
+    """The watch ends without waiting for the device."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -352,7 +358,7 @@ def test_what_the_device_never_reached_is_counted(device: FakeDevice, tmp_path: 
 
 
 def test_a_user_exception_in_the_forward_pass(device: FakeDevice, tmp_path: Path) -> None:
-    """It is the user's that comes out, and the next steps are timed as before."""
+    """The exception is passed on, and later steps are timed."""
     rig = Rig(device)
 
     class Failing(torch.nn.Module):
@@ -371,8 +377,13 @@ def test_a_user_exception_in_the_forward_pass(device: FakeDevice, tmp_path: Path
     assert [span.step for span in device_spans(recording, Kind.FORWARD) if span.name == "forward Model"] == [0, 1]
 
 
-def test_one_connection_to_the_device(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events would serialize what overlaps there: not taken, and said; unless asked for."""
+def test_no_device_times_with_one_connection_to_the_device(
+    device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events would serialize overlapping work.
+
+    A note gives the reason, and the setting overrides it.
+    """
     monkeypatch.setenv(CONNECTIONS, "1")
     for asked_for in (False, True):
         with recorded(tmp_path) as recording:
@@ -383,10 +394,10 @@ def test_one_connection_to_the_device(device: FakeDevice, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
 @pytest.mark.usefixtures("recorder")
-def test_an_interruption_inside_a_mark_is_the_users(
+def test_interruption_inside_a_mark_reaches_the_user(
     device: FakeDevice, tmp_path: Path, interruption: type[BaseException]
 ) -> None:
-    """A signal handler runs inside of our Python code: what it raises comes out of the user's loop, not of nowhere."""
+    """A signal handler may run inside Python code of this package."""
     rig = Rig(device)
     raised = []
 
@@ -410,8 +421,8 @@ def test_an_interruption_inside_a_mark_is_the_users(
         session.recorder.set_device_clock(None, None)
 
 
-def test_a_hook_that_fails_marks_no_more(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its work at a step's end is switched off: without it nobody would read what is marked."""
+def test_failed_hook_makes_no_more_marks(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its work at a step's end, marks would not be read."""
     monkeypatch.setenv(RAISE, "0")
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
@@ -430,7 +441,7 @@ def test_a_hook_that_fails_marks_no_more(device: FakeDevice, tmp_path: Path, mon
 
 
 def test_events_are_not_destroyed_in_a_forked_child(device: FakeDevice, tmp_path: Path) -> None:
-    """Destroying one there asks CUDA, which ends the process."""
+    """Destroying an event calls CUDA, which crashes the child."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -444,17 +455,19 @@ def test_events_are_not_destroyed_in_a_forked_child(device: FakeDevice, tmp_path
 
 
 def test_no_hook_on_a_cpu_build() -> None:
-    """Also where it is asked for."""
+    """This includes a setting that asks for device times."""
     if torch.version.cuda is not None or torch.version.hip is not None:
         pytest.skip("this torch was built for a device")
     assert device_hooks(config.Config(device_times="on")) == []
 
 
-def test_the_last_mark_that_the_device_has_reached(
+def test_last_reached_mark_is_published(
     device: FakeDevice, tmp_path: Path, recorder: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each step's end the last mark that it has reached is noted: step, place, span, since when, and when that was
-    seen. Nobody waits for it."""
+    """The published mark has its step, place, span, and the times of the first and last check.
+
+    The host does not wait for the device.
+    """
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -465,7 +478,8 @@ def test_the_last_mark_that_the_device_has_reached(
         keeps_up = device_mark(reader)
         synchronizations = device.synchronizations
         with monkeypatch.context() as once:
-            once.setattr(sys.modules[__name__], "FORWARD_NS", 1000 * STEP_NS)  # a kernel that does not end
+            # A kernel that does not end during the test.
+            once.setattr(sys.modules[__name__], "FORWARD_NS", 1000 * STEP_NS)
             rig.step()
         for _ in range(5):
             device.advance(3 * STEP_NS)
@@ -482,8 +496,8 @@ def test_the_last_mark_that_the_device_has_reached(
     assert mark.looked_ns - mark.since_ns >= 9 * STEP_NS
 
 
-def test_a_device_that_keeps_up_is_asked_no_more(device: FakeDevice, tmp_path: Path) -> None:
-    """One question a step, for the newest mark of the step before, as without noting how far it is."""
+def test_progress_needs_no_more_queries_if_the_device_keeps_up(device: FakeDevice, tmp_path: Path) -> None:
+    """One query per step is made, as without publishing the progress."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)

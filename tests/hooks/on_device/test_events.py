@@ -1,4 +1,4 @@
-"""CUDA's events without a GPU: which stream is current, on stand-ins for torch.cuda's functions."""
+"""The current stream of CudaEvents, with replacements for torch.cuda's functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Cuda:
     """A current stream, which tests change."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, handles: bool) -> None:
-        """handles: whether torch tells a stream's handle."""
+        """handles: True if torch returns a stream's handle."""
         self.handle, self.capturing, self.made = 0, False, 0
         monkeypatch.setattr(torch.cuda, "Stream", lambda index, priority: ("idle", index, priority))
         monkeypatch.setattr(torch.cuda, "Event", lambda *, enable_timing: SimpleNamespace(timing=enable_timing))
@@ -27,15 +27,15 @@ class Cuda:
         monkeypatch.setattr(torch_private, "current_stream_handle", lambda: told)
 
     def current_stream(self, index: int) -> Any:
-        """A new object each time."""
+        """Return a new object at each call."""
         assert index == 3
         self.made += 1
         return ("stream", self.handle)
 
 
 @pytest.mark.parametrize("handles", [True, False])
-def test_current_stream(monkeypatch: pytest.MonkeyPatch, handles: bool) -> None:
-    """The same one is equal; one object is made for each where its handle is told."""
+def test_one_object_per_stream(monkeypatch: pytest.MonkeyPatch, handles: bool) -> None:
+    """Streams are compared by value. With handles, there is one object for each stream."""
     cuda = Cuda(monkeypatch, handles=handles)
     own = CudaEvents(3)
     assert own.name == "CUDA events"
@@ -51,8 +51,8 @@ def test_current_stream(monkeypatch: pytest.MonkeyPatch, handles: bool) -> None:
     assert own.capturing()
 
 
-def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program may make streams without end."""
+def test_number_of_kept_streams_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may create any number of streams."""
     cuda = Cuda(monkeypatch, handles=True)
     own = CudaEvents(3)
     for cuda.handle in range(10 * events._MAX_STREAMS):

@@ -1,4 +1,4 @@
-"""A watched process tells which GPUs it computes on, once, and asks no more."""
+"""Publishing of the GPUs that a watched process computes on."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ GB = 1 << 30
 
 
 class Devices:
-    """What torch says of its devices; there is no GPU here."""
+    """torch's functions on devices. There is no GPU here."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.initialized, self.capturing = True, False
         self.reserved = [0, 0, 0]
         self.asked = 0
-        monkeypatch.setattr(torch.version, "cuda", None)  # a build for CUDA would have all its hooks ask these devices
+        # With a CUDA build of torch, all other hooks would query these devices too.
+        monkeypatch.setattr(torch.version, "cuda", None)
         for name, answer in (
             ("is_initialized", lambda: self.initialized),
             ("is_current_stream_capturing", lambda: self.capturing),
@@ -44,30 +45,33 @@ class Devices:
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
-    """Three, of which none is in use yet."""
+    """Three devices, none of them in use."""
     default_hooks = attach.default_hooks
     monkeypatch.setattr(attach, "default_hooks", lambda *args: [*default_hooks(*args), GpuHook()])
     return Devices(monkeypatch)
 
 
 def steps(recording: Recording, count: int) -> None:
-    """So many, by the user's word."""
+    """End some steps manually."""
     assert recording.watch is not None
     for _ in range(count):
         recording.watch.step()
 
 
 def gpus(recording: Recording) -> list[Any]:
-    """What the sidecar will read."""
+    """Return the GPUs as the sidecar reads them."""
     return [(gpu["uuid"], gpu["index"], gpu["name"]) for gpu in recording.metadata["gpus"]]
 
 
-def test_told_once_there_is_one(devices: Devices, tmp_path: Path) -> None:
-    """Looked for at the ends of the first, second, fourth ... step; with NVML's prefix; and then not again."""
+def test_gpu_is_published_once(devices: Devices, tmp_path: Path) -> None:
+    """The hook looks for GPUs after the first, second, fourth ... step.
+
+    The UUID gets NVML's prefix.
+    """
     with recorded(tmp_path) as recording:
         steps(recording, 5)
         assert devices.asked == 3
-        devices.reserved = [GB, 0, 10]  # what lies on the last is there by accident
+        devices.reserved = [GB, 0, 10]  # The few bytes on the last device do not count as use.
         steps(recording, 3)
         asked = devices.asked
         steps(recording, 100)
@@ -77,8 +81,7 @@ def test_told_once_there_is_one(devices: Devices, tmp_path: Path) -> None:
     assert recording.notes == []
 
 
-def test_several_devices(devices: Devices, tmp_path: Path) -> None:
-    """A process that computes on two tells both."""
+def test_all_devices_of_a_process_are_published(devices: Devices, tmp_path: Path) -> None:
     devices.reserved = [GB, 0, GB]
     with recorded(tmp_path) as recording:
         steps(recording, 1)
@@ -86,8 +89,7 @@ def test_several_devices(devices: Devices, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", ["initialized", "capturing"])
-def test_nothing_is_asked_too_early(devices: Devices, tmp_path: Path, reason: str) -> None:
-    """Not before CUDA is initialized, and not while a graph is captured."""
+def test_no_query_before_cuda_is_initialized_or_in_a_capture(devices: Devices, tmp_path: Path, reason: str) -> None:
     devices.reserved = [GB, 0, 0]
     devices.initialized, devices.capturing = reason != "initialized", reason == "capturing"
     with recorded(tmp_path) as recording:
@@ -98,8 +100,7 @@ def test_nothing_is_asked_too_early(devices: Devices, tmp_path: Path, reason: st
     assert len(gpus(recording)) == 1
 
 
-def test_without_a_gpu_nothing_is_told(tmp_path: Path) -> None:
-    """On a CPU the hook is not even there."""
+def test_no_hook_without_a_gpu(tmp_path: Path) -> None:
     with recorded(tmp_path) as recording:
         steps(recording, 3)
     assert gpus(recording) == []

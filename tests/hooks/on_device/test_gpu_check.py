@@ -1,4 +1,4 @@
-"""The check for GPUs, as far as it needs none: its runner and its file, and its planted part on the tests' device."""
+"""The parts of the GPU check that need no GPU: its runner, its file, and planted faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.device import device
 from tests.support.processes import ROOT
 
 FACTS = {"device": "none", "NCCL": "2.28.9"}
-LONG_S = 30.0  # on a busy machine
+LONG_S = 30.0  # Sufficient on a busy machine.
 
 
 def part(name: str, limit_s: float = LONG_S) -> Part:
@@ -36,7 +36,7 @@ def run(out: Path, *parts: Part, seconds: float = 100.0) -> tuple[int, Runner, s
 
 
 def ended(pid: int) -> bool:
-    """Also where its parent has not asked yet."""
+    """Return True if a process has ended, even if its parent has not waited for it."""
     try:
         return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
@@ -87,8 +87,8 @@ def test_a_part_that_hangs_is_ended_with_its_processes(tmp_path: Path, monkeypat
     assert all(ended(int(pid)) for pid in (tmp_path / "pid").read_text().split())
 
 
-def test_when_the_time_is_over_no_part_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that runs is ended, which is no FAIL; the others are named."""
+def test_no_part_begins_after_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running part is terminated, which is not a FAIL. Parts that did not run are listed."""
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
     code, runner, text = run(tmp_path, part("hangs"), part("fails"), part("passes"), seconds=3)
     assert code == 3
@@ -99,8 +99,8 @@ def test_when_the_time_is_over_no_part_begins(tmp_path: Path, monkeypatch: pytes
     ] * 2
 
 
-def test_a_kill_loses_nothing(tmp_path: Path) -> None:
-    """The lines until then are in the file, and the part that ran does not live on."""
+def test_lines_before_a_kill_are_in_the_file(tmp_path: Path) -> None:
+    """The running part does not survive."""
     program = f"""
 from pathlib import Path
 from tests.hooks.on_device.test_gpu_check import run, part
@@ -127,7 +127,10 @@ run(Path({str(tmp_path)!r}), part("passes"), part("hangs"), part("fails"))
 
 
 def test_every_part_has_its_function() -> None:
-    """Read, not imported: some need what is not here. What matters most comes first."""
+    """The modules are parsed, not imported, as some need a GPU.
+
+    The most important part comes first.
+    """
     for each in PARTS:
         module, _, function = each.target.partition(":")
         assert f"\ndef {function}(checks: Checks)" in (ROOT / (module.replace(".", "/") + ".py")).read_text()
@@ -157,7 +160,7 @@ def test_calls_are_counted_by_what_cupti_calls_back(tmp_path: Path) -> None:
     source = ROOT / "tests" / "support" / "fake_cupti.c"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
     calls, fake = Calls(str(library)), ctypes.CDLL(str(library))
-    fake.fake_call(1, ctypes.c_uint32(1))  # before: not counted
+    fake.fake_call(1, ctypes.c_uint32(1))  # Comes before counting starts.
     with calls.counted() as found:
         for domain, number in ((1, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 6), (3, 3)):
             fake.fake_call(domain, ctypes.c_uint32(number))
@@ -194,7 +197,7 @@ def test_what_nccl_refuses_is_told_from_what_fails_otherwise() -> None:
 @pytest.mark.distributed
 @pytest.mark.skipif(device.missing() is not None, reason=f"the device cannot be built: {device.missing()}")
 def test_the_planted_part_on_the_asynchronous_device(tmp_path: Path) -> None:
-    """A loop and a fault of those that the part has, planted as on CUDA."""
+    """One loop and one fault of this part, planted as on CUDA."""
     lines: list[Line] = []
     planted.check(Checks(lines.append), MODULES, kinds=("launch-clean", "ddp-backward"), steps=90)
     assert [line.result for line in lines] == [PASS, PASS], lines
@@ -206,7 +209,7 @@ def test_the_planted_part_on_the_asynchronous_device(tmp_path: Path) -> None:
 @pytest.mark.skipif(device.missing() is not None, reason=f"the device cannot be built: {device.missing()}")
 @pytest.mark.parametrize("name", [ASYNC, MODULES])
 def test_the_check_on_the_asynchronous_device(tmp_path: Path, name: str) -> None:
-    """All that it can say there, by its command line."""
+    """The complete check on this device, run from its command line."""
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", name, "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr

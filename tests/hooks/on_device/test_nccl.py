@@ -1,4 +1,4 @@
-"""Offering NCCL the plugin, switching it, and what is said where it cannot tell; with an NCCL without a GPU."""
+"""Setting and switching NCCL's plugin, and notes on missing times, without a GPU."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the plugin is not bu
 
 @pytest.fixture
 def nccl(nccl_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
-    """With two ranks in the job, a plugin of its own, and nobody's settings."""
+    """An NCCL for two ranks with a plugin of its own and no user settings."""
     made = FakeNccl(nccl_library, tmp_path, 6)
     monkeypatch.setattr(nccl_plugin, "path", lambda: made.file)
     monkeypatch.setattr(nccl_plugin, "load", lambda: made.plugin)
     monkeypatch.setattr(nccl_plugin, "_SYSTEM_FOLDERS", ())
     monkeypatch.setenv(VARIABLE, "")
-    monkeypatch.delenv(VARIABLE)  # and so it is gone after the test, whatever the test does to it
+    monkeypatch.delenv(VARIABLE)  # Removes the variable after the test too.
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     return made
@@ -49,22 +49,22 @@ def nccl_4(nccl: FakeNccl) -> FakeNccl:
 
 
 class Graph:
-    """In the place of a torch.cuda.CUDAGraph."""
+    """Replaces torch.cuda.CUDAGraph."""
 
 
 @contextmanager
 def watched(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *, version: tuple[int, ...] = (2, 29, 7), wish: str = "auto"
 ) -> Iterator[Recording]:
-    """A watch with the hook, as it is where a GPU is."""
+    """Return a watch with the hook, as on a machine with a GPU."""
     monkeypatch.setattr(attach, "device_hooks", lambda config: [NcclHook(wish, nccl=version)])
     with recorded(folder / "run") as recording:
         yield recording
     assert recording.internal_errors == 0
 
 
-def test_offered_and_taken_back(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL finds it by its variable inside of the watch; afterwards the variable is gone and nothing is told."""
+def test_plugin_is_set_inside_the_watch_only(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL finds the plugin by an environment variable, which is removed after the watch."""
     before = dict(os.environ)
     with watched(tmp_path, monkeypatch) as recording:
         assert nccl.load() == 6
@@ -79,16 +79,19 @@ def test_offered_and_taken_back(nccl: FakeNccl, tmp_path: Path, monkeypatch: pyt
     assert recording.notes == []
 
 
-def test_variable_that_changed_meanwhile(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another tool's choice, made inside of the watch, is not undone."""
+def test_variable_set_by_another_tool_inside_the_watch_is_kept(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with watched(tmp_path, monkeypatch):
         monkeypatch.setenv(VARIABLE, "another")
     assert os.environ[VARIABLE] == "another"
 
 
 @pytest.mark.parametrize("where", ["variable", "empty variable", "file", "own file", "library"])
-def test_another_plugin_stays(where: str, nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has chosen one, in whatever way NCCL knows, keeps it; what that costs is said."""
+def test_another_plugin_is_kept_and_noted(
+    where: str, nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin may be chosen in any way that NCCL supports."""
     settings = f"NCCL_DEBUG=INFO\n{VARIABLE}=another\n"
     if "variable" in where:
         monkeypatch.setenv(VARIABLE, "another" if where == "variable" else "")
@@ -110,8 +113,10 @@ def test_another_plugin_stays(where: str, nccl: FakeNccl, tmp_path: Path, monkey
     assert "another one was chosen, and stays" in note
 
 
-def test_plugin_of_the_launchers_installation(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is ours too, and was named for another Python: this process names its own."""
+def test_plugin_of_the_launchers_installation_is_replaced(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher may run with another Python, whose plugin is a different file."""
     monkeypatch.setenv(VARIABLE, "/elsewhere/torchlens_perf/_nccl_profiler.cpython-310-x86_64-linux-gnu.so")
     with watched(tmp_path, monkeypatch) as recording:
         assert os.environ[VARIABLE] == str(nccl.file)
@@ -119,15 +124,15 @@ def test_plugin_of_the_launchers_installation(nccl: FakeNccl, tmp_path: Path, mo
     assert recording.notes == []
 
 
-def test_settings_without_a_plugin(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other settings in NCCL's file, or this variable commented out, are no other plugin."""
+def test_settings_of_nccl_without_a_plugin(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other settings in NCCL's file, or a commented-out variable, are not a plugin."""
     (tmp_path / ".nccl.conf").write_text(f"NCCL_DEBUG=INFO\n#{VARIABLE}=another\n")
     with watched(tmp_path, monkeypatch):
         assert os.environ[VARIABLE] == str(nccl.file)
 
 
 def on_in(nccl: FakeNccl, recording: Recording, steps: int) -> list[int]:
-    """The steps in which NCCL tells of its kernels."""
+    """Return the steps in which NCCL reports its kernels."""
     told = []
     for step in range(steps):
         if nccl.mask == ON:
@@ -147,7 +152,7 @@ def test_steps_that_are_timed(
     version: tuple[int, ...], wish: str, every: int, nccl: FakeNccl, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """All of them, or one of 50, the same on every rank, where it was asked for in spite of what this NCCL does."""
+    """One step of 50 is timed if the plugin was requested for an untested NCCL, else all."""
     with watched(tmp_path, monkeypatch, version=version, wish=wish) as recording:
         nccl.load()
         context = nccl.communicator()
@@ -158,7 +163,10 @@ def test_steps_that_are_timed(
 
 
 def test_off_by_default(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL takes shared memory for it, which containers lack: nothing is offered, events are taken, and it is said."""
+    """The plugin needs shared memory, which containers may lack.
+
+    Events are used instead, with a note.
+    """
     assert Config().nccl == "off"
     with watched(tmp_path, monkeypatch, wish="off") as recording:
         assert VARIABLE not in os.environ
@@ -169,7 +177,7 @@ def test_off_by_default(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("wish", ["auto", "on"])
 def test_no_room_in_shared_memory(wish: str, nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refuses, with what is needed and what is there: NCCL itself would use a null pointer."""
+    """The note gives the needed and the free size. NCCL itself would use a null pointer."""
     free = os.statvfs("/dev/shm")
     monkeypatch.setattr(nccl_plugin, "POOL_BYTES", free.f_bavail * free.f_frsize + (1 << 30))
     with watched(tmp_path, monkeypatch, wish=wish) as recording:
@@ -179,14 +187,14 @@ def test_no_room_in_shared_memory(wish: str, nccl: FakeNccl, tmp_path: Path, mon
 
 
 def test_room_in_shared_memory(tmp_path: Path) -> None:
-    """As much as all ranks of the node need; a place that is not there has none."""
+    """All ranks of the node count. A missing folder has no room."""
     assert nccl_plugin.no_room(1, tmp_path) == ""
-    assert "34 MiB" in nccl_plugin.no_room(1, Path("/proc"))  # which never has any
+    assert "34 MiB" in nccl_plugin.no_room(1, Path("/proc"))  # Has no free space.
     assert "272 MiB" in nccl_plugin.no_room(8, tmp_path / "missing")
 
 
 def test_no_room_for_a_later_communicator(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From then on nothing is timed, for good, and it is said."""
+    """Timing ends for good, with a note."""
     with watched(tmp_path, monkeypatch) as recording:
         nccl.load()
         first = nccl.communicator()
@@ -201,8 +209,7 @@ def test_no_room_for_a_later_communicator(nccl: FakeNccl, tmp_path: Path, monkey
     )
 
 
-def test_nccl_that_is_too_old(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not even offered: this NCCL knows no such interface."""
+def test_plugin_is_not_set_for_an_old_nccl(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with watched(tmp_path, monkeypatch, version=(2, 26, 2)) as recording:
         assert VARIABLE not in os.environ
     (note,) = recording.notes
@@ -210,10 +217,9 @@ def test_nccl_that_is_too_old(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("version", [(2, 27, 7), (2, 31, 2)])
-def test_nccl_that_may_be_harmed(
+def test_plugin_is_not_set_for_an_untested_nccl_unless_requested(
     version: tuple[int, ...], nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless it is asked for, the plugin is not offered to one of which it is not known that timing harms nothing."""
     with watched(tmp_path, monkeypatch, version=version) as recording:
         assert VARIABLE not in os.environ
         assert recording.watch._session.clocks.collective_listener is not None
@@ -225,8 +231,8 @@ def test_nccl_that_may_be_harmed(
         assert (VARIABLE in os.environ) == offered
 
 
-def test_lone_rank_is_not_told(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL runs nothing on one rank: what it cannot time is no news."""
+def test_no_notes_on_a_single_rank(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL runs no kernel there."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with watched(tmp_path, monkeypatch, version=(2, 26, 2)) as recording:
@@ -234,8 +240,8 @@ def test_lone_rank_is_not_told(nccl: FakeNccl, tmp_path: Path, monkeypatch: pyte
     assert recording.notes == []
 
 
-def test_captures(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While torch captures a graph, NCCL tells nothing; torch's class is as it was afterwards."""
+def test_nccl_does_not_report_in_captures(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's class is restored after the watch."""
     asked: list[Any] = []
 
     def capture(name: str) -> Any:
@@ -251,25 +257,27 @@ def test_captures(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         context = nccl.communicator()
         graph = Graph()
         torch.cuda.CUDAGraph.capture_begin(graph, pool=7)
-        recording.watch.step()  # a whole step may be captured
+        recording.watch.step()  # A whole step may be captured.
         assert nccl.mask == SEEN
         torch.cuda.CUDAGraph.capture_end(graph)
         assert nccl.mask == ON
-        torch.cuda.CUDAGraph.replay(graph)  # nothing of NCCL was in it
+        torch.cuda.CUDAGraph.replay(graph)  # The graph contains no NCCL operation.
         assert nccl.mask == ON
         cuda_graph = torch.cuda.CUDAGraph
         wrapped = cuda_graph.capture_begin, cuda_graph.capture_end, cuda_graph.replay
     assert asked == [("begin", SEEN, (), {"pool": 7}), ("end", SEEN, (), {}), ("replay", ON, (), {})]
     assert recording.notes == []
     assert dict(vars(torch.cuda.CUDAGraph)) == before
-    for function in wrapped:  # which another tool may have kept
+    for function in wrapped:  # Another tool may have kept these.
         function(Graph())
         assert nccl.mask == SEEN
     nccl.finalize(context)
 
 
-def test_captured_collective(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After it and its replays no collective has an end; this and the next watch say why, and take events."""
+def test_timing_ends_after_a_captured_collective(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This watch and the next one note the reason and use events."""
     for name in ("capture_begin", "capture_end", "replay"):
         monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
     monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
@@ -302,8 +310,9 @@ def test_captured_collective(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest
     nccl.finalize(context)
 
 
-def test_given_up_at_the_end(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when no step follows."""
+def test_end_of_timing_is_noted_without_another_step(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with watched(tmp_path, monkeypatch) as recording:
         nccl.load()
         context = nccl.communicator()
@@ -313,9 +322,13 @@ def test_given_up_at_the_end(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest
     nccl.finalize(context)
 
 
-def test_graph_that_was_captured_before(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its replay: nobody knows what it holds. Known is one that an earlier watch has seen, or that was replayed before
-    there was a communicator."""
+def test_replay_of_an_unknown_graph_ends_timing(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its contents are unknown.
+
+    Graphs captured in an earlier watch, or replayed before there was a communicator, are known.
+    """
     for name in ("capture_begin", "capture_end", "replay"):
         monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
     graph, earlier = Graph(), Graph()
@@ -336,8 +349,10 @@ def test_graph_that_was_captured_before(nccl: FakeNccl, tmp_path: Path, monkeypa
     nccl.finalize(context)
 
 
-def test_capture_with_interface_4(nccl_4: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which NCCL does not tell what is captured."""
+def test_capture_ends_timing_with_interface_4(
+    nccl_4: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This interface does not report captured operations."""
     for name in ("capture_begin", "capture_end"):
         monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
     with watched(tmp_path, monkeypatch, version=(2, 27, 7), wish="on") as recording:
@@ -349,8 +364,8 @@ def test_capture_with_interface_4(nccl_4: FakeNccl, tmp_path: Path, monkeypatch:
     nccl_4.finalize(context)
 
 
-def test_forked_child(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside of a watch: in the child nothing is timed, in the parent it goes on."""
+def test_forked_child_is_not_timed(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the parent process timing continues."""
     with watched(tmp_path, monkeypatch):
         nccl.load()
         context = nccl.communicator()
@@ -362,16 +377,18 @@ def test_forked_child(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.Monkey
     nccl.finalize(context)
 
 
-def test_communicators_are_made_after_it_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """aggregate="device" makes one when its hook is attached: NCCL would not look for the plugin again."""
+def test_plugin_is_set_before_communicators_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook for aggregate="device" creates one. NCCL looks for a plugin only once."""
     monkeypatch.setattr(device, "has_devices", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     names = [type(hook).__name__ for hook in device_hooks(Config(aggregate="device"))]
     assert names == ["DeviceHook", "DataParallelHook", "NcclHook", "GpuHook", "StampHook"]
 
 
-def test_capture_that_does_not_begin(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch raises, and will not end it: NCCL goes on to tell."""
+def test_nccl_reports_after_a_capture_that_did_not_begin(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises and does not end this capture."""
 
     def refused(graph: object) -> None:
         raise RuntimeError("a capture is under way")
@@ -386,8 +403,8 @@ def test_capture_that_does_not_begin(nccl: FakeNccl, tmp_path: Path, monkeypatch
     nccl.finalize(context)
 
 
-def test_plugin_of_another_version(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was left over from another installation is not offered, and the report says what to do."""
+def test_plugin_of_another_version_is_not_set(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note says what to do."""
     monkeypatch.setattr(nccl.plugin, "attach", lambda: False)
     with watched(tmp_path, monkeypatch) as recording:
         assert VARIABLE not in os.environ
@@ -395,8 +412,11 @@ def test_plugin_of_another_version(nccl: FakeNccl, tmp_path: Path, monkeypatch: 
     assert "built for another version of torchlens_perf: reinstall it" in note
 
 
-def test_what_is_not_recorded_is_said(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once that there is some, at the end how much; what an earlier watch has said is not said again."""
+def test_operations_without_times_are_noted(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first note comes at once, the number at the end.
+
+    Notes of an earlier watch are not repeated.
+    """
     monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     with watched(tmp_path, monkeypatch) as recording:
         nccl.load()
@@ -416,8 +436,10 @@ def test_what_is_not_recorded_is_said(nccl: FakeNccl, tmp_path: Path, monkeypatc
     nccl.finalize(context)
 
 
-def test_communicators_that_were_there_before(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL has not loaded the plugin: what to do is said, once, and events are taken instead."""
+def test_communicators_without_the_plugin_are_noted(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL has not loaded the plugin. Advice is given once, and events are used."""
     monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     backends = {("0", "cuda"): "gloo", ("1", "cuda"): "nccl"}
     monkeypatch.setattr(torch_groups, "backend_of_group", lambda *group: backends[group])
@@ -437,8 +459,10 @@ def test_communicators_that_were_there_before(nccl: FakeNccl, tmp_path: Path, mo
     assert inside.clocks.collective_listener is None
 
 
-def test_communicators_that_have_loaded_it(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also before the watch, as with the flag: there is nothing to say, and no event is taken."""
+def test_communicators_with_the_plugin_are_timed(
+    nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be older than the watch, as with automatic recording. No event is used."""
     monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     monkeypatch.setenv(VARIABLE, str(nccl.file))
     monkeypatch.setattr(torch_groups, "backend_of_group", lambda *group: "nccl")
@@ -461,10 +485,10 @@ def test_communicators_that_have_loaded_it(nccl: FakeNccl, tmp_path: Path, monke
         ({"TORCHLENS_PERF_NCCL": "auto", "TORCHLENS_PERF_COLLECTIVES": "0"}, False),
     ],
 )
-def test_offered_at_import_of_torch(
+def test_plugin_is_set_at_import_of_torch(
     told: dict[str, str], offered: bool, nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the flag, recording begins after the first step: the plugin must be there when communicators are made."""
+    """Automatic recording begins after the first step, later than the first communicator."""
     from torchlens_perf.hooks.loop.optimizer import relay
 
     monkeypatch.setattr(nccl_plugin, "version", lambda: (2, 29, 7))
@@ -478,16 +502,16 @@ def test_offered_at_import_of_torch(
     assert VARIABLE not in os.environ
 
 
-def test_not_offered_without_nccl(nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch without NVIDIA's NCCL, as the one of these tests, or an old one."""
+def test_plugin_is_not_set_without_nccl(nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This torch has no NCCL from NVIDIA, or an old one."""
     for version in (None, (2, 26, 2)):
         monkeypatch.setattr(nccl_plugin, "version", lambda found=version: found)
         nccl_plugin.offer_early(os.environ, "auto")
         assert VARIABLE not in os.environ
 
 
-def test_nccl_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its version without a suffix; none in a torch without CUDA, or with another vendor's."""
+def test_version_of_torchs_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a suffix; None in a torch without CUDA or with another vendor's NCCL."""
     monkeypatch.setattr(torch.version, "cuda", None)
     assert nccl_plugin.version() is None
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -510,7 +534,7 @@ def test_doctor(
     version: tuple[int, ...], chosen: str | None, severity: int, words: str, nccl: FakeNccl,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """One line on NCCL, with the remedy; none for a torch without it."""
+    """One line on NCCL with advice, or none for a torch without NCCL."""
     monkeypatch.setattr(nccl_plugin, "version", lambda: None)
     assert not any("NCCL" in check.subject for check in examine())
     monkeypatch.setattr(nccl_plugin, "version", lambda: version)
@@ -522,8 +546,11 @@ def test_doctor(
     assert bool(check.remedy) == (severity == LIMITED)
 
 
-def test_torch_is_never_asked_to_time() -> None:
-    """TORCH_NCCL_ENABLE_TIMING makes every collective record two events: it is the user's to set."""
+def test_torchs_timing_is_not_enabled() -> None:
+    """TORCH_NCCL_ENABLE_TIMING makes each collective record two events.
+
+    Only the user may set it.
+    """
     package = Path(nccl_plugin.__file__).parents[1]
     sources = [path for pattern in ("*.py", "*.c", "*.cpp", "*.h") for path in package.rglob(pattern)]
     assert len(sources) > 100

@@ -1,4 +1,4 @@
-"""device_section() in a watched loop, whose device is the fake one, from the stamp to the report."""
+"""device_section() in a watched loop on the fake device, from the stamp to the report."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ def torch_device(device: FakeDevice) -> FakeTorchDevice:
 
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In which no section has been made."""
+    """Reset the state, as in a process that has used no section."""
     monkeypatch.setattr(device_sections, "_wanted", False)
 
 
 def attach(recording: Recording, torch_device: FakeTorchDevice, *, decorated: bool = True) -> None:
-    """What a watch does where torch has a device. decorated: a function has been, before it begins."""
+    """Start as a watch does if torch has a device.
+
+    decorated: a function has been decorated before.
+    """
     if decorated:
         perf.device_section("a decorator")
     assert recording.watch is not None
@@ -46,7 +49,7 @@ def attach(recording: Recording, torch_device: FakeTorchDevice, *, decorated: bo
 
 
 def statistics(recording: Recording) -> DeviceStatistics:
-    """What the sidecar makes of it."""
+    """Return the sections' statistics as the sidecar computes them."""
     found = DeviceStatistics()
     found.add(records_of(recording), recording.interned)
     return saved(found)
@@ -57,8 +60,8 @@ def timed(device: FakeDevice, name: str, duration_ns: int, stream: int = 0) -> N
         device.spin(duration_ns, stream)
 
 
-def test_sections_of_eager_code(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
-    """Every one is counted, in windows of a second, and nobody waits for the device."""
+def test_sections_of_eager_code_are_counted(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+    """Windows last a second, and the host does not wait for the device."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         timed(device, "attention", MILLISECOND)
@@ -80,15 +83,16 @@ def test_sections_of_eager_code(device: FakeDevice, torch_device: FakeTorchDevic
     assert recording.notes == []
 
 
-def test_replays_of_a_captured_graph(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
-    """Captured inside the watch; each replay counts."""
+def test_each_replay_of_a_captured_graph_counts(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
-        timed(device, "decode", MILLISECOND)  # the warm-up
+        timed(device, "decode", MILLISECOND)  # Warm-up.
         torch_device.current_stream = device.new_stream()
         device.begin_capture(torch_device.current_stream)
         timed(device, "decode", MILLISECOND, torch_device.current_stream)
-        recording.watch.step()  # a step that ends inside the capture puts nothing into it
+        recording.watch.step()  # The end of a step adds nothing to the capture.
         graph = device.end_capture(torch_device.current_stream)
         torch_device.current_stream = 0
         for _ in range(7):
@@ -98,10 +102,8 @@ def test_replays_of_a_captured_graph(device: FakeDevice, torch_device: FakeTorch
     assert statistics(recording).stamped["decode"].count == 1 + 7
 
 
-def test_a_later_watch_finds_the_graph_of_an_earlier_one(
-    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
-) -> None:
-    """Its replays go on stamping; what they stamped between the watches is in neither."""
+def test_graph_of_an_earlier_watch_is_timed(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+    """Its replays continue to stamp. Stamps between the watches are in neither."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         timed(device, "decode", MILLISECOND)
@@ -126,10 +128,10 @@ def test_a_later_watch_finds_the_graph_of_an_earlier_one(
     assert statistics(later).stamped["decode"].count == 3
 
 
-def test_what_the_ring_cannot_hold_is_lost_and_counted(
+def test_surplus_of_the_ring_is_counted_as_lost(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """A hundred in a ring of 64 before anything was reduced."""
+    """A hundred spans in a ring of 64 places, before the first reduction."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         for _ in range(100):
@@ -140,10 +142,8 @@ def test_what_the_ring_cannot_hold_is_lost_and_counted(
     assert found.stamped_lost == 37
 
 
-def test_the_ring_is_made_when_the_watch_begins(
-    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
-) -> None:
-    """Where a function was decorated and the device is in use: the first step may capture at once."""
+def test_ring_is_made_when_the_watch_begins(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+    """A function was decorated and the device is in use, so the first step may capture."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         made = device.calls("cuMemAlloc_v2"), device.synchronizations
@@ -161,19 +161,23 @@ def test_the_ring_is_made_when_the_watch_begins(
     assert recording.notes == []
 
 
-def test_nothing_is_made_inside_a_step(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
-    """Without a section before the watch: at the end of the step that enters one. What was entered is counted."""
+def test_ring_is_not_made_inside_a_step(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+    """Without a section before the watch, it is made at a step's end.
+
+    Earlier entries are counted.
+    """
     with recorded(tmp_path) as recording:
         attach(recording, torch_device, decorated=False)
         recording.watch.step()
-        assert device.calls("cuMemAlloc_v2") == 0, "nobody has asked for sections"
+        assert device.calls("cuMemAlloc_v2") == 0, "no section was used before"
         synchronizations = device.synchronizations
         for _ in range(3):
             timed(device, "decode", MILLISECOND)
         with perf.device_section("whole"):
             assert device.calls("cuMemAlloc_v2") == 0
             assert device.synchronizations == synchronizations
-            recording.watch.step()  # open across the ring's making: no time, and none that is wrong
+            # A section that is open while the ring is made has no time.
+            recording.watch.step()
             assert device.calls("cuMemAlloc_v2") > 0
         for _ in range(2):
             timed(device, "decode", MILLISECOND)
@@ -186,8 +190,10 @@ def test_nothing_is_made_inside_a_step(device: FakeDevice, torch_device: FakeTor
     assert note.startswith("device sections: entered 4 times (decode, whole) before there was memory for their times")
 
 
-def test_a_device_that_comes_into_use_later(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
-    """The model is moved there after the watch has begun: at the end of the first such step that enters a section."""
+def test_ring_is_made_after_the_device_comes_into_use(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
+    """The model is moved to the device after the start of the watch."""
     torch_device.used = False
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
@@ -203,8 +209,9 @@ def test_a_device_that_comes_into_use_later(device: FakeDevice, torch_device: Fa
     assert any("entered 2 times (decode)" in note for note in recording.notes)
 
 
-def test_a_device_that_never_comes_into_use(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
-    """What was entered is counted at the end."""
+def test_entries_are_counted_if_the_device_is_never_used(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
     torch_device.used = False
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
@@ -214,10 +221,10 @@ def test_a_device_that_never_comes_into_use(device: FakeDevice, torch_device: Fa
     assert any("entered 3 times (decode)" in note for note in recording.notes)
 
 
-def test_the_step_that_makes_the_ring_is_charged(
+def test_making_the_ring_counts_as_overhead(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiling takes a second: that is ours, and not the step's."""
+    """Compilation takes a second."""
 
     def slow_ring() -> DeviceRing:
         time.sleep(0.05)
@@ -234,14 +241,16 @@ def test_the_step_that_makes_the_ring_is_charged(
     assert max(charged) >= 50 * MILLISECOND
 
 
-def test_first_entered_in_a_capture(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
-    """No memory can be allocated there: not timed, and said how to have it timed."""
+def test_section_first_entered_in_a_capture_is_noted(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
+    """Memory cannot be allocated in a capture. The note says how to have the section timed."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device, decorated=False)
         torch_device.current_stream = device.new_stream()
         device.begin_capture(torch_device.current_stream)
         timed(device, "decode", MILLISECOND, torch_device.current_stream)
-        recording.watch.step()  # inside of it, too
+        recording.watch.step()  # The step ends inside the capture.
         assert device.calls("cuMemAlloc_v2") == 0
         device.end_capture(torch_device.current_stream)
     assert device.calls("cuMemAlloc_v2") == 0
@@ -249,8 +258,10 @@ def test_first_entered_in_a_capture(device: FakeDevice, torch_device: FakeTorchD
     assert any("entered 1 times (decode)" in note for note in recording.notes)
 
 
-def test_more_names_than_slots(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
-    """The surplus is not timed; said once, as programs make names up."""
+def test_names_beyond_the_slots_are_noted_once(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
+    """Programs may generate names."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         for index in range(6):
@@ -260,8 +271,10 @@ def test_more_names_than_slots(device: FakeDevice, torch_device: FakeTorchDevice
     assert recording.notes == ["device sections: only 4 names are timed, further ones are not"]
 
 
-def test_names_made_up_without_end(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
-    """What the sidecar must know has room for 8 KB: leaving the watch does not fail for it."""
+def test_generated_names_do_not_fill_the_metadata(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
+    """Metadata for the sidecar is limited to 8 KB. Leaving the watch must not fail for it."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         for index in range(300):
@@ -270,8 +283,10 @@ def test_names_made_up_without_end(device: FakeDevice, torch_device: FakeTorchDe
     assert recording.notes[-1] == "further notes are left out: see the job's log"
 
 
-def test_another_device_of_the_process(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
-    """A ring is one device's: on another one nothing is stamped, and it is said."""
+def test_sections_on_a_second_device_are_noted(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
+    """A ring belongs to one device."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         timed(device, "here", MILLISECOND)
@@ -287,10 +302,10 @@ def test_another_device_of_the_process(device: FakeDevice, torch_device: FakeTor
     assert recording.notes == ["device sections: timed on one device of the process only"]
 
 
-def test_a_watch_that_ended_while_its_result_was_on_its_way(
+def test_result_of_an_ended_watch_is_discarded(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """The next watch does not take it for its own."""
+    """The next watch does not use it."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         timed(device, "decode", 10 * SECOND)
@@ -304,8 +319,8 @@ def test_a_watch_that_ended_while_its_result_was_on_its_way(
     assert statistics(later).stamped["decode"].max_ns < 2 * MILLISECOND
 
 
-def test_without_cupy(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
-    """Said once, and the section costs nothing further."""
+def test_missing_cupy_is_noted_once(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
+    """Further sections cost nothing."""
     torch_device.missing = "CuPy is missing: pip install it"
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
@@ -315,8 +330,10 @@ def test_without_cupy(device: FakeDevice, torch_device: FakeTorchDevice, tmp_pat
     assert recording.notes == ["device sections are not timed: CuPy is missing: pip install it"]
 
 
-def test_a_busy_device_at_the_end(device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path) -> None:
-    """It is asked for some milliseconds and not waited for; that the rest is missing is said."""
+def test_busy_device_is_not_waited_for_at_the_end(
+    device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
+) -> None:
+    """The host waits for some milliseconds at most, and notes the missing rest."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         timed(device, "decode", 10 * SECOND)
@@ -326,7 +343,7 @@ def test_a_busy_device_at_the_end(device: FakeDevice, torch_device: FakeTorchDev
 
 
 def test_without_a_watch_nothing_happens() -> None:
-    """No error, no import of what has to do with devices."""
+    """There is no error and no import of device modules."""
     with perf.device_section("anything"):
         pass
 
@@ -337,7 +354,7 @@ def test_without_a_watch_nothing_happens() -> None:
     assert function(1) == 2
 
 
-def test_a_name_is_a_string() -> None:
-    """The user's mistake is said where it is made."""
+def test_name_must_be_a_string() -> None:
+    """The error is raised where the section is made."""
     with pytest.raises(TypeError, match="takes a name, got int"):
         perf.device_section(3)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Stalls of the compute stream: which waits are marked, and which are not; the real classes, on the fake device."""
+"""Stalls of the compute stream: the real classes on the fake device."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from torchlens_perf.run.ring import Kind
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 MILLISECOND = 1_000_000
-OVER_NS = 20_000  # what the fake device takes for launches and events
-TAIL = 77  # a name's id
+OVER_NS = 20_000  # Time of launches and events on the fake device.
+TAIL = 77  # Id of a name.
 
 
 class Loop(CollectiveRig):
@@ -43,18 +43,18 @@ class Loop(CollectiveRig):
         self.stalls.stream = self.fake.stream
 
     def blocked(self, duration_ns: int = MILLISECOND, *, raised: bool = False) -> None:
-        """A wait, as Work.wait and the taps have it."""
+        """Wait as Work.wait and the taps do."""
         if self.recorder.begin_wait():
             self.device.spin(duration_ns, self.fake.stream)
             self.recorder.end_wait(raised)
 
     def phase(self) -> None:
-        """The end of a forward or backward pass, where it computes."""
+        """End a forward or backward pass on the stream on which it computes."""
         self.device_clock.mark()
         self.stalls.phase_marked()
 
     def durations_ms(self) -> list[float]:
-        """Of the stalls, once the device has come to them all."""
+        """Return the durations of stalls after the device has reached them all."""
         for _ in range(2):
             self.device.advance(1000 * MILLISECOND)
             self.device_clock.drain()
@@ -71,8 +71,8 @@ def loop(request: pytest.FixtureRequest, device: FakeDevice, tmp_path: Path) -> 
     made.close()
 
 
-def test_outermost_waits_only(loop: Loop) -> None:
-    """A Work that waits for others, or FSDP2 for a Work, is one stall."""
+def test_only_outermost_waits_are_stalls(loop: Loop) -> None:
+    """A Work may wait for others, and FSDP2 for a Work."""
     synchronizations = loop.device.synchronizations
     loop.blocked(2 * MILLISECOND)
     loop.stalls.begin(TAIL)
@@ -87,8 +87,8 @@ def test_outermost_waits_only(loop: Loop) -> None:
     assert loop.device.synchronizations == synchronizations
 
 
-def test_threads(loop: Loop) -> None:
-    """Autograd's thread, in a backward pass; no other one, which may be blocked while the device computes."""
+def test_waits_of_other_threads_are_no_stalls(loop: Loop) -> None:
+    """Autograd's thread counts in a backward pass. Others may wait while the device computes."""
     on_thread(loop.blocked)
     on_autograds_thread(loop.blocked)
     assert loop.spans == []
@@ -98,14 +98,14 @@ def test_threads(loop: Loop) -> None:
     loop.recorder.end(Kind.BACKWARD, 0)
     assert len(loop.spans) == 1
     loop.stalls.begin(TAIL)
-    on_thread(loop.blocked)  # its end is not that of the training thread's
+    on_thread(loop.blocked)  # Must not end the stall of the training thread.
     loop.device.spin(MILLISECOND)
     loop.stalls.end()
     assert loop.durations_ms() == [1.0, 2.0], "with what the other thread has put into the stream"
 
 
-def test_another_stream(loop: Loop) -> None:
-    """What waits there, as FSDP2's streams do, holds up nobody here: not marked, and nothing is missing for it."""
+def test_waits_on_other_streams_are_no_stalls(loop: Loop) -> None:
+    """Waits on FSDP2's streams do not delay computation, and no mark is missing."""
     loop.fake.stream = loop.device.new_stream()
     loop.blocked()
     assert (loop.spans, loop.device_clock.marked) == ([], 0)
@@ -118,8 +118,8 @@ def test_another_stream(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("tail", [False, True])
-def test_a_phase_on_another_stream(loop: Loop, tail: bool) -> None:
-    """What it waits there is its own stream's, and the step lacks it: once, and the next one lacks nothing."""
+def test_step_with_a_phase_on_another_stream_is_incomplete(loop: Loop, tail: bool) -> None:
+    """The phase's waits are not stalls of the compute stream. The next step is complete."""
     loop.fake.stream = loop.device.new_stream()
     if tail:
         on_autograds_thread(loop.stalls.begin_tail, TAIL)
@@ -134,13 +134,13 @@ def test_a_phase_on_another_stream(loop: Loop, tail: bool) -> None:
     loop.blocked()
     loop.phase()
     loop.fake.stream = loop.device.new_stream()
-    loop.phase()  # and waits for nobody there
+    loop.phase()  # Without a wait on that stream.
     loop.stalls.step_ended()
     assert loop.device_clock.missing == 1
 
 
 def test_tail_ends_with_the_backward_pass(loop: Loop) -> None:
-    """It begins on autograd's thread, has no stall inside of it, and shares its end's mark."""
+    """The tail begins on autograd's thread, contains no stall, and shares the mark of its end."""
     loop.recorder.begin(Kind.BACKWARD, 0)
     on_autograds_thread(loop.stalls.begin_tail, TAIL)
     loop.blocked(4 * MILLISECOND)
@@ -154,14 +154,13 @@ def test_tail_ends_with_the_backward_pass(loop: Loop) -> None:
     assert loop.device_clock.marked == 2
     loop.stalls.begin_tail(TAIL)
     loop.device.spin(2 * MILLISECOND)
-    loop.stalls.end_tail()  # the backward pass had no mark: not the one before's
+    loop.stalls.end_tail()  # This pass had no mark, and the mark of the pass before is not used.
     loop.blocked()
     assert loop.durations_ms() == [5.0, 2.0, 1.0]
 
 
-def test_what_does_not_end(loop: Loop) -> None:
-    """A backward pass that raises has no tail; an interrupted wait is forgotten at the step's end, and with it those
-    after it. Each step lacks something."""
+def test_interrupted_stalls_make_the_step_incomplete(loop: Loop) -> None:
+    """A backward pass that raises has no tail. An interrupted wait ends at the step's end."""
     loop.stalls.begin_tail(TAIL)
     loop.stalls.end_tail(raised=True)
     assert loop.device_clock.missing == 1
@@ -177,8 +176,8 @@ def test_what_does_not_end(loop: Loop) -> None:
     assert loop.device_clock.missing == 2
 
 
-def test_a_pass_that_does_not_say_when_it_computed(loop: Loop) -> None:
-    """Its tail may be missing; of one that raised, nobody waited."""
+def test_pass_with_an_unknown_end_of_computation_is_counted(loop: Loop) -> None:
+    """A pass that raised is not counted, as no rank waited for it."""
     loop.stalls.end_tail(raised=True, is_known=False)
     assert loop.device_clock.missing == 0
     loop.stalls.end_tail(is_known=False)
@@ -187,8 +186,10 @@ def test_a_pass_that_does_not_say_when_it_computed(loop: Loop) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error"), KeyboardInterrupt()], ids=["ours", "user's"])
 @pytest.mark.parametrize("which", ["begin", "end", "begin_tail", "end_tail"])
-def test_a_mark_that_fails(loop: Loop, monkeypatch: pytest.MonkeyPatch, which: str, error: BaseException) -> None:
-    """The step lacks it; the stalls after it are marked."""
+def test_failed_mark_makes_the_step_incomplete(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, which: str, error: BaseException
+) -> None:
+    """Later stalls are marked."""
     begin, end = loop.stalls.begin, loop.stalls.end
     if which.endswith("tail"):
         begin, end = loop.stalls.begin_tail, loop.stalls.end_tail
@@ -216,8 +217,8 @@ def test_a_mark_that_fails(loop: Loop, monkeypatch: pytest.MonkeyPatch, which: s
     assert loop.durations_ms() == [2.0, 1.0]
 
 
-def test_capture(loop: Loop) -> None:
-    """Nothing of ours becomes part of a graph, and the step is known to lack something."""
+def test_step_in_a_capture_is_incomplete(loop: Loop) -> None:
+    """Nothing becomes part of the graph."""
     stream = loop.fake.stream = loop.stalls.stream = loop.device.new_stream()
     loop.device.begin_capture(stream)
     events = loop.device.calls("cuEventRecord")
@@ -230,8 +231,8 @@ def test_capture(loop: Loop) -> None:
     assert len(loop.spans) == 1
 
 
-def test_bounded(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that does not come to anything."""
+def test_number_of_marks_is_limited(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device in this test reaches no mark."""
     monkeypatch.setattr(clock, "MAX_EVENTS", 64)
     for _ in range(64):
         loop.blocked()
@@ -239,8 +240,8 @@ def test_bounded(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loop.device_clock.missing == loop.device_clock.crowded > 0
 
 
-def test_host_waits_are_as_without_a_device(loop: Loop) -> None:
-    """The host's record of the wait is there all the same, without what marking took; and after the clock is gone."""
+def test_host_records_of_waits_do_not_depend_on_the_device(loop: Loop) -> None:
+    """The time of marking is not part of them."""
     loop.blocked()
     loop.recorder.set_device_clock(None, None)
     loop.blocked()

@@ -1,4 +1,4 @@
-"""Where there is no GPU: nothing of what is for one is loaded, and the check for one says so."""
+"""Behaviour without a GPU: no device module is loaded, and the GPU check says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.long import long
 from tests.support.processes import ROOT, run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-# Prints which modules were imported that are for devices.
+# Prints the imported device modules.
 PROGRAM = """
 import sys, torch, torchlens_perf as perf
 model = torch.nn.Linear(2, 2)
@@ -29,8 +29,8 @@ print([name for name in sys.modules if name.startswith(("cupy", "torchlens_perf.
 """
 
 
-def test_nothing_of_it_is_loaded(tmp_path: Path) -> None:
-    """Neither our modules for devices nor CuPy, also where the script asks for device times and sections."""
+def test_no_device_module_is_loaded(tmp_path: Path) -> None:
+    """This includes CuPy, even if the script asks for device times and sections."""
     done = run([sys.executable, "-c", PROGRAM], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
@@ -40,8 +40,8 @@ def test_nothing_of_it_is_loaded(tmp_path: Path) -> None:
     ("parts", "said"),
     [((), "no NVIDIA GPU"), *long((("kernels",), "no NVIDIA GPU"), (("kernel",), "unknown part kernel"))],
 )
-def test_the_check_says_that_nothing_was_checked(parts: tuple[str, ...], said: str) -> None:
-    """It exits with 2, as for any mistake in how it is called, and prints no table that could be taken for a result."""
+def test_gpu_check_fails_without_a_gpu(parts: tuple[str, ...], said: str) -> None:
+    """The exit code is 2, as for wrong arguments, and no table of results is printed."""
     command = [sys.executable, "-m", "benchmarks.gpu_check", *parts]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
@@ -61,8 +61,8 @@ print("trained")
 
 
 @pytest.mark.long
-def test_a_setting_that_cannot_be_met_does_not_stop_a_script(tmp_path: Path) -> None:
-    """From the environment, in a script that does not know of us: off, and said why."""
+def test_unsupported_setting_does_not_stop_a_script(tmp_path: Path) -> None:
+    """The setting from the environment is ignored with a note."""
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torchlens_perf", "run", "train.py"]
     done = run(command, tmp_path, TORCHLENS_PERF_AGGREGATE="device")
