@@ -1,4 +1,4 @@
-"""A CuPy that is there and cannot be used."""
+"""CuPy installations that are missing or broken."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torchlens_perf.errors import DeviceError
 
 
 @pytest.mark.parametrize("line", ["raise RuntimeError('built for CUDA 11')", "import no_such_library_of_cupy"])
-def test_a_broken_cupy_is_imported_once(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its import raises: said as a DeviceError, the same each time, and not tried again."""
+def test_broken_cupy_is_imported_once(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any exception becomes the same DeviceError at each call."""
     (tmp_path / "cupy.py").write_text(
         f"with open({str(tmp_path / 'imports')!r}, 'a') as file:\n    file.write('x')\n{line}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    monkeypatch.setattr(kernels, "_broken", "")
+    monkeypatch.setattr(kernels, "_import_error", "")
     said = set()
     for _ in range(3):
         with pytest.raises(DeviceError, match="CuPy cannot be imported: ") as caught:
@@ -31,10 +31,10 @@ def test_a_broken_cupy_is_imported_once(line: str, tmp_path: Path, monkeypatch: 
     assert (tmp_path / "imports").read_text() == "x"
 
 
-def test_a_missing_cupy_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook installs it: asking is cheap, and goes on."""
+def test_missing_cupy_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook may install it later, and the check is cheap."""
     monkeypatch.setattr(kernels, "has_cupy", lambda: False)
-    monkeypatch.setattr(kernels, "_broken", "")
+    monkeypatch.setattr(kernels, "_import_error", "")
     with pytest.raises(DeviceError, match="CuPy is missing"):
         kernels.load(0)
-    assert kernels._broken == ""
+    assert kernels._import_error == ""

@@ -1,4 +1,4 @@
-"""What the kernels take of a multiprocessor, as NVIDIA's compiler reports it: no device is needed."""
+"""Resources of the kernels as reported by NVIDIA's compiler, which needs no device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from tests.support.device.shim_kernels import KERNELS
 
 nvcc = shutil.which("nvcc")
 pytestmark = pytest.mark.skipif(nvcc is None, reason="nvcc, which reports registers and spills, is not here")
-# Most registers a thread. A stamp should come and go unseen; 64 would keep blocks of 1024 threads from running at all.
+# Upper limits of registers per thread. A stamp should use few. With more than 64, blocks of 1024
+# threads could not run.
 MAX_REGISTERS = {"stamp": 24, "reduce_window": 48, "merged_quantiles": 40, "rank_scores": 40}
 MAX_STATIC_SHARED = {"stamp": 0, "reduce_window": 6144, "merged_quantiles": 0, "rank_scores": 8448}
 
 
 def report(architecture: str, target: Path) -> dict[str, dict[str, int]]:
-    """By kernel: registers a thread, bytes of static shared memory a block, bytes of stack and of spills a thread."""
+    """Return registers, stack, spills and static shared memory by kernel."""
     flags = ["-std=c++17", "-O3", "--fmad=false", f"-arch={architecture}", "-cubin", "-Xptxas", "-v", "-Werror"]
     command = [str(nvcc), *flags, "all-warnings", "-o", str(target), str(KERNELS)]
     log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
@@ -44,7 +45,7 @@ def report(architecture: str, target: Path) -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_registers_spills_and_stack(architecture: str, tmp_path: Path) -> None:
-    """Nothing is spilled, nothing lies in local memory, and registers stay below what a full multiprocessor allows."""
+    """Nothing is spilled or in local memory, and registers allow a full multiprocessor."""
     kernels = report(architecture, tmp_path / "kernels.cubin")
     assert kernels.keys() == MAX_REGISTERS.keys()
     for name, used in kernels.items():

@@ -1,4 +1,4 @@
-"""The kernels through the shim against their twins in NumPy, bit for bit, under several schedules of threads."""
+"""The kernels through the shim against NumPy twins, bit for bit, with several thread schedules."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Durations = npt.NDArray[np.uint64]
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels, compiled with a check for undefined behaviour: overflow, shifts, misaligned access."""
+    """The kernels, compiled with checks for undefined behaviour."""
     return compile_kernels(tmp_path_factory.mktemp("kernels") / "kernels.so", *UNDEFINED_BEHAVIOUR)
 
 
 @pytest.fixture(params=SCHEDULES)
 def kernels(request: pytest.FixtureRequest, library: Path) -> ShimKernels:
-    """The kernels under a schedule."""
+    """The kernels under one schedule of threads."""
     return ShimKernels(library, request.param)
 
 
@@ -46,7 +46,7 @@ def reduce_by_kernel(
     head: npt.NDArray[np.uint32],
     tail: npt.NDArray[np.uint32],
 ) -> Reduced:
-    """The kernel's rows, which it must fill whole: they hold garbage before."""
+    """Return the kernel's rows. They contain garbage before, so the kernel must fill them."""
     slots, places = duration_ns.shape
     shapes = ((slots, SUM_ROW), (slots, len(Largest)), (slots, len(Exact)))
     reduced = Reduced(*(np.full(shape, -77, np.int64) for shape in shapes))
@@ -61,7 +61,7 @@ def reduce_by_kernel(
 
 
 def check_reduction(kernels: ShimKernels, duration_ns: Durations, head: list[int], tail: list[int]) -> Reduced:
-    """Both reductions of these rings, which must be the same; returns them."""
+    """Reduce rings by kernel and twin, require equal results, and return them."""
     start_ns = np.arange(1 << 60, (1 << 60) + duration_ns.size, dtype=np.uint64).reshape(duration_ns.shape)
     heads, tails = np.array(head, np.uint32), np.array(tail, np.uint32)
     wanted = twins.reduce_window(start_ns, duration_ns, heads, tails)
@@ -73,7 +73,7 @@ def check_reduction(kernels: ShimKernels, duration_ns: Durations, head: list[int
 
 
 def some_durations(shape: tuple[int, int], seed: int) -> Durations:
-    """From below the first bucket to above the last one, with ties and the buckets' own bounds."""
+    """Return durations from below the first to above the last bucket, with ties and bounds."""
     random = np.random.default_rng(seed)
     durations = np.exp(random.uniform(np.log(30), np.log(1e13), shape)).astype(np.uint64)
     bounds = bucket_bounds()[random.integers(0, BUCKETS, shape)].astype(np.uint64)
@@ -82,7 +82,7 @@ def some_durations(shape: tuple[int, int], seed: int) -> Durations:
 
 
 def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sketch:
-    """A row of sums and one of largest values, of one window or merged, as a sketch of statistics."""
+    """Return a row of sums and one of largest values as a sketch."""
     if not sums[Sum.COUNT]:
         return Sketch()
     limbs = (int(sums[limb]) for limb in (Sum.SQUARES_0, Sum.SQUARES_1, Sum.SQUARES_2))
@@ -94,7 +94,6 @@ def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sk
 
 
 def test_constants_are_those_of_the_twin() -> None:
-    """The rows' layout and the histogram's, as kernels.cu has them."""
     source = KERNELS.read_text()
     defined = {name: int(value) for name, value in re.findall(r"#define (\w+) (\d+)\n", source)}
     assert (defined["SUBDIVISIONS"], defined["BUCKETS"]) == (PER_OCTAVE, BUCKETS)
@@ -107,9 +106,11 @@ def test_constants_are_those_of_the_twin() -> None:
 
 
 @pytest.mark.parametrize("places", [2, 64, 512, 2048])
-def test_a_window_of_any_length(kernels: ShimKernels, places: int) -> None:
-    """Empty, one, odd, full, and more than the ring holds, which is counted as lost; also where the counter wraps. One
-    place of a full ring is not read."""
+def test_windows_of_any_length(kernels: ShimKernels, places: int) -> None:
+    """Lengths: empty, one, odd, full, and more than the ring holds, also where the counter wraps.
+
+    The surplus is counted as lost, and one place of a full ring is not read.
+    """
     counts = [0, 1, 2, 3, places // 2 + 1, places, places + 1, 3 * places]
     tails = [0, 5, 77, 2**32 - 2, 2**32 - places // 2 - 1, 11, 2**32 - 1, 4]
     heads = [(tail + count) % 2**32 for tail, count in zip(tails, counts, strict=True)]
@@ -120,13 +121,12 @@ def test_a_window_of_any_length(kernels: ShimKernels, places: int) -> None:
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 512)])
 def test_many_windows(kernels: ShimKernels, shape: tuple[int, int]) -> None:
-    """Different durations throughout: the exact median and deviation depend on every comparison of the sort."""
+    """With distinct durations, median and deviation depend on each comparison of the sort."""
     durations = np.random.default_rng(1).integers(100, 10**9, shape).astype(np.uint64)
     check_reduction(kernels, durations, [shape[1] - 1] * shape[0], [0] * shape[0])
 
 
-def test_a_second_reduction_finds_what_is_new(kernels: ShimKernels) -> None:
-    """Tail follows head: nothing counts twice."""
+def test_second_reduction_counts_new_spans_only(kernels: ShimKernels) -> None:
     durations = some_durations((2, 64), seed=4)
     check_reduction(kernels, durations, [40, 7], [0, 0])
     found = check_reduction(kernels, durations, [64, 7], [40, 7])
@@ -134,7 +134,7 @@ def test_a_second_reduction_finds_what_is_new(kernels: ShimKernels) -> None:
 
 
 def test_equal_and_extreme_durations(kernels: ShimKernels) -> None:
-    """No spread at all; the largest sum and squares that 64 bits and three limbs must hold."""
+    """Cases: no spread, and the largest sum and squares that fit."""
     durations = np.full((4, 128), 12345, np.uint64)
     durations[1] = 0
     durations[2] = 2**47 + 1
@@ -146,7 +146,7 @@ def test_equal_and_extreme_durations(kernels: ShimKernels) -> None:
 
 
 def test_every_bound_of_the_histogram(kernels: ShimKernels) -> None:
-    """Each bound counts in the bucket that it ends, and the next integer in the one after it."""
+    """A bound counts in the bucket that it ends, the next integer in the following one."""
     bounds = bucket_bounds()[:BUCKETS].astype(np.uint64)
     durations = np.zeros((2, 2048), np.uint64)
     durations[0, :BUCKETS], durations[1, :BUCKETS] = bounds, bounds + np.uint64(1)
@@ -154,11 +154,12 @@ def test_every_bound_of_the_histogram(kernels: ShimKernels) -> None:
     counts = found.sums[:, len(Sum) :].sum(axis=0)
     assert counts[0] == 1
     assert counts[1:-1].tolist() == [2] * (BUCKETS - 2)
-    assert counts[-1] == 3  # its own bound, the integer after the one before, and what lies beyond all
+    # Its own bound, the integer after the previous bound, and the duration beyond all bounds.
+    assert counts[-1] == 3
 
 
 def test_rows_merge_to_the_sketch_of_all(kernels: ShimKernels) -> None:
-    """Rows of two ranks and two windows, by SUM and MAX, are the sketch that run/sketch.py makes of all durations."""
+    """Rows of two ranks and two windows merge by SUM and MAX to the sketch of all durations."""
     rows, whole = [], Sketch()
     for seed in range(4):
         durations = np.minimum(some_durations((3, 256), seed), np.uint64(bucket_bounds()[BUCKETS - 1]))
@@ -170,13 +171,13 @@ def test_rows_merge_to_the_sketch_of_all(kernels: ShimKernels) -> None:
 
 
 def test_no_durations_make_an_empty_sketch(kernels: ShimKernels) -> None:
-    """And merging one changes nothing."""
+    """Merging an empty sketch changes nothing."""
     found = check_reduction(kernels, some_durations((1, 8), 0), [3], [3])
     assert to_sketch(found.sums[0], found.largest[0]).numbers() == Sketch().numbers()
 
 
 def test_quantiles_of_merged_rows(kernels: ShimKernels) -> None:
-    """Sparse, dense, empty and one-bucket histograms; more slots than a block has warps."""
+    """Cases: sparse, dense, empty and one-bucket histograms, and many slots."""
     random = np.random.default_rng(3)
     sums = np.zeros((9, SUM_ROW), np.int64)
     histograms = (random.random((9, BUCKETS)) < 0.03) * random.integers(1, 10**6, (9, BUCKETS))
@@ -194,11 +195,11 @@ def test_quantiles_of_merged_rows(kernels: ShimKernels) -> None:
     np.testing.assert_array_equal(buckets, twins.merged_quantiles(sums, parts))
     assert (buckets[4] == -1).all()
     assert (buckets[5] == BUCKETS - 1).all()
-    assert buckets[7, 3] == BUCKETS // 2  # the place 575.5 of 1152, rounded up
+    assert buckets[7, 3] == BUCKETS // 2  # Place 575.5 of 1152, rounded up.
 
 
 def score_by_kernel(kernels: ShimKernels, times_ns: npt.NDArray[np.int64], threads: int) -> twins.Scores:
-    """The kernel's scores."""
+    """Return the kernel's scores."""
     ranks, slots = times_ns.shape
     scores = twins.Scores(np.full((slots, 2), np.nan, np.float32), np.zeros(ranks, np.uint64))
     arguments = [times_ns, np.int32(ranks), np.int32(slots), np.float32(0.01), *scores]
@@ -208,7 +209,7 @@ def score_by_kernel(kernels: ShimKernels, times_ns: npt.NDArray[np.int64], threa
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 333, 1000])
 def test_scores_of_ranks(kernels: ShimKernels, ranks: int) -> None:
-    """One slow rank; no spread; ranks without a time, which are no fast ones; no time at all."""
+    """Cases: one slow rank, no spread, ranks without a time (not fast ones), and no time."""
     random = np.random.default_rng(ranks)
     times_ns = (np.exp(random.normal(0, 0.05, (ranks, 6))) * 5e6).astype(np.int64)
     slow = ranks // 2
@@ -228,7 +229,7 @@ def test_scores_of_ranks(kernels: ShimKernels, ranks: int) -> None:
 
 
 def test_a_stamp_closes_one_span_and_opens_the_next(kernels: ShimKernels) -> None:
-    """A chain of three sections by four stamps; a close without an open leaves nothing."""
+    """A chain of three sections takes four stamps. A close without an open records nothing."""
     slots, places = 3, 4
     opened, head = np.zeros(slots, np.uint64), np.zeros(slots, np.uint32)
     start_ns, duration_ns = np.zeros((slots, places), np.uint64), np.zeros((slots, places), np.uint64)
@@ -239,20 +240,20 @@ def test_a_stamp_closes_one_span_and_opens_the_next(kernels: ShimKernels) -> Non
 
     stamp(2, -1)
     assert not head.any()
-    for _ in range(5):  # more than the ring has places for
+    for _ in range(5):  # More than the ring has places.
         stamp(-1, 0)
         stamp(0, 1)
         stamp(1, 2)
         stamp(2, -1)
     assert head.tolist() == [5, 5, 5]
     assert not opened.any()
-    assert (duration_ns == 1).all()  # the shim's clock ticks once a reading
+    assert (duration_ns == 1).all()  # The shim's clock advances by one at each reading.
     assert (start_ns[1] == start_ns[0] + 1).all()
     assert (np.diff(np.sort(start_ns[0])) == 4).all()
 
 
-def test_a_clock_that_steps_back(kernels: ShimKernels) -> None:
-    """A span of no time, and not of six hundred years."""
+def test_span_is_zero_if_the_clock_steps_back(kernels: ShimKernels) -> None:
+    """An unsigned difference would be six hundred years."""
     opened, head = np.zeros(1, np.uint64), np.zeros(1, np.uint32)
     start_ns, duration_ns = np.zeros((1, 4), np.uint64), np.full((1, 4), 7, np.uint64)
     times = iter([1000, 900])

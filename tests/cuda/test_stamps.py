@@ -1,4 +1,4 @@
-"""The device ring's host side, the real class, on the fake driver."""
+"""The host side of the device ring: the real class on the fake driver."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from torchlens_perf.cuda.stamps import NO_SLOT, DeviceRing
 from torchlens_perf.errors import DeviceError
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
-LAUNCH_NS, STAMP_NS = 1500, 1000  # of the fake device
+# Costs on the fake device.
+LAUNCH_NS, STAMP_NS = 1500, 1000
 MILLISECOND = 1_000_000
 
 
 def new_ring(device: FakeDevice, slots: int = 4, places: int = 64) -> DeviceRing:
-    """A ring on the default stream."""
+    """Return a ring on the default stream."""
     return DeviceRing(device.driver, device.functions("stamp", "reduce_window"), slots, places)
 
 
 def section(device: FakeDevice, ring: DeviceRing, name: str, duration_ns: int, stream: int = 0) -> None:
-    """A section with work of that duration in it."""
+    """Run a section with work of a given duration."""
     slot = ring.slot(name)
     ring.stamp(NO_SLOT, slot, stream)
     device.spin(duration_ns, stream)
@@ -31,7 +32,7 @@ def section(device: FakeDevice, ring: DeviceRing, name: str, duration_ns: int, s
 
 
 def reduced(device: FakeDevice, ring: DeviceRing) -> Reduced:
-    """The result of a reduction, once time has passed."""
+    """Return the result of a reduction after some time."""
     assert ring.reduce(0)
     device.advance(1000 * MILLISECOND)
     result = ring.collect()
@@ -40,7 +41,10 @@ def reduced(device: FakeDevice, ring: DeviceRing) -> Reduced:
 
 
 def test_spans_are_timed_by_the_device(device: FakeDevice) -> None:
-    """A planted millisecond is a millisecond, plus what the fake device takes to launch; starts are its clock's."""
+    """A planted millisecond is measured, plus the fake device's launch time.
+
+    Starts are device times.
+    """
     ring = new_ring(device)
     began_ns = device.now_ns()
     for _ in range(3):
@@ -56,7 +60,7 @@ def test_spans_are_timed_by_the_device(device: FakeDevice) -> None:
 
 
 def test_a_graph_appends_at_each_replay(device: FakeDevice) -> None:
-    """Seven replays of a captured section leave seven records, each with its own time."""
+    """Seven replays of a captured section make seven records with their own times."""
     ring, stream = new_ring(device), device.new_stream()
     device.begin_capture(stream)
     section(device, ring, "decode", MILLISECOND, stream)
@@ -72,7 +76,7 @@ def test_a_graph_appends_at_each_replay(device: FakeDevice) -> None:
 
 
 def test_twenty_steps_without_a_synchronization(device: FakeDevice) -> None:
-    """Sections, a reduction and its collection in every step, while the host runs ahead of the device."""
+    """Sections, a reduction and its collection in each step while the host runs ahead."""
     ring = new_ring(device)
     section(device, ring, "warm up", 1)
     before, counted, pending = device.synchronizations, 0, 0
@@ -80,7 +84,7 @@ def test_twenty_steps_without_a_synchronization(device: FakeDevice) -> None:
         for _ in range(3):
             section(device, ring, "attention", MILLISECOND)
         pending += not ring.reduce(0)
-        device.advance(2 * MILLISECOND)  # the step takes the device three
+        device.advance(2 * MILLISECOND)  # The step takes three on the device.
         rows = ring.collect()
         counted += int(rows.sums[1, Sum.COUNT]) if rows is not None else 0
     assert pending > 0, "the device was never behind: the test shows nothing"
@@ -91,8 +95,8 @@ def test_twenty_steps_without_a_synchronization(device: FakeDevice) -> None:
     assert counted + int(reduced(device, ring).sums[1, Sum.COUNT]) == 60
 
 
-def test_what_does_not_fit_is_counted(device: FakeDevice) -> None:
-    """A hundred spans in a ring of 64: the newest 63, as one place may be written to meanwhile, and 37 lost."""
+def test_surplus_of_the_ring_is_counted_as_lost(device: FakeDevice) -> None:
+    """The newest 63 of a hundred spans in 64 places are read, as one place may be written to."""
     ring = new_ring(device)
     for _ in range(100):
         section(device, ring, "hot", 10)
@@ -101,14 +105,13 @@ def test_what_does_not_fit_is_counted(device: FakeDevice) -> None:
     assert rows.sums[0, Sum.LOST] == 37
 
 
-def test_more_names_than_slots(device: FakeDevice) -> None:
-    """They get none, and the caller can tell."""
+def test_names_beyond_the_slots_get_none(device: FakeDevice) -> None:
     ring = new_ring(device, slots=2)
     assert [ring.slot(name) for name in ("a", "b", "c", "a")] == [0, 1, NO_SLOT, 0]
 
 
-def test_no_reduction_while_one_is_on_its_way(device: FakeDevice) -> None:
-    """The page-locked memory is in use: the next one waits for its turn, and nothing is lost by it."""
+def test_no_reduction_before_the_last_one_is_collected(device: FakeDevice) -> None:
+    """Its page-locked memory is in use. No span is lost by the delay."""
     ring = new_ring(device)
     section(device, ring, "a", MILLISECOND)
     assert ring.reduce(0)
@@ -123,8 +126,8 @@ def test_no_reduction_while_one_is_on_its_way(device: FakeDevice) -> None:
     assert reduced(device, ring).sums[0, Sum.COUNT] == 1
 
 
-def test_nothing_of_ours_but_stamps_goes_into_a_graph(device: FakeDevice) -> None:
-    """A reduction in a captured step would replay with it, into memory that is being read."""
+def test_only_stamps_are_captured(device: FakeDevice) -> None:
+    """A captured reduction would replay into memory that is being read."""
     ring, stream = new_ring(device), device.new_stream()
     device.begin_capture(stream)
     assert not ring.reduce(stream)
@@ -132,7 +135,7 @@ def test_nothing_of_ours_but_stamps_goes_into_a_graph(device: FakeDevice) -> Non
 
 
 def test_a_collected_result_is_a_copy(device: FakeDevice) -> None:
-    """The next copy from the device arrives in the same memory."""
+    """The next copy from the device uses the same memory."""
     ring = new_ring(device)
     section(device, ring, "a", MILLISECOND)
     first = reduced(device, ring)
@@ -142,20 +145,19 @@ def test_a_collected_result_is_a_copy(device: FakeDevice) -> None:
     np.testing.assert_array_equal(first.sums, kept)
 
 
-def test_memory_of_the_device_is_what_it_says(device: FakeDevice) -> None:
-    """And less than 32 MiB in the size that is used."""
+def test_device_bytes_is_the_allocated_memory(device: FakeDevice) -> None:
+    """The default size is less than 32 MiB."""
     before = device.live_bytes
     ring = DeviceRing(device.driver, device.functions("stamp", "reduce_window"))
     assert device.live_bytes - before == ring.device_bytes < 4 << 20
 
 
-def test_a_missing_driver_is_said() -> None:
-    """In words, not as an OSError from ctypes."""
+def test_missing_driver_raises_device_error() -> None:
+    """The error is not an OSError from ctypes."""
     with pytest.raises(DeviceError, match="driver cannot be loaded"):
         Driver("libcuda.so.of-another-planet")
 
 
-def test_a_failing_call_is_said(device: FakeDevice) -> None:
-    """With the function's name and CUDA's number."""
+def test_failing_call_raises_with_function_and_number(device: FakeDevice) -> None:
     with pytest.raises(DeviceError, match=r"cuMemAlloc_v2 failed with CUDA error 2"):
         device.driver.allocate(1 << 40)

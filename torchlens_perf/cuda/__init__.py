@@ -1,1 +1,1 @@
-"""What runs on a GPU, or for one. Nothing of it is imported where torch has no device."""
+"""CUDA kernels and their host code, imported only if torch has a device."""

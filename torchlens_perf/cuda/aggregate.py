@@ -1,14 +1,16 @@
-"""All ranks' windows merged on the device: one SUM and one MAX all-reduce on a stream of our own, on request.
+"""Merging of all ranks' windows on the device, by two all-reduces (SUM, MAX) on a separate stream.
 
 ::
 
-    each rank: its window ─┬─ sums, and its medians in its own row of a matrix ──SUM──▶ merged histogram ─▶ quantiles
-                           │                                                            medians of all   ─▶ scores
-                           └─ largest, minus smallest, digests of names ─────────MAX──▶ extremes, names agreed
+    each rank's window ─┬─ sums, and medians in its row of a matrix ─SUM─▶ merged histogram ─▶
+    quantiles │                                                  medians of ranks ─▶ scores └─
+    largest, minus smallest, name digests ────MAX─▶ extremes, agreed names
 
-A window has a row for each device section, and one for each part of the device's steps (steps.py).
-This is the only place where we issue collectives. They are issued at a step's end on the thread that trains, in a
-group of their own, in the same steps on all ranks; their results are read when they are there, and never waited for.
+A window has a row for each device section and for each part of the device's steps (steps.py).
+
+This module issues the only collectives of the package. All ranks issue them in the same steps, at
+the step's end on the training thread, in a separate process group. The results are read once they
+have arrived, without waiting for them.
 """
 
 from __future__ import annotations
@@ -36,49 +38,56 @@ if TYPE_CHECKING:
     from torchlens_perf.cuda.stamps import DeviceRing
 
 QUANTILES = (0.5, 0.99)
-MIN_SPREAD = 0.01  # of the median: ranks whose times differ by less are not distinguished
+# The smallest spread as a part of the median. Smaller differences between ranks are not
+# significant.
+MIN_SPREAD = 0.01
 _PARTS = np.array([round(quantile * (1 << 16)) for quantile in QUANTILES], np.uint32)
-_LARGEST_ROW = len(Largest) + 2  # and the slot's name: digest, minus digest
+# Two columns follow the largest values: the digest of the slot's name, and minus the digest.
+_LARGEST_ROW = len(Largest) + 2
 _NAME = len(Largest)
 _SMALL_WIDTHS = (len(Sum), _LARGEST_ROW, len(QUANTILES) // 2, 1)
 _NO_NAME = -(2**63 - 1)
 _SCORE_THREADS, _QUANTILE_THREADS = 1024, 128
-_ROBUST_DEVIATION = 1.4826  # times the MAD, as in rank_scores
+# The factor by which rank_scores multiplies the MAD.
+_ROBUST_DEVIATION = 1.4826
 _Launch = tuple[int, int, int, int, Arguments]
 
 
 class AggregateDevice(Protocol):
-    """What the merge needs of torch's device; hooks/on_device/stamps.py has it."""
+    """The methods of a device that merging needs. See hooks/on_device/cuda_device.py."""
 
     def aside(self) -> AbstractContextManager[int]:
-        """The stream for collectives becomes the current one, ordered after what was; its handle."""
+        """Make the stream for collectives the current one, ordered after the one before.
+
+        The context returns the handle of the stream.
+        """
 
     def zeros(self, words: int) -> torch.Tensor:
-        """Words of 64 bits in the device's memory."""
+        """Return zeroed 64-bit words in the device's memory."""
 
     def words(self, address: int, count: int) -> torch.Tensor:
-        """The words that lie there, without a copy."""
+        """Return the words at an address of the device as a tensor, without a copy."""
 
 
 class DeviceAggregate:
-    """The buffers, and one merge at a time. Of `ranks` ranks and one ring's slots."""
+    """Merges the windows of one ring with those of all ranks, one merge at a time."""
 
     def __init__(
         self, device: AggregateDevice, driver: Driver, functions: Mapping[str, int], ring: DeviceRing, group: Any
     ) -> None:
-        """group: a process group of our own, of all ranks; its backend reduces the device's memory.
+        """group: a separate process group of all ranks, whose backend supports the device.
 
-        Raises DeviceError where memory cannot be had.
+        Raises DeviceError if memory cannot be allocated.
         """
         import torch.distributed as dist
 
         self._device, self._driver, self._ring, self._group = device, driver, ring, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._slots = slots = ring.slots + len(Row)  # the parts of steps behind the sections
+        self._slots = slots = ring.slots + len(Row)  # Sections first, then the parts of steps.
         with device.aside():
             self._sums = device.zeros(slots * SUM_ROW + self.ranks * slots)
             self._largest = device.zeros(slots * _LARGEST_ROW)
-            # What goes to the host: not the histograms.
+            # The part of the result that is copied to the host, without the histograms.
             self._small = device.zeros(slots * sum(_SMALL_WIDTHS) + (1 + len(Row)) * self.ranks)
             self._parts = device.zeros(1)
             self._parts.fill_(int(_PARTS.view(np.int64)[0]))
@@ -87,19 +96,22 @@ class DeviceAggregate:
             for row, name in enumerate(ROW_NAMES):
                 self._name_slot(ring.slots + row, f"step part {name}")
             memory = device.zeros(BLOCK_WORDS), device.zeros(len(Row) * sum(ROW_WIDTHS))
-        self._digested = 0  # sections whose digests are there
+        self._digested_count = 0  # Number of sections whose digests have been written.
         self._launches = self._small_launches(functions)
-        self._things = self._take(8 * len(self._small))
-        self._host, self._arrived, self._rows_read = self._things.host, self._things.arrived, self._things.rows_read
-        self._steps = StepReduction(driver, functions, ring.bounds, self._take(BLOCK_BYTES), memory)
-        self._merging: tuple[list[str], int] | None = None  # the sections and the step of the merge on its way
+        self._host_memory = self._take_host_memory(8 * len(self._small))
+        leftover = self._host_memory
+        self._host, self._arrived = leftover.host, leftover.arrived
+        self._rows_read = leftover.rows_read
+        self._steps = StepReduction(driver, functions, ring.bounds, self._take_host_memory(BLOCK_BYTES), memory)
+        # The sections and the step of the merge whose result has not been collected.
+        self._merging: tuple[list[str], int] | None = None
         self.uncollected = 0
-        """Merges whose results were not copied, because those before had not been read."""
+        """Merges whose results were not copied, because an earlier result had not been read."""
         self.disagreed: set[str] = set()
-        """Sections that were not merged, because some rank has entered its sections in another order."""
+        """Sections that were not merged, because ranks entered sections in different orders."""
 
-    def _take(self, size: int) -> Leftover:
-        """What an earlier watch has left, if nothing arrives in it any more; else something new."""
+    def _take_host_memory(self, size: int) -> Leftover:
+        """Return unused page-locked memory of an earlier watch, or allocate new memory."""
         for each in self._ring.leftovers:
             if each.size == size and self._driver.happened(each.arrived):
                 self._ring.leftovers.remove(each)
@@ -107,16 +119,21 @@ class DeviceAggregate:
         return Leftover(size, self._driver.allocate_host(size), self._driver.new_event(), self._driver.new_event())
 
     def release(self) -> None:
-        """The watch has ended. Page-locked memory is not freed: that may wait for all that the device has to do, and
-        training goes on. The next watch takes it, and the events, which the ring may still wait for. Asks nothing of
-        the device. Not in a forked child, which has no device."""
-        self._ring.leftovers += [self._things, self._steps.things]
+        """Leave page-locked memory and events to the next watch. Makes no call to the device.
+
+        Freeing the memory could wait for all work of the device while training goes on, and the
+        ring may still wait for the events. Must not be called in a forked child, which has no
+        device.
+        """
+        self._ring.leftovers += [self._host_memory, self._steps.host_memory]
 
     def merge(self, *, window: bool, known: KnownSteps | None = None, step: int = 0) -> None:
-        """Enqueues a merge; every rank must call it in the same step, which is `step` on this one.
+        """Enqueue a merge. All ranks must call it in the same training step.
 
-        window: whether the ring has just reduced one; else this rank takes part with no section. known: the steps that
-        it takes part with; they are taken away.
+        window: True if the ring has just reduced a window. Otherwise this rank contributes no
+        section.
+        known: the steps that this rank contributes; they are removed from `known`.
+        step: the number of the step on this rank.
         """
         import torch.distributed as dist
 
@@ -140,16 +157,16 @@ class DeviceAggregate:
                     sums[sections:].copy_(own)
                     largest[sections:, : len(Largest)].copy_(own_largest)
                     medians[sections:].copy_(exact[:, Exact.MEDIAN])
-            for slot in range(self._digested, len(names)):
+            for slot in range(self._digested_count, len(names)):
                 self._name_slot(slot, names[slot])
-            self._digested = len(names)
+            self._digested_count = len(names)
             largest[:, _NAME:].copy_(self._digests)
             works = [
                 dist.all_reduce(self._sums, dist.ReduceOp.SUM, self._group, async_op=True),
                 dist.all_reduce(self._largest, dist.ReduceOp.MAX, self._group, async_op=True),
             ]
             for work in works:
-                work.wait()  # orders the stream after it; the host goes on
+                work.wait()  # Orders the stream after the collective without blocking the host.
             if self._merging is not None:
                 self.uncollected += 1
                 return
@@ -158,11 +175,13 @@ class DeviceAggregate:
 
     def _name_slot(self, slot: int, name: str) -> None:
         digest = name_digest(name)
-        self._digests[slot, 0].fill_(digest)  # a kernel with a constant: a copy from the host might wait
+        # fill_() is a kernel with a constant argument. A copy from the host could wait for the
+        # device.
+        self._digests[slot, 0].fill_(digest)
         self._digests[slot, 1].fill_(-digest)
 
     def _reduce_small(self, stream: int) -> None:
-        """Quantiles and scores of what was merged, and the copy of all that the host reads."""
+        """Enqueue quantiles and scores of the merged rows, and the copy to the host."""
         table, largest, _, _, worst = self._small_parts(self._small)
         table.copy_(tables_in(self._sums, self._slots, [SUM_ROW])[0][:, : len(Sum)])
         largest.copy_(self._largest.view(self._slots, _LARGEST_ROW))
@@ -173,8 +192,12 @@ class DeviceAggregate:
         self._driver.record(self._arrived, stream)
 
     def _small_launches(self, functions: Mapping[str, int]) -> list[_Launch]:
-        """Quantiles of all rows; scores of the sections, over all of which a rank has its highest one; and scores of
-        each part of the steps by itself, as a rank that stands out in its work may stand out more in a part."""
+        """Return the launches that compute quantiles of all rows and scores of ranks.
+
+        - All sections share one table with each rank's highest score.
+        - Each part of the steps has a table of its own: a rank that is slow in its work may have a
+          higher score in a part.
+        """
         slots, ranks, sections = self._slots, self.ranks, self._ring.slots
         _, _, buckets, middle, worst = self._small_parts(self._small)
         sums, parts, found, middles, scores = (
@@ -194,13 +217,20 @@ class DeviceAggregate:
         return launches
 
     def _small_parts(self, words: Any) -> list[Any]:
-        """Sums, largest, quantiles' buckets (two of 32 bits a word), medians and deviations (likewise); and the ranks'
-        scores, over the sections and in each part of the steps."""
+        """Return views of the tables that are copied to the host.
+
+        These are sums, largest values, the quantiles' buckets (two of 32 bits in a word), medians
+        and deviations (two of 32 bits in a word), and the ranks' scores in the sections and in each
+        part of the steps.
+        """
         return tables_in(words, self._slots, _SMALL_WIDTHS)
 
     def collect(self) -> list[MergedRow] | None:
-        """The last merge's rows, once; None while there is none, or it has not arrived. Sections that not all ranks
-        entered in the same order, whose slots are different sections, are left out."""
+        """Return the last merge's rows once, or None if there is no merge or it has not arrived.
+
+        Sections are left out if ranks entered them in different orders, because their slots then
+        stand for different sections.
+        """
         if self._merging is None or not self._driver.happened(self._arrived):
             return None
         (names, step), self._merging = self._merging, None
@@ -213,20 +243,23 @@ class DeviceAggregate:
 
     @property
     def on_the_way(self) -> bool:
-        """Whether there is a merge whose result has not been collected."""
+        """True if there is a merge whose result has not been collected."""
         return self._merging is not None
 
 
 def name_digest(name: str) -> int:
-    """62 bits of a section's name: what ranks compare to see that a slot is the same section for all."""
+    """Return 62 bits that identify a section's name.
+
+    Ranks compare them to check that a slot stands for the same section everywhere.
+    """
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 2
 
 
 class _Result:
-    """What has arrived of one merge."""
+    """The result of one merge on the host."""
 
     def __init__(self, tables: Sequence[Any], ranks: int) -> None:
-        """tables: of _small_parts()."""
+        """tables: the views returned by _small_parts()."""
         self._table, self._largest, buckets, middle, worst = tables
         self._buckets, self._middle = buckets.view(np.int32), middle.view(np.float32)
         packed = worst.view(np.uint64).reshape(1 + len(Row), ranks)
@@ -238,7 +271,10 @@ class _Result:
         return int(self._table[slot, Sum.COUNT])
 
     def sections(self, names: Sequence[str]) -> list[MergedRow]:
-        """Those that all ranks have in the same slot, each with the rank that has its highest score there."""
+        """Return the rows of sections that all ranks have in the same slot.
+
+        Each row names the slowest rank of those whose highest score is in this section.
+        """
         found = []
         for slot, name in enumerate(names):
             if self.times(slot) and self._agreed(slot, name):
@@ -248,8 +284,11 @@ class _Result:
         return found
 
     def steps(self, first: int) -> list[MergedRow]:
-        """Of each part of the steps, whose slots begin at `first`: the slowest rank, and those whose work stands out.
-        Of the work, the second slowest too: how much sooner the step would end without the slowest is up to it."""
+        """Return rows of each part of the steps, for the slowest rank and for ranks with slow work.
+
+        The work also has a row for the second slowest rank, which limits how much earlier the step
+        would end without the slowest one. first: the slot of the first part.
+        """
         in_work = self._scores[1 + Row.WORK]
         order = np.argsort(-in_work, kind="stable")[:MAX_RANKS].tolist()
         stand_out = [rank for rank in order if in_work[rank] >= STANDS_OUT]

@@ -1,7 +1,7 @@
-"""The functions of the CUDA driver that we call ourselves, through ctypes.
+"""Calls of the CUDA driver through ctypes.
 
-torch has no public way to launch a kernel of ours onto a stream that is being captured, and CuPy's takes 5 us a launch.
-torch's context is the current one on the thread that trains; nothing here makes another.
+torch has no public API to launch a custom kernel on a stream that is being captured, and CuPy takes
+5 us per launch. The current context on the training thread is torch's; no other is created here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STREAM_NON_BLOCKING = 1
 
 _INT, _UNSIGNED, _BYTES = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 _HANDLE, _ADDRESS = ctypes.c_void_p, ctypes.c_uint64
-_OUT = ctypes.c_void_p  # where the function writes a result
+_OUT = ctypes.c_void_p  # A pointer to the memory for a result.
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemAlloc_v2": (_OUT, _BYTES),
     "cuMemFree_v2": (_ADDRESS,),
@@ -46,25 +46,26 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuLaunchKernel": (_HANDLE, *(_UNSIGNED,) * 7, _HANDLE, _HANDLE, _HANDLE),
 }
 
-# Questions, which never wait: the GIL stays, for another thread that takes it may keep it for milliseconds. A launch or
-# a record waits where the device's queue is full, and what it waits for may need the GIL.
-_QUICK = {"cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode", "cuEventQuery"}
+# Queries that never block are called with the GIL, as another thread could keep a released GIL for
+# milliseconds. A launch or a record blocks while the device's queue is full and must release the
+# GIL, because the work that it waits for may need it.
+_NON_BLOCKING = {"cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode", "cuEventQuery"}
 
 
 class Arguments:
-    """A kernel's arguments, in the form that a launch takes them; made once, used for many launches."""
+    """A kernel's arguments in the form for cuLaunchKernel, reusable for many launches."""
 
     def __init__(self, values: Sequence[np.generic]) -> None:
-        """values: NumPy scalars of the parameters' types; addresses as uint64."""
+        """values: NumPy scalars of the parameters' types. Addresses are uint64."""
         types: list[Any] = [np.ctypeslib.as_ctypes_type(value.dtype) for value in values]  # type: ignore[arg-type]
         self._values = [kind(value.item()) for kind, value in zip(types, values, strict=True)]
         self.pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in self._values))
 
 
 class Driver:
-    """The driver's library. Raises DeviceError where it is missing, or where a call fails.
+    """The driver's library. Raises DeviceError if it is missing or a call fails.
 
-    What is given a stream is enqueued there, and not waited for.
+    Methods with a stream argument enqueue work there and do not wait for it.
     """
 
     def __init__(self, library: str = LIBRARY) -> None:
@@ -74,7 +75,7 @@ class Driver:
             raise DeviceError(f"the CUDA driver cannot be loaded: {error}") from None
         self._functions: dict[str, Any] = {}
         for name, signature in _SIGNATURES.items():
-            function = getattr(quick if name in _QUICK else self._library, name)
+            function = getattr(quick if name in _NON_BLOCKING else self._library, name)
             function.argtypes, function.restype = signature, _INT
             self._functions[name] = function
         self._launch = self._functions["cuLaunchKernel"]
@@ -87,17 +88,23 @@ class Driver:
             raise DeviceError(f"{name} failed with CUDA error {status}")
 
     def allocate(self, size: int) -> int:
-        """Device memory: its address. May wait for the device: for the beginning only, and never in a capture."""
+        """Allocate device memory and return its address.
+
+        May wait for the device, so it is used during setup only. Not allowed in a capture.
+        """
         address = _ADDRESS()
         self._call("cuMemAlloc_v2", ctypes.byref(address), size)
         return address.value
 
     def free(self, address: int) -> None:
-        """Gives it back. May wait for the device."""
+        """Free device memory. May wait for the device."""
         self._call("cuMemFree_v2", address)
 
     def allocate_host(self, size: int) -> int:
-        """Page-locked memory of the host: its address. Copies to other memory would wait for the device."""
+        """Allocate page-locked host memory and return its address.
+
+        Copies to other host memory would wait for the device.
+        """
         address = ctypes.c_void_p()
         self._call("cuMemAllocHost_v2", ctypes.byref(address), size)
         return address.value or 0
@@ -109,7 +116,7 @@ class Driver:
         self._call("cuMemcpyDtoHAsync_v2", to, address, size, stream)
 
     def copy_to_device(self, address: int, values: np.ndarray[Any, Any], stream: int) -> None:
-        """Copies an array; it may change as soon as this has returned."""
+        """Enqueue the copy of an array, which may be changed after the call."""
         self._call("cuMemcpyHtoDAsync_v2", address, values.ctypes.data, values.nbytes, stream)
 
     def clear(self, address: int, size: int, stream: int) -> None:
@@ -119,14 +126,17 @@ class Driver:
         self._call("cuMemcpyDtoDAsync_v2", to, address, size, stream)
 
     def new_stream(self) -> int:
-        """A stream, for the life of the process."""
+        """Create a stream that exists until the process ends."""
         stream = ctypes.c_void_p()
         self._call("cuStreamCreate", ctypes.byref(stream), _STREAM_NON_BLOCKING)
         return stream.value or 0
 
     @contextmanager
     def own_stream(self) -> Iterator[int]:
-        """A new stream, which is waited for at the end: for what must be there before any other stream goes on."""
+        """Create a stream for the context and wait for its work at the end.
+
+        This is for setup that must be complete before other streams continue.
+        """
         stream = self.new_stream()
         try:
             yield stream
@@ -136,8 +146,10 @@ class Driver:
 
     @contextmanager
     def relaxed_captures(self) -> Iterator[None]:
-        """Inside, this thread may ask the device while another one captures in the global mode: else the question is
-        refused, and the capture lost."""
+        """Allow this thread to query the device while another thread captures in global mode.
+
+        Without this, the query would fail and invalidate the capture.
+        """
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
         try:
@@ -149,12 +161,12 @@ class Driver:
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether what is enqueued on the stream goes into a graph."""
+        """Return True if work enqueued on the stream is captured into a graph."""
         self._call("cuStreamIsCapturing", stream, self._capturing_at)
         return self._capturing.value != _CAPTURE_NONE
 
     def new_event(self) -> int:
-        """An event without a time, to wait for."""
+        """Create an event without timing, for synchronization."""
         event = ctypes.c_void_p()
         self._call("cuEventCreate", ctypes.byref(event), _EVENT_DISABLE_TIMING)
         return event.value or 0
@@ -163,7 +175,10 @@ class Driver:
         self._call("cuEventRecord", event, stream)
 
     def happened(self, event: int) -> bool:
-        """Whether the event's newest record has been reached. Not during a capture of this thread's."""
+        """Return True if the device has reached the event's latest record.
+
+        Must not be called while this thread captures.
+        """
         with self.relaxed_captures():
             status = self._functions["cuEventQuery"](event)
         if status not in (0, NOT_READY):
@@ -173,7 +188,7 @@ class Driver:
     def launch(
         self, function: int, grid: int, threads: int, shared_bytes: int, stream: int, arguments: Arguments
     ) -> None:
-        """Enqueues a kernel with a grid and blocks of one dimension."""
+        """Enqueue a kernel with a one-dimensional grid and one-dimensional blocks."""
         status = self._launch(
             function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, arguments.pointers, None
         )  # fmt: skip

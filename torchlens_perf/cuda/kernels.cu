@@ -1,10 +1,10 @@
-/* The device side: stamps of the device's clock, and the reduction of what they leave behind.
+/* Device code: stamps of the device's clock, and the reduction of the spans between them.
  *
- * One source, three compilers: NVRTC through CuPy on a GPU (kernels.py), nvcc for what it costs in registers, and g++
- * with tests/support/device/shim.h, where every CUDA thread is a fiber. twins.py beside it is the same in NumPy.
+ * Three compilers build this source: NVRTC through CuPy on a GPU (kernels.py), nvcc to count registers, and g++ with
+ * tests/support/device/shim.h, where every CUDA thread is a fiber. twins.py in that folder is the same in NumPy.
  *
- * Durations are whole nanoseconds and their statistics integers: they depend neither on the order of threads and blocks
- * nor on that of ranks, and merge by one SUM and one MAX. Only scores are floating-point, one rounding at a time.
+ * Durations are whole nanoseconds and their statistics are integers. They do not depend on the order of threads, blocks
+ * or ranks, and merge by one SUM and one MAX. Only scores are floating-point, with one rounding per operation.
  */
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -20,21 +20,21 @@ __device__ __forceinline__ u64 global_timer_ns()
 }
 #endif
 
-/* The histogram of run/sketch.py: OpenTelemetry's exponential one of scale 5, in seconds, up to 2^12 s. Bounds of one
- * second and its doublings are no powers of two in nanoseconds: 32 bounds lie between two of those. The first bucket ends
- * at FIRST_BOUND ns, which is bound number FIRST_PLACE between 2^FIRST_BIT and its double. */
+/* The histogram of run/sketch.py: OpenTelemetry's exponential histogram of scale 5, in seconds, up to 2^12 s. A second
+ * is not a power of two in nanoseconds, so no bound is one either: 32 bounds lie between two powers of two. The first
+ * bucket ends at FIRST_BOUND ns, which is bound number FIRST_PLACE between 2^FIRST_BIT and its double. */
 #define SUBDIVISIONS 32
 #define BUCKETS 1152
 #define FIRST_BOUND 60
 #define FIRST_BIT 5
 #define FIRST_PLACE 29
 
-/* A row of what merges by SUM: these, then the histogram. The squares are kept in three limbs of 32 bits, whose sums
- * are exact for 2^31 durations. */
+/* A row of the values that merge by SUM: these, then the histogram. The squares are kept in three limbs of 32 bits,
+ * whose sums are exact for 2^31 durations. */
 enum { SUM_COUNT, SUM_NS, SUM_SQUARES_0, SUM_SQUARES_1, SUM_SQUARES_2, SUM_LOST, SUM_FIELDS };
-/* What merges by MAX. */
+/* Values that merge by MAX. */
 enum { MAX_NS, MAX_MINUS_SMALLEST, MAX_FIELDS };
-/* What is exact of this window and does not merge. */
+/* Exact values of this window, which do not merge. */
 enum { EXACT_MEDIAN, EXACT_MAD, EXACT_FIRST_START, EXACT_LAST_END, EXACT_FIELDS };
 
 #define SUM_ROW (SUM_FIELDS + BUCKETS)
@@ -42,10 +42,10 @@ enum { EXACT_MEDIAN, EXACT_MAD, EXACT_FIRST_START, EXACT_LAST_END, EXACT_FIELDS 
 #define REDUCE_THREADS 256
 #define SCORE_THREADS 1024
 
-/* Closes the span that is open in the slot `close` and opens one in the slot `open`; -1: none. A chain of S sections
- * takes S + 1 stamps. Everything is in device memory, so that a captured graph appends at each replay.
+/* Closes the open span of the slot `close` and opens one in the slot `open`; -1 stands for no slot. A chain of S
+ * sections takes S + 1 stamps. All state is in device memory, so that a captured graph appends at each replay.
  *
- * One thread. Stamps of one slot must be ordered by their streams. A close without an open leaves nothing.
+ * Only one thread works. Streams must order the stamps of a slot. A close without an open span records nothing.
  */
 extern "C" __global__ void __launch_bounds__(32)
     stamp(u64 *opened, u64 *start_ns, u64 *duration_ns, u32 *head, int close, int open, u32 mask)
@@ -60,7 +60,8 @@ extern "C" __global__ void __launch_bounds__(32)
         size_t at = (size_t)close * (mask + 1u) + (sequence & mask);
         start_ns[at] = since;
         duration_ns[at] = now > since ? now - since : 0;
-        __threadfence(); /* a reduction on another stream that sees the new head sees the span too */
+        /* A reduction on another stream that reads the new head must read the new span too. */
+        __threadfence();
         head[close] = sequence + 1u;
         opened[close] = 0;
     }
@@ -69,9 +70,9 @@ extern "C" __global__ void __launch_bounds__(32)
     }
 }
 
-/* The bucket of a duration. bounds: those of one octave, in order, see reduction.mantissa_bounds(). A duration, shifted
- * until its highest bit is the 63rd, is compared with them as integers; the logarithm in floating point is wrong at some
- * of them. */
+/* Returns the bucket of a duration. bounds: the ordered bounds of one octave, see reduction.mantissa_bounds(). The
+ * duration is shifted until its highest bit is the 63rd, and compared with the bounds as integers. A logarithm in
+ * floating point would be wrong at some bounds. */
 __device__ __forceinline__ int bucket_of(u64 duration_ns, const u64 *bounds)
 {
     if (duration_ns <= FIRST_BOUND) {
@@ -86,7 +87,7 @@ __device__ __forceinline__ int bucket_of(u64 duration_ns, const u64 *bounds)
             below += half;
         }
     }
-    below += mantissa > bounds[below]; /* all of them may be */
+    below += mantissa > bounds[below]; /* All bounds may be smaller than the mantissa. */
     int bucket = (63 - shift - FIRST_BIT) * SUBDIVISIONS + below - FIRST_PLACE;
     return bucket < BUCKETS ? bucket : BUCKETS - 1;
 }
@@ -101,7 +102,7 @@ __device__ __forceinline__ u64 distance(u64 a, u64 b)
     return a > b ? a - b : b - a;
 }
 
-/* Sorts `size` values, a power of two, in shared memory; all threads of the block call it, after a barrier. */
+/* Sorts `size` values in shared memory. `size` is a power of two. All threads of the block call it after a barrier. */
 __device__ void bitonic_sort(u64 *values, u32 size)
 {
     for (u32 run = 2; run <= size; run <<= 1) {
@@ -119,11 +120,12 @@ __device__ void bitonic_sort(u64 *values, u32 size)
     }
 }
 
-/* Reduces what each slot's ring holds since the last reduction, and marks it as read: one block a slot.
+/* Reduces the spans in each slot's ring since the last reduction, and marks them as read. One block per slot.
  *
- * sums [slots, SUM_ROW], largest [slots, MAX_FIELDS], exact [slots, EXACT_FIELDS]: overwritten. What the ring has lost
- * because it was not read in time is counted. REDUCE_THREADS threads; 8 bytes of shared memory for each place of the
- * ring. Another stream may stamp one more span into a full ring meanwhile; what it overwrites is not read.
+ * sums [slots, SUM_ROW], largest [slots, MAX_FIELDS] and exact [slots, EXACT_FIELDS] are overwritten. Spans that were
+ * overwritten in the ring before they were read are counted as lost. A block has REDUCE_THREADS threads and 8 bytes of
+ * shared memory for each place of the ring. During the reduction, another stream may stamp one more span into a full
+ * ring; the place that it overwrites is not read.
  */
 extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     reduce_window(const u64 *start_ns, const u64 *duration_ns, const u32 *head,
@@ -140,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     const u32 slot = blockIdx.x, thread = threadIdx.x, lane = thread & 31u, warp = thread >> 5;
     const size_t ring = (size_t)slot * (mask + 1u);
 
-    if (thread == 0) { /* one thread, as another stream may be stamping: all must see the same head */
+    if (thread == 0) { /* One thread reads the head for all, as another stream may change it at the same time. */
         newest_seen = head[slot];
         oldest_new = tail[slot];
     }
@@ -152,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     }
     __syncthreads();
     const u32 newest = newest_seen, written = newest - oldest_new;
-    /* Not the whole ring: in its oldest place another stream may be stamping. */
+    /* The oldest place of a full ring is not read, as another stream may be stamping there. */
     const u32 count = written < mask ? written : mask, oldest = newest - count;
 
     u32 size = 1;
@@ -161,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     }
     u64 sum = 0, squares_0 = 0, squares_1 = 0, squares_2 = 0;
     for (u32 i = thread; i < size; i += blockDim.x) {
-        u64 value = ~0ull; /* beyond the last one: sorts to the end */
+        u64 value = ~0ull; /* Padding, which sorts to the end. */
         if (i < count) {
             value = duration_ns[ring + ((oldest + i) & mask)];
             u64 low = value * value;
@@ -238,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
     tail[slot] = newest;
 }
 
-/* The buckets in which quantiles of merged histograms lie, -1 for an empty one: a warp a slot, blocks of 128 threads.
+/* Finds the buckets of quantiles in merged histograms, -1 for an empty one. One warp per slot, blocks of 128 threads.
  *
  * sums [slots, SUM_ROW]; parts [quantiles], each in units of 2^-16; buckets [slots, quantiles].
  */
@@ -248,12 +250,12 @@ extern "C" __global__ void __launch_bounds__(128)
 {
     const int slot = (int)(blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5)), lane = (int)(threadIdx.x & 31u);
     if (slot >= slots) {
-        return; /* whole warps leave together */
+        return; /* All threads of a warp have the same slot and return together. */
     }
     const i64 *histogram = sums + (size_t)slot * SUM_ROW + SUM_FIELDS;
     const u64 count = (u64)sums[(size_t)slot * SUM_ROW + SUM_COUNT];
     for (int quantile = 0; quantile < quantiles; quantile++) {
-        /* The wanted value's place among all, from 0, rounded to the nearest: exact for 2^48 values. */
+        /* The rank of the wanted value from 0, rounded to the nearest. It is exact for up to 2^48 values. */
         u64 wanted = count > 0 ? ((count - 1) * parts[quantile] + 32768u) >> 16 : 0;
         u64 before = 0;
         int found = -1;
@@ -275,9 +277,9 @@ extern "C" __global__ void __launch_bounds__(128)
     }
 }
 
-/* The k-th smallest of `count` keys in shared memory, by four passes of eight bits; all threads of the block call it.
- * It begins with a barrier before the keys are read, and ends with one after. Each group of warps counts in a histogram
- * of its own, as most keys share their high bits. */
+/* Returns the k-th smallest of `count` keys in shared memory, by four passes of eight bits. All threads of the block
+ * call it. It begins with a barrier before the keys are read, and ends with one after. Each group of warps counts in a
+ * histogram of its own to reduce contention, as most keys share their high bits. */
 #define COPIES 8
 __device__ u32 select_key(const u32 *keys, u32 count, u32 k, u32 (*counts)[256], u32 *chosen)
 {
@@ -302,7 +304,7 @@ __device__ u32 select_key(const u32 *keys, u32 count, u32 k, u32 (*counts)[256],
             counts[0][digit] = total;
         }
         __syncthreads();
-        if (thread < 32) { /* one warp goes through the 256 totals, eight a lane */
+        if (thread < 32) { /* One warp searches the 256 totals, eight per lane. */
             u32 total = 0;
 #pragma unroll
             for (u32 i = 0; i < 8; i++) {
@@ -326,24 +328,26 @@ __device__ u32 select_key(const u32 *keys, u32 count, u32 k, u32 (*counts)[256],
         __syncthreads();
         prefix |= chosen[0] << shift;
         mask |= 255u << shift;
-        k -= chosen[1]; /* written again only after two more barriers */
+        k -= chosen[1]; /* Two more barriers come before `chosen` is written again. */
     }
     return prefix;
 }
 
-/* Scores of ranks: how many robust deviations a rank's time lies above the ranks' median, for each slot; one block a
- * slot, SCORE_THREADS threads, 4 bytes of shared memory for each rank.
+/* Computes scores of ranks: by how many robust deviations a rank's time exceeds the ranks' median in each slot. One
+ * block per slot, SCORE_THREADS threads, 4 bytes of shared memory for each rank.
  *
- * times_ns [ranks, slots]: 0 where a rank has no time for the slot; it is then not one of them. middle [slots, 2]:
- * lower median and median absolute deviation in ns, as float. worst [ranks], zeroed before: the highest score's bits,
- * over the slot. A score is (time - median) / max(1.4826 MAD, min_spread * median), where at least two ranks have
- * a time (of two, the faster one is the median): 1.4826 MAD estimates the standard deviation of normal values.
+ * times_ns [ranks, slots]: a time of 0 means that the rank does not take part in the slot.
+ * middle [slots, 2]: lower median and median absolute deviation (MAD) in ns, as float.
+ * worst [ranks]: zeroed before the call; the bits of the rank's highest score, and below them its slot.
+ *
+ * A score is (time - median) / max(1.4826 MAD, min_spread * median). It needs two ranks with a time; of two, the faster
+ * one is the median. 1.4826 MAD estimates the standard deviation of normally distributed values.
  */
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
     rank_scores(const i64 *__restrict__ times_ns, int ranks, int slots, float min_spread, float *__restrict__ middle,
                 u64 *__restrict__ worst)
 {
-    DYNAMIC_SHARED(u32, keys); /* bits of floats that are not negative are ordered as the floats are */
+    DYNAMIC_SHARED(u32, keys); /* The bits of non-negative floats have the same order as the floats. */
     __shared__ u32 counts[COPIES][256];
     __shared__ u32 chosen[2];
     __shared__ u32 absent;
@@ -368,11 +372,12 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
     if (present == 0) {
         return;
     }
-    /* The absent ones' zeros come first. */
+    /* The zeros of absent ranks come first. */
     const float median = __uint_as_float(select_key(keys, count, absent + (present - 1) / 2, counts, chosen));
     for (u32 rank = threadIdx.x; rank < count; rank += blockDim.x) {
         float time = __uint_as_float(keys[rank]);
-        keys[rank] = time == 0.0f ? ~0u : __float_as_uint(fabsf(time - median)); /* the absent ones come last */
+        /* Absent ranks come last. */
+        keys[rank] = time == 0.0f ? ~0u : __float_as_uint(fabsf(time - median));
     }
     const float mad = __uint_as_float(select_key(keys, count, (present - 1) / 2, counts, chosen));
     const float spread = fmaxf(1.4826f * mad, min_spread * median);

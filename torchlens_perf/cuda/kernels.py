@@ -1,4 +1,7 @@
-"""Compiles and loads the kernels, through CuPy: NVRTC, for the device at hand, cached on disk by CuPy."""
+"""Compilation and loading of the kernels through CuPy.
+
+CuPy compiles them with NVRTC for the present device and caches the result on disk.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,26 @@ from torchlens_perf.run.installation import install_command
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 NAMES = ("stamp", "reduce_window", "merged_quantiles", "rank_scores")
-# No contraction to fused multiply-adds: scores are those of their twins in NumPy (tests/support/device/), bit for bit.
+# Without fused multiply-adds, scores equal those of the NumPy implementation in
+# tests/support/device/ bit for bit.
 OPTIONS = ("--std=c++17", "--fmad=false")
 
-_loaded: dict[int, tuple[dict[str, int], Any]] = {}  # by device; CuPy unloads what nobody holds
-_broken = ""  # why CuPy could not be imported: it is not tried again, as that may take seconds each time
+# By device. CuPy unloads modules without a reference.
+_loaded: dict[int, tuple[dict[str, int], Any]] = {}
+# Why CuPy could not be imported. The import is not tried again, as each try may take seconds.
+_import_error = ""
 
 
 def has_cupy() -> bool:
-    """Whether CuPy is installed. Does not import it."""
+    """Return True if CuPy is installed. Does not import it."""
     return importlib.util.find_spec("cupy") is not None
 
 
 def load(device: int) -> dict[str, int]:
-    """The kernels' handles for cuLaunchKernel, by name; compiled at the first call for the device, in about a second.
+    """Return the kernels' handles for cuLaunchKernel by name.
 
-    Raises DeviceError where CuPy is missing, broken or cannot compile them.
+    The first call for a device compiles them in about a second. Raises DeviceError if CuPy is
+    missing, broken or unable to compile them.
     """
     if device not in _loaded:
         cupy = _import_cupy()
@@ -42,7 +49,7 @@ def load(device: int) -> dict[str, int]:
 
 @contextmanager
 def _device_errors(what: str) -> Iterator[None]:
-    """Raise as a DeviceError whatever CuPy raises: its errors have no root in common, and a broken one raises any."""
+    """Convert all exceptions to DeviceError. CuPy's exceptions have no common base class."""
     try:
         yield
     except DeviceError:
@@ -52,25 +59,29 @@ def _device_errors(what: str) -> Iterator[None]:
 
 
 def _import_cupy() -> Any:
-    """Raises DeviceError; of a broken CuPy always the same, which was found at the first call."""
-    global _broken
-    if _broken:
-        raise DeviceError(_broken)
+    """Import CuPy.
+
+    Raises DeviceError, for a broken CuPy always with the message of the first call.
+    """
+    global _import_error
+    if _import_error:
+        raise DeviceError(_import_error)
     if not has_cupy():
         raise DeviceError(f"CuPy is missing: {install_command('cuda13')} (CUDA 12: [cuda12])")
     try:
         with _device_errors("CuPy cannot be imported"):
             import cupy
     except DeviceError as error:
-        _broken = str(error)
+        _import_error = str(error)
         raise
     return cupy
 
 
 def allow_ranks(device: int, ranks: int) -> None:
-    """Lets rank_scores compare so many, each by four bytes of shared memory: more than a kernel has unasked.
+    """Raise the shared memory limit of rank_scores, which needs four bytes per rank.
 
-    Raises DeviceError where the device has no such memory (a T4 has it for some 14000 ranks).
+    Raises DeviceError if the device has too little shared memory (a T4 has enough for about 14000
+    ranks).
     """
     load(device)
     cupy = _import_cupy()

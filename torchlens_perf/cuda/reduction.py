@@ -1,7 +1,11 @@
-"""The statistics of durations that kernels.cu reduces on the device: how they are laid out. Pure.
+"""Layout of the statistics of durations that kernels.cu computes on the device. No I/O.
 
-A window of a slot becomes three rows: `sums`, which merge over windows and ranks by SUM, `largest`, which merge by MAX,
-and `exact`, which are this window's own. The histogram is that of sketch.Sketch up to 2**12 s: a row of sums is one.
+A slot's window becomes three rows:
+
+- `sums`, which merge over windows and ranks by SUM. The row contains the histogram of sketch.Sketch
+  up to 2**12 s;
+- `largest`, which merge by MAX;
+- `exact`, which are valid for this window only.
 """
 
 from __future__ import annotations
@@ -19,11 +23,14 @@ if TYPE_CHECKING:
 
 HIGHEST_OCTAVE = 12
 BUCKETS = PER_OCTAVE * (HIGHEST_OCTAVE - LOWEST_OCTAVE)
-"""Those of a sketch up to 2**12 s, 68 min; longer durations count in the last one."""
+"""Buckets of a sketch up to 2**12 s (68 min). Longer durations count in the last bucket."""
 
 
 class Sum(IntEnum):
-    """Columns of a row of sums; the histogram follows. Squares in three limbs of 32 bits, which carry nothing."""
+    """Columns of a row of sums, which the histogram follows.
+
+    The sum of squares is in three limbs of 32 bits without carry.
+    """
 
     COUNT = 0
     NS = 1
@@ -41,7 +48,7 @@ class Largest(IntEnum):
 
 
 class Exact(IntEnum):
-    """Columns of a window's own row: in ns, the last two of the device's clock."""
+    """Columns of a window's exact row in ns. The last two are times of the device's clock."""
 
     MEDIAN = 0
     MAD = 1
@@ -50,7 +57,8 @@ class Exact(IntEnum):
 
 
 SUM_ROW = len(Sum) + BUCKETS
-ROW_WIDTHS = (SUM_ROW, len(Largest), len(Exact))  # of a window's three tables, which lie one behind the other
+# Widths of a window's three tables, which are contiguous in memory.
+ROW_WIDTHS = (SUM_ROW, len(Largest), len(Exact))
 
 
 class Reduced(NamedTuple):
@@ -65,7 +73,7 @@ class Reduced(NamedTuple):
 
 
 def tables_in(words: Any, slots: int, widths: Sequence[int]) -> list[Any]:
-    """Views of the tables [slots, width] that lie one behind the other in an array or a tensor, and of what follows."""
+    """Return views of contiguous tables [slots, width] in an array or tensor, then of the rest."""
     tables, at = [], 0
     for width in widths:
         tables.append(words[at : at + slots * width].reshape(slots, width))
@@ -76,7 +84,8 @@ def tables_in(words: Any, slots: int, widths: Sequence[int]) -> list[Any]:
 def mantissa_bounds() -> npt.NDArray[np.uint64]:
     """Return the bounds of one octave, shifted until their highest bit is the 63rd, in order.
 
-    A duration that is shifted likewise is compared with them. They are rounded down, which changes no comparison.
+    The kernel shifts a duration in the same way and compares it with them. They are rounded down,
+    which does not change any comparison.
     """
     return np.array(sorted(bound if bound < 1 << 64 else bound >> 1 for bound in octave_bounds()), np.uint64)
 
@@ -84,7 +93,10 @@ def mantissa_bounds() -> npt.NDArray[np.uint64]:
 def to_records(
     sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64], exact: npt.NDArray[np.int64]
 ) -> list[list[int]]:
-    """A slot's rows of one window as the words of the ring file's records; none for an empty one."""
+    """Return a slot's rows of one window as words of the ring file's records.
+
+    The result is empty for a window without durations.
+    """
     count, sum_ns, *limbs, lost = sums[: len(Sum)].tolist()
     if not count:
         return []

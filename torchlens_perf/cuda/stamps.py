@@ -1,18 +1,19 @@
-"""Spans in device memory: stamps of the device's clock, which a captured graph appends to at each replay.
+"""Times of device sections by stamps: kernels that write the device's clock into device memory.
 
-A CUDA event inside a captured graph is one place that each replay overwrites; it would have to be read, and waited for,
-before the next one. A stamp is a kernel of one thread that writes the device's clock into a ring in device memory: the
-graph replays it with everything else, and nothing of it runs on the host.
+A CUDA event in a captured graph is overwritten by each replay, so the host would have to wait for
+and read it before the next one. A stamp is a one-thread kernel that appends the device's clock to a
+ring in device memory. The graph replays it like any other kernel, without work on the host.
 
 ::
 
     stamp ─▶ ring of each slot ──reduce_window──▶ rows ──copy──▶ page-locked memory ──collect()──▶ Reduced
     (on the user's stream, also in a graph)       (on the stream of the step's end)
 
-A graph that holds stamps may be replayed for as long as the process lives, with or without a watch: so the ring stays
-where it is until the process ends, and later watches use it again.
+A graph with stamps may be replayed until the process ends, with or without a watch. The ring
+therefore keeps its address for the life of the process, and later watches use it again.
 
-All methods on the training thread. None waits for the device, but for making the ring, where memory is allocated.
+All methods run on the training thread. They do not wait for the device, except for the creation of
+the ring, which allocates memory.
 """
 
 from __future__ import annotations
@@ -28,40 +29,44 @@ from torchlens_perf.cuda.driver import Arguments, Driver
 from torchlens_perf.cuda.reduction import ROW_WIDTHS, Reduced, mantissa_bounds, tables_in
 
 SLOTS = 64
-PLACES = 1024  # of a slot's ring, between two reductions; the surplus is counted as lost
+# Capacity of a slot's ring between two reductions. Further spans are counted as lost.
+PLACES = 1024
 REDUCE_THREADS = 256
 NO_SLOT = -1
 
 
 class Leftover(NamedTuple):
-    """What a watch that merged over ranks has had, for the next one."""
+    """Memory and events that a watch which merged over ranks leaves to the next one."""
 
     size: int
+    """Size of the memory in bytes."""
     host: int
-    """Page-locked memory, of so many bytes."""
+    """Address of page-locked memory."""
     arrived: int
-    """The event after which nothing is copied there."""
+    """Event after which no copy writes to the memory."""
     rows_read: int
-    """Another one."""
+    """Event after which a merge no longer reads the ring's rows."""
 
 
 class DeviceRing:
-    """The rings of SLOTS sections in device memory, 1.6 MB, and the reduction of what they hold."""
+    """The rings of SLOTS sections in device memory (1.6 MB), and their reduction."""
 
     def __init__(self, driver: Driver, functions: Mapping[str, int], slots: int = SLOTS, places: int = PLACES) -> None:
-        """functions: the kernels' handles by name. places: of each slot's ring, a power of two, 4096 at most, as a
-        window is sorted in shared memory; one of them is never read, as another stream may be stamping there.
+        """Allocate and clear the memory, and wait for it. Raises DeviceError if that fails.
 
-        Waits until the memory is cleared. Raises DeviceError where it cannot be had.
+        functions: the kernels' handles by name.
+        places: the capacity of each slot's ring, a power of two up to 4096, because a window is
+        sorted in shared memory. One place is never read, as another stream may be stamping there.
         """
         self._driver = driver
         self._stamp, self._reduce = functions["stamp"], functions["reduce_window"]
         self.slots, self._places = slots, places
         self._names: dict[str, int] = {}
-        self._on_the_way = False  # a reduction whose result has not been collected
+        self._on_the_way = False
         self.leftovers: list[Leftover] = []
-        """Of merges over ranks by earlier watches; cuda/aggregate.py has them."""
-        self._readers: int | None = None  # the event after which nobody else reads the rows
+        """Left by earlier watches that merged over ranks, for cuda/aggregate.py."""
+        # The event after which no other stream reads the rows.
+        self._readers_done: int | None = None
         sizes = {
             "opened": 8 * slots,
             "head": 4 * slots,
@@ -93,7 +98,7 @@ class DeviceRing:
         self._reduce_arguments = self._pack_reduce()
 
     def slot(self, name: str) -> int:
-        """The slot of a section; NO_SLOT once all are taken."""
+        """Return the slot of a section, or NO_SLOT if all slots are taken."""
         slot = self._names.get(name)
         if slot is None:
             if len(self._names) == self.slots:
@@ -103,39 +108,40 @@ class DeviceRing:
 
     @property
     def on_the_way(self) -> bool:
-        """Whether there is a reduction whose result has not been collected."""
+        """True if there is a reduction whose result has not been collected."""
         return self._on_the_way
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Where the last reduction's rows lie in device memory, and how many words: sums, largest and exact."""
+        """Device address and number of words of the last reduction's rows."""
         return self._memory["rows"], self._rows_size // 8
 
     @property
     def bounds(self) -> int:
-        """Where reduction.mantissa_bounds() lie in device memory."""
+        """Device address of reduction.mantissa_bounds()."""
         return self._memory["bounds"]
 
     @property
     def names(self) -> list[str]:
-        """The sections, by slot."""
+        """Names of the sections by slot."""
         return list(self._names)
 
     def read_until(self, event: int) -> None:
-        """Another stream reads the rows until that event: the next reduction waits for it, on the device."""
-        self._readers = event
+        """Let the next reduction wait on the device for the event after which the rows are free."""
+        self._readers_done = event
 
     def skip(self, stream: int) -> None:
-        """Enqueues that what was stamped before is not counted, and a result on its way not collected."""
+        """Discard all earlier stamps, and the result of a reduction that has not been collected."""
         if self._on_the_way:
-            self._driver.wait(stream, self._arrived)  # it must not arrive over a later one
+            # The discarded result must not overwrite a later one.
+            self._driver.wait(stream, self._arrived)
             self._on_the_way = False
         self._driver.copy_on_device(self._memory["tail"], self._memory["head"], 4 * self.slots, stream)
 
     def stamp(self, close: int, open_: int, stream: int) -> None:
-        """Enqueues the end of a span and the beginning of another one, NO_SLOT for none; also into a capture.
+        """Enqueue the end of a span, the begin of another one, or both. NO_SLOT stands for no span.
 
-        Raises DeviceError where the launch fails.
+        Also works in a capture. Raises DeviceError if the launch fails.
         """
         arguments = self._stamp_arguments.get((close, open_))
         if arguments is None:
@@ -143,15 +149,16 @@ class DeviceRing:
         self._driver.launch(self._stamp, 1, 32, 0, stream, arguments)
 
     def reduce(self, stream: int) -> bool:
-        """Enqueues the reduction of all that was stamped before it on this stream, and the copy of its result.
+        """Enqueue the reduction of all earlier stamps of this stream, and the copy of its result.
 
-        False, and nothing is enqueued, while the last result has not been collected, or where the stream is being
-        captured: the rings keep on filling. What other streams stamp meanwhile is in this result or in the next one.
+        Returns False without enqueueing anything if the last result has not been collected or the
+        stream is being captured. The rings then keep filling. Stamps that other streams make in the
+        meantime are part of this result or the next one.
         """
         if self._on_the_way or self._driver.is_capturing(stream):
             return False
-        if self._readers is not None:
-            self._driver.wait(stream, self._readers)
+        if self._readers_done is not None:
+            self._driver.wait(stream, self._readers_done)
         self._driver.launch(self._reduce, self.slots, REDUCE_THREADS, 8 * self._places, stream, self._reduce_arguments)
         self._driver.copy_to_host(self._host_memory, self._memory["rows"], self._rows_size, stream)
         self._driver.record(self._arrived, stream)
@@ -159,9 +166,9 @@ class DeviceRing:
         return True
 
     def collect(self) -> Reduced | None:
-        """The result of the last reduction, once; None while there is none, or it has not arrived.
+        """Return the last reduction's result once, or None until it has arrived.
 
-        Asks the device one question. Not while anything is being captured, on any stream.
+        Queries the device once. Must not be called while any stream is being captured.
         """
         if not self._on_the_way or not self._driver.happened(self._arrived):
             return None
