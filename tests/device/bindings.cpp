@@ -1,4 +1,4 @@
-// What Python sees of the device.
+// The device's Python interface.
 #include "process_group.h"
 #include "streams.h"
 
@@ -10,13 +10,13 @@ PYBIND11_MODULE(MODULE_NAME, m)
 {
     m.def("now_ns", &device::now);
     m.def("clock_offset_ns", &device::clock_offset);
-    m.def("spin_ns", &device::spin, py::call_guard<py::gil_scoped_release>()); // the queue may be full
+    m.def("spin_ns", &device::spin, py::call_guard<py::gil_scoped_release>()); // Waits if the queue is full.
     m.def("never", &device::never, py::call_guard<py::gil_scoped_release>());
     m.def("release", &device::release);
     m.def("call", [](int64_t stream, py::object function) {
-        // On the stream's thread, when the stream has come to it; with the time that it has come to. Takes no time.
+        // Calls the function on the stream's thread with the stream's device time. It takes no device time.
         auto held = std::make_shared<py::handle>(function.release());
-        py::gil_scoped_release released; // the queue may be full
+        py::gil_scoped_release released; // The call waits if the queue is full.
         device::stream(stream).enqueue([held](device::Stream &of) {
             const device::Ns line = of.line;
             py::gil_scoped_acquire acquired;

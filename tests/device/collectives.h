@@ -1,4 +1,4 @@
-// What ranks exchange in a collective, and compute of it. Part of process_group.cpp.
+// The exchanges and computations of collectives. Part of process_group.cpp.
 #pragma once
 
 #include "operators.h"
@@ -16,7 +16,7 @@ using at::Tensor;
 using c10d::OpType;
 using Tensors = std::vector<Tensor>;
 
-// One operation, as its task will run it: on tensors of the CPU over the device's memory.
+// One operation in the form that its task runs: on CPU tensors that share the device's memory.
 struct Operation {
     std::function<std::vector<Part>()> prepare;
     std::function<void()> finish;
@@ -48,7 +48,7 @@ size_t bytes_of(const Tensors &tensors)
     return sum;
 }
 
-// In the order of the ranks, so that all have the same result.
+// Reduces in the order of the ranks, so that all ranks get the same result.
 Tensor reduced(const Tensors &values, const c10d::ReduceOp &op)
 {
     Tensor sum = values[0].clone();
@@ -66,19 +66,20 @@ Tensor reduced(const Tensors &values, const c10d::ReduceOp &op)
     if (op.op_ == c10d::ReduceOp::AVG)
         sum.div_(int64_t(values.size()));
     if (op.op_ == c10d::ReduceOp::PREMUL_SUM) {
-        // The one name that torch 2.11 has, which 2.13 keeps beside a new one.
+        // torch 2.11 has this name only; 2.13 keeps it in addition to a new one.
         const auto *factor = static_cast<const c10d::NCCLPreMulSumSupplement *>(op.supplement_.get());
         factor->tensor_factor.defined() ? sum.mul_(factor->tensor_factor.cpu()) : sum.mul_(factor->double_factor);
     }
     return sum;
 }
 
-// Makes them for one rank.
+// Creates the operations of one rank.
 class Operations {
 public:
     Operations(int rank, int size) : rank_(rank), size_(size) {}
 
-    // What goes to each peer of the inputs, where what comes from it belongs, and what is done when all has come.
+    // out: the part of the inputs that is sent to a peer. in: the place for the data of a peer. finish: called after
+    // all data has arrived.
     template <typename Out, typename In, typename Finish>
     Operation operation(
         OpType type, Tensors outputs, Tensors inputs, Tensors results, size_t bytes, Out out, In in,

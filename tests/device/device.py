@@ -1,4 +1,4 @@
-"""Builds and loads the asynchronous device, and plants times in it. See the package's docstring."""
+"""Build and load the asynchronous device, and plant times in it. See the package's docstring."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from typing import Any
 NAME = "asyncdev"
 LONGER = "DEVICE_WORKS_LONGER"
 _FOLDER = Path(__file__).parent
-_BUILD = _FOLDER / "build"  # git ignores it
+_BUILD = _FOLDER / "build"
 _MODULE = "_asyncdev"
-# What takes longest to compile comes first.
+# The source that takes longest to compile comes first.
 _SOURCES = ("process_group", "operators", "bindings", "memory", "transport", "streams")
 _FLAGS = ["-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden", f"-DMODULE_NAME={_MODULE}"]
 _TIMEOUT_S = 600
-_AT_A_TIME = 2  # compilers
+_COMPILERS = 2
 
 
 def missing() -> str | None:
-    """What keeps the device from being built; None: nothing."""
+    """Return why the device cannot be built, or None if it can."""
     if shutil.which("g++") is None:
         return "there is no g++"
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
@@ -50,9 +50,9 @@ def missing() -> str | None:
 
 
 def build() -> Path:
-    """The device's file, for the torch and the sources at hand; compiles it where it is not there, in about 30 s.
+    """Return the device's library for this torch and these sources.
 
-    Processes that want it at once wait for the first one.
+    It is compiled in about 30 s if it does not exist. Other processes wait for the first one.
     """
     import torch
 
@@ -77,7 +77,7 @@ def _compile(torch_folder: Path, folder: Path) -> Path:
     result = folder / f"{_MODULE}.so"
     waiting, running = list(_SOURCES), []
     while waiting or running:
-        while waiting and len(running) < _AT_A_TIME:
+        while waiting and len(running) < _COMPILERS:
             name = waiting.pop(0)
             command = ["g++", *_FLAGS, *(f"-I{each}" for each in headers), "-c", f"{_FOLDER / name}.cpp"]
             running.append(subprocess.Popen([*command, "-o", f"{folder / name}.o"]))
@@ -94,9 +94,10 @@ def _compile(torch_folder: Path, folder: Path) -> Path:
 
 @functools.cache
 def load() -> Any:
-    """Makes the device torch's accelerator, as `torch.asyncdev`, with its process group as the backend `asyncdev`.
+    """Make the device torch's accelerator and register its process group as backend `asyncdev`.
 
-    Returns the extension. In a process that does not fork afterwards: the streams' threads are not in its children.
+    Returns the extension, which has `torch.asyncdev` as its module. The process must not fork
+    afterwards, as children have no threads of the streams.
     """
     import torch
 
@@ -120,11 +121,11 @@ def load() -> Any:
 
 
 def _device_module() -> types.ModuleType:
-    """What torch, DDP and FSDP ask `torch.<device>` for."""
+    """Return the functions that torch, DDP and FSDP expect in `torch.<device>`."""
     import torch
 
     class Stream(torch.Stream):
-        """One of its own, whatever its priority."""
+        """A new stream of any priority."""
 
         def __new__(cls, device: Any = None, priority: int = 0, **given: Any) -> Any:
             if given:
@@ -132,12 +133,12 @@ def _device_module() -> types.ModuleType:
             return super().__new__(cls, torch.device(NAME, 0), priority=priority)
 
     class Event(torch.Event):
-        """As torch.cuda.Event: without timing unless asked for."""
+        """An event like torch.cuda.Event, without timing by default."""
 
         def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
             return super().__new__(cls, torch.device(NAME, 0), enable_timing=enable_timing)
 
-    generator = torch.Generator(NAME)  # each is the device's one
+    generator = torch.Generator(NAME)  # All generators of the device share one state.
     module = types.ModuleType(f"torch.{NAME}")
     functions: dict[str, Any] = {
         "Stream": Stream,
@@ -167,12 +168,15 @@ def _device_module() -> types.ModuleType:
 
 
 def spin(seconds: float) -> None:
-    """A kernel on the current stream that takes so long, times the slowness, and times LONGER in the environment."""
+    """Issue a kernel of this duration to the current stream.
+
+    The duration is multiplied by the slowness and by the environment variable LONGER.
+    """
     load().spin_ns(round(seconds * longer() * 1e9))
 
 
 def longer() -> float:
-    """How much longer this process lets the device work, see tests/support/device_ranks.py."""
+    """Return the factor for this process's kernels, see tests/support/device_ranks.py."""
     return float(os.environ.get(LONGER, "1"))
 
 
@@ -183,35 +187,41 @@ def never() -> Callable[[], None]:
 
 
 def call(stream: int, function: Callable[[int], object]) -> None:
-    """A kernel in Python on a stream, by its id: called with the time, in ns, that the stream has come to there."""
+    """Issue a Python function as a kernel.
+
+    stream: the stream's id. function: gets the stream's device time in ns.
+    """
     load().call(stream, function)
 
 
 def set_kernel_time(seconds: float) -> None:
-    """What each operator takes that is issued from now on; 20 us at first."""
+    """Set the duration of operators issued from now on. The default is 20 us."""
     load().set_kernel_ns(round(seconds * 1e9))
 
 
 def set_computing(computes: bool) -> None:
-    """Whether kernels compute. Without it they take no CPU time, as on a GPU, and their results are undefined."""
+    """Switch the computation of kernels on or off.
+
+    Without it they take no CPU time, as on a GPU, and their results are undefined.
+    """
     load().set_computing(computes)
 
 
 def set_slowness(factor: float) -> None:
-    """Makes the kernels that are issued from now on take so many times as long; collectives are not kernels."""
+    """Multiply the duration of kernels issued from now on, but not of collectives."""
     load().set_slowness(factor)
 
 
 def set_collective_time(latency_s: float, bytes_per_second: float = 10e9) -> None:
-    """What collectives that are issued from now on take, once all ranks have come to them. The same on all ranks."""
+    """Set the duration of later collectives after the last rank's arrival, equally on all ranks."""
     load().set_collective(round(latency_s * 1e9), bytes_per_second)
 
 
 def counters() -> dict[str, int]:
-    """How often the host has done what since the process began."""
+    """Return the numbers of the host's calls by kind since the process began."""
     return dict(load().counters())
 
 
 def synchronizations() -> int:
-    """How often the host has waited for the device, in whatever way; not for room in a stream's queue."""
+    """Return how often the host has waited for the device, except for room in a queue."""
     return sum(count for name, count in counters().items() if name.endswith("synchronizations"))

@@ -130,7 +130,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     {
         return c10::Stream(c10::Stream::UNSAFE, DEVICE, exchange_current_stream(to.id()));
     }
-    void *getStreamNativeHandle(const c10::Stream which) const { return &stream(which.id()); } // not in older torch
+    // Older versions of torch do not have this method.
+    void *getStreamNativeHandle(const c10::Stream which) const { return &stream(which.id()); }
     bool queryStream(const c10::Stream &which) const override { return stream(which.id()).idle(); }
     void synchronizeStream(const c10::Stream &which) const override
     {
@@ -188,14 +189,15 @@ at::Generator &drawer()
     return it;
 }
 
-// What users see. It draws nothing itself: operators do, later.
+// The generator that users see. It does not draw itself: operators draw later from drawer().
 struct DeviceGenerator final : at::CPUGeneratorImpl {
     DeviceGenerator()
     {
         device_ = DEVICE;
         key_set_ = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
     }
-    static at::Generator quiet() // when all that was issued has drawn
+    // Returns the generator after all issued operators have drawn.
+    static at::Generator quiet()
     {
         synchronize_all();
         return drawer();
@@ -251,7 +253,7 @@ const bool registered = [] {
 
 c10::Allocator *allocator()
 {
-    static auto *it = new DeviceMemory(); // never freed, as memory may be, later than all else
+    static auto *it = new DeviceMemory(); // Never freed, as memory may be freed later than all other objects.
     return it;
 }
 

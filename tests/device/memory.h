@@ -1,4 +1,4 @@
-// Device memory, which is the host's: blocks that tasks keep alive until they have run, whatever the host frees.
+// Device memory, which is host memory. Tasks keep blocks alive until they have run, even if the host frees them.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -12,10 +12,10 @@ namespace device {
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
 
 c10::Allocator *allocator();
-c10::Storage storage_on_cpu(const c10::Storage &on_device); // the same memory
-void resize_storage(c10::StorageImpl &storage, size_t bytes); // its contents follow in the stream
-at::Generator generator_on_cpu();                             // that draws for the device, in the streams' threads
+c10::Storage storage_on_cpu(const c10::Storage &on_device);   // Shares the memory.
+void resize_storage(c10::StorageImpl &storage, size_t bytes); // Contents are copied in the stream.
+at::Generator generator_on_cpu();                             // Draws for the device on the streams' threads.
 bool is_pinned(const void *address);
-void raise_failure(); // throws what a task has met
+void raise_failure(); // Throws the error of a task.
 
 } // namespace device

@@ -1,6 +1,7 @@
-"""What runs on torch_openreg, PyTorch's own reference backend, in a process of its own: torch has one added device.
+"""Programs for torch_openreg, PyTorch's reference backend.
 
-python -m tests.device.openreg abilities|plain|watched FOLDER STEPS
+torch supports one added device per process, so each runs in a process of its own. || python -m
+tests.device.openreg abilities|plain|watched FOLDER STEPS
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ DEVICE = "openreg"
 
 
 def waits() -> int:
-    """How often the host has waited for the device."""
+    """Return how often the host has waited for the device."""
     return int(ctypes.CDLL(None).openreg_waits())
 
 
 def abilities() -> dict[str, Any]:
-    """What doctor finds, and the order of two streams by an event that one of them waits for."""
+    """Return the findings of doctor, and the order of two streams with an event between them."""
     problems = {each.name: problem(each, torch.device(DEVICE)) for each in ABILITIES}
     before = waits()
     torch.accelerator.synchronize()
@@ -43,8 +44,8 @@ def abilities() -> dict[str, Any]:
 
 
 def trained(folder: Path, steps: int, *, watched: bool) -> dict[str, Any]:
-    """A loop of one process: its losses and parameters, how often it waited, and what was recorded."""
-    clock._FIRST_TIMEOUT_NS = 5_000_000_000  # the stream's thread may be late on a busy machine
+    """Train in one process and return losses, parameters, the number of waits, and records."""
+    clock._FIRST_TIMEOUT_NS = 5_000_000_000  # The stream's thread may be late on a busy machine.
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -67,7 +68,7 @@ def trained(folder: Path, steps: int, *, watched: bool) -> dict[str, Any]:
             loop()
             torch.accelerator.synchronize()
             assert recording.watch is not None
-            recording.watch.step()  # what has happened is read at a step's end
+            recording.watch.step()  # Device times are read at a step's end.
     else:
         loop()
     return {

@@ -1,7 +1,7 @@
 // Counts how often the host waits for OpenReg, the device of torch_openreg. Loaded with LD_PRELOAD.
 //
-// A wait for a stream records an event and waits for that, and one for the device waits for each stream: such a wait
-// counts more than once.
+// A wait for a stream records an event and waits for it. A wait for the device waits for each stream. Such waits count
+// more than once.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdlib.h>

@@ -1,7 +1,7 @@
-// Operators: shapes are known at once, by the meta device; values are computed later, by the CPU, in a stream's thread.
+// Operators. Shapes come from the meta device at once; the CPU computes values later on a stream's thread.
 //
-// An operator whose shapes depend on values (nonzero, item), or that the meta device does not know, waits for its
-// stream and computes at once. Such waits are counted, as are those of blocking copies.
+// An operator waits for its stream and computes at once if its shapes depend on values (nonzero, item) or the meta
+// device does not support it. These waits are counted, as are those of blocking copies.
 #include "operators.h"
 
 #include "memory.h"
@@ -37,7 +37,7 @@ void compute_at_once(const c10::OperatorHandle &op, Stack *stack, const Stack &a
     Stack on_host, given;
     for (const IValue &each : arguments)
         on_host.push_back(converted(each, cpu, [](const at::Tensor &tensor) {
-            // A copy of its own where it may be resized.
+            // A tensor that may be resized needs its own copy.
             return on_device(tensor) ? on_cpu(tensor).clone() : tensor;
         }));
     given = on_host;
@@ -112,7 +112,7 @@ void fallback(const c10::OperatorHandle &op, Stack *stack)
     stack->insert(stack->end(), answer.begin(), answer.end());
 }
 
-// -- what is not computed: memory, views, copies
+// -- memory, views and copies
 
 at::Tensor empty(
     c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>, std::optional<c10::Device>,
@@ -175,7 +175,7 @@ at::Tensor copy_from(const at::Tensor &source, const at::Tensor &target, bool no
 {
     at::AutoDispatchBelowADInplaceOrView below;
     const bool comes = on_device(source), stays = on_device(target);
-    // The host's tensors without what belongs to an interpreter, which a stream's thread has not.
+    // Detach host tensors from Python objects, as a stream's thread has no interpreter.
     const at::Tensor from = comes ? on_cpu(source) : stays ? source.clone() : source;
     const at::Tensor to = stays ? on_cpu(target) : target.alias();
     launch([from, to] { to.copy_(from); });
@@ -199,7 +199,7 @@ at::Scalar item(const at::Tensor &self)
     return on_cpu(self).item();
 }
 
-void record_stream(at::Tensor &, c10::Stream) {} // tasks hold the memory that they use
+void record_stream(at::Tensor &, c10::Stream) {} // Tasks keep the memory that they use.
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
 {
@@ -218,7 +218,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
     m.impl("_copy_from_and_resize", copy_from_and_resize);
     m.impl("_local_scalar_dense", item);
     m.impl("record_stream", record_stream);
-    // As one kernel, as the CPU has them, and not made of others.
+    // Run these as one kernel, as on the CPU, instead of decomposing them.
     for (const char *each : {"native_layer_norm", "native_group_norm", "native_dropout"})
         m.impl(each, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }

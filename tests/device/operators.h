@@ -7,7 +7,7 @@
 
 namespace device {
 
-at::Tensor on_cpu(const at::Tensor &tensor); // the same memory, for a task to compute on; of the CPU: itself
-void launch(std::function<void()> compute);  // a kernel on the current stream, which takes a kernel's time
+at::Tensor on_cpu(const at::Tensor &tensor); // A CPU tensor with the same memory, for a task.
+void launch(std::function<void()> compute);  // Issues a kernel with the usual duration to the current stream.
 
 } // namespace device

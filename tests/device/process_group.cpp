@@ -1,8 +1,9 @@
-// Collectives that are stream-ordered, as NCCL's: the host issues them and goes on.
+// Stream-ordered collectives like NCCL's: the host issues them without waiting.
 //
-// An asynchronous one runs on a stream of the group's own, after what the current stream has been given so far; waiting
-// for it makes the current stream wait. A synchronous one runs on the current stream, and nothing is returned. One
-// begins when the last rank has come to it, on all ranks at the same time, and takes a latency and its bytes' time.
+// An asynchronous collective runs on the group's own stream, after all work issued so far to the current stream.
+// Waiting for it makes the current stream wait. A synchronous one runs on the current stream and returns no work. A
+// collective begins on all ranks when the last one has reached it. It takes a latency plus the time for its bytes.
+
 #include "process_group.h"
 
 #include "collectives.h"
@@ -29,7 +30,7 @@ public:
     {
         future_ = c10::make_intrusive<c10::ivalue::Future>(
             c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{c10::Device(TYPE, 0)});
-        future_->markCompleted(c10::IValue(results_)); // at this point of the current stream, which is the group's
+        future_->markCompleted(c10::IValue(results_)); // Records this point of the group's stream.
     }
     bool isCompleted() override { return end_->reached(); }
     bool isSuccess() const override { return end_->reached(); }
@@ -224,7 +225,7 @@ public:
     }
 
 private:
-    // What tasks need of a group, which may be gone before they run.
+    // State for tasks, which may run after the group has been destroyed.
     struct State {
         State(int rank, int size, Ns timeout_ns) : transport(rank, size), timeout_ns(timeout_ns) {}
         Transport transport;
@@ -254,22 +255,22 @@ private:
                 coalesced_.push_back(std::move(each));
             return nullptr;
         }
-        std::lock_guard<std::mutex> lock(mutex_); // the reducer issues from autograd's thread
+        std::lock_guard<std::mutex> lock(mutex_); // DDP's reducer issues from autograd's thread.
         ++counters.collectives;
         Stream &current = current_stream(), &on = async ? stream_ : current;
         if (async)
             on.wait(current.record());
         if (last_ != nullptr)
-            on.wait(last_); // a group's collectives keep their order, whatever streams they are on
+            on.wait(last_); // Keeps the order of a group's collectives across streams.
         Tensors results;
         size_t bytes = 0;
         for (Operation &each : operations) {
             results.insert(results.end(), each.results.begin(), each.results.end());
-            each.results.clear(); // a stream's thread must not be the last to hold what Python has seen
+            each.results.clear(); // Tensors known to Python must not be freed on a stream's thread.
             bytes += each.bytes;
         }
         const Ns takes_ns = latency_ns + Ns(double(bytes) / bytes_per_second * 1e9);
-        const bool pair = operations[0].type == OpType::SEND; // those have no number that all ranks know
+        const bool pair = operations[0].type == OpType::SEND; // These have no sequence number common to all ranks.
         const int64_t what = pair ? int64_t(OpType::SEND) : ++sequence_ << 8 | int64_t(type);
         on.enqueue(
             [state = state_, operations = std::move(operations), what](Stream &self) {
@@ -288,7 +289,7 @@ private:
     static void run(State &state, const std::vector<Operation> &operations, int64_t what, Stream &self)
     {
         if (state.broken)
-            return; // what it has computed is wrong already, and the host has been told
+            return; // An earlier error has been reported, and the data is invalid.
         at::AutoDispatchBelowADInplaceOrView below;
         try {
             std::vector<Part> parts;

@@ -8,7 +8,7 @@
 
 namespace device {
 
-// What a collective takes once all ranks have come to it.
+// The duration of a collective after all ranks have reached it.
 extern std::atomic<Ns> latency_ns;
 extern std::atomic<double> bytes_per_second;
 

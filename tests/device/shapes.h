@@ -1,4 +1,4 @@
-// Arguments and results of operators, and what is known of them before they are computed. Part of operators.cpp.
+// Arguments and results of operators, and their shapes, which are known before the values. Part of operators.cpp.
 #pragma once
 
 #include "memory.h"
@@ -23,7 +23,7 @@ constexpr size_t MAX_KNOWN = 10'000;
 
 bool on_device(const at::Tensor &tensor) { return tensor.defined() && tensor.device().type() == TYPE; }
 
-// The same tensor over another storage.
+// Returns the same tensor with another storage.
 at::Tensor over(c10::Storage storage, const at::Tensor &like, DispatchKey key)
 {
     at::Tensor result =
@@ -49,7 +49,7 @@ at::Tensor on_meta(const at::Tensor &tensor)
         tensor, DispatchKey::Meta);
 }
 
-// A value of the stack with other tensors, and without the device.
+// Returns a value of the stack with other tensors and without the device.
 template <typename Convert> IValue converted(const IValue &value, c10::Device to, const Convert &convert)
 {
     if (value.isTensor())
@@ -78,7 +78,7 @@ at::Tensor meta_of(const at::Tensor &tensor)
     return !tensor.defined() || (!on_device(tensor) && tensor.dim() == 0) ? tensor : on_meta(tensor);
 }
 
-// For a task: the host may write to its own tensors as soon as the operator has been issued.
+// Copies host tensors for a task: the host may change them as soon as the operator has been issued.
 at::Tensor captured(const at::Tensor &tensor)
 {
     if (!tensor.defined() || on_device(tensor))
@@ -123,8 +123,7 @@ bool tells_shapes_only(const c10::FunctionSchema &schema)
     return true;
 }
 
-// What an operator returns, as tensors of the device: what it was given, views of that, and what `make` makes for a
-// result.
+// Returns an operator's results as device tensors: its arguments, views of them, and tensors created by `make`.
 Stack returned(
     const c10::FunctionSchema &schema, const Stack &arguments, const Stack &results,
     const std::function<at::Tensor(const at::Tensor &)> &make)
@@ -137,7 +136,7 @@ Stack returned(
             answer.push_back(arguments[place]);
         } else if (results[i].isTensor()) {
             const at::Tensor &result = results[i].toTensor();
-            if (source != nullptr && arguments[place].isTensor() && result.defined()) { // a view
+            if (source != nullptr && arguments[place].isTensor() && result.defined()) { // The result is a view.
                 const at::Tensor &base = arguments[place].toTensor();
                 answer.emplace_back(over(base.storage(), result, DispatchKey::PrivateUse1));
             } else {
@@ -166,7 +165,7 @@ void resize(const at::Tensor &self, c10::IntArrayRef sizes, c10::IntArrayRef str
     impl->set_sizes_and_strides(sizes, strides);
 }
 
-// Tensors that are written to have the shapes that the operator has given them.
+// Gives the tensors that the operator writes to the shapes that it has determined.
 void adopt_shapes(const c10::FunctionSchema &schema, const Stack &arguments, const Stack &shaped)
 {
     for (size_t i = 0; i < arguments.size(); ++i) {
@@ -186,7 +185,7 @@ void adopt_shapes(const c10::FunctionSchema &schema, const Stack &arguments, con
     }
 }
 
-// Whether the meta device is asked at all; remembered, and so is a no of its.
+// Returns whether the meta device supports the operator. The answer is kept.
 std::mutex judged_mutex;
 std::unordered_map<c10::OperatorName, bool> judged;
 
@@ -201,7 +200,7 @@ bool has_meta(const c10::OperatorHandle &op)
         has = has && (each.type()->kind() != c10::TypeKind::ListType || each.alias_info() == nullptr);
     return judged.emplace(op.operator_name(), has).first->second;
 }
-// What shapes depend on, written down; false where something else is among the arguments.
+// Writes all that shapes depend on into a key. Returns false if there are arguments of other types.
 bool describe(const IValue &value, std::string &key)
 {
     const auto add = [&key](const void *what, size_t bytes) { key.append(static_cast<const char *>(what), bytes); };
@@ -240,8 +239,8 @@ bool describe(const IValue &value, std::string &key)
     return true;
 }
 
-// What the meta device says of outputs; it may take a millisecond of Python, so it is asked once for the same shapes.
-// False where it does not know.
+// Gets the shapes of outputs from the meta device. A call may take a millisecond of Python, so results are cached by
+// key. Returns false if the meta device does not know the shapes.
 bool shapes_of(const c10::OperatorHandle &op, const Stack &arguments, Stack &shaped, Stack &results)
 {
     static std::mutex known_mutex;
@@ -268,7 +267,7 @@ bool shapes_of(const c10::OperatorHandle &op, const Stack &arguments, Stack &sha
         judged[op.operator_name()] = false;
         return false;
     } catch (const std::exception &) {
-        return false; // the CPU will say what is wrong, or take it
+        return false; // The CPU's kernel accepts the arguments or raises the error.
     }
     if (lasting) {
         std::lock_guard<std::mutex> lock(known_mutex);
@@ -279,7 +278,7 @@ bool shapes_of(const c10::OperatorHandle &op, const Stack &arguments, Stack &sha
     return true;
 }
 
-// Whether an operator only fills tensors that it is given, whose shapes are right: torch has made them for it.
+// Returns whether an operator only fills tensors of the right shape, which torch has created for it.
 bool only_fills(const c10::FunctionSchema &schema, const Stack &arguments)
 {
     size_t place;
@@ -287,7 +286,7 @@ bool only_fills(const c10::FunctionSchema &schema, const Stack &arguments)
         const c10::Argument *source = aliased(schema, each, place);
         if (source == nullptr || !writes(*source))
             return false;
-        // One of no elements may be there to be resized.
+        // A tensor without elements may be meant to be resized.
         if (source->is_out() && arguments[place].isTensor() && arguments[place].toTensor().numel() == 0)
             return false;
     }

@@ -13,12 +13,12 @@ namespace device {
 
 namespace {
 
-constexpr auto LOOK_EVERY = std::chrono::milliseconds(100); // for the process's end
-constexpr auto POLL_EVERY = std::chrono::microseconds(100); // for new tasks
-constexpr int POLLS = 200;                                  // without a task, before a stream sleeps
-constexpr auto LAST_PATIENCE = std::chrono::seconds(2);     // for a task that computes as the process ends
+constexpr auto LOOK_EVERY = std::chrono::milliseconds(100); // Interval of checks for the end of the process.
+constexpr auto POLL_EVERY = std::chrono::microseconds(100); // Interval of checks for new tasks.
+constexpr int POLLS = 200;                                  // Checks without a task before a stream sleeps.
+constexpr auto LAST_PATIENCE = std::chrono::seconds(2);     // Limit for a running task when the process ends.
 
-const pid_t loaded_in = getpid(); // a forked child has none of the threads
+const pid_t loaded_in = getpid(); // A forked child does not have the threads.
 std::atomic<bool> stopping{false};
 std::mutex failure_mutex;
 std::string failure;
@@ -48,7 +48,7 @@ std::atomic<bool> computing{true};
 
 Ns clock_offset()
 {
-    // Far from the host's line, and not the same in two ranks.
+    // The clock differs much from the host's, and between ranks.
     return 1'000'000'000'000'000LL + loaded_in * 1'000'000'007LL;
 }
 
@@ -122,21 +122,21 @@ void Stream::push(Task task)
     }
     task.issued_ns = now();
     if (!task.body && done_ == issued_ && (!task.awaited || task.awaited->known())) {
-        pass(task); // nothing to compute, and nothing before it: no thread has to wake up for it
+        pass(task); // Nothing to compute or to wait for, so no thread is woken up.
         ++issued_;
         return;
     }
     start();
     tasks_.push_back(std::move(task));
     ++issued_;
-    // A kernel costs its host as much where the device has nothing to do as where it is busy: no thread is woken up.
+    // No thread is woken up, so that a launch costs the host the same on an idle and on a busy device.
     const bool asleep = std::exchange(asleep_, false);
     lock.unlock();
     if (asleep)
         changed_.notify_all();
 }
 
-// The task has been computed. Its caller has the lock.
+// Completes a computed task. The caller holds the lock.
 void Stream::pass(Task &task)
 {
     line = std::max(line, task.issued_ns);
@@ -182,7 +182,7 @@ void Stream::run()
         } catch (const std::exception &error) {
             fail(error.what());
         }
-        task.body = nullptr; // what it held is freed before the host sees it done
+        task.body = nullptr; // Free its objects before the host sees the task as done.
         if (task.awaited)
             task.awaited->await();
         lock.lock();
@@ -206,7 +206,7 @@ void Stream::synchronize()
         std::unique_lock<std::mutex> lock(mutex_);
         const size_t last = issued_;
         if (done_ < last)
-            changed_.notify_all(); // it may look for tasks only later
+            changed_.notify_all(); // The thread may be asleep.
         while (done_ < last && !stopping)
             changed_.wait_for(lock, LOOK_EVERY);
         if (last == 0 || stopping)
@@ -221,7 +221,7 @@ Stream &stream(int64_t id)
     std::lock_guard<std::mutex> lock(streams_mutex);
     Stream *&found = streams[id % MAX_STREAMS];
     if (found == nullptr) {
-        found = new Stream(); // never freed: its thread may outlive all else
+        found = new Stream(); // Never freed, as its thread may outlive all other objects.
         found->id = id;
         ++counters.streams;
     }
@@ -311,7 +311,7 @@ void shut_down()
         each->changed_.notify_all();
         while (each->started_ && !each->ended_ && std::chrono::steady_clock::now() < until)
             each->changed_.wait_for(lock, LOOK_EVERY);
-        // What is left stays where it is: freeing tensors may need an interpreter that is about to end.
+        // Remaining tasks are not freed: freeing tensors may need the interpreter, which is about to end.
         new std::deque<Stream::Task>(std::move(each->tasks_));
     }
 }

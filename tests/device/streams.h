@@ -1,9 +1,9 @@
-// The device's streams, events and clock: threads and numbers, nothing of torch.
+// The device's streams, events and clock, without torch.
 //
-// The device's line is virtual. A task's time is its nominal one: it begins when its stream is free, not before the
-// host has issued it, and ends that much later. What the processor takes to compute it is not in it. A stream's thread
-// may therefore be ahead of that line, and a host that waits sleeps until real time has come to it: an event has been
-// reached when its task has been computed and its time has passed.
+// Time on the device is virtual. A task takes its nominal time: it begins when its stream is free and the host has
+// issued it. The CPU time of the computation does not count. A stream's thread may therefore be ahead of real time, and
+// a host that waits sleeps until real time has caught up. An event is reached when its task has been computed and its
+// time has passed.
 #pragma once
 
 #include <array>
@@ -21,10 +21,10 @@ namespace device {
 
 using Ns = int64_t;
 
-constexpr int MAX_STREAMS = 64; // then they are handed out again
-constexpr size_t QUEUE_DEPTH = 1024; // tasks that a stream may have before it; then the host waits, as for CUDA
+constexpr int MAX_STREAMS = 64; // Further requests get existing streams.
+constexpr size_t QUEUE_DEPTH = 1024; // Tasks in a stream before the host waits, as with CUDA.
 
-// How often the host has done what; for tests.
+// Numbers of the host's calls, for tests.
 struct Counters {
     std::atomic<int64_t> stream_synchronizations{0}, event_synchronizations{0}, device_synchronizations{0},
         copy_synchronizations{0}, item_synchronizations{0}, operator_synchronizations{0}, full_queues{0},
@@ -34,20 +34,20 @@ struct Counters {
 extern Counters counters;
 extern std::atomic<Ns> kernel_ns;
 extern std::atomic<double> slowness;
-extern std::atomic<bool> computing; // else kernels take their time and leave their results as they are
+extern std::atomic<bool> computing; // If false, kernels take their time without computing results.
 
-Ns clock_offset(); // of the device's clock to CLOCK_MONOTONIC; another one in each process
-Ns now();          // on the device's clock
+Ns clock_offset(); // The device's clock minus CLOCK_MONOTONIC, different in each process.
+Ns now();          // The device's clock.
 void sleep_until(Ns time);
 
 // The point of a stream that an event was recorded at.
 class Moment {
 public:
-    void pass(Ns time);    // by the stream's thread
-    bool known() const { return time_ != UNKNOWN; } // computed
-    bool reached() const;  // and its time has come
-    Ns await();            // until computed; by threads of streams, and hosts. Returns its time
-    void await_reached();  // by hosts
+    void pass(Ns time); // Called by the stream's thread.
+    bool known() const { return time_ != UNKNOWN; } // True once the task has been computed.
+    bool reached() const;                           // True if its time has passed too.
+    Ns await();           // Waits for the computation and returns the time. For streams' threads and hosts.
+    void await_reached(); // Waits until the time has passed. For hosts.
     Ns time() const { return time_.load(); }
 
 private:
@@ -59,14 +59,15 @@ private:
 
 class Stream {
 public:
-    // body: on the stream's thread, where it may move `line`.
+    // body: runs on the stream's thread and may advance `line`.
     void enqueue(std::function<void(Stream &)> body, Ns takes_ns);
     std::shared_ptr<Moment> record();
-    void wait(std::shared_ptr<Moment> moment); // what comes later here waits for it; the host does not
+    void wait(std::shared_ptr<Moment> moment); // Later tasks wait for the moment; the host does not.
     bool idle();
-    void synchronize(); // the host waits
+    void synchronize(); // Makes the host wait.
 
-    Ns line = 0; // of the device's clock: up to where this stream has come; its thread's, and of who finds it idle
+    // The device time that the stream has reached. Used by its thread, and by a host that finds the stream idle.
+    Ns line = 0;
     int id = 0;
 
 private:
@@ -91,18 +92,18 @@ private:
 };
 
 Stream &stream(int64_t id);
-Stream &new_stream();     // one of its own, for as long as the process lives, of MAX_STREAMS
-Stream &current_stream(); // this thread's
+Stream &new_stream();     // One of MAX_STREAMS, which exists until the process ends.
+Stream &current_stream(); // The current stream of this thread.
 int64_t exchange_current_stream(int64_t id);
 void synchronize_all();
 
-void spin(Ns takes_ns);   // a kernel on the current stream
-int64_t never();        // one that ends when it is released
+void spin(Ns takes_ns); // Issues a kernel to the current stream.
+int64_t never();        // Issues a kernel that ends when it is released.
 void release(int64_t never);
 
-void fail(const std::string &what);         // what a task has met; raised where the host waits next
-std::string take_failure();                 // empty: none
+void fail(const std::string &what); // Stores the error of a task, which the next wait of the host raises.
+std::string take_failure();         // Returns the stored error and clears it, or returns "".
 bool shutting_down();
-void shut_down(); // at the process's end: tasks that have not begun are left
+void shut_down(); // Called at the end of the process. Tasks that have not begun are abandoned.
 
 } // namespace device

@@ -1,4 +1,4 @@
-"""The asynchronous device does what tests of device time take for granted of a GPU."""
+"""The asynchronous device behaves as tests of device time expect of a GPU."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ pytestmark = [
 
 MS = 1e-3
 DEVICE = device.NAME
-LEAD = 60 * MS  # of kernels before those that are timed, so that the device begins each at once, however slow the host
+# Duration of a kernel before the timed ones, so that the device need not wait for a slow host.
+LEAD = 60 * MS
 SOON_S, LATE_S = 0.05, 20.0
 EXACT_MS = 0.2
 
 
-# -- what ranks run
+# -- programs of ranks
 
 
 def transformer() -> nn.Module:
-    """A small one, with the same weights at every call."""
+    """Return a small transformer with the same weights at each call."""
     torch.manual_seed(0)
 
     class Block(nn.Module):
@@ -67,7 +68,7 @@ def mlp() -> nn.Sequential:
 
 
 def trained_transformer(where: str, *, foreach: bool) -> list[torch.Tensor]:
-    """The losses of three steps, and the weights after them."""
+    """Return the losses of three steps and the weights after them."""
     model = transformer().to(where)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=foreach)
     ids = torch.randint(50, (4, 17), generator=torch.Generator().manual_seed(1)).to(where)
@@ -84,12 +85,12 @@ def trained_transformer(where: str, *, foreach: bool) -> list[torch.Tensor]:
 
 
 def inputs(where: str) -> torch.Tensor:
-    """Of this rank."""
+    """Return the inputs of this rank."""
     return torch.randn(16, 64, generator=torch.Generator().manual_seed(dist.get_rank())).to(where)
 
 
 def train(model: nn.Module, batch: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """The losses, where the model is; nothing is waited for."""
+    """Return the losses on the model's device, without waiting for them."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for _ in range(steps):
@@ -102,7 +103,7 @@ def train(model: nn.Module, batch: torch.Tensor, steps: int) -> list[torch.Tenso
 
 
 def ddp(where: str) -> list[torch.Tensor]:
-    """The weights and the gradients after four steps, and the losses."""
+    """Return losses, weights and gradients after four steps with DDP."""
     model = nn.parallel.DistributedDataParallel(mlp().to(where))
     losses = train(model, inputs(where), 4)
     gradients = [each.grad for each in model.parameters()]
@@ -110,7 +111,7 @@ def ddp(where: str) -> list[torch.Tensor]:
 
 
 def sharded(where: str) -> list[float]:
-    """The losses under FSDP2."""
+    """Return the losses with FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -123,7 +124,7 @@ def sharded(where: str) -> list[float]:
 
 
 def tensor_parallel(where: str) -> list[float]:
-    """The losses under DTensor's tensor parallelism."""
+    """Return the losses with DTensor's tensor parallelism."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -136,14 +137,14 @@ def tensor_parallel(where: str) -> list[float]:
 
 
 def event() -> torch.Event:
-    """One that has been recorded on the current stream."""
+    """Return an event recorded on the current stream."""
     recorded = torch.Event(DEVICE, enable_timing=True)
     recorded.record(torch.accelerator.current_stream())
     return recorded
 
 
 def timed_ms(work: Callable[[], Any]) -> tuple[float, float]:
-    """What the host took to issue it, and what the device took for it."""
+    """Return the time to issue the work on the host, and its time on the device."""
     torch.accelerator.synchronize()
     device.spin(LEAD)
     begin, host_s = event(), time.perf_counter()
@@ -154,7 +155,10 @@ def timed_ms(work: Callable[[], Any]) -> tuple[float, float]:
 
 
 def held(work: Callable[[], Any], until_s: float) -> tuple[bool, dict[str, int]]:
-    """Does it behind a kernel that ends so much later, or when it has been issued: was it held, what was counted."""
+    """Run `work` while a kernel runs that ends after `until_s` or when `work` has been issued.
+
+    Returns whether `work` waited for the kernel, and the counters.
+    """
     torch.accelerator.synchronize()
     before = device.counters()
     release = device.never()
@@ -170,7 +174,7 @@ def held(work: Callable[[], Any], until_s: float) -> tuple[bool, dict[str, int]]
 
 
 def alone(folder: Path) -> dict[str, Any]:
-    """One process with the device."""
+    """Run all checks in one process with the device."""
     device.load()
     host = {foreach: trained_transformer("cpu", foreach=foreach) for foreach in (True, False)}
     told: dict[str, Any] = {"accelerator": str(torch.accelerator.current_accelerator())}
@@ -214,7 +218,7 @@ def alone(folder: Path) -> dict[str, Any]:
 
 
 def streams() -> dict[str, Any]:
-    """Two streams, with and without one waiting for the other."""
+    """Check two streams with and without an event between them."""
     main, side = torch.accelerator.current_stream(), torch.Stream(DEVICE)
     x = torch.zeros(8, device=DEVICE)
     torch.accelerator.synchronize()
@@ -225,7 +229,7 @@ def streams() -> dict[str, Any]:
     with side:
         unordered = event()
     unordered.synchronize()
-    told: dict[str, Any] = {"beside": not main_passed.query()}
+    told: dict[str, Any] = {"independent": not main_passed.query()}
     with side:
         side.wait_event(main_passed)
         y = x * 2
@@ -278,7 +282,7 @@ def streams() -> dict[str, Any]:
 
 
 def freed_early() -> list[float]:
-    """What is freed on the host while the device has not used it yet; and a storage that is emptied."""
+    """Free tensors on the host before the device has used them, and empty a storage."""
     x = torch.full((1000,), 3.0, device=DEVICE)
     release = device.never()
     y = x * 2
@@ -290,7 +294,7 @@ def freed_early() -> list[float]:
 
 
 def failure() -> list[str]:
-    """What the device meets is raised where the host waits next, and once."""
+    """Return the errors of a failed kernel: the next wait must raise it once."""
     told = []
     table = torch.ones(4, 4, device=DEVICE)
     F.embedding(torch.tensor([9], device=DEVICE), table)
@@ -303,7 +307,7 @@ def failure() -> list[str]:
 
 
 def use_device(folder: Path) -> None:
-    """Has the device's group beside gloo, in the place of gloo's alone."""
+    """Replace gloo's process group by one of the device."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group(DEVICE, store=dist.FileStore(str(folder / "device"), ranks), rank=rank, world_size=ranks)
@@ -321,7 +325,7 @@ def pair(folder: Path) -> dict[str, Any]:
     }
 
     model = nn.parallel.DistributedDataParallel(mlp().to(DEVICE))
-    train(model, inputs(DEVICE), 2)  # the first has DDP settle its buckets
+    train(model, inputs(DEVICE), 2)  # DDP rebuilds its buckets in the first step.
     batch = inputs(DEVICE)
     told["ddp step"] = held(lambda: train(model, batch, 1), LATE_S)
     told["collectives"] = collectives()
@@ -331,7 +335,10 @@ def pair(folder: Path) -> dict[str, Any]:
 
 
 def collectives() -> dict[str, list[float]]:
-    """Each once; behind a kernel that ends when all are issued, so that none can have held the host."""
+    """Run each collective once while a kernel runs until all are issued.
+
+    None may have waited for the kernel.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     told: dict[str, torch.Tensor] = {}
 
@@ -368,7 +375,7 @@ def collectives() -> dict[str, list[float]]:
     works = [dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)]
     pending = [work.is_completed() for work in works]
     works[1].wait()
-    told["order"] = first + second  # the group's second is not before its first
+    told["order"] = first + second  # The second collective of a group ends after the first one.
     del works[0]
     held_up = not timer.is_alive()
     timer.cancel()
@@ -380,7 +387,7 @@ def collectives() -> dict[str, list[float]]:
 
 
 def late_rank() -> dict[str, float]:
-    """A collective on the current stream, to which the last rank's device comes 60 ms later than the others'."""
+    """Time a collective that the last rank's device reaches 100 ms later."""
     x = torch.ones(8, device=DEVICE)
     device.set_collective_time(5 * MS)
     dist.barrier()
@@ -397,15 +404,15 @@ def late_rank() -> dict[str, float]:
 
 
 def overlap() -> dict[str, float]:
-    """A collective of 40 ms beside a kernel of 40 ms, and after it."""
+    """Time a collective of 40 ms during and after a kernel of 40 ms."""
     x = torch.ones(8, device=DEVICE)
     device.set_collective_time(40 * MS)
     told = {}
-    for name in ("beside", "after"):
+    for name in ("overlapping", "after"):
         dist.barrier()
         device.spin(LEAD)
         begin = event()
-        work = dist.all_reduce(x, async_op=name == "beside")
+        work = dist.all_reduce(x, async_op=name == "overlapping")
         device.spin(40 * MS)
         if work is not None:
             work.wait()
@@ -441,19 +448,19 @@ def told(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return dict(result)
 
 
-def test_it_is_the_accelerator(told: dict[str, Any]) -> None:
+def test_device_is_the_accelerator(told: dict[str, Any]) -> None:
     assert told["accelerator"] == DEVICE
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_numbers_are_the_cpus(foreach: bool, told: dict[str, Any]) -> None:
-    """To the last bit: three steps of a transformer, with clipped gradients and AdamW."""
+def test_numbers_equal_those_of_the_cpu(foreach: bool, told: dict[str, Any]) -> None:
+    """Three steps of a transformer with clipped gradients and AdamW, bit for bit."""
     on_host, on_device = told["transformer"][foreach]
     assert all(torch.equal(*each) for each in zip(on_host, on_device, strict=True))
 
 
 def test_host_runs_ahead(told: dict[str, Any]) -> None:
-    """A forward pass takes the device 100 ms: three linear layers and two activations; the host a few."""
+    """A forward pass of three linear layers and two activations takes 100 ms on the device."""
     for _, device_ms in told["ahead"]:
         assert device_ms == pytest.approx(5 * 20, abs=EXACT_MS)
     assert min(host_ms for host_ms, _ in told["ahead"]) < 10
@@ -467,13 +474,13 @@ def test_times_are_exact_on_a_busy_machine(told: dict[str, Any]) -> None:
 
 def test_streams_and_events_order_work(told: dict[str, Any]) -> None:
     streams = told["streams"]
-    assert streams["beside"]  # a stream that waits for nothing is not held by another one's kernel
+    assert streams["independent"]  # A kernel does not delay another stream.
     assert streams["held"]
     assert streams["value"] == [2.0] * 8
-    assert streams["ordered ms"] >= 0.02 - 1e-6  # the side stream's kernel
-    assert streams["both ms"] == pytest.approx(20, abs=EXACT_MS)  # side by side
+    assert streams["ordered ms"] >= 0.02 - 1e-6  # The kernel of the side stream.
+    assert streams["both ms"] == pytest.approx(20, abs=EXACT_MS)
     assert streams["one after the other ms"] == pytest.approx(40, abs=EXACT_MS)
-    assert streams["never ms"] > 50  # released so much later
+    assert streams["never ms"] > 50  # The kernel was released after 50 ms.
     assert streams["current"]
     assert streams["backward"]
 
@@ -489,36 +496,36 @@ def test_streams_and_events_order_work(told: dict[str, Any]) -> None:
         ("synchronize", "device_synchronizations"),
     ],
 )
-def test_who_asks_for_a_value_waits(what: str, counter: str, told: dict[str, Any]) -> None:
+def test_reading_a_value_waits(what: str, counter: str, told: dict[str, Any]) -> None:
     was_held, counted = told["waits"][what]
     assert was_held
     assert counted[counter] == synchronizations(counted) == 1
 
 
 @pytest.mark.parametrize("what", ["to pinned", "kernel"])
-def test_nobody_else_waits(what: str, told: dict[str, Any]) -> None:
+def test_other_operations_do_not_wait(what: str, told: dict[str, Any]) -> None:
     was_held, counted = told["waits"][what]
     assert not was_held
     assert synchronizations(counted) == 0
 
 
-def test_memory_lives_until_it_has_been_used(told: dict[str, Any]) -> None:
+def test_memory_is_kept_until_it_has_been_used(told: dict[str, Any]) -> None:
     assert told["freed"] == [6000.0, 7000.0]
 
 
-def test_a_full_queue_holds_the_host(told: dict[str, Any]) -> None:
+def test_full_queue_blocks_the_host(told: dict[str, Any]) -> None:
     was_held, counted = told["waits"]["full queue"]
     assert was_held
     assert counted["full_queues"] > 0
     assert synchronizations(counted) == 0
 
 
-def test_what_the_device_meets_is_raised_at_the_next_wait(told: dict[str, Any]) -> None:
+def test_device_error_is_raised_at_the_next_wait(told: dict[str, Any]) -> None:
     (message,) = told["failure"]
     assert "index" in message
 
 
-# -- several
+# -- several processes
 
 
 @pytest.fixture(scope="module")
@@ -533,21 +540,21 @@ def test_two_ranks_train_as_on_gloo(how: str, two: list[dict[str, Any]]) -> None
         assert on_device == on_host
 
 
-def test_ddp_of_two_ranks_is_gloos(two: list[dict[str, Any]]) -> None:
-    """Weights, gradients and losses, to the last bit: of two ranks there is one order only."""
+def test_ddp_of_two_ranks_equals_gloo(two: list[dict[str, Any]]) -> None:
+    """Weights, gradients and losses are equal bit for bit, as two ranks have one order only."""
     for rank in two:
         assert rank["backend"] == f"{DEVICE}:{DEVICE}"
         assert all(torch.equal(*each) for each in zip(*rank["pairs"]["ddp"], strict=True))
 
 
 @pytest.mark.long
-def test_ddp_of_four_ranks_is_gloos(built: None, tmp_path: Path) -> None:
+def test_ddp_of_four_ranks_equals_gloo(built: None, tmp_path: Path) -> None:
     for on_host, on_device in run_ranks(four, tmp_path, 4):
         for one, other in zip(on_host, on_device, strict=True):
             torch.testing.assert_close(other, one)
 
 
-def test_a_ddp_step_waits_for_nothing(two: list[dict[str, Any]]) -> None:
+def test_ddp_step_does_not_wait(two: list[dict[str, Any]]) -> None:
     for rank in two:
         was_held, counted = rank["ddp step"]
         assert not was_held
@@ -573,8 +580,8 @@ def test_collectives(two: list[dict[str, Any]]) -> None:
         assert found["completed"] == [0, 0, 0, 1]
 
 
-def test_who_comes_last_holds_the_others(two: list[dict[str, Any]]) -> None:
-    """On the devices alone: the hosts go on. The others wait for it, as exactly as their hosts' clocks tell."""
+def test_last_rank_delays_the_devices_of_the_others(two: list[dict[str, Any]]) -> None:
+    """The hosts do not wait. The delay is exact up to the hosts' clocks."""
     first, last = (rank["late"] for rank in two)
     assert last["device ms"] == pytest.approx(105, abs=EXACT_MS)
     assert 105 + (last["before"] - first["after"]) / 1e6 - EXACT_MS < first["device ms"]
@@ -582,12 +589,12 @@ def test_who_comes_last_holds_the_others(two: list[dict[str, Any]]) -> None:
 
 
 def test_collectives_overlap_with_kernels(two: list[dict[str, Any]]) -> None:
-    """By the rank that comes last, which waits for nobody."""
-    took_ms = {name: min(rank["overlap"][name] for rank in two) for name in ("beside", "after")}
-    assert took_ms == pytest.approx({"beside": 40, "after": 80}, abs=EXACT_MS)
+    """Measured on the rank that comes last, which does not wait for others."""
+    took_ms = {name: min(rank["overlap"][name] for rank in two) for name in ("overlapping", "after")}
+    assert took_ms == pytest.approx({"overlapping": 40, "after": 80}, abs=EXACT_MS)
 
 
-# -- the end
+# -- end of the process
 
 LEAVES_WORK = f"""
 import torch
@@ -628,7 +635,7 @@ def program(code: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_process_ends_with_work_under_way(built: None) -> None:
+def test_process_ends_with_pending_work(built: None) -> None:
     process = program(LEAVES_WORK)
     try:
         output, errors = process.communicate(timeout=60)
@@ -637,7 +644,7 @@ def test_a_process_ends_with_work_under_way(built: None) -> None:
     assert (process.returncode, output) == (0, "done\n"), errors
 
 
-def test_a_rank_whose_peer_has_gone_is_told(built: None, tmp_path: Path) -> None:
+def test_rank_reports_that_its_peer_has_left(built: None, tmp_path: Path) -> None:
     processes = [program(PEER_LEAVES, str(rank), str(tmp_path / "store")) for rank in range(2)]
     try:
         output, errors = processes[0].communicate(timeout=60)

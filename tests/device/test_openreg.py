@@ -1,7 +1,7 @@
-"""Device times on torch_openreg, PyTorch's own reference backend, where a user has it installed.
+"""Device times on torch_openreg, PyTorch's reference backend, if it is installed.
 
-Its device is the host, its kernels are done when the call returns, and it is not ours: it shows that nothing but
-torch's public names is needed of a device. Times can be planted on the other one, of test_device.py.
+Its kernels run on the host and are complete when the call returns. Tests on it show that only
+public names of torch are needed. Times can be planted on the device of test_device.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SOURCE = Path(__file__).with_name("openreg_waits.c")
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each part has given, from a process of its own."""
+    """The results of the programs in openreg.py."""
     folder = tmp_path_factory.mktemp("openreg")
     counter = folder / "waits.so"
     subprocess.run(["gcc", "-O1", "-Wall", "-shared", "-fPIC", "-o", counter, SOURCE, "-ldl"], check=True)
@@ -45,7 +45,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_it_can_do_what_doctor_asks_for(ran: dict[str, dict[str, Any]]) -> None:
+def test_doctor_finds_no_problem(ran: dict[str, dict[str, Any]]) -> None:
     assert ran["abilities"]["problems"] == {each.name: "" for each in ABILITIES}
 
 
@@ -56,7 +56,7 @@ def test_events_keep_the_order_of_streams(ran: dict[str, dict[str, Any]]) -> Non
 
 
 def test_every_step_has_its_device_times(ran: dict[str, dict[str, Any]]) -> None:
-    """From the first whole step on after the device was found: phases in their order, inside of the step."""
+    """From the first complete step on, phases are in order and inside the step."""
     watched = ran["watched"]
     assert watched["errors"] == 0
     assert not [note for note in watched["metadata"]["notes"] if "device" in note]
@@ -73,13 +73,13 @@ def test_every_step_has_its_device_times(ran: dict[str, dict[str, Any]]) -> None
         assert sum(duration for _, duration in phases) <= steps[step]["STEP"][1]
 
 
-def test_a_watch_changes_no_bit(ran: dict[str, dict[str, Any]]) -> None:
+def test_watch_does_not_change_training(ran: dict[str, dict[str, Any]]) -> None:
     plain, watched = ran["plain"]["numbers"], ran["watched"]["numbers"]
     assert len(plain) == len(watched)
     assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
 
 
-def test_a_watch_waits_for_nothing(ran: dict[str, dict[str, Any]]) -> None:
-    """Each wait of the host would be counted."""
+def test_watch_adds_no_wait(ran: dict[str, dict[str, Any]]) -> None:
+    """Each wait of the host is counted."""
     assert ran["abilities"]["counted"] > 0
     assert ran["watched"]["waits"] == ran["plain"]["waits"]

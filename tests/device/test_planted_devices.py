@@ -1,7 +1,7 @@
-"""Real ranks on the asynchronous device, a fault planted in one: its live sidecar names rank and phase.
+"""Faults planted in real ranks on the asynchronous device: the live sidecar names rank and phase.
 
-The campaign in benchmarks/planted_devices.py has all faults, ways to train and clean runs. Its results are in
-docs/internals/accuracy.md.
+All faults, training methods and clean runs are in benchmarks/planted_devices.py; docs/internals/accuracy.md
+has the results.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ pytestmark = [
     pytest.mark.skipif(device.missing() is not None, reason=str(device.missing())),
 ]  # fmt: skip
 RANKS, STEPS = 2, 120
-FAULTS = {"ddp-forward": 1, "fsdp-backward": 2, "tensor-forward": 0}  # with a seed
-# Beside other tests the smallest detectable slowdown is larger than in the campaign, up to 16 ms.
+# Kinds of faults and their seeds.
+FAULTS = {"ddp-forward": 1, "fsdp-backward": 2, "tensor-forward": 0}
+# While other tests run, the smallest detectable slowdown is larger than in the campaign: up to 16
+# ms.
 FAULT_MS = 30
-LOOPS = {"launch-clean": 24, "launch-forward": 20, "ahead-optimizer": 22}  # of 60 ms a step; hosts run ahead
+# Loops with steps of 60 ms whose hosts run ahead, and their seeds.
+LOOPS = {"launch-clean": 24, "launch-forward": 20, "ahead-optimizer": 22}
 
 
 def truths() -> list[Truth]:
-    """The campaign's faults, each with the same time per step."""
+    """Return faults of the campaign, all with the same time per step."""
     drawn = [plant(kind, seed, RANKS, STEPS) for kind, seed in FAULTS.items()]
     return [
         dataclasses.replace(truth, faults=tuple(dataclasses.replace(fault, ms=FAULT_MS) for fault in truth.faults))
@@ -52,8 +55,8 @@ def loops() -> list[Truth]:
 
 
 def train(folder: Path) -> None:
-    """One rank of all runs."""
-    # Detection is what is tested. Ranks that wait for a CPU raise the smallest slowdown that can be detected.
+    """Run one rank of all runs."""
+    # Ranks that wait for a CPU raise the smallest detectable slowdown.
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     rank = dist.get_rank()
@@ -78,9 +81,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("truth", truths(), ids=lambda truth: truth.kind)
-def test_what_is_slow_on_the_device_is_named(truth: Truth, runs: Path) -> None:
-    """Rank and phase, by the device's clock. On a busy machine another rank, which lacked a processor, may be named
-    beside it, and so may a second phase that was slow for that: then both are "compute"."""
+def test_slow_rank_and_phase_are_named(truth: Truth, runs: Path) -> None:
+    """On a busy machine a rank without a free CPU may be named too.
+
+    Then a second phase may also be slow, and both together are "compute".
+    """
     (state,) = node_state.load_all(run_directory(runs / truth.name))
     (fault,) = truth.faults
     report = build("run", [state])
@@ -91,14 +96,16 @@ def test_what_is_slow_on_the_device_is_named(truth: Truth, runs: Path) -> None:
     assert report["run"]["judged_by"] == "device"
     parts = [rank["device"]["parts"] for rank in report["ranks"] if rank["device"] is not None]
     others, slow = parts[1 - fault.rank], parts[fault.rank]
-    assert fault.ms is not None  # in the steps from the fault's first on, two thirds of all; beside other tests
+    # The fault is in the last two thirds of the steps, and other tests run at the same time. The
+    # required differences are therefore much smaller than the fault.
+    assert fault.ms is not None
     assert slow[fault.phase] - others[fault.phase] > 0.3e-3 * fault.ms
     assert others["communication"] - slow["communication"] > 0.2e-3 * fault.ms, "the other one waits for it"
 
 
 @pytest.mark.parametrize("truth", loops(), ids=lambda truth: truth.kind)
-def test_a_host_that_runs_ahead(truth: Truth, runs: Path) -> None:
-    """By its device's times, a clean rank that is last would be slow by all of its launch gaps."""
+def test_hosts_that_run_ahead(truth: Truth, runs: Path) -> None:
+    """With device times alone, the last of the clean ranks would be slow by its launch gaps."""
     (state,) = node_state.load_all(run_directory(runs / truth.name))
     named = [each for each in state.findings.episodes if each.phase != "cpu"]
 
@@ -110,15 +117,15 @@ def test_a_host_that_runs_ahead(truth: Truth, runs: Path) -> None:
         assert each.cost_ns < 2e6 * fault.ms
 
 
-def test_the_hosts_times_show_it_to_nobody(runs: Path) -> None:
-    """The campaign scores the same runs by host time beside it: no rank and phase is right."""
+def test_host_times_do_not_show_the_fault(runs: Path) -> None:
+    """The campaign also scores the same runs by host times."""
     said = [score(truth, judged_again(runs / truth.name)) for truth in truths()]
 
     assert not any(each.right_phase for each in said)
 
 
 def test_kinds_and_seeds() -> None:
-    """A kind and a seed plant the same again; clean runs have no fault."""
+    """The same kind and seed plant the same fault; clean runs have none."""
     for kind in KINDS:
         assert plant(kind, 7) == plant(kind, 7)
         assert bool(plant(kind, 7).faults) != ("clean" in kind)

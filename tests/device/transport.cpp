@@ -15,13 +15,13 @@ namespace device {
 
 namespace {
 
-constexpr int LOOK_EVERY_MS = 100; // for the process's end
+constexpr int LOOK_EVERY_MS = 100; // Interval of checks for the end of the process.
 
 struct Header {
     int64_t what, arrived_ns, bytes;
 };
 
-// A part under way.
+// A part in progress.
 struct Passage {
     Header header;
     char *data;
@@ -35,7 +35,7 @@ struct Passage {
 
 [[noreturn]] void give_up(const std::string &what) { throw std::runtime_error("collective: " + what); }
 
-// In the abstract namespace: no file is left behind, and no other machine comes to it.
+// A Unix socket in the abstract namespace, which leaves no file and cannot be reached from other machines.
 socklen_t socket_address(const std::string &name, sockaddr_un &address)
 {
     address = {};
@@ -115,7 +115,7 @@ Ns Transport::exchange(const std::vector<Part> &parts, int64_t what, Ns arrived_
         if (part.receives)
             peer.in.push_back({{}, static_cast<char *>(part.in), part.in_bytes});
     }
-    for (auto &[rank, peer] : peers) { // both sides learn when the other one has come
+    for (auto &[rank, peer] : peers) { // Both sides exchange their times of arrival.
         if (peer.out.empty())
             peer.out.push_back({{what, arrived_ns, 0}, nullptr, 0});
         if (peer.in.empty())

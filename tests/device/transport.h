@@ -1,4 +1,4 @@
-// Bytes between the ranks of a group, on one machine: a socket for each pair of ranks, and nothing of torch.
+// Transfer of bytes between ranks on one machine: a socket for each pair of ranks, without torch.
 #pragma once
 
 #include "streams.h"
@@ -9,14 +9,14 @@
 
 namespace device {
 
-// What goes to a peer and comes from it, in one collective. Either may be of no bytes; the peer is told all the same.
+// Data sent to a peer and received from it in one collective. Both may be empty; the peer is still contacted.
 struct Part {
     int peer;
     const void *out;
     size_t out_bytes;
     void *in;
     size_t in_bytes;
-    bool sends = true, receives = true; // a point-to-point operation does one of both
+    bool sends = true, receives = true; // Only one is true in a point-to-point operation.
 };
 
 class Transport {
@@ -27,10 +27,10 @@ public:
 
     const std::string &address() const { return address_; }
     void connect_to(int rank, const std::string &address, Ns timeout_ns);
-    void accept_others(Ns timeout_ns); // all those of higher ranks
+    void accept_others(Ns timeout_ns); // Accepts connections of all higher ranks.
 
-    // Exchanges all parts, those with one peer in their order. what: must be the same on both sides. Returns when the
-    // last of those who take part has arrived, on CLOCK_MONOTONIC, which is all processes' own. Throws.
+    // Exchanges all parts; parts with the same peer keep their order. what: must be equal on both sides. Returns the
+    // time at which the last participant arrived, on CLOCK_MONOTONIC, which all processes share. Throws.
     Ns exchange(const std::vector<Part> &parts, int64_t what, Ns arrived_ns, Ns timeout_ns);
 
 private:
