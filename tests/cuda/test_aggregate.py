@@ -1,4 +1,4 @@
-"""Device sections merged over ranks on the device: real processes, gloo, a fake device each."""
+"""Device sections merged over ranks: real processes with gloo and a fake device each."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from torchlens_perf.run.sketch import Sketch
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER), pytest.mark.distributed]
 RANK = str(ROOT / "tests" / "support" / "device" / "merging_rank.py")
 RANKS, WINDOWS, SLOW = 4, 3, 2
-OVER_NS = 4000  # two launches and a stamp of the fake device
+OVER_NS = 4000  # Two launches and a stamp on the fake device.
 
 
 def ranks_of(driver: Path, kernels: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
-    """What each rank has told, by rank."""
+    """Run four ranks and return their results in order."""
     command = torchrun(RANK, str(driver), str(kernels), str(folder), *options, ranks=RANKS)
     broken = {RAISE: "0"} if "--broken-steps" in options else {}
     done = run_warm(command, folder, PYTHONPATH=str(ROOT), **broken)
@@ -39,7 +39,7 @@ def ranks_of(driver: Path, kernels: Path, folder: Path, *options: str) -> list[d
 
 @pytest.fixture(scope="module")
 def merged(driver_library: Path, shim_library: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What four ranks have told."""
+    """The results of four ranks."""
     return ranks_of(driver_library, shim_library, tmp_path_factory.mktemp("merged"))
 
 
@@ -53,9 +53,9 @@ def merged(driver_library: Path, shim_library: Path, tmp_path_factory: pytest.Te
 def test_windows_of_all_ranks(
     merged: list[dict[str, Any]], driver_library: Path, shim_library: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """Rank 0 has count, mean and quantiles of all ranks' times, and the rank that is slow in one section.
+    """Rank 0 has statistics of all ranks' times, and the rank that is slow in one section.
 
-    The last window is merged in the run's last step, and is there too.
+    The window merged in the last step is included.
     """
     ranks = ranks_of(driver_library, shim_library, tmp_path, *options) if options else merged
     first = ranks[0]
@@ -81,8 +81,10 @@ def test_windows_of_all_ranks(
 
 
 def test_parts_of_the_devices_steps(merged: list[dict[str, Any]]) -> None:
-    """In each window the ranks' medians of each part are those of what was planted, by hand; the slow rank's excess is
-    in its work and its forward pass, and in no other part."""
+    """Medians of each part equal the planted ones in each window.
+
+    The slow rank's excess is in its work and its forward pass, and in no other part.
+    """
     ranks, windows = merged, [dict[str, list[dict[str, Any]]](), {}, {}]
     by_step = sorted({row["step"] for row in ranks[0]["rows"]})
     assert len(by_step) == WINDOWS
@@ -110,44 +112,49 @@ def test_parts_of_the_devices_steps(merged: list[dict[str, Any]]) -> None:
     assert all(rank["rows"] == [] for rank in ranks[1:])
 
 
-def test_a_window_that_falls_due_in_a_capture(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
-    """It is merged when the capture is over, the last one when the watch ends: nothing is forked from the capture, and
-    all ranks meet as often as each other. Also where one of them fails with its steps: the others' are merged."""
+def test_window_that_falls_due_in_a_capture_is_merged_after_it(
+    driver_library: Path, shim_library: Path, tmp_path: Path
+) -> None:
+    """The last window is merged when the watch ends. All ranks merge equally often.
+
+    If one rank fails with its steps, those of the others are merged.
+    """
     ranks = ranks_of(driver_library, shim_library, tmp_path, "--captures", "--broken-steps")
     assert ranks[0]["windows"] == {"attention": WINDOWS, "mlp": WINDOWS}
     assert ranks[0]["last"]["mlp"]["slowest"] == SLOW
     due = WINDOWS * MERGE_STEPS
     assert [len(rank["notes"]) for rank in ranks] == [0, 1, 0, 0]
-    assert f"device steps: {due} of {due} are in no window of all ranks" in ranks[1]["notes"][0]
+    assert f"device steps: {due} of {due} were not merged over ranks" in ranks[1]["notes"][0]
     assert {row["times"] for row in ranks[0]["rows"]} == {(RANKS - 1) * MERGE_STEPS}
     assert {row["slowest"] for row in ranks[0]["rows"] if row["name"] == "forward work"} == {SLOW}
     assert [rank["own"]["mlp"] for rank in ranks] == [WINDOWS * MERGE_STEPS] * RANKS
 
 
 @pytest.mark.long
-def test_slots_that_are_not_the_same_section(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
-    """One rank enters its sections in another order: they are not merged, rather than mixed."""
+def test_sections_in_different_orders_are_not_merged(driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
     ranks = ranks_of(driver_library, shim_library, tmp_path, "--other-order")
     assert ranks[0]["windows"] == {"attention": 0, "mlp": 0}
     assert ranks[0]["last"] == {}
-    assert any("not all ranks entered them in the same order" in note for note in ranks[0]["notes"])
+    assert any("sections that ranks entered in different orders are not merged" in note for note in ranks[0]["notes"])
 
 
 @pytest.mark.parametrize("how", long("--unable", "--off"))
-def test_a_rank_that_is_not_able(how: str, driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
-    """Or that does not record at all: none waits in a collective that another one does not enter, all of them train,
-    those that record keep their own times, and say why they are not merged."""
+def test_no_merge_without_all_ranks(how: str, driver_library: Path, shim_library: Path, tmp_path: Path) -> None:
+    """No rank waits in a collective. Recording ranks keep their own times and note the reason."""
     ranks = ranks_of(driver_library, shim_library, tmp_path, how)
     others = [rank for rank in ranks if rank["rank"] != 1]
     if how == "--unable":
         assert any("aggregate='device' is off: CuPy is missing" in note for note in ranks[1]["notes"])
-    assert all("aggregate='device' is off: another rank is not able to" in rank["notes"] for rank in others)
+    assert all("aggregate='device' is off: another rank cannot merge" in rank["notes"] for rank in others)
     assert all(rank["windows"] == {"attention": 0, "mlp": 0} for rank in ranks)
     assert all(rank["own"]["mlp"] == WINDOWS * MERGE_STEPS for rank in others)
 
 
-def test_a_watch_leaves_what_it_had_to_the_next_one(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No stream, event or page-locked memory more with each watch that merges; none is freed, as that may wait."""
+def test_watches_reuse_memory_and_events(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each merging watch uses the same stream, events and page-locked memory.
+
+    None is freed, as that may wait for the device.
+    """
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: Done())
@@ -157,7 +164,7 @@ def test_a_watch_leaves_what_it_had_to_the_next_one(device: FakeDevice, monkeypa
     counts, hosts = [], []
     for watch in range(5):
         merge = torch_device.merge(ring, None)
-        if watch == 2:  # it ends while its copy is on its way
+        if watch == 2:  # This watch ends before its copy has arrived.
             device.spin(60_000_000_000, torch_device.aside_stream)
         merge.merge(window=ring.reduce(0))
         if watch != 2:
@@ -176,14 +183,14 @@ def test_a_watch_leaves_what_it_had_to_the_next_one(device: FakeDevice, monkeypa
 
 
 class Done:
-    """A collective that is over."""
+    """A collective that has ended."""
 
     def wait(self) -> None:
         pass
 
 
-def test_it_takes_a_gpu(tmp_path: Path) -> None:
-    """The user's mistake, said at watch(); the next one works."""
+def test_aggregate_needs_a_gpu(tmp_path: Path) -> None:
+    """The error is raised by watch(), and the next watch works."""
     import torch
 
     if torch.version.cuda is not None:
@@ -195,8 +202,8 @@ def test_it_takes_a_gpu(tmp_path: Path) -> None:
     assert len(recording.steps) == 1
 
 
-def test_it_takes_a_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is made; the error is the user's to see."""
+def test_aggregate_needs_a_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is raised before anything is created."""
     import torch
 
     monkeypatch.setattr(device, "has_devices", lambda: True)

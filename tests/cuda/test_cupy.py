@@ -20,14 +20,14 @@ def test_broken_cupy_is_imported_once(line: str, tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(kernels, "_import_error", "")
-    said = set()
+    messages = set()
     for _ in range(3):
         with pytest.raises(DeviceError, match="CuPy cannot be imported: ") as caught:
             kernels.load(0)
-        said.add(str(caught.value))
+        messages.add(str(caught.value))
     with pytest.raises(DeviceError, match="CuPy cannot be imported: "):
         kernels.allow_ranks(0, 8)
-    assert len(said) == 1
+    assert len(messages) == 1
     assert (tmp_path / "imports").read_text() == "x"
 
 

@@ -25,7 +25,7 @@ def report(architecture: str, target: Path) -> dict[str, dict[str, int]]:
     command = [str(nvcc), *flags, "all-warnings", "-o", str(target), str(KERNELS)]
     log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     found = {}
-    for name, told in re.findall(
+    for name, text in re.findall(
         r"Compiling entry function '(\w+)'[^\n]*\n(.*?)(?=ptxas info *: Compiling|\Z)", log, re.S
     ):
         numbers = {
@@ -36,9 +36,9 @@ def report(architecture: str, target: Path) -> dict[str, dict[str, int]]:
                 ("spill_loads", r"(\d+) bytes spill loads"),
                 ("registers", r"Used (\d+) registers"),
             )
-            for number in re.findall(pattern, told)
+            for number in re.findall(pattern, text)
         }
-        shared = re.search(r"(\d+) bytes smem", told)
+        shared = re.search(r"(\d+) bytes smem", text)
         found[name] = {**numbers, "shared": int(shared[1]) if shared else 0}
     return found
 

@@ -177,24 +177,24 @@ def alone(folder: Path) -> dict[str, Any]:
     """Run all checks in one process with the device."""
     device.load()
     host = {foreach: trained_transformer("cpu", foreach=foreach) for foreach in (True, False)}
-    told: dict[str, Any] = {"accelerator": str(torch.accelerator.current_accelerator())}
-    told["transformer"] = {
+    results: dict[str, Any] = {"accelerator": str(torch.accelerator.current_accelerator())}
+    results["transformer"] = {
         foreach: (host[foreach], trained_transformer(DEVICE, foreach=foreach)) for foreach in (True, False)
     }
 
     model, batch = mlp().to(DEVICE), torch.randn(16, 64).to(DEVICE)
     device.set_kernel_time(20 * MS)
-    told["ahead"] = [timed_ms(lambda: model(batch)) for _ in range(3)]
+    results["ahead"] = [timed_ms(lambda: model(batch)) for _ in range(3)]
     device.set_kernel_time(0)
-    told["free"] = timed_ms(lambda: model(batch))[1]
+    results["free"] = timed_ms(lambda: model(batch))[1]
     device.set_kernel_time(20e-6)
 
     with busy_machine(2):
-        told["spins"] = [timed_ms(lambda: device.spin(7 * MS))[1] for _ in range(5)]
+        results["spins"] = [timed_ms(lambda: device.spin(7 * MS))[1] for _ in range(5)]
         device.set_slowness(1.2)
-        told["slow spin"] = timed_ms(lambda: device.spin(7 * MS))[1]
+        results["slow spin"] = timed_ms(lambda: device.spin(7 * MS))[1]
         device.set_slowness(1.0)
-    told["streams"] = streams()
+    results["streams"] = streams()
     x = torch.ones(8, device=DEVICE)
     pinned = torch.zeros(8).pin_memory()
     waiting: dict[str, Callable[[], Any]] = {
@@ -210,11 +210,11 @@ def alone(folder: Path) -> dict[str, Any]:
         "to pinned": lambda: pinned.copy_(x, non_blocking=True),
         "kernel": lambda: x + 1,
     }
-    told["waits"] = {name: held(work, SOON_S) for name, work in waiting.items()}
-    told["waits"] |= {name: held(work, LATE_S) for name, work in going_on.items()}
-    told["freed"] = freed_early()
-    told["failure"] = failure()
-    return told
+    results["waits"] = {name: held(work, SOON_S) for name, work in waiting.items()}
+    results["waits"] |= {name: held(work, LATE_S) for name, work in going_on.items()}
+    results["freed"] = freed_early()
+    results["failure"] = failure()
+    return results
 
 
 def streams() -> dict[str, Any]:
@@ -229,19 +229,19 @@ def streams() -> dict[str, Any]:
     with side:
         unordered = event()
     unordered.synchronize()
-    told: dict[str, Any] = {"independent": not main_passed.query()}
+    results: dict[str, Any] = {"independent": not main_passed.query()}
     with side:
         side.wait_event(main_passed)
         y = x * 2
         side_passed = event()
-        told["current"] = torch.accelerator.current_stream() == side
+        results["current"] = torch.accelerator.current_stream() == side
     time.sleep(0.05)
-    told["held"] = not side_passed.query()
+    results["held"] = not side_passed.query()
     release()
     side_passed.synchronize()
-    told["value"] = y.cpu().tolist()
-    told["never ms"] = begin.elapsed_time(main_passed)
-    told["ordered ms"] = main_passed.elapsed_time(side_passed)
+    results["value"] = y.cpu().tolist()
+    results["never ms"] = begin.elapsed_time(main_passed)
+    results["ordered ms"] = main_passed.elapsed_time(side_passed)
 
     def both() -> None:
         begin = event()
@@ -261,7 +261,7 @@ def streams() -> dict[str, Any]:
             second = event()
         main.wait_event(second)
 
-    told["both ms"], told["one after the other ms"] = timed_ms(both)[1], timed_ms(one_after_the_other)[1]
+    results["both ms"], results["one after the other ms"] = timed_ms(both)[1], timed_ms(one_after_the_other)[1]
 
     seen: list[torch.Stream] = []
 
@@ -277,8 +277,8 @@ def streams() -> dict[str, Any]:
 
     with side:
         Look.apply(torch.ones(3, device=DEVICE, requires_grad=True)).sum().backward()
-    told["backward"] = seen == [side]
-    return told
+    results["backward"] = seen == [side]
+    return results
 
 
 def freed_early() -> list[float]:
@@ -295,15 +295,15 @@ def freed_early() -> list[float]:
 
 def failure() -> list[str]:
     """Return the errors of a failed kernel: the next wait must raise it once."""
-    told = []
+    results = []
     table = torch.ones(4, 4, device=DEVICE)
     F.embedding(torch.tensor([9], device=DEVICE), table)
     for _ in range(2):
         try:
             torch.accelerator.synchronize()
         except RuntimeError as error:
-            told.append(str(error))
-    return told
+            results.append(str(error))
+    return results
 
 
 def use_device(folder: Path) -> None:
@@ -317,8 +317,8 @@ def pair(folder: Path) -> dict[str, Any]:
     device.load()
     on_host = {"ddp": ddp("cpu"), "sharded": sharded("cpu"), "tensor parallel": tensor_parallel("cpu")}
     use_device(folder)
-    told: dict[str, Any] = {"backend": dist.get_backend_config()}
-    told["pairs"] = {
+    results: dict[str, Any] = {"backend": dist.get_backend_config()}
+    results["pairs"] = {
         "ddp": (on_host["ddp"], ddp(DEVICE)),
         "sharded": (on_host["sharded"], sharded(DEVICE)),
         "tensor parallel": (on_host["tensor parallel"], tensor_parallel(DEVICE)),
@@ -327,11 +327,11 @@ def pair(folder: Path) -> dict[str, Any]:
     model = nn.parallel.DistributedDataParallel(mlp().to(DEVICE))
     train(model, inputs(DEVICE), 2)  # DDP rebuilds its buckets in the first step.
     batch = inputs(DEVICE)
-    told["ddp step"] = held(lambda: train(model, batch, 1), LATE_S)
-    told["collectives"] = collectives()
-    told["late"] = late_rank()
-    told["overlap"] = overlap()
-    return told
+    results["ddp step"] = held(lambda: train(model, batch, 1), LATE_S)
+    results["collectives"] = collectives()
+    results["late"] = late_rank()
+    results["overlap"] = overlap()
+    return results
 
 
 def collectives() -> dict[str, list[float]]:
@@ -340,7 +340,7 @@ def collectives() -> dict[str, list[float]]:
     None may have waited for the kernel.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    told: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
 
     def mine(*size: int) -> torch.Tensor:
         return torch.arange(float(torch.Size(size).numel()), device=DEVICE).view(size) + 10 * rank
@@ -349,39 +349,39 @@ def collectives() -> dict[str, list[float]]:
     timer = threading.Timer(LATE_S, release)
     timer.start()
     for op in ("SUM", "AVG", "MAX", "PRODUCT"):
-        told[op] = mine(2)
-        dist.all_reduce(told[op], getattr(dist.ReduceOp, op))
-    told["broadcast"] = mine(2)
-    dist.broadcast(told["broadcast"], 1)
-    told["all_gather"] = torch.empty(2 * ranks, device=DEVICE)
-    dist.all_gather_into_tensor(told["all_gather"], mine(2))
+        results[op] = mine(2)
+        dist.all_reduce(results[op], getattr(dist.ReduceOp, op))
+    results["broadcast"] = mine(2)
+    dist.broadcast(results["broadcast"], 1)
+    results["all_gather"] = torch.empty(2 * ranks, device=DEVICE)
+    dist.all_gather_into_tensor(results["all_gather"], mine(2))
     parts = [torch.empty(2, device=DEVICE) for _ in range(ranks)]
     dist.all_gather(parts, mine(2))
-    told["all_gather list"] = torch.cat(parts)
-    told["reduce_scatter"] = torch.empty(2, device=DEVICE)
-    dist.reduce_scatter_tensor(told["reduce_scatter"], mine(2 * ranks))
-    told["all_to_all"] = torch.empty(ranks, device=DEVICE)
-    dist.all_to_all_single(told["all_to_all"], mine(ranks))
-    told["received"] = torch.empty(2, device=DEVICE)
+    results["all_gather list"] = torch.cat(parts)
+    results["reduce_scatter"] = torch.empty(2, device=DEVICE)
+    dist.reduce_scatter_tensor(results["reduce_scatter"], mine(2 * ranks))
+    results["all_to_all"] = torch.empty(ranks, device=DEVICE)
+    dist.all_to_all_single(results["all_to_all"], mine(ranks))
+    results["received"] = torch.empty(2, device=DEVICE)
     sends = dist.P2POp(dist.isend, mine(2), 1 - rank)
-    receives = dist.P2POp(dist.irecv, told["received"], 1 - rank)
+    receives = dist.P2POp(dist.irecv, results["received"], 1 - rank)
     for work in dist.batch_isend_irecv([sends, receives]):
         work.wait()
-    told["sent alone"] = mine(2)
-    (dist.send if rank else dist.recv)(told["sent alone"], 1 - rank)
-    told["scattered"] = torch.empty(2, device=DEVICE)
-    dist.scatter(told["scattered"], [mine(2), mine(2) + 1] if rank == 0 else None, 0)
+    results["sent alone"] = mine(2)
+    (dist.send if rank else dist.recv)(results["sent alone"], 1 - rank)
+    results["scattered"] = torch.empty(2, device=DEVICE)
+    dist.scatter(results["scattered"], [mine(2), mine(2) + 1] if rank == 0 else None, 0)
     first, second = mine(1), mine(1)
     works = [dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)]
     pending = [work.is_completed() for work in works]
     works[1].wait()
-    told["order"] = first + second  # The second collective of a group ends after the first one.
+    results["order"] = first + second  # The second collective of a group ends after the first one.
     del works[0]
     held_up = not timer.is_alive()
     timer.cancel()
     release()
     torch.accelerator.synchronize()
-    result = {name: tensor.cpu().tolist() for name, tensor in told.items()}
+    result = {name: tensor.cpu().tolist() for name, tensor in results.items()}
     result["completed"] = [float(each) for each in [held_up, *pending, works[0].is_completed()]]
     return result
 
@@ -407,7 +407,7 @@ def overlap() -> dict[str, float]:
     """Time a collective of 40 ms during and after a kernel of 40 ms."""
     x = torch.ones(8, device=DEVICE)
     device.set_collective_time(40 * MS)
-    told = {}
+    results = {}
     for name in ("overlapping", "after"):
         dist.barrier()
         device.spin(LEAD)
@@ -418,9 +418,9 @@ def overlap() -> dict[str, float]:
             work.wait()
         end = event()
         end.synchronize()
-        told[name] = begin.elapsed_time(end)
+        results[name] = begin.elapsed_time(end)
     device.set_collective_time(50e-6)
-    return told
+    return results
 
 
 def four(folder: Path) -> Any:
@@ -443,37 +443,37 @@ def built() -> None:
 
 
 @pytest.fixture(scope="module")
-def told(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (result,) = run_ranks(alone, tmp_path_factory.mktemp("alone"), 1)
     return dict(result)
 
 
-def test_device_is_the_accelerator(told: dict[str, Any]) -> None:
-    assert told["accelerator"] == DEVICE
+def test_device_is_the_accelerator(results: dict[str, Any]) -> None:
+    assert results["accelerator"] == DEVICE
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_numbers_equal_those_of_the_cpu(foreach: bool, told: dict[str, Any]) -> None:
+def test_numbers_equal_those_of_the_cpu(foreach: bool, results: dict[str, Any]) -> None:
     """Three steps of a transformer with clipped gradients and AdamW, bit for bit."""
-    on_host, on_device = told["transformer"][foreach]
+    on_host, on_device = results["transformer"][foreach]
     assert all(torch.equal(*each) for each in zip(on_host, on_device, strict=True))
 
 
-def test_host_runs_ahead(told: dict[str, Any]) -> None:
+def test_host_runs_ahead(results: dict[str, Any]) -> None:
     """A forward pass of three linear layers and two activations takes 100 ms on the device."""
-    for _, device_ms in told["ahead"]:
+    for _, device_ms in results["ahead"]:
         assert device_ms == pytest.approx(5 * 20, abs=EXACT_MS)
-    assert min(host_ms for host_ms, _ in told["ahead"]) < 10
-    assert told["free"] < EXACT_MS
+    assert min(host_ms for host_ms, _ in results["ahead"]) < 10
+    assert results["free"] < EXACT_MS
 
 
-def test_times_are_exact_on_a_busy_machine(told: dict[str, Any]) -> None:
-    assert told["spins"] == pytest.approx([7] * 5, abs=EXACT_MS)
-    assert told["slow spin"] == pytest.approx(7 * 1.2, abs=EXACT_MS)
+def test_times_are_exact_on_a_busy_machine(results: dict[str, Any]) -> None:
+    assert results["spins"] == pytest.approx([7] * 5, abs=EXACT_MS)
+    assert results["slow spin"] == pytest.approx(7 * 1.2, abs=EXACT_MS)
 
 
-def test_streams_and_events_order_work(told: dict[str, Any]) -> None:
-    streams = told["streams"]
+def test_streams_and_events_order_work(results: dict[str, Any]) -> None:
+    streams = results["streams"]
     assert streams["independent"]  # A kernel does not delay another stream.
     assert streams["held"]
     assert streams["value"] == [2.0] * 8
@@ -496,32 +496,32 @@ def test_streams_and_events_order_work(told: dict[str, Any]) -> None:
         ("synchronize", "device_synchronizations"),
     ],
 )
-def test_reading_a_value_waits(what: str, counter: str, told: dict[str, Any]) -> None:
-    was_held, counted = told["waits"][what]
+def test_reading_a_value_waits(what: str, counter: str, results: dict[str, Any]) -> None:
+    was_held, counted = results["waits"][what]
     assert was_held
     assert counted[counter] == synchronizations(counted) == 1
 
 
 @pytest.mark.parametrize("what", ["to pinned", "kernel"])
-def test_other_operations_do_not_wait(what: str, told: dict[str, Any]) -> None:
-    was_held, counted = told["waits"][what]
+def test_other_operations_do_not_wait(what: str, results: dict[str, Any]) -> None:
+    was_held, counted = results["waits"][what]
     assert not was_held
     assert synchronizations(counted) == 0
 
 
-def test_memory_is_kept_until_it_has_been_used(told: dict[str, Any]) -> None:
-    assert told["freed"] == [6000.0, 7000.0]
+def test_memory_is_kept_until_it_has_been_used(results: dict[str, Any]) -> None:
+    assert results["freed"] == [6000.0, 7000.0]
 
 
-def test_full_queue_blocks_the_host(told: dict[str, Any]) -> None:
-    was_held, counted = told["waits"]["full queue"]
+def test_full_queue_blocks_the_host(results: dict[str, Any]) -> None:
+    was_held, counted = results["waits"]["full queue"]
     assert was_held
     assert counted["full_queues"] > 0
     assert synchronizations(counted) == 0
 
 
-def test_device_error_is_raised_at_the_next_wait(told: dict[str, Any]) -> None:
-    (message,) = told["failure"]
+def test_device_error_is_raised_at_the_next_wait(results: dict[str, Any]) -> None:
+    (message,) = results["failure"]
     assert "index" in message
 
 

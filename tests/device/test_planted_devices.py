@@ -119,9 +119,9 @@ def test_hosts_that_run_ahead(truth: Truth, runs: Path) -> None:
 
 def test_host_times_do_not_show_the_fault(runs: Path) -> None:
     """The campaign also scores the same runs by host times."""
-    said = [score(truth, judged_again(runs / truth.name)) for truth in truths()]
+    scores = [score(truth, judged_again(runs / truth.name)) for truth in truths()]
 
-    assert not any(each.right_phase for each in said)
+    assert not any(each.right_phase for each in scores)
 
 
 def test_kinds_and_seeds() -> None:

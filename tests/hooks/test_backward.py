@@ -132,15 +132,15 @@ def test_wrapper_of_another_tool_stays(tmp_path: Path) -> None:
     calls = []
     try:
         with recorded(tmp_path) as recording:
-            ours = torch.autograd._engine_run_backward
+            recorded_backward = torch.autograd._engine_run_backward
 
-            def theirs(*args: Any, **kwargs: Any) -> Any:
+            def tool_wrapper(*args: Any, **kwargs: Any) -> Any:
                 calls.append(1)
-                return ours(*args, **kwargs)
+                return recorded_backward(*args, **kwargs)
 
-            torch.autograd._engine_run_backward = theirs
+            torch.autograd._engine_run_backward = tool_wrapper
             torch.ones(1, requires_grad=True).sum().backward()
-        assert torch.autograd._engine_run_backward is theirs
+        assert torch.autograd._engine_run_backward is tool_wrapper
         torch.ones(1, requires_grad=True).sum().backward()
     finally:
         torch.autograd._engine_run_backward = original

@@ -191,11 +191,11 @@ def test_several_requests_in_a_row(tmp_path: Path) -> None:
 
 def test_capture_is_refused_while_a_profiler_is_on(tmp_path: Path) -> None:
     """The user's profiler continues, and the answer gives the reason."""
-    with RequestedCapture(tmp_path) as asked, profile(activities=[ProfilerActivity.CPU]) as theirs:
+    with RequestedCapture(tmp_path) as asked, profile(activities=[ProfilerActivity.CPU]) as users_profile:
         asked.step(4)
 
     assert (asked.outcome.first_step, asked.outcome.ended) == (None, "torch.profiler is on in this process")
-    assert sum(each.name == "aten::addmm" for each in theirs.events()) == 2 * 4
+    assert sum(each.name == "aten::addmm" for each in users_profile.events()) == 2 * 4
     assert not (tmp_path / "files").exists()
 
 
@@ -203,14 +203,16 @@ def test_capture_is_refused_while_a_profiler_warms_up(tmp_path: Path) -> None:
     """A second profiler would crash the process when it writes its trace."""
     with (
         RequestedCapture(tmp_path) as asked,
-        profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=3, active=2, repeat=1)) as theirs,
+        profile(
+            activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=3, active=2, repeat=1)
+        ) as users_profile,
     ):
         for _ in range(5):
             asked.step()
-            theirs.step()
+            users_profile.step()
 
     assert asked.outcome.ended == "torch.profiler is on in this process"
-    assert any(each.name == "aten::addmm" for each in theirs.events())
+    assert any(each.name == "aten::addmm" for each in users_profile.events())
 
 
 def test_capture_is_refused_while_ranges_are_emitted(tmp_path: Path) -> None:
@@ -246,12 +248,12 @@ def test_profiler_of_the_user_ends_the_capture(tmp_path: Path, where: Callable[[
 
     The capture keeps complete steps.
     """
-    theirs: list[profile] = []
+    users_profile: list[profile] = []
 
     def profiles() -> None:
         with profile(activities=[ProfilerActivity.CPU]) as each:
             torch.ones(3).cumsum(0)
-        theirs.append(each)
+        users_profile.append(each)
 
     with RequestedCapture(tmp_path, steps=6) as asked:
         asked.step(4)
@@ -259,7 +261,7 @@ def test_profiler_of_the_user_ends_the_capture(tmp_path: Path, where: Callable[[
         asked.step(3)
     outcome = asked.outcome
 
-    assert [each.name for each in theirs[0].events() if each.name == "aten::cumsum"] == ["aten::cumsum"]
+    assert [each.name for each in users_profile[0].events() if each.name == "aten::cumsum"] == ["aten::cumsum"]
     assert (outcome.first_step, outcome.steps, outcome.ended) == (1, 3, "another profiler began")
     assert asked.traced_steps()[:3] == ["ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3"]
     assert not any(each["name"] == "aten::cumsum" for each in asked.events)
@@ -268,11 +270,11 @@ def test_profiler_of_the_user_ends_the_capture(tmp_path: Path, where: Callable[[
 def test_profiler_of_the_user_continues_while_the_capture_is_written(tmp_path: Path) -> None:
     with RequestedCapture(tmp_path, steps=6) as asked:
         asked.step(3)
-        with profile(activities=[ProfilerActivity.CPU]) as theirs:
+        with profile(activities=[ProfilerActivity.CPU]) as users_profile:
             asked.step(3)
 
     assert asked.traced_steps()[:2] == ["ProfilerStep#1", "ProfilerStep#2"]
-    assert sum(each.name == "aten::addmm" for each in theirs.events()) == 2 * 3
+    assert sum(each.name == "aten::addmm" for each in users_profile.events()) == 2 * 3
 
 
 # -- limits and failures
@@ -347,7 +349,7 @@ def test_profiler_is_off_if_the_answer_cannot_be_written(tmp_path: Path, swallow
         asked.step(4)
 
     assert not on
-    assert swallowing == {"a capture": 2}  # and once more when it is told
+    assert swallowing == {"a capture": 2}  # The second one comes from reporting the first.
     assert asked.outcome.steps == 2
 
 
@@ -382,11 +384,11 @@ def test_profiler_of_the_user_begins_if_ending_the_capture_fails(
         asked.step(3)
         with monkeypatch.context() as breaking:
             breaking.setattr(capture_trace.Trace, "_end_step", lambda self: out_of_host_memory())
-            with profile(activities=[ProfilerActivity.CPU]) as theirs:
+            with profile(activities=[ProfilerActivity.CPU]) as users_profile:
                 torch.ones(3).cumsum(0)
         asked.step(2)
 
-    assert [each.name for each in theirs.events() if each.name == "aten::cumsum"] == ["aten::cumsum"]
+    assert [each.name for each in users_profile.events() if each.name == "aten::cumsum"] == ["aten::cumsum"]
     assert swallowing["ending a capture for another profiler"] >= 1
     assert asked.outcome.ended == "another profiler began"
 
@@ -409,7 +411,7 @@ def test_trace_over_the_size_limit_is_removed_and_noted(tmp_path: Path, monkeypa
 
     assert asked.outcome.steps == 2
     assert asked.outcome.files == {}
-    assert "ask for fewer steps" in asked.outcome.left_out[TRACE]
+    assert "request fewer steps" in asked.outcome.left_out[TRACE]
     assert list((tmp_path / "files").iterdir()) == []
 
 
@@ -461,7 +463,7 @@ def test_forked_child_does_not_profile(tmp_path: Path) -> None:
         if not child:
             clean = {
                 "functions": (profiler._prepare_profiler, profiler._enable_profiler) == STARTS,
-                "told": not profiler._is_profiler_enabled,
+                "off": not profiler._is_profiler_enabled,
                 "hook": sys.getprofile() is None,
                 "grown": grown_bytes(30_000),
                 "answered": captures.answer_path(asked.ring).exists(),
@@ -469,11 +471,11 @@ def test_forked_child_does_not_profile(tmp_path: Path) -> None:
             os.write(write, json.dumps(clean).encode())
             os._exit(0)
         os.waitpid(child, 0)
-        told = json.loads(os.read(read, 4096))
+        state = json.loads(os.read(read, 4096))
         asked.step(2)
 
-    grown = told.pop("grown")
-    assert told == {"functions": True, "told": True, "hook": True, "answered": False}
+    grown = state.pop("grown")
+    assert state == {"functions": True, "off": True, "hook": True, "answered": False}
     assert grown < 4 << 20
     assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
 

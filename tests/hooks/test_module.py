@@ -176,12 +176,15 @@ def test_recomputation_is_not_a_forward_pass(use_reentrant: bool, tmp_path: Path
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         run(model)
     (backward,) = [each for each in recording.of(Kind.BACKWARD) if each.depth == 1]
-    again = recording.of(Kind.RECOMPUTE)
+    recomputed = recording.of(Kind.RECOMPUTE)
 
     assert recording.names(Kind.FORWARD) == ["forward Model"]
-    assert [each.name for each in again] == ["checkpoint"] * 2
-    assert all(inside(each, backward) for each in again)
-    assert [sum(inside(each, region) for each in recording.of(Kind.MODULE, "blocks.1")) for region in again] == [1, 0]
+    assert [each.name for each in recomputed] == ["checkpoint"] * 2
+    assert all(inside(each, backward) for each in recomputed)
+    assert [sum(inside(each, region) for each in recording.of(Kind.MODULE, "blocks.1")) for region in recomputed] == [
+        1,
+        0,
+    ]
     assert {each.name for each in recording.of(Kind.MODULE)} == {
         "stem", "blocks.0", "blocks.0.linear", "blocks.0.act", "blocks.1", "blocks.1.linear", "blocks.1.act",
     }  # fmt: skip

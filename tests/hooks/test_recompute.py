@@ -39,8 +39,8 @@ class CheckpointsForward(Layer):
     use_reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
-        again = functools.partial(Layer.forward, self)
-        result: Tensor = checkpoint(again, x, use_reentrant=self.use_reentrant)
+        recomputed = functools.partial(Layer.forward, self)
+        result: Tensor = checkpoint(recomputed, x, use_reentrant=self.use_reentrant)
         return result
 
 
@@ -123,11 +123,11 @@ def test_recomputation_is_measured(make: Callable[[], nn.Module], regions: int, 
     """Each recomputed region is a span in the backward pass, with or without watched modules."""
     recording = train(make(), tmp_path, modules=modules)
     (backward,) = outermost(recording.of(Kind.BACKWARD))
-    again = recording.of(Kind.RECOMPUTE)
+    recomputed = recording.of(Kind.RECOMPUTE)
 
     assert recording.names(Kind.RECOMPUTE) == ["checkpoint"] * regions
-    assert all(backward.start_ns <= each.start_ns and each.end_ns <= backward.end_ns for each in again)
-    assert backward.phase_ns >= sum(each.duration_ns - each.phase_ns for each in again)
+    assert all(backward.start_ns <= each.start_ns and each.end_ns <= backward.end_ns for each in recomputed)
+    assert backward.phase_ns >= sum(each.duration_ns - each.phase_ns for each in recomputed)
     assert recording.metadata["not_measured"] == []
     assert recording.unbalanced == 0
 
@@ -137,10 +137,10 @@ def test_backward_pass_inside_a_checkpoint_is_not_recomputation(tmp_path: Path) 
     recording = train(FORMS["module, reentrant"][0](), tmp_path)
 
     passes = recording.of(Kind.BACKWARD)
-    for again in recording.of(Kind.RECOMPUTE):
-        inside = [each for each in passes if again.start_ns <= each.start_ns and each.end_ns <= again.end_ns]
+    for recomputed in recording.of(Kind.RECOMPUTE):
+        inside = [each for each in passes if recomputed.start_ns <= each.start_ns and each.end_ns <= recomputed.end_ns]
         assert len(outermost(inside)) == 1
-        assert again.phase_ns >= outermost(inside)[0].duration_ns
+        assert recomputed.phase_ns >= outermost(inside)[0].duration_ns
 
 
 def test_no_recomputation_without_checkpoints(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_full_collection_is_a_section_and_a_flag(tmp_path: Path) -> None:
 
 def test_time_of_all_collections(tmp_path: Path) -> None:
     """Times of all generations add up in the ring until the watch ends."""
-    told = []
+    totals_ns = []
     with recorded(tmp_path) as recording:
         session = recording.watch._session
         assert session is not None
@@ -69,8 +69,8 @@ def test_time_of_all_collections(tmp_path: Path) -> None:
             began_ns = time.perf_counter_ns()
             gc.collect(generation)
             took_ns = time.perf_counter_ns() - began_ns
-            told.append(session.ring._words[ring.GC_NS])
-            assert 0 < told[-1] - (told[-2] if generation else 0) <= took_ns
+            totals_ns.append(session.ring._words[ring.GC_NS])
+            assert 0 < totals_ns[-1] - (totals_ns[-2] if generation else 0) <= took_ns
     callbacks = len(gc.callbacks)
     gc.collect()
 

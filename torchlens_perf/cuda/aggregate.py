@@ -70,7 +70,7 @@ class AggregateDevice(Protocol):
 
 
 class DeviceAggregate:
-    """Merges the windows of one ring with those of all ranks, one merge at a time."""
+    """Merger of the windows of one ring with those of all ranks, one merge at a time."""
 
     def __init__(
         self, device: AggregateDevice, driver: Driver, functions: Mapping[str, int], ring: DeviceRing, group: Any

@@ -62,7 +62,7 @@ def start(
         loop.models_given(models)
     if in_the_middle and after_step_of is None:
         loop.begins_without_optimizer()
-        session.note("recording began after the second backward pass: the steps until there are not measured")
+        session.note("recording began after the second backward pass: earlier steps are not measured")
     elif after_step_of is not None:
         loop.begins_after_step_of(after_step_of)
         session.note("recording began after the first optimizer step, which is therefore not measured")

@@ -188,7 +188,7 @@ def _holds_fsdp2(model: Module | None) -> bool:
 
 
 class BackwardHook:
-    """Wraps the call of the autograd engine and times modules by tensor hooks in sampled steps."""
+    """Hook that wraps the autograd engine, and times modules by tensor hooks in sampled steps."""
 
     name = "backward"
 

@@ -42,7 +42,7 @@ _OURS = guard("a capture")
 
 
 class CaptureHook:
-    """Polls for requests of captures, which the sidecar writes next to the rank's ring file."""
+    """Hook that polls for requests of captures from the sidecar, next to the rank's ring file."""
 
     name = "captures"
 
@@ -206,7 +206,7 @@ class _Capture:
             if self._steps:
                 self._keep(TRACE, RAW_TRACE, trace.write, capture_files.MAX_TRACE_BYTES)
             else:
-                self._left_out[TRACE] = "no step was whole"
+                self._left_out[TRACE] = "no step was complete"
             self._keep_dump(FLIGHT_RECORDER, torch_instruments.flight_recorder())
             self._keep_dump(SNAPSHOT, torch_instruments.pickled_memory())
         self._answer(ended)
@@ -254,7 +254,7 @@ class _Capture:
         with suppress(OSError):
             path.unlink()
         if size:
-            self._left_out[name] = f"{size >> 20} MB are more than {max_bytes >> 20}: ask for fewer steps"
+            self._left_out[name] = f"{size >> 20} MB exceed the limit of {max_bytes >> 20} MB: request fewer steps"
 
     def _disk_problem(self) -> str:
         """Return why the folder cannot be written, or "" if it can.

@@ -40,7 +40,10 @@ def operators() -> list[str]:
 
 
 class CollectiveHook:
-    """Taps c10d's operators at BackendSelect, and times `Work.wait` and functional `wait_tensor`."""
+    """Hook that taps c10d's operators at BackendSelect, and times waits.
+
+    Waits are `Work.wait` and `wait_tensor` of functional collectives.
+    """
 
     name = "collective"
 
@@ -101,6 +104,6 @@ def another_has_tapped(operator: str) -> bool:
 
 def _left_to_another(operator: str, session: Session) -> bool:
     if another_has_tapped(operator):
-        session.note(f"{operator} is tapped by another tool and was left to it: not recorded")
+        session.note(f"{operator} is not recorded: another tool has registered a kernel for it")
         return True
     return False

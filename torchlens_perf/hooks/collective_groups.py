@@ -22,7 +22,7 @@ _FUTURE_IS_COMPLETION = ("gloo",)
 
 
 class Groups:
-    """Assigns names to operations and rows of the ring's table to groups and pairs of peers."""
+    """Names of operations, and rows of the ring's table for groups and pairs of peers."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

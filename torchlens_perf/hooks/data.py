@@ -35,7 +35,7 @@ def batch_elements(batch: Any) -> int | None:
 
 
 class DataHook:
-    """Patches the base class of all iterators, to time those made before the watch too."""
+    """Hook that patches the base class of iterators, to time those made before the watch too."""
 
     name = "data"
 

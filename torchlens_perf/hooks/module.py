@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ModuleCalls:
-    """Routes calls of watched modules to their ModuleCall.
+    """Routing of calls of watched modules to their ModuleCall.
 
     Modules and their classes are not changed, which keeps pickles, copies, state dicts,
     torch.export and torch.jit unaffected. With the native recorder, the function behind
@@ -98,7 +98,7 @@ def _timed(function: Callable[..., Any], calls: dict[int, ModuleCall]) -> Callab
 
 
 class ModuleHook:
-    """Times the calls of each selected module.
+    """Hook that times the calls of each selected module.
 
     A compiled module is timed when eager code calls it. Modules inside its graph are not timed.
     """

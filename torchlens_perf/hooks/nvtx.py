@@ -20,7 +20,7 @@ _INJECTION_VARIABLE = "NVTX_INJECTION64_PATH"
 
 
 class NvtxHook:
-    """Emits a push/pop range for every span and a start/end range for every step.
+    """Hook that emits a push/pop range for every span and a start/end range for every step.
 
     Sections may cross the end of a step, so steps cannot be push/pop ranges.
     """

@@ -25,7 +25,10 @@ _RECOMPUTE = int(Kind.RECOMPUTE)
 
 
 class RecomputeHook:
-    """Brackets recomputation in both of torch's implementations, without its backward passes."""
+    """Hook that times recomputation in both of torch's implementations of checkpointing.
+
+    A backward pass inside of a recomputation is not part of it.
+    """
 
     name = "recompute"
 

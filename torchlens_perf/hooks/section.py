@@ -35,7 +35,7 @@ def register_with_dynamo() -> None:
 
 
 class SectionHook:
-    """Registers sections with Dynamo until the process ends.
+    """Hook that registers sections with Dynamo until the process ends.
 
     A graph may outlive the watch, and Dynamo cannot undo the registration.
     """

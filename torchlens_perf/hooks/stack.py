@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ReaderHook:
-    """Permits the node's sidecar to trace this process, from when its pid is known to the end.
+    """Hook that permits the node's sidecar to trace this process until the watch ends.
 
     A sidecar that is restarted later gets no permission.
     """
@@ -60,7 +60,7 @@ class ReaderHook:
 
 
 class StackHook:
-    """Registers faulthandler for SIGUSR2, unless the job handles or ignores that signal.
+    """Hook that registers faulthandler for SIGUSR2, unless the job handles or ignores that signal.
 
     The sidecar sends the signal only while the file exists. The file is therefore removed before
     faulthandler is unregistered, and as soon as the job installs a handler of its own.

@@ -26,7 +26,7 @@ _OLDEST_GENERATION = 2
 
 
 class TagHook:
-    """Listens to the garbage collector, wraps torch.save, and reads torch.compile's counters."""
+    """Hook that observes garbage collections, torch.save() and torch.compile's counters."""
 
     name = "tags"
 

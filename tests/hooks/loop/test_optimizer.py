@@ -370,7 +370,7 @@ def test_second_phase_counts_each_step(name: str, first: str, is_passed: bool, i
     assert len(recording.steps) == 40
     if is_passed:
         new = type(optimizers[-1]).__name__
-        assert f"{new} has taken the place of SGD: steps end with it from then on" in recording.notes
+        assert f"{new} has replaced SGD: steps end with {new} from then on" in recording.notes
 
 
 def test_joined_steps_are_noted(tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_joined_steps_are_noted(tmp_path: Path) -> None:
             phase(model, optimizer, 20)
 
     assert len(recording.steps) < 60
-    assert "SGD took the place of SGD: its first steps, until that was clear, count as one" in recording.notes
+    assert "SGD has replaced SGD: its first steps, before this was clear, count as one" in recording.notes
 
 
 def test_optimizer_made_before_the_watch_takes_over(tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_optimizer_of_another_model_ends_no_step(is_passed: bool, tmp_path: Path
                 phase(probe, torch.optim.Adam(probe.parameters()), 7)
 
     assert len(recording.steps) == 10
-    assert "Adam steps the parameters of no watched model: its steps end no step of the loop" in recording.notes
+    assert "Adam has no parameters of a watched model: its steps do not end steps of the loop" in recording.notes
 
 
 @pytest.mark.parametrize("is_passed", [True, False])

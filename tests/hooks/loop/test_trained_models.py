@@ -97,12 +97,12 @@ def test_patterns_match_with_and_without_the_models_name(tmp_path: Path) -> None
 
 def test_other_trained_models_are_noted(tmp_path: Path) -> None:
     """Only the passed model is timed."""
-    model, beside = network(), network()
-    first, second = optimizers(model, beside)
+    model, other = network(), network()
+    first, second = optimizers(model, other)
     with recorded(tmp_path, model) as recording:
         for _ in range(STEPS):
             train(model, first)
-            train(beside, second)
+            train(other, second)
 
     (note,) = [each for each in recording.notes if "is trained too" in each]
     assert note.endswith("its modules are not timed: pass it to watch() as well")

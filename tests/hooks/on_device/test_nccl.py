@@ -109,8 +109,8 @@ def test_another_plugin_is_kept_and_noted(
         assert recording.watch._session.clocks.collective_listener is not None
     assert os.environ == before
     (note,) = recording.notes
-    assert "asynchronous collectives have no end" in note
-    assert "another one was chosen, and stays" in note
+    assert "end times of asynchronous collectives are missing" in note
+    assert "another profiler plugin is configured and is kept" in note
 
 
 def test_plugin_of_the_launchers_installation_is_replaced(
@@ -133,12 +133,12 @@ def test_settings_of_nccl_without_a_plugin(nccl: FakeNccl, tmp_path: Path, monke
 
 def on_in(nccl: FakeNccl, recording: Recording, steps: int) -> list[int]:
     """Return the steps in which NCCL reports its kernels."""
-    told = []
+    steps_on = []
     for step in range(steps):
         if nccl.mask == ON:
-            told.append(step)
+            steps_on.append(step)
         recording.watch.step()
-    return told
+    return steps_on
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_off_by_default(nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.Monk
         assert VARIABLE not in os.environ
         assert recording.watch._session.clocks.collective_listener is not None
     (note,) = recording.notes
-    assert note.endswith('as NCCL\'s plugin is not used: nccl="auto" asks for it')
+    assert note.endswith('NCCL\'s profiler plugin is not used: nccl="auto" enables it')
 
 
 @pytest.mark.parametrize("wish", ["auto", "on"])
@@ -205,7 +205,8 @@ def test_no_room_for_a_later_communicator(nccl: FakeNccl, tmp_path: Path, monkey
     for context in (first, second):
         nccl.finalize(context)
     assert any(
-        "no room in shared memory for what NCCL needs to time another communicator" in n for n in recording.notes
+        "shared memory has no room for the data that NCCL needs to time another communicator" in n
+        for n in recording.notes
     )
 
 
@@ -224,7 +225,7 @@ def test_plugin_is_not_set_for_an_untested_nccl_unless_requested(
         assert VARIABLE not in os.environ
         assert recording.watch._session.clocks.collective_listener is not None
     (note,) = recording.notes
-    assert "it is for NCCL 2.28 to 2.30, and this is" in note
+    assert "it supports NCCL 2.28 to 2.30, and this is" in note
     monkeypatch.setattr(nccl_plugin, "version", lambda: version)
     for wish, offered in (("auto", False), ("on", True)):
         nccl_plugin.offer_early(os.environ, wish)
@@ -298,7 +299,7 @@ def test_timing_ends_after_a_captured_collective(
         assert recording.watch._session.clocks.collective_listener is not None
         assert sum(text in note for note in recording.watch._session.metadata.notes) == 1
     (note,) = recording.notes
-    assert "from here on asynchronous collectives have no end" in note
+    assert "end times of asynchronous collectives are missing from here on" in note
     assert nccl.mask == 0
 
     with watched(tmp_path / "again", monkeypatch) as recording:
@@ -455,7 +456,7 @@ def test_communicators_without_the_plugin_are_noted(
         assert inside.clocks.collective_listener is not None
         assert list(inside.step_callbacks._each_step) == works
     (note,) = recording.notes
-    assert "enter watch() before init_process_group()" in note
+    assert "Enter watch() before init_process_group()" in note
     assert inside.clocks.collective_listener is None
 
 

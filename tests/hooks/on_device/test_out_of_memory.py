@@ -82,8 +82,8 @@ def test_table_is_written(tmp_path: Path, allocator: FakeAllocator) -> None:
 
 
 def recording_key(metadata: dict[str, Any]) -> str:
-    who = metadata["identity"]
-    return f"rank{who['rank']:05d}-attempt{who['attempt']}-{who['pid']}-{who['process_started']}"
+    identity = metadata["identity"]
+    return f"rank{identity['rank']:05d}-attempt{identity['attempt']}-{identity['pid']}-{identity['process_started']}"
 
 
 def test_one_observer_per_process(tmp_path: Path, allocator: FakeAllocator) -> None:
@@ -135,12 +135,12 @@ def test_history_is_recorded_during_the_watch(tmp_path: Path, allocator: FakeAll
 
 def test_history_of_the_job_is_not_changed(tmp_path: Path, allocator: FakeAllocator) -> None:
     """The history is not replaced, ended or copied, as it may be large. Its stacks are used."""
-    theirs = allocator.history = ("all", "all", "all", 10**9)
+    job_history = allocator.history = ("all", "all", "all", 10**9)
     with recorded(tmp_path, memory="history") as recording:
         recording.watch.step()
         allocator.runs_out(GB, 0)
         assert written(recording.watch, "rank00000-1.json")["table"]["rows"][0]["stack"]
-    assert allocator.history is theirs
+    assert allocator.history is job_history
     assert allocator.snapshots == [False]
     assert [note for note in recording.notes if note.startswith("memory history is off")]
 
@@ -150,12 +150,12 @@ def test_history_that_the_job_begins_later_is_not_ended(tmp_path: Path, allocato
     original = torch.cuda.memory._record_memory_history
     with recorded(tmp_path, memory="history"):
         torch.cuda.memory._record_memory_history(max_entries=10**9)
-        theirs = allocator.history
+        job_history = allocator.history
         assert torch.cuda.memory._record_memory_history is original
         allocator.runs_out(GB, 0)
     assert allocator.snapshots == [False]
-    assert theirs is not None
-    assert allocator.history is theirs
+    assert job_history is not None
+    assert allocator.history is job_history
 
 
 def test_torchs_history_function_is_restored(tmp_path: Path, allocator: FakeAllocator) -> None:

@@ -187,7 +187,9 @@ def test_ring_is_not_made_inside_a_step(device: FakeDevice, torch_device: FakeTo
     assert found.stamped["decode"].count == 2
     assert "whole" not in found.stamped
     (note,) = recording.notes
-    assert note.startswith("device sections: entered 4 times (decode, whole) before there was memory for their times")
+    assert note.startswith(
+        "device sections: not timed when entered 4 times (decode, whole): the memory for their times"
+    )
 
 
 def test_ring_is_made_after_the_device_comes_into_use(
@@ -339,7 +341,7 @@ def test_busy_device_is_not_waited_for_at_the_end(
         timed(device, "decode", 10 * SECOND)
         synchronizations = device.synchronizations
     assert device.synchronizations == synchronizations
-    assert any("was not known when the watch ended" in note for note in recording.notes)
+    assert any("were not known when the watch ended" in note for note in recording.notes)
 
 
 def test_without_a_watch_nothing_happens() -> None:

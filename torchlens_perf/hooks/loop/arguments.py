@@ -37,7 +37,7 @@ def models(model: Any, caller: types.FrameType, function: str) -> list[NamedMode
         found = list(model) if isinstance(model, (list, tuple)) and not isinstance(model, Module) else [model]
     if not found:
         raise ConfigError(
-            f"model={model!r}: must be a torch.nn.Module, or a list or dict of some; leave it out for all"
+            f"model={model!r}: must be a torch.nn.Module, or a list or dict of modules; omit it to time all models"
         )
     for each in found:
         if not isinstance(each, Module):

@@ -29,7 +29,7 @@ Start = Callable[[Any], None]
 
 
 class FirstStep:
-    """Calls `start` once, after the first optimizer step.
+    """Trigger that calls `start` once, after the first optimizer step.
 
     In a program without optimizers, a backward pass takes the place of the step. One object per
     process is installed while torch is imported. It removes itself before it calls `start`.

@@ -93,7 +93,7 @@ class _TimedClosure:
 
 
 class OptimizerHook:
-    """Times optimizer steps by global step hooks and a wrapper of GradScaler.step.
+    """Hook that times optimizer steps by global step hooks and a wrapper of GradScaler.step.
 
     The hooks fire for every torch.optim.Optimizer. GradScaler.step is wrapped because it may skip a
     step. A wrapper that calls another optimizer's step fires the hooks twice, nested; the outermost

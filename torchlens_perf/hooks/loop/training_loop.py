@@ -72,7 +72,7 @@ class _Sample:
 
 
 class Accumulation:
-    """Counts the backward passes whose gradients an optimizer step uses.
+    """Counter of the backward passes whose gradients an optimizer step uses.
 
     The count is above one only with gradient accumulation. Counting all forward or backward passes
     would mistake a GAN's two losses or a gradient penalty for accumulation. One gradient of each
@@ -293,10 +293,10 @@ class TrainingLoop:
             name = type(stepping).__name__
             if ending is not None and stepping is not None and patience is None:
                 self._note_once(
-                    f"{name} took the place of {ending.class_name}: its first steps, until that was clear, count as one"
+                    f"{name} has replaced {ending.class_name}: its first steps, before this was clear, count as one"
                 )
             elif ending is not None and len(self.passed) and patience is not None:
-                self._note_once(f"{name} has taken the place of {ending.class_name}: steps end with it from then on")
+                self._note_once(f"{name} has replaced {ending.class_name}: steps end with {name} from then on")
         if ends:
             self._session.step.end()
         if self._rule.ignores_passed and not ignored:
@@ -352,7 +352,7 @@ class TrainingLoop:
             return 0
         if not is_watched and self._models_given and watched:
             name = type(optimizer).__name__
-            self._note_once(f"{name} steps the parameters of no watched model: its steps end no step of the loop")
+            self._note_once(f"{name} has no parameters of a watched model: its steps do not end steps of the loop")
             return NEVER if replaced & watched else None
         made = self._made.get(id(optimizer))
         if not is_watched or made is None or made[0]() is not optimizer or made[1] < since:

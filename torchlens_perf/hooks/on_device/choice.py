@@ -104,7 +104,7 @@ def device_hooks(config: Config) -> list[Hook]:
 
 
 class GpuHook:
-    """Publishes the UUIDs of the GPUs in use once, as soon as there are any."""
+    """Hook that publishes the UUIDs of the GPUs in use once, as soon as there are any."""
 
     name = "the GPU's identity"
 

@@ -30,7 +30,7 @@ _BEFORE_WAIT = torch_private.FSDP2_BEFORE_WAIT
 
 
 class DataParallelHook:
-    """Marks the waits of DDP and FSDP2. Does nothing without a device clock."""
+    """Hook that marks the waits of DDP and FSDP2. Does nothing without a device clock."""
 
     name = "waits of FSDP2 and DDP"
 
@@ -48,7 +48,7 @@ class DataParallelHook:
                 if torch_private.works(FSDP2):
                     attached.enter_context(_Fsdp2(session, sys.modules[_FSDP2_GROUPS]).attached())
                 else:
-                    session.note("what the device waits for in FSDP2 is not known with this torch")
+                    session.note("waits of the device in FSDP2 are not recorded with this version of torch")
 
             with session.throttled(self.name, look_for_fsdp2):
                 look_for_fsdp2()

@@ -27,7 +27,7 @@ _MEMORY = int(Kind.MEMORY)
 
 
 class MemoryHook:
-    """Reads memory without resetting the allocator's peak, which the job may read too."""
+    """Hook that reads memory without resetting the allocator's peak, which the job may read too."""
 
     name = "memory"
 
@@ -44,7 +44,7 @@ class MemoryHook:
                 yield
             return
         if self._history:
-            session.note("memory history: there is no device here whose allocator could keep one")
+            session.note("memory history is not recorded: there is no device with an allocator that supports it")
         session.publish(memory_source="resident memory of the process")
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
@@ -121,5 +121,5 @@ class _DeviceMemory:
             return False
         self._backend = torch.cuda.get_allocator_backend()
         if not can_be_read(self._backend):
-            self._session.note(f"memory is not measured: the job's own allocator ({self._backend}) tells nothing of it")
+            self._session.note(f"memory is not measured: the job's own allocator ({self._backend}) does not report it")
         return can_be_read(self._backend)

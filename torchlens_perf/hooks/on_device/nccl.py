@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _TOO_LATE = (
-    "asynchronous collectives have no end, as NCCL's communicators were made before its plugin was there: enter "
-    "watch() before init_process_group(), or start with the flag or TORCHLENS_PERF=1"
+    "end times of asynchronous collectives are missing: the NCCL communicators were created before the profiler "
+    "plugin was loaded. Enter watch() before init_process_group(), or start with the flag or TORCHLENS_PERF=1"
 )
 _PROBLEM_NOTES = {
     "elsewhere": "NCCL operations were not issued through torch.distributed and are not recorded",
-    "unnamed": "NCCL operations are not recorded, as NCCL 2.27 does not report what they belong to: those of a group, "
-    "or that torch.distributed did not issue",
-    "crowded": "collectives have no end, as more than 64 were in one group of NCCL",
-    "lost": "collectives have no end, which NCCL should have reported",
+    "unnamed": "NCCL operations are not recorded, because NCCL 2.27 does not identify operations of an NCCL group "
+    "and operations that were not issued through torch.distributed",
+    "crowded": "collectives have no end time, because an NCCL group had more than 64 of them",
+    "lost": "collectives have no end time, because NCCL did not report it",
 }
 _GIVEN_UP = {
     Cause.CAPTURED_OPERATION: "an operation of NCCL was captured in a CUDA graph",
@@ -43,14 +43,14 @@ _GIVEN_UP = {
     Cause.CAPTURE_BEGAN: "a CUDA graph was captured, and NCCL 2.27 does not report its contents",
     Cause.UNSEEN_GRAPH: "a CUDA graph was replayed that was captured outside of watch()",
     Cause.MANY_COMMUNICATORS: "there were more than 1024 communicators at once",
-    Cause.NO_ROOM: "there is no room in shared memory for what NCCL needs to time another communicator",
+    Cause.NO_ROOM: "shared memory has no room for the data that NCCL needs to time another communicator",
 }
 _captured: WeakSet[Any] = WeakSet()
 """CUDA graphs that were captured inside a watch of this process."""
 
 
 class NcclHook:
-    """Sets the plugin before the first communicator, and switches it on in some or all steps.
+    """Hook that sets the plugin before the first communicator, and switches it on and off.
 
     Attached after DeviceHook, which reads the device's clock at a step's end before this hook uses
     it.
@@ -72,7 +72,10 @@ class NcclHook:
             plugin, file = nccl_plugin.load(), nccl_plugin.path()
             missing = self._offer(plugin, file, session.identity.local_world_size or session.identity.world_size)
             if missing or plugin is None or file is None:
-                self._note(session, f"asynchronous collectives have no end, as NCCL's plugin is not used: {missing}")
+                self._note(
+                    session,
+                    f"end times of asynchronous collectives are missing: NCCL's profiler plugin is not used: {missing}",
+                )
                 attached.enter_context(_by_events(session))
             else:
                 attached.enter_context(self._by_plugin(session, plugin, file, attached))
@@ -89,7 +92,7 @@ class NcclHook:
         local_ranks: the number of ranks on this node.
         """
         if self._wish == "off":
-            return 'nccl="auto" asks for it'
+            return 'nccl="auto" enables it'
         nccl = self._nccl or nccl_plugin.version()
         if nccl is None:
             return "this torch came without NVIDIA's NCCL"
@@ -97,7 +100,7 @@ class NcclHook:
         if self._every == 0 and nccl[:2] < nccl_plugin.OLDEST_NCCL:
             return f"NCCL {'.'.join(map(str, nccl))} does not report when they ran; 2.27 and newer ones do"
         if self._every == 0:
-            return f'it is for NCCL 2.28 to 2.30, and this is {".".join(map(str, nccl))}; nccl="on" times some steps'
+            return f'it supports NCCL 2.28 to 2.30, and this is {".".join(map(str, nccl))}; nccl="on" times some steps'
         if plugin is None or file is None:
             return "it was not built: install a C compiler and reinstall torchlens_perf"
         if plugin.counters().given_up:
@@ -107,7 +110,7 @@ class NcclHook:
             return no_room
         other = nccl_plugin.offer(os.environ, file)
         if other is not None:
-            return f"another one was chosen, and stays ({other})"
+            return f"another profiler plugin is configured and is kept ({other})"
         if not plugin.attach():
             nccl_plugin.withdraw(os.environ, file)
             return "it was built for another version of torchlens_perf: reinstall it"
@@ -133,7 +136,9 @@ class NcclHook:
             counters = plugin.counters()
             self._note_problems(session, counters, last=False)
             if counters.given_up:
-                take_events(f"from here on asynchronous collectives have no end: {_given_up_reason(counters)}")
+                take_events(
+                    f"end times of asynchronous collectives are missing from here on: {_given_up_reason(counters)}"
+                )
             elif not counters.communicators and _has_run_collective(session):
                 take_events(_TOO_LATE)
 
@@ -157,10 +162,8 @@ class NcclHook:
                 plugin.detach()
                 self._note_problems(session, plugin.counters(), last=True)
                 if plugin.counters().given_up and not by_events:
-                    self._note(
-                        session,
-                        f"at the end asynchronous collectives had no end: {_given_up_reason(plugin.counters())}",
-                    )
+                    reason = _given_up_reason(plugin.counters())
+                    self._note(session, f"end times of asynchronous collectives are missing at the end: {reason}")
 
     def _note_problems(self, session: Session, counters: Counters, *, last: bool) -> None:
         """Note operations without times: at first that there are some, at the end how many.
@@ -184,11 +187,11 @@ def _has_run_collective(session: Session) -> bool:
 
 def _given_up_reason(counters: Counters) -> str:
     """Return why timing was given up."""
-    return f"{_GIVEN_UP[Cause(counters.given_up)]}, after which NCCL's times cannot be relied on in this process"
+    return f"{_GIVEN_UP[Cause(counters.given_up)]}, after which NCCL's times are unreliable in this process"
 
 
 class _Captures:
-    """Watches captures of CUDA graphs, and replays of graphs captured outside of a watch.
+    """Watcher of CUDA graph captures, and of replays of graphs captured outside of a watch.
 
     NCCL's counters of captured operations deviate from the device's, unless the operations were
     timed during the capture. Timing them there would cost a host call in each replay.

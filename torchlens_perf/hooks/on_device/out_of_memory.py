@@ -43,7 +43,7 @@ _HISTORY_ENTRIES = 20_000
 
 
 class _Relay:
-    """Forwards calls of the process's observer to the current watch."""
+    """Link from the process's observer to the current watch."""
 
     def __init__(self) -> None:
         self.observed: Callable[[int, int, int, int], None] | None = None
@@ -61,7 +61,7 @@ relay = _Relay()
 
 
 class OutOfMemoryHook:
-    """Writes tables at out-of-memory errors and, on request, records where memory is allocated."""
+    """Hook that writes tables at out-of-memory errors, and records allocations on request."""
 
     name = "out of memory"
 

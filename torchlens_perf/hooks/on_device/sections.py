@@ -39,7 +39,10 @@ _never_freed: list[EventClock] = []
 
 
 class DeviceHook:
-    """Marks steps, phases and stalls on the device; in sampled steps also modules and sections."""
+    """Hook that marks steps, phases and stalls on the device.
+
+    In sampled steps it also marks modules and sections.
+    """
 
     name = "device times"
 
@@ -67,8 +70,8 @@ class DeviceHook:
     def attach(self, session: Session) -> Iterator[None]:
         if os.environ.get(CONNECTIONS) == "1" and not self._asked_for:
             raise HookUnavailable(
-                f"not taken: with {CONNECTIONS}=1 they would keep communication from overlapping with computation; "
-                'device_times="on" takes them all the same'
+                f"not recorded: with {CONNECTIONS}=1 they would keep communication from overlapping with computation; "
+                'device_times="on" records them anyway'
             )
         try:
             with session.each_step(self.name, lambda: self._step_ended(session)):
@@ -160,7 +163,7 @@ class DeviceHook:
             self.start(session, events_of(device))
         except (DeviceError, RuntimeError, NotImplementedError) as error:
             self._is_unavailable = True
-            session.note(f"device times are not taken: {error}")
+            session.note(f"device times are not recorded: {error}")
 
     def _record(self, session: Session, clock: EventClock, step: int) -> tuple[int, int]:
         """Record the spans whose times are known by now, in the order of their ends on the host.

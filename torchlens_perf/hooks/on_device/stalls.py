@@ -34,7 +34,7 @@ SpanMarked = Callable[[int, int, int, int], None]
 
 
 class Stalls:
-    """Marks waits of the training thread, and of autograd's thread in a backward pass.
+    """Marker of waits on the training thread, and on autograd's thread in a backward pass.
 
     Methods must be called with the GIL.
     """

@@ -29,7 +29,7 @@ _LAST_TIMEOUT_NS = 5_000_000
 
 
 class StampHook:
-    """Provides the implementation of device_section() during a watch."""
+    """Hook that provides the implementation of device_section() during a watch."""
 
     name = "device sections"
 
@@ -99,7 +99,7 @@ class SessionStamper:
             if self._merge is not None:
                 self._merge.release()
             self._merge = None
-            self._session.note(f"aggregate='device' is off: {problem or 'another rank is not able to'}")
+            self._session.note(f"aggregate='device' is off: {problem or 'another rank cannot merge'}")
         return agreed
 
     def begin(self) -> None:
@@ -181,7 +181,7 @@ class SessionStamper:
     def _record_merged(self, merge: DeviceAggregate) -> None:
         merged = merge.collect()
         if merge.disagreed:
-            self._session.note("device sections: not all ranks entered them in the same order; those are not merged")
+            self._session.note("device sections: sections that ranks entered in different orders are not merged")
         if merged is None or merge.rank != 0:
             return
         for each in merged:
@@ -202,7 +202,7 @@ class SessionStamper:
             self._end_ring(ring, merge)
         elif merge is not None and self._session.step.training_steps // MERGE_STEPS > self._merges:
             self._session.note(
-                "device sections: the watch ended in a capture, where this rank could not merge: others wait"
+                "device sections: the watch ended in a capture, in which this rank could not merge: other ranks wait"
             )
         if merge is not None:
             merge.release()
@@ -223,22 +223,26 @@ class SessionStamper:
             self._note_unmerged(merge)
         if (requested and not ring.on_the_way) or not ring.names:
             return
-        self._session.note("device sections: the last second of them was not known when the watch ended")
+        self._session.note(
+            "device sections: times of the last second are missing, as they were not known when the watch ended"
+        )
 
     def _note_unmerged(self, merge: DeviceAggregate) -> None:
         if not self._merges:
-            self._session.note(f"device sections: no window of all ranks, as there were fewer than {MERGE_STEPS} steps")
+            self._session.note(
+                f"device sections: nothing was merged over ranks, as there were fewer than {MERGE_STEPS} steps"
+            )
         due = self._merges * MERGE_STEPS
         left_out = due - self._known.merged
         # The times of the last steps are always still unknown.
         if left_out > MERGE_STEPS:
             self._session.note(
-                f"device steps: {left_out} of {due} are in no window of all ranks, as their device times were not "
-                "known, or too late"
+                f"device steps: {left_out} of {due} were not merged over ranks, as their device times were missing or "
+                "came too late"
             )
         missing = merge.uncollected + merge.on_the_way
         if missing:
-            self._session.note(f"device sections: {missing} windows of all ranks were merged and could not be read")
+            self._session.note(f"device sections: {missing} merged windows could not be read")
 
     def _count_untimed(self, name: str) -> None:
         """Count a section that was entered while there was no ring.
@@ -252,7 +256,7 @@ class SessionStamper:
         if self._device.capturing():
             self._session.note(
                 f"device_section {name[:40]!r} was captured before there was memory for its times: the graph's replays "
-                "are not timed; decorate a function with it before the watch begins, or end a step that enters it first"
+                "are not timed; decorate a function with it before the watch begins, or enter it in an earlier step"
             )
 
     def _try_to_make_ring(self) -> None:
@@ -281,8 +285,8 @@ class SessionStamper:
         if self._untimed:
             times, names = self._untimed.total(), ", ".join(name[:40] for name in list(self._untimed)[:4])
             self._session.note(
-                f"device sections: entered {times} times ({names}) before there was memory for their times, which is "
-                "made when the watch begins or at a step's end: not timed"
+                f"device sections: not timed when entered {times} times ({names}): the memory for their times is "
+                "allocated when the watch begins or at a step's end"
             )
             self._untimed.clear()
 

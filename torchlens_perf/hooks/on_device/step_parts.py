@@ -21,7 +21,7 @@ _STEP, _BACKWARD = int(Kind.STEP), int(Kind.BACKWARD)
 
 
 class StepParts:
-    """Collects the spans of each step. Used on the training thread at the ends of steps."""
+    """Collector of the spans of each step. Used on the training thread at the ends of steps."""
 
     def __init__(self, known: KnownSteps) -> None:
         """known: receives each complete training step."""
