@@ -13,12 +13,12 @@ PACKAGE = Path(__file__).parent.parent / "torchlens_perf"
 SUFFIXES = {".py", ".pyi", ".js", ".css", ".c", ".h", ".cpp", ".cu", ".cuh"}
 # Package, its folders and files, budget, limit. The first entry that holds a file counts it.
 PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
-    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 4681),
+    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 4686),
     (
         "training side",
         ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),
         8900,
-        11881,
+        12436,
     ),
     ("store", ("store",), 1600, 735),
     ("run", ("run",), 3000, 5136),
