@@ -1,4 +1,4 @@
-"""Where finished steps go. An exporter runs in the sidecar, never in a training process."""
+"""The interface of exporters, which send finished steps out of the sidecar (never out of a training process)."""
 
 from __future__ import annotations
 
@@ -30,104 +30,106 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ExportBatch:
-    """Finished steps of one process, and all spans of those among them that are sampled."""
+    """Finished steps of one process, with all spans of the sampled steps."""
 
     identity: Identity
     anchor: Anchor
     steps: StepTable
     traces: tuple[StepTrace, ...]
     device_ns: Mapping[str, npt.NDArray[np.int64]] = dataclasses.field(default_factory=dict)
-    """By phase, the device times received since the last batch. They belong to these steps or to earlier ones."""
+    """Device times by phase, received since the last batch. They belong to these steps or to earlier ones."""
     memory: MemoryReading | None = None
     """The latest reading of the device's allocator; None if there was no reading since the last batch."""
     again: bool = False
-    """Its steps were in an earlier batch: this one is here for their traces."""
+    """True if an earlier batch had these steps already. This batch only adds their traces."""
     chosen: Mapping[int, TracedStep] = dataclasses.field(default_factory=dict)
-    """By step that is traced, why it is and what of it is sent. A step that is not in here is sent whole."""
+    """Reason and selected ranks by traced step. All ranks of a step without an entry are sent."""
 
 
 class Part(enum.Enum):
-    """What a sidecar's metrics of many ranks stand for."""
+    """The set of ranks that a sidecar's aggregated metrics describe."""
 
     WHOLE = "whole"
-    """The job: this sidecar sees all its ranks, or others hand theirs on to it."""
+    """The whole job: this sidecar reads all its ranks, or other sidecars forward their sums to it."""
     HANDS_ON = "hands on"
-    """Nothing: they are handed on to node 0's."""
+    """No ranks: the sums are forwarded to the sidecar of node 0, which sends them."""
     ALONE = "alone"
-    """This node's ranks: no other sidecar knows of them."""
+    """This node's ranks: no other sidecar receives their sums."""
 
 
 @dataclasses.dataclass(frozen=True)
 class JobPart:
-    """What this node is in its job, as far as that decides who sends what."""
+    """The role of this node in its job, which decides what each node sends."""
 
     part: Part = Part.WHOLE
     share: float = 1.0
-    """Of the job's ranks, those on this node."""
+    """This node's share of the job's ranks."""
     max_series: int = 2000
-    """Of metrics, of the whole job."""
+    """Maximum number of metric series of the whole job."""
     standing: frozenset[int] | None = None
-    """Ranks that stand out, and have series of their own; None: as this sidecar judges."""
+    """Slow ranks that get series of their own; None: the ranks that this sidecar finds slow."""
     spread_s: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
-    """How the job's ranks differ now: by "work" or "wait" in a step, and quantile over ranks."""
+    """Quantiles over the job's ranks, keyed by "work" or "wait" time of a step and quantile name."""
     tallies: Sequence[tuple[str, bytes]] = ()
-    """What other nodes have handed on since the last time, with the node's name."""
+    """Messages that other nodes forwarded since the last call, as (node name, payload)."""
     left_out: int = 0
-    """Steps that were to be sent as traces, and for which there was no room."""
+    """Number of steps selected as traces but left out, because they exceeded the span budget."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Assessment:
-    """What a sidecar holds to be wrong at this moment, and what has changed since the last time."""
+    """The problems that a sidecar finds at this moment, and the changes since the last assessment."""
 
     identity: Identity
-    """Of any process of the node, in the attempt that was judged."""
+    """Identity of any process of the node, in the attempt that was assessed."""
     findings: Findings
     hang: OpenHang | None
-    """None while steps are made."""
+    """None while the job finishes steps."""
     alerts: tuple[Alert, ...]
     whole_job: bool = True
-    """Whether this sidecar judges all ranks. If another one does, this one's findings are only its own ranks'."""
+    """True if this sidecar compares all ranks of the job. Otherwise the findings cover this node's ranks only."""
     ended: bool = False
-    """Whether no process of the node runs any more."""
+    """True if all processes of the node have ended."""
 
 
 UNDELIVERED = "OTLP: "
-"""How notes on what was not delivered begin; a replay that delivers everything takes them away."""
+"""Prefix of notes on undelivered data. A replay that delivers everything removes these notes."""
 
 
 class Exporter(Protocol):
-    """A sink. Called on the sidecar's only thread."""
+    """A receiver of steps, assessments and hardware samples. Called on the sidecar's main thread."""
 
     def export(self, batch: ExportBatch) -> None:
-        """Takes the batch over. Does not wait for delivery; counts what cannot be delivered."""
+        """Accept a batch without waiting for its delivery. Count what cannot be delivered."""
 
     def on_assessment(self, assessment: Assessment) -> None:
-        """Takes the judgement over; called in every round of the sidecar, after the batches. Does not wait either."""
+        """Accept an assessment, without waiting. Called in every round of the sidecar, after the batches."""
 
     def measured(self, identity: Identity, hardware: Hardware) -> None:
-        """Takes over new samples of GPUs and network ports, each once. identity: of any process of the node."""
+        """Accept new samples of GPUs and network ports. identity: of any process of the node."""
 
     def take_part(self, part: JobPart) -> bytes:
-        """Takes over what this node is in its job, and what others hand on. Called in every round, before the batches.
+        """Accept this node's role and the other nodes' messages. Called in every round, before the batches.
 
-        Returns what is to be handed on to node 0's sidecar, at most MAX_TALLY_BYTES; b"" for nothing.
+        Return a message of at most MAX_TALLY_BYTES for the sidecar of node 0; b"" if none is due.
         """
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Waits until little is left to deliver, at most about `timeout_s`. Returns whether the endpoint takes it."""
+        """Wait up to about `timeout_s` until little is left to deliver. Return True if the endpoint accepts data."""
 
     def shutdown(self, timeout_s: float) -> list[str]:
-        """Ends within about `timeout_s`. Returns notes for the report: what was not delivered, and why."""
+        """Stop within about `timeout_s`. Return notes for the report: what was not delivered, and why."""
 
 
-MAX_STANDING = 16  # ranks of a large job that have series of their own
+# At most this many slow ranks of a large job have metric series of their own.
+MAX_STANDING = 16
 MAX_TALLY_BYTES = 1000
-TALLY_MARK = b"\xf1"  # what is handed on begins so; no summary of a rank does, see sidecar/nodes/summary.py
+# Forwarded metric messages begin with this byte. Rank summaries never do (sidecar/nodes/summary.py).
+TALLY_MARK = b"\xf1"
 
 
 def traced_steps(steps: list[int], every: int) -> set[int]:
-    """Which of these steps are sent by their number: the first ones, and one of `every`; none if it is 0."""
+    """Return the steps that are traced because of their number: the first steps, and one in `every` unless it is 0."""
     return {step for step in steps if reason(step, every)}
 
 
@@ -139,8 +141,7 @@ def export_batch(
     traced: Collection[int] = (),
     chosen: Mapping[int, TracedStep] | None = None,
 ) -> ExportBatch:
-    """records: of whole steps, those of the table `steps`. traced: steps that are sent as traces. chosen: see
-    ExportBatch."""
+    """Build a batch from the `records` of the complete steps in `steps`. traced: steps to send as traces."""
     traces = step_traces(records, names, set(traced)) if traced else []
     device_ns, memory = phase_durations_ns(records), newest_reading(records, names)
     return ExportBatch(

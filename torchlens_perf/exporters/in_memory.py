@@ -1,4 +1,4 @@
-"""An exporter that keeps what it is given, as the SDK's in-memory exporters do: for tests, and as an example."""
+"""An exporter that stores everything in memory, like the SDK's in-memory exporters: for tests and as an example."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class InMemoryExporter:
-    """Keeps every batch, every alert and all of the hardware's samples, and the newest judgement."""
+    """Stores all batches, alerts and hardware samples, and the newest assessment."""
 
     def __init__(self) -> None:
         self.batches: list[ExportBatch] = []
-        self.traced: list[ExportBatch] = []  # steps of those that came once more, with their traces
+        self.traced: list[ExportBatch] = []  # batches with `again` set, which add traces to earlier steps
         self.alerts: list[Alert] = []
         self.hardware: list[Hardware] = []
         self.assessment: Assessment | None = None
@@ -29,7 +29,7 @@ class InMemoryExporter:
 
     @property
     def traces(self) -> list[StepTrace]:
-        """All that came: with their steps, or after them."""
+        """All traces, whether they arrived with their steps or later."""
         return [trace for batch in (*self.batches, *self.traced) for trace in batch.traces]
 
     def on_assessment(self, assessment: Assessment) -> None:

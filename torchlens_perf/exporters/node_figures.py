@@ -1,6 +1,6 @@
-"""What a node's sidecar knows, as figures to be asked for: processes, collectives, who arrived last, open alerts.
+"""Figures of a node for /metrics: its processes, its collectives, the ranks that arrive last, and open alerts.
 
-Bounded whatever the job's size: figures of a rank are of this node's ranks, of the worst of them in larger jobs.
+Their number is bounded. Figures by rank cover this node's ranks, and in large jobs only those that arrive last most.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState
 
 MAX_ALERTS = 32
-MAX_RANKS = 8  # in jobs in which not each rank has series of its own: those that arrive last most often
-_ALL_RANKS = most_ranks(JobPart().max_series)  # up to so many ranks each has series of its own
-_NEWEST_STEPS = 32  # that a rank's present own time is the mean of
+MAX_RANKS = 8  # ranks with figures of their own, in jobs that are too large for figures of all ranks
+_LARGEST_SMALL_JOB = most_ranks(JobPart().max_series)
+_OWN_TIME_WINDOW = 32
 _HOW_PROCESSES_END = ("closed", "died")
 
 Labels = Mapping[str, Any]
@@ -35,21 +35,21 @@ Points = tuple[tuple[float, Labels], ...]
 
 @dataclasses.dataclass(frozen=True)
 class NodeFigures:
-    """Values by metric; all at one instant."""
+    """Values by metric, all read at the same time."""
 
     points: Mapping[str, Points]
     gone: frozenset[int]
-    """Ranks of which no process runs any more."""
+    """Ranks without a running process."""
 
 
 def node_figures(state: NodeState) -> NodeFigures:
-    """On the sidecar's thread: what it has counted of this node."""
+    """Return the node's figures. Called on the sidecar's thread, which owns the state."""
     processes = list(state.processes.values())
     running = {each.identity.rank: each for each in processes if not each.ended}
     ends = {how: sum(each.ended == how for each in processes) for how in _HOW_PROCESSES_END}
     steps = [each.statistics.last_step for each in running.values() if each.statistics.last_step is not None]
     world_size = max((each.identity.world_size for each in processes), default=1)
-    run = {semantics.RUN_ID: processes[0].identity.run_id} if processes else {}  # of what is asked for later, too
+    run = {semantics.RUN_ID: processes[0].identity.run_id} if processes else {}
     return NodeFigures(
         {
             node_semantics.RANKS_RUNNING: ((len(running), {}),),
@@ -61,14 +61,14 @@ def node_figures(state: NodeState) -> NodeFigures:
             node_semantics.RECORDS_LOST: (
                 (state.unwritten_records + sum(each.statistics.lost for each in processes), {}),
             ),
-            **_of_operations(state.join),
-            **_of_ranks(state.join, MAX_RANKS if world_size > _ALL_RANKS else _ALL_RANKS),
+            **_collectives_by_operation(state.join),
+            **_collectives_by_rank(state.join, MAX_RANKS if world_size > _LARGEST_SMALL_JOB else _LARGEST_SMALL_JOB),
         },
         frozenset({each.identity.rank for each in processes} - running.keys()),
     )
 
 
-def _of_operations(join: CollectiveJoin) -> dict[str, Points]:
+def _collectives_by_operation(join: CollectiveJoin) -> dict[str, Points]:
     counts: dict[str, list[int]] = {}
     for each in join.operations():
         found = counts.setdefault(each.key.operation, [0, 0])
@@ -81,8 +81,8 @@ def _of_operations(join: CollectiveJoin) -> dict[str, Points]:
     }
 
 
-def _of_ranks(join: CollectiveJoin, most: int) -> dict[str, Points]:
-    """Waits of this node's ranks; who arrived last, where all ranks of a group are on this node: else nobody knows."""
+def _collectives_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
+    """Return the waits of this node's ranks, and lags in process groups whose ranks are all on this node."""
     compared: dict[int, int] = {}
     last: dict[int, int] = {}
     lag_ns: dict[int, int] = {}
@@ -109,17 +109,17 @@ def _of_ranks(join: CollectiveJoin, most: int) -> dict[str, Points]:
 
 
 class OwnTimes:
-    """Of this node's ranks, the present own time of the slowest and of the fastest. The sidecar's thread."""
+    """The recent own times of this node's slowest and fastest rank. Used on the sidecar's thread."""
 
     def __init__(self) -> None:
         self._newest_ns: dict[int, deque[int]] = {}
 
     def add(self, batch: ExportBatch) -> None:
-        newest = self._newest_ns.setdefault(batch.identity.rank, deque(maxlen=_NEWEST_STEPS))
-        newest.extend(batch.steps.own_ns[-_NEWEST_STEPS:].tolist())
+        newest = self._newest_ns.setdefault(batch.identity.rank, deque(maxlen=_OWN_TIME_WINDOW))
+        newest.extend(batch.steps.own_ns[-_OWN_TIME_WINDOW:].tolist())
 
     def points(self, gone: Iterable[int]) -> dict[str, Points]:
-        """gone: ranks that have ended."""
+        """Return the two means. gone: ranks that have ended, whose times are dropped."""
         for rank in gone:
             self._newest_ns.pop(rank, None)
         means_s = [sum(own) / len(own) / 1e9 for own in self._newest_ns.values() if own]
@@ -128,14 +128,14 @@ class OwnTimes:
 
 
 def open_alerts(state: NodeState, run_id: str) -> dict[str, Points]:
-    """Return a point for each finding that holds. state: of the node whose sidecar judges the job."""
+    """Return a point for each open finding. state: of the node whose sidecar assesses the job."""
     found = [_labels(each.alert) for each in state.records.open][-MAX_ALERTS:]
     run = {semantics.RUN_ID: run_id}
     return {node_semantics.OPEN_ALERT: tuple((1, {**run, **labels}) for labels in found)}
 
 
 def _labels(alert: Alert) -> Labels:
-    """What makes a message readable. No sentence, which changes: each would be another series."""
+    """Return the labels of an alert. Its sentence is left out: it changes, and each change would be a new series."""
     of_hang = alert.kind == "hang"
     return _known(
         {
@@ -199,7 +199,7 @@ _INSTRUMENTS = (
 
 
 def create_instruments(meter: Meter, points: Callable[[str], Points]) -> None:
-    """points: of a metric, by its name; called by who collects, on its thread."""
+    """Create the node's instruments. points: returns the points of a metric, on the collecting thread."""
     create = {
         "gauge": meter.create_observable_gauge,
         "counter": meter.create_observable_counter,

@@ -1,4 +1,4 @@
-"""Names of the sidecar's own metrics, which only /metrics exposes (docs/guides/prometheus.md)."""
+"""Names of the node's figures, in OpenTelemetry's style. Only /metrics has them (docs/guides/prometheus.md)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ COLLECTIVE_ARRIVED_LAST = "torch.collective.arrived_last"
 COLLECTIVE_LAG = "torch.collective.lag"
 COLLECTIVE_WAIT = "torch.collective.wait"
 COLLECTIVE_OPERATION = "torch.collective.operation"
-# Who is alerted about now, and its attributes besides those of an alert.
+# The open alerts. Most of their labels are attributes of alerts in semantics.py.
 OPEN_ALERT = "torch.train.alert"
 ALERT_KIND = "torch.train.alert.kind"

@@ -1,4 +1,4 @@
-"""Traces, metrics and alerts over OTLP: what the sidecar hands over, as OpenTelemetry's SDK has it. Sidecar only."""
+"""The OTLP exporter: it converts steps and alerts to the SDK's spans, metrics and log records. Sidecar only."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import TracedStep
     from torchlens_perf.run.verdicts import Alert
 
-_MAX_TRACED = 1024  # steps that an alert may link to
-_MAX_BACKLOG = 8192  # items that may wait while a replay goes on
-_WORDS = {"traces": "spans", "metrics": "metric points", "logs": "alerts"}
+_MAX_LINKABLE_STEPS = 1024
+_MAX_REPLAY_BACKLOG = 8192
+_ITEM_NAMES = {"traces": "spans", "metrics": "metric points", "logs": "alerts"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Signal:
-    """How one signal is sent."""
+    """The outbox and transport of one signal."""
 
     outbox: Outbox
     transport: Transport
     interval_s: float = 0.0
-    """Of metrics, from one export to the next."""
+    """Seconds between exports of metrics; not used for other signals."""
 
 
 class OtlpExporter:
@@ -54,8 +54,7 @@ class OtlpExporter:
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """signals: by name; one that is missing is switched off. clock: seconds. Raises ValueError for a sampler that
-        cannot be used."""
+        """signals: the enabled signals by name. Raises ValueError if the configured sampler is invalid."""
         self._clock = clock
         self._resource: Resource | None = None
         self._spans = SpanMaker(environ) if "traces" in signals else None
@@ -68,11 +67,11 @@ class OtlpExporter:
         for name, signal in signals.items():
             collect = self._collect_metrics if name == "metrics" else _nothing
             self._senders[name] = Sender(signal.outbox, signal.transport, collect, clock)
-        self._traced: dict[tuple[int, int], TracedStep | None] = {}  # by attempt and step, as they came
+        self._traced: dict[tuple[int, int], TracedStep | None] = {}  # keyed by (attempt, step), oldest first
         self.spans_sent: Mapping[int, tuple[int, int]] = {}
-        """Of the last batch, by step that is sent as spans: the ids of its trace, and of the rank's span in it."""
+        """Ids of the trace and of the rank's span, by traced step of the last batch."""
 
-    # -- what comes from the sidecar
+    # -- called by the sidecar
 
     def export(self, batch: ExportBatch) -> None:
         with guard("exporting steps over OTLP"):
@@ -85,7 +84,7 @@ class OtlpExporter:
                     self._run.saw(batch, sampled)
             self.spans_sent = sampled
             self._traced.update(((batch.identity.attempt, step), batch.chosen.get(step)) for step in sampled)
-            while len(self._traced) > _MAX_TRACED:
+            while len(self._traced) > _MAX_LINKABLE_STEPS:
                 del self._traced[next(iter(self._traced))]
             if self._metrics is not None:
                 self._begin(batch.identity)
@@ -116,11 +115,11 @@ class OtlpExporter:
                 self._metrics.measured(hardware)
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Waits until little is left to deliver, or the endpoint does not take it. Returns whether it does."""
+        """Wait until little is left to deliver or an attempt fails. Return True if the endpoint accepts data."""
         deadline_s = self._clock() + timeout_s
         taken = True
         for sender in self._senders.values():
-            if sender.failing or sender.outbox.waiting() > _MAX_BACKLOG:
+            if sender.failing or sender.outbox.waiting() > _MAX_REPLAY_BACKLOG:
                 taken &= sender.flush(max(0.0, deadline_s - self._clock()))
         return taken
 
@@ -138,7 +137,7 @@ class OtlpExporter:
     # -- parts
 
     def _begin(self, identity: Identity) -> Resource:
-        """The node's resource is known with the first process, and not before."""
+        """Create the node's resource when the first process is known."""
         if self._resource is None:
             self._resource = node_resource(identity)
             if self._metrics is not None:
@@ -147,7 +146,7 @@ class OtlpExporter:
         return self._resource
 
     def _collect_metrics(self, everything: bool) -> float:
-        """On the sender's thread; the last ones also on that which closes it."""
+        """Add metrics that are due; return the seconds to the next export. On the sender's or closing thread."""
         if self._last_metrics_sent:
             return math.inf
         self._last_metrics_sent = everything
@@ -161,8 +160,8 @@ class OtlpExporter:
         return left_s
 
     def _traced_step(self, alert: Alert) -> int | None:
-        """The first step in which the suspect was slow and that was sent as spans: all ranks send the same steps."""
-        if alert.duration_s is not None:  # a step that hangs has no span yet
+        """Return the first traced step in which the suspect was slow. All ranks send the same steps."""
+        if alert.duration_s is not None:  # The step of a hang has not ended, so it has no span.
             return None
         steps = (
             step
@@ -174,13 +173,13 @@ class OtlpExporter:
 
 
 def _nothing(everything: bool) -> float:
-    """Collects nothing: items of the signal are added as they come."""
+    """Collect nothing, because items of this signal are added when they arrive."""
     return math.inf
 
 
 def notes(sender: Sender) -> list[str]:
-    """What was not delivered of a signal, and where it is; for the report."""
-    what, found = _WORDS[sender.signal], []
+    """Return notes for the report on the undelivered items of a signal."""
+    what, found = _ITEM_NAMES[sender.signal], []
     waiting, dropped = sender.outbox.waiting(), sender.outbox.dropped
     missing = waiting + dropped + sender.refused + sender.rejected
     if missing:

@@ -22,10 +22,10 @@ _KIND_OF_HANG = "hang"
 
 
 def log_record(alert: Alert, run_id: str, traced_step: int | None, resource: Resource) -> ReadableLogRecord:
-    """traced_step: of the alert's steps, one that was sent as spans. resource: the node's."""
+    """Return the log record of an alert. traced_step: a step of the alert that was sent as spans, to link to."""
     context = None
     if traced_step is not None and alert.rank is not None:
-        # That of the suspect's span in that step's trace, which has the same ids whoever sends it.
+        # Another node may send the suspect's span. Its ids are the same on all nodes.
         context = in_span(span_context(trace_id(run_id, alert.attempt, traced_step), alert.rank))
     record = LogRecord(
         timestamp=alert.unix_ns,

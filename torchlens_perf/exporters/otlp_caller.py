@@ -1,4 +1,4 @@
-"""The span that started the job: read from what the ranks have recorded of it, and linked to."""
+"""The span that started the job (TRACEPARENT), and links to it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 
-@functools.lru_cache(maxsize=64)  # the same of all ranks and steps: one line in the log
+@functools.lru_cache(maxsize=64)  # All ranks and steps have the same caller, so its warning is logged once.
 def caller(traceparent: str, tracestate: str = "") -> SpanContext | None:
-    """The caller's span context; None without one, or for a traceparent that is none."""
+    """Return the caller's span context; None if `traceparent` is empty or invalid."""
     if not traceparent:
         return None
     carrier = {"traceparent": traceparent, "tracestate": tracestate}
@@ -27,6 +27,6 @@ def caller(traceparent: str, tracestate: str = "") -> SpanContext | None:
 
 
 def link(traceparent: str, tracestate: str) -> list[Link]:
-    """A link to the caller's span; none without a caller."""
+    """Return a list with a link to the caller's span, or an empty list."""
     found = caller(traceparent, tracestate)
     return [] if found is None else [Link(found)]

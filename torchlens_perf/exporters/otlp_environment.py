@@ -1,9 +1,7 @@
-"""What OTEL_* variables ask for: which signals are sent, and through which exporter. Sidecar only.
+"""Construction of the OTLP exporter from OTEL_* variables (docs/opentelemetry.md). Sidecar only.
 
-The variables of the SDK's providers and processors are read here, as it sets no provider; those of its exporters
-(OTEL_EXPORTER_OTLP_*) by the exporters themselves. docs/guides/opentelemetry.md lists them. Without an endpoint there
-is no
-exporter, and no network at all.
+The sidecar uses no provider of the SDK, so this module reads the variables of providers and processors. The SDK's
+exporters read OTEL_EXPORTER_OTLP_* themselves. Without an endpoint there is no exporter and no network access.
 """
 
 from __future__ import annotations
@@ -31,19 +29,19 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 _SIGNALS = ("traces", "metrics", "logs")
 HTTP, GRPC = _PROTOCOLS = ("http/protobuf", "grpc")
 _LOCAL = ("console", "otlp_json_file")
-_DISK_SHARE = 8  # of disk_bytes, what waits for an endpoint takes at most one part in so many
+_DISK_BYTES_DIVISOR = 8
 _EXPONENTIAL, _EXPLICIT = "base2_exponential_bucket_histogram", "explicit_bucket_histogram"
 _TEMPORALITIES = ("cumulative", "delta", "lowmemory")
-# By signal, the prefix of its batch processor's variables, and the delays that OpenTelemetry has as their default.
+# By signal: prefix of the batch processor's variables, and OpenTelemetry's default delay in ms.
 _BATCHES = {"traces": ("OTEL_BSP", 5000), "logs": ("OTEL_BLRP", 1000)}
 _BATCH_ITEMS, _EXPORT_INTERVAL_MS = 512, ("OTEL_METRIC_EXPORT_INTERVAL", 60_000)
 
 
 def wanted_signals(environ: Mapping[str, str]) -> dict[str, str]:
-    """For "traces", "metrics" and "logs", where switched on: the protocol, "console" or "otlp_json_file".
+    """Return the protocol, "console" or "otlp_json_file" by enabled signal ("traces", "metrics", "logs").
 
-    A signal is on if an endpoint is configured for it or for all, or its OTEL_*_EXPORTER says so; OTEL_SDK_DISABLED and
-    OTEL_*_EXPORTER=none switch it off. An unknown exporter or protocol leaves the signal off, with a line in the log.
+    An endpoint for the signal or for all signals enables it, and so does OTEL_*_EXPORTER. OTEL_SDK_DISABLED and
+    OTEL_*_EXPORTER=none disable it. An unknown exporter or protocol is logged, and the signal stays off.
     """
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return {}
@@ -81,10 +79,10 @@ def _protocol(environ: Mapping[str, str], upper: str) -> str:
 
 
 def exporter_from_environment(run: RunDirectory | None = None, owner: str = "") -> Exporter | None:
-    """The exporter that this process's variables ask for, or None.
+    """Return the exporter that the environment of this process configures, or None.
 
-    run: for what waits for an endpoint, and files of otlp_json_file; None: it waits in memory. owner: the node's name;
-    "": this is a replay, which sends what any node has left.
+    run: directory for undelivered requests and for otlp_json_file; None: requests stay in memory. owner: name of the
+    node; "": this is a replay, which sends the undelivered requests of all nodes.
     """
     environ = os.environ
     signals = wanted_signals(environ)
@@ -94,7 +92,7 @@ def exporter_from_environment(run: RunDirectory | None = None, owner: str = "") 
     folder = None if run is None else run.path
     made = {}
     for name, way in signals.items():
-        with guard(f"exporting {name} over OTLP"):  # a variable that cannot be used leaves the signal off
+        with guard(f"exporting {name} over OTLP"):  # An invalid variable disables only this signal.
             made[name] = _signal(name, way, environ, folder, owner)
     if not made:
         return None
@@ -110,7 +108,7 @@ def _signal(name: str, way: str, environ: Mapping[str, str], folder: Path | None
     transport = _transport(name, way, folder, owner)
     disk_bytes = from_environment(environ).get("disk_bytes", Config.disk_bytes)
     waits_in = outbox(folder) if folder is not None and way in _PROTOCOLS else None
-    room = Room(disk_bytes=disk_bytes // _DISK_SHARE)
+    room = Room(disk_bytes=disk_bytes // _DISK_BYTES_DIVISOR)
     if name not in _BATCHES:
         interval_s = _number(environ, *_EXPORT_INTERVAL_MS) / 1e3
         return Signal(Outbox(waits_in, owner, name, batch_items=1, room=room), transport, interval_s)
@@ -164,11 +162,11 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 class DeferredExporter:
-    """Hands everything on to the exporter that `make` returns; to none where that is None. It is made when there is
-    something to export: what it imports may take longer than a short run."""
+    """Forwards to an exporter that is created by `make` (None: drops everything) when there is data to export.
+
+    Importing the SDK may take longer than a short run."""
 
     def __init__(self, make: Callable[[], Exporter | None]) -> None:
-        """make: called once, when something is to be exported."""
         self._make: Callable[[], Exporter | None] | None = make
         self._made: Exporter | None = None
         self._part: JobPart | None = None
@@ -193,7 +191,7 @@ class DeferredExporter:
         return b"" if self._made is None else self._made.take_part(part)
 
     def spans_sent(self) -> Mapping[int, tuple[int, int]]:
-        """See OtlpExporter; nothing where the exporter sends no spans."""
+        """Return OtlpExporter.spans_sent; empty if the exporter sends no spans."""
         return getattr(self._made, "spans_sent", {})
 
     def wait_for_room(self, timeout_s: float) -> bool:

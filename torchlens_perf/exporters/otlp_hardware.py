@@ -1,6 +1,6 @@
-"""GPUs and network ports as metrics, by OpenTelemetry's hardware conventions where they have a name.
+"""Metrics of GPUs and network ports, named after OpenTelemetry's hardware conventions where these have a name.
 
-A GPU is reported once, however many processes compute on it. A quantity that is not measured has no point.
+A GPU has one series, even if several processes compute on it. A quantity that cannot be measured has no point.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torchlens_perf.analysis.statistics.hardware import GpuSample, Hardware, Lin
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.series import Callback, Meter
 
-_FRESH_S = 30.0  # an older sample is not exported as the present value
+_MAX_SAMPLE_AGE_S = 30.0
 
 
 class _Metric(NamedTuple):
-    """A field of the samples, as the backend gets it. Units are in semantics.py."""
+    """The metric that a field of the samples is exported as. Units are in semantics.py."""
 
     metric: str
     field: str
-    more: Mapping[str, str] = {}  # attributes
+    more: Mapping[str, str] = {}  # further attributes
     mean: bool = False
-    """Of the samples since the last export, and not the last one: it changes faster than it is exported. Of gauges."""
+    """True for gauges that change faster than they are exported: the mean since the last export is sent."""
     scale: float = 1
 
 
@@ -45,7 +45,7 @@ _GPU_NOW = (
     _Metric(semantics.TEMPERATURE, "temperature_c", {semantics.SENSOR: "gpu"}),
     _Metric(semantics.TEMPERATURE, "memory_temperature_c", {semantics.SENSOR: "memory"}),
 )
-# The conventions have these as sums, which may go down: over several components they may be added up.
+# The conventions define these as up-down counters, because values of several components may be added.
 _GPU_SUMS = (
     _Metric(semantics.GPU_MEMORY, "memory_used_bytes"),
     _Metric(semantics.GPU_MEMORY_LIMIT, "memory_total_bytes"),
@@ -68,7 +68,7 @@ def _errors(field: str, kind: str) -> _Metric:
     return _Metric(semantics.ERRORS, field, {semantics.ERROR_TYPE: kind})
 
 
-# What only grows.
+# Monotonic counters.
 _GPU_GROWS = (
     _Metric(semantics.ENERGY, "energy_j"),
     _throttled("throttle_power_ns", "power"),
@@ -113,14 +113,13 @@ _LINK_GROWS = (
 
 
 class HardwareMetrics:
-    """The instruments. Samples come on the sidecar's thread; values are read on the metric reader's."""
+    """The instruments of the hardware. The sidecar's thread adds samples, and the sender's thread reads values."""
 
     def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
-        """clock: seconds."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._newest: dict[str, tuple[float, Sample, dict[str, Any]]] = {}  # by id: when it came, attributes
-        self._means: dict[tuple[str, str], tuple[float, int]] = {}  # by id and field: sum and count
+        self._newest: dict[str, tuple[float, Sample, dict[str, Any]]] = {}  # by id: (arrival, sample, attributes)
+        self._means: dict[tuple[str, str], tuple[float, int]] = {}  # by (id, field): (sum, count)
         grows = (*_GPU_GROWS, *_LINK_GROWS)
         self._counters = {name: meter.create_counter(name) for name in dict.fromkeys(each.metric for each in grows)}
         for quantities, kind, create in (
@@ -133,7 +132,6 @@ class HardwareMetrics:
                 create(metric, [self._reading(kind, same)])
 
     def measured(self, hardware: Hardware) -> None:
-        """Takes the samples over, each once."""
         for gpu in hardware.gpus:
             attributes = {semantics.HARDWARE_ID: gpu.uuid, semantics.HARDWARE_TYPE: _GPU}
             if gpu.uuid in hardware.names:
@@ -170,7 +168,7 @@ class HardwareMetrics:
     def _points(self, kind: type[Sample], quantities: list[_Metric]) -> Iterator[Observation]:
         now_s = self._clock()
         for name, (came_s, sample, attributes) in self._newest.items():
-            if not isinstance(sample, kind) or now_s - came_s > _FRESH_S:
+            if not isinstance(sample, kind) or now_s - came_s > _MAX_SAMPLE_AGE_S:
                 continue
             for each in quantities:
                 value = getattr(sample, each.field)

@@ -1,8 +1,8 @@
-"""Steps as metrics: histograms of durations, counters and gauges. Their number grows neither with the run nor, beyond
-some ranks, with the job.
+"""Metrics of steps: histograms of durations, counters and gauges.
 
-As long as there is room for it, each rank has series of its own. Of larger jobs there is one description: a node hands
-what its ranks did on to node 0's sidecar, which sends it; only ranks that stand out have series of their own.
+The number of series is bounded. In small jobs each rank has series of its own. In large jobs one set of series
+describes all ranks, and only slow ranks also have their own: each node forwards its sums to the sidecar of node 0,
+which sends the total.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.hardware import Hardware
 
 Sampled = Mapping[int, tuple[int, int]]
-"""By step that is also sent as spans: the ids of its trace, and of the rank's step span in it or of the root."""
-# Of a device's memory, by the attribute that tells them apart.
+"""Ids by traced step: of its trace, and of the rank's span in it (or of the root if the rank is not sent)."""
+# Fields of a memory reading by the value of the state attribute.
 _MEMORY_STATES = {
     "allocated": "allocated_bytes",
     "reserved": "reserved_bytes",
@@ -41,18 +41,17 @@ _MEMORY_STATES = {
 
 
 class NodeMetrics:
-    """A node's metrics. Written on the sidecar's thread; collect() on the sender's."""
+    """The metrics of a node. The sidecar's thread writes them, and the sender's thread calls collect()."""
 
     def __init__(self, meter: Meter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: seconds."""
         self._meter = Meter() if meter is None else meter
         self._clock = clock
         self._steps = StepSeries(self._meter)
-        # What is handed on has a meter of its own, which is never sent.
+        # Sums that are forwarded to node 0 have a meter of their own, which is never exported.
         tallied = Meter(explicit_bounds=self._meter.bounds is not None)
-        self._handed = StepSeries(tallied)
-        self._tally = Tally(tallied, self._handed.histograms, self._handed.counters, clock)
-        self._heard = HandedOn(self._meter, self._steps.histograms, self._steps.counters, clock)
+        self._forwarded = StepSeries(tallied)
+        self._tally = Tally(tallied, self._forwarded.histograms, self._forwarded.counters, clock)
+        self._received = HandedOn(self._meter, self._steps.histograms, self._steps.counters, clock)
         self._status = StatusGauges(self._meter, clock)
         self._not_traced = self._meter.create_counter(semantics.STEPS_NOT_TRACED)
         self._counted_left_out = 0
@@ -61,36 +60,36 @@ class NodeMetrics:
         self._world_size = 1
         self._named: frozenset[int] = frozenset()
         self._forms: dict[str, int] = {}
-        self._shown: dict[int, None] = {}  # ranks that were named, the newest last
+        self._shown: dict[int, None] = {}  # ranks that were found slow, the newest last
 
     def take_part(self, part: JobPart) -> bytes:
-        """Returns what is to be handed on to node 0's sidecar; b"" for nothing. On the sidecar's thread."""
+        """Return a message for the sidecar of node 0; b"" if none is due. Called on the sidecar's thread."""
         self._part = part
         for node, data in part.tallies:
-            self._heard.take(node, data)
+            self._received.take(node, data)
         self._status.differ(part.spread_s if self._is_large else {})
-        self._show()
+        self._update_shown_ranks()
         if part.left_out > self._counted_left_out:
             self._not_traced.add(part.left_out - self._counted_left_out, {})
             self._counted_left_out = part.left_out
-        if part.part is Part.WHOLE and self._heard.memory_bytes:
-            self._steps.others_memory(self._heard.memory_bytes)
+        if part.part is Part.WHOLE and self._received.memory_bytes:
+            self._steps.others_memory(self._received.memory_bytes)
         hands_on = part.part is Part.HANDS_ON and self._is_large
-        return self._tally.next(self._handed.fullest_bytes) if hands_on else b""
+        return self._tally.next(self._forwarded.fullest_bytes) if hands_on else b""
 
     def export(self, batch: ExportBatch, sampled: Sampled) -> None:
-        """Adds the batch's steps. sampled: steps whose spans are sent too."""
+        """Add the steps of a batch. sampled: the steps whose spans are sent too."""
         self._world_size = batch.identity.world_size
-        # A rank that stands out has series of its own in any job; then its steps are not in the others' series.
+        # The steps of a rank with series of its own are not in the shared series.
         own = self._own_series if self._is_large else None
         hands_on = own is not None and batch.identity.rank not in own and self._part.part is Part.HANDS_ON
-        (self._handed if hands_on else self._steps).record(batch, sampled, own)
+        (self._forwarded if hands_on else self._steps).record(batch, sampled, own)
 
     def on_assessment(self, assessment: Assessment) -> None:
-        """Sets the gauges of what is wrong now."""
+        """Set the gauges of current problems."""
         slow = sorted(assessment.findings.slow_now, key=lambda each: -each.excess_ns)[:MAX_STANDING]
         self._named = frozenset(each.rank for each in slow)
-        self._show()
+        self._update_shown_ranks()
         if assessment.whole_job:
             self._status.on_assessment(assessment)
 
@@ -98,7 +97,7 @@ class NodeMetrics:
         self._hardware.measured(hardware)
 
     def collect(self, resource: Resource) -> MetricsData | None:
-        """All metrics; None without any. resource: the node's."""
+        """Return all metrics, or None if no metric has points. resource: describes the node."""
         metrics = self._bounded(self._meter.collect())
         if not metrics:
             return None
@@ -106,8 +105,8 @@ class NodeMetrics:
 
     # -- parts
 
-    def _show(self) -> None:
-        """Ranks that stood out keep their series until others have come."""
+    def _update_shown_ranks(self) -> None:
+        """Select the ranks whose series are sent: the most recent slow ranks, also after they have recovered."""
         for rank in self._own_series:
             self._shown.pop(rank, None)
             self._shown[rank] = None
@@ -120,16 +119,16 @@ class NodeMetrics:
 
     @property
     def _is_large(self) -> bool:
-        """Whether the job is too large for series of each rank."""
+        """True if the job is too large for series of each rank."""
         return self._world_size > most_ranks(self._part.max_series)
 
     @property
     def _own_series(self) -> frozenset[int]:
-        """Of a large job, the ranks that have series of their own."""
+        """Ranks of a large job that have series of their own."""
         return self._part.standing if self._part.standing is not None else self._named
 
     def _bounded(self, metrics: list[Metric]) -> list[Metric]:
-        """Within this node's share of all series."""
+        """Reduce metrics to this node's share of all series."""
         room = shares(self._world_size, self._part)
         hardware = [each for each in metrics if each.name.startswith("hw.")]
         others = [each for each in metrics if not each.name.startswith("hw.")]
@@ -139,7 +138,7 @@ class NodeMetrics:
 
 
 class StepSeries:
-    """The instruments of steps, and how a batch goes into them."""
+    """The instruments of steps."""
 
     def __init__(self, meter: Meter) -> None:
         duration = meter.create_histogram
@@ -165,18 +164,18 @@ class StepSeries:
 
     @property
     def fullest_bytes(self) -> int:
-        """Memory of the fullest of the ranks that have no series of their own; 0 where it is not known."""
+        """Largest memory of a rank without series of its own; 0 if unknown."""
         return max((value for rank, value in self._memory_bytes.items() if rank not in self._own_series), default=0)
 
     def others_memory(self, memory_bytes: int) -> None:
-        """That of the fullest rank of the other nodes."""
+        """Set the memory of the fullest rank of the other nodes."""
         self._others_bytes = memory_bytes
         self._memory.set(max(memory_bytes, self.fullest_bytes), {})
 
     def record(self, batch: ExportBatch, sampled: Sampled, own: frozenset[int] | None) -> None:
-        """Adds a batch's steps, or where they were added before what leads to their traces. On the sidecar's thread.
+        """Add a batch's steps, or only exemplars if the steps were added before. Called on the sidecar's thread.
 
-        own: the ranks that have series of their own; None: all."""
+        own: ranks that have series of their own; None: all ranks."""
         steps = batch.steps
         if not len(steps):
             return
@@ -188,7 +187,7 @@ class StepSeries:
         of_own = [
             each._replace(value=steps.own_ns[row] / 1e9)
             for row, each in zip(rows, of_step, strict=True)
-            if _takes(batch, int(steps.step[row]))  # else it leads to the step, and not to the rank
+            if _is_rank_sent(batch, int(steps.step[row]))  # Otherwise the exemplar would point to the root span.
         ]
         self._step.show(attributes, of_step)
         self._own.show(attributes, of_own)
@@ -199,7 +198,7 @@ class StepSeries:
         self._step.record(steps.duration_ns, attributes)
         self._own.record(steps.own_ns, attributes)
         for part, part_ns in zip(PARTS, steps.parts_ns.T, strict=True):
-            had = part_ns[part_ns != 0]  # a phase that the step did not have is no phase of 0 s
+            had = part_ns[part_ns != 0]  # 0 means that the step did not have this phase.
             self._phase.record(had, {**attributes, semantics.PHASE: part})
         for phase, durations_ns in batch.device_ns.items():
             self._device.record(durations_ns, {**attributes, semantics.PHASE: phase})
@@ -207,24 +206,24 @@ class StepSeries:
         self._steps.add(len(steps), attributes)
         if steps.memory_bytes[-1]:
             self._memory_bytes[rank] = memory_bytes = int(steps.memory_bytes[-1])
-            # Without a series for each rank, the fullest rank is the one to know about.
+            # The shared gauge has the fullest rank, which is the first to run out of memory.
             self._memory.set(memory_bytes if per_rank else max(self.fullest_bytes, self._others_bytes), attributes)
 
     @staticmethod
     def _example(batch: ExportBatch, row: int, value: float, sampled: Sampled) -> Example:
-        """What leads from a bucket to the rank's span."""
+        """Return an exemplar that links a histogram bucket to the rank's span."""
         steps, anchor = batch.steps, batch.anchor
         ended_ns = int(steps.start_ns[row] + steps.duration_ns[row]) + anchor.unix_ns - anchor.monotonic_ns
         return Example(value, ended_ns, *sampled[int(steps.step[row])])
 
 
-def _takes(batch: ExportBatch, step: int) -> bool:
+def _is_rank_sent(batch: ExportBatch, step: int) -> bool:
     chosen = batch.chosen.get(step)
     return chosen is None or chosen.role(batch.identity.rank) is not None
 
 
 class DeviceMemory:
-    """The instruments, and how a batch's newest reading goes into them. On the sidecar's thread."""
+    """The instruments of device memory. Used on the sidecar's thread."""
 
     def __init__(self, meter: Meter) -> None:
         self._bytes = meter.create_gauge(semantics.DEVICE_MEMORY)
@@ -235,7 +234,7 @@ class DeviceMemory:
         self._counted: dict[tuple[str, str], int] = {}
 
     def record(self, batch: ExportBatch, attributes: Mapping[str, Any], *, per_rank: bool) -> None:
-        """Adds the reading, if the batch has one. per_rank: else no gauge, as all ranks would write the same one."""
+        """Add the batch's memory reading. per_rank: False omits the gauge, as all ranks would write the same series."""
         reading = batch.memory
         if reading is None:
             return
@@ -247,5 +246,6 @@ class DeviceMemory:
             count = values[field]
             if count is not None:
                 before = self._counted.get((batch.identity.key, field), 0)
-                counter.add(count - before if count >= before else count, attributes)  # the user may have reset it
+                # A lower count than before means that the training script has reset the allocator's statistics.
+                counter.add(count - before if count >= before else count, attributes)
                 self._counted[batch.identity.key, field] = count

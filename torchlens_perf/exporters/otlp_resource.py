@@ -1,4 +1,4 @@
-"""Who sends: the OpenTelemetry resource of a rank's spans, and of a node's metrics."""
+"""OpenTelemetry resources of a rank's spans and of a node's metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_A_PROCESS = (
 
 
 def rank_resource(identity: Identity) -> Resource:
-    """The resource of one process of one rank."""
+    """Return the resource of one process of a rank."""
     known: dict[str, Any] = {
         **_run(identity),
         "service.instance.id": f"{identity.host}/{identity.key}",
@@ -31,15 +31,15 @@ def rank_resource(identity: Identity) -> Resource:
     }
     if identity.local_rank is not None:
         known[semantics.LOCAL_RANK] = known[semantics.LENS_LOCAL_RANK] = identity.local_rank
-    if identity.pid:  # a replay of records without their node's state does not know it
+    if identity.pid:  # It is unknown in a replay of records without the node's state.
         known["process.pid"] = identity.pid
     return _resource(known)
 
 
 def node_resource(identity: Identity) -> Resource:
-    """The resource of all ranks of the identity's node, over its restarts."""
+    """Return the resource of the node, which stays the same over restarts."""
     known = _resource({**_run(identity), "service.instance.id": f"{identity.node or identity.host}/node"})
-    # Detectors that the user has switched on, ours among them, describe the process that sends.
+    # Resource detectors that the user has enabled describe the sidecar's process, not the node.
     return Resource({name: value for name, value in known.attributes.items() if name not in _OF_A_PROCESS})
 
 
@@ -56,5 +56,5 @@ def _run(identity: Identity) -> dict[str, Any]:
 
 
 def _resource(known: dict[str, Any]) -> Resource:
-    """What OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME say goes before what we know."""
+    """Return a resource in which OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override known attributes."""
     return Resource.create().merge(Resource(known)).merge(OTELResourceDetector().detect())

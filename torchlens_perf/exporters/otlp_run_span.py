@@ -1,7 +1,7 @@
-"""The whole run as one span: the child of the span that started the job, with links to the traces of steps.
+"""The span of the whole run: a child of the span that started the job, with links to the traces of steps.
 
-Steps have traces of their own. This span is how one gets from the caller's trace, that of a workflow's task, to them.
-It is sent when the ranks have ended; a run without a caller, or whose caller's trace is not sampled, has none.
+Steps have traces of their own, and this span connects them to the trace of the caller, such as a workflow's task. It is
+sent when the ranks have ended, and only if the caller's trace exists and is sampled.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ if TYPE_CHECKING:
 
     from torchlens_perf.run.identity import Identity
 
-MAX_LINKS = 128  # as OpenTelemetry has it for a span
+MAX_LINKS = 128  # OpenTelemetry's default limit of a span
 
 
 @dataclasses.dataclass
 class _Attempt:
-    """What is known of rank 0 in one attempt of the run."""
+    """The steps of rank 0 in one attempt of the run."""
 
     identity: Identity
     start_ns: int = 0
-    """UNIX time, as the next."""
+    """UNIX time, as is end_ns."""
     end_ns: int = 0
     steps: int = 0
     traced: list[int] = dataclasses.field(default_factory=list)
 
 
 class RunSpan:
-    """Gathers what the run's span says. On the sidecar's thread."""
+    """Collects the data of the run's span. Used on the sidecar's thread."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         """Raises ValueError if OTEL_TRACES_SAMPLER_ARG cannot be used."""
         self._sampler = sampler(environ)
-        self._attempts: dict[str, _Attempt] = {}  # by rank 0's process
+        self._attempts: dict[str, _Attempt] = {}  # by Identity.key of rank 0
         self._ended = False
 
     def saw(self, batch: ExportBatch, sampled: Collection[int]) -> None:
-        """sampled: those of the batch's steps whose spans are sent."""
-        who, steps = batch.identity, batch.steps
-        if who.rank != 0 or not who.traceparent:
+        """Add a batch. sampled: its steps whose spans are sent."""
+        identity, steps = batch.identity, batch.steps
+        if identity.rank != 0 or not identity.traceparent:
             return
-        if who.key not in self._attempts:
+        if identity.key not in self._attempts:
             if not len(steps):
                 return
-            self._attempts[who.key] = _Attempt(who)
-        found = self._attempts[who.key]
-        found.identity = who  # the run's name may be known later
+            self._attempts[identity.key] = _Attempt(identity)
+        found = self._attempts[identity.key]
+        found.identity = identity  # The run's name may become known during the run.
         found.traced += sampled
-        if len(found.traced) > 2 * MAX_LINKS:  # the first half, and every other one of the rest
+        if len(found.traced) > 2 * MAX_LINKS:  # Keep the first steps, and every other step of the rest.
             found.traced = found.traced[: MAX_LINKS // 2] + found.traced[MAX_LINKS // 2 :: 2]
         if len(steps) and not getattr(batch, "again", False):
             offset_ns = batch.anchor.unix_ns - batch.anchor.monotonic_ns
@@ -73,9 +73,9 @@ class RunSpan:
         self._ended = assessment.ended
 
     def spans(self) -> list[ReadableSpan]:
-        """Of each attempt that has ended, once."""
+        """Return one span for each attempt that has ended. The next call returns none."""
         attempts, self._attempts = self._attempts, {}
-        if not self._ended:  # the sidecar alone ends: the one that is started next sends it
+        if not self._ended:  # Only the sidecar stops; its successor sends the span.
             return []
         found = []
         for run in attempts.values():
@@ -85,7 +85,7 @@ class RunSpan:
         return found
 
     def _takes(self, parent: SpanContext) -> bool:
-        """As OpenTelemetry's default sampler: where the caller's trace is not sampled, its children are not either."""
+        """Return True if the span is sampled. Like OpenTelemetry's default sampler, follow the caller's decision."""
         if not parent.trace_flags.sampled:
             return False
         if self._sampler is None:
@@ -97,15 +97,15 @@ class RunSpan:
 
 
 def _span(run: _Attempt, parent: SpanContext) -> ReadableSpan:
-    who = run.identity
-    links = BoundedList.from_seq(MAX_LINKS, [_link(who, step) for step in run.traced[:MAX_LINKS]])
+    identity = run.identity
+    links = BoundedList.from_seq(MAX_LINKS, [_link(identity, step) for step in run.traced[:MAX_LINKS]])
     links.dropped = max(0, len(run.traced) - MAX_LINKS)
     return ReadableSpan(
         semantics.SPAN_RUN,
-        span_context(parent.trace_id, who.run_id, who.attempt, "run", state=parent.trace_state),
+        span_context(parent.trace_id, identity.run_id, identity.attempt, "run", state=parent.trace_state),
         parent,
-        rank_resource(who),
-        {semantics.RUN_ID: who.run_id, semantics.RANK: who.rank, semantics.RUN_STEPS: run.steps},
+        rank_resource(identity),
+        {semantics.RUN_ID: identity.run_id, semantics.RANK: identity.rank, semantics.RUN_STEPS: run.steps},
         links=links,
         start_time=run.start_ns,
         end_time=run.end_ns,
@@ -113,5 +113,5 @@ def _span(run: _Attempt, parent: SpanContext) -> ReadableSpan:
     )
 
 
-def _link(who: Identity, step: int) -> Link:
-    return Link(span_context(trace_id(who.run_id, who.attempt, step), "root"), {semantics.STEP: step})
+def _link(identity: Identity, step: int) -> Link:
+    return Link(span_context(trace_id(identity.run_id, identity.attempt, step), "root"), {semantics.STEP: step})

@@ -1,7 +1,7 @@
-"""Sampled steps as spans: one trace per step, and a deterministic id for each span.
+"""Spans of sampled steps: one trace per step, and a deterministic id for each span.
 
-The ids are derived from run, attempt and step, so the ranks' spans meet in one trace without talking to each other, and
-a replay sends the same ids again.
+The ids are derived from run, attempt and step. So the spans of all ranks join one trace without communication between
+nodes, and a replay sends the same ids again.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _UNSET, _ERROR = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
 
 
 def trace_id(run_id: str, attempt: int, step: int) -> int:
-    """The id of a step's trace: the same on all ranks, and in a replay."""
+    """Return the id of a step's trace, which is the same on all ranks and in a replay."""
     return _hash(16, run_id, attempt, step)
 
 
 def span_id(in_trace: int, *path: object) -> int:
-    """The id of a span in a trace, by its place in it."""
+    """Return the id of a span, derived from its path in the trace."""
     return _hash(8, f"{in_trace:032x}", *path)
 
 
 def span_context(in_trace: int, *path: object, state: TraceState | None = None) -> SpanContext:
-    """The context of a span, by its place in a trace."""
+    """Return the context of a span, derived from its path in the trace."""
     return SpanContext(in_trace, span_id(in_trace, *path), False, _SAMPLED, state)
 
 
@@ -57,7 +57,7 @@ def _hash(size: int, *parts: object) -> int:
 
 
 class SpanMaker:
-    """Makes the spans of sampled steps. One thread."""
+    """Creates the spans of sampled steps. Not thread-safe."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         """Raises ValueError if OTEL_TRACES_SAMPLER_ARG cannot be used."""
@@ -65,11 +65,11 @@ class SpanMaker:
         self._ranks: dict[str, _RankSpans] = {}
 
     def of(self, batch: ExportBatch) -> dict[int, tuple[list[ReadableSpan], int, int]]:
-        """By step its spans, its trace's id, and the id of its step span: where only the root is sent, of that."""
+        """Return by step: its spans, its trace id, and the id of the rank's span (of the root if that is all)."""
         if not batch.traces:
             return {}
         rank = self._ranks.get(batch.identity.key)
-        if rank is None or rank.identity != batch.identity:  # the run's name may be known later
+        if rank is None or rank.identity != batch.identity:  # The run's name may become known during the run.
             rank = self._ranks[batch.identity.key] = _RankSpans(batch.identity)
         found: dict[int, tuple[list[ReadableSpan], int, int]] = {}
         steps = batch.steps
@@ -88,7 +88,7 @@ class SpanMaker:
         return found
 
     def _takes(self, in_trace: int, trace: StepTrace) -> bool:
-        """Whether OTEL_TRACES_SAMPLER takes the step's trace: all ranks decide alike, by its id."""
+        """Return True if OTEL_TRACES_SAMPLER samples the trace. All ranks decide the same, as it depends on the id."""
         if self._sampler is None:
             return True
         from opentelemetry.sdk.trace.sampling import Decision
@@ -98,7 +98,7 @@ class SpanMaker:
 
 
 def sampler(environ: Mapping[str, str]) -> Sampler | None:
-    """The SDK's for the variables; None where it takes all steps, and the SDK need not be imported."""
+    """Return the configured sampler; None if it samples everything, which avoids importing the SDK's tracer."""
     if environ.get(_SAMPLER, "").strip().lower() in _TAKES_ALL:
         return None
     from opentelemetry.sdk.trace import TracerProvider
@@ -107,8 +107,6 @@ def sampler(environ: Mapping[str, str]) -> Sampler | None:
 
 
 class _RankSpans:
-    """Makes one rank's spans."""
-
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self._resource = rank_resource(identity)
@@ -122,8 +120,10 @@ class _RankSpans:
         of_step: Mapping[str, Any],
         chosen: TracedStep | None = None,
     ) -> tuple[list[ReadableSpan], int, int]:
-        """The step's spans, and the ids of its trace and of the rank's step span. offset_ns: from CLOCK_MONOTONIC to
-        UNIX time. of_step: more attributes of that span. chosen: what is sent of the step; None: all of it."""
+        """Return the step's spans, its trace id and the id of the rank's span.
+
+        offset_ns: UNIX time minus CLOCK_MONOTONIC. of_step: further attributes of the rank's span. chosen: the ranks
+        and number of spans to send; None: everything."""
         rank = self.identity.rank
         root = span_context(in_trace, "root")
         common = {semantics.RUN_ID: self.identity.run_id, semantics.STEP: trace.step, semantics.RANK: rank}
@@ -143,13 +143,13 @@ class _RankSpans:
         of_rank = span_context(in_trace, rank)
         of_step = {**common, semantics.SPAN_KIND: semantics.STEP_KIND, **of_step}
         found.append(self._span(f"{semantics.SPAN_RANK} {rank}", of_rank, root, of_step, times))
-        # As span_id() for each, without hashing what all have in common anew.
+        # Equivalent to span_id() for each span, but the common prefix is hashed only once.
         path = hashlib.sha256(f"{in_trace:032x}/{rank}/".encode())
         contexts: list[SpanContext] = []
         for index, (span, parent) in enumerate(nest(trace.spans)):
             around = of_rank if parent is None else contexts[parent]
             if kept is not None and id(span) not in kept:
-                contexts.append(around)  # what lies in it lies in what is around it; the others' ids stay what they are
+                contexts.append(around)  # Children of an omitted span attach to its parent; all ids stay the same.
                 continue
             digest = path.copy()
             digest.update(b"%d" % index)
@@ -173,7 +173,7 @@ class _RankSpans:
 
 
 def _of_choice(chosen: TracedStep | None, world_size: int) -> dict[str, Any]:
-    """What a root says of why the step is sent, and of what is not."""
+    """Return attributes of the root span: why the step is sent, and what is left out."""
     if chosen is None:
         return {}
     left_out = world_size - len(chosen.ranks) if chosen.roles else 0
@@ -186,14 +186,14 @@ def _of_choice(chosen: TracedStep | None, world_size: int) -> dict[str, Any]:
 
 
 def _kept(spans: Sequence[Span], most: int) -> set[int] | None:
-    """Which objects among them are sent: the longest, which are phases and what takes most of them. None: all."""
+    """Return the ids of the `most` longest spans; None if all are sent. These explain most of the step."""
     if not most or len(spans) <= most:
         return None
     return {id(span) for span in sorted(spans, key=lambda span: (-span.duration_ns, span.start_ns))[:most]}
 
 
 def _of_span(span: Span) -> dict[str, Any]:
-    """What its kind says of it."""
+    """Return the attributes that depend on the kind of a span."""
     if span.kind == "device":
         return {semantics.SPAN_KIND: kind_name(span.value0), semantics.ON_DEVICE: True}
     if span.kind != "collective":
@@ -208,15 +208,15 @@ def _root_name(trace: StepTrace) -> str:
 
 
 def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
-    """Spans by start, each with the index of the smallest span that contains it; None: it lies in the step itself.
+    """Return spans by start, each with the index of the smallest enclosing span; None: the step encloses it.
 
-    Nothing on the training thread lies in a span of another thread or of the device: they only happen at the same
-    time. A collective lies where it was issued, or where its kernel began on the device; it may last longer than what
-    is around it, and nothing lies in it.
+    Spans of another thread or of the device never enclose spans of the training thread: they only overlap. A collective
+    belongs to the span in which it was issued, or in which its kernel began on the device. It may end later than that
+    span, and it encloses no spans.
     """
     ordered = sorted(spans, key=_order)
     nested: list[tuple[Span, int | None]] = []
-    running: list[tuple[int, int, int, int, bool]] = []  # what has not ended: end, duration, index, thread, device
+    running: list[tuple[int, int, int, int, bool]] = []  # open spans: (end, duration, index, other thread, device)
     for index, span in enumerate(ordered):
         start_ns, duration_ns, flags = span.start_ns, span.duration_ns, span.flags
         is_collective, other_thread = span.kind == "collective", flags & _OTHER_THREAD
@@ -231,7 +231,7 @@ def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
                 around[0] >= needed_ns
                 and (other_thread or not around[3])
                 and around[4] == on_device
-                and (parent is None or around[1] <= shortest_ns)  # of equally long ones, the last is the innermost
+                and (parent is None or around[1] <= shortest_ns)  # With equal durations, the last is the innermost.
             ):
                 parent, shortest_ns = around[2], around[1]
         if ended:

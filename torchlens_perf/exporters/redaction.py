@@ -1,4 +1,4 @@
-"""The sidecar's log without credentials, which libraries put into their messages."""
+"""A logging filter that removes credentials, which libraries include in their messages."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from urllib.parse import unquote
 
 from torchlens_perf.exporters.delivery.endpoint_address import parsed
 
-_SHORTEST_SECRET = 4  # shorter ones, like the 0 in experiment-id=0, guard nothing and would tear other words apart
+_SHORTEST_SECRET = 4  # Shorter values (0 in experiment-id=0) are no secrets, and would occur in other words.
 
 
 def keep_secrets_out_of_the_log(environ: Mapping[str, str]) -> None:
-    """From here on, what OTEL_* variables hold in headers, and in addresses beside host and path, is logged as ***."""
-    # Filters of a logger do not see its children's records; those of its handlers do.
+    """Log *** instead of header values and address credentials from OTEL_* variables, from now on."""
+    # A filter on a logger does not see the records of child loggers; a filter on a handler does.
     for handler in (*logging.getLogger().handlers, logging.lastResort):
         if handler is not None:
             handler.addFilter(Redaction(environ))
 
 
 class Redaction(logging.Filter):
-    """Changes records; drops none."""
+    """Masks secrets in log records."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         super().__init__()
@@ -40,13 +40,13 @@ class Redaction(logging.Filter):
 
 
 def _secrets(environ: Mapping[str, str]) -> Iterator[str]:
-    """Every word of a header's value: a library may show it quoted, decoded or broken into lines."""
+    """Yield each word of the header values, as libraries may show them quoted, decoded or wrapped."""
     for name, value in environ.items():
         if not name.startswith("OTEL_EXPORTER_OTLP_"):
             continue
         if name.endswith("_HEADERS"):
             for header in value.split(","):
-                # A user who wrote "Authorization: Bearer ..." meant a header too.
+                # Users also write "Authorization: Bearer ...", with a colon.
                 _, separator, content = re.sub("[:=]", "=", header, count=1).partition("=")
                 yield from _words(content if separator else header)
         elif name.endswith("_ENDPOINT"):

@@ -12,29 +12,29 @@ from torchlens_perf.run import identity as _identity
 
 SCOPE = "torchlens_perf"
 
-# Spans. One trace per step; its root covers rank 0's step, below it lies one span per rank. Its name ends in the rank:
-# pages of backends show names, and a job has no more of these than ranks. Queries go by its SPAN_KIND, STEP_KIND.
+# Spans. Each step has one trace. Its root covers rank 0's step and has one child per rank, whose name ends in the rank
+# because the pages of backends show names. Queries should use the attribute SPAN_KIND = STEP_KIND instead.
 SPAN_STEP = "train step"
 SPAN_INFERENCE_STEP = "inference step"
 SPAN_RANK = "rank"
 STEP_KIND = "step"
-# The whole run, below the span that started the job, and how many steps rank 0 made in it.
+# The span of the whole run, a child of the span that started the job, and its number of steps on rank 0.
 SPAN_RUN = "training run"
 RUN_STEPS = "torch.train.run.steps"
 
-# Attributes of every span. Some backends drop resource attributes, so the rank is here too, and on metric points.
+# Attributes of all spans. Some backends drop resource attributes, so the rank is also on spans and metric points.
 RUN_ID = _identity.RUN_ID
 STEP = "torch.train.step"
 RANK = _identity.RANK
-# Attributes of a rank's step. Steps last equally long on all ranks that wait for each other; own time tells them apart.
+# Attributes of a rank's step. Ranks that wait for each other have equal step times; only their own times differ.
 OWN_SECONDS = "torch.train.step.own_time"
 MICRO_STEPS = "torch.train.micro_steps"
-# Attributes of all spans but the root, where STEP_KIND is that of a rank's step; size and sequence are a collective's.
+# Attributes of all spans but the root. Only collectives have a size and a sequence number.
 SPAN_KIND = "torchlens_perf.kind"
 ON_DEVICE = "torchlens_perf.device"
 BYTES = "torch.collective.size"
 SEQUENCE = "torch.collective.sequence"
-# Attributes of a step's root, and of ranks' steps in it: why they are sent, and what is not.
+# Attributes of a step's root and of its ranks' steps: why they are sent, and what is left out.
 SAMPLED_BECAUSE = "torchlens_perf.sampled_because"
 RANKS_SENT = "torchlens_perf.ranks.sent"
 RANKS_LEFT_OUT = "torchlens_perf.ranks.left_out"
@@ -42,7 +42,7 @@ STEPS_LEFT_OUT = "torchlens_perf.steps.left_out"
 SPANS_LEFT_OUT = "torchlens_perf.spans.left_out"
 RANK_BECAUSE = "torchlens_perf.rank.sent_because"
 
-# Attributes of an alert, besides RUN_ID, RANK, PHASE, RESTART_COUNT, STRAGGLER_COST and HANG_DURATION.
+# Attributes of an alert, in addition to RUN_ID, RANK, PHASE, RESTART_COUNT, STRAGGLER_COST and HANG_DURATION.
 ALERT_UID = "log.record.uid"
 ALERT_ABOUT = "torch.train.alert.id"
 RANKS = "torch.distributed.ranks"
@@ -55,16 +55,16 @@ STRAGGLER_CAUSES = "torch.train.straggler.causes"
 STRAGGLER_SCOPE = "torch.train.straggler.scope"
 HANG_KIND = "torch.train.hang.kind"
 
-# Resource attributes of a rank, besides service.*, host.name, process.pid and the scheduler's (run/identity.py).
+# Resource attributes of a rank, in addition to service.*, host.name, process.pid and the scheduler's (run/identity.py).
 LOCAL_RANK = _identity.LOCAL_RANK
 WORLD_SIZE = _identity.WORLD_SIZE
 RESTART_COUNT = _identity.RESTART_COUNT
-# The same by NeMo Lens' names: a backend that has its jobs groups ours alike.
+# The same values under NeMo Lens' names, so that its backends group these jobs like its own.
 LENS_RANK = _identity.LENS_RANK
 LENS_LOCAL_RANK = _identity.LENS_LOCAL_RANK
 LENS_WORLD_SIZE = _identity.LENS_WORLD_SIZE
 
-# Metrics, and the attribute that tells a phase's points apart.
+# Metrics, and the attribute that distinguishes phases.
 STEP_DURATION = "torch.train.step.duration"
 STEP_OWN_TIME = "torch.train.step.own_time"
 PHASE_DURATION = "torch.train.phase.duration"
@@ -77,17 +77,17 @@ OUT_OF_MEMORY = "torch.train.memory.out_of_memory"
 MEMORY_STATE = "torch.train.memory.state"
 PHASE = "torch.train.phase"
 STEPS_NOT_TRACED = "torchlens_perf.traces.left_out"
-# How the ranks of a job differ now.
+# Quantiles over the ranks of a job.
 RANKS_WORK = "torch.train.ranks.work"
 RANKS_WAIT = "torch.train.ranks.wait"
 OVER_RANKS = "torch.train.ranks.quantile"
-# Gauges of what is wrong now.
+# Gauges of current problems.
 STRAGGLER_COST = "torch.train.straggler.cost"
 STRAGGLERS = "torch.train.stragglers"
 DETECTABLE = "torch.train.straggler.detectable"
 HANG_DURATION = "torch.train.hang.duration"
 
-# The node's hardware, by OpenTelemetry's conventions; below them what these have no name for.
+# The node's hardware: first names from OpenTelemetry's conventions, then names that these lack.
 GPU_BUSY = "hw.gpu.utilization"
 GPU_MEMORY = "hw.gpu.memory.usage"
 GPU_MEMORY_LIMIT = "hw.gpu.memory.limit"
@@ -125,7 +125,7 @@ DURATION_BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0,
 )  # fmt: skip
-# Of a point that stands for several components of a node, for want of room: how they were put together.
+# How a point that stands for several components of a node was merged ("sum" or "max"), to limit the number of series.
 OVER_COMPONENTS = "torchlens_perf.over"
 
 

@@ -1,8 +1,8 @@
-"""Metrics as they are sent: series of a node that grow by whole arrays of values, and their points as the SDK has them.
+"""A meter whose instruments accept whole arrays of values, and which creates the SDK's data points.
 
-Shaped as OpenTelemetry's Meter, and not that of its SDK: a step has ten durations, and ten calls of `record()` are
-100 us. Here a batch of steps is one call. A series of a histogram is a sketch: an exponential histogram of scale 5, or
-one with the bounds that OpenTelemetry's variable asks for. Written on the sidecar's thread, read on the sender's.
+It resembles OpenTelemetry's Meter. The SDK's own meter is too slow: a step has ten durations, and ten calls of its
+`record()` take 100 us. Here one call records a batch of steps. Each series of a histogram is a sketch: an exponential
+histogram of scale 5, or one with explicit bounds. The sidecar's thread writes, and the sender's thread reads.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from torchlens_perf.run.sketch import LOWEST_BUCKET, SCALE, Sketch
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_MAX_EXEMPLARS = 10  # of a series and export
-MAX_BUCKETS = 160  # of a point, as the SDK's default is; more are merged in pairs
+_MAX_EXEMPLARS = 10  # per series and export
+MAX_BUCKETS = 160  # the SDK's default limit per point; more buckets are merged in pairs
 _SENT = {each.name: each for each in METRICS}
 CUMULATIVE, DELTA = AggregationTemporality.CUMULATIVE, AggregationTemporality.DELTA
 
@@ -44,7 +44,7 @@ Callback = Callable[[CallbackOptions], Iterable[Observation]]
 
 
 class Example(NamedTuple):
-    """One value, and the span that it is of."""
+    """A recorded value and the span that it belongs to."""
 
     value: float
     unix_ns: int
@@ -57,11 +57,11 @@ def _key(attributes: Attributes) -> tuple[tuple[str, Any], ...]:
 
 
 class _Series:
-    """One series of a histogram, and values that lead to spans."""
+    """One series of a histogram, with its exemplars."""
 
     def __init__(self) -> None:
         self.sketch = Sketch()
-        self.examples: dict[int, Example] = {}  # by octave, the newest
+        self.examples: dict[int, Example] = {}  # the newest per octave
 
     def show(self, examples: Iterable[Example]) -> None:
         for example in examples:
@@ -73,7 +73,7 @@ class _Series:
 
 
 class Histogram:
-    """Durations by attributes: recorded in ns, sent in seconds."""
+    """Durations by attributes, recorded in ns and sent in seconds."""
 
     def __init__(self, meter: Meter, name: str, unit: str, description: str) -> None:
         self.name, self.unit, self.description = name, unit, description
@@ -81,19 +81,19 @@ class Histogram:
         self._series: dict[tuple[tuple[str, Any], ...], _Series] = {}
 
     def record(self, values_ns: npt.NDArray[np.int64], attributes: Attributes) -> None:
-        """Add durations; negative ones are left out."""
+        """Add durations. Negative values are ignored."""
         values_ns = values_ns[values_ns >= 0]
         if len(values_ns):
             with self._meter.lock:
                 self._of(attributes).sketch.add(values_ns, self._meter.bounds_ns)
 
     def merge(self, sketch: Sketch, attributes: Attributes) -> None:
-        """Add durations that another node has counted, in buckets with the same bounds."""
+        """Add the counts of another node, whose buckets have the same bounds."""
         with self._meter.lock:
             self._of(attributes).sketch.merge(sketch)
 
     def show(self, attributes: Attributes, examples: Iterable[Example]) -> None:
-        """Some of the values, in the histogram's unit, each with the span that it is of."""
+        """Add exemplars. Their values are in seconds."""
         if self._meter.exemplars:
             with self._meter.lock:
                 for example in examples:
@@ -108,14 +108,14 @@ class Histogram:
         return self._series.setdefault(_key(attributes), _Series())
 
     def metric(self, unix_ns: int) -> Metric | None:
-        """Its points now; None without any. Under the meter's lock."""
+        """Return the current points, or None without any. The caller holds the meter's lock."""
         points: list[Any] = []
         since_ns, temporality = self._meter.since(unix_ns, grows=True), self._meter.grows
         for key, of_key in self._series.items():
             sketch = of_key.sketch
             if not sketch.count or not self._meter.shows(key):
                 continue
-            # A step that ended before is none of those that the point counts.
+            # With delta temporality, an earlier export has already counted the steps before `since_ns`.
             examples = [each for each in of_key.examples.values() if since_ns <= each.unix_ns <= unix_ns]
             common: dict[str, Any] = {
                 "attributes": dict(key), "start_time_unix_nano": since_ns, "time_unix_nano": unix_ns,
@@ -141,9 +141,9 @@ class Histogram:
 
 
 def _buckets(sketch: Sketch) -> dict[str, Any]:
-    """Return the fields of a point that have its buckets.
+    """Return the fields of a point that describe its buckets.
 
-    The sketch's first bucket has no lower bound: it is the point's count of zeros.
+    The sketch's first bucket has no lower bound, so its count becomes `zero_count`.
     """
     first, counts = sketch.used
     zeros = int(counts[0]) if first == 0 and len(counts) else 0
@@ -160,7 +160,7 @@ def _buckets(sketch: Sketch) -> dict[str, Any]:
 
 
 class Number:
-    """Values by attributes: a counter, an up-down counter or a gauge."""
+    """A counter, an up-down counter or a gauge, with values by attributes."""
 
     def __init__(self, meter: Meter, name: str, unit: str, description: str, kind: str) -> None:
         """kind: counter, updown or gauge."""
@@ -179,19 +179,19 @@ class Number:
             self._values[_key(attributes)] = value
 
     def total(self) -> float:
-        """Of all attributes."""
+        """Return the sum over all attributes."""
         with self._meter.lock:
             return sum(self._values.values())
 
     def observe(self) -> None:
-        """Asks its callbacks, if it has any. Not under the lock, as they take locks of their own."""
+        """Call the callbacks, without holding the lock because they acquire locks of their own."""
         if self.callbacks:
             observed = [each for callback in self.callbacks for each in callback(CallbackOptions())]
             with self._meter.lock:
                 self._values = {_key(each.attributes or {}): each.value for each in observed}
 
     def metric(self, unix_ns: int) -> Metric | None:
-        """Its points now; None without any. Under the meter's lock."""
+        """Return the current points, or None without any. The caller holds the meter's lock."""
         if not self._values:
             return None
         counts = self.kind == "counter"
@@ -231,36 +231,36 @@ class Meter:
         keeps_examples: bool = False,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """explicit_bounds: histograms with DURATION_BOUNDS_S, not exponential ones. delta: points hold what came since
-        the last export. keeps_examples: each export has the newest ones, and not only those since the last, as nobody
-        knows how many ask. clock_ns: UNIX time."""
+        """explicit_bounds: histograms have DURATION_BOUNDS_S instead of exponential buckets. delta: points count from
+        the last export. keeps_examples: each export has the newest exemplars, not only those since the last export,
+        because several clients may scrape. clock_ns: UNIX time."""
         self.bounds = DURATION_BOUNDS_S if explicit_bounds else None
         self.bounds_ns = np.rint(np.multiply(DURATION_BOUNDS_S, 1e9)).astype(np.int64) if explicit_bounds else None
         self.grows = DELTA if delta else CUMULATIVE
         self.exemplars, self.keeps_examples = exemplars, keeps_examples
         self.lock = threading.Lock()
         self.shown_ranks: frozenset[int] | None = None
-        """Whose series are sent, of those that a rank has of its own; None: all."""
+        """Ranks whose own series are sent; None: all ranks."""
         self._collected = False
         self._clock_ns = clock_ns
         self._began_ns = self._last_ns = clock_ns()
         self._instruments: list[Histogram | Number] = []
 
     def shows(self, key: tuple[tuple[str, Any], ...]) -> bool:
-        """Whether a series is sent."""
+        """Return True if the series is sent."""
         return self.shown_ranks is None or all(value in self.shown_ranks for name, value in key if name == RANK)
 
     def began(self, unix_ns: int) -> None:
-        """What is recorded began then: before the meter was made, or in a replay long ago."""
+        """Move the start of all series back to the first step, which in a replay was long ago."""
         with self.lock:
             if not self._collected and unix_ns < self._began_ns:
                 self._began_ns = self._last_ns = unix_ns
 
     def since(self, unix_ns: int, *, grows: bool) -> int:
-        """When what a point holds began."""
+        """Return the start time of a point."""
         return self._last_ns if grows and self.grows == DELTA else self._began_ns
 
-    # Unit and description are those of semantics.py, unless a name is not in there.
+    # semantics.py has unit and description of all metrics that are sent over OTLP.
 
     def create_histogram(self, name: str, unit: str = "", description: str = "") -> Histogram:
         found = Histogram(self, name, *_about(name, unit, description))
@@ -281,7 +281,7 @@ class Meter:
     def create_observable_counter(
         self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
     ) -> Number:
-        """Callbacks return totals. Cumulative only."""
+        """Create a counter whose callbacks return totals. Delta temporality is not supported."""
         return self._number(name, unit, description, "counter", callbacks)
 
     def create_observable_up_down_counter(
@@ -296,7 +296,7 @@ class Meter:
         return found
 
     def collect(self) -> list[Metric]:
-        """All metrics that have points."""
+        """Return all metrics that have points."""
         for instrument in self._instruments:
             if isinstance(instrument, Number):
                 instrument.observe()

@@ -1,8 +1,8 @@
-"""How many series each node may send, so that all nodes together keep within the job's number. Pure.
+"""Limits on the number of series per node, so that all nodes together stay within the job's limit. Pure.
 
-Half of what a large job may send describes the job, and comes from node 0; the rest is for the nodes' hardware, a node
-as much as another. Where a node's share is smaller than what it has, the most important comes first, and points of
-several components become one: the largest value, or for counters the sum.
+Node 0 sends the series that describe a large job. The rest of the limit is for hardware, shared between nodes by their
+number of ranks. If a node has more series than its share, the least important metrics are left out, and points of
+several components are merged: into the largest value, or for counters into the sum.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torchlens_perf.exporters import JobPart, Part, semantics
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import Metric, NumberDataPoint
 
-SERIES_A_RANK = 20  # at most, of a rank with series of its own
-_RANKS_SHARE = 0.64  # of all series, those of ranks where each has its own
-_JOB_SHARE = 0.25  # those that describe a large job
+SERIES_A_RANK = 20
+_PER_RANK_SHARE = 0.64
+_LARGE_JOB_SHARE = 0.25
 _IMPORTANT = (
     semantics.STEP_DURATION, semantics.STEPS, semantics.HANG_DURATION, semantics.STEP_OWN_TIME, semantics.MEMORY,
     semantics.OUT_OF_MEMORY, semantics.PHASE_DURATION, semantics.DEVICE_DURATION, semantics.ALLOC_RETRIES,
@@ -34,32 +34,32 @@ _COMPONENT = (semantics.HARDWARE_ID, semantics.HARDWARE_NAME)
 
 
 class Room(NamedTuple):
-    """Series that a node may send."""
+    """The numbers of series that a node may send."""
 
     hardware: int
     others: int | None
-    """None: what describes the job, which is bounded by itself."""
+    """Series that are not of hardware; None: no limit is needed, as their number is bounded anyway."""
 
 
 def most_ranks(max_series: int) -> int:
-    """Up to so many ranks there is room for series of each."""
-    return int(_RANKS_SHARE * max_series) // SERIES_A_RANK
+    """Return the largest number of ranks that can each have series of their own."""
+    return int(_PER_RANK_SHARE * max_series) // SERIES_A_RANK
 
 
 def shares(world_size: int, part: JobPart) -> Room:
-    """What is this node's."""
+    """Return the share of this node."""
     if world_size <= most_ranks(part.max_series):
         return Room(int((part.max_series - world_size * SERIES_A_RANK) * part.share), None)
-    job = _JOB_SHARE * part.max_series
+    job = _LARGE_JOB_SHARE * part.max_series
     hardware = int((part.max_series - job) * part.share)
     return Room(hardware, max(1, int(job * part.share)) if part.part is Part.ALONE else None)
 
 
 def most_important(metrics: Sequence[Metric], room: int, forms_before: dict[str, int] | None = None) -> list[Metric]:
-    """The metrics in at most so many points.
+    """Reduce metrics to at most `room` points.
 
-    forms_before: by metric, in which form it was sent; changed. What has become fewer points does not become more
-    again: each change makes other series.
+    forms_before: the form of each metric in earlier exports; updated. A merged metric is never split again, because
+    each change creates new series.
     """
     before = {} if forms_before is None else forms_before
     points = {each.name: each.data.data_points for each in metrics}
@@ -68,7 +68,7 @@ def most_important(metrics: Sequence[Metric], room: int, forms_before: dict[str,
     ordered = sorted(metrics, key=lambda each: _IMPORTANT.index(each.name) if each.name in _IMPORTANT else 99)
     forms = {each.name: _forms(each) for each in ordered}
     taken: dict[str, int] = {}
-    for each in ordered:  # one point of each before more of any
+    for each in ordered:  # Each metric gets its smallest form before any gets a larger one.
         smallest = len(forms[each.name]) - 1
         if len(forms[each.name][smallest]) <= room:
             taken[each.name] = smallest
@@ -94,7 +94,7 @@ def most_important(metrics: Sequence[Metric], room: int, forms_before: dict[str,
 
 
 def _forms(metric: Metric) -> list[Sequence[Any]]:
-    """A metric's points: all of them, those of all components together, all in one; as far as these are fewer."""
+    """Return forms of a metric with fewer and fewer points: all, merged over components, merged into one."""
     points = metric.data.data_points
     found: list[Sequence[Any]] = [points]
     if not isinstance(metric.data, Gauge | Sum):

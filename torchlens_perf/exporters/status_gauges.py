@@ -1,4 +1,4 @@
-"""Gauges of what is wrong now, and of how the ranks of a job differ."""
+"""Gauges of current problems, and of the differences between a job's ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torchlens_perf.exporters.series import Callback, Meter
 from torchlens_perf.verdicts.finding_log import stragglers_by_class
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 
-# How often a gauge is 0 after its end: a series that just stops is taken to have kept its last value for minutes.
+# Number of zeros sent after a problem ends: backends extend the last value of a series that just stops.
 _ZERO_POINTS = 3
-MAX_COSTS = 32  # points: of more slow ranks, the costliest
+MAX_COSTS = 32
 
 
 class StatusGauges:
-    """Gauges of the newest assessment. Written on the sidecar's thread, read on the metric reader's."""
+    """Gauges of the newest assessment. The sidecar's thread writes, and the sender's thread reads."""
 
     def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -27,7 +27,7 @@ class StatusGauges:
         self._newest: Assessment | None = None
         self._hang_found_s = 0.0
         self._hangs_s: Mapping[Any, float] = {}
-        self._zeros: dict[tuple[str, Any], int] = {}  # points to come of what was shown
+        self._zeros: dict[tuple[str, Any], int] = {}  # zeros still to send, by gauge and key
         self._spread_s: Mapping[tuple[str, str], float] = {}
         for name, callback in (
             (semantics.STRAGGLER_COST, self._cost),
@@ -40,7 +40,7 @@ class StatusGauges:
             meter.create_observable_gauge(name, [callback])
 
     def differ(self, spread_s: Mapping[tuple[str, str], float]) -> None:
-        """How the job's ranks differ now: see JobPart."""
+        """Set the quantiles over ranks (JobPart.spread_s)."""
         self._spread_s = spread_s
 
     def on_assessment(self, assessment: Assessment) -> None:
@@ -65,7 +65,7 @@ class StatusGauges:
 
     def _cost(self, options: CallbackOptions) -> Iterator[Observation]:
         findings = self._findings
-        # Without one of the ranks of a slow node the job waits for the others: each has what all of them cost together.
+        # If only one rank of a slow node got faster, the job would still wait for the others: show their joint cost.
         joint_ns = {rank: group.cost_ns for group in findings.groups for rank in group.ranks}
         costs_ns = {(each.rank, each.phase): joint_ns.get(each.rank, each.cost_ns) for each in findings.slow_now}
         known_s = {key: cost_ns / 1e9 for key, cost_ns in costs_ns.items() if cost_ns is not None}
@@ -88,7 +88,7 @@ class StatusGauges:
             yield Observation(value, {semantics.HANG_KIND: kind})
 
     def _ending_with_zeros(self, gauge: str, values: Mapping[Any, float]) -> list[tuple[Any, float]]:
-        """Return these points, and zeros for what was among them a short while ago."""
+        """Return these points, and zeros for keys that were among them in recent exports."""
         with self._lock:
             ended = [key for of, key in self._zeros if of == gauge and key not in values]
             for key in ended:

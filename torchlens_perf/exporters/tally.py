@@ -1,8 +1,8 @@
-"""What a node's ranks did, as it is handed on to node 0's sidecar, which adds up what all nodes hand on.
+"""Messages with the sums of a node's ranks, which the sidecar of node 0 adds up over all nodes.
 
-Counts are cumulative from the sidecar's start, so a lost message needs no retransmission. A message has some pieces of
-some series, as all buckets of one may not fit into it. A sidecar that is started again counts from zero, under another
-number of its own.
+Counts are cumulative from the sidecar's start, so a lost message needs no retransmission. All buckets of a series may
+not fit into one message, so a message contains pieces of some series. A restarted sidecar counts from zero, under a new
+instance number.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 EVERY_S = 5.0
-_EARLIER_S = 30.0
-"""A node that has counted for so much longer than node 0's sidecar has posted to an earlier one, which has sent its
-counts. For as long again, pieces that come for the first time only say where to count from."""
-_PIECE = 64
-"""Buckets: of any counts, a piece of so many fits into a message."""
+_PREDECESSOR_MARGIN_S = 30.0
+"""A node that has counted this much longer than node 0's sidecar also sent to an earlier sidecar of node 0, which has
+exported these counts. During the next seconds of the same number, first pieces are only used as a baseline."""
+_PIECE_BUCKETS = 64
+"""Number of buckets that always fit into a message."""
 _MAX_NODES = 16384
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 
 
 class _Piece(msgspec.Struct, array_like=True, frozen=True):
-    """Some buckets of a series of a histogram, and what is known of all of it."""
+    """Some buckets of a histogram's series, with the sum and extremes of the whole series."""
 
     metric: Annotated[int, msgspec.Meta(ge=0, le=255)]
     phase: Annotated[str, msgspec.Meta(max_length=32)]
@@ -47,24 +47,24 @@ class _Piece(msgspec.Struct, array_like=True, frozen=True):
     min_ns: _Count
     max_ns: _Count
     first: Annotated[int, msgspec.Meta(ge=0, lt=BUCKETS)]
-    """The first of these buckets."""
+    """Index of the first bucket."""
     counts: list[_Count]
-    """From there on, at most to the next multiple of _PIECE."""
+    """Counts of the buckets from `first` on, at most up to the next multiple of _PIECE_BUCKETS."""
 
     def __post_init__(self) -> None:
-        if self.first % _PIECE + len(self.counts) > _PIECE:
-            raise ValueError(f"{len(self.counts)} buckets from number {self.first} on are no piece")
+        if self.first % _PIECE_BUCKETS + len(self.counts) > _PIECE_BUCKETS:
+            raise ValueError(f"a piece of {len(self.counts)} buckets cannot begin at bucket {self.first}")
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True):
     instance: int
     age_s: float
-    """For so long this sidecar has counted."""
+    """Seconds since this sidecar began to count."""
     memory_bytes: _Count
-    """Of its fullest rank."""
+    """Memory of the node's fullest rank."""
     numbers: Annotated[list[float], msgspec.Meta(max_length=16)]
     explicit_bounds: bool
-    """Whether the buckets are those of Meter(explicit_bounds=True)."""
+    """True if the buckets are those of Meter(explicit_bounds=True)."""
     pieces: Annotated[list[_Piece], msgspec.Meta(max_length=64)]
 
 
@@ -72,20 +72,20 @@ _encode, _decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_M
 
 
 class Tally:
-    """Hands this node's series on. Belongs to the sidecar's thread."""
+    """Encodes this node's series as messages. Used on the sidecar's thread."""
 
     def __init__(
         self, meter: Meter, histograms: Sequence[Histogram], counters: Sequence[Number], clock: Callable[[], float]
     ) -> None:
-        """Of a meter that is not sent. clock: seconds."""
+        """meter: owns the instruments, and is not exported itself. clock: seconds."""
         self._meter, self._histograms, self._counters, self._clock = meter, histograms, counters, clock
         self._instance = secrets.randbits(32)
         self._began_s = clock()
         self._due_s = float("-inf")
-        self._next = 0  # piece, in turn
+        self._next_piece = 0
 
     def next(self, memory_bytes: int) -> bytes:
-        """The next message; b"" while none is due."""
+        """Return the next message; b"" if none is due."""
         now_s = self._clock()
         if now_s < self._due_s:
             return b""
@@ -101,25 +101,25 @@ class Tally:
         chosen: list[_Piece] = []
         data = b""
         for offset in range(len(pieces)):
-            chosen.append(pieces[(self._next + offset) % len(pieces)])
+            chosen.append(pieces[(self._next_piece + offset) % len(pieces)])
             message = _Message(self._instance, now_s - self._began_s, memory_bytes, numbers, explicit, chosen)
             longer = TALLY_MARK + _encode(message)
             if len(longer) > MAX_TALLY_BYTES:
                 chosen.pop()
                 break
             data = longer
-        self._next += len(chosen)
-        # The rest follows at once: what a message holds is as old as the last one that had it.
+        self._next_piece += len(chosen)
+        # Messages with parts of the pieces are more frequent, so all pieces are sent every EVERY_S seconds.
         self._due_s = now_s + EVERY_S * len(chosen) / len(pieces)
         return data
 
 
 def _pieces(metric: int, phase: str, sketch: Sketch) -> list[_Piece]:
-    """Split a series; pieces without a count are left out."""
+    """Split a series into pieces. Empty pieces are left out."""
     first, counts = sketch.used
     of_all, found = (sketch.sum_ns, sketch.min_ns, sketch.max_ns), []
-    for place in range(first // _PIECE * _PIECE, first + len(counts), _PIECE):
-        these = counts[max(0, place - first) : place - first + _PIECE]
+    for place in range(first // _PIECE_BUCKETS * _PIECE_BUCKETS, first + len(counts), _PIECE_BUCKETS):
+        these = counts[max(0, place - first) : place - first + _PIECE_BUCKETS]
         if these.any():
             found.append(_Piece(metric, phase, *of_all, max(place, first), these.tolist()))
     return found
@@ -127,11 +127,11 @@ def _pieces(metric: int, phase: str, sketch: Sketch) -> list[_Piece]:
 
 @dataclasses.dataclass
 class _Counted:
-    """What a sidecar of another node has counted."""
+    """The newest counts received from the sidecar of another node."""
 
     instance: int
     others_until_s: float
-    """Until then, what comes for the first time may be in the counts of an earlier sidecar of node 0."""
+    """Until this time, an earlier sidecar of node 0 may have exported pieces that arrive for the first time."""
     memory_bytes: int = 0
     numbers: list[float] | None = None
     sums_ns: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)
@@ -139,7 +139,7 @@ class _Counted:
 
 
 class HandedOn:
-    """What other nodes have handed on: adds what is new of it to the series that are sent."""
+    """Receives the messages of other nodes, and adds the increments to the exported series."""
 
     def __init__(
         self, meter: Meter, histograms: Sequence[Histogram], counters: Sequence[Number],
@@ -151,7 +151,7 @@ class HandedOn:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the fullest rank of those nodes; 0 where nobody knows."""
+        """Memory of the fullest rank of these nodes; 0 if unknown."""
         return max((each.memory_bytes for each in self._nodes.values()), default=0)
 
     def take(self, node: str, data: bytes) -> None:
@@ -159,14 +159,14 @@ class HandedOn:
         try:
             message = _decoder.decode(data[len(TALLY_MARK) :])
         except msgspec.MsgspecError as error:
-            logger.warning("what node %s hands on cannot be read: %s", node, error)
+            logger.warning("cannot decode the metrics that node %s forwards: %s", node, error)
             return
         counted, now_s = self._nodes.get(node), self._clock()
         if counted is None and len(self._nodes) >= _MAX_NODES:
             return
-        if counted is None or counted.instance != message.instance:  # a sidecar that is started again counts from zero
-            is_earlier = counted is None and message.age_s > now_s - self._began_s + _EARLIER_S
-            counted = _Counted(message.instance, now_s + _EARLIER_S if is_earlier else float("-inf"))
+        if counted is None or counted.instance != message.instance:  # A restarted sidecar counts from zero.
+            is_earlier = counted is None and message.age_s > now_s - self._began_s + _PREDECESSOR_MARGIN_S
+            counted = _Counted(message.instance, now_s + _PREDECESSOR_MARGIN_S if is_earlier else float("-inf"))
             self._nodes[node] = counted
         counted.memory_bytes = message.memory_bytes
         others, before = now_s < counted.others_until_s, counted.numbers
@@ -182,9 +182,9 @@ class HandedOn:
                 self._add(counted, each, others=others)
 
     def _add(self, counted: _Counted, piece: _Piece, *, others: bool) -> None:
-        """others: if the piece comes for the first time, its counts are those of an earlier sidecar of node 0."""
-        series, place, first = (piece.metric, piece.phase), piece.first // _PIECE, piece.first % _PIECE
-        counts = np.zeros(_PIECE, np.int64)
+        """Add a piece. others: an earlier sidecar of node 0 has exported its counts if this is the first such piece."""
+        series, place, first = (piece.metric, piece.phase), piece.first // _PIECE_BUCKETS, piece.first % _PIECE_BUCKETS
+        counts = np.zeros(_PIECE_BUCKETS, np.int64)
         counts[first : first + len(piece.counts)] = piece.counts
         before = counted.pieces.get((*series, place))
         counted.pieces[(*series, place)] = counts
@@ -197,8 +197,8 @@ class HandedOn:
             return
         sum_ns = max(0, piece.sum_ns - counted.sums_ns.get(series, 0))
         counted.sums_ns[series] = piece.sum_ns
-        # The extremes stay those of all. Sums of squares are not sent: nothing that is exported needs them.
+        # Minimum and maximum are of the whole series. The sum of squares is 0, because no exported metric needs it.
         grown = grown[used[0] : used[-1] + 1]
-        numbers = [sum_ns, 0, piece.min_ns, piece.max_ns, place * _PIECE + int(used[0]), *grown.tolist()]
+        numbers = [sum_ns, 0, piece.min_ns, piece.max_ns, place * _PIECE_BUCKETS + int(used[0]), *grown.tolist()]
         attributes: dict[str, Any] = {semantics.PHASE: piece.phase} if piece.phase else {}
         self._histograms[piece.metric].merge(Sketch.from_numbers(numbers), attributes)

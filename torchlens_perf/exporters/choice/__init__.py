@@ -1,1 +1,1 @@
-"""Which steps are sent as traces, and which ranks of them: bounded at any size of the job."""
+"""Selection of the steps and ranks that are sent as traces, bounded for jobs of any size."""

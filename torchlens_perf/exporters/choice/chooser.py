@@ -1,8 +1,8 @@
-"""Chooses the steps that are sent as traces, after the fact, and the ranks of each within a budget of spans. Pure.
+"""Selection of finished steps to send as traces, and of the ranks of each step, within a budget of spans. Pure.
 
-A step is to be sent by its number, because it is slow beside those before it, or because a rank is named in it. What
-then is sent is decided when its records are there: all ranks where that fits into the budget, else those that explain
-the step. What there is no room for is counted.
+A step becomes a candidate because of its number, because it is slower than the steps before it, or because a rank is
+reported as slow. Once the records of a candidate have arrived, all ranks are sent if they fit into the budget, and
+otherwise only the ranks that explain the step. Candidates that exceed the budget are counted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.placement import Placement
 
 FIRST_TRACED_STEPS = 3
-_RECORDS_S, _ROWS_S = 3.0, 8.0  # that a step waits for all local ranks' records, and for the rows of other nodes' ranks
-_OTHERS_MARGIN = 1.1  # ranks of other nodes may have more spans than those that can be counted here
-# Of the budget, what a step must leave: many are slow at once where the job becomes slower, and then a rank is named.
-_LEAVES = {FIRST: 0.0, NUMBER: 0.1, SLOW: 0.5, VERDICT: 0.0}
-_WHOLE_STEPS_S = 60.0  # for so long a job whose ranks fit into the budget waits for a step with all of them
+_LOCAL_RECORDS_TIMEOUT_S, _OTHER_NODES_TIMEOUT_S = 3.0, 8.0
+_REMOTE_SPANS_MARGIN = 1.1  # Ranks of other nodes may have more spans than the local ranks, which are counted exactly.
+# When a job slows down, many steps are slow at once. Part of the budget stays free for the verdict that follows.
+_RESERVED_SHARE = {FIRST: 0.0, NUMBER: 0.1, SLOW: 0.5, VERDICT: 0.0}
+_COMPLETE_STEP_INTERVAL_S = 60.0
 _MAX_CANDIDATES = 4096
 _MIN_SPANS = 48
 
@@ -36,47 +36,47 @@ _MIN_SPANS = 48
 class _Candidate:
     because: str
     ended_s: float
-    """By the rank's clock."""
+    """Time on the rank's clock."""
     since_s: float
-    """By the sidecar's clock."""
+    """Time on the sidecar's clock."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What the choice is made by."""
+    """The state of the job from which steps and ranks are selected."""
 
     spans: Callable[[int], Mapping[int, int]]
-    """Of a step, by rank of this node whose records of it are there: its spans."""
+    """Return the span counts of a step by rank, for the ranks of this node whose records of it have arrived."""
     running: frozenset[int]
-    """The ranks of this node that make steps."""
+    """Ranks of this node that still run steps."""
     world_size: int
-    """How many ranks the choice is for."""
+    """Number of ranks that the selection covers."""
     rows: RankRows
     slow: Sequence[int]
-    """The ranks that are named, the costliest first."""
+    """Ranks reported as slow, the costliest first."""
     places: Mapping[int, Placement]
 
 
 class Chooser:
-    """Of one attempt of a job. One thread."""
+    """Selects the traced steps of one attempt of a job. Not thread-safe."""
 
     def __init__(self, spans_per_s: float) -> None:
-        """spans_per_s: see SpanBudget."""
         self.budget = SpanBudget(spans_per_s)
         self.samples_slow = True
-        """Whether steps are sent because they are slow, or a rank is."""
+        """True if slow steps, and steps in which a rank was found slow, are sent."""
         self._slow_steps = SlowSteps()
         self._candidates: dict[int, _Candidate] = {}
         self._newest = -1
         self._newest_ended_s = 0.0
-        self._number_s = -math.inf  # when the last step ended that was sent by its number
+        self._last_numbered_end_s = -math.inf
         self._left_out = 0
         self.left_out = 0
-        """Steps that were to be sent, and for which there was no room."""
+        """Number of candidates that were not sent because they exceeded the budget."""
 
     def add_steps(self, steps: StepTable, every: int, now_s: float) -> None:
-        """Finished steps of the rank that the others are held to be alike. every: by their number, one of so many; 0:
-        none is sent. now_s: the sidecar's clock."""
+        """Add finished steps of one rank, which stands for all ranks.
+
+        every: trace one step in so many; 0: none. now_s: time on the sidecar's clock."""
         if not len(steps):
             return
         slow = self._slow_steps.add(steps).tolist()
@@ -92,31 +92,31 @@ class Chooser:
         self._newest, self._newest_ended_s = int(steps.step[-1]), ended_s[-1]
 
     def verdict_began(self, now_s: float) -> None:
-        """A rank was named: the newest step shows it."""
+        """Make the newest step a candidate because a rank was reported as slow."""
         if self.samples_slow and self._newest >= 0:
             self._candidates[self._newest] = _Candidate(VERDICT, self._newest_ended_s, now_s)
 
     @property
     def decided_to(self) -> int:
-        """All steps up to this one are decided about."""
+        """The last step up to which all candidates have been decided."""
         return min(self._candidates, default=self._newest + 1) - 1
 
     @property
     def has_candidates(self) -> bool:
-        """Whether there are steps to decide about."""
+        """True if undecided candidates are left."""
         return bool(self._candidates)
 
     def forget(self, decided_to: int) -> None:
-        """Somebody else has decided about the steps up to this one."""
+        """Drop the candidates up to this step: another node has decided about them."""
         for step in [step for step in self._candidates if step <= decided_to]:
             del self._candidates[step]
 
     def choose(
         self, attempt: int, known: Known, now_s: float, *, final: bool = False, after_s: float = 0.0
     ) -> list[TracedStep]:
-        """The steps that are to be sent, of those that can be decided about by now. final: nothing more comes.
+        """Return the steps to send, among the candidates that can be decided now.
 
-        after_s: only steps that have waited for so long.
+        final: no more records will arrive. after_s: decide only about candidates that have waited for so long.
         """
         found = []
         for step in sorted(self._candidates):
@@ -125,11 +125,11 @@ class Chooser:
             if waited_s < after_s:
                 break
             spans = known.spans(step)
-            if not known.running <= spans.keys() and waited_s < _RECORDS_S:
+            if not known.running <= spans.keys() and waited_s < _LOCAL_RECORDS_TIMEOUT_S:
                 break
             chosen = self._decide(attempt, step, candidate.because, spans, known, waited_s, candidate.ended_s)
             if chosen is None:
-                break  # in their order: what is decided is told by one number
+                break  # `decided_to` is a single number, so the steps have to be decided in order.
             del self._candidates[step]
             if isinstance(chosen, TracedStep):
                 found.append(chosen)
@@ -142,24 +142,24 @@ class Chooser:
         self, attempt: int, step: int, because: str, spans: Mapping[int, int], known: Known, waited_s: float,
         ended_s: float,
     ) -> TracedStep | bool | None:  # fmt: skip
-        """False: there is no room, or nothing of it is left. None: not yet."""
+        """Return False if the step exceeds the budget or its records are gone, and None if it has to wait."""
         if not spans:
             return False
         most = max(spans.values()) + 1
         if self.budget.is_unlimited:
             return TracedStep(attempt, step, because, left_out=self._left_out)
-        left = self.budget.at(ended_s) - _LEAVES[because] * self.budget.capacity
+        left = self.budget.at(ended_s) - _RESERVED_SHARE[because] * self.budget.capacity
         elsewhere = known.world_size - len(spans)
-        allowed = math.ceil(_OTHERS_MARGIN * most) if elsewhere > 0 else most
+        allowed = math.ceil(_REMOTE_SPANS_MARGIN * most) if elsewhere > 0 else most
         total = 1 + sum(spans.values()) + len(spans) + max(0, elsewhere) * allowed
         if total <= left:
             return self._chosen(attempt, step, because, (), allowed - 1, total, ended_s)
-        is_small = total <= (1 - _LEAVES[NUMBER]) * self.budget.capacity
-        if because == NUMBER and is_small and ended_s - self._number_s < _WHOLE_STEPS_S:
-            return False  # rather fewer steps than a part of the ranks; but some
+        is_small = total <= (1 - _RESERVED_SHARE[NUMBER]) * self.budget.capacity
+        if because == NUMBER and is_small and ended_s - self._last_numbered_end_s < _COMPLETE_STEP_INTERVAL_S:
+            return False  # A complete step will fit later, and is worth more than some ranks of this one.
         row = known.rows.at(step)
         awaited = known.world_size if elsewhere > 0 else len(spans)
-        if (row is None or row.known < awaited) and waited_s < _ROWS_S:
+        if (row is None or row.known < awaited) and waited_s < _OTHER_NODES_TIMEOUT_S:
             return None
         within = None if elsewhere > 0 else spans.keys()
         matter = ranks_that_matter(row, known.slow, known.places, within) or {ONLY_KNOWN: [min(spans)]}
@@ -178,7 +178,7 @@ class Chooser:
     ) -> TracedStep:  # fmt: skip
         self.budget.spend(total)
         if because in (FIRST, NUMBER):
-            self._number_s = ended_s
+            self._last_numbered_end_s = ended_s
         return TracedStep(attempt, step, because, roles, max_spans, self._left_out)
 
     def _count_left_out(self) -> None:
@@ -187,7 +187,7 @@ class Chooser:
 
 
 def reason(step: int, every: int) -> str:
-    """Why a step is sent by its number; "" if it is not."""
+    """Return FIRST or NUMBER if the step is traced because of its number, and "" otherwise."""
     if not every:
         return ""
     return FIRST if step < FIRST_TRACED_STEPS else NUMBER if step % every == 0 else ""

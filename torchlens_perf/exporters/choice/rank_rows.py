@@ -1,6 +1,6 @@
-"""What each rank did in the newest steps, as far as the judge gets to know it: who arrived last, who had most to do.
+"""Work and wait times of each rank in the newest steps: they show which rank arrived last and which had most work.
 
-A row is the mean over as many steps as the judge compares at once (analysis/statistics/step_bins.py). Pure.
+A row is the mean over the steps of one bin (analysis/statistics/step_bins.py). Pure.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     _Times = npt.NDArray[np.floating[Any]]
 
 _KEPT_ROWS = 64
-MAX_NAMED = 4  # slow ranks of a step
+MAX_NAMED = 4
 QUANTILES = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}
 
 
 class Row:
-    """The ranks in one row: arrays by rank, NaN where it has not come."""
+    """Times of all ranks in one bin: arrays indexed by rank, NaN for ranks whose times have not arrived."""
 
     def __init__(self, ranks: int) -> None:
         self.work_ns = np.full(ranks, np.nan, np.float32)
@@ -41,22 +41,21 @@ class Row:
 
     @property
     def known(self) -> int:
-        """How many ranks have come."""
+        """Number of ranks whose times have arrived."""
         return int(np.count_nonzero(~np.isnan(self.work_ns)))
 
 
 class RankRows:
-    """The newest rows of all ranks that are judged here."""
+    """The newest rows of all ranks that this sidecar compares."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[int, int], Row] = {}  # by width and number
+        self._rows: dict[tuple[int, int], Row] = {}  # keyed by (bin width, bin number)
         self._ranks = 0
 
     def add(self, block: BinBatch) -> None:
-        """Rows of several ranks."""
         self._ranks = max(self._ranks, int(block.ranks.max()) + 1) if len(block.ranks) else self._ranks
         work_ns, rows = block.parts_ns.sum(axis=2), block.key.shape[1]
-        if len(block.ranks) == 1:  # of this node: one rank after the other
+        if len(block.ranks) == 1:  # Ranks of this node come one at a time, and need no search for equal keys.
             for index in range(max(0, rows - _KEPT_ROWS), rows):
                 self._row(block.width, int(block.key[0, index])).set(
                     block.ranks, work_ns[0, index], block.wait_ns[0, index]
@@ -75,7 +74,7 @@ class RankRows:
         return found
 
     def at(self, step: int) -> Row | None:
-        """What is known of the ranks in that step; rows of one width and of another are put together."""
+        """Return the times of the ranks in that step, merged from the bins of all widths."""
         found: Row | None = None
         for (width, key), row in self._rows.items():
             if key == step // width:
@@ -87,7 +86,7 @@ class RankRows:
         return found
 
     def spread_s(self) -> dict[tuple[str, str], float]:
-        """How ranks differ in the newest row that most have: by "work" or "wait", and quantile over ranks; seconds."""
+        """Return quantiles over ranks in seconds, keyed by ("work" or "wait", quantile), from the most complete row."""
         ordered = sorted(self._rows.items(), key=lambda item: -(item[0][1] + 1) * item[0][0])
         most = max((row.known for _, row in ordered), default=0)
         row = next((row for _, row in ordered if row.known == most and most > 1), None)
@@ -104,10 +103,10 @@ class RankRows:
 def ranks_that_matter(
     row: Row | None, slow: Sequence[int], places: Mapping[int, Placement], within: Collection[int] | None = None
 ) -> dict[str, list[int]]:
-    """The ranks of a step that explain it, by why: those that are named as slow, the costliest first; the one that the
-    others waited for; the one with most work; and an ordinary one beside them, that of the median work.
+    """Return the ranks that explain a step, keyed by their role in it.
 
-    row: what is known of them in the step; None: nothing. within: only these; None: any. Empty where nothing is known.
+    The roles: ranks reported as slow (the costliest first), the rank that arrived last, the rank with most work, and a
+    rank with median work for comparison. row: times of the step, if known. within: limits the result to these ranks.
     """
     found: dict[str, list[int]] = {}
     named = [rank for rank in slow if within is None or rank in within][:MAX_NAMED]

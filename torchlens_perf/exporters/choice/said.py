@@ -1,4 +1,4 @@
-"""What node 0's sidecar says to the others about steps that are sent as traces. Pure."""
+"""The message in which the sidecar of node 0 sends the selected traces to the other nodes. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchlens_perf.run.records import TracedStep
 
 # Why a step is sent.
 FIRST, NUMBER, SLOW, VERDICT = "first", "number", "slow", "verdict"
-# Why a rank of it is, where not all are.
+# Why a rank of the step is sent, if not all ranks are.
 NAMED, LAST, MOST_WORK, REFERENCE, ONLY_KNOWN = "slow", "arrived last", "most work", "reference", "known"
 EVERYTHING = (1 << 62) - 1
 _VERSION = 1
@@ -26,18 +26,18 @@ _SAID = tuple[_Number, _Number, _Number, _Ranks, _Steps]
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """What node 0 says: it decides, so that all nodes send the same ranks of the same steps."""
+    """The decisions of node 0, by which all nodes send the same ranks of the same steps."""
 
     attempt: int
     decided_to: int
-    """What is to be said of all steps up to this one is said."""
+    """The last step up to which all steps have been decided."""
     standing: tuple[int, ...]
-    """Ranks that have metrics of their own."""
+    """Ranks that have metric series of their own."""
     steps: tuple[TracedStep, ...]
-    """The newest."""
+    """The newest steps that were selected."""
 
     def encode(self, max_bytes: int) -> bytes:
-        """In at most so many bytes: the oldest steps are left out. b"" where even without any it does not fit."""
+        """Encode into at most `max_bytes`, dropping the oldest steps if needed; b"" if not even the header fits."""
         for first in range(max(0, len(self.steps) - _MAX_SAID_STEPS), len(self.steps) + 1):
             steps = [dataclasses.astuple(each)[1:] for each in self.steps[first:]]
             found = msgspec.json.encode((_VERSION, self.attempt, self.decided_to, self.standing, steps))
@@ -47,11 +47,11 @@ class Said:
 
     @classmethod
     def decode(cls, data: bytes) -> Said:
-        """Raises ValueError for anything else."""
+        """Decode a message. Raises ValueError if it is invalid."""
         try:
             version, attempt, decided_to, standing, steps = msgspec.json.decode(data, type=_SAID)
         except (msgspec.MsgspecError, UnicodeError) as error:
-            raise ValueError(f"not what node 0 says of traces: {error}") from error
+            raise ValueError(f"invalid selection of traces from node 0: {error}") from error
         if version != _VERSION:
-            raise ValueError("not what node 0 says of traces: of another version")
+            raise ValueError(f"invalid selection of traces from node 0: unknown version {version}")
         return cls(attempt, decided_to, standing, tuple(TracedStep(attempt, *each) for each in steps))

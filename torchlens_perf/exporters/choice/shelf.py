@@ -1,4 +1,4 @@
-"""The records of the newest steps of a node's ranks, until it is decided which of them are sent as traces. Pure."""
+"""A buffer of the newest steps' records, kept until the steps to send as traces are selected. Pure."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.run.records import StepTable, StepTrace
 
-MAX_BYTES = 16 << 20  # mostly of arrays that wait for the next segment anyway
+MAX_BYTES = 16 << 20  # Most of these arrays stay in memory until the next segment is written anyway.
 
 
 @dataclasses.dataclass(frozen=True)
 class Shelved:
-    """Whole steps of one process."""
+    """Complete steps of one process."""
 
     key: str
-    """Of the process, Identity.key."""
+    """Identity.key of the process."""
     rank: int
     anchor: Anchor
     records: npt.NDArray[np.void]
     later: npt.NDArray[np.void]
-    """What came after them, and may be about them."""
+    """Records that arrived after these steps and may belong to them."""
     names: list[str]
     steps: StepTable
 
@@ -38,12 +38,12 @@ class Shelved:
         return found[0] if found else None
 
     def spans(self, step: int) -> int:
-        """How many spans a step has, its own left out."""
+        """Return the number of spans of a step, without the step's own span."""
         return span_count(self.records, step) + span_count(self.later, step)
 
 
 class Shelf:
-    """Records as they come; the oldest go when there are too many bytes of them."""
+    """A queue of steps that drops its oldest entries above a number of bytes."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -51,14 +51,14 @@ class Shelf:
         self._kept: deque[Shelved] = deque()
 
     def add(self, shelved: Shelved) -> None:
-        """Steps of a process, in their order; at least one."""
+        """Append at least one step of a process. Steps are in order."""
         self._kept.append(shelved)
         self._bytes += _bytes(shelved)
         while self._bytes > self._max_bytes and len(self._kept) > 1:
             self._bytes -= _bytes(self._kept.popleft())
 
     def of(self, step: int) -> list[Shelved]:
-        """What is there of a step, by rank at most one: that of the process that came last."""
+        """Return the entries that contain a step, one per rank: the newest if the rank was restarted."""
         found: dict[int, Shelved] = {}
         for each in self._kept:
             if int(each.steps.step[0]) <= step <= int(each.steps.step[-1]) and (each.steps.step == step).any():
@@ -66,7 +66,7 @@ class Shelf:
         return [found[rank] for rank in sorted(found)]
 
     def spans(self, step: int) -> dict[int, int]:
-        """By rank whose records of the step are there, how many spans it has, its step's own left out."""
+        """Return the number of spans of a step by rank, without the step's own span."""
         return {each.rank: each.spans(step) for each in self.of(step)}
 
 

@@ -1,4 +1,4 @@
-"""Which steps are slow beside those before them. Pure."""
+"""Detection of steps that are slower than the steps before them. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ if TYPE_CHECKING:
 
 WINDOW, MIN_STEPS = 512, 64
 QUANTILE = 0.99
-MIN_EXCESS = 0.1  # of the median: where all steps last equally long, the longest is not slow
+MIN_EXCESS = 0.1  # relative to the median: if all steps take about the same time, the longest is not slow
 
 
 class SlowSteps:
-    """The steps of one rank, as they come: in synchronous training all ranks' last equally long."""
+    """The recent step durations of one rank. In synchronous training they are about the same on all ranks."""
 
     def __init__(self) -> None:
         self._recent_ns: deque[int] = deque(maxlen=WINDOW)
 
     def add(self, steps: StepTable) -> npt.NDArray[np.bool_]:
-        """Which of these are slow: beyond the 99th percentile of the last 512 steps before them, and a tenth beyond
-        their median. None are until there are 64."""
+        """Return a mask of the slow steps: above the 99th percentile of the last 512 steps, and 10% above their median.
+
+        No step is slow before there are 64 steps to compare with."""
         above_ns = self._limit_ns()
         self._recent_ns.extend(steps.duration_ns.tolist())
         slow: npt.NDArray[np.bool_] = steps.duration_ns > above_ns

@@ -1,1 +1,1 @@
-"""How OTLP requests reach an endpoint: kept in an outbox, sent, tried again, and counted."""
+"""Delivery of OTLP requests: the outbox that queues them, transports, retries and counts."""

@@ -1,8 +1,8 @@
-"""What became of one request: delivered, to be tried again, too large, or refused for good.
+"""The result of one OTLP request: delivered, to be retried, too large, or refused for good.
 
-By the OTLP specification (https://opentelemetry.io/docs/specs/otlp/#failures), and beyond it in one thing: what cannot
-be the endpoint (a wrong address, a token that has expired, a web page) keeps the data waiting. Somebody may mend it
-while the job runs, and nothing but the room in the outbox is lost by waiting.
+It follows the OTLP specification (https://opentelemetry.io/docs/specs/otlp/#failures), except that requests are also
+retried if the server cannot be the endpoint (a wrong address, an expired token, a web page). A user may fix that while
+the job runs, and waiting costs nothing but room in the outbox.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 class Outcome(enum.Enum):
     DELIVERED = "delivered"
     LATER = "later"
-    """Not now: the endpoint is away, busy, or is not one."""
+    """To be retried: the endpoint is unreachable or busy, or the server is no OTLP endpoint."""
     TOO_LARGE = "too large"
-    """Halves of it may be taken."""
+    """The endpoint may accept the request in smaller parts."""
     REFUSED = "refused"
-    """It will never be taken: it is malformed to this endpoint."""
+    """The endpoint will never accept the request: it considers it malformed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What one try has come to."""
+    """The result of one attempt to send a request."""
 
     outcome: Outcome
     reason: str = ""
-    """Why it was not delivered, for the log."""
+    """Why the request was not delivered, for the log."""
     after_s: float | None = None
-    """How long the endpoint asks to wait; None where it does not say."""
+    """Seconds that the endpoint asks to wait before a retry; None if it does not."""
     rejected: int = 0
-    """How many items of a delivered request the endpoint says that it has not taken."""
+    """Number of items of a delivered request that the endpoint reports as rejected."""
 
 
 class NotTakenError(Exception):
-    """Ends an export of the SDK at once, which would otherwise try the request again itself, or take it for taken."""
+    """Raised inside the SDK's exporter to end an export that it would retry or count as delivered."""
 
 
 def later(reason: str, after_s: float | None = None) -> Answer:
@@ -48,7 +48,7 @@ def later(reason: str, after_s: float | None = None) -> Answer:
 
 
 def rejected(response: bytes) -> int:
-    """Return how many items a partial success leaves out. The three signals' responses are laid out alike."""
+    """Return the number of rejected items in a response. Responses of all signals have the same layout."""
     try:
         return max(0, int(ExportTraceServiceResponse.FromString(response).partial_success.rejected_spans))
     except DecodeError:
@@ -56,15 +56,15 @@ def rejected(response: bytes) -> int:
 
 
 def wait_of(header: str, unix_s: float | None = None) -> float | None:
-    """Return the seconds that a Retry-After header asks for, as a number or a date; None for anything else.
+    """Return the seconds (at least 0) that a Retry-After header asks for; None if it is invalid.
 
-    Never negative.
+    The header has a number of seconds or a date.
     """
     text = header.strip()
     if text.isdecimal():
         return float(text)
     try:
         until_s = email.utils.parsedate_to_datetime(text).timestamp()
-    except (TypeError, ValueError, OverflowError):  # also a date that no clock reaches
+    except (TypeError, ValueError, OverflowError):
         return None
     return max(0.0, until_s - (time.time() if unix_s is None else unix_s))

@@ -1,4 +1,4 @@
-"""An endpoint's address in its parts. Only `shown` of them may be printed: the rest may be credentials."""
+"""The parts of an endpoint's address. Only `shown` may be printed: the other parts may contain credentials."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ class EndpointAddress(NamedTuple):
     """The parts of an address. Each is as it was written; a missing part is ""."""
 
     scheme: str
-    """In lower case."""
+    """Scheme in lower case."""
     user_info: str
     host: str
-    """With the port. Where gRPC resolves the address itself, the host is in the path."""
+    """Host and port. It is empty for addresses that gRPC resolves itself: `path` has all of these."""
     path: str
     query: str
     fragment: str
 
     @property
     def is_grpc_name(self) -> bool:
-        """Whether gRPC resolves the address itself, as unix:/path."""
+        """True if gRPC resolves the address itself, as with unix:/path."""
         return self.scheme in _GRPC_SCHEMES
 
     @property
     def shown(self) -> str:
-        """Scheme, host, port and path, in one line: what messages may have."""
+        """Scheme, host, port and path in one line. These are safe to print."""
         separator = "" if not self.scheme else ":" if self.is_grpc_name else "://"
         return printable(f"{self.scheme}{separator}{self.host}{self.path}")
 
 
 def parsed(address: str) -> EndpointAddress:
-    """Split an address, with or without a scheme. Any text is accepted; `shown` never has what may be a credential."""
+    """Split an address, with or without a scheme. Any text is accepted."""
     whole = address.strip()
     rest, _, fragment = whole.partition("#")
     rest, _, query = rest.partition("?")
@@ -46,7 +46,8 @@ def parsed(address: str) -> EndpointAddress:
     scheme = name.lower() if colon else ""
     if scheme.startswith("unix") and scheme in _GRPC_SCHEMES:
         return EndpointAddress(scheme, "", "", after, query, fragment)
-    if scheme in _GRPC_SCHEMES and "@" not in rest.partition("/")[0]:  # dns:password@host has a user called dns
+    # dns:password@host is no gRPC name, but has a user called dns.
+    if scheme in _GRPC_SCHEMES and "@" not in rest.partition("/")[0]:
         before, _, last = after.rpartition("@")
         # In dns://authority/user:password@host, the credentials begin after the last slash.
         slashes = before[: before.rfind("/") + 1]
@@ -55,7 +56,7 @@ def parsed(address: str) -> EndpointAddress:
     scheme, rest = (found[1].lower(), found[2]) if found else ("", rest)
     authority, slash, path = rest.partition("/")
     if "@" not in authority and "@" in whole and not _HOST_AND_PORT.fullmatch(authority):
-        # A password with "/", "?" or "#" in it: its begin stands where the port should.
+        # The password contains "/", "?" or "#", so its beginning was taken for the port.
         before, _, last = whole[len(scheme) + len("://") if scheme else 0 :].rpartition("@")
         return parsed(f"{scheme}://{last}" if scheme else last)._replace(user_info=before)
     user_info, _, host = authority.rpartition("@")
@@ -63,5 +64,5 @@ def parsed(address: str) -> EndpointAddress:
 
 
 def shown(address: str) -> str:
-    """An address as messages may have it."""
+    """Return the parts of an address that are safe to print."""
     return parsed(address).shown

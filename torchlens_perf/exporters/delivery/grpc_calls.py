@@ -1,4 +1,4 @@
-"""What endpoints answer to the SDK's exporters over gRPC."""
+"""An interceptor that classifies the responses to the SDK's gRPC exporters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from google.rpc.status_pb2 import Status
 from torchlens_perf.errors import printable
 from torchlens_perf.exporters.delivery.answer import Answer, NotTakenError, Outcome, later, rejected
 
-# A channel that cannot connect tries it again this often at least; the default is two minutes.
+# Reconnect at least every 10 s: gRPC's default of two minutes would delay data after an outage.
 OPTIONS = (("grpc.max_reconnect_backoff_ms", 10_000), ("grpc.enable_retries", 0))
 _DETAILS = "grpc-status-details-bin"
 _REFUSES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ALREADY_EXISTS)
@@ -20,14 +20,14 @@ _MAX_REASON = 200
 
 
 class ObservedCalls(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
-    """Judges each answer. What is not delivered raises, so that the SDK does not try it again by itself."""
+    """Classifies each response. Failures raise NotTakenError, which keeps the SDK from retrying by itself."""
 
     def __init__(self) -> None:
         self.answer: Answer | None = None
-        """Judgement of the last call's answer; None before it."""
+        """Result of the last call; None before the first."""
 
     def observe(self, exporter: Any) -> None:
-        """See all calls of one of the SDK's exporters. Raises AttributeError for one that is made otherwise."""
+        """Intercept all calls of an SDK exporter. Raises AttributeError if its internals have changed."""
         exporter._channel = grpc.intercept_channel(exporter._channel, self)
         exporter._client = exporter._stub(exporter._channel)
 
@@ -52,7 +52,7 @@ def _failed(error: Any) -> Answer:
 
 
 def _asked_wait_s(error: Any) -> float | None:
-    """What a google.rpc.RetryInfo among the error's details asks for."""
+    """Return the delay that a google.rpc.RetryInfo among the error's details asks for."""
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS:
             try:

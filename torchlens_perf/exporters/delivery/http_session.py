@@ -1,7 +1,7 @@
-"""The session through which the SDK's exporters send over HTTP: it judges each answer, and ends each try in time.
+"""The session through which the SDK's exporters send over HTTP: it classifies each response and enforces a timeout.
 
-The SDK takes redirects and web pages for success, and its timeouts start again with each byte that arrives. Here every
-answer but a delivery raises, so that the SDK neither loses the request nor tries it again by itself.
+The SDK counts redirects and web pages as success, and its timeouts start again with each byte that arrives. Here every
+failure raises NotTakenError, so the SDK neither drops the request nor retries by itself.
 """
 
 from __future__ import annotations
@@ -26,47 +26,47 @@ from torchlens_perf.exporters.delivery.answer import Answer, NotTakenError, Outc
 
 _PROTOBUF = "application/x-protobuf"
 _PROVIDERS = "opentelemetry_otlp_credential_provider"
-# The endpoint is busy or away; 500 is not on the specification's list, but proxies answer it when what is behind them
-# is.
+# The endpoint is busy or unreachable. The specification does not list 500, but some proxies send it then.
 _BUSY = (408, 429, 500, 502, 503, 504)
-# This is no endpoint, or not with these credentials: somebody has to mend that.
-_NOT_IT = (401, 403, 404, 405, 407)
+# The address or the credentials are wrong. A user may fix that while the job runs.
+_MISCONFIGURED = (401, 403, 404, 405, 407)
 _MAX_REASON = 200
-_PIECE, _MAX_ANSWER = 256, 1 << 16  # bytes
-_CUT_AGAIN_S = 0.2
+_CHUNK_BYTES, _MAX_RESPONSE_BYTES = 256, 1 << 16
+_SHUTDOWN_RETRY_S = 0.2
 
 
 class ObservedSession(requests.Session):
-    """Requests of one exporter. One thread."""
+    """The session of one exporter. Not thread-safe."""
 
     def __init__(self, provider: str = "") -> None:
-        """provider: the name of a credential provider, whose session sends; "": none. Raises RuntimeError for one that
-        is missing."""
+        """provider: name of the credential provider whose session sends the requests; "": no provider.
+
+        Raises RuntimeError if the provider is missing."""
         super().__init__()
         self.answer: Answer | None = None
-        """Judgement of the last request's answer; None before it."""
+        """Result of the last request; None before the first."""
         self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
         self._of_provider = _session_of(provider) if provider else None
         if not provider:
             self.auth = _authorize
         session = self._of_provider or self
         for prefix, adapter in list(session.adapters.items()):
-            if type(adapter) is HTTPAdapter:  # the user's own stay as they are
+            if type(adapter) is HTTPAdapter:  # Adapters that a user's provider has mounted are kept.
                 session.mount(prefix, _TrackingAdapter(self._connections))
 
     def request(self, method: str | bytes, url: str | bytes, *arguments: Any, **named: Any) -> requests.Response:
-        """One try, within the timeout, whatever the server does. Raises NotTakenError for all but a delivery."""
+        """Send once, within the timeout even if the server trickles. Raises NotTakenError unless delivered."""
         self.answer = None
-        # Redirects are not followed: a POST with credentials must not go where a proxy points.
+        # Redirects are not followed: a proxy must not be able to send a POST with credentials elsewhere.
         named.update(allow_redirects=False, stream=True)
         timeout_s = float(named.get("timeout") or 10)
         with self._cut_after(timeout_s) as is_over:
             try:
                 with self._send(method, url, *arguments, **named) as response:
                     answer = _answer(response, _content(response))
-            except Exception as error:  # also what the user's own session raises
+            except Exception as error:  # A session of a user's provider may raise anything.
                 answer = later(f"{type(error).__name__}: {error}")
-            if is_over.is_set():  # a head that was cut off reads like a short one
+            if is_over.is_set():  # Headers that were cut off by the shutdown look like a complete response.
                 answer = later(f"no whole answer within {timeout_s:.3g} s")
         self.answer = answer
         if answer.outcome is not Outcome.DELIVERED:
@@ -81,20 +81,20 @@ class ObservedSession(requests.Session):
         return provided.request(*arguments, **named)
 
     def merge_environment_settings(self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any) -> Any:
-        """The exporter's own certificate goes before a machine's REQUESTS_CA_BUNDLE."""
+        """Prefer the exporter's own certificate to REQUESTS_CA_BUNDLE from the environment."""
         own = self.verify if isinstance(self.verify, str) and verify is None else verify
         return super().merge_environment_settings(url, proxies, stream, own, cert)
 
     @contextlib.contextmanager
     def _cut_after(self, timeout_s: float) -> Iterator[threading.Event]:
-        """Shut connections down once the time is over; the event says whether it is."""
+        """Shut connections down after the timeout. The event is set when the timeout has passed."""
         ended, is_over = threading.Event(), threading.Event()
 
         def watch() -> None:
             wait_s = timeout_s
-            while not ended.wait(wait_s):  # again and again: a connection may just be being made
+            while not ended.wait(wait_s):  # Repeated, because another connection may be opened meanwhile.
                 is_over.set()
-                wait_s = _CUT_AGAIN_S
+                wait_s = _SHUTDOWN_RETRY_S
                 for connection in list(self._connections):
                     found = getattr(connection, "sock", None)
                     if isinstance(found, socket.socket):
@@ -109,7 +109,7 @@ class ObservedSession(requests.Session):
 
 
 class _TrackingAdapter(HTTPAdapter):
-    """Records the connections that it makes."""
+    """An HTTP adapter that records its connections."""
 
     def __init__(self, connections: weakref.WeakSet[Any]) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class _TrackingAdapter(HTTPAdapter):
 
     def get_connection_with_tls_context(self, *arguments: Any, **named: Any) -> Any:
         pool = super().get_connection_with_tls_context(*arguments, **named)
-        if "ConnectionCls" not in vars(pool):  # it is made anew, with that of its class
+        if "ConnectionCls" not in vars(pool):  # A new pool has no attribute of its own yet.
             make = pool.ConnectionCls
 
             def tracked(*arguments: Any, **named: Any) -> Any:
@@ -130,11 +130,11 @@ class _TrackingAdapter(HTTPAdapter):
 
 
 def _content(response: requests.Response) -> bytes:
-    """The answer, or its begin where it is long: anything may stand at a wrong address."""
+    """Return the start of the response body. A server at a wrong address may send any amount."""
     content = b""
-    for piece in response.iter_content(_PIECE):
+    for piece in response.iter_content(_CHUNK_BYTES):
         content += piece
-        if len(content) >= _MAX_ANSWER:
+        if len(content) >= _MAX_RESPONSE_BYTES:
             break
     return content
 
@@ -151,7 +151,7 @@ def _answer(response: requests.Response, content: bytes) -> Answer:
     reason = f"HTTP {status} {_message(content, kind)}".strip()
     if status in _BUSY:
         return later(reason, wait_of(response.headers.get("Retry-After", "")))
-    if status in _NOT_IT:
+    if status in _MISCONFIGURED:
         return later(reason)
     return Answer(Outcome.TOO_LARGE if status == 413 else Outcome.REFUSED, reason)
 
@@ -169,10 +169,10 @@ def _message(content: bytes, kind: str) -> str:
 
 
 def _authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """With it, requests does not look into ~/.netrc, which would replace the header that the user has set.
+    """Authorize a request without ~/.netrc, which would replace the header that the user has set.
 
-    Credentials in the endpoint's address are sent as without it, where there is no header. Proxies and certificates
-    stay the environment's.
+    Credentials in the endpoint's address are used if there is no header. Proxies and certificates still come from the
+    environment.
     """
     user, password = get_auth_from_url(request.url or "")
     if user and "Authorization" not in request.headers:
@@ -181,10 +181,10 @@ def _authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
 
 
 def _session_of(provider: str) -> requests.Session:
-    """The session that the user's credential provider makes."""
+    """Return the session that the user's credential provider creates."""
     for entry in importlib.metadata.entry_points(group=_PROVIDERS, name=provider):
         session = entry.load()()
         if isinstance(session, requests.Session):
             return session
-        raise RuntimeError(f"the credential provider {provider!r} makes no requests.Session")
+        raise RuntimeError(f"the credential provider {provider!r} does not return a requests.Session")
     raise RuntimeError(f"there is no credential provider {provider!r}")

@@ -1,7 +1,7 @@
-"""Files for a cluster without a network.
+"""A transport that writes requests to files, for clusters without a network.
 
-As OTLP has requests in JSON, one a line: https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding. Any OTLP
-endpoint that takes JSON takes such a line as a request's body.
+Each line is one OTLP request in JSON (https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding). It can be
+sent as it is to any OTLP endpoint that accepts JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _IDS = frozenset(("traceId", "spanId", "parentSpanId"))
 
 
 def _with_hex_ids(value: Any) -> Any:
-    """OTLP wants ids in hexadecimal digits where protobuf's JSON has base64."""
+    """Convert ids from base64, which protobuf's JSON uses, to hexadecimal digits, which OTLP requires."""
     if isinstance(value, dict):
         return {
             key: base64.b64decode(each).hex() if key in _IDS else _with_hex_ids(each) for key, each in value.items()
@@ -49,7 +49,7 @@ class FileTransport:
                 try:
                     ownership.write_all(file, line)
                 except OSError:
-                    file.truncate(end)  # half a line would garble the next
+                    file.truncate(end)  # A partial line would corrupt the next one.
                     raise
         except OSError as error:
             return later(f"{self._path}: {error.strerror}")

@@ -1,6 +1,6 @@
-"""OTLP requests: what the SDK exports, as bytes that can wait on a disk, and back.
+"""Conversion of the SDK's spans, metrics and log records to bytes of OTLP requests, and back.
 
-Bytes are made by the encoders of OpenTelemetry's exporters, so a kept file is a request that any endpoint takes.
+The encoders of OpenTelemetry's exporters make the bytes, so any endpoint accepts a request that was stored in a file.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, TraceFlags,
 from opentelemetry.trace.status import Status, StatusCode
 
 Item: TypeAlias = ReadableSpan | ReadableLogRecord | MetricsData
-"""What a request holds several of; of metrics, one."""
+"""An element of a request. A request of metrics has one element."""
 
-_REMOTE = 0x200  # SpanFlags: the parent, or what is linked to, is of another process
+_REMOTE = 0x200  # in SpanFlags: the parent or linked span belongs to another process
 _ENCODERS = {
     "traces": ("trace_encoder", "encode_spans"),
     "metrics": ("metrics_encoder", "encode_metrics"),
@@ -45,12 +45,12 @@ def _points(data: MetricsData) -> int:
 
 
 def metrics_of(data: MetricsData) -> list[sdk.Metric]:
-    """Return all metrics, whatever their resource."""
+    """Return the metrics of all resources."""
     return [metric for of in data.resource_metrics for scope in of.scope_metrics for metric in scope.metrics]
 
 
 def halves(items: Sequence[Item]) -> list[list[Item]]:
-    """Split a request in two; [] where it holds one item only. Points of one metric stay together."""
+    """Split a request in two; [] if it has only one item. Points of one metric stay together."""
     if len(items) > 1:
         return [list(items[: len(items) // 2]), list(items[len(items) // 2 :])]
     if len(items) == 1 and isinstance(data := items[0], MetricsData) and (count := len(metrics_of(data))) > 1:
@@ -59,8 +59,7 @@ def halves(items: Sequence[Item]) -> list[list[Item]]:
 
 
 def _part(data: MetricsData, begin: int, end: int) -> MetricsData:
-    """Return the metrics with these numbers."""
-    (of,) = data.resource_metrics  # as NodeMetrics makes them, and decode() of what it has made
+    (of,) = data.resource_metrics  # NodeMetrics creates exactly one resource and one scope.
     (scope,) = of.scope_metrics
     kept = sdk.ScopeMetrics(scope.scope, scope.metrics[begin:end], scope.schema_url)
     return MetricsData([sdk.ResourceMetrics(of.resource, [kept], of.schema_url)])
@@ -80,7 +79,7 @@ def encode(signal: str, items: Sequence[Item]) -> bytes:
 
 
 def decode(signal: str, body: bytes) -> list[Item]:
-    """Return what a request holds. Raises ValueError for bytes that are no request."""
+    """Return the items of a request. Raises ValueError if the bytes are no request."""
     try:
         if signal == "traces":
             return list(_spans(ExportTraceServiceRequest.FromString(body)))
@@ -152,7 +151,7 @@ def _metric(metric: Any) -> sdk.Metric:
 
 
 def _alike(kind: type, message: Any, **known: Any) -> Any:
-    """A dataclass of the SDK, whose fields are called as the message's."""
+    """Return a dataclass of the SDK, filled from the message's fields of the same names."""
     fields = (field.name for field in dataclasses.fields(kind) if field.name not in known)
     return kind(**known, **{name: _FIELDS.get(name, _as_it_is)(message, name) for name in fields})
 
@@ -176,7 +175,7 @@ _FIELDS: dict[str, Callable[[Any, str], Any]] = {
 
 
 def in_span(context: SpanContext) -> Any:
-    """Return the context of what happens in that span."""
+    """Return a context whose current span is the given one."""
     return set_span_in_context(NonRecordingSpan(context))
 
 

@@ -1,8 +1,8 @@
-"""What is to be delivered, oldest first: the newest in memory, what the endpoint does not take on disk.
+"""A queue of data to deliver, oldest first. New items are in memory; requests that could not be sent are on disk.
 
-A file of the outbox is one request, whole, and its name says how many items are in it. It is written under another name
-and renamed, and goes when the endpoint has taken it: whoever is killed in between sends that one request twice, and
-none is lost. Beyond the room that it is given, the oldest items go for newer ones, and are counted.
+A file of the outbox is one complete request, and its name has the number of items. It is written under a temporary
+name, renamed, and deleted after delivery. A process that is killed in between sends that request twice and loses none.
+When the outbox is full, the oldest items are dropped and counted.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _NAME = re.compile(r"(?P<owner>.+)\.(?P<signal>traces|metrics|logs)\.(?P<number>
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is sent at once."""
+    """The items that are sent together."""
 
     items: Sequence[Item]
     count: int
-    """Spans, metric points or log records in it."""
+    """Number of spans, metric points or log records."""
     path: Path | None = None
-    """Where it lies on disk; None: in memory."""
+    """File of the request; None if it is in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """How much may wait."""
+    """The capacity of an outbox."""
 
     memory_items: int = 16384
     disk_bytes: int = 256 << 20
 
 
 class Outbox:
-    """One signal's requests. put() on any thread, all else on the sender's."""
+    """The queue of one signal. put() may be called on any thread, all other methods on the sender's thread."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class Outbox:
         room: Room | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """folder: of the run's outbox; None: there is no disk, and memory is all. owner: of the files, the node's name;
-        "": whoever's, for a replay. batch_items: that a request holds at most. delay_s: that an item waits for others.
+        """folder: the run's outbox; None: keep everything in memory. owner: name of the node that owns the files;
+        "": files of all nodes, for a replay. batch_items: maximum of a request. delay_s: wait for a full request.
 
-        Files that an earlier process has left are delivered first.
+        Files that an earlier process left are delivered first.
         """
         self.signal = signal
         self._folder, self._owner = folder, owner or "replay"
@@ -70,75 +70,75 @@ class Outbox:
         self._room = Room() if room is None else room
         self._arrived = threading.Condition()
         self._items: deque[Item] = deque()
-        self._count = 0  # in _items
-        self._since_s = math.inf  # when the oldest of _items came
-        self._requests: deque[Request] = deque()  # made of what were _items; the first may be on its way
+        self._item_count = 0
+        self._oldest_item_s = math.inf
+        self._requests: deque[Request] = deque()  # formed from _items; the first may be in flight
         self._on_disk = threading.Lock()
-        self._files: deque[tuple[Path, int, int]] = deque()  # with count and bytes
+        self._files: deque[tuple[Path, int, int]] = deque()  # path, number of items, bytes
         self._disk_bytes = 0
         self._number = 0
         self._woken = False
         self.dropped = 0
-        """Items that had to go for newer ones, or that the disk did not take. Only ever grows."""
+        """Total of items dropped because the outbox was full or a file could not be read."""
         for path, count, number in found(folder, signal, owner):
             self._add_file(path, count, path.stat().st_size)
             self._number = max(self._number, number + 1)
 
     def put(self, items: Sequence[Item]) -> None:
-        """Takes items over. Never waits, and touches no disk."""
+        """Append items. Never blocks and never writes to disk."""
         with self._arrived:
             was_empty = not self._items
             if was_empty:
-                self._since_s = self._clock()
+                self._oldest_item_s = self._clock()
             self._items.extend(items)
-            self._count += size(items)
-            while self._count > self._room.memory_items and len(self._items) > 1:
+            self._item_count += size(items)
+            while self._item_count > self._room.memory_items and len(self._items) > 1:
                 oldest = size([self._items.popleft()])
-                self._count -= oldest
+                self._item_count -= oldest
                 self.dropped += oldest
             if was_empty or len(self._items) >= self._batch_items:
                 self.wake()
 
     @property
     def on_disk(self) -> bool:
-        """Whether what waits lies on the disk."""
+        """True if all undelivered items are on disk."""
         return self._folder is not None and not self._requests and not self._items
 
     def waiting(self) -> int:
-        """Return how many items are to be delivered."""
+        """Return the number of undelivered items."""
         with self._arrived:
             in_requests = sum(each.count for each in self._requests)
-            return self._count + in_requests + sum(count for _, count, _ in self._files)
+            return self._item_count + in_requests + sum(count for _, count, _ in self._files)
 
     def due_s(self) -> float:
-        """Return in how many seconds there is a request to send, as far as is known now."""
+        """Return the seconds until a request is ready to send, with the items of now."""
         with self._arrived:
             if self._files or self._requests or len(self._items) >= self._batch_items:
                 return 0.0
-            return max(0.0, self._since_s + self._delay_s - self._clock())
+            return max(0.0, self._oldest_item_s + self._delay_s - self._clock())
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something comes, somebody calls wake(), or for so long."""
+        """Wait until items arrive, wake() is called, or the timeout has passed."""
         with self._arrived:
             self._arrived.wait_for(lambda: self._woken, timeout_s)
             self._woken = False
 
     def wake(self) -> None:
-        """Ends a wait(), the next one if there is none now."""
+        """End the current wait(), or make the next one return at once."""
         with self._arrived:
             self._woken = True
             self._arrived.notify()
 
     def oldest(self, *, everything: bool = False) -> Request | None:
-        """The request to send next; it stays until removed. A file that cannot be read goes, and is counted.
+        """Return the request to send next, without removing it. Unreadable files are dropped and counted.
 
-        everything: also items that could still wait for others.
+        everything: do not wait for a full request.
         """
         while self._files:
             path, count, size_bytes = self._files[0]
             try:
                 return Request(decode(self.signal, ownership.read_bytes(path, self._room.disk_bytes)), count, path)
-            except OSError:  # it may be readable another time
+            except OSError:  # The file is kept, as it may be readable in a replay.
                 self._drop_file(count, size_bytes)
             except ValueError:
                 self._drop_file(count, size_bytes)
@@ -149,8 +149,9 @@ class Outbox:
             return self._requests[0] if self._requests else None
 
     def remove(self, request: Request, parts: Sequence[Sequence[Item]] = ()) -> None:
-        """It was delivered, or will never be. parts: what takes its place, as it was too large; of one that lies on
-        disk they do too, before it goes."""
+        """Remove a request that was delivered or refused. parts: smaller requests that replace one that was too large.
+
+        Parts of a file are written to disk before the file is deleted, so nothing is lost if the process is killed."""
         smaller = [Request(part, size(part)) for part in parts]
         if request.path is not None:
             smaller = [part for part in smaller if not self._is_kept(part)]
@@ -164,7 +165,7 @@ class Outbox:
             self._requests.extendleft(reversed(smaller))
 
     def to_disk(self, *, everything: bool = True) -> bool:
-        """Writes what is due, or all, to the disk, as the endpoint does not take it. Returns whether that is there."""
+        """Write requests that are due (or everything) to disk. Return True if all of them are on disk."""
         with self._on_disk:
             while True:
                 with self._arrived:
@@ -182,19 +183,19 @@ class Outbox:
     # -- parts
 
     def _is_due(self) -> bool:
-        return len(self._items) >= self._batch_items or self._clock() - self._since_s >= self._delay_s
+        return len(self._items) >= self._batch_items or self._clock() - self._oldest_item_s >= self._delay_s
 
     def _make_request(self) -> None:
-        """Under the lock."""
+        """Form a request from the oldest items. The caller holds the lock."""
         if self._items:
             taken = [self._items.popleft() for _ in range(min(self._batch_items, len(self._items)))]
             count = size(taken)
-            self._count -= count
-            self._since_s = self._clock() if self._items else math.inf
+            self._item_count -= count
+            self._oldest_item_s = self._clock() if self._items else math.inf
             self._requests.append(Request(taken, count))
 
     def _is_kept(self, request: Request) -> bool:
-        """Writes it to the disk. Returns whether it lies there."""
+        """Write the request to disk. Return True if that succeeded."""
         try:
             body = encode(self.signal, request.items)
             path = self._written(body, request.count)
@@ -234,14 +235,13 @@ class Outbox:
 
 
 def outbox(run: Path) -> Path:
-    """Where a run's requests wait."""
     return run / "outbox"
 
 
 def found(folder: Path | None, signal: str, owner: str = "") -> list[tuple[Path, int, int]]:
-    """The outbox's files of a signal, oldest first, with how many items each holds, and its number.
+    """Return a signal's files in the outbox, oldest first, as (path, number of items, sequence number).
 
-    owner: only that node's; "": all.
+    owner: name of a node; "": files of all nodes.
     """
     if folder is None or not folder.is_dir():
         return []

@@ -1,4 +1,4 @@
-"""OpenTelemetry's own exporters, one for each signal. They read the OTEL_EXPORTER_OTLP_* variables themselves."""
+"""Transports on OpenTelemetry's own exporters, which read the OTEL_EXPORTER_OTLP_* variables themselves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchlens_perf.exporters.delivery.http_session import ObservedSession
     from torchlens_perf.exporters.delivery.otlp_requests import Item
 
-# By signal: the module of the exporter, its class, and that of the console's.
+# By signal: module and class of the OTLP exporter, then of the console exporter.
 _EXPORTERS = {
     "traces": ("trace_exporter", "OTLPSpanExporter", "trace.export", "ConsoleSpanExporter"),
     "metrics": ("metric_exporter", "OTLPMetricExporter", "metrics.export", "ConsoleMetricExporter"),
@@ -24,17 +24,16 @@ _EXPORTERS = {
 
 
 class SdkTransport:
-    """Sends requests through an exporter of the SDK. One thread."""
+    """Sends requests through an exporter of the SDK. Not thread-safe."""
 
     def __init__(self, signal: str, exporter: Any, observer: ObservedSession | ObservedCalls | None = None) -> None:
-        """observer: of the endpoint's answers; None: the exporter has no endpoint."""
+        """observer: classifies the endpoint's responses; None if the exporter has no endpoint."""
         self._signal, self._exporter, self._observer = signal, exporter, observer
-        # The sender logs what the endpoint answers, once in a while. What the SDK alone knows stays in the log.
+        # The sender logs failed responses, at a limited rate. Other messages of the SDK are kept.
         self._logger = logging.getLogger(type(exporter).__module__)
         self._logger.addFilter(self._is_news)
 
     def send(self, items: Sequence[Item]) -> Answer:
-        """One try."""
         if self._observer is not None:
             self._observer.answer = None
         try:
@@ -57,7 +56,7 @@ class SdkTransport:
 
 
 def over_http(signal: str) -> SdkTransport:
-    """Return a transport over HTTP. Raises RuntimeError for a credential provider that is missing."""
+    """Return a transport over HTTP. Raises RuntimeError if the credential provider is missing."""
     from torchlens_perf.exporters.delivery.http_session import ObservedSession
 
     module, name, _, _ = _EXPORTERS[signal]
@@ -70,7 +69,7 @@ def over_http(signal: str) -> SdkTransport:
 
 
 def over_grpc(signal: str) -> SdkTransport:
-    """Return a transport over gRPC. Raises what the exporter raises for a variable that it cannot use."""
+    """Return a transport over gRPC. Errors of the SDK about invalid variables propagate."""
     from torchlens_perf.exporters.delivery.grpc_calls import OPTIONS, ObservedCalls
 
     module, name, _, _ = _EXPORTERS[signal]

@@ -1,1 +1,1 @@
-"""/metrics of the sidecar, for Prometheus. Needs prometheus_client; opens no port unless asked."""
+"""The sidecar's /metrics endpoint for Prometheus. It needs prometheus_client, and is off by default."""

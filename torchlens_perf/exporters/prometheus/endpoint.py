@@ -1,6 +1,6 @@
-"""A port that answers GET /metrics. One request at a time, on a thread of its own; each has seconds, and is bounded.
+"""A server that answers GET /metrics on a thread of its own, one request at a time, each with a time and size limit.
 
-prometheus_client's own server has a thread for each request and waits for a slow client as long as that likes.
+prometheus_client's own server starts a thread for each request and waits for slow clients without a limit.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from torchlens_perf.errors import guard
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 PATH = "/metrics"
-_MAX_HEAD = 8192  # bytes
-_WAITING = 8  # connections
+_MAX_HEAD_BYTES = 8192
+_BACKLOG = 8
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_NAME = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])?(:[0-9]+)?")
 
 
 class Answer(NamedTuple):
-    """What is sent."""
+    """The body of a response and its type."""
 
     content_type: str
     body: bytes
 
 
 class Address(NamedTuple):
-    """Where to listen: an address in digits, and a port, 0 for a free one."""
+    """A numeric IP address and a port; port 0 selects a free one."""
 
     host: str
     port: int
 
     @classmethod
     def of(cls, text: str) -> Address:
-        """From the setting: "9464", "0.0.0.0:9464", "[::1]:9464" or "localhost:9464". Without a host, loopback."""
+        """Parse "9464", "0.0.0.0:9464", "[::1]:9464" or "localhost:9464". The default host is loopback."""
         host, _, port = text.strip().rpartition(":")
         host = host.strip("[]")
         return cls(_LOOPBACK if host in ("", "localhost") else host, int(port))
@@ -55,7 +55,7 @@ class Address(NamedTuple):
 
 
 class Endpoint:
-    """Listens from the start until close()."""
+    """The server. It listens from its creation until close()."""
 
     def __init__(
         self,
@@ -64,17 +64,18 @@ class Endpoint:
         request_timeout_s: float = 3.0,
         answer_timeout_s: float = 10.0,
     ) -> None:
-        """answer: makes /metrics from the request's Accept header; called on the endpoint's thread, one at a time.
+        """answer: renders /metrics for an Accept header; called on the server's thread.
 
-        request_timeout_s: for all of a request's head. answer_timeout_s: for all of the answer; Prometheus waits for
-        as long by default. Raises OSError where the port is taken, or may not be had.
+        request_timeout_s: limit for receiving all headers. answer_timeout_s: limit for sending the response; the
+        default is that of Prometheus. Raises OSError if the port is in use or not permitted.
         """
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else a minute passes after each run
+            # Without SO_REUSEADDR the port stays in TIME_WAIT for a minute after each run.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((address.host, address.port))
-            self._socket.listen(_WAITING)
+            self._socket.listen(_BACKLOG)
         except BaseException:
             self._socket.close()
             raise
@@ -83,19 +84,19 @@ class Endpoint:
         self._request_timeout_s, self._answer_timeout_s = request_timeout_s, answer_timeout_s
         self._closing = False
         self.scrapes: list[float] = []
-        """When the last two answers to /metrics were begun that somebody took whole; time.monotonic()."""
+        """Start times (time.monotonic()) of the last two requests to /metrics that were answered completely."""
         self._thread = threading.Thread(target=self._serve, name="torchlens-perf-metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the port; a request in progress may go on until its time is over, on its daemon thread."""
+        """Close the port. A request in progress may continue on its daemon thread until its timeout."""
         self._closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()
         self._thread.join(1)
 
-    # -- on its thread
+    # -- on the server's thread
 
     def _serve(self) -> None:
         while not self._closing:
@@ -103,7 +104,7 @@ class Endpoint:
                 connection, _ = self._socket.accept()
             except OSError:
                 if not self._closing:
-                    time.sleep(0.1)  # out of descriptors: that may pass
+                    time.sleep(0.1)  # The process may be out of file descriptors for a while.
                 continue
             with connection, contextlib.suppress(OSError), guard("answering a scrape"):
                 self._attend(connection)
@@ -113,7 +114,7 @@ class Endpoint:
         head = _head(connection, began_s + self._request_timeout_s)
         if not head:
             return
-        connection.settimeout(self._answer_timeout_s)  # of sendall(), the time for everything
+        connection.settimeout(self._answer_timeout_s)  # For sendall() this limits the whole transfer.
         method, path, headers = _parsed(head)
         status, answer = self._found(method, path, headers)
         lines = [
@@ -132,7 +133,7 @@ class Endpoint:
         if method not in ("GET", "HEAD"):
             return HTTPStatus.METHOD_NOT_ALLOWED, _text("GET /metrics\n")
         if self.address.is_loopback and not _names_loopback(headers.get("host", "")):
-            # A page of another site may have had its own name point here.
+            # DNS rebinding: a foreign web page may have made its own host name resolve to this address.
             return HTTPStatus.MISDIRECTED_REQUEST, _text("This server is not called so.\n")
         if path.partition("?")[0] != PATH:
             return HTTPStatus.NOT_FOUND, _text("GET /metrics\n")
@@ -142,14 +143,14 @@ class Endpoint:
 
 
 def _head(connection: socket.socket, deadline_s: float) -> bytes:
-    """A request's lines; b"" if they do not come in time, or are too long."""
+    """Return the request line and headers; b"" if they are late or too long."""
     found = b""
     while b"\r\n\r\n" not in found:
         left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or len(found) > _MAX_HEAD:
+        if left_s <= 0 or len(found) > _MAX_HEAD_BYTES:
             return b""
         connection.settimeout(left_s)
-        more = connection.recv(_MAX_HEAD)
+        more = connection.recv(_MAX_HEAD_BYTES)
         if not more:
             return b""
         found += more
@@ -157,7 +158,7 @@ def _head(connection: socket.socket, deadline_s: float) -> bytes:
 
 
 def _parsed(head: bytes) -> tuple[str, str, dict[str, str]]:
-    """Method, path, and headers by their names in lower case."""
+    """Return the method, the path, and the headers by lower-case name."""
     first, *lines = head.decode("latin-1").split("\r\n")
     method, _, rest = first.partition(" ")
     headers = {}

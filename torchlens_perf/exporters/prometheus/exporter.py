@@ -1,6 +1,6 @@
-"""What a node's sidecar measures, at a port for Prometheus: the same metrics as over OTLP, and figures of the node.
+"""The exporter for Prometheus: the metrics that are also sent over OTLP, and figures of the node.
 
-The sidecar's thread only hands values over. They are made into text when somebody asks, on the endpoint's thread.
+The sidecar's thread only stores values. The server's thread renders them as text when /metrics is requested.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.verdicts.node_state import NodeState
 
-SAME_S = 1.0  # for which an answer is given again: however many ask, it is made once in so long
-_LOOK_EVERY_S = 2.0
-_MIN_REST = 100.0  # times what a look has taken
+SAME_S = 1.0  # A response is reused for so long, which bounds the work however many clients there are.
+_UPDATE_INTERVAL_S = 2.0
+_MIN_IDLE_RATIO = 100.0  # Updates take at most about 1% of the sidecar's time.
 
 
 class PrometheusExporter:
-    """An Exporter. Called on the sidecar's thread, but for _answer()."""
+    """Implements Exporter. All methods but _answer() are called on the sidecar's thread."""
 
     def __init__(self, address: Address, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begins to listen. clock: seconds. Raises OSError where it cannot."""
+        """Start the server. Raises OSError if it cannot listen. clock: seconds."""
         self._clock = clock
         self._meter = Meter(explicit_bounds=True, keeps_examples=True)
         self._metrics = NodeMetrics(self._meter, clock)
@@ -55,16 +55,16 @@ class PrometheusExporter:
         create_instruments(self._meter, self._points)
         self._process = prometheus_client.ProcessCollector(registry=None)
         self._identity: Identity | None = None
-        self._state: NodeState | None = None  # as last looked at
-        self._judges = False  # all ranks of the job: else another node's sidecar does, and says it
-        self._look_due_s = float("-inf")
-        self._last_looks = 0  # those after which an earlier answer is not good enough
-        self._answers: dict[tuple[str, int], tuple[float, Answer]] = {}  # by content type and _last_looks: when made
+        self._state: NodeState | None = None
+        self._assesses_job = False  # The sidecar that assesses the whole job is the only one that shows open alerts.
+        self._update_due_s = float("-inf")
+        self._final_updates = 0
+        self._answers: dict[tuple[str, int], tuple[float, Answer]] = {}  # newest response, by type and final updates
         self._endpoint = Endpoint(address, self._answer)
 
     @property
     def address(self) -> Address:
-        """Where it listens, with the port that it got."""
+        """The address of the server, with the actual port."""
         return self._endpoint.address
 
     @property
@@ -78,7 +78,7 @@ class PrometheusExporter:
         self.export_with(batch, {})
 
     def export_with(self, batch: ExportBatch, spans: Sampled) -> None:
-        """spans: of steps of the batch that are sent as traces, for exemplars."""
+        """Export a batch. spans: ids of spans that are sent for its steps, used as exemplars."""
         with guard("counting steps for /metrics"):
             self._identity = batch.identity
             self._metrics.export(batch, spans)
@@ -88,8 +88,8 @@ class PrometheusExporter:
     def on_assessment(self, assessment: Assessment) -> None:
         with guard("taking the judgement over for /metrics"):
             self._identity = assessment.identity
-            self._judges = assessment.whole_job
-            # At once and first: whoever sees that the job hangs finds the rank that it waits for.
+            self._assesses_job = assessment.whole_job
+            # Open alerts are updated first: a scrape that shows a hang must also show the suspected rank.
             self._figures = NodeFigures({**self._figures.points, **self._open_alerts()}, self._figures.gone)
             self._metrics.on_assessment(assessment)
 
@@ -98,21 +98,21 @@ class PrometheusExporter:
             self._metrics.measured(hardware)
 
     def look(self, state: NodeState, *, final: bool = False) -> None:
-        """Takes over what the node's state says, now and then: of many collectives that takes a while."""
+        """Update the node's figures, at a limited rate because many collectives take a while."""
         began_s = self._clock()
-        if began_s < self._look_due_s and not final:
+        if began_s < self._update_due_s and not final:
             return
         with guard("looking at the node's state for /metrics"):
             found = node_figures(state)
             self._state = state
             more = {**self._own.points(found.gone), **self._open_alerts()}
             self._figures = NodeFigures({**found.points, **more}, found.gone)
-        self._last_looks += final
+        self._final_updates += final
         took_s = self._clock() - began_s
-        self._look_due_s = self._clock() + max(_LOOK_EVERY_S, _MIN_REST * took_s)
+        self._update_due_s = self._clock() + max(_UPDATE_INTERVAL_S, _MIN_IDLE_RATIO * took_s)
 
     def _open_alerts(self) -> dict[str, Points]:
-        if self._state is None or not self._judges or self._identity is None:
+        if self._state is None or not self._assesses_job or self._identity is None:
             return {node_semantics.OPEN_ALERT: ()}
         return open_alerts(self._state, self._identity.run_id)
 
@@ -130,12 +130,12 @@ class PrometheusExporter:
 
     def _answer(self, accept: str) -> Answer:
         encode, content_type = choose_encoder(accept)
-        what = content_type, self._last_looks
+        what = content_type, self._final_updates
         made_s, answer = self._answers.get(what, (float("-inf"), None))
         now_s = self._clock()
         if answer is None or now_s - made_s >= SAME_S:
             answer = Answer(content_type, encode(_Families(self._families)))
-            self._answers = {what: (now_s, answer)}  # whoever asks, no more than one is kept
+            self._answers = {what: (now_s, answer)}  # Only the newest is kept, whatever types clients request.
         return answer
 
     def _families(self) -> Iterator[Metric]:
@@ -146,7 +146,7 @@ class PrometheusExporter:
 
 
 class _Families(Collector):
-    """What prometheus_client's encoders take."""
+    """An adapter for prometheus_client's encoders."""
 
     def __init__(self, found: Callable[[], Iterator[Metric]]) -> None:
         self._found = found

@@ -1,6 +1,6 @@
-"""A node's metrics as OpenMetrics has them: from the SDK's points to families of prometheus_client.
+"""Conversion of a node's metrics from the SDK's points to metric families of prometheus_client.
 
-Histograms of phases keep sums and counts only: with buckets they would be nine tenths of all series.
+Histograms of phases become sums and counts: their buckets would be 90% of all series.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import HistogramDataPoint
     from opentelemetry.sdk.metrics.export import Metric as SdkMetric
 
-MAX_POINTS = 1024  # of one metric: 64 ranks of 10 phases are 640
-MAX_LABEL = 256  # characters
+MAX_POINTS = 1024  # per metric; 64 ranks with 10 phases have 640
+MAX_LABEL = 256
 _WITHOUT_BUCKETS = {semantics.PHASE_DURATION, semantics.DEVICE_DURATION}
 _OF_PROCESSES = {semantics.MEMORY, semantics.DEVICE_MEMORY}
 _DROPPED = "torchlens_perf_scrape_dropped_points"
@@ -33,10 +33,10 @@ Labels = dict[str, str]
 
 
 def families(metrics: Iterable[SdkMetric], resource: Mapping[str, Any], gone: Collection[int] = ()) -> Iterator[Metric]:
-    """Families with samples, target_info first.
+    """Yield families with samples, target_info first.
 
-    resource: the node's attributes. gone: ranks whose processes have ended, which have no memory any more; what has
-    been counted of them stays.
+    resource: the node's attributes. gone: ranks whose processes have ended. Their memory gauges are left out, and their
+    counters are kept.
     """
     info = Metric("target", "Who serves these metrics: the resource of OpenTelemetry", "info")
     info.add_sample("target_info", labels_of(resource.items()), 1)
@@ -58,7 +58,7 @@ def families(metrics: Iterable[SdkMetric], resource: Mapping[str, Any], gone: Co
 
 
 def labels_of(attributes: Iterable[tuple[str, Any]]) -> Labels:
-    """Attributes as labels: bounded in length, without what drives a terminal."""
+    """Return attributes as labels, limited in length and without terminal control characters."""
     return {prometheus_name(name): printable(_text(value))[:MAX_LABEL] for name, value in attributes}
 
 

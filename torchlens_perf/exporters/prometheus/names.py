@@ -1,6 +1,6 @@
-"""What a metric, a unit and an attribute of OpenTelemetry are called in Prometheus. Pure.
+"""Prometheus names of OpenTelemetry metrics, units and attributes. Pure.
 
-As OpenTelemetry has it, so that one dashboard fits a scrape and OTLP alike:
+They follow OpenTelemetry's rules, so one dashboard works with both scraped and OTLP metrics:
 https://opentelemetry.io/docs/specs/otel/compatibility/prometheus_and_openmetrics/
 """
 
@@ -17,9 +17,9 @@ _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]+")
 
 
 def prometheus_unit(unit: str, *, gauge: bool) -> str:
-    """The unit as a name ends in it; "" where it has none, as annotations such as {step} are no units.
+    """Return the unit suffix of a name, or "". Annotations such as {step} are no units.
 
-    A gauge of unit 1 is a ratio; a sum of it is a number of things.
+    A gauge with unit 1 is a ratio. A sum with unit 1 is a count and has no suffix.
     """
     if unit == "1":
         return _RATIO if gauge else ""
@@ -27,7 +27,7 @@ def prometheus_unit(unit: str, *, gauge: bool) -> str:
 
 
 def prometheus_name(name: str, unit: str = "") -> str:
-    """A metric's or an attribute's name. unit: as prometheus_unit() has it."""
+    """Return the name of a metric or an attribute. unit: a suffix from prometheus_unit()."""
     found = _NOT_IN_NAMES.sub("_", name)
     if found[:1].isdigit():
         found = f"_{found}"
@@ -35,9 +35,9 @@ def prometheus_name(name: str, unit: str = "") -> str:
 
 
 def series_name(name: str, unit: str, *, kind: str) -> str:
-    """The name of a metric's samples as a query has it, without _bucket, _sum and _count.
+    """Return the name of a metric in queries, without _bucket, _sum and _count.
 
-    unit: OpenTelemetry's. kind: counter, gauge, updown or histogram.
+    unit: OpenTelemetry's unit. kind: counter, gauge, updown or histogram.
     """
     found = prometheus_name(name, prometheus_unit(unit, gauge=kind == "gauge"))
     return f"{found}_total" if kind == "counter" else found
