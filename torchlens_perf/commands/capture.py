@@ -1,6 +1,6 @@
-"""`torchlens-perf capture`: asks ranks of a live run for a deep look at a few steps, and waits for the files.
+"""`torchlens-perf capture`: request detailed profiles of a few steps from ranks of a live run, and wait for the files.
 
-The request goes through the run directory to the sidecars, and from them to the ranks: nobody opens a socket.
+The request is a file in the run directory. The sidecars read it and pass it to their ranks, so no socket is opened.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def add_command(commands: Any) -> None:
 
 
 def capture(options: argparse.Namespace) -> int:
-    """Runs the command: 0 if every rank has a trace. Raises ConfigError or RunStoreError for what cannot be asked."""
+    """Run the command. Return 0 if all ranks wrote a trace. Raises ConfigError or RunStoreError if rejected."""
     from torchlens_perf.run.directory import RunDirectory
 
     run = RunDirectory(options.run_dir.absolute())
@@ -66,7 +66,7 @@ def capture(options: argparse.Namespace) -> int:
 
 
 def _ask(run: RunDirectory, options: argparse.Namespace) -> Request:
-    """Ask, and again while the sidecar has not read the first steps. Raises ConfigError or RunStoreError."""
+    """Write the request once the sidecar has read the first steps. Raises ConfigError or RunStoreError."""
     from torchlens_perf.serve.captures import NotReadYetError, ask_capture
 
     deadline_s = time.monotonic() + (0.0 if options.no_wait else options.timeout)
@@ -108,7 +108,7 @@ def _left(request: Request, received: Mapping[int, Capture]) -> list[int]:
 
 
 def _next(run: RunDirectory, request: Request, received: Mapping[int, Capture], deadline_s: float) -> list[Capture]:
-    """Waits for what ranks answer; [] after the deadline."""
+    """Wait for further answers of ranks. Return [] after the deadline."""
     from torchlens_perf.report.captures import captures
 
     while time.monotonic() <= deadline_s:

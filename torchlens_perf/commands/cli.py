@@ -1,4 +1,4 @@
-"""The command line. A user's mistake is exit code 2 and one line."""
+"""The command line. A user's mistake is reported in one line, with exit code 2."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _GROUPS = {
         "sidecar": "read the ring files of a killed job, or replay a finished run",
     },
 }
-"""The commands that people use."""
+"""The commands in the help. `results` is internal and not listed."""
 _NAMES = [name for group in _GROUPS.values() for name in group]
 _HELP = """Start here:
   torchlens-perf run train.py    record a script
@@ -57,9 +57,9 @@ _EXIT_CODES = """exit codes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code; after Ctrl-C that is 130, as in a shell.
+    """Run one command and return its exit code, which after Ctrl-C is 130 as in a shell.
 
-    arguments: of a call inside another program. By default, those of this process.
+    arguments: the command line, for calls from another program. The default is that of this process.
     """
     is_program = arguments is None
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -71,12 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(_version())
             return 0
         if arguments[0] == "run" and arguments[1:2] not in (["-h"], ["--help"]):
-            run_command.run(arguments[1:])  # what follows is Python's command line, no part of it is ours
+            run_command.run(arguments[1:])  # argparse must not parse the rest, which is Python's command line.
         parser = _parser()
         if not arguments[0].startswith("-") and arguments[0] not in (*_NAMES, results.NAME):
             raise ConfigError(_unknown_command(arguments[0]))
         options = parser.parse_args(arguments)
-        if is_program and options.command is not _doctor:  # torch imports no Dynamo where pandas is hidden
+        if is_program and options.command is not _doctor:  # If pandas is hidden, torch cannot import Dynamo.
             hide_pandas()
         result: int = options.command(options)
         return result
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("torchlens-perf: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # `torchlens-perf report | head`: nobody reads on. Python would complain again when it flushes stdout.
+        # `torchlens-perf report | head` has closed the pipe. Python would raise again when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -103,7 +103,7 @@ def _help() -> str:
 
 
 def _version() -> str:
-    """Return the versions of this package, of torch, which is not imported, and of Python."""
+    """Return the versions of this package, torch and Python, without importing torch."""
     from importlib import metadata
 
     from torchlens_perf.version import VERSION
@@ -122,14 +122,14 @@ def _unknown_command(name: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its subparsers are of the same class."""
+    """An argument parser that raises ConfigError. Its subparsers have the same class."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError: argparse itself prints the usage too."""
+        """Raise ConfigError. The original method would print the usage and exit."""
         raise ConfigError(f"{message}{'' if message.endswith(('.', '?')) else '.'} See `{self.prog} --help`")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does. Raise ConfigError for an unknown argument, by the parser that knows the options."""
+        """Parse arguments. Raise ConfigError for unknown ones here, as only the subparser can suggest its options."""
         found, rest = super().parse_known_args(args, namespace)
         if rest and rest[0].startswith("-"):
             options = re.findall(r"--[a-z][a-z-]*", self.format_usage())

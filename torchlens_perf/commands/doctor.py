@@ -1,4 +1,4 @@
-"""`torchlens-perf doctor`: what a run in this environment records, what it does not record, and what to do.
+"""`torchlens-perf doctor`: show what a run in this environment can record, what it cannot record, and the remedies.
 
 `summary()` is the command's usual output. With `--verbose` it prints each check.
 """
@@ -46,7 +46,7 @@ class Check:
 
 
 def summary(checks: Sequence[Check]) -> Iterator[str]:
-    """The lines that tell a user what a run records here. Each problem is one more line, and its remedy another one."""
+    """Yield lines about what a run records here, with one line for each problem and one for its remedy."""
     by_subject = {check.subject: check for check in checks}
 
     def finding(subject: str) -> str:
@@ -75,7 +75,7 @@ def _line(label: str, text: str) -> str:
 
 
 def examine() -> Iterator[Check]:
-    """All checks, in order. Imports torch; starts nothing, writes nothing that stays."""
+    """Yield all checks in order. This imports torch, starts no process and leaves no files behind."""
     checks = (
         _platform, _native, _torch, telemetry, _tap, _nccl, _autoload, _settings, _ring_place, _run_directory, _export,
         _stacks, _tools,
@@ -141,11 +141,11 @@ def _builds_tap() -> bool:
     try:
         return bool(config.from_environment(os.environ).get("_build_tap", config.Config._build_tap))
     except ConfigError:
-        return False  # nothing is recorded then, see _settings()
+        return False  # _settings() reports that nothing is recorded.
 
 
 def _nccl() -> Iterator[Check]:
-    """Nothing for a torch without NVIDIA's NCCL."""
+    """Yield no check if torch has no NCCL of NVIDIA."""
     from torchlens_perf.recorder import nccl_plugin
 
     nccl, file = nccl_plugin.version(), nccl_plugin.path()
@@ -232,13 +232,13 @@ def _cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
         remedy = f"{install_command('cuda13')} (CUDA 12: [cuda12])"
         yield Check(LIMITED, "device sections", "not timed: CuPy is missing", remedy)
     else:
-        driver.Driver()  # raises where it cannot be loaded, which examine() shows
+        driver.Driver()  # If the driver cannot be loaded, this raises, and examine() yields a BROKEN check.
         finding = "CuPy compiles the kernels at their first use"
         yield Check(OK, "device sections", finding, records="device sections")
 
 
 def telemetry() -> Iterator[Check]:
-    """Of the node's hardware: what the sidecar can read."""
+    """Yield checks of the hardware counters that the sidecar can read."""
     import torch
 
     from torchlens_perf.sidecar.telemetry import infiniband
@@ -344,7 +344,7 @@ def _export() -> Iterator[Check]:
 
 
 def _stacks() -> Iterator[Check]:
-    """Whether a sidecar can read the Python stack of a rank that hangs: as it does, with this process for a rank."""
+    """Check that a sidecar can read the Python stacks of ranks, by reading the stack of this process."""
     from torchlens_perf.run import tracer
     from torchlens_perf.sidecar.host.stacks import python_stack
 

@@ -1,4 +1,4 @@
-"""`report --fail-on`: the verdicts that set the exit code, and the runs that have too little data to judge."""
+"""`report --fail-on`: an exit code that depends on verdicts, and on whether there is enough data for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Report, VerdictRow
 
 FOUND, UNKNOWN = 1, 3
-"""Exit codes: a verdict that was asked for holds; the run has too little data to say."""
+"""Exit codes: FOUND if a requested verdict holds, UNKNOWN if the run has too little data for one of them."""
 _STOPS_THE_JOB = {"hang": "hang", "crash": "died", "out-of-memory": "out_of_memory"}
 _LIMITS_THE_STEP = {
     "data-bound": "data_bound",
@@ -30,11 +30,11 @@ KINDS = {
     **_STOPS_THE_JOB,
     **_LIMITS_THE_STEP,
 }
-"""The names on the command line, and the kinds of verdicts in the report."""
+"""Kinds of verdicts in the report, by their names on the command line."""
 
 
 def names(text: str) -> list[str]:
-    """Return the names in a comma-separated list. Raise ArgumentTypeError for an unknown one."""
+    """Return the names in a comma-separated list. Raises ArgumentTypeError if one is unknown."""
     found = [each.strip() for each in text.split(",")]
     for name in found:
         if name not in KINDS:
@@ -43,7 +43,7 @@ def names(text: str) -> list[str]:
 
 
 def exit_code(asked: Iterable[str], report: Report, states: Sequence[NodeState]) -> tuple[int, str]:
-    """Return 0, FOUND or UNKNOWN, and a line that says why. states: those of the report's nodes."""
+    """Return 0, FOUND or UNKNOWN, and a line with the reason. states: the states of the report's nodes."""
     asked = list(dict.fromkeys(asked))
     findings = max((state.findings for state in states), key=lambda each: each.compared)
     found = [name for name in asked if any(_is_verdict(row, KINDS[name]) for row in report["verdicts"])]
@@ -54,10 +54,10 @@ def exit_code(asked: Iterable[str], report: Report, states: Sequence[NodeState])
 
 
 def _is_verdict(row: VerdictRow, kind: str) -> bool:
-    """Return whether a row is a verdict of this kind that holds.
+    """Return True if a row is a current verdict of this kind.
 
-    A hang that has ended holds while its cost is worth a line, see order.py. A lack of CPUs that names a rank has taken
-    the place of the verdict on that slow rank.
+    A hang that has ended stays current while its cost is worth a line (order.py). A lack of CPUs with a rank replaces
+    the verdict on that slow rank.
     """
     from torchlens_perf.verdicts.words.evidence import OVER
 
@@ -66,7 +66,7 @@ def _is_verdict(row: VerdictRow, kind: str) -> bool:
 
 
 def _why_unknown(name: str, report: Report, findings: Findings) -> str:
-    """Return why the absence of a verdict means nothing; "" if it does mean that all is well."""
+    """Return why a missing verdict is inconclusive, or "" if it means that there is no such problem."""
     from torchlens_perf.verdicts.words.evidence import NotComparedEvidence
 
     steps, rows = report["steps"], report["verdicts"]

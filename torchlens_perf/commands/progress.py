@@ -1,7 +1,7 @@
-"""How far a long command is: a line on stderr, there after a second, gone when the work is done.
+"""The progress of a long command: a line on stderr that appears after a second and is erased at the end.
 
-Shown on a terminal only, and never with --quiet. What does the work takes a function, `advanced(done, total)`, and
-need not know who listens::
+It is shown on a terminal only, and never with --quiet. Functions that do long work accept a callback,
+`advanced(done, total)`::
 
     with Progress("reading the run", quiet=options.quiet) as progress:
         pages = draw(run, advanced=progress)
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from rich import progress
 
 Advanced: TypeAlias = Callable[[int, "int | None"], object]
-"""Called as advanced(done, total): how much is done so far, and of how much, None where that is not known."""
+"""A callback with the amount of work done and the total amount, or None if that is unknown."""
 
-_AFTER_S = 1.0  # what takes less needs no line
+_AFTER_S = 1.0  # Shorter work shows no line.
 
 
 def nothing(done: int, total: int | None) -> None:
-    """For whoever does not want to know."""
+    """Ignore progress: the default callback."""
 
 
 def _is_main_thread() -> bool:
@@ -37,25 +37,25 @@ def _is_main_thread() -> bool:
 
 
 class Progress:
-    """A context manager, and the function to call from the work. Calls are cheap: make one for each file or block.
+    """A context manager that is also the callback. Calls are cheap: make one for each file or block.
 
-    The work may also call nothing: then the line shows that it goes on, and for how long. The thread that draws it is
-    this process's own. Nothing else may write to the terminal meanwhile, but to sys.stderr.
+    Without calls the line shows only the elapsed time. A thread of this process draws it. Meanwhile, other output to
+    the terminal must go through sys.stderr.
 
-    Ctrl-C raises KeyboardInterrupt. Where something swallows that, as C code does that imports a module, the next call
-    raises it once more.
+    Ctrl-C raises KeyboardInterrupt. If the exception gets lost, for example in C code that imports a module, the next
+    call raises it again.
     """
 
     def __init__(self, what: str, *, quiet: bool = False, after_s: float = _AFTER_S) -> None:
-        """what: what is done, as "reading the run"."""
+        """what: describes the work, for example "reading the run"."""
         self._what = what
         self._done = 0
         self._total: int | None = None
         self._bar: progress.Progress | None = None
-        self._lock = threading.Lock()  # between the timer's thread and this one
+        self._lock = threading.Lock()  # protects _bar and _ended against the timer's thread
         self._ended = False
         self._interrupted = False
-        self._before: Any = None  # the handler of SIGINT
+        self._before: Any = None  # previous handler of SIGINT
         self._began_s = time.monotonic()
         self._timer: threading.Timer | None = None
         if not quiet and sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
@@ -70,7 +70,7 @@ class Progress:
         return self
 
     def __call__(self, done: int, total: int | None = None) -> None:
-        """How much is done by now, and of how much, in any unit."""
+        """Report the amount of work done and the total amount, in any unit."""
         if self._interrupted:
             raise KeyboardInterrupt
         self._done, self._total = done, total
@@ -89,7 +89,7 @@ class Progress:
         with self._lock:
             self._ended = True
             if self._bar is not None:
-                with contextlib.suppress(OSError):  # the terminal may be gone
+                with contextlib.suppress(OSError):  # The terminal may have been closed.
                     self._bar.stop()
 
     def _interrupt(self, *_: object) -> None:
@@ -101,7 +101,7 @@ class Progress:
         from rich.console import Console
 
         class StillCursor(Console):
-            """Hides no cursor: who kills the process would have a terminal without one."""
+            """A console that never hides the cursor, which would stay hidden if the process were killed."""
 
             def show_cursor(self, show: bool = True) -> bool:
                 return False
@@ -113,7 +113,7 @@ class Progress:
             progress.TimeElapsedColumn(),
             console=StillCursor(stderr=True, highlight=False),
             transient=True,
-            redirect_stdout=False,  # what is asked for goes where it was asked to go
+            redirect_stdout=False,  # The command's output must reach stdout.
         )
         with self._lock, contextlib.suppress(OSError):
             if self._ended:

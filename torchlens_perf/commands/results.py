@@ -1,4 +1,4 @@
-"""`torchlens-perf results RUN_DIR WHAT`: what a watch asks for, in a process of its own (results/). Not for people."""
+"""`torchlens-perf results RUN_DIR WHAT`: an internal command by which a watch reads its results (results/)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from torchlens_perf.run.directory import TABLES, RunDirectory
 
-NAME = "results"
-"""In no list of commands."""
+NAME = "results"  # The help does not list this command.
 
 
 def add_command(commands: Any) -> None:

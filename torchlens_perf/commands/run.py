@@ -1,12 +1,12 @@
-"""`torchlens-perf run`: this process becomes Python anew, with what follows `run` as its command line, and is recorded.
+"""`torchlens-perf run`: replace this process by Python with the rest of the command line, and record it.
 
 ::
 
     python -O -m torchlens_perf run train.py ARGS   ──execve──▶   python -O train.py ARGS
 
-Nothing of ours is between Python and the script, so it means what it means without us. The process keeps its id, its
-parent and its open files. Recording is switched on by the environment: TORCHLENS_PERF=1, and startup/sitecustomize.py,
-which awaits the import of torch.
+No wrapper runs the script, so it behaves exactly as with `python`. The process keeps its id, its parent and its open
+files. Environment variables switch recording on: TORCHLENS_PERF=1, and PYTHONPATH with startup/sitecustomize.py, which
+waits for the import of torch.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torchlens_perf.output import say
 from torchlens_perf.run import children
 from torchlens_perf.startup import sitecustomize
 
-# One argument with short options: letters, then perhaps one that takes all that follows, or else the next argument.
+# One argument with short options: flags, then optionally one whose value is the rest, or else the next argument.
 _SHORT_OPTIONS = re.compile(r"-([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
-_QUIET = "--quiet"  # Python has no such option
+_QUIET = "--quiet"  # It cannot be confused with an option of Python, which has none of this name.
 _LONG_WITH_VALUE = "--check-hash-based-pycs"
-# -E and -I make Python ignore PYTHONPATH, -S the sitecustomize.
+# -E and -I make Python ignore PYTHONPATH, and -S disables sitecustomize.
 _NO_SITECUSTOMIZE = re.compile(r"-[^-WX]*[EIS]")
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
-    """Becomes `python ARGUMENTS`, recorded. Raises ConfigError or RunStoreError if that is not possible."""
+    """Replace this process by a recorded `python ARGUMENTS`. Raises ConfigError if that is not possible."""
     quiet = list(arguments[:1]) == [_QUIET]
     arguments = arguments[quiet:]
     if not arguments or list(arguments) == ["-m"]:
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> NoReturn:
 
 
 def describe(commands: Any) -> None:
-    """Adds the help on `run` to the command line's subparsers. They never parse one: run() does."""
+    """Add the help on `run` to the subparsers. They never parse this command: run() does."""
     commands.add_parser(
         "run",
         usage="torchlens-perf run [--quiet] [PYTHON'S OPTIONS] (SCRIPT | DIRECTORY | ZIP | -m MODULE | -c CODE | -) "
@@ -60,17 +60,17 @@ def describe(commands: Any) -> None:
 
 
 def typed_options(command_line: Sequence[str]) -> list[str]:
-    """Python's options in `python OPTIONS -m torchlens_perf ...`, which hold for the script too.
+    """Return Python's options in `python OPTIONS -m torchlens_perf ...`, which also apply to the script.
 
-    A console script has those of its first line, which are the installer's and not the user's: none.
+    For a console script, return []: the options in its first line come from the installer, not from the user.
     """
     options, command = split_options(command_line[1:])
-    module = "".join(command[:2])  # -mMODULE, as one argument or as two
+    module = "".join(command[:2])  # `-mMODULE` and `-m MODULE` are equivalent.
     return options if module.startswith("-mtorchlens_perf") else []
 
 
 def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits what follows `python` into options, and the script, `-m`, `-c` or `-` with all that follows.
+    """Split the arguments of `python` into its options, and the script, `-m`, `-c` or `-` with all that follows.
 
     `-um module` becomes the option `-u` and `-m module`.
     """
@@ -94,9 +94,9 @@ def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def environment_at_start() -> dict[str, str]:
-    """The environment that this process was started with.
+    """Return the environment that this process was started with.
 
-    os.environ is not that: in the C locale Python adds LC_CTYPE to it, and Python started with that is in another mode.
+    os.environ may differ: in the C locale, Python adds LC_CTYPE to it, which changes the mode of the next Python.
     """
     try:
         with open("/proc/self/environ", "rb") as file:
@@ -111,13 +111,13 @@ def environment_at_start() -> dict[str, str]:
 
 
 def _switch_on(environment: dict[str, str], options: Sequence[str], *, quiet: bool) -> None:
-    """Makes Python, started with this environment and these options, record. quiet: without a report at the end."""
+    """Change the environment so that Python with these options records. quiet: print no report at the end."""
     if quiet:
         environment.setdefault(f"{config.ENVIRONMENT_PREFIX}REPORT", "quiet")
     try:
         wanted = config.is_on(environment)
     except ConfigError:
-        wanted = True  # the recording process says so itself, as of any variable that cannot be used
+        wanted = True  # The recording process itself reports invalid variables.
     if wanted is False:
         if quiet:
             return
@@ -128,15 +128,15 @@ def _switch_on(environment: dict[str, str], options: Sequence[str], *, quiet: bo
     path = environment.get("PYTHONPATH")
     first = path.split(os.pathsep)[0] if path else ""
     if any(map(_NO_SITECUSTOMIZE.match, options)) or os.pathsep in sitecustomize.FOLDER:
-        # Then torch's entry point is all there is.
+        # Python does not run sitecustomize then. Only torch's entry point can start the recording.
         if is_autoload_off(environment):
             _say_off(environment, f"{AUTOLOAD_SWITCH} is off, and -E, -I or -S keeps out what would do without it")
-    elif first != sitecustomize.FOLDER:  # it is, where `run` runs `run`
+    elif first != sitecustomize.FOLDER:  # It is the first already if `run` was started by `run`.
         if path is not None:
             environment[sitecustomize.USERS_PATH] = path
         environment["PYTHONPATH"] = f"{sitecustomize.FOLDER}{os.pathsep}{path}" if path else sitecustomize.FOLDER
 
 
 def _say_off(environment: Mapping[str, str], reason: str) -> None:
-    if environment.get("LOCAL_RANK", "0") == "0":  # one line a node, not one a rank
+    if environment.get("LOCAL_RANK", "0") == "0":  # Print the line once per node, not once per rank.
         say(f"torchlens_perf is off: {printable(reason)}\n")

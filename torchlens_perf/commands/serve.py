@@ -1,4 +1,4 @@
-"""`torchlens-perf serve`: runs as live pages, on this machine."""
+"""`torchlens-perf serve`: show runs as live web pages, on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_command(commands: Any) -> None:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Runs the command until it is ended: 0. Raises ConfigError, RunStoreError."""
+    """Run the server until Ctrl-C, then return 0. Raises ConfigError or RunStoreError."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve needs {' and '.join(missing)}, not installed here: {install_command('serve')}")
@@ -64,7 +64,7 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def _folder(path: Path | None) -> str:
-    """Of runs: what was asked for, else where runs are made. Raises ConfigError where there is none."""
+    """Return the folder of runs: `path`, or else where runs are recorded. Raises ConfigError if it is missing."""
     from torchlens_perf.config import Config
 
     folder = Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir)) if path is None else path

@@ -1,8 +1,8 @@
-"""`torchlens-perf simulate`: a run of many ranks with planted faults, and what is said of it.
+"""`torchlens-perf simulate`: simulate a run of many ranks with planted faults, and report on it.
 
-Up to 1024 ranks become ring files, which the ordinary sidecar reads. The run directory, the report and the OTLP export,
-if an endpoint is configured, are as in a real run, so alert rules can be tried. With --rows any number of ranks goes
-straight to the straggler detector. Each planted fault is compared with the report's verdicts.
+For up to 1024 ranks, ring files are written and read by the ordinary sidecar. The run directory, the report and the
+OTLP export (if an endpoint is configured) are as in a real run, so alert rules can be tried. With --rows, any number of
+ranks is passed directly to the straggler detector. Each planted fault is compared with the report's verdicts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchlens_perf.simulate.simulation import Simulation, Topology
 
 _MAX_LINES = 16
-_OTHER_FILES = 128  # that are open besides the ranks' files
+_OTHER_FILES = 128  # open files that do not belong to a rank
 _FLUSH_TIMEOUT_S = 10.0
 _MAX_UNKEPT_RECORDS = 1 << 18
 _EXAMPLES = """faults, each as KIND:NAME=VALUE,...; shares are of a rank's usual work in a step:
@@ -78,7 +78,7 @@ def add_command(commands: Any) -> None:
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """Runs the command. Raises ConfigError for what the user got wrong."""
+    """Run the command. Raises ConfigError for invalid options."""
     from torchlens_perf.simulate.faults import parse_fault
     from torchlens_perf.simulate.launch_bound import Hosts
     from torchlens_perf.simulate.simulation import Simulation
@@ -98,7 +98,7 @@ def simulate(options: argparse.Namespace) -> int:
     if options.rows and (options.device or options.launch_bound):
         raise ConfigError("--rows has no devices: leave out --rows, or --device and --launch-bound")
     if options.launch_bound:
-        Hosts(simulation.topology)  # raises for one that it cannot be
+        Hosts(simulation.topology)  # It raises if launch-bound steps cannot be simulated for this topology.
     if options.rows and options.out is not None:
         raise ConfigError("--rows writes no files: leave out --rows or --out")
     if options.rows:
@@ -179,17 +179,17 @@ def record(
     device: SimulatedDevice | None = None,
     advanced: Advanced = nothing,
 ) -> None:
-    """Writes the run's ring files and has the ordinary sidecar read them, a block after the other.
+    """Write the run's ring files block by block, and let the ordinary sidecar read each block.
 
-    One sidecar reads the ranks of all hosts, as if they were of one. note: what the report says of the run's origin.
-    Calling thread; it exports over OTLP where the environment names an endpoint.
+    One sidecar reads the ranks of all hosts, as if they were on one host. note: the run's origin, for the report. The
+    sidecar runs on the calling thread, and exports over OTLP if the environment configures an endpoint.
     """
     from torchlens_perf.sidecar.start.process import locked
 
     lock = locked(run)
     try:
         _read_as_it_is_written(simulation, steps, run, lock, note, device, advanced)
-    except BaseException:  # with Ctrl-C too, nothing of it stays in shared memory
+    except BaseException:  # Nothing may stay in shared memory, also after Ctrl-C.
         lock.remove()
         raise
 
@@ -215,10 +215,10 @@ def _read_as_it_is_written(
     hosts = Hosts(topology) if device is not None and device.launch_bound else None
     host = topology.host(0)
     exporter = exporter_from_environment(run, host)
-    # In the past, so that no time in the run is in the reader's future.
+    # The run begins in the past, so that none of its timestamps is in the future.
     begin_unix_ns = time.time_ns() - math.ceil(1.5 * steps * simulation.work_ns)
     ranks = [
-        # A sidecar's ranks share one monotonic clock: it shows the sidecar which records can be of one collective.
+        # All ranks of a sidecar share a monotonic clock, by which it matches the records of a collective.
         SimulatedRank(run, host, topology, rank, Anchor(10**12, begin_unix_ns, 0), note, device)
         for rank in range(topology.ranks)
     ]
@@ -232,7 +232,7 @@ def _read_as_it_is_written(
         sidecar.judge(time.monotonic())
         sidecar.export()
         if exporter is not None:
-            exporter.wait_for_room(_FLUSH_TIMEOUT_S)  # steps come faster than in life: its queues would run over
+            exporter.wait_for_room(_FLUSH_TIMEOUT_S)  # Steps come faster than in a real run and would fill the outbox.
         if sidecar.records.unkept_records >= _MAX_UNKEPT_RECORDS:
             sidecar.keep()
         advanced(part.first_step + len(part), steps)
@@ -242,7 +242,7 @@ def _read_as_it_is_written(
 
 
 def _rows(simulation: Simulation, options: argparse.Namespace, advanced: Advanced) -> tuple[list[str], Compared]:
-    """Return what the straggler detector finds, in the report's words, and the verdicts."""
+    """Return the straggler detector's findings as lines of text, and the verdicts."""
     from torchlens_perf.analysis.statistics.quantities import duration
     from torchlens_perf.analysis.statistics.step_bins import row_width
     from torchlens_perf.report.report_json import plain

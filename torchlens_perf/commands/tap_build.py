@@ -1,8 +1,8 @@
-"""Building the native tap on collectives: by `torchlens-perf build-tap`, or by the sidecar's child.
+"""The build of the native tap on collectives, by `torchlens-perf build-tap` or by a child process of the sidecar.
 
-In the background it is built once for each torch, Python and source of a user: whoever holds the folder's lock builds,
-nobody waits for it. A build that the compiler has failed is remembered beside the place of the tap, and not tried again
-in the background with the same compiler.
+In the background, each user builds the tap once for each combination of torch, Python and source. The process that
+gets the folder's lock builds, and no other process waits for it. If the compiler fails, a file next to the tap records
+that, and the background build is not repeated with the same compiler.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.tap_requirements import BuildError, Failure, compiler_command, place_to_build
 
 _TIMEOUT_S = 600
-_MAX_CHARACTERS = 300  # of what the compiler said
+_MAX_CHARACTERS = 300  # of the compiler's output in an error message
 _UNFINISHED = ".build-"
-_PASSING = ("Killed signal", "No space left", "memory exhausted", "Cannot allocate memory")  # not the source's fault
+_PASSING = ("Killed signal", "No space left", "memory exhausted", "Cannot allocate memory")  # transient errors
 
 
 class _CompilerError(BuildError):
-    """The compiler was there and failed: with the same input it will fail again."""
+    """Raised if the compiler ran and failed. It would fail again with the same input."""
 
 
 def build() -> Path:
-    """The tap's file, for the torch at hand; compiles it, in 10 to 30 s, where there is none that can be loaded.
+    """Return the tap's file for the installed torch. If no file can be loaded, compile it, which takes 10 to 30 s.
 
-    Beside the package where that is ours to write, as in an image; else in the user's cache. Raises BuildError with
-    what is missing. Not in a training process.
+    The file is written next to the package if that is writable, as in an image, and otherwise to the user's cache. Must
+    not be called in a training process. Raises BuildError with the missing requirement.
     """
     found = native_tap.loaded_from()
     if found is not None:
@@ -47,10 +47,10 @@ def build() -> Path:
 
 
 def build_in_background(name: str) -> Path:
-    """The same in a child of the sidecar: in the user's cache first, so that all of a user's environments share it.
+    """Build in a child process of the sidecar, preferably in the user's cache, which all environments share.
 
-    name: the file that the ranks have looked for. What stops the build is looked at before torch is imported, which
-    takes seconds. No timeout: at the lowest priority, waiting for a processor is no fault. Raises BuildError.
+    name: the file that the ranks looked for. Obstacles are checked before torch is imported, which takes seconds. There
+    is no timeout, because at the lowest priority the build may wait long for a CPU. Raises BuildError.
     """
     compiler, place = _what_builds(tap_requirements.places()[::-1])
     failure = Failure(place, name)
@@ -64,7 +64,7 @@ def build_in_background(name: str) -> Path:
             )
         found = native_tap.loaded_from()
         if found is not None:
-            return found  # another process has built it since
+            return found  # Another process has built it in the meantime.
         try:
             built = _built(compiler, place, timeout_s=None)
         except _CompilerError as error:
@@ -75,15 +75,15 @@ def build_in_background(name: str) -> Path:
 
 
 def _what_builds(places: Sequence[Path]) -> tuple[list[str], Path]:
-    """The compiler's command, and the folder, made where it was not there. Raises BuildError."""
-    if not recorder.NATIVE:  # there, perhaps, but it cannot be loaded
+    """Return the compiler's command and the folder, which is created if needed. Raises BuildError."""
+    if not recorder.NATIVE:  # The tap needs the native recorder, which is missing or cannot be loaded.
         raise BuildError(tap_requirements.NO_RECORDER)
     return compiler_command(), place_to_build(places, make=True)
 
 
 @contextlib.contextmanager
 def _lock(place: Path) -> Iterator[None]:
-    """Held by one process of those that share the folder. Raises BuildError if that is another one."""
+    """Lock the folder. Raises BuildError if another process holds the lock."""
     try:
         descriptor = os.open(place / "tap.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -106,7 +106,7 @@ def _lock(place: Path) -> Iterator[None]:
 
 
 def _built(compiler: list[str], place: Path, *, timeout_s: float | None) -> Path:
-    """Compiles the tap, and puts it whole into its place. The caller holds the lock."""
+    """Compile the tap and move it to its place atomically. The caller holds the lock."""
     import torch
 
     torch_folder = Path(torch.__file__).parent
@@ -138,7 +138,7 @@ def _built(compiler: list[str], place: Path, *, timeout_s: float | None) -> Path
 
 @contextlib.contextmanager
 def _unfinished(place: Path) -> Iterator[Path]:
-    """A folder for what is not finished, which nobody else can enter. Removes what killed builds have left, too."""
+    """Create a private temporary folder. Folders left by killed builds are removed."""
     for left in place.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=place))
@@ -149,13 +149,14 @@ def _unfinished(place: Path) -> Iterator[Path]:
 
 
 def _run(command: list[str], folder: Path, timeout_s: float | None) -> None:
-    """Runs the compiler; its temporary files go to the folder. Raises BuildError."""
-    environ = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}  # "error" is looked for in what it says
+    """Run the compiler with its temporary files in the folder. Raises BuildError."""
+    # _first_error() searches the output for the word "error", so the compiler must not translate its messages.
+    environ = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}
     said = folder / "said"
     with open(said, "wb") as output:
         try:
-            # A group of its own, so that the children, which do the compiler's work, end with it. No session of its
-            # own: where the kernel schedules by session, that would have the usual weight again.
+            # A process group of its own lets the timeout kill the compiler's children too. It is not a session of its
+            # own, because with autogroup scheduling a new session would have normal priority again.
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, cwd=folder,
                 umask=0o077, preexec_fn=os.setpgrp,
@@ -183,7 +184,7 @@ def _first_error(said: str, status: int) -> str:
 
 
 def _publish(built: Path, tap: Path) -> None:
-    """Whole or not at all, also if the machine loses its power: a tap with a hole would end processes by SIGBUS."""
+    """Rename the finished file into place. It is synced first: after a power loss, a file with holes causes SIGBUS."""
     built.chmod(0o755)
     with open(built, "rb") as file:
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""`torchlens-perf top`: a live run in the terminal."""
+"""`torchlens-perf top`: show a live run in the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchlens_perf.top.text import Terminal
 
 _PLAIN_WIDTH = 100
-_NICE = 10  # it may run on a node of the job
+_NICE = 10
 
 
 def add_command(commands: Any) -> None:
@@ -40,7 +40,7 @@ def add_command(commands: Any) -> None:
 
 
 def top(options: argparse.Namespace) -> int:
-    """Runs the command. Raises RunStoreError where --once finds nothing, and TorchlensPerfError without Textual."""
+    """Run the command. Raises RunStoreError if --once finds no run, and TorchlensPerfError without Textual."""
     from torchlens_perf.top.text import Terminal, of_environment
 
     terminal = of_environment()
@@ -61,7 +61,7 @@ def top(options: argparse.Namespace) -> int:
         found = live(runs_in(folder))
         run = _given(found[0].path) if len(found) == 1 else None
     app = Top(run, folder.absolute(), terminal)
-    app.run(mouse=False)  # the terminal's own selection of text stays
+    app.run(mouse=False)  # Mouse events would disable the terminal's own text selection.
     return app.return_code or 0
 
 
@@ -80,7 +80,7 @@ def _plain(path: Path | None, terminal: Terminal, *, once: bool) -> int:
     shown = PlainTop(sys.stdout, width, terminal)
     if not once:
         _give_way()
-        with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end the command.
             shown.follow(reader.look)
         return 0
     view = reader.look()
@@ -91,7 +91,7 @@ def _plain(path: Path | None, terminal: Terminal, *, once: bool) -> int:
 
 
 def _asked_for(path: Path | None) -> tuple[Path, RunDirectory | None]:
-    """The folder of runs, and the run that is named; None where only the folder is, or nothing."""
+    """Return the folder of runs, and the named run or None."""
     from torchlens_perf.top.live_runs import default_folder, runs_in
 
     run = _given(path)
@@ -101,7 +101,7 @@ def _asked_for(path: Path | None) -> tuple[Path, RunDirectory | None]:
 
 
 def _given(path: Path | None) -> RunDirectory | None:
-    """The run directory that a path or a run's name stands for; there may be nothing there yet."""
+    """Return the run directory for a path or the name of a run. It may not exist yet."""
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.top.live_runs import default_folder
 
@@ -112,12 +112,12 @@ def _given(path: Path | None) -> RunDirectory | None:
 
 
 def _give_way() -> None:
-    """Whatever the job wants of the processors, it gets."""
+    """Lower this process's priority, because it may run on a node of the job."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
 
 
 def _can_be_drawn_on() -> bool:
-    """Whether there is a terminal on which text can be put anywhere."""
+    """Return True if the terminal supports cursor positioning."""
     streams = (sys.stdin, sys.stdout, sys.stderr)
     return os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown") and all(each.isatty() for each in streams)
