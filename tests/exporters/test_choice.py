@@ -1,4 +1,4 @@
-"""Which steps are sent as traces, and which ranks of them: the parts of the choice, by values made by hand."""
+"""Unit tests of the selection of traced steps and ranks, with hand-made values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ S = 10**9
 
 
 def steps(durations_ms: Sequence[float], first_step: int = 0, start_s: float = 0.0) -> StepTable:
-    """Steps one after the other."""
+    """Return a table of consecutive steps."""
     table = step_table([{"forward": 1}] * len(durations_ms), first_step=first_step)
     duration_ns = (np.array(durations_ms) * MS).astype(np.int64)
     start_ns = int(start_s * S) + np.cumsum(duration_ns) - duration_ns
@@ -37,7 +37,7 @@ def steps(durations_ms: Sequence[float], first_step: int = 0, start_s: float = 0
 
 
 def rows(work_ms: Sequence[float], wait_ms: Sequence[float], key: int = 0, width: int = 1) -> BinBatch:
-    """A row of all ranks."""
+    """Return rows with one bin of all ranks."""
     count = len(work_ms)
     parts = np.zeros((count, 1, 6))
     parts[:, 0, 1] = np.array(work_ms) * MS
@@ -52,7 +52,7 @@ def known(
     world_size: int = 4, spans: int = 10, here: Sequence[int] | None = None, found: RankRows | None = None,
     slow: Sequence[int] = (), complete: bool = True,
 ) -> Known:  # fmt: skip
-    """What a choice is made by: a job all of whose ranks are here, unless told otherwise."""
+    """Return the state from which steps are selected. By default all ranks run on this node."""
     ranks = range(world_size) if here is None else here
     there = dict.fromkeys(ranks if complete else list(ranks)[:-1], spans)
     places: Mapping[int, Placement] = {rank: Placement(f"node-{rank // 8}") for rank in range(world_size)}
@@ -67,7 +67,8 @@ def known(
     st.lists(st.tuples(st.floats(0, 20), st.integers(1, 3000)), max_size=200),
 )
 def test_budget_holds_over_any_minute(per_s: int, demands: list[tuple[float, int]]) -> None:
-    """Whoever takes only what there is never sends more than the budget over a minute, however demand comes."""
+    """A caller that never exceeds at() sends at most the budget over any minute, whatever the
+    demand."""
     budget, now_s, sent = SpanBudget(per_s), 0.0, []
     for after_s, spans in demands:
         now_s += after_s
@@ -78,8 +79,8 @@ def test_budget_holds_over_any_minute(per_s: int, demands: list[tuple[float, int
         assert sum(spans for at_s, spans in sent if first_s <= at_s < first_s + 60) <= 60 * per_s + 1
 
 
-def test_budget_goes_by_the_steps_time() -> None:
-    """Time that goes back, as where steps come late, gives nothing and takes nothing."""
+def test_budget_is_refilled_by_step_timestamps() -> None:
+    """A timestamp that goes back, because steps arrive late, does not change the budget."""
     budget = SpanBudget(100)
     budget.spend(budget.at(50.0))
     assert budget.at(50.0) == 0
@@ -91,8 +92,9 @@ def test_budget_goes_by_the_steps_time() -> None:
 # -- slow steps
 
 
-def test_slow_beside_the_steps_before() -> None:
-    """A step beyond the 99th percentile of those before it is slow; not among the first, nor where all last alike."""
+def test_step_is_slow_compared_with_earlier_steps() -> None:
+    """A step above the 99th percentile of earlier steps is slow, unless there are too few steps or
+    all are equal."""
     draw = np.random.default_rng(1)
     usual = (100 + draw.normal(0, 1, 300)).tolist()
     watch = SlowSteps()
@@ -102,8 +104,8 @@ def test_slow_beside_the_steps_before() -> None:
     assert slow.tolist() == [False, True, False, False]
 
 
-def test_a_slower_job_is_soon_usual() -> None:
-    """After a shift all steps are slow at first, and none once the window has them."""
+def test_lasting_slowdown_becomes_the_new_baseline() -> None:
+    """When all steps get slower, they count as slow until they fill the window."""
     watch = SlowSteps()
     watch.add(steps([100] * 512))
     assert watch.add(steps([200] * 40)).all()
@@ -115,7 +117,8 @@ def test_a_slower_job_is_soon_usual() -> None:
 
 
 def test_ranks_that_explain_a_step() -> None:
-    """Those that are named, who the others waited for, who had most to do, and an ordinary one of the same work."""
+    """The slow ranks, the rank that arrived last, the rank with most work, and a rank with median
+    work."""
     found = RankRows()
     found.add(rows([10, 11, 40, 12, 13, 30], [30, 29, 8, 28, 27, 2], key=7))
     row = found.at(7)
@@ -128,7 +131,7 @@ def test_ranks_that_explain_a_step() -> None:
 
 
 def test_rows_of_several_steps() -> None:
-    """A step lies in the row that has it; what came in one width and in another is put together."""
+    """A step is found in the row of its bin, and rows of different widths are merged."""
     found = RankRows()
     found.add(rows([10, 20], [5, 1], key=2, width=4))
     late = dataclasses.replace(rows([70], [0], key=1, width=8), ranks=np.array([2]))
@@ -140,11 +143,11 @@ def test_rows_of_several_steps() -> None:
     assert found.spread_s()["work", "max"] == pytest.approx(0.02)
 
 
-# -- the choice
+# -- the selection
 
 
 def test_small_job_is_sent_whole() -> None:
-    """All ranks of the first steps and of one in ten, as soon as all their records are there."""
+    """All ranks of the first steps and of every tenth step are sent once all records have arrived."""
     chooser = Chooser(200)
     chooser.add_steps(steps([100] * 25), 10, 0.0)
     assert chooser.choose(0, known(complete=False), 1.0) == []
@@ -157,16 +160,16 @@ def test_small_job_is_sent_whole() -> None:
     assert chooser.choose(0, known(), 2.0) == []
 
 
-def test_rank_that_says_nothing_is_not_waited_for() -> None:
-    """After three seconds a step is sent without it."""
+def test_step_is_sent_without_a_silent_rank_after_a_timeout() -> None:
+    """After three seconds a step is sent without the records of a silent rank."""
     chooser = Chooser(200)
     chooser.add_steps(steps([100]), 10, 0.0)
     assert chooser.choose(0, known(complete=False), 2.9) == []
     assert len(chooser.choose(0, known(complete=False), 3.0)) == 1
 
 
-def test_large_job_sends_who_matters() -> None:
-    """Once the rows of all ranks are there; each with as many spans as there is room for."""
+def test_large_job_sends_the_ranks_that_explain_the_step() -> None:
+    """Once the rows of all ranks have arrived, the selected ranks share the budget of spans."""
     found = RankRows()
     chooser = Chooser(200)
     chooser.add_steps(steps([100]), 100, 0.0)
@@ -182,16 +185,16 @@ def test_large_job_sends_who_matters() -> None:
 
 
 def test_a_rank_with_very_many_spans_sends_some() -> None:
-    """A step of 100,000 spans does not take the budget of all others, and is not left out either."""
+    """A step with 100,000 spans is sent in part, and does not use the whole budget."""
     chooser = Chooser(200)
     chooser.add_steps(steps([100]), 100, 0.0)
     (chosen,) = chooser.choose(0, known(1, 100_000), 9.0)
     assert 0 < chosen.max_spans < 2100
 
 
-def test_what_there_is_no_room_for_is_counted() -> None:
-    """The next step that is sent says how many were not."""
-    chooser = Chooser(30)  # 600 spans at once, 20 a second
+def test_steps_beyond_the_budget_are_counted() -> None:
+    """The next traced step reports how many steps exceeded the budget."""
+    chooser = Chooser(30)  # It allows 600 spans at once and 20 per second.
     chooser.add_steps(steps([100] * 50), 1, 0.0)
     chosen = chooser.choose(0, known(), 9.0)
     assert len(chosen) < 50
@@ -203,8 +206,8 @@ def test_what_there_is_no_room_for_is_counted() -> None:
 
 
 def test_slow_steps_and_a_verdict() -> None:
-    """Both are sent with their reason; what is slow leaves room for a rank that is named then."""
-    chooser = Chooser(20)  # 400 spans at once: ten steps of 45
+    """Both are sent with their reason. Slow steps leave room in the budget for a later verdict."""
+    chooser = Chooser(20)  # It allows 400 spans at once.
     chooser.add_steps(steps([100] * 100), 1000, 0.0)
     chooser.choose(0, known(), 1.0)
     chooser.add_steps(steps([200] * 40, first_step=100, start_s=60.0), 1000, 60.0)
@@ -215,8 +218,8 @@ def test_slow_steps_and_a_verdict() -> None:
     assert [(each.step, each.because) for each in chooser.choose(0, known(), 70.0)] == [(139, "verdict")]
 
 
-def test_nothing_where_nothing_is_asked() -> None:
-    """With 0 no step is sent, however slow; slow ones can be left alone."""
+def test_sampling_can_be_switched_off() -> None:
+    """With `every=0` no step is sent, and slow steps can be switched off."""
     chooser = Chooser(0)
     chooser.add_steps(steps([*[100] * 99, 1000]), 0, 0.0)
     assert chooser.choose(0, known(), 9.0) == []
@@ -226,11 +229,11 @@ def test_nothing_where_nothing_is_asked() -> None:
     assert chooser.choose(0, known(), 9.0) == []
 
 
-# -- what node 0 says
+# -- the message of node 0
 
 
-def test_word_fits() -> None:
-    """The newest steps go first where there is little room; none is changed by it."""
+def test_message_fits_into_its_limit() -> None:
+    """The oldest steps are dropped until the message fits. The remaining steps are unchanged."""
     traced = [TracedStep(3, step, "slow", (("slow", (5, 4000)), ("reference", (17,))), 200, 2) for step in range(90)]
     said = Said(3, 89, (5, 4000), tuple(traced))
     for room in (400, 1023):
@@ -245,16 +248,16 @@ def test_word_fits() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_anything_else_is_no_word(data: bytes) -> None:
+def test_invalid_messages_are_rejected(data: bytes) -> None:
     with pytest.raises(ValueError, match="node 0"):
         Said.decode(data)
 
 
-# -- the shelf
+# -- the buffer
 
 
 def shelved(rank: int, first_step: int, key: str = "") -> Shelved:
-    """Four steps of ten spans."""
+    """Return four steps with ten spans each."""
     records = np.zeros(44, record_dtype())
     records["step"] = np.repeat(np.arange(first_step, first_step + 4), 11)
     records["kind"] = [*[Kind.MODULE] * 10, Kind.STEP] * 4
@@ -262,8 +265,8 @@ def shelved(rank: int, first_step: int, key: str = "") -> Shelved:
     return Shelved(key or f"rank{rank}", rank, Anchor(0, 0, 0), records, records[:0], [""], table)
 
 
-def test_shelf_keeps_the_newest() -> None:
-    """Within its bytes; of two processes of a rank, the one that came last."""
+def test_buffer_keeps_the_newest_steps() -> None:
+    """The buffer keeps the newest steps within its limit, and the newest process of a rank."""
     shelf = Shelf(max_bytes=5 * shelved(0, 0).records.nbytes)
     for first in range(0, 40, 4):
         for rank in (0, 1):

@@ -1,4 +1,4 @@
-"""Requests on their way: what an answer means, what waits where, what is tried again, and what is counted."""
+"""Delivery of requests: results, the outbox, retries and counts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RESOURCE = Resource({"host.name": "node-a", "list": ["a", "b"], "share": 0.5, "i
 
 
 def spans_of(*names: str) -> list[Item]:
-    """Spans with these names."""
+    """Return spans with these names."""
     return [
         ReadableSpan(
             name,
@@ -60,7 +60,7 @@ def delivered(endpoint: Collector) -> list[str]:
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
-    """Whether it holds within some seconds."""
+    """Return True if the condition becomes true within some seconds."""
     deadline_s = time.monotonic() + 20
     while not holds() and time.monotonic() < deadline_s:
         time.sleep(0.005)
@@ -68,7 +68,7 @@ def eventually(holds: Callable[[], bool]) -> bool:
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -77,7 +77,7 @@ class Clock:
         return self.now_s
 
 
-# -- answers
+# -- results
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ class Clock:
     ],
 )  # fmt: skip
 def test_retry_after(header: str, expected: float | None) -> None:
-    """Seconds, or a date; what is neither says nothing."""
+    """Retry-After is a number of seconds or a date. Anything else is ignored."""
     assert wait_of(header, unix_s=10.0) == expected
 
 
@@ -96,7 +96,8 @@ def test_retry_after(header: str, expected: float | None) -> None:
 
 
 def test_halves_hold_everything_once() -> None:
-    """Nothing is in both, nothing in none; one span has no halves. Of metrics, the points of one stay together."""
+    """Each item is in exactly one half, a single span cannot be split, and points of a metric stay
+    together."""
     assert [names_in(half) for half in halves(spans_of("a", "b", "c"))] == [["a"], ["b", "c"]]
     assert halves(spans_of("alone")) == []
     (first,), (second,) = halves([METRICS])
@@ -180,8 +181,8 @@ KEPT: dict[str, list[Item]] = {
 
 
 @pytest.mark.parametrize("signal", KEPT)
-def test_what_was_kept_is_what_was_to_be_sent(signal: str) -> None:
-    """After a way to the disk and back, the SDK's exporters make the same request of it."""
+def test_stored_request_is_unchanged(signal: str) -> None:
+    """A request read from disk encodes to the same bytes as the original."""
     body = encode(signal, KEPT[signal])
     kept = decode(signal, body)
     assert encode(signal, kept) == body
@@ -189,13 +190,13 @@ def test_what_was_kept_is_what_was_to_be_sent(signal: str) -> None:
 
 
 @pytest.mark.parametrize("signal", KEPT)
-def test_what_is_no_request(signal: str) -> None:
+def test_invalid_bytes_are_rejected(signal: str) -> None:
     with pytest.raises(ValueError, match=f"not a request of {signal}"):
         decode(signal, b"\xff no request")
 
 
-def test_requests_fill_and_wait() -> None:
-    """A request is due once it is full, or its first item has waited."""
+def test_request_is_due_when_full_or_after_the_delay() -> None:
+    """A request is due when it is full, or when its first item has waited for the delay."""
     clock = Clock()
     box = Outbox(None, "node", "traces", 3, delay_s=5.0, clock=clock)
     box.put(spans_of("a", "b"))
@@ -216,7 +217,6 @@ def test_requests_fill_and_wait() -> None:
 
 
 def test_outbox_in_memory_drops_the_oldest_and_counts() -> None:
-    """Without a disk, the newest are kept."""
     box = Outbox(None, "node", "traces", room=Room(memory_items=3))
     for name in "abcde":
         box.put(spans_of(name))
@@ -228,7 +228,8 @@ def test_outbox_in_memory_drops_the_oldest_and_counts() -> None:
 
 
 def test_outbox_on_disk_survives_its_process(tmp_path: Path) -> None:
-    """Another process goes on with the oldest; signals and nodes do not mix; files are the user's alone."""
+    """The next process sends the oldest first. Signals and nodes are separate, and files are
+    private to the user."""
     first = Outbox(tmp_path / "outbox", "node-a", "traces", batch_items=1)
     for name in ("x", "y"):
         first.put(spans_of(name))
@@ -247,7 +248,7 @@ def test_outbox_on_disk_survives_its_process(tmp_path: Path) -> None:
 
 
 def test_outbox_makes_room_on_the_disk(tmp_path: Path) -> None:
-    """Beyond its bytes the oldest files go, and what was in them is counted."""
+    """When the files exceed the limit, the oldest are deleted and their items counted."""
     newest = sum(len(encode("traces", spans_of(*["a"] * count))) for count in (4, 5))
     box = Outbox(tmp_path, "node", "traces", room=Room(disk_bytes=newest))
     for number in range(5):
@@ -258,7 +259,7 @@ def test_outbox_makes_room_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_damaged_file_of_the_outbox_is_counted(tmp_path: Path) -> None:
-    """What cannot be read any more is not in the way."""
+    """A damaged file does not block later ones."""
     box = Outbox(tmp_path, "node", "traces", batch_items=1)
     for name in ("x", "y", "z"):
         box.put(spans_of(name))
@@ -275,7 +276,7 @@ def test_damaged_file_of_the_outbox_is_counted(tmp_path: Path) -> None:
 
 
 def test_endpoint_that_is_away_loses_nothing(tmp_path: Path) -> None:
-    """While it is away, what comes goes to the disk; once it is back, all is delivered by itself, in order, once."""
+    """During the outage requests go to disk. Afterwards all are delivered once and in order."""
     endpoint = Collector("traces", later("away"))
     sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
     for name in "abc":
@@ -291,7 +292,7 @@ def test_endpoint_that_is_away_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_left_waits_on_the_disk(tmp_path: Path) -> None:
-    """At the end a dead endpoint gets one try; the rest waits for another process, which the notes say."""
+    """At the end a dead endpoint gets one attempt. The rest stays on disk, which the notes report."""
     endpoint = Collector("traces", later("away"))
     sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
     for name in "abc":
@@ -309,7 +310,8 @@ def test_what_is_left_waits_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_stuck_endpoint_does_not_keep_the_end_waiting(tmp_path: Path) -> None:
-    """An endpoint that neither takes nor refuses costs the timeout; what it may have taken is kept as well."""
+    """An endpoint that never answers delays the end by the timeout. Its request is also kept on
+    disk."""
     endpoint = Collector("traces", opened=False)
     sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
     sender.add(spans_of("a"))
@@ -324,7 +326,7 @@ def test_stuck_endpoint_does_not_keep_the_end_waiting(tmp_path: Path) -> None:
 
 
 def test_pauses_grow_and_obey_the_endpoint(tmp_path: Path) -> None:
-    """Ever longer pauses, up to a minute or so; as long as it asks, where that is longer."""
+    """Pauses grow up to about a minute, or are as long as the endpoint asks for."""
     clock, endpoint = Clock(), Collector("traces", later("away"))
     sender = Sender(Outbox(None, "node", "traces"), endpoint, clock=clock)
     sender.add(spans_of("a"))
@@ -342,7 +344,8 @@ def test_pauses_grow_and_obey_the_endpoint(tmp_path: Path) -> None:
 
 
 def test_too_large_is_halved_until_it_is_taken() -> None:
-    """An endpoint that takes two spans at most gets all of eight; one that takes none is said to have refused them."""
+    """Eight spans reach an endpoint that accepts two at a time. If it accepts none, they count as
+    refused."""
     endpoint = Collector("traces", lambda items: DELIVERED if items <= 2 else TOO_LARGE)
     sender = Sender(Outbox(None, "node", "traces"), endpoint)
     sender.add(spans_of(*"abcdefgh"))
@@ -360,7 +363,7 @@ def test_too_large_is_halved_until_it_is_taken() -> None:
 
 
 def test_refused_requests_are_not_in_the_way() -> None:
-    """A request that is refused for good is counted, and the next one is sent. So are items that are rejected."""
+    """A refused request and rejected items are counted, and the next request is sent."""
     answers = iter([Answer(Outcome.REFUSED, "HTTP 400"), Answer(Outcome.DELIVERED, rejected=1), DELIVERED])
     endpoint = Collector("traces", lambda items: next(answers))
     sender = Sender(Outbox(None, "node", "traces", 2), endpoint)
@@ -372,7 +375,7 @@ def test_refused_requests_are_not_in_the_way() -> None:
 
 
 def test_one_request_is_in_flight() -> None:
-    """So at most one comes twice."""
+    """At most one request can therefore be delivered twice."""
     inside, most, lock = [0], [0], threading.Lock()
 
     def answer(items: int) -> Answer:

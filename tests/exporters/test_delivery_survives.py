@@ -1,5 +1,6 @@
-"""What delivery outlives: a disk that is nearly full, a transport that fails otherwise than known, an answer without
-end, an endpoint that keeps one request for long; and Ctrl-C while it is waited for."""
+"""Robustness of delivery: a nearly full disk, unexpected exceptions, endless responses, a slow
+endpoint, and Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ SPAN = "x" * 400
 
 @contextmanager
 def room_for(size_bytes: int) -> Iterator[None]:
-    """No file grows beyond that: the write that reaches it takes a part, as on a disk that is nearly full."""
+    """Limit the size of files, so a write that reaches the limit is partial, as on a nearly full
+    disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
@@ -49,8 +51,8 @@ def room_for(size_bytes: int) -> Iterator[None]:
 # -- a disk that is nearly full
 
 
-def test_a_request_that_fits_in_part_stays_in_memory(tmp_path: Path) -> None:
-    """Half of a request on disk would be refused for good later; so would nobody say that it is lost."""
+def test_request_that_cannot_be_written_completely_stays_in_memory(tmp_path: Path) -> None:
+    """A partial file would be refused later, and the loss would not be reported."""
     box = Outbox(tmp_path, "n", "traces")
     box.put(spans_of(*[SPAN] * 10))
     with room_for(1000):
@@ -62,8 +64,8 @@ def test_a_request_that_fits_in_part_stays_in_memory(tmp_path: Path) -> None:
     assert box.to_disk()
 
 
-def test_a_line_that_fits_in_part_is_no_line(tmp_path: Path) -> None:
-    """The file holds whole requests only, and the next try is not after half a line."""
+def test_partial_line_is_removed_from_the_file(tmp_path: Path) -> None:
+    """The file has only complete requests, and a retry does not append to a partial line."""
     path = tmp_path / "spans.jsonl"
     transport = FileTransport("traces", path)
     with room_for(1000):
@@ -73,7 +75,7 @@ def test_a_line_that_fits_in_part_is_no_line(tmp_path: Path) -> None:
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 2
 
 
-def test_a_state_that_fits_in_part_replaces_none(tmp_path: Path) -> None:
+def test_partially_written_state_does_not_replace_the_old_one(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.create()
     state = NodeState("node-a")
@@ -84,11 +86,11 @@ def test_a_state_that_fits_in_part_replaces_none(tmp_path: Path) -> None:
     assert load(run.node_state("node-a")).notes == []
 
 
-# -- what nobody expects
+# -- unexpected failures
 
 
 class Failing(Collector):
-    """Its first tries raise."""
+    """A transport whose first attempts raise."""
 
     def send(self, items: Sequence[Item]) -> Answer:
         if self.calls < 2:
@@ -97,8 +99,8 @@ class Failing(Collector):
         return super().send(items)
 
 
-def test_an_error_of_a_transport_is_tried_again() -> None:
-    """And does not end the thread, after which nobody would send anything."""
+def test_unexpected_exception_of_a_transport_is_retried() -> None:
+    """An unexpected exception is followed by a retry and does not end the thread."""
     endpoint = Failing("traces")
     sender = Sender(Outbox(None, "n", "traces"), endpoint)
     sender.add(spans_of("a"))
@@ -110,8 +112,8 @@ def test_an_error_of_a_transport_is_tried_again() -> None:
     assert notes(sender) == []
 
 
-def test_what_comes_after_the_threads_end_is_kept(tmp_path: Path) -> None:
-    """Whatever has ended it, what it has not sent waits on disk."""
+def test_items_after_the_end_of_the_thread_are_kept(tmp_path: Path) -> None:
+    """Items that arrive after the thread has ended are written to disk."""
     sender = Sender(Outbox(tmp_path, "n", "traces"), Collector("traces"))
     sender.begin_closing()
     sender._thread.join(20)
@@ -121,8 +123,9 @@ def test_what_comes_after_the_threads_end_is_kept(tmp_path: Path) -> None:
     assert (names_on_disk(path), items) == (["a"], 1)
 
 
-def test_halves_of_what_lies_on_disk_lie_there(tmp_path: Path) -> None:
-    """Before it goes: whoever is killed in between has lost none."""
+def test_halves_of_a_stored_request_are_stored(tmp_path: Path) -> None:
+    """The halves are written before the file is deleted, so a process that is killed in between
+    loses nothing."""
     endpoint = Collector("traces", lambda items: Answer(Outcome.TOO_LARGE))
     box = Outbox(tmp_path, "n", "traces")
     box.put(spans_of("a", "b"))
@@ -138,8 +141,8 @@ def test_halves_of_what_lies_on_disk_lie_there(tmp_path: Path) -> None:
     sender.close(20)
 
 
-def test_an_endpoint_that_keeps_a_request_for_long() -> None:
-    """What comes meanwhile waits in the outbox, which has bounds, also in memory."""
+def test_outbox_stays_bounded_while_a_request_is_in_flight() -> None:
+    """New items wait in the outbox, within its limits, while a request is in flight."""
     endpoint = Collector("traces", opened=False)
     exporter = exporter_to({"traces": endpoint})
     exporter.export(batch_of(identity(), [0], spans_a_step=510))
@@ -154,7 +157,7 @@ def test_an_endpoint_that_keeps_a_request_for_long() -> None:
 
 
 class Endless(BaseHTTPRequestHandler):
-    """Its answer never ends."""
+    """A server whose response never ends."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -171,8 +174,8 @@ class Endless(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(("status", "outcome"), [("200", Outcome.DELIVERED), ("503", Outcome.LATER)])
-def test_an_answer_without_end(status: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of it a begin is read."""
+def test_endless_response_is_cut_off(status: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the start of the response is read."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"x-status={status}")
     with serving(Endless) as address:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
@@ -195,10 +198,10 @@ def test_an_answer_without_end(status: str, outcome: Outcome, monkeypatch: pytes
         (sdk_exporters.over_grpc, "key=a%0Atoken"),
     ],
 )
-def test_headers_that_cannot_be_sent(
+def test_request_with_invalid_headers_is_retried(
     over: Callable[[str], sdk_exporters.SdkTransport], header: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request waits, as for any other fault that somebody may mend."""
+    """The request is retried, as for other faults that a user can fix."""
     with refusing() as address:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", header)
@@ -232,8 +235,8 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("waits_in", ["flush", "close"])
-def test_ctrl_c_reaches_who_waits(waits_in: str) -> None:
-    """Also where another thread has received it, as one does that just begins."""
+def test_ctrl_c_interrupts_waiting(waits_in: str) -> None:
+    """Ctrl-C interrupts the wait even if another thread receives the signal."""
     began_s = time.monotonic()
     done = subprocess.run([sys.executable, "-c", _WAITS, waits_in], capture_output=True, text=True, timeout=120)
     assert (done.stdout, time.monotonic() - began_s < 50) == ("interrupted\n", True), done.stderr

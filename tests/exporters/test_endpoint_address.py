@@ -1,4 +1,4 @@
-"""What an address shows of itself, and what the log hides of it."""
+"""The printable parts of addresses, and their redaction in the log."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_shown_address_has_no_credentials(address: str, expected: str) -> None:
 
 @pytest.mark.parametrize("address", [address for address, _ in SHOWN if "s3cret" in address])
 def test_log_hides_what_the_address_does_not_show(address: str) -> None:
-    """Every form is redacted, with the same parts left out as in shown()."""
+    """The log filter removes the same parts as shown()."""
     record = logging.LogRecord("x", logging.ERROR, "", 0, "cannot reach %s", (address,), None)
     assert Redaction({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": address}).filter(record)
     assert "s3cret" not in record.getMessage()

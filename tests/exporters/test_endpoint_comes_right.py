@@ -1,6 +1,8 @@
-"""An endpoint that misbehaves at first and then comes right: all arrives by itself, and at most one request twice.
+"""Endpoints that recover from a fault: everything is delivered automatically, and at most one
+request twice.
 
-Through the real exporter, with what waits on a disk, to real servers; all faults at once, as each costs a pause.
+The real exporter, with its outbox on disk, sends to real servers. All faults run at the same time,
+as each costs a pause.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from torchlens_perf.run.directory import RunDirectory
 
 STEPS, IN_A_REQUEST = 10, 8
 SPANS = 5 * STEPS
-"""Of rank 0: a root, the rank's step and three in it for each step."""
+"""Spans of rank 0: for each step a root, the rank's step and three spans in it."""
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 LARGEST = 3
 REJECTED = 2
@@ -50,7 +52,7 @@ REJECTED = 2
 
 @dataclasses.dataclass
 class Taken:
-    """What an endpoint has taken, and how often it was asked."""
+    """The data that an endpoint has accepted, and the number of its requests."""
 
     spans: collections.Counter[bytes] = dataclasses.field(default_factory=collections.Counter)
     asked: int = 0
@@ -63,7 +65,7 @@ class Taken:
             self.spans.update(ids)
 
     def first(self) -> bool:
-        """Whether nobody has asked before."""
+        """Return True for the first request."""
         with self.lock:
             self.asked += 1
             return self.asked == 1
@@ -101,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def answers(status: int, body: bytes = b"", **headers: str) -> type[_Handler]:
-    """Takes nothing the first time, and says this."""
+    """Return a handler that rejects the first request with this response."""
 
     class Handler(_Handler):
         def wrong(self, _: bytes) -> None:
@@ -111,14 +113,14 @@ def answers(status: int, body: bytes = b"", **headers: str) -> type[_Handler]:
 
 
 class BreaksOff(_Handler):
-    """Takes nothing the first time, and hangs up."""
+    """Closes the connection of the first request without accepting it."""
 
     def wrong(self, body: bytes) -> None:
         self.connection.shutdown(socket.SHUT_RDWR)
 
 
 class AnswerIsLost(_Handler):
-    """Takes the first request, and hangs up before it says so."""
+    """Accepts the first request, and closes the connection before responding."""
 
     def wrong(self, body: bytes) -> None:
         self.taken.take(body)
@@ -126,7 +128,7 @@ class AnswerIsLost(_Handler):
 
 
 class AnswersInJson(_Handler):
-    """Takes all, and says so in the other form of OTLP."""
+    """Accepts everything, and responds in JSON, the other encoding of OTLP."""
 
     def right(self, body: bytes) -> None:
         self.taken.take(body)
@@ -134,7 +136,7 @@ class AnswersInJson(_Handler):
 
 
 class TakesFew(_Handler):
-    """A request of more than a few spans is too large, each time."""
+    """Answers 413 to all requests with more than a few spans."""
 
     def right(self, body: bytes) -> None:
         if body.count(b"torchlens_perf.kind") > LARGEST:
@@ -144,7 +146,7 @@ class TakesFew(_Handler):
 
 
 class Rejects(_Handler):
-    """Some of the first request's spans."""
+    """Rejects some spans of the first request."""
 
     def wrong(self, body: bytes) -> None:
         self.taken.take(body)
@@ -179,7 +181,8 @@ FAULTS = (*HTTP, *TLS, *GRPC)
 
 @contextlib.contextmanager
 def over_http(handler: type[_Handler], taken: Taken, contexts: tuple[ssl.SSLContext, ...] = ()) -> Iterator[str]:
-    """An endpoint. contexts: of TLS, one for each connection, and the last for all that follow."""
+    """Run an HTTP endpoint. contexts: TLS contexts, one for each connection; the last one is
+    reused."""
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
@@ -193,7 +196,7 @@ def over_http(handler: type[_Handler], taken: Taken, contexts: tuple[ssl.SSLCont
             self.connections += 1
             try:
                 return context.wrap_socket(connection, server_side=True), address
-            except OSError:  # the client hangs up, as it should
+            except OSError:  # The client closes the connection, as expected.
                 connection.close()
                 taken.first()
                 raise
@@ -213,7 +216,8 @@ def over_http(handler: type[_Handler], taken: Taken, contexts: tuple[ssl.SSLCont
 
 @contextlib.contextmanager
 def over_grpc(status: grpc.StatusCode, taken: Taken) -> Iterator[str]:
-    """An endpoint that gives the first request this status, and says that it may come again in a second."""
+    """Run a gRPC endpoint that fails the first request with this status and asks for a retry in a
+    second."""
 
     class Endpoint(TraceServiceServicer):
         def Export(self, request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> Any:
@@ -237,18 +241,19 @@ def over_grpc(status: grpc.StatusCode, taken: Taken) -> Iterator[str]:
 
 @dataclasses.dataclass
 class Delivered:
-    """How it ended."""
+    """The final state of one run."""
 
     taken: Taken
     by_itself: bool
-    """Before anybody closed the exporter."""
+    """True if everything was delivered before the exporter was closed."""
     notes: list[str]
     left: int
-    """Files that wait on the disk."""
+    """Number of undelivered files on disk."""
 
 
 def _secured(folder: Path) -> Iterator[tuple[str, tuple[ssl.SSLContext, ...], dict[str, str]]]:
-    """Each fault of TLS: the contexts of its endpoint, and what the user has set."""
+    """Return for each TLS fault: the contexts of its endpoint, and the variables that the user
+    sets."""
     folder.mkdir()
     good, expired = certificate(folder / "good"), certificate(folder / "expired", expired=True)
     own, another = certificate(folder / "own", "DNS:client"), certificate(folder / "another", "DNS:client")
@@ -261,7 +266,7 @@ def _secured(folder: Path) -> Iterator[tuple[str, tuple[ssl.SSLContext, ...], di
 
     def shows(pair: Any, clients: Any = None) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # With TLS 1.3 a client hears of its certificate's refusal only after it has sent its request.
+        # With TLS 1.3 a client learns that its certificate was refused only after it has sent its request.
         context.maximum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(pair.path, pair.key)
         if clients is not None:
@@ -275,7 +280,7 @@ def _secured(folder: Path) -> Iterator[tuple[str, tuple[ssl.SSLContext, ...], di
 
 @pytest.fixture(scope="module")
 def delivered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Delivered]]:
-    """By fault."""
+    """Run all faults at the same time and return the results by fault."""
     folder = tmp_path_factory.mktemp("endpoints")
     taken = {fault: Taken() for fault in FAULTS}
     exporters: dict[str, tuple[Exporter, RunDirectory]] = {}
@@ -315,9 +320,9 @@ def delivered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, De
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_all_arrives_by_itself(delivered: dict[str, Delivered], fault: str) -> None:
-    """Every span, while the exporter is open; nothing waits afterwards, on the disk or in the notes."""
+    """All spans arrive while the exporter is open. Nothing is left on disk or in the notes."""
     ended = delivered[fault]
-    assert ended.taken.asked > 1  # the fault was met
+    assert ended.taken.asked > 1, "the fault did not occur"
     assert ended.by_itself
     assert (len(ended.taken.spans), ended.left) == (SPANS, 0)
     rejected = f"OTLP: {REJECTED} of {SPANS} spans were not delivered"
@@ -326,6 +331,6 @@ def test_all_arrives_by_itself(delivered: dict[str, Delivered], fault: str) -> N
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_nothing_comes_twice_but_where_the_answer_is_lost(delivered: dict[str, Delivered], fault: str) -> None:
-    """And then it is one request, with the same ids."""
+    """If the response is lost, one request arrives twice, with the same ids."""
     doubles = delivered[fault].taken.doubles()
     assert doubles == (IN_A_REQUEST if fault == "answer is lost" else 0)

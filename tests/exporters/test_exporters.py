@@ -1,4 +1,6 @@
-"""Exporters without a network: nesting, ids, resources, what is counted, and what both exporters promise."""
+"""Exporters without a network: nesting, ids, resources, metrics, alerts, and the contract of all
+exporters.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ OTHER_THREAD = int(Flag.OTHER_THREAD)
 
 
 def identity(rank: int = 0, **changed: Any) -> Identity:
-    """A rank of a run."""
+    """Return the identity of a rank."""
     values: dict[str, Any] = {
         "run_id": "run", "rank": rank, "local_rank": rank, "world_size": 2, "local_world_size": 2, "attempt": 0,
         "host": "node-a", "pid": 4711, "process_started": 1, "launcher_pid": 1, "elastic": False,
@@ -50,12 +52,12 @@ def identity(rank: int = 0, **changed: Any) -> Identity:
 
 
 def span(start_ns: int, duration_ns: int, depth: int = 1, flags: int = 0, name: str = "", kind: str = "module") -> Span:
-    """A span that lies somewhere."""
+    """Return a span."""
     return Span(kind, name, 0, start_ns, duration_ns, depth, flags, 0, 0)
 
 
 def batch_of(who: Identity, steps: Sequence[int], spans_a_step: int = 3) -> ExportBatch:
-    """Steps of a rank; each is to be exported with so many spans besides the step's own."""
+    """Return steps of a rank, each with this number of spans in addition to the step's own."""
     spans = tuple(span(index, 1, name=f"layer{index}") for index in range(spans_a_step))
     table = step_table([{"forward": 5, "communication": 1}] * len(steps), first_step=steps[0], memory=1000)
     traces = tuple(StepTrace(step, 0, 6 * MS, 0, spans) for step in steps)
@@ -69,7 +71,7 @@ def assessment_of(
     who: Identity | None = None,
     whole_job: bool = True,
 ) -> Assessment:
-    """What a sidecar holds to be wrong; with a log, also what is new to that."""
+    """Return an assessment. If a log is given, its new alerts are included."""
     alerts = log.changes(0, found, hung, PLACES, 1_700_000_000_000_000_000) if log is not None else ()
     return Assessment(who or identity(), with_groups(found, PLACES), hung, alerts, whole_job)
 
@@ -78,7 +80,7 @@ def assessment_of(
 
 
 def contains(outer: Span, inner: Span) -> bool:
-    """Whether a span may be another's parent."""
+    """Return True if a span can be another's parent."""
     in_time = outer.start_ns <= inner.start_ns
     in_time = in_time and inner.start_ns + inner.duration_ns <= outer.start_ns + outer.duration_ns
     return in_time and not (outer.flags & OTHER_THREAD and not inner.flags & OTHER_THREAD)
@@ -95,7 +97,7 @@ intervals = st.builds(
 
 @given(st.lists(intervals, max_size=12))
 def test_nest_finds_the_smallest_container(spans: list[Span]) -> None:
-    """A parent contains its child, comes before it, and no smaller span contains the child; a root is in none."""
+    """A parent contains its child and precedes it, and no smaller span contains the child."""
     nested = nest(spans)
     assert Counter(spans) == Counter(each for each, _ in nested)
     for index, (each, parent) in enumerate(nested):
@@ -114,7 +116,7 @@ def test_nest_finds_the_smallest_container(spans: list[Span]) -> None:
 
 @st.composite
 def call_trees(draw: st.DrawFn) -> list[tuple[Span, int]]:
-    """Calls of one thread in the order of their ends, each with the name of its caller, or -1."""
+    """Draw calls of one thread in the order of their ends, each with the name of its caller, or -1."""
     calls: list[tuple[Span, int]] = []
     clock, names = 0, iter(range(1000))
 
@@ -134,14 +136,14 @@ def call_trees(draw: st.DrawFn) -> list[tuple[Span, int]]:
 
 @given(call_trees())
 def test_nest_rebuilds_a_call_tree(calls: list[tuple[Span, int]]) -> None:
-    """Spans of one thread get their caller as parent."""
+    """The parent of each span of one thread is its caller."""
     nested = nest([each for each, _ in calls])
     found = {each.name: "-1" if parent is None else nested[parent][0].name for each, parent in nested}
     assert {each.name: str(caller) for each, caller in calls} == found
 
 
 def test_nest_by_depth_where_times_are_equal() -> None:
-    """Of two spans with the same times, the one that was opened first is the parent."""
+    """If two spans have the same times, the one opened first is the parent."""
     inner, outer = span(0, 5, depth=2, name="inner"), span(0, 5, depth=1, name="outer")
     assert nest([inner, outer]) == [(outer, None), (inner, 0)]
 
@@ -150,7 +152,7 @@ def test_nest_by_depth_where_times_are_equal() -> None:
 
 
 def test_ids_are_pinned() -> None:
-    """Ids are the first bytes of a SHA-256 (`printf 'RUN/0/7' | sha256sum`): no version of ours moves them."""
+    """Ids are the first bytes of a SHA-256 (`printf 'RUN/0/7' | sha256sum`), and must never change."""
     in_trace = trace_id("20261121-093000-cafe0123", 0, 7)
     assert f"{in_trace:032x}" == "5677985fb49f873b8ee55b8c393f52ef"
     assert f"{span_id(in_trace, 1, 3):016x}" == "bda21ad76c4b1a30"
@@ -158,7 +160,7 @@ def test_ids_are_pinned() -> None:
 
 
 def test_ids_differ() -> None:
-    """Run, attempt, step, rank and place each make another id."""
+    """Run, attempt, step, rank and position each change the id."""
     traces = {trace_id(run, attempt, step) for run in "ab" for attempt in range(3) for step in range(100)}
     assert len(traces) == 600
     spans = {
@@ -183,22 +185,23 @@ def test_ids_differ() -> None:
     ],
 )
 def test_service_name(monkeypatch: pytest.MonkeyPatch, who: Identity, environ: dict[str, str], expected: str) -> None:
-    """The service is named by OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, the job, or the script, in this order."""
+    """The service name comes from OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, the job or the
+    script, in this order."""
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert rank_resource(who).attributes["service.name"] == expected
     assert node_resource(who).attributes["service.name"] == expected
 
 
-def test_unknown_is_not_told() -> None:
-    """What a replay of records without their node's state does not know is left out, or told as unknown."""
+def test_replay_without_state_omits_unknown_attributes() -> None:
+    """A replay without the node's state omits unknown values, or sends them as unknown."""
     attributes = rank_resource(identity(program="", pid=0)).attributes
     assert "process.pid" not in attributes
     assert str(attributes["service.name"]).startswith("unknown_service")
 
 
-def test_node_resource_is_no_ranks() -> None:
-    """Metrics come from the node: their resource names no rank, no process and no attempt."""
+def test_node_resource_has_no_rank() -> None:
+    """The resource of a node's metrics has no rank, process or attempt."""
     rank, node = rank_resource(identity(1)).attributes, node_resource(identity(1)).attributes
     of_rank = {semantics.RANK, semantics.LOCAL_RANK, semantics.RESTART_COUNT, "process.pid"}
     of_rank |= {semantics.LENS_RANK, semantics.LENS_LOCAL_RANK}
@@ -210,7 +213,7 @@ def test_node_resource_is_no_ranks() -> None:
 
 
 def memory() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
-    """The in-memory exporter, and how many steps and sampled steps of ranks it got."""
+    """Return the in-memory exporter, and a function that counts its steps and traced steps."""
     exporter = InMemoryExporter()
     return exporter, lambda: (
         sum(len(batch.steps) for batch in exporter.batches),
@@ -219,7 +222,8 @@ def memory() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
 
 
 def otlp() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
-    """The OTLP exporter, with an endpoint inside of the test."""
+    """Return the OTLP exporter with an endpoint in this process, and a function that counts what
+    arrived."""
     of = {name: Collector(name) for name in ("traces", "metrics", "logs")}
     return exporter_to(of), lambda: (
         sum(point.count for point in of["metrics"].last(semantics.STEP_DURATION)),
@@ -229,7 +233,8 @@ def otlp() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
 
 @pytest.mark.parametrize("make", [memory, otlp])
 def test_contract_delivers_everything(make: Callable[[], Any]) -> None:
-    """What was exported is there after shutdown(), which has nothing to tell; a flush on the way does no harm."""
+    """Everything is delivered after shutdown(), which returns no notes. A flush before does no
+    harm."""
     exporter, delivered = make()
     for rank in (0, 1):
         exporter.export(batch_of(identity(rank), range(10)))
@@ -241,7 +246,7 @@ def test_contract_delivers_everything(make: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("make", [memory, otlp])
 def test_contract_batch_without_traces(make: Callable[[], Any]) -> None:
-    """A batch may have steps and no traces, or nothing at all."""
+    """A batch may have steps without traces, or nothing at all."""
     exporter, delivered = make()
     full = batch_of(identity(), range(4))
     exporter.export(ExportBatch(full.identity, full.anchor, full.steps, ()))
@@ -252,8 +257,8 @@ def test_contract_batch_without_traces(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [memory, otlp])
-def test_contract_judgement_before_any_batch(make: Callable[[], Any]) -> None:
-    """A judgement may come first, and with alerts or without; all of it is delivered."""
+def test_contract_assessment_before_any_batch(make: Callable[[], Any]) -> None:
+    """An assessment may precede all batches, with or without alerts, and is delivered."""
     exporter, delivered = make()
     log = FindingLog("run")
     exporter.on_assessment(assessment_of(NOTHING, log))
@@ -266,15 +271,15 @@ def test_contract_judgement_before_any_batch(make: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("make", [memory, otlp])
 def test_contract_unused(make: Callable[[], Any]) -> None:
-    """An exporter that got nothing ends at once, with nothing to tell."""
+    """An unused exporter shuts down at once without notes."""
     exporter, delivered = make()
     assert exporter.wait_for_room(10) is True
     assert exporter.shutdown(10) == []
     assert delivered() == (0, 0)
 
 
-def test_error_of_ours_does_not_end_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception while spans are made is kept from the sidecar's loop, and counted."""
+def test_internal_error_does_not_end_the_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in the code that creates spans is counted and does not reach the sidecar's loop."""
 
     def fails(*arguments: Any) -> Any:
         raise RuntimeError("on purpose")
@@ -293,7 +298,7 @@ def test_error_of_ours_does_not_end_the_sidecar(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_step_with_gradient_accumulation_is_sent_whole() -> None:
-    """A step of several thousand spans comes in several requests, with all of its spans."""
+    """A step with several thousand spans is sent completely, in several requests."""
     endpoint = Collector("traces")
     exporter = exporter_to({"traces": endpoint})
     exporter.export(batch_of(identity(), [0], spans_a_step=8190))
@@ -303,7 +308,8 @@ def test_step_with_gradient_accumulation_is_sent_whole() -> None:
 
 
 def test_span_without_a_name() -> None:
-    """A span that has no name is called by its kind; one that an exception left has the status of an error."""
+    """A span without a name is named after its kind. A span that an exception left has the status
+    ERROR."""
     endpoint = Collector("traces")
     sender = exporter_to({"traces": endpoint})
     full = batch_of(identity(), [0])
@@ -316,7 +322,7 @@ def test_span_without_a_name() -> None:
 
 
 def test_only_rank_0_has_the_root() -> None:
-    """The root is rank 0's; an inference step's root says so."""
+    """Only rank 0 sends the root span. The root of an inference step has its own name."""
     for rank, expected in ((0, ["inference step", "rank 0"]), (1, ["rank 1"])):
         endpoint = Collector("traces")
         sender = exporter_to({"traces": endpoint})
@@ -334,7 +340,7 @@ class Metrics(NodeMetrics):
     """A node's metrics, and the points that would be sent."""
 
     def sent(self) -> dict[str, list[ReceivedPoint]]:
-        """By name."""
+        """Return points by metric name."""
         endpoint = Collector("metrics")
         data = self.collect(Resource({}))
         endpoint.taken += [] if data is None else [[data]]
@@ -345,7 +351,7 @@ class Metrics(NodeMetrics):
 
 
 def test_many_ranks_share_a_series() -> None:
-    """Beyond 64 ranks points carry no rank: a node has one series, whose gauge is its fullest rank's."""
+    """Above 64 ranks, points have no rank, and the memory gauge is that of the node's fullest rank."""
     sender = Metrics()
     many = MAX_RANK_SERIES + 1
     for rank, memory_bytes in ((0, 10), (1, 30), (2, 20)):
@@ -359,7 +365,7 @@ def test_many_ranks_share_a_series() -> None:
 
 
 def test_phases_do_not_depend_on_the_batches() -> None:
-    """A phase counts the steps that had it, however the steps came in."""
+    """A phase counts the steps that had it, however the steps were split into batches."""
     table = step_table([{"forward": 1, "data": 2}, {"forward": 1}, {"forward": 1}])
     found = []
     for cuts in ([0, 3], [0, 1, 2, 3]):
@@ -372,8 +378,9 @@ def test_phases_do_not_depend_on_the_batches() -> None:
     assert found == [{"forward": (3, pytest.approx(0.003)), "data": (1, pytest.approx(0.002))}] * 2
 
 
-def test_rank_that_stands_out_has_series_of_its_own() -> None:
-    """In a large job a named rank's steps go into series of its own while it is named, and into no other."""
+def test_slow_rank_of_a_large_job_has_its_own_series() -> None:
+    """In a large job, the steps of a slow rank go into its own series, and not into the shared
+    ones."""
     sender, slow = Metrics(), episode(1)
     many = MAX_RANK_SERIES + 1
 
@@ -401,8 +408,8 @@ def test_rank_that_stands_out_has_series_of_its_own() -> None:
     assert {p.attributes.get(semantics.RANK): p.value for p in points[semantics.MEMORY]} == {None: 200, 1: 200}
 
 
-def test_fullest_rank_is_one_without_series_of_its_own() -> None:
-    """While a rank is named, its memory is not the others' gauge."""
+def test_shared_memory_gauge_excludes_ranks_with_their_own_series() -> None:
+    """While a rank is slow, its memory is not part of the shared gauge."""
     sender = Metrics()
     for rank, memory_bytes in ((1, 900), (0, 100)):
         sender.on_assessment(assessment_of(findings(episode(1)) if rank == 0 else NOTHING))
@@ -413,11 +420,11 @@ def test_fullest_rank_is_one_without_series_of_its_own() -> None:
     assert [(dict(point.attributes), point.value) for point in points[semantics.MEMORY]] == [({}, 100)]
 
 
-# -- what is wrong now
+# -- gauges of current problems
 
 
 def gauges(sender: Metrics) -> dict[tuple[Any, ...], float]:
-    """What the gauges of what is wrong send now: by name and attributes."""
+    """Return the current gauges of problems by name and attributes."""
     points = sender.sent()
     names = (semantics.STRAGGLER_COST, semantics.STRAGGLERS, semantics.DETECTABLE, semantics.HANG_DURATION)
     return {
@@ -428,8 +435,9 @@ def gauges(sender: Metrics) -> dict[tuple[Any, ...], float]:
     }
 
 
-def test_gauges_tell_what_is_wrong_now() -> None:
-    """Cost by rank and phase, stragglers by class, what would be named; zero for a while once it is over, then gone."""
+def test_gauges_describe_current_problems() -> None:
+    """The cost by rank and phase, the stragglers by class and the detectable slowdown are sent.
+    After the end they are 0 for a while, and then missing."""
     sender, slow = Metrics(), episode(3)
     sender.on_assessment(assessment_of(findings(slow, episode(5, phase="data", cost_ns=5e6))))
     now = gauges(sender)
@@ -450,7 +458,8 @@ def test_gauges_tell_what_is_wrong_now() -> None:
 
 @pytest.mark.parametrize(("shared_cost_ns", "cost_s"), [(12e6, 0.012), (None, None)])
 def test_gauges_of_a_slow_node(shared_cost_ns: float | None, cost_s: float | None) -> None:
-    """Each of its ranks has what all of them cost together, not its own nothing; no point where that is not known."""
+    """Each rank of a slow node has the joint cost of all its ranks. There is no point if that is
+    unknown."""
     sender = Metrics()
     node = [episode(rank, cost_ns=0.0, shared_cost_ns=shared_cost_ns) for rank in range(4)]
     sender.on_assessment(assessment_of(findings(*node, episode(6))))
@@ -460,16 +469,16 @@ def test_gauges_of_a_slow_node(shared_cost_ns: float | None, cost_s: float | Non
     assert now[semantics.STRAGGLERS, "slow_compute"] == 5
 
 
-def test_gauge_of_one_that_is_slow_again() -> None:
-    """A rank that is slow once more is not told as 0 any longer."""
+def test_gauge_of_a_rank_that_is_slow_again() -> None:
+    """A rank that is slow again is no longer sent as 0."""
     sender = Metrics()
     for found in (findings(episode(3)), findings(), findings(episode(3, since=300, cost_ns=7e6))):
         sender.on_assessment(assessment_of(found))
     assert gauges(sender)[semantics.STRAGGLER_COST, 3, "backward"] == 0.007
 
 
-def test_hang_gauge_goes_on() -> None:
-    """While a job hangs, the gauge tells for how long; then it is 0 for a while."""
+def test_hang_gauge_grows_while_the_job_hangs() -> None:
+    """The gauge grows while the job hangs. Afterwards it is 0 for a while."""
     now_s = [1000.0]
     sender, hung = Metrics(clock=lambda: now_s[0]), hang(since_s=12)
     found = []
@@ -487,8 +496,8 @@ def test_hang_gauge_goes_on() -> None:
     ]
 
 
-def test_nothing_compared_is_not_zero() -> None:
-    """Before any ranks were compared no gauge is sent; then every class is, also as 0."""
+def test_no_gauge_is_sent_before_the_first_comparison() -> None:
+    """Before the first comparison no gauge is sent. Afterwards all classes are, also if they are 0."""
     sender = Metrics()
     sender.on_assessment(assessment_of(NOTHING))
     assert sender.sent() == {}
@@ -500,8 +509,8 @@ def test_nothing_compared_is_not_zero() -> None:
     assert points == {}
 
 
-def test_only_one_node_tells_what_is_wrong() -> None:
-    """A sidecar that does not judge the whole job sends no such gauges: another one does."""
+def test_only_the_node_that_assesses_the_job_sends_problem_gauges() -> None:
+    """Only the sidecar that assesses the whole job sends these gauges."""
     sender = Metrics()
     sender.on_assessment(assessment_of(findings(episode()), hung=hang(), whole_job=False))
     assert gauges(sender) == {}
@@ -511,7 +520,8 @@ def test_only_one_node_tells_what_is_wrong() -> None:
 
 
 def test_alert_is_an_event() -> None:
-    """A log record with an event's name, the sentence, the severity, ids, and the numbers; ends are no warnings."""
+    """An alert is a log record with event name, sentence, severity, ids and numbers. The end of a
+    problem is no warning."""
     endpoint, log, slow = Collector("logs"), FindingLog("run"), episode()
     exporter = exporter_to({"logs": endpoint})
     exporter.on_assessment(assessment_of(findings(slow), log))
@@ -555,12 +565,12 @@ def test_alert_is_an_event() -> None:
     [((0, 1, 90, 104, 110), None, 104), ((0, 1, 90), None, None), ((0, 190), 180, None), ((104,), 180, 104)],
 )
 def test_alert_links_to_the_suspects_trace(traced: tuple[int, ...], until: int | None, expected: int | None) -> None:
-    """An alert has the context of the suspect's span in the first step that was sent, by any rank, since it is slow."""
+    """An alert has the context of the suspect's span in the first traced step since it was slow."""
     endpoint = Collector("logs")
     exporter = exporter_to({"traces": Collector("traces"), "logs": endpoint})
     for step in traced:
         exporter.export(batch_of(identity(0), [step]))
-    exporter.export(batch_of(identity(0, attempt=1), [102]))  # not of this attempt
+    exporter.export(batch_of(identity(0, attempt=1), [102]))  # a step of another attempt
     exporter.on_assessment(assessment_of(findings(episode(3, 100, until)), FindingLog("run")))
     assert exporter.shutdown(10) == []
     in_trace = trace_id("run", 0, expected) if expected is not None else 0
@@ -569,7 +579,7 @@ def test_alert_links_to_the_suspects_trace(traced: tuple[int, ...], until: int |
 
 
 def test_traced_steps_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only so many of the newest steps can be linked to."""
+    """Alerts can link only to a limited number of recent steps."""
     monkeypatch.setattr("torchlens_perf.exporters.otlp._MAX_TRACED", 3)
     endpoint = Collector("logs")
     exporter = exporter_to({"traces": Collector("traces"), "logs": endpoint})
@@ -580,7 +590,7 @@ def test_traced_steps_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatc
 
 
 def test_alerts_do_not_wait_for_the_endpoint() -> None:
-    """While the endpoint blocks, alerts are taken over at once; all that does not arrive in time is counted."""
+    """Alerts are accepted at once while the endpoint blocks. Undelivered alerts are counted."""
     endpoint, log = Collector("logs", opened=False), FindingLog("run")
     exporter = exporter_to({"logs": endpoint})
     for rank in range(8):
@@ -592,7 +602,7 @@ def test_alerts_do_not_wait_for_the_endpoint() -> None:
 
 
 def test_in_memory_exporter_keeps_alerts() -> None:
-    """All alerts, and the newest judgement."""
+    """The exporter keeps all alerts and the newest assessment."""
     exporter, log = InMemoryExporter(), FindingLog("run")
     exporter.on_assessment(assessment_of(findings(episode()), log))
     exporter.on_assessment(assessment_of(findings(episode()), log, hang()))
@@ -604,14 +614,16 @@ def test_in_memory_exporter_keeps_alerts() -> None:
 # -- the page for users
 
 
-def test_pages_have_what_is_sent() -> None:
-    """docs/reference/telemetry.md has every name and bound; docs/guides/opentelemetry.md has the limits of the code."""
-    page = (ROOT / "docs/reference/telemetry.md").read_text()
+def test_page_names_what_is_sent() -> None:
+    """docs/guides/opentelemetry.md has all names, all bucket bounds, and the limits in the code."""
+    page = (ROOT / "docs" / "opentelemetry.md").read_text()
     names = {value for name, value in vars(semantics).items() if name.isupper() and isinstance(value, str)}
     sources = {semantics.OPENTELEMETRY, semantics.NEMO_LENS, semantics.OURS, semantics.SCOPE}
     names -= {value for name, value in vars(semantics).items() if name.startswith("_") and isinstance(value, str)}
-    assert [name for name in sorted(names - sources) if not re.search(rf"(`| |^){name}(`| |,)", page)] == []
-    bounds = re.search(r"in seconds:\s+([0-9., \n]+)\.", page)
+    missing = [name for name in sorted(names - sources) if not re.search(rf"(`| |^){name}(`| )", page)]
+    in_prometheus = (ROOT / "docs" / "prometheus.md").read_text()
+    assert [name for name in missing if name.replace(".", "_") not in in_prometheus] == []
+    bounds = re.search(r"Bucket bounds, in seconds: ([0-9., \n]+)\.", page)
     assert bounds
     assert tuple(float(bound) for bound in bounds[1].split(",")) == semantics.DURATION_BOUNDS_S
     for kind, changes in (("straggler", ("started", "ended")), ("hang", ("started", "updated", "ended"))):

@@ -1,4 +1,6 @@
-"""What a large job sends, all nodes together: bounded, the same on all nodes, and it says what it leaves out."""
+"""Exports of all nodes of a large job: bounded, consistent between nodes, and with counts of what
+is left out.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Topology
 
 STEPS = 320
-SMALL, LARGE = 72, 128  # both beyond series of each rank
+SMALL, LARGE = 72, 128  # Both have too many ranks for series of each rank.
 sent = functools.cache(send)
 
 
 def points(job: Sent, metric: str) -> Iterator[Any]:
-    """Of the newest export of all nodes."""
+    """Return the points of a metric in the newest export of each node."""
     for node in job.nodes:
         for each in node.exported:
             if each.name == metric:
@@ -39,14 +41,14 @@ def attribute(point: Any, name: str) -> int | None:
 
 @pytest.mark.parametrize(("ranks", "steps"), [(SMALL, STEPS), (LARGE, STEPS), *long((4096, 600))])
 def test_bounded_at_any_size(ranks: int, steps: int) -> None:
-    """Spans a second and series of all nodes together stay below what the settings say."""
+    """The spans per second and the series of all nodes stay below the configured limits."""
     job = sent(ranks, steps)
     assert 0 < job.busiest_minute <= Config.export_limit / 10
     assert 0 < len(job.series) <= Config.export_limit
 
 
 def test_does_not_grow_with_the_job() -> None:
-    """A job of twice the nodes sends no more ranks a trace, and no more series that are not of its nodes' hardware."""
+    """A job with twice the nodes sends no more ranks per trace, and more series only of hardware."""
 
     def of_steps(job: Sent) -> int:
         return sum(not name.startswith("hw.") for _, name, *_ in job.series)
@@ -58,8 +60,8 @@ def test_does_not_grow_with_the_job() -> None:
 
 @pytest.mark.parametrize("ranks", [16, LARGE])
 def test_nodes_send_the_same_steps(ranks: int) -> None:
-    """Each trace has the ranks that its root says, from whatever node, and no others; rank 0 has the root alone if it
-    is none of them."""
+    """Each trace has exactly the ranks that its root lists, from all nodes. If rank 0 is not
+    selected, it sends only the root."""
     job = sent(ranks, STEPS)
     some = 0
     for of_step in job.traces().values():
@@ -74,7 +76,8 @@ def test_nodes_send_the_same_steps(ranks: int) -> None:
 
 
 def test_why_steps_and_ranks_are_sent() -> None:
-    """By number, because they are slow, and when a rank is named, which then is in the trace with an ordinary one."""
+    """Steps are sent by number, because they are slow, and when a rank is found slow. The trace
+    then has the slow rank and a rank for comparison."""
     traces = sent(LARGE, STEPS).traces()
     chosen = {step: next(iter(each.values())).chosen[step] for step, each in traces.items()}
     because = {step: each.because for step, each in chosen.items()}
@@ -88,7 +91,7 @@ def test_why_steps_and_ranks_are_sent() -> None:
     assert any(step >= MIN_STEPS for step in stalls)
     assert len(slow) < 0.1 * STEPS
     (verdict,) = (each for each in chosen.values() if each.because == "verdict")
-    assert verdict.step > 200  # rank 5 is slow from there on
+    assert verdict.step > 200  # Rank 5 is slow from step 200 on.
     roles = dict(verdict.roles)
     assert 5 in roles["slow"]
     assert len(roles["reference"]) == 1
@@ -96,7 +99,8 @@ def test_why_steps_and_ranks_are_sent() -> None:
 
 
 def test_metrics_of_all_ranks_come_from_node_0() -> None:
-    """Every rank's every step is in one histogram: that of the job, or that of the rank if it stands out."""
+    """Each step of each rank is in one histogram: the shared one, or the rank's own if the rank is
+    slow."""
     job = sent(LARGE, STEPS)
     for metric in (semantics.STEP_DURATION, semantics.STEP_OWN_TIME):
         counts: Counter[int | None] = Counter()
@@ -112,8 +116,8 @@ def test_metrics_of_all_ranks_come_from_node_0() -> None:
     assert [point.value for point in memory] == [1 << 34]
 
 
-def test_how_ranks_differ() -> None:
-    """The rank that the others wait for is the largest of work and the smallest of wait."""
+def test_quantiles_over_ranks() -> None:
+    """The rank that the others wait for has the maximum work and the minimum wait."""
     found = {
         (metric, next(iter(point.attributes.values()))): point.value
         for metric in (semantics.RANKS_WORK, semantics.RANKS_WAIT)
@@ -128,8 +132,8 @@ def test_how_ranks_differ() -> None:
 
 
 @pytest.mark.parametrize("ranks", [8, LARGE])
-def test_exemplars_open_the_very_step(ranks: int) -> None:
-    """Each has the ids of a span that was sent, and its duration in seconds."""
+def test_exemplars_link_to_sent_spans(ranks: int) -> None:
+    """Each exemplar has the ids of a span that was sent, and its duration in seconds."""
     job = sent(ranks, STEPS)
     ids = {key: duration_ns for node in job.nodes for key, duration_ns in node.ids.items()}
     found = [each for point in points(job, semantics.STEP_DURATION) for each in point.exemplars]
@@ -139,7 +143,7 @@ def test_exemplars_open_the_very_step(ranks: int) -> None:
 
 
 def test_small_job_has_all_ranks_and_their_series() -> None:
-    """Eight ranks: whole traces of the steps that are sent by their numbers, and a histogram for each."""
+    """Eight ranks are sent with complete traces of the numbered steps and a histogram each."""
     job = sent(8, STEPS)
     chosen = {step: next(iter(each.values())).chosen[step] for step, each in job.traces().items()}
     whole = {step for step, each in job.traces().items() if set(each) == set(range(8)) and not chosen[step].roles}
@@ -149,7 +153,8 @@ def test_small_job_has_all_ranks_and_their_series() -> None:
 
 
 def test_without_an_exchange_each_node_keeps_to_its_share() -> None:
-    """Nobody describes the job: each node sends the most important of its own ranks, within its share."""
+    """Without messages between nodes, each node sends the most important series of its ranks,
+    within its share."""
     job = sent(SMALL, STEPS, exchange=False)
     assert 0 < job.busiest_minute <= Config.export_limit / 10
     assert len(job.series) <= Config.export_limit
@@ -157,14 +162,14 @@ def test_without_an_exchange_each_node_keeps_to_its_share() -> None:
 
 
 def test_limits_can_be_raised() -> None:
-    """Without limits all ranks of all sampled steps are sent, and each has its series."""
+    """Without limits all ranks of all sampled steps are sent, and each has its own series."""
     job = sent(SMALL, 64, export_limit=0)
     assert {frozenset(each) for each in job.traces().values()} == {frozenset(range(SMALL))}
     assert len({attribute(point, semantics.RANK) for point in points(job, semantics.STEP_DURATION)}) == SMALL
 
 
 def test_what_is_left_out_is_counted() -> None:
-    """With a small budget, steps that are left out are in the next root and in a counter."""
+    """With a small budget, omitted steps are counted in the next root and in a counter."""
     job = sent(SMALL, STEPS, export_limit=200)
     left_out = sum(point.value for point in points(job, semantics.STEPS_NOT_TRACED))
     chosen = [next(iter(each.values())).chosen[step] for step, each in sorted(job.traces().items())]
@@ -179,7 +184,7 @@ def test_what_is_left_out_is_counted() -> None:
 
 
 def _root(job: Sent, batch: Any) -> dict[str, Any]:
-    """The attributes of a step's root."""
+    """Return the attributes of a step's root."""
     spans, _, _ = next(iter(job.nodes[0].spans_of.of(batch).values()))
     (root,) = (span for span in spans if span.parent is None)
     return dict(root.attributes or {})

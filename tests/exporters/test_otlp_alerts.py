@@ -1,4 +1,4 @@
-"""Alerts and the gauges of what is wrong now arrive at a real receiver; an endpoint that is down holds up nothing."""
+"""Delivery of alerts and gauges to a real receiver, and behaviour with an endpoint that is down."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Make = Callable[..., Exporter]
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Makes the exporter that these variables ask for, as the sidecar does."""
+    """Return a function that creates the exporter for these variables, as the sidecar does."""
 
     def make(**told: str) -> Exporter:
         for name, value in told.items():
@@ -48,14 +48,14 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 def judge(exporter: Exporter, log: FindingLog, found: Findings, hung: dict | None = None) -> int:
-    """A round of the sidecar; returns how many alerts it raised."""
+    """Run one round of the sidecar. Return the number of alerts."""
     alerts = log.changes(0, found, hung, PLACES, time.time_ns())
     exporter.on_assessment(Assessment(identity(), found, hung, alerts))
     return len(alerts)
 
 
 def a_run(exporter: Exporter) -> int:
-    """A rank is slow, then it is not; then the job hangs, and then it does not. Returns how many alerts that makes."""
+    """A rank is slow and recovers, then the job hangs and recovers. Return the number of alerts."""
     log, slow = FindingLog("run"), episode()
     exporter.export(batch_of(identity(), [100, 110]))
     count = judge(exporter, log, findings(slow))
@@ -67,7 +67,8 @@ def a_run(exporter: Exporter) -> int:
 
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
 def test_alerts_arrive(receiver: Receiver, exporter: Make, protocol: str) -> None:
-    """Each alert is one event at the receiver: name, sentence, severity, time, numbers, resource, and the trace."""
+    """Each alert arrives as one event with name, sentence, severity, time, numbers, resource and
+    trace."""
     sender = exporter(**{ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol})
     began_ns = time.time_ns()
     assert a_run(sender) == 4
@@ -96,11 +97,11 @@ def test_alerts_arrive(receiver: Receiver, exporter: Make, protocol: str) -> Non
     in_trace = trace_id("run", 0, 100)
     assert (started.trace_id, started.span_id) == (in_trace, span_id(in_trace, 3))
     assert in_trace in {span.trace_id for span in receiver.spans()}
-    assert [event.trace_id for event in events[2:]] == [0, 0]  # no span of a step that has not ended
+    assert [event.trace_id for event in events[2:]] == [0, 0], "a step that hangs has no span"
 
 
 def test_the_same_run_has_the_same_ids(receiver: Receiver, exporter: Make) -> None:
-    """Sent twice, as by a replay, the events are the same ones by their ids."""
+    """Events that are sent again, as by a replay, have the same ids."""
 
     def ids(events: list[ReceivedEvent]) -> list[str]:
         return [str(event.attributes[semantics.ALERT_UID]) for event in events]
@@ -117,7 +118,7 @@ def test_the_same_run_has_the_same_ids(receiver: Receiver, exporter: Make) -> No
 
 
 def test_alerts_arrive_soon(receiver: Receiver, exporter: Make) -> None:
-    """An alert is sent while the job runs: OTEL_BLRP_SCHEDULE_DELAY says how soon."""
+    """An alert is sent while the job runs, after OTEL_BLRP_SCHEDULE_DELAY."""
     sender = exporter(**{ENDPOINT: receiver.endpoint(HTTP), "OTEL_BLRP_SCHEDULE_DELAY": "50"})
     judge(sender, FindingLog("run"), findings(episode()))
     assert wait_for(receiver.events, 10)
@@ -126,7 +127,7 @@ def test_alerts_arrive_soon(receiver: Receiver, exporter: Make) -> None:
 
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
 def test_gauges_arrive(receiver: Receiver, exporter: Make, protocol: str) -> None:
-    """What is wrong now is there as gauges, so that alert rules need no logs."""
+    """Current problems are sent as gauges, so alert rules need no logs."""
     sender = exporter(**{ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol, "OTEL_LOGS_EXPORTER": "none"})
     judge(sender, FindingLog("run"), findings(episode()), hang(since_s=12))
     assert sender.shutdown(10) == []
@@ -160,7 +161,7 @@ exporter.shutdown(10)
 
 
 def test_console() -> None:
-    """OTEL_LOGS_EXPORTER=console prints events; no endpoint is needed."""
+    """OTEL_LOGS_EXPORTER=console prints events and needs no endpoint."""
     told = {"OTEL_LOGS_EXPORTER": "console", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", _PRINTED], env={**os.environ, **told}, capture_output=True, text=True, timeout=30
@@ -184,7 +185,8 @@ DOWN: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
 
 @pytest.mark.parametrize("fault", DOWN)
 def test_endpoint_down(exporter: Make, fault: str) -> None:
-    """Alerts are taken over at once, shutdown keeps its limit, and what did not arrive is counted."""
+    """Alerts are accepted at once, shutdown keeps its time limit, and undelivered alerts are
+    counted."""
     context, protocol = DOWN[fault]
     with context() as address:
         sender = exporter(
@@ -199,11 +201,11 @@ def test_endpoint_down(exporter: Make, fault: str) -> None:
         notes = sender.shutdown(3)
         took_s = time.monotonic() - started_s
     assert notes[0] == "OTLP: 200 of 200 alerts were not delivered"
-    assert took_s - judged_s < 5  # the limit, and no more; each request alone may take a second
+    assert took_s - judged_s < 5  # the limit of shutdown(); each request alone may take a second
 
 
 def test_partial_success(exporter: Make) -> None:
-    """Events that the endpoint rejects in a successful answer count as not delivered."""
+    """Events that the endpoint rejects in a successful response count as not delivered."""
     answer = ExportLogsServiceResponse(partial_success=ExportLogsPartialSuccess(rejected_log_records=1))
     with serving(answering(200, answer.SerializeToString(), Content_Type="application/x-protobuf")) as address:
         sender = exporter(OTEL_EXPORTER_OTLP_LOGS_ENDPOINT=address)
@@ -216,11 +218,10 @@ def test_partial_success(exporter: Make) -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many"])
-def test_wrong_number_is_said_and_not_used(
+def test_invalid_number_is_logged_and_the_default_is_used(
     receiver: Receiver, exporter: Make, caplog: pytest.LogCaptureFixture, value: str
 ) -> None:
-    """A value of OTEL_BLRP_* that cannot be used costs nothing: the usual one is taken, and a line in the log says
-    so."""
+    """An invalid value of OTEL_BLRP_* is logged, and the default is used."""
     sender = exporter(**{ENDPOINT: receiver.endpoint(HTTP), "OTEL_BLRP_MAX_EXPORT_BATCH_SIZE": value})
     assert "OTEL_BLRP_MAX_EXPORT_BATCH_SIZE" in caplog.text
     a_run(sender)

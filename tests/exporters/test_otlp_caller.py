@@ -1,4 +1,4 @@
-"""A trace that was handed over when the job started: the run's span in it, and steps' links to it."""
+"""Trace context of the job's caller: the run's span in its trace, and links of steps to it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sent(
     environ: dict[str, str] | None = None,
     collector: Collector | None = None,
 ) -> list[ReceivedSpan]:
-    """The spans of a run of two ranks, all of whose steps are traced."""
+    """Return the spans of a run of two ranks whose steps are all traced."""
     traces = Collector("traces") if collector is None else collector
     exporter = exporter_to({"traces": traces}, environ)
     for rank in (0, 1):
@@ -55,8 +55,8 @@ def roots_of(spans: list[ReceivedSpan]) -> list[ReceivedSpan]:
 
 @pytest.mark.distributed
 def test_run_below_the_caller(sidecar: Callable[..., Sidecar], receiver: Receiver) -> None:
-    """A recorded run has one span in the caller's trace, as long as its steps, with links to each that was sent; a
-    replay sends it with the same ids."""
+    """A recorded run has one span in the caller's trace, as long as its steps and with links to the
+    traced ones. A replay sends it with the same ids."""
     endpoint = receiver.endpoint("http/protobuf")
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint)
     spans = receiver.spans()
@@ -76,14 +76,14 @@ def test_run_below_the_caller(sidecar: Callable[..., Sidecar], receiver: Receive
 
 
 def test_without_a_caller() -> None:
-    """Steps are traces without links, and nothing else is sent."""
+    """Steps are traces without links, and there is no run span."""
     spans = sent("")
     assert (runs_of(spans), {root.links for root in roots_of(spans)}) == ([], {()})
 
 
 @pytest.mark.parametrize("text", ["yesterday", TRACEPARENT[:-3], "00-" + "0" * 32 + "-b7ad6b7169203331-01"])
-def test_malformed(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    """It is as if there were none, and one line says so, whatever the number of ranks and steps."""
+def test_invalid_traceparent_is_ignored_and_logged_once(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An invalid traceparent is ignored and logged once, for any number of ranks and steps."""
     caller.cache_clear()
     with caplog.at_level(logging.WARNING):
         spans = sent(text)
@@ -93,8 +93,8 @@ def test_malformed(text: str, caplog: pytest.LogCaptureFixture) -> None:
     assert text[:40] in line
 
 
-def test_not_sampled() -> None:
-    """The caller's trace is not kept, so the run's span would hang in the air. Steps are traces of their own."""
+def test_no_run_span_if_the_callers_trace_is_not_sampled() -> None:
+    """If the caller's trace is not sampled, there is no run span. Steps are still sent as traces."""
     spans = sent(NOT_SAMPLED)
     assert runs_of(spans) == []
     assert {((TRACE_ID, SPAN_ID),)} == {root.links for root in roots_of(spans)}
@@ -102,26 +102,26 @@ def test_not_sampled() -> None:
 
 @pytest.mark.parametrize(("sampler", "count"), [("always_off", 0), ("parentbased_always_off", 1)])
 def test_sampler(sampler: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OTEL_TRACES_SAMPLER decides on the run's span as on any span with that parent."""
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)  # the SDK reads it
+    """OTEL_TRACES_SAMPLER applies to the run's span as to any span with that parent."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)  # The SDK reads the variable itself.
     spans = sent(TRACEPARENT, environ={"OTEL_TRACES_SAMPLER": sampler})
     assert [span.name for span in spans] == [semantics.SPAN_RUN] * count
 
 
 def test_no_run_span_while_ranks_run() -> None:
-    """A sidecar that ends before the ranks leaves the run's span to the one that is started next."""
+    """If a sidecar ends before the ranks, the next sidecar sends the run's span."""
     assert runs_of(sent(TRACEPARENT, ended=False)) == []
 
 
 def test_links_are_bounded() -> None:
-    """A long run has links to its first steps and to some of the later ones."""
+    """The span of a long run links to its first steps and to some later ones."""
     (run,) = runs_of(sent(TRACEPARENT, steps=1000))
     assert len(set(run.links)) == len(run.links) <= MAX_LINKS
     assert len(run.links) > MAX_LINKS // 4
 
 
 def test_state_and_flags() -> None:
-    """TRACESTATE goes with the run's span, and OTLP's flags say that the caller is remote."""
+    """The run's span has the TRACESTATE, and OTLP's flags mark the caller as remote."""
     traces = Collector("traces")
     exporter = exporter_to({"traces": traces})
     who = identity(0, traceparent=TRACEPARENT, tracestate="vendor=a1")
@@ -149,12 +149,13 @@ def test_state_and_flags() -> None:
     ],
 )
 def test_environment(environ: dict[str, str], expected: tuple[str, str]) -> None:
-    """Without an active span, what the environment says; unless its propagators leave trace context out."""
+    """Without an active span, the environment has the caller, unless the propagators exclude trace
+    context."""
     assert calling_span(environ) == expected
 
 
 def test_active_span() -> None:
-    """The program's own active span is nearer than the environment's."""
+    """The active span of the program has priority over the environment."""
     with TracerProvider().get_tracer("users").start_as_current_span("epoch"):
         found = trace.get_current_span().get_span_context()
         traceparent, _ = calling_span({"TRACEPARENT": TRACEPARENT, "TRACESTATE": "a=b"})
@@ -165,8 +166,10 @@ def test_active_span() -> None:
     assert calling_span({"TRACEPARENT": TRACEPARENT}) == (TRACEPARENT, "")
 
 
-def test_a_broken_api_is_no_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a program has under that name: the environment counts, and training goes on."""
+def test_broken_api_falls_back_to_the_environment(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the program's OpenTelemetry API is broken, the environment is used and training continues."""
     monkeypatch.delenv("TORCHLENS_PERF_RAISE", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", logging)
     assert calling_span({"TRACEPARENT": TRACEPARENT}) == (TRACEPARENT, "")
@@ -174,8 +177,8 @@ def test_a_broken_api_is_no_reason(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert swallowed.by_place.pop("reading the active span") == 1
 
 
-def test_nothing_is_imported(tmp_path: object) -> None:
-    """A program that has no spans of its own does not get OpenTelemetry's API by us."""
+def test_opentelemetry_is_not_imported_into_the_program(tmp_path: object) -> None:
+    """OpenTelemetry's API is not imported into a program that does not use it."""
     code = (
         "import sys; from torchlens_perf.run.place.caller import calling_span; "
         f"assert calling_span({{'TRACEPARENT': '{TRACEPARENT}'}})[0]; "

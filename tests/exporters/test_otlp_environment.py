@@ -1,4 +1,6 @@
-"""The OTEL_* variables: which signals they switch on, what they change, and what a wrong one does not break."""
+"""The OTEL_* variables: which signals they enable, what they change, and the effect of invalid
+values.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ LIBRARIES = ("opentelemetry", "grpc", "requests")
     ],
 )
 def test_wanted_signals(told: dict[str, str], expected: dict[str, str]) -> None:
-    """An endpoint or an exporter's name switches a signal on; none, disabled and unknown names leave it off."""
+    """An endpoint or an exporter's name enables a signal. "none", OTEL_SDK_DISABLED and unknown
+    names disable it."""
     assert expected == wanted_signals(told)
 
 
@@ -88,14 +91,14 @@ def test_wanted_signals(told: dict[str, str], expected: dict[str, str]) -> None:
     ids=["no endpoint", "disabled", "nothing is set", "all signals none"],
 )
 def test_without_endpoint_no_sdk(sidecar: Run, told: dict[str, str]) -> None:
-    """Without anywhere to send to, the sidecar does not even import the OpenTelemetry SDK, gRPC or requests."""
+    """Without an endpoint, the sidecar imports neither the OpenTelemetry SDK nor gRPC nor requests."""
     loaded = f"print([name for name in sys.modules if name.partition('.')[0] in {LIBRARIES}])"
     ended = sidecar(then=loaded, **told)
     assert (ended.returncode, ended.stdout) == (0, "[]\n")
 
 
 def test_no_global_provider(sidecar: Run, receiver: Receiver) -> None:
-    """The sidecar leaves OpenTelemetry's global providers as they are."""
+    """The sidecar does not set OpenTelemetry's global providers."""
     asked = (
         "from opentelemetry import _logs, metrics, trace\n"
         "providers = trace.get_tracer_provider(), metrics.get_meter_provider(), _logs.get_logger_provider()\n"
@@ -107,12 +110,12 @@ def test_no_global_provider(sidecar: Run, receiver: Receiver) -> None:
 
 
 def arrived(receiver: Receiver) -> tuple[bool, bool]:
-    """Whether spans, and whether metrics, have arrived."""
+    """Return whether spans and whether metrics have arrived."""
     return bool(receiver.spans()), bool(receiver.points())
 
 
 def test_signals_have_endpoints_and_protocols_of_their_own(sidecar: Run, receiver: Receiver) -> None:
-    """Traces go to their endpoint over gRPC while metrics go to theirs over HTTP."""
+    """Traces go to one endpoint over gRPC while metrics go to another over HTTP."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=receiver.endpoint("grpc"),
         OTEL_EXPORTER_OTLP_TRACES_PROTOCOL="grpc",
@@ -128,7 +131,7 @@ def test_signals_have_endpoints_and_protocols_of_their_own(sidecar: Run, receive
 def test_one_signal_off(
     sidecar: Run, receiver: Receiver, protocol: str, signal: str, expected: tuple[bool, bool]
 ) -> None:
-    """OTEL_*_EXPORTER=none switches off one signal and leaves the other; gzip is understood."""
+    """OTEL_*_EXPORTER=none disables one signal and keeps the other. gzip works."""
     ended = sidecar(
         **{
             ENDPOINT: receiver.endpoint(protocol),
@@ -141,7 +144,8 @@ def test_one_signal_off(
 
 
 def test_console(sidecar: Run) -> None:
-    """OTEL_*_EXPORTER=console prints spans and metrics where the sidecar's output goes; no endpoint is needed."""
+    """OTEL_*_EXPORTER=console prints spans and metrics to the sidecar's output and needs no
+    endpoint."""
     ended = sidecar(OTEL_TRACES_EXPORTER="console", OTEL_METRICS_EXPORTER="console")
     assert ended.returncode == 0
     assert f"{semantics.SPAN_RANK} {0}" in ended.stdout
@@ -154,7 +158,7 @@ def test_console(sidecar: Run) -> None:
     ids=["insecure", "default", "tls"],
 )
 def test_grpc_without_scheme_is_tls(sidecar: Run, receiver: Receiver, insecure: str | None, delivered: bool) -> None:
-    """A gRPC endpoint without http:// means TLS unless OTEL_EXPORTER_OTLP_INSECURE says otherwise; never plain text."""
+    """A gRPC endpoint without http:// uses TLS, unless OTEL_EXPORTER_OTLP_INSECURE is set."""
     told = {} if insecure is None else {"OTEL_EXPORTER_OTLP_INSECURE": insecure}
     ended = sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=f"127.0.0.1:{receiver.grpc_port}",
@@ -167,7 +171,7 @@ def test_grpc_without_scheme_is_tls(sidecar: Run, receiver: Receiver, insecure: 
 
 
 OFF = "exporting traces over OTLP failed and was skipped"
-WRONG = [  # variable, value, protocol, what the log says, and which of spans and metrics arrive nevertheless
+WRONG = [  # variable, value, protocol, text in the log, and whether spans and metrics arrive nevertheless
     ("OTEL_EXPORTER_OTLP_PROTOCOL", "carrier-pigeon", "http", "OTLP protocol 'carrier-pigeon'", (False, False)),
     ("OTEL_TRACES_EXPORTER", "zipkin", "http", "OTEL_TRACES_EXPORTER=zipkin", (False, True)),
     ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon", "http", "timeout value 'soon'", (True, True)),
@@ -213,7 +217,7 @@ def test_wrong_value(
     logged: str,
     expected: tuple[bool, bool],
 ) -> None:
-    """A value that cannot be used costs at most its signal, says so in the log, and the run's report is whole."""
+    """An invalid value disables at most its signal and is logged. The run's report is complete."""
     told = {
         ENDPOINT: receiver.endpoint("grpc" if protocol == "grpc" else "http/protobuf"),
         "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc" if protocol == "grpc" else "http/protobuf",
@@ -226,7 +230,7 @@ def test_wrong_value(
 
 
 def everything_written(run: RunDirectory) -> str:
-    """All that the run directory holds, as text; Parquet files as their rows and footers."""
+    """Return everything in the run directory as text. Parquet files become their rows and footers."""
     texts = []
     for path in run.path.rglob("*"):
         if path.suffix == ".parquet":
@@ -253,7 +257,7 @@ ADDRESSES = {
 @pytest.mark.parametrize("protocol", ["http/protobuf", *long("grpc")])
 @pytest.mark.parametrize("name", long_but({"colon", "of one signal"}, SECRETS))
 def test_headers_stay_secret(sidecar: Run, receiver: Receiver, name: str, protocol: str) -> None:
-    """A header's value, well written or not, is in no log, report, state or record."""
+    """The value of a header, valid or not, is in no log, report, state or record."""
     ended = sidecar(
         **{
             ENDPOINT: receiver.endpoint(protocol),
@@ -269,7 +273,7 @@ def test_headers_stay_secret(sidecar: Run, receiver: Receiver, name: str, protoc
 @pytest.mark.parametrize("protocol", ["http/protobuf", *long("grpc")])
 @pytest.mark.parametrize("address", ADDRESSES.values(), ids=ADDRESSES)
 def test_addresses_stay_secret(sidecar: Run, address: str, protocol: str) -> None:
-    """What an address holds beside host and path is in no log, report, state or record."""
+    """Logs, reports, states and records have only host and path of an address."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=address,
         OTEL_EXPORTER_OTLP_PROTOCOL=protocol,
@@ -281,7 +285,7 @@ def test_addresses_stay_secret(sidecar: Run, address: str, protocol: str) -> Non
 
 
 def test_header_is_sent(sidecar: Run) -> None:
-    """A well written header reaches the endpoint, spelled out."""
+    """A valid header reaches the endpoint, decoded."""
     seen: list[str | None] = []
 
     class Endpoint(BaseHTTPRequestHandler):
@@ -301,7 +305,8 @@ def test_header_is_sent(sidecar: Run) -> None:
 
 @pytest.mark.long
 def test_training_survives_wrong_values(tmp_path: Path) -> None:
-    """A live run whose variables are all wrong trains to its end; no file and no output of it holds the secret."""
+    """Live training finishes although all variables are invalid, and no file or output has the
+    secret."""
     told = {
         ENDPOINT: f"http://127.0.0.1:{free_port()}",
         HEADERS: f"Authorization: Bearer {CANARY}",
@@ -331,14 +336,15 @@ def test_training_survives_wrong_values(tmp_path: Path) -> None:
     ],
 )
 def test_ratio_sampler(sidecar: Run, receiver: Receiver, sampler: str, rate: float) -> None:
-    """OTEL_TRACES_SAMPLER chooses traces by their id: a step arrives from both ranks, and whole, or from none."""
+    """OTEL_TRACES_SAMPLER selects traces by id: a step is sent completely from both ranks, or not
+    at all."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_TRACES_SAMPLER=sampler,
         OTEL_TRACES_SAMPLER_ARG=str(rate),
     )
     rows = pq.read_table(ended.run.path / "spans").to_pylist()
-    rows = [row for row in rows if row["kind"] != "thread_time"]  # counters, no spans
+    rows = [row for row in rows if row["kind"] != "thread_time"]  # These rows are counters, not spans.
     decide = TraceIdRatioBased(rate)
     expected: dict[tuple[int, int], int] = defaultdict(int)
     for row in rows:
@@ -346,7 +352,7 @@ def test_ratio_sampler(sidecar: Run, receiver: Receiver, sampler: str, rate: flo
         if decide.should_sample(Context(), in_trace, "").decision is Decision.RECORD_AND_SAMPLE:
             expected[row["step"], row["rank"]] += 1
     for step, rank in list(expected):
-        expected[step, rank] += rank == 0  # the root
+        expected[step, rank] += rank == 0  # Rank 0 also sends the root.
     found: dict[tuple[int, int], int] = defaultdict(int)
     for span in (span for span in receiver.spans() if span.name != semantics.SPAN_RUN):
         found[span.attributes[semantics.STEP], span.attributes[semantics.RANK]] += 1
@@ -357,13 +363,13 @@ def test_ratio_sampler(sidecar: Run, receiver: Receiver, sampler: str, rate: flo
 
 
 def test_batch_size(sidecar: Run, receiver: Receiver) -> None:
-    """OTEL_BSP_MAX_EXPORT_BATCH_SIZE is the most spans that a request holds."""
+    """OTEL_BSP_MAX_EXPORT_BATCH_SIZE limits the spans of a request."""
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"), OTEL_BSP_MAX_EXPORT_BATCH_SIZE="7")
     assert max(receiver.batches()) == 7
 
 
 def one_step() -> ExportBatch:
-    """A step of one rank, to be traced."""
+    """Return a step of one rank with its trace."""
     identity = Identity("run", 0, 0, 1, 1, 0, "host", 1, 1, 1, False, "train.py", "", {})
     return ExportBatch(
         identity,
@@ -374,7 +380,8 @@ def one_step() -> ExportBatch:
 
 
 def test_intervals(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OTEL_BSP_SCHEDULE_DELAY and OTEL_METRIC_EXPORT_INTERVAL say how soon things are sent, long before the end."""
+    """OTEL_BSP_SCHEDULE_DELAY and OTEL_METRIC_EXPORT_INTERVAL determine when data is sent during a
+    run."""
     told = {
         ENDPOINT: receiver.endpoint("http/protobuf"),
         "OTEL_BSP_SCHEDULE_DELAY": "50",
@@ -389,11 +396,12 @@ def test_intervals(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for(lambda: arrived(receiver) == (True, True), 4)
     took_s = time.monotonic() - started_s
     assert exporter.shutdown(10) == []
-    assert took_s < 4  # by default spans wait 5 s, metrics 60 s
+    assert took_s < 4  # The defaults are 5 s for spans and 60 s for metrics.
 
 
 def test_delta(sidecar: Run, receiver: Receiver) -> None:
-    """OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE=delta: histograms and counters add up over their points."""
+    """With OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE=delta, the points of histograms and
+    counters add up to the totals."""
     sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE="delta",
@@ -402,8 +410,8 @@ def test_delta(sidecar: Run, receiver: Receiver) -> None:
 
 
 def test_explicit_buckets(sidecar: Run, receiver: Receiver) -> None:
-    """OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION can ask for explicit buckets: each value is in its
-    own."""
+    """With explicit buckets (OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION), each value
+    is in the right one."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION="explicit_bucket_histogram",
@@ -418,7 +426,8 @@ def test_explicit_buckets(sidecar: Run, receiver: Receiver) -> None:
 
 
 def test_user_names_the_service(sidecar: Run, receiver: Receiver) -> None:
-    """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go before what we found out, on spans and on metrics."""
+    """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override detected attributes on spans and
+    metrics."""
     sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_SERVICE_NAME="my-job",
@@ -430,7 +439,7 @@ def test_user_names_the_service(sidecar: Run, receiver: Receiver) -> None:
 
 
 def test_traceparent_is_a_link(sidecar: Run, receiver: Receiver) -> None:
-    """The trace that the job was started in is a link of every step's root, and of nothing else in its trace."""
+    """Only the root of each step links to the trace in which the job was started."""
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"))
     _, in_trace, of_span, _ = TRACEPARENT.split("-")
     spans = [span for span in receiver.spans() if span.name != semantics.SPAN_RUN]
@@ -441,7 +450,7 @@ def test_traceparent_is_a_link(sidecar: Run, receiver: Receiver) -> None:
 
 
 def test_redaction_of_tracebacks() -> None:
-    """A secret inside a traceback is replaced too."""
+    """Secrets are also removed from tracebacks."""
     record = logging.LogRecord("x", logging.ERROR, "", 0, "failed: %s", ("Bearer " + CANARY,), None)
     try:
         raise ValueError(f"invalid metadata {CANARY!r}")
@@ -454,7 +463,7 @@ def test_redaction_of_tracebacks() -> None:
 
 
 def test_short_values_are_not_redacted() -> None:
-    """A header's value that is too short to be a secret does not tear the log's numbers apart."""
+    """A header value that is too short to be a secret is not removed from the log."""
     record = logging.LogRecord("x", logging.ERROR, "", 0, "%d spans in 10 s", (2020,), None)
     Redaction({HEADERS: "x-experiment-id=0"}).filter(record)
     assert record.getMessage() == "2020 spans in 10 s"

@@ -1,4 +1,6 @@
-"""A live run of two ranks arrives at a real receiver: span tree, ids, attributes, durations, metrics, and a replay."""
+"""Export of a live run of two ranks to a real receiver: span tree, ids, attributes, durations,
+metrics and a replay.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ Row = dict[str, object]
 
 @dataclasses.dataclass
 class Exported:
-    """What a live run left on disk, and what the receiver got."""
+    """The files that a live run wrote, and the data that the receiver got."""
 
     run: RunDirectory
     told: dict[str, str]
@@ -39,19 +41,19 @@ class Exported:
     points: list[ReceivedPoint]
 
     def rows(self, folder: str) -> list[Row]:
-        """The run directory's records or steps."""
+        """Return the records or steps in the run directory."""
         rows: list[Row] = pq.read_table(self.run.path / folder).to_pylist()
-        return [row for row in rows if row.get("kind") != "thread_time"]  # counters, no spans
+        return [row for row in rows if row.get("kind") != "thread_time"]  # These rows are counters, not spans.
 
     def traces(self) -> dict[int, list[ReceivedSpan]]:
-        """The spans by trace id."""
+        """Return the spans by trace id."""
         traces: dict[int, list[ReceivedSpan]] = defaultdict(list)
         for span in self.spans:
             traces[span.trace_id].append(span)
         return traces
 
     def of_metric(self, name: str) -> list[ReceivedPoint]:
-        """The last points of a metric: cumulative, so they stand for the whole run."""
+        """Return the last points of a metric, which are cumulative and cover the whole run."""
         last = {tuple(sorted(p.attributes.items())): p for p in self.points if p.metric == name}
         return list(last.values())
 
@@ -72,12 +74,12 @@ def exported(
 
 
 def sampled(exported: Exported) -> set[int]:
-    """The steps that are to be exported span by span."""
+    """Return the steps that are exported as traces."""
     return traced_steps([int(str(row["step"])) for row in exported.rows("steps")], TRACE_EVERY)
 
 
 def test_one_trace_per_sampled_step(exported: Exported) -> None:
-    """Each sampled step is one trace, under the id that run, attempt and step give it, and holds both ranks."""
+    """Each sampled step is one trace of both ranks, with the id derived from run, attempt and step."""
     steps = sampled(exported)
     expected = {trace_id(exported.run.run_id, 0, step): (step, RANKS) for step in steps}
     found = {
@@ -92,7 +94,7 @@ def test_one_trace_per_sampled_step(exported: Exported) -> None:
 
 
 def test_span_tree(exported: Exported) -> None:
-    """A trace has one root; below it lies one span per rank; every other span's parent is there and contains it."""
+    """A trace has one root with one child per rank, and each other span lies within its parent."""
     for spans in exported.traces().values():
         by_id = {span.span_id: span for span in spans}
         roots = [span for span in spans if span.parent_id is None]
@@ -109,13 +111,14 @@ def test_span_tree(exported: Exported) -> None:
             parent = by_id[span.parent_id]
             assert span.attributes[semantics.RANK] == parent.attributes[semantics.RANK]
             assert parent.start_ns <= span.start_ns <= parent.end_ns
-            # A collective lies where it was issued, and may end later.
+            # The parent of a collective is the span that issued it. The collective may end later than its parent.
             assert span.end_ns <= parent.end_ns or span.attributes[semantics.SPAN_KIND] == "collective"
             assert parent.attributes.get(semantics.SPAN_KIND) != "collective"
 
 
 def test_phases_and_modules_are_nested(exported: Exported) -> None:
-    """Phases lie in the rank's step, modules in the forward phase, DDP's all-reduce and its wait in the backward."""
+    """Phases are children of the rank's step, modules of the forward phase, and DDP's all-reduce
+    and its wait of the backward phase."""
     for spans in exported.traces().values():
         children: dict[object, set[object]] = defaultdict(set)
         by_id = {span.span_id: span for span in spans}
@@ -129,8 +132,8 @@ def test_phases_and_modules_are_nested(exported: Exported) -> None:
         assert {"collective", "wait"} <= children["backward"]
 
 
-def test_every_span_tells_rank_step_and_run(exported: Exported) -> None:
-    """Rank, step and run are attributes of each span, because some backends drop the resource's."""
+def test_every_span_has_rank_step_and_run(exported: Exported) -> None:
+    """Rank, step and run are attributes of each span, because some backends drop the resource."""
     for span in exported.spans:
         assert span.attributes[semantics.RANK] in RANKS
         assert span.attributes[semantics.RANK] == span.resource[semantics.RANK] or span.parent_id is None
@@ -139,7 +142,7 @@ def test_every_span_tells_rank_step_and_run(exported: Exported) -> None:
 
 
 def test_durations_equal_the_run_directory(exported: Exported) -> None:
-    """Each span lasts as long as its row in the run directory, to the nanosecond, and no row is missing."""
+    """Each row of the run directory has a span with the same duration to the nanosecond."""
     steps = sampled(exported)
     expected = Counter(
         (row["rank"], row["step"], row["kind"], row["duration_ns"])
@@ -160,12 +163,12 @@ def test_durations_equal_the_run_directory(exported: Exported) -> None:
 
 
 def starts(spans: Iterable[ReceivedSpan]) -> list[int]:
-    """When the spans below the roots began, in order."""
+    """Return the start times of the spans below the roots, in order."""
     return sorted(span.start_ns for span in spans if span.parent_id is not None)
 
 
 def starts_on_disk(exported: Exported) -> list[int]:
-    """The same from the run directory."""
+    """Return the start times in the run directory."""
     table = pq.read_table(exported.run.path / "spans", columns=["step", "kind", "time"])
     table = table.filter(pc.not_equal(table.column("kind").cast("string"), "thread_time"))  # counters, no spans
     steps = sampled(exported)
@@ -173,15 +176,15 @@ def starts_on_disk(exported: Exported) -> list[int]:
     return sorted(time for time, step in zip(times, table.column("step").to_pylist(), strict=True) if step in steps)
 
 
-def test_spans_begin_when_they_did(exported: Exported) -> None:
-    """A span begins at the wall-clock time that the run directory has for it, to within a millisecond."""
+def test_span_starts_equal_the_run_directory(exported: Exported) -> None:
+    """Each span begins within a millisecond of the wall-clock time in the run directory."""
     found, expected = starts(exported.spans), starts_on_disk(exported)
     assert len(expected) == len(found)
     assert max(abs(one - other) for one, other in zip(expected, found, strict=True)) < 1_000_000
 
 
-def test_step_spans_tell_own_time(exported: Exported) -> None:
-    """A rank's step span tells the own time and the micro-steps that the run directory has."""
+def test_step_spans_have_own_time_and_micro_steps(exported: Exported) -> None:
+    """A rank's step span has the own time and the micro-steps from the run directory."""
     steps = sampled(exported)
     expected = {
         (row["rank"], row["step"]): (int(str(row["own_ns"])) / 1e9, row["micro_steps"])
@@ -199,8 +202,8 @@ def test_step_spans_tell_own_time(exported: Exported) -> None:
     assert expected == found
 
 
-def test_collectives_tell_size_and_sequence(exported: Exported) -> None:
-    """A collective's span has the bytes and the sequence number of its row."""
+def test_collectives_have_size_and_sequence(exported: Exported) -> None:
+    """A collective's span has the bytes and the sequence number from the run directory."""
     steps = sampled(exported)
     expected = Counter(
         (row["rank"], row["name"], row["value0"], int(str(row["value1"])) & 0xFFFFFFFF)
@@ -222,7 +225,7 @@ def test_collectives_tell_size_and_sequence(exported: Exported) -> None:
 
 
 def test_resource_of_spans(exported: Exported) -> None:
-    """The resource says which process of which rank on which host of which job sent the spans."""
+    """The resource identifies process, rank, host and job."""
     (node,) = node_state.load_all(exported.run)
     for process in node.processes.values():
         who = process.identity
@@ -248,8 +251,7 @@ def test_resource_of_spans(exported: Exported) -> None:
 
 
 def test_duration_histograms(exported: Exported) -> None:
-    """Durations arrive in seconds, each in the exponential bucket that it belongs to, one for each step of each
-    rank."""
+    """Durations are in seconds, in the right exponential buckets, one for each step of each rank."""
     for metric, column in ((semantics.STEP_DURATION, "duration_ns"), (semantics.STEP_OWN_TIME, "own_ns")):
         points = exported.of_metric(metric)
         assert {("s", "exponential_histogram", "cumulative")} == {
@@ -270,7 +272,7 @@ def _histogram(values: list[float], point: ReceivedPoint) -> tuple[int, ...]:
 
 
 def test_phase_histogram(exported: Exported) -> None:
-    """A phase counts the steps that had it, and adds up to the run directory's column."""
+    """A phase counts the steps that had it, and its sum equals the column in the run directory."""
     points = {
         (point.attributes[semantics.RANK], point.attributes[semantics.PHASE]): point
         for point in exported.of_metric(semantics.PHASE_DURATION)
@@ -287,7 +289,7 @@ def test_phase_histogram(exported: Exported) -> None:
 
 
 def test_exemplars_lead_to_the_step(exported: Exported) -> None:
-    """A histogram's exemplars name the rank's span of a sampled step, and have its duration."""
+    """Exemplars of histograms have the ids and the duration of the rank's span."""
     spans = {
         (span.trace_id, span.span_id): span.duration_ns / 1e9
         for span in exported.spans
@@ -300,7 +302,7 @@ def test_exemplars_lead_to_the_step(exported: Exported) -> None:
 
 
 def test_counter_and_gauge(exported: Exported) -> None:
-    """The counter has each rank's steps; the gauge has the memory at its last step, in bytes."""
+    """The counter has each rank's steps, and the gauge the memory at the last step in bytes."""
     for rank in RANKS:
         rows = [row for row in exported.rows("steps") if row["rank"] == rank]
         of_rank = {semantics.RANK: rank}
@@ -311,7 +313,8 @@ def test_counter_and_gauge(exported: Exported) -> None:
 
 
 def test_replay_sends_the_same_spans(exported: Exported, receiver: Receiver, tmp_path: Path) -> None:
-    """A sidecar started on the finished run sends every span again: same ids, same place, same duration."""
+    """A sidecar started on the finished run sends all spans again, with the same ids, parents and
+    durations."""
     replayed = Sidecar(exported.run, tmp_path, exported.told)
     assert replayed.returncode == 0
 
@@ -325,10 +328,10 @@ def test_replay_sends_the_same_spans(exported: Exported, receiver: Receiver, tmp
 
 
 def test_replay_without_the_nodes_state(sidecar: Callable[..., Sidecar], receiver: Receiver) -> None:
-    """Records whose node's state is gone are sent under the same ids; what they do not tell is not made up."""
+    """Records without the node's state are sent under the same ids, without invented attributes."""
     endpoint = receiver.endpoint("http/protobuf")
     run = sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=endpoint).run
-    # That somebody handed a trace over is known from there alone.
+    # Only the node's state has the caller's trace.
     whole = {(span.trace_id, span.span_id) for span in receiver.spans() if span.name != semantics.SPAN_RUN}
     receiver.clear()
     run.node_state(node_name()).unlink()
@@ -339,7 +342,7 @@ def test_replay_without_the_nodes_state(sidecar: Callable[..., Sidecar], receive
 
 
 def test_nothing_is_missing_in_the_report(exported: Exported) -> None:
-    """Where everything was delivered, the report says nothing of OTLP, and the log has no warning."""
+    """If everything was delivered, neither the report nor the log mentions OTLP."""
     assert "OTLP" not in exported.run.report.read_text()
     log = exported.run.node_log(node_name()).read_text()
     assert [line for line in log.splitlines() if "WARNING" in line or "ERROR" in line] == []

@@ -1,4 +1,6 @@
-"""Endpoints that are down, silent, slow or wrong: training does not notice, and nothing is lost without a word."""
+"""Endpoints that are down, silent, slow or wrong: training is not delayed, and all losses are
+reported.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,12 @@ pytestmark = pytest.mark.distributed
 
 Run = Callable[..., Sidecar]
 Fault = Callable[[], AbstractContextManager[str]]
-LONGEST_EXIT_S = 1.5  # on a quiet machine: the longest wait for the report, and half a second
-LONGEST_WAIT_S = 1.0  # of it
+LONGEST_EXIT_S = 1.5  # on an idle machine: LONGEST_WAIT_S and half a second
+LONGEST_WAIT_S = 1.0  # the longest wait for the report
 TRIES = 6
 ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
 HTTP = "http/protobuf"
-TIMEOUT_S = 3  # of one export; longer than a training process may take to end
+TIMEOUT_S = 3  # of one export: longer than a training process may take to end
 
 LIVE: dict[str, tuple[Fault, str]] = {
     "no endpoint": (lambda: nullcontext(""), HTTP),
@@ -62,7 +64,8 @@ QUICK = {"no endpoint", REPLAYED, "silent", "grpc refused"}
 
 @dataclasses.dataclass
 class Ended:
-    """A training process that has ended: how long after its watch's body, and what the watch had added to it."""
+    """An ended training process: its exit time after the watch's body, and its additional threads
+    and sockets."""
 
     run: RunDirectory | None
     exit_s: float
@@ -70,7 +73,7 @@ class Ended:
     libraries: list[str]
     told: dict[str, str]
     sidecar_s: float = 0.0
-    """How long its sidecar lived on."""
+    """Seconds until its sidecar ended."""
 
 
 def _train(folder: Path, told: dict[str, str]) -> Ended:
@@ -83,7 +86,7 @@ def _train(folder: Path, told: dict[str, str]) -> Ended:
         stderr=subprocess.DEVNULL,
     )
     try:
-        # How soon it ends is what is timed, not how long it waits for other tests; where we may, it goes first.
+        # The exit time must not include waiting for the CPUs of other tests, so the priority is raised if permitted.
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, process.pid, -10)
         assert process.wait(40) == 0
@@ -103,10 +106,10 @@ def unwatched(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 @pytest.fixture(scope="module")
 def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]]:
-    """One training process after the other, each with its faulty endpoint; their sidecars end at the same time.
+    """Run one training process after the other, each with its faulty endpoint. Their sidecars end
+    at the same time.
 
-    Those of the faults that the selected tests ask for.
-    """
+    Only the faults of the selected tests are run."""
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     wanted = {item.callspec.params.get("fault", REPLAYED) for item in tests if "live" in item.fixturenames}
     ended = {}
@@ -124,11 +127,12 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("fault", long_but(QUICK, LIVE))
 def test_training_exits_in_time(live: dict[str, Ended], unwatched: Ended, tmp_path: Path, fault: str) -> None:
-    """From the end of the watch's body to the process's end it takes at most 1.5 s more than without a watch.
+    """From the end of the watch's body to the exit, the process takes at most 1.5 s longer than
+    without a watch.
 
-    Other programs may slow down a process that ends, and the sidecar whose report it waits for. So a faulty endpoint
-    may also cost as much as a watch without an endpoint does then; what the fault costs is there each time.
-    """
+    Other programs may slow down the exit and the sidecar whose report it waits for. So a faulty
+    endpoint may also cost as much as a watch without an endpoint at that time. The cost of the
+    fault itself is always visible."""
     slack_s = (LONGEST_EXIT_S - LONGEST_WAIT_S) * slowdown()
     longest_s = LONGEST_WAIT_S + slack_s
     more_s = [live[fault].exit_s - unwatched.exit_s]
@@ -150,14 +154,15 @@ def test_training_exits_in_time(live: dict[str, Ended], unwatched: Ended, tmp_pa
 
 @pytest.mark.parametrize("fault", long_but(QUICK, LIVE))
 def test_training_gets_no_thread_and_no_socket(live: dict[str, Ended], fault: str) -> None:
-    """A watch adds no thread, no socket and no exporting library to the training process."""
+    """A watch adds no thread, socket or exporting library to the training process."""
     (before, inside, after), libraries = live[fault].threads_and_sockets, live[fault].libraries
     assert (before, before, []) == (inside, after, libraries)
 
 
 @pytest.mark.parametrize("fault", long_but(QUICK & {*UNDELIVERED}, UNDELIVERED))
 def test_report_counts_what_was_not_delivered(live: dict[str, Ended], fault: str) -> None:
-    """The sidecar ends soon after the job, and its state and report say how many spans did not arrive."""
+    """The sidecar ends soon after the job. Its state and report have the number of undelivered
+    spans."""
     run = live[fault].run
     assert run is not None
     count = spans_of(run, Config.trace_every)
@@ -172,7 +177,7 @@ def test_report_counts_what_was_not_delivered(live: dict[str, Ended], fault: str
 
 @pytest.mark.parametrize("fault", ["no endpoint", *long("slow")])
 def test_nothing_to_report(live: dict[str, Ended], fault: str) -> None:
-    """An endpoint that is merely slow loses nothing, and the report says nothing."""
+    """A slow endpoint loses nothing, and the report does not mention it."""
     run = live[fault].run
     assert run is not None
     assert "OTLP" not in run.report.read_text()
@@ -180,7 +185,7 @@ def test_nothing_to_report(live: dict[str, Ended], fault: str) -> None:
 
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
 def test_replay_delivers_everything_later(live: dict[str, Ended], receiver: Receiver, protocol: str) -> None:
-    """Once there is a receiver, a replay delivers all that the run could not: every span, and every step's metrics."""
+    """When a receiver is available, a replay delivers all spans and metrics that the run could not."""
     run = live[REPLAYED].run
     assert run is not None
     replayed = Sidecar(run, run.path.parent, {ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol})
@@ -207,7 +212,7 @@ WRONG: dict[str, tuple[Fault, str]] = {
 
 @pytest.mark.parametrize("fault", long_but({"500", "grpc unavailable"}, WRONG))
 def test_refusals_are_counted(sidecar: Run, fault: str) -> None:
-    """An answer that is no success counts as not delivered, also those that the SDK takes for one."""
+    """Every response that is no success counts as not delivered, also if the SDK considers it one."""
     context, protocol = WRONG[fault]
     with context() as address:
         ended = sidecar(**{ENDPOINT: address, PROTOCOL: protocol, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"})
@@ -217,7 +222,7 @@ def test_refusals_are_counted(sidecar: Run, fault: str) -> None:
 
 
 def test_partial_success_is_counted(sidecar: Run) -> None:
-    """Spans that the endpoint rejects in a successful answer count as not delivered."""
+    """Spans that the endpoint rejects in a successful response count as not delivered."""
     answer = answering(200, PARTIAL.SerializeToString(), Content_Type="application/x-protobuf")
     with serving(answer) as address:
         ended = sidecar(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=address)
@@ -227,7 +232,6 @@ def test_partial_success_is_counted(sidecar: Run) -> None:
 
 
 def test_slow_grpc_endpoint_loses_nothing(sidecar: Run) -> None:
-    """A gRPC endpoint that takes its time gets everything."""
     with grpc_answering(grpc.StatusCode.OK, after_s=0.5) as address:
         ended = sidecar(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=address, OTEL_EXPORTER_OTLP_PROTOCOL="grpc")
     assert "OTLP" not in ended.report
@@ -250,7 +254,8 @@ print(exported_s - started_s, time.monotonic() - exported_s, time.monotonic(), n
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
 @pytest.mark.parametrize("endpoint", [silent, dropping])
 def test_time_limits_hold(endpoint: Fault, protocol: str) -> None:
-    """With an endpoint that never answers, and no timeout to speak of, shutdown and the process end in time."""
+    """If the endpoint never answers and the export timeout is very long, shutdown and the process
+    still end in time."""
     root = str(ROOT)
     slow = slowdown()
     with endpoint() as address:
@@ -270,7 +275,7 @@ def test_time_limits_hold(endpoint: Fault, protocol: str) -> None:
 
 
 def test_replay_gives_a_dead_endpoint_up(sidecar: Run) -> None:
-    """A replay to a dead endpoint ends, and says what did not arrive."""
+    """A replay to a dead endpoint ends and reports what did not arrive."""
     sidecar()
     with refusing() as address:
         ended = sidecar(**{ENDPOINT: address, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"})
@@ -279,7 +284,7 @@ def test_replay_gives_a_dead_endpoint_up(sidecar: Run) -> None:
 
 
 def test_replay_stops_at_a_dead_endpoint(sidecar: Run) -> None:
-    """A replay does not wait for a dead endpoint for hours: after some time it stops, and says how much is left."""
+    """A replay stops after some time without an endpoint, and reports how much is left."""
     run = sidecar().run
 
     class Dead(InMemoryExporter):

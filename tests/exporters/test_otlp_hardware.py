@@ -1,4 +1,4 @@
-"""From NVML to the backend: a sidecar process with the scripted library, a real receiver, files and report."""
+"""Hardware metrics from a scripted NVML to a real receiver, files and report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIRST, SECOND = UUIDS[:2]
 
 
 def values(points: list[ReceivedPoint], metric: str, gpu: str, attributes: dict[str, str]) -> list[float]:
-    """The points of a series, as they came."""
+    """Return the points of a series in order of arrival."""
     wanted = {semantics.HARDWARE_ID: gpu, **attributes}.items()
     return [point.value for point in points if point.metric == metric and wanted <= point.attributes.items()]
 
@@ -35,7 +35,8 @@ def values(points: list[ReceivedPoint], metric: str, gpu: str, attributes: dict[
 @pytest.mark.distributed
 @pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 def test_from_the_library_to_the_backend(run: RunDirectory, receiver: Receiver, tmp_path: Path) -> None:
-    """Two ranks on one GPU and one on another: each GPU once, in the backend, in the files and in the report."""
+    """Two ranks share one GPU and one has another: each GPU is reported once in backend, files and
+    report."""
     compile_nvml(tmp_path / "libnvidia-ml.so.1")
     nvml = FakeNvml(tmp_path / "gpus.txt")
     nvml.gpus = [{**HOPPER}, {**HOPPER, "sm_mhz": 990, "temperature": 88, "busy": 98}, {**HOPPER}]
@@ -62,8 +63,8 @@ def test_from_the_library_to_the_backend(run: RunDirectory, receiver: Receiver, 
         assert wait_for(lambda: newest(semantics.GPU_CLOCK, semantics.GPU_CLOCK_OF, "sm"), 20) == 990e6
         nvml.gpus[1].update({"field 83": 5_000_900_000, "field 270": 400_000_000, "field 94": 3})
         nvml.write("gpu 1 xid 79")
-        # The library may read its script in the middle of a sample: the next one has it all. On a busy machine one
-        # takes long, and then the GPU is left alone for a while.
+        # The library may reread its script in the middle of a sample, so only the next sample is complete. On a
+        # busy machine a sample takes long, and the sidecar then waits longer before the next.
         assert wait_for(lambda: newest(semantics.ERRORS, semantics.ERROR_TYPE, "xid"), 60) == 1
         assert wait_for(lambda: newest(semantics.ERRORS, semantics.ERROR_TYPE, "pcie_replay"), 60) == 3
         for rank in ranks:
@@ -99,7 +100,7 @@ def test_from_the_library_to_the_backend(run: RunDirectory, receiver: Receiver, 
 
 
 class Exported:
-    """The instruments, read as often as the test likes."""
+    """The instruments, which the test can read at any time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -108,7 +109,8 @@ class Exported:
         self.metrics = HardwareMetrics(meter, lambda: self.now_s)
 
     def points(self) -> dict[tuple[str, str], float]:
-        """By metric and the attributes that tell its points apart, in order of their names."""
+        """Return points by metric and the attributes that identify a point, in order of their
+        names."""
         data = self._reader.get_metrics_data()
         return {
             (metric.name, " ".join(str(told) for name, told in sorted(point.attributes.items()) if name not in SAME)):
@@ -123,8 +125,8 @@ class Exported:
 SAME = (semantics.HARDWARE_ID, semantics.HARDWARE_NAME, semantics.HARDWARE_TYPE)
 
 
-def test_what_is_not_measured_has_no_point() -> None:
-    """Neither a 0 nor an old value."""
+def test_missing_value_has_no_point() -> None:
+    """A missing value is neither sent as 0 nor as the previous value."""
     exported = Exported()
     exported.metrics.measured(Hardware((GpuSample("GPU-1", 0, 0, temperature_c=61),), (), {}))
     assert exported.points() == {(semantics.TEMPERATURE, "gpu"): 61}
@@ -132,8 +134,9 @@ def test_what_is_not_measured_has_no_point() -> None:
     assert exported.points() == {}
 
 
-def test_what_changes_fast_is_a_mean_over_the_export() -> None:
-    """Clocks, power and activity: of all samples since the last export. Others: the newest value."""
+def test_fast_changing_gauges_are_means_since_the_last_export() -> None:
+    """Clocks, power and activity are means over all samples since the last export. Other gauges
+    have the newest value."""
     exported = Exported()
     for power_w, degrees in ((100.0, 50), (300.0, 70)):
         exported.metrics.measured(
@@ -144,7 +147,7 @@ def test_what_changes_fast_is_a_mean_over_the_export() -> None:
 
 
 def test_network_ports() -> None:
-    """Bytes and errors by what they grew, the link's rate in bytes, and whether it is up."""
+    """Increments of bytes and errors, the link's rate in bytes, and whether the link is up."""
     exported = Exported()
     grown = {"transmitted_bytes": 4000, "symbol_errors": 2, "ack_timeouts": 0}
     link = LinkSample("mlx5_0", 1, 0, 0, active=True, rate_bits=400_000_000_000, grown=grown)

@@ -1,4 +1,4 @@
-"""Device memory as metrics, through the SDK's own reader."""
+"""Metrics of device memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchlens_perf.exporters.otlp_metrics import DeviceMemory
 def sent(
     readings: list[MemoryReading | None], *, per_rank: bool = True
 ) -> dict[str, list[tuple[dict[str, Any], float]]]:
-    """By metric, its points: attributes and value."""
+    """Return attributes and values of points by metric."""
     reader = InMemoryMetricReader()
     memory = DeviceMemory(MeterProvider([reader]).get_meter("test"))
     steps = batch_of(identity(), [3])
@@ -33,7 +33,8 @@ def sent(
 
 
 def test_gauges_by_state_and_counters() -> None:
-    """The newest reading; counters add up what was new, also where the user has reset the allocator's."""
+    """Gauges have the newest reading. Counters stay correct if the user resets the allocator's
+    statistics."""
     points = sent([MemoryReading(0, 5, 9, 1, 7, 80, 3, 0), None, MemoryReading(16, 4, 10, 2, 8, 80, 1, 1)])
 
     assert {attributes[semantics.MEMORY_STATE]: value for attributes, value in points[semantics.DEVICE_MEMORY]} == {
@@ -45,7 +46,8 @@ def test_gauges_by_state_and_counters() -> None:
 
 
 def test_what_was_not_measured_is_not_sent() -> None:
-    """No zeros; and without a series for each rank, no gauge that all of them would write."""
+    """Missing values are not sent as 0. In a large job there is no gauge, as all ranks would write
+    the same series."""
     points = sent([MemoryReading(0, allocated_bytes=5)])
     assert [attributes[semantics.MEMORY_STATE] for attributes, _ in points[semantics.DEVICE_MEMORY]] == ["allocated"]
     assert semantics.ALLOC_RETRIES not in points

@@ -1,4 +1,4 @@
-"""An OTLP endpoint that is away for long while a job runs: afterwards everything is delivered, once."""
+"""A long outage of an OTLP endpoint during a job: everything is delivered once afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ TRACE_EVERY = 50
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seconds", [8, *long(OUTAGE_S)])
 def test_outage(seconds: int, tmp_path: Path, receiver: Receiver) -> None:
-    """The report counts what did not arrive; a replay, once the endpoint is back, delivers all of it and says so."""
+    """The report counts what did not arrive. A replay delivers all of it after the outage and
+    reports that."""
     began_s, away_s = time.monotonic(), seconds if seconds < OUTAGE_S else share(OUTAGE_S)
     stop = tmp_path / "stop"
     with refusing() as address:
@@ -71,7 +72,7 @@ def test_outage(seconds: int, tmp_path: Path, receiver: Receiver) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seconds", [2, *long(OUTAGE_S)])
 def test_endpoint_comes_back_while_the_job_runs(seconds: int, tmp_path: Path) -> None:
-    """What waited is delivered by itself: nothing is lost, nothing comes twice, and the report has nothing to say."""
+    """Everything is delivered once and automatically, and the report has no notes."""
     if not PROGRAM.exists():
         pytest.skip(MISSING)
     began_s, away_s = time.monotonic(), seconds if seconds < OUTAGE_S else share(OUTAGE_S)
@@ -88,7 +89,7 @@ def test_endpoint_comes_back_while_the_job_runs(seconds: int, tmp_path: Path) ->
     time.sleep(away_s)
     receiver = Receiver(tmp_path, http_port=port)
     try:
-        # It is tried again a minute later at the latest.
+        # The longest pause before a retry is a minute.
         assert wait_for(lambda: {span.attributes[semantics.STEP] for span in receiver.spans()} >= {0, 1, 2}, 90)
         assert trainer.poll() is None
         stop.touch()

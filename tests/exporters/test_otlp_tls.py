@@ -1,4 +1,4 @@
-"""An OTLP endpoint that cannot show who it is gets nothing: no span, no header, no plain text."""
+"""An OTLP endpoint without a valid certificate receives no spans, no headers and no plain text."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = [
 ]
 SECRET = "canary-of-tls"
 HTTP, GRPC = "http/protobuf", "grpc"
-WITHIN_S = 3.0  # what is delivered is in milliseconds
-UNDELIVERED = "2 of 2 spans were not delivered"  # of one step
+WITHIN_S = 3.0  # A delivery takes only milliseconds.
+UNDELIVERED = "2 of 2 spans were not delivered"
 
 
 class Endpoint(http.server.BaseHTTPRequestHandler):
-    """Takes everything, and remembers the headers."""
+    """Accepts everything and records the headers."""
 
     seen: list[str] = []  # noqa: RUF012 - of one test
 
@@ -50,7 +50,8 @@ class Endpoint(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def over_http(shown: Certificate, clients: Certificate | None = None) -> Iterator[str]:
-    """An endpoint that shows this certificate, and asks its clients for theirs; its address."""
+    """Run an HTTP endpoint with this certificate. It may require client certificates. Return its
+    address."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*shown)
     if clients is not None:
@@ -72,7 +73,7 @@ def over_http(shown: Certificate, clients: Certificate | None = None) -> Iterato
 
 @contextlib.contextmanager
 def over_grpc(shown: Certificate, clients: Certificate | None = None) -> Iterator[str]:
-    """The same over gRPC, for spans."""
+    """Run a gRPC endpoint for spans in the same way."""
     pair = [(shown.key.read_bytes(), shown.path.read_bytes())]
     asked = None if clients is None else clients.path.read_bytes()
     server = grpc.server(ThreadPoolExecutor(2))
@@ -94,7 +95,8 @@ SERVING = {HTTP: over_http, GRPC: over_grpc}
 
 @pytest.mark.parametrize("trusted", [False, True])
 def test_certificate_of_nobody(trusted: bool, sidecar: Callable[..., Sidecar], tmp_path: Path) -> None:
-    """Unless the user trusts it, whomever the machine trusts else; what was not delivered is counted."""
+    """A self-signed certificate is accepted only if the user trusts it, whatever the machine
+    trusts. Undelivered spans are counted."""
     shown = certificate(tmp_path / "tls")
     told = {"OTEL_EXPORTER_OTLP_CERTIFICATE": str(shown.path)} if trusted else {}
     bundle = requests.certs.where()
@@ -111,7 +113,7 @@ def test_certificate_of_nobody(trusted: bool, sidecar: Callable[..., Sidecar], t
 
 
 def exported(told: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Sends a step's spans with these variables, and returns the exporter's notes."""
+    """Send the spans of a step with these variables. Return the exporter's notes."""
     told = {**told, "OTEL_EXPORTER_OTLP_TIMEOUT": "1", "OTEL_EXPORTER_OTLP_HEADERS": f"authorization={SECRET}"}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
@@ -133,7 +135,8 @@ FAULTS = {
 def test_certificate_that_does_not_hold(
     fault: str, protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user trusts who has signed it, and it has ended or is another host's: the spans are counted, none is sent."""
+    """The user trusts the issuer, but the certificate has expired or is for another host: no span
+    is sent."""
     shown = certificate(tmp_path / "tls", **FAULTS[fault])
     with SERVING[protocol](shown) as address:
         notes = exported(
@@ -154,7 +157,8 @@ def test_certificate_that_does_not_hold(
 def test_endpoint_that_asks_for_a_certificate(
     has_key: bool, protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who has none delivers nothing, and it is counted; who has it delivers all."""
+    """Without a client certificate nothing is delivered, and it is counted. With one, everything
+    is."""
     shown, own = certificate(tmp_path / "tls"), certificate(tmp_path / "own", "DNS:client")
     told = {"OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE": str(own.path), "OTEL_EXPORTER_OTLP_CLIENT_KEY": str(own.key)}
     with SERVING[protocol](shown, own) as address:

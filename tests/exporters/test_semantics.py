@@ -1,4 +1,4 @@
-"""exporters/semantics.py lists what is sent: no more, no less, with the right units and types; and so does the page."""
+"""exporters/semantics.py and its page list exactly what is sent, with the right units and types."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FORMS = {"counter": ("sum", True), "up-down counter": ("sum", False), "gauge": (
 
 @dataclasses.dataclass
 class Sent:
-    """What a receiver has got."""
+    """The data that a receiver got."""
 
     spans: list[ReceivedSpan]
     points: list[ReceivedPoint]
@@ -53,7 +53,8 @@ class Sent:
 
 
 def everything() -> Sent:
-    """By exporters, from hand-made input, all that they can send on any machine: of a small job, and of a large one."""
+    """Send everything that exporters can send on any machine, from hand-made input of a small and
+    of a large job."""
     small, large = of_two_ranks(), of_many_ranks()
     return Sent(small.spans + large.spans, small.points + large.points, small.events + large.events)
 
@@ -86,7 +87,8 @@ def of_two_ranks() -> Sent:
 
 
 def of_many_ranks() -> Sent:
-    """With so little room that the GPUs of a node have one point together, and a rank that is slow at the end."""
+    """Export a large job with so few series that a node's GPUs share one point, and with a slow
+    rank at the end."""
     collectors = {name: Collector(name) for name in ("traces", "metrics", "logs")}
     exporter = exporter_to(collectors)
     plain, one = batch_of(identity(3, world_size=1000), [100, 110]), hardware()
@@ -101,7 +103,7 @@ def of_many_ranks() -> Sent:
 
 
 def hardware() -> Hardware:
-    """A GPU and a port that report everything."""
+    """Return samples of a GPU and a port with all values."""
     plain = {field.name: 1 for field in dataclasses.fields(GpuSample)}
     gpu = GpuSample(**{**plain, "uuid": "GPU-1", "grown": {each.field: 1.0 for each in _GPU_GROWS}})
     grown = {each.field: 1.0 for each in _LINK_GROWS}
@@ -115,7 +117,7 @@ def made() -> Sent:
 
 
 def wrong(sent: Sent) -> list[str]:
-    """What was sent and is not in the list, or is there otherwise."""
+    """Return the names that were sent and are missing in the list, or differ from it."""
     found = set()
     for point in sent.points:
         metric = METRICS.get(point.metric)
@@ -128,7 +130,7 @@ def wrong(sent: Sent) -> list[str]:
         allowed = {*metric.attributes, semantics.OVER_COMPONENTS}
         found |= {f"{name} on {point.metric}" for name in point.attributes if name not in allowed}
     found |= {f"event {event.name}" for event in sent.events if event.name not in EVENTS}
-    # Those without a kind are the roots, and the run's.
+    # Only the roots and the run's span have no kind.
     named = (span.name for span in sent.spans if semantics.SPAN_KIND not in span.attributes)
     found |= {f"span {name}" for name in named if name not in SPANS}
     for holder in sent.holders():
@@ -139,13 +141,15 @@ def wrong(sent: Sent) -> list[str]:
 
 
 def test_all_that_is_sent_is_listed(made: Sent) -> None:
-    """Else: describe it in exporters/semantics.py, and run scripts/write_semantics.py."""
+    """If this fails: describe the name in exporters/semantics.py, and run
+    scripts/write_semantics.py."""
     assert wrong(made) == []
 
 
 @pytest.mark.distributed
 def test_a_recorded_run(sidecar: Callable[..., Sidecar], receiver: Receiver) -> None:
-    """What a run of two ranks sends to a real receiver is listed; and all that is listed without a condition comes."""
+    """Everything that a run of two ranks sends is listed, and all names without a condition are
+    sent."""
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"))
     sent = Sent(receiver.spans(), receiver.points(), receiver.events())
     assert wrong(sent) == []
@@ -156,11 +160,12 @@ def test_a_recorded_run(sidecar: Callable[..., Sidecar], receiver: Receiver) -> 
     unconditional = {each.name for each in semantics.ATTRIBUTES if not each.when and "events" not in each.on}
     came = {name for holder in sent.holders() for name in holder}
     assert unconditional - came == set()
-    assert of_events & came == set()  # nobody was slow
+    assert of_events & came == set(), "no rank was slow"
 
 
 def test_all_that_is_listed_can_be_sent(made: Sent) -> None:
-    """Each name is seen here, or belongs to a launcher, a scheduler or a cloud that this machine is not in."""
+    """Each name is sent by these tests, or belongs to a launcher, scheduler or cloud that is not
+    available here."""
     assert {point.metric for point in made.points} == set(METRICS)
     for metric in semantics.METRICS:
         seen = {name for point in made.points if point.metric == metric.name for name in point.attributes}
@@ -169,7 +174,7 @@ def test_all_that_is_listed_can_be_sent(made: Sent) -> None:
     assert names == set(SPANS)
     came = {name for holder in made.holders() for name in holder}
     elsewhere = set(ATTRIBUTES) - came
-    # Of these, the identity has the name and the variable, or the file, that it is from: tests/run.
+    # tests/run checks these names, which come from the launcher's variables and files.
     from_environment = set(run_identity._ATTRIBUTES) | {
         "network.switch", "host.rack", "host.id", "host.type", "cloud.provider", "cloud.availability_zone",
         "container.id", "service.name",
@@ -179,7 +184,7 @@ def test_all_that_is_listed_can_be_sent(made: Sent) -> None:
 
 
 def test_every_instrument_is_listed() -> None:
-    """Also one that has no point in these tests."""
+    """Instruments without a point in these tests are listed too."""
     meter = Meter()
     NodeMetrics(meter)
     assert {each.name for each in meter._instruments} == set(METRICS)
@@ -193,7 +198,7 @@ def test_every_constant_is_listed() -> None:
 
 
 def conventions() -> tuple[set[str], dict[str, tuple[str, str]]]:
-    """OpenTelemetry's attributes; and by metric its instrument and unit, as its package documents them."""
+    """Return OpenTelemetry's attributes, and its instruments and units by metric, from its package."""
     attributes: set[str] = set()
     metrics: dict[str, tuple[str, str]] = {}
     (folder,) = opentelemetry.semconv.__path__
@@ -206,7 +211,8 @@ def conventions() -> tuple[set[str], dict[str, tuple[str, str]]]:
 
 
 def test_sources() -> None:
-    """What is called OpenTelemetry's is in its package, with this unit and instrument; what is called ours is not."""
+    """Names listed as OpenTelemetry's are in its package with this unit and instrument, and other
+    names are not."""
     attributes, metrics = conventions()
     assert len(attributes) > 300
     assert len(metrics) > 100
@@ -220,12 +226,12 @@ def test_sources() -> None:
 
 
 def test_the_page_is_the_list() -> None:
-    """Else: python scripts/write_semantics.py"""
+    """If this fails: run python scripts/write_semantics.py."""
     assert PAGE.read_text() == page()
 
 
 def test_names_of_a_scrape_alone() -> None:
-    """They are on the page of /metrics, and none of them is also sent."""
+    """Names that only /metrics has are on its page, and are not sent over OTLP."""
     names = [value for name, value in vars(node_semantics).items() if name.isupper()]
     assert len(names) > 10
     text = (ROOT / "docs/guides/prometheus.md").read_text()

@@ -1,4 +1,6 @@
-"""One send ends within its timeout, however slowly the other end goes on; and what an endpoint may ask to wait."""
+"""Each attempt to send ends within its timeout, however slow the server is; and limits on the wait
+that an endpoint asks for.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.distributed
 
 TIMEOUT_S = 2.0
 LATE_S = 20.0
-"""Far beyond the timeout, on a busy machine too; the servers here go on for ever."""
+"""Much longer than the timeout, also on a busy machine. The servers here never end."""
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-protobuf\r\n"
 _LARGE = 32 << 20
 
@@ -96,7 +98,7 @@ def says_nothing(connection: socket.socket) -> None:
 
 @contextlib.contextmanager
 def server(behaves: Callable[[socket.socket], None], context: ssl.SSLContext | None = None) -> Iterator[int]:
-    """Its port. With a context it speaks TLS before."""
+    """Run a server and return its port. With a context it uses TLS."""
     listening = socket.create_server(("127.0.0.1", 0))
     accepted: list[socket.socket] = []
 
@@ -128,7 +130,8 @@ def server(behaves: Callable[[socket.socket], None], context: ssl.SSLContext | N
 
 
 def sent(address: str, size: int = 1, **told: str) -> tuple[Answer, float]:
-    """What became of one try with a name of that size, and how long it took. Its thread must not stay."""
+    """Send once, with a span name of that size. Return the result and the duration. No thread may
+    remain."""
     transport = transport_for("http/protobuf", ENDPOINT=address, TIMEOUT=str(TIMEOUT_S), **told)
     began_s = time.monotonic()
     try:
@@ -167,7 +170,7 @@ def test_send_over_tls_ends_within_its_timeout(behaves: Callable[[socket.socket]
 
 
 def test_tls_handshake_that_does_not_end() -> None:
-    """The begin of a record, whose bytes come one at a time."""
+    """The server sends the start of a TLS record one byte at a time."""
     with server(lambda connection: drip(connection, bytes_of(b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb"))) as port:
         answer, took_s = sent(f"https://127.0.0.1:{port}")
     assert answer.outcome is Outcome.LATER
@@ -175,7 +178,7 @@ def test_tls_handshake_that_does_not_end() -> None:
 
 
 def test_next_send_is_not_disturbed() -> None:
-    """After a try that was ended, the same transport delivers; connections are used again."""
+    """After a cut-off attempt, the same transport delivers and reuses connections."""
     slow = threading.Event()
     slow.set()
 
@@ -193,7 +196,7 @@ def test_next_send_is_not_disturbed() -> None:
         transport.close()
 
 
-# -- how long an endpoint asks to wait
+# -- the wait that an endpoint asks for
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Histograms as they are sent, against NumPy on the durations; and what nodes hand on of them."""
+"""Points of histograms, compared with NumPy, and messages with the sums of other nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOUR_NS = 3600 * 10**9
 
 
 def durations(low_ns: float, high_ns: float, count: int = 500, seed: int = 0) -> Durations:
-    """Durations of all sizes between the two."""
+    """Return log-uniform random durations between the two limits."""
     random = np.random.default_rng(seed)
     return np.exp(random.uniform(np.log(low_ns), np.log(high_ns), count)).astype(np.int64)
 
@@ -33,14 +33,14 @@ def histogram(meter: Meter) -> Histogram:
 
 
 def point_of(meter: Meter) -> Any:
-    """The only point that is sent."""
+    """Return the only point that is sent."""
     (metric,) = meter.collect()
     (point,) = metric.data.data_points
     return point
 
 
 def check(point: Any, values_ns: Durations) -> None:
-    """The point holds these durations, each in its bucket."""
+    """Check that the point has these durations in the right buckets."""
     values_s = values_ns / 1e9
     assert point.count == len(values_ns)
     assert (point.min, point.max) == (values_s.min(), values_s.max())
@@ -75,7 +75,7 @@ def check(point: Any, values_ns: Durations) -> None:
     ids=["alike", "an epoch's", "everything", "bounds", "no time", "longer than a kernel's", "zero"],
 )
 def test_exponential_points(values_ns: Durations, scale: int) -> None:
-    """Count, sum, extremes and buckets; a wide distribution has fewer buckets an octave."""
+    """Count, sum, extremes and buckets are right. A wide distribution has fewer buckets per octave."""
     meter = Meter()
     series = histogram(meter)
     for some in np.array_split(values_ns, 3):
@@ -86,7 +86,7 @@ def test_exponential_points(values_ns: Durations, scale: int) -> None:
 
 
 def test_explicit_points() -> None:
-    """Each duration is in the bucket that it belongs to, also one that is a bound."""
+    """Each duration is in the right bucket, also if it equals a bound."""
     values_ns = np.concatenate([durations(1e4, 1e12), [round(bound * 1e9) for bound in DURATION_BOUNDS_S], [0]])
     meter = Meter(explicit_bounds=True)
     histogram(meter).record(values_ns, {})
@@ -94,17 +94,17 @@ def test_explicit_points() -> None:
 
 
 def test_negative_durations_are_left_out() -> None:
-    """A clock that steps back has measured nothing."""
+    """A negative duration comes from a clock that stepped back, and is no measurement."""
     meter = Meter()
     histogram(meter).record(np.array([-5, 10**9, -1]), {})
     check(point_of(meter), np.array([10**9]))
 
 
-# -- what nodes hand on
+# -- messages of other nodes
 
 
 class Node:
-    """A node's series, and what it hands on of them."""
+    """A node's series and its messages."""
 
     def __init__(self, now_s: Callable[[], float], *, explicit_bounds: bool = False) -> None:
         meter = Meter(explicit_bounds=explicit_bounds)
@@ -122,7 +122,7 @@ class Clock:
 
 
 class Node0:
-    """What node 0 sends of other nodes."""
+    """The series that node 0 exports for other nodes."""
 
     def __init__(self, clock: Clock, *, explicit_bounds: bool = False, delta: bool = False) -> None:
         self.meter = Meter(explicit_bounds=explicit_bounds, delta=delta)
@@ -133,8 +133,8 @@ class Node0:
         self.heard.take(node, data)
 
 
-def hand_on(clock: Clock, node: Node, take: Callable[[bytes], object], times: int = 30) -> None:
-    """Takes each message at once. Of so many, one has each piece."""
+def deliver_messages(clock: Clock, node: Node, take: Callable[[bytes], object], times: int = 30) -> None:
+    """Deliver each message at once. So many messages contain each piece once."""
     for _ in range(times):
         clock.now_s += EVERY_S
         data = node.tally.next(0)
@@ -144,7 +144,7 @@ def hand_on(clock: Clock, node: Node, take: Callable[[bytes], object], times: in
 
 @pytest.mark.parametrize("explicit_bounds", [False, True])
 def test_nodes_add_up(explicit_bounds: bool) -> None:
-    """What node 0 sends holds every duration of every node, however wide their distributions."""
+    """The series of node 0 have all durations of all nodes, however wide their distributions."""
     clock = Clock()
     nodes = {name: Node(clock, explicit_bounds=explicit_bounds) for name in ("a", "b")}
     node_0, everything = Node0(clock, explicit_bounds=explicit_bounds), []
@@ -152,35 +152,35 @@ def test_nodes_add_up(explicit_bounds: bool) -> None:
         for number, (name, node) in enumerate(nodes.items()):
             everything.append(durations(1e2, 1e13, 2000, seed=2 * seed + number))
             node.series.record(everything[-1], {})
-            hand_on(clock, node, functools.partial(node_0.take, name))
+            deliver_messages(clock, node, functools.partial(node_0.take, name))
     check(point_of(node_0.meter), np.concatenate(everything))
 
 
 def test_large_counts_fit_into_messages() -> None:
-    """A node that has counted for months."""
+    """The counts are those of a node that has run for months."""
     clock = Clock()
     node, node_0 = Node(clock), Node0(clock)
     counts = [10**12] * 1800
     node.series.merge(Sketch.from_numbers([10**18, 0, 61, 10**18, 1, *counts]), {})
-    hand_on(clock, node, functools.partial(node_0.take, "a"), 300)
+    deliver_messages(clock, node, functools.partial(node_0.take, "a"), 300)
     assert point_of(node_0.meter).count == sum(counts)
 
 
 def test_lost_messages_cost_nothing() -> None:
-    """The next ones have all of it."""
+    """Later messages have all of the lost counts."""
     clock = Clock()
     node, node_0 = Node(clock), Node0(clock)
     values_ns = durations(1e3, 1e12, 3000)
     delivered = itertools.cycle([True, False, False])
     for some in np.split(values_ns, 6):
         node.series.record(some, {})
-        hand_on(clock, node, lambda data: node_0.take("a", data) if next(delivered) else None)
-    hand_on(clock, node, functools.partial(node_0.take, "a"))
+        deliver_messages(clock, node, lambda data: node_0.take("a", data) if next(delivered) else None)
+    deliver_messages(clock, node, functools.partial(node_0.take, "a"))
     check(point_of(node_0.meter), values_ns)
 
 
 def test_sum_and_counts_come_together() -> None:
-    """A piece without new counts brings no sum, which an export of what is new would lose."""
+    """A piece without new counts adds no sum, which a delta export would lose."""
     clock = Clock()
     node, node_0 = Node(clock), Node0(clock, delta=True)
     parts_ns = durations(1e2, 1e13, 3000), durations(1e7, 2e7)
@@ -192,49 +192,50 @@ def test_sum_and_counts_come_together() -> None:
 
     for values_ns in parts_ns:
         node.series.record(values_ns, {})
-        hand_on(clock, node, take_and_export)
+        deliver_messages(clock, node, take_and_export)
     assert sum(sums_s) == pytest.approx(np.concatenate(parts_ns).sum() / 1e9, rel=1e-9)
     assert sum(sums_s[-1:]) == pytest.approx(parts_ns[1].sum() / 1e9, rel=1e-9)
 
 
 def test_sidecar_that_is_started_again_counts_from_zero() -> None:
-    """Both of its lives count."""
+    """The counts before and after the restart are added up."""
     clock = Clock()
     node_0, values_ns = Node0(clock), durations(1e6, 1e9, 300)
     for life in np.split(values_ns, 3):
         node = Node(clock)
         node.series.record(life, {})
-        hand_on(clock, node, functools.partial(node_0.take, "a"))
+        deliver_messages(clock, node, functools.partial(node_0.take, "a"))
     check(point_of(node_0.meter), values_ns)
 
 
-def test_what_an_earlier_node_0_has_sent_is_not_sent_again() -> None:
-    """A new sidecar of node 0 counts what is new since its start, also in buckets that were empty before."""
+def test_restarted_node_0_does_not_send_old_counts_again() -> None:
+    """A new sidecar of node 0 adds only counts since its start, also in buckets that were empty
+    before."""
     clock = Clock()
     node = Node(clock)
     node.series.record(durations(1e6, 1e9), {})
     clock.now_s += 100
     node_0 = Node0(clock)
-    hand_on(clock, node, functools.partial(node_0.take, "a"))
+    deliver_messages(clock, node, functools.partial(node_0.take, "a"))
     assert node_0.meter.collect() == []
     later_ns = durations(1e5, 1e11, seed=1)
     node.series.record(later_ns, {})
-    hand_on(clock, node, functools.partial(node_0.take, "a"))
+    deliver_messages(clock, node, functools.partial(node_0.take, "a"))
     point = point_of(node_0.meter)
     assert (point.count, point.sum) == (len(later_ns), pytest.approx(later_ns.sum() / 1e9))
 
 
-def test_other_bounds_are_left_out() -> None:
+def test_histograms_with_other_bounds_are_ignored() -> None:
     """A node with explicit bounds adds nothing to exponential histograms."""
     clock = Clock()
     node, node_0 = Node(clock, explicit_bounds=True), Node0(clock)
     node.series.record(durations(1e6, 1e9), {})
-    hand_on(clock, node, functools.partial(node_0.take, "a"))
+    deliver_messages(clock, node, functools.partial(node_0.take, "a"))
     assert node_0.meter.collect() == []
 
 
-def test_what_is_no_piece(caplog: pytest.LogCaptureFixture) -> None:
-    """It is left out, with a line in the log."""
+def test_invalid_messages_are_dropped_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Invalid messages are dropped and logged."""
     clock = Clock()
     node, node_0 = Node(clock), Node0(clock)
     node.series.record(np.array([10**9]), {})

@@ -1,4 +1,4 @@
-"""One request over HTTP or gRPC to endpoints that answer as they like: what the answer is taken for."""
+"""Classification of responses to a request over HTTP or gRPC."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def over_http(address: str, timeout_s: int = 5, **told: str) -> Answer:
     ],
 )
 def test_what_http_answers_mean(status: int, headers: dict[str, str], outcome: Outcome, after_s: float | None) -> None:
-    """By the specification; and what is no endpoint, or not with these credentials, keeps the data."""
+    """Responses are classified by the specification. If the server is no endpoint or the
+    credentials are wrong, data is kept."""
     endpoint = answering(status, **headers)
     with serving(endpoint) as address:
         answer = over_http(address)
@@ -71,7 +72,7 @@ def test_what_http_answers_mean(status: int, headers: dict[str, str], outcome: O
 
 
 def test_reason_of_a_refusal() -> None:
-    """The endpoint's words reach the log, where it has any, without what could drive a terminal."""
+    """The endpoint's message is logged if it has one, without terminal control characters."""
     with serving(answering(400, Status(message="bad \x1b[2J field").SerializeToString(), **PROTOBUF)) as address:
         reason = over_http(address).reason
     assert "bad " in reason
@@ -79,7 +80,8 @@ def test_reason_of_a_refusal() -> None:
 
 
 def test_partial_success_over_http() -> None:
-    """Delivered, but for those that the endpoint rejects; what is no answer of OTLP says nothing."""
+    """Accepted items are delivered, and rejected ones counted. A response that is no OTLP is
+    ignored."""
     with serving(answering(200, PARTIAL.SerializeToString(), **PROTOBUF)) as address:
         assert over_http(address) == Answer(Outcome.DELIVERED, rejected=3)
     with serving(answering(200, b"\xff\xff\xff", **PROTOBUF)) as address:
@@ -87,7 +89,7 @@ def test_partial_success_over_http() -> None:
 
 
 def test_connections_that_break() -> None:
-    """Nobody there, no answer, or one that breaks off: all to be tried again."""
+    """Refused connections, missing responses and broken connections are retried."""
 
     class BreaksOff(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -107,7 +109,7 @@ def test_connections_that_break() -> None:
 
 @pytest.mark.parametrize(("compression", "unpack"), [("gzip", gzip.decompress), ("deflate", zlib.decompress)])
 def test_compression_and_headers(compression: str, unpack: Any) -> None:
-    """The body is packed as its header says, and the user's headers are there."""
+    """The body is compressed as its header states, and the user's headers are sent."""
     seen: list[tuple[Any, bytes]] = []
 
     class Endpoint(BaseHTTPRequestHandler):
@@ -145,7 +147,7 @@ def nothing():
 
 
 def test_credential_provider_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session of the user's entry point sends, and its answers are judged like any other's."""
+    """The session of the user's entry point sends, and its responses are classified like any other."""
     (tmp_path / "of_the_user.py").write_text(_PROVIDER)
     package = tmp_path / "of_the_user-1.dist-info"
     package.mkdir()
@@ -204,7 +206,8 @@ def test_what_grpc_answers_mean(status: grpc.StatusCode, outcome: Outcome) -> No
 
 
 def test_grpc_asks_to_wait_rejects_and_finds_too_large() -> None:
-    """RetryInfo says how long; a partial success what was left out; a request beyond the server's limit is halved."""
+    """RetryInfo sets the wait, a partial success has the rejected items, and a request beyond the
+    server's limit is split."""
     asked = Status(code=8)
     asked.details.add().Pack(RetryInfo(retry_delay=Duration(seconds=2, nanos=500_000_000)))
     busy = threading.Event()
@@ -234,7 +237,7 @@ def test_grpc_asks_to_wait_rejects_and_finds_too_large() -> None:
 @pytest.mark.parametrize("signal", KEPT)
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
 def test_each_signal_has_its_exporter(signal: str, protocol: str, receiver: Receiver) -> None:
-    """What a real endpoint got is what was sent, of all signals over both protocols."""
+    """A real endpoint receives what was sent, for all signals over both protocols."""
     answer = sent(protocol, KEPT[signal], signal, ENDPOINT=receiver.endpoint(protocol))
     assert answer == Answer(Outcome.DELIVERED)
     found = {"traces": receiver.spans, "logs": receiver.events, "metrics": receiver.points}[signal]()
