@@ -1,7 +1,8 @@
-"""Runs in chdb's environment: a door for HTTP in front of ClickHouse's engine, which chdb has without its server.
+"""An HTTP server for ClickHouse's engine in chdb, which has no server of its own. It runs in chdb's
+environment.
 
-clickhouse_door.py PORT FOLDER. As ClickHouse's server does, it takes statements in `query`, and what they insert as the
-body. One statement at a time: the engine has one session.
+Usage: clickhouse_door.py PORT FOLDER. Like ClickHouse's server, it takes statements in `query` and
+data to insert in the body. It runs one statement at a time, as the engine has one session.
 """
 
 import http.server
@@ -12,8 +13,8 @@ from pathlib import Path
 
 from chdb import session
 
-# The tables of the OpenTelemetry Collector's exporter for ClickHouse: names and types of their columns, without the
-# indices and codecs, which change nothing of what is stored.
+# The tables of the OpenTelemetry Collector's exporter for ClickHouse, with names and types of columns. Indices and
+# codecs are left out, because they do not change the stored values.
 _MAP = "Map(LowCardinality(String), String)"
 _EXEMPLARS = f"""Exemplars Nested (
     FilteredAttributes {_MAP}, TimeUnix DateTime64(9), Value Float64, SpanId String, TraceId String)"""
@@ -57,7 +58,7 @@ _TABLES = {
 
 
 class Door(http.server.BaseHTTPRequestHandler):
-    """POST /?database=NAME&query=STATEMENT"""
+    """Handles POST /?database=NAME&query=STATEMENT."""
 
     protocol_version = "HTTP/1.1"
 
@@ -77,7 +78,7 @@ class Door(http.server.BaseHTTPRequestHandler):
                     answer = b""
                 else:
                     answer = _ENGINE.query(head or statement, form or "TSV").bytes()
-            except RuntimeError as error:  # the engine's own
+            except RuntimeError as error:  # raised by the engine
                 sys.stderr.write(f"{statement[:300]}: {error}\n")
                 self._answer(400, str(error).encode())
                 return

@@ -1,4 +1,4 @@
-"""One run for all backends."""
+"""Fixtures with a recorded run for all backends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.recorded_run import train, wait_for_sidecar
 
 
 def trained(folder: Path, told: Mapping[str, str]) -> Recorded:
-    """A finished run. told: more variables, as where its sidecar sends to."""
+    """Return a finished run. told: further variables, such as the sidecar's endpoint."""
     ours = {"TORCHLENS_PERF_TRACE_EVERY": str(TRACE_EVERY), "TRACEPARENT": TRACEPARENT}
     run = train(folder, {**ours, **told}, STEPS, SCRIPTS / "train_slow_rank.py")
     wait_for_sidecar(run, 60)
@@ -22,5 +22,5 @@ def trained(folder: Path, told: Mapping[str, str]) -> Recorded:
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """A finished run that nothing has been sent of yet."""
+    """Return a finished run that was not exported yet."""
     return trained(tmp_path_factory.mktemp("run"), {})

@@ -1,4 +1,6 @@
-"""Runs in MLflow's environment: prints what its client finds of all traces, as JSON: mlflow_spans.py ADDRESS."""
+"""Print all traces that MLflow's client finds, as JSON. It runs in MLflow's environment:
+mlflow_spans.py ADDRESS.
+"""
 
 import base64
 import json

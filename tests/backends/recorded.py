@@ -1,4 +1,6 @@
-"""What a backend must have of a run, from the run directory alone: its tables, and processes in the node's state."""
+"""The spans, metrics and resources that a backend must have of a run, derived from the run
+directory alone.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ from torchlens_perf.verdicts import node_state
 
 RANKS, SLOW_RANK, STEPS, TRACE_EVERY = (0, 1), 1, 160, 40
 TRACES = 6
-"""Of the steps 0, 1, 2, 40, 80 and 120."""
+"""Number of traces: of the steps 0, 1, 2, 40, 80 and 120."""
 CALLER = (0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
-"""The trace and the span that started the run, as its TRACEPARENT said."""
+"""Ids of the trace and the span in TRACEPARENT, which started the run."""
 TRACEPARENT = f"00-{CALLER[0]:032x}-{CALLER[1]:016x}-01"
 _NO_PARTS = ("start", "duration", "own", "work", "cpu", "ready")
 Row = dict[str, Any]
@@ -38,17 +40,17 @@ class Recorded:
     folder: Path
 
     def send(self, **told: str) -> None:
-        """Sends the whole run once more, as a user would: torchlens-perf sidecar RUN."""
+        """Send the whole run again, as users do: torchlens-perf sidecar RUN."""
         sent = Sidecar(self.run, self.folder, told)
         assert sent.returncode == 0, sent.log
         assert "OTLP: " not in sent.report
 
     def rows(self, folder: str) -> list[Row]:
         rows: list[Row] = pq.read_table(self.run.path / folder).to_pylist()
-        return [row for row in rows if row.get("kind") != "thread_time"]  # counters, no spans
+        return [row for row in rows if row.get("kind") != "thread_time"]  # These rows are counters, not spans.
 
     def spans(self) -> list[ReceivedSpan]:
-        """The spans of the sampled steps, with the ids and parents that docs/guides/opentelemetry.md gives them."""
+        """Return the spans of the sampled steps, with ids and parents as in docs/guides/opentelemetry.md."""
         steps = {(row["rank"], row["step"]): row for row in self.rows("steps")}
         sampled = traced_steps([step for _, step in steps], TRACE_EVERY)
         inside: dict[tuple[int, int], list[Row]] = defaultdict(list)
@@ -62,7 +64,7 @@ class Recorded:
         return found
 
     def resources(self) -> dict[int, dict[str, Any]]:
-        """By rank, what the resource of its spans says of its process."""
+        """Return the resource of spans by rank."""
         (node,) = node_state.load_all(self.run)
         return {
             process.identity.rank: {
@@ -82,7 +84,7 @@ class Recorded:
         }
 
     def durations_s(self) -> dict[tuple[str, int, str], list[float]]:
-        """By metric, rank and phase, which is "" for a whole step: each step's duration."""
+        """Return step durations by metric, rank and phase. The phase is "" for a whole step."""
         found: dict[tuple[str, int, str], list[float]] = defaultdict(list)
         for row in self.rows("steps"):
             found[semantics.STEP_DURATION, row["rank"], ""].append(row["duration_ns"] / 1e9)
@@ -94,12 +96,12 @@ class Recorded:
         return found
 
     def memory_bytes(self) -> dict[int, int]:
-        """By rank, after its last step."""
+        """Return the memory after the last step by rank."""
         return {row["rank"]: row["memory_bytes"] for row in sorted(self.rows("steps"), key=lambda row: row["step"])}
 
 
 def _of_step(run_id: str, row: Row, inside: list[Row], resource: dict[str, Any]) -> list[ReceivedSpan]:
-    """The root if it is rank 0's, the rank's step, and the records in it."""
+    """Yield the root (if the rank is 0), the rank's step, and the records in it."""
     rank, step, in_trace = row["rank"], row["step"], trace_id(run_id, row["attempt"], row["step"])
     root_id, rank_id = span_id(in_trace, "root"), span_id(in_trace, rank)
     common = {semantics.RUN_ID: run_id, semantics.STEP: step, semantics.RANK: rank}
@@ -132,7 +134,8 @@ def _of_step(run_id: str, row: Row, inside: list[Row], resource: dict[str, Any])
 
 
 def _around(row: Row, before: list[Row]) -> int | None:
-    """Which of the records that began before is the smallest that contains it; a collective lies where it begins."""
+    """Return the smallest of the earlier records that contains the row. A collective belongs where
+    it begins."""
     end_ns = row["start_ns"] + (0 if row["kind"] == "collective" else row["duration_ns"])
     holders = [
         (each["duration_ns"], -index)
@@ -145,7 +148,7 @@ def _around(row: Row, before: list[Row]) -> int | None:
 
 
 def by_id(spans: Iterable[Span]) -> dict[tuple[int, int], Span]:
-    """Spans as tuples that begin with their trace's and their own id; none is there twice."""
+    """Return spans as tuples that begin with trace id and span id. Check that each is there once."""
     listed = list(spans)
     found: dict[tuple[int, int], Span] = {(each[0], each[1]): each for each in listed}
     assert len(found) == len(listed), f"{len(listed) - len(found)} spans are there twice"
@@ -157,12 +160,13 @@ def exactly(ns: int) -> int:
 
 
 def in_microseconds(ns: int) -> datetime.datetime:
-    """As a backend keeps times that makes Python's datetime of a number of seconds: to the nearest microsecond."""
+    """Round to the nearest microsecond, as backends do that store times as Python's datetime."""
     return datetime.datetime.fromtimestamp(ns / 1e9, datetime.timezone.utc)
 
 
 def as_tuple(span: ReceivedSpan, time: Callable[[int], Any] = exactly) -> Span:
-    """All of a span but its resource and its links. time: as the backend keeps times."""
+    """Return everything of a span but its resource and links. time: converts times as the backend
+    does."""
     times = time(span.start_ns), time(span.end_ns)
     attributes = tuple(sorted(span.attributes.items()))
     return span.trace_id, span.span_id, span.parent_id, span.name, *times, bool(span.status), attributes

@@ -1,4 +1,6 @@
-"""rotel, a collector in Rust, as a hop on loopback: it takes OTLP, and hands on what it decoded to one exporter."""
+"""rotel, a collector written in Rust, as a hop on loopback: it decodes OTLP and forwards it to one
+exporter.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from tests.support.otlp_receiver import free_port
 
 
 class Rotel:
-    """The collector."""
+    """A running collector."""
 
     def __init__(self, folder: Path, exporter: Mapping[str, str]) -> None:
-        """exporter: variables that say where it sends to."""
+        """exporter: variables that configure the collector's exporter."""
         (program,) = environment("rotel").glob("lib/python*/site-packages/rotel/rotel-agent")
         self._http, self._grpc = free_port(), free_port()
         command = [
@@ -24,7 +26,7 @@ class Rotel:
         self.server = Server(command, folder, self._is_up, exporter)
 
     def told(self, protocol: str) -> dict[str, str]:
-        """As docs/guides/backends.md says it."""
+        """Return the variables that docs/guides/backends.md documents."""
         port = self._grpc if protocol == "grpc" else self._http
         return {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}", "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
 

@@ -1,4 +1,4 @@
-"""Real backends, each in an environment of its own, started on loopback and ended with the test."""
+"""Real backends, each in an environment of its own, started on loopback and stopped with the test."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.support.processes import ROOT
 
 ENVIRONMENTS = ROOT / ".venv-backends"
 _LONGEST_S = 900
-"""After which a backend ends even if nobody is left to end it."""
+"""Longest life of a backend, in case that the test process is killed."""
 
 
 def environment(name: str) -> Path:
-    """Where a backend is installed; the test is skipped where it is not."""
+    """Return the folder where a backend is installed. Skip the test if it is not."""
     folder = ENVIRONMENTS / name
     if not (folder / "ready").exists():
         failed = folder / "failed"
@@ -34,7 +34,7 @@ def environment(name: str) -> Path:
 
 
 class Server:
-    """A backend's process, and what it starts."""
+    """The process of a backend and its children."""
 
     def __init__(
         self,
@@ -43,7 +43,8 @@ class Server:
         answers: Callable[[], object],
         told: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts it in `folder`, where its log is too, and waits until `answers` is true. told: more variables."""
+        """Start the backend in `folder`, which also has its log, and wait until `answers` is true.
+        told: further variables."""
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -65,7 +66,7 @@ class Server:
             raise
 
     def close(self) -> None:
-        """Ends it with all that it has started. Again is harmless."""
+        """Stop the backend and all its children. May be called again."""
         for how in (signal.SIGTERM, signal.SIGKILL):
             if not _signalled(self._process.pid, how):
                 break
@@ -93,7 +94,7 @@ def _quietly(answers: Callable[[], object]) -> bool:
 
 
 def get(address: str, body: Mapping[str, Any] | None = None) -> Any:
-    """The JSON of an answer. body: posted as JSON."""
+    """Return the JSON of a response. body: posted as JSON."""
     request = urllib.request.Request(address)
     if body is not None:
         request.data = json.dumps(body).encode()
@@ -103,7 +104,7 @@ def get(address: str, body: Mapping[str, Any] | None = None) -> Any:
 
 
 def status_of(address: str, body: bytes = b"", **headers: str) -> int:
-    """Of the answer to a request of OTLP."""
+    """Return the status of the response to an OTLP request."""
     request = urllib.request.Request(address, body, {"Content-Type": "application/x-protobuf", **headers})
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
@@ -114,7 +115,7 @@ def status_of(address: str, body: bytes = b"", **headers: str) -> int:
 
 
 def is_up(address: str) -> bool:
-    """Whether it answers at all."""
+    """Return True if the server responds at all."""
     with contextlib.suppress(urllib.error.HTTPError):
         urllib.request.urlopen(address, timeout=5).close()
     return True

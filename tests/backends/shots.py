@@ -1,4 +1,6 @@
-"""Pictures of a step's trace in backends' own pages, for docs/images; only with SHOTS=1."""
+"""Screenshots of a step's trace in the backends' own pages, for docs/images. Taken only with
+SHOTS=1.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ shots = pytest.mark.skipif(os.environ.get("SHOTS") != "1", reason="draws docs/im
 
 @contextlib.contextmanager
 def page(width: int = 1280, height: int = 800) -> Iterator[Any]:
-    """A page of a real browser that reaches loopback only."""
+    """Open a page in a real browser that can reach only loopback."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as player:
@@ -30,7 +32,7 @@ def page(width: int = 1280, height: int = 800) -> Iterator[Any]:
 
 
 def drag(shown: Any, x: float, y: float, to_x: float) -> None:
-    """The pointer, held down: a border between two panes."""
+    """Drag the border between two panes with the mouse."""
     shown.mouse.move(x, y)
     shown.mouse.down()
     shown.mouse.move(to_x, y, steps=8)
@@ -38,8 +40,8 @@ def drag(shown: Any, x: float, y: float, to_x: float) -> None:
 
 
 def save(shown: Any, name: str) -> None:
-    """What the page shows now, as docs/images/backend-NAME.png."""
+    """Save the page as docs/images/backend-NAME.png."""
     path = ROOT / "docs" / "images" / f"backend-{name}.png"
-    shown.wait_for_timeout(1000)  # what moves has come to rest
+    shown.wait_for_timeout(1000)  # Animations must have ended.
     shown.screenshot(path=path)
     assert path.stat().st_size <= _MOST_BYTES, f"{path} is too large"

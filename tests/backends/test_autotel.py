@@ -1,4 +1,6 @@
-"""autotel-devtools, whose decoder of OTLP is JavaScript: the traces of a run, its alert and its metrics."""
+"""autotel-devtools, whose OTLP decoder is written in JavaScript: the traces, the alert and the
+metrics of a run.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _OF_RESOURCE = ("telemetry.", "service.", "host.", "process.", "torch.elastic.")
 
 
 class Autotel:
-    """The server."""
+    """A running server."""
 
     def __init__(self, folder: Path) -> None:
         installed = environment("autotel")
@@ -39,25 +41,26 @@ class Autotel:
         self.server = Server(command, folder, lambda: is_up(f"{self.address}/healthz"))
 
     def told(self, protocol: str) -> dict[str, str]:
-        """As docs/guides/backends.md says it."""
+        """Return the variables that docs/guides/backends.md documents."""
         return {
             "OTEL_EXPORTER_OTLP_ENDPOINT": self.grpc if protocol == "grpc" else self.address,
             "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
         }
 
     def ask(self) -> list[dict[str, Any]]:
-        """All spans that it has."""
+        """Return all stored spans."""
         return [span for trace in get(f"{self.address}/v1/traces")["traces"] for span in trace["spans"]]
 
     def select(self, what: str) -> list[dict[str, Any]]:
-        """Of its SQLite store, which is what its page reads: it has no interface for metrics and logs."""
+        """Query the SQLite store, which the page reads too. There is no interface for metrics and
+        logs."""
         with contextlib.closing(sqlite3.connect(f"file:{self.store}?mode=ro", uri=True)) as store:
             store.row_factory = sqlite3.Row
             return [dict(row) for row in store.execute(what)]
 
 
 def span_of(found: dict[str, Any]) -> ReceivedSpan:
-    """A span of GET /v1/traces, which has the resource's attributes among the span's."""
+    """Convert a span of GET /v1/traces, which merges the resource's attributes into the span's."""
     own = {key: value for key, value in found["attributes"].items() if not key.startswith(_OF_RESOURCE)}
     own = {key: value for key, value in own.items() if key not in (semantics.WORLD_SIZE, semantics.LOCAL_RANK)}
     parent = found.get("parentSpanId")
@@ -78,7 +81,7 @@ def span_of(found: dict[str, Any]) -> ReceivedSpan:
 
 @pytest.fixture(scope="module")
 def autotel(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Iterator[Autotel]:
-    """With the run in it, sent by HTTP and again by gRPC."""
+    """Return a server that got the run over HTTP and again over gRPC."""
     started = Autotel(tmp_path_factory.mktemp("autotel"))
     for protocol in ("http/protobuf", "grpc"):
         recorded.send(**started.told(protocol))
@@ -92,8 +95,11 @@ def found(autotel: Autotel) -> list[dict[str, Any]]:
 
 
 def assert_same(found: list[dict[str, Any]], recorded: Recorded) -> None:
-    """Each span of both ranks, once: ids, parent, name, attributes, error, and times as JavaScript has them:
-    milliseconds in a double, which at today's date is good for 0.25 us."""
+    """Check that each span of both ranks is there once, with ids, parent, name, attributes, error
+    and times.
+
+    JavaScript has times as milliseconds in a double, which is precise to 0.25 us at today's dates.
+    """
     expected = by_id(as_tuple(span) for span in recorded.spans())
     got = by_id(as_tuple(span_of(each)) for each in found)
     assert len({in_trace for in_trace, _ in expected}) == TRACES
@@ -106,12 +112,13 @@ def assert_same(found: list[dict[str, Any]], recorded: Recorded) -> None:
 
 
 def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
-    """All of it, though the run was sent twice."""
+    """All spans are there once, although the run was sent twice."""
     assert_same(found, recorded)
 
 
 def test_lines_of_a_file(tmp_path: Path, recorded: Recorded) -> None:
-    """Lines of otlp_json_file, posted one by one from a machine that has a network, are the same spans."""
+    """Lines of otlp_json_file, posted one by one from a machine with a network, give the same
+    spans."""
     recorded.send(OTEL_TRACES_EXPORTER="otlp_json_file")
     later = Autotel(tmp_path)
     try:
@@ -123,28 +130,28 @@ def test_lines_of_a_file(tmp_path: Path, recorded: Recorded) -> None:
 
 
 def test_takes_no_gzip(autotel: Autotel) -> None:
-    """Over HTTP: the same request is taken as it is."""
+    """Over HTTP, gzip is rejected, and the same request without it is accepted."""
     assert status_of(f"{autotel.address}/v1/traces") == 200
     assert status_of(f"{autotel.address}/v1/traces", gzip.compress(b""), **{"Content-Encoding": "gzip"}) == 400
 
 
 def test_links(found: list[dict[str, Any]]) -> None:
-    """Each root is linked to what started the run, and nothing else is."""
+    """Only the roots are linked to the caller's span."""
     spans = [span_of(each) for each in found]
     assert [span.links for span in spans if span.parent_id is None] == [(CALLER,)] * TRACES
     assert {span.links for span in spans if span.parent_id is not None} == {()}
 
 
 def test_resource(found: list[dict[str, Any]], recorded: Recorded) -> None:
-    """Each rank's spans have its own resource; those of one trace have two."""
+    """The spans of each rank have their own resource, so a trace has two."""
     resources = recorded.resources()
     for each in found:
         assert subset(resources[each["attributes"][semantics.RANK]], each["attributes"])
 
 
 def test_alert(autotel: Autotel, recorded: Recorded) -> None:
-    """Each alert is one log record, though the run was sent twice. The slow rank's: the report's sentence, the rank,
-    and its span's ids."""
+    """Each alert is one log record, although the run was sent twice. That of the slow rank has the
+    report's sentence, the rank and its span's ids."""
     alerts = [(alert, json.loads(alert["attributes"])) for alert in autotel.select("SELECT * FROM logs")]
     assert len({attributes[semantics.ALERT_UID] for _, attributes in alerts}) == len(alerts)
     (alert, attributes), *_ = [each for each in alerts if each[1][semantics.RANK] == SLOW_RANK]
@@ -158,7 +165,7 @@ def test_alert(autotel: Autotel, recorded: Recorded) -> None:
 
 
 def points(autotel: Autotel, metric: str) -> dict[tuple[int, str], list[dict[str, Any]]]:
-    """By rank and phase, a metric's points in the order of time."""
+    """Return a metric's points by rank and phase, in order of time."""
     found: dict[tuple[int, str], list[dict[str, Any]]] = {}
     rows = autotel.select(
         "SELECT * FROM metric_points JOIN metric_series USING (series_id) "
@@ -171,8 +178,9 @@ def points(autotel: Autotel, metric: str) -> dict[tuple[int, str], list[dict[str
 
 
 def test_histograms(autotel: Autotel, recorded: Recorded) -> None:
-    """Each histogram has every step, their sum, smallest and largest, in seconds. The second replay is a second point
-    of the same series. It stores no count of an exponential histogram; the buckets have it."""
+    """Each histogram has the count, sum, minimum and maximum of all steps in seconds. The second
+    replay adds a second point to the same series. The count of an exponential histogram is not
+    stored, but its buckets are."""
     expected = recorded.durations_s()
     for metric in (semantics.STEP_DURATION, semantics.STEP_OWN_TIME, semantics.PHASE_DURATION):
         found = points(autotel, metric)
@@ -188,7 +196,7 @@ def test_histograms(autotel: Autotel, recorded: Recorded) -> None:
 
 
 def test_exemplars(autotel: Autotel, recorded: Recorded) -> None:
-    """A histogram's exemplars name the rank's span of a sampled step."""
+    """Exemplars of histograms have the ids of the rank's span in a sampled step."""
     spans = {(f"{s.trace_id:032x}", f"{s.span_id:016x}"): s.duration_ns / 1e9 for s in recorded.spans()}
     for of_series in points(autotel, semantics.STEP_DURATION).values():
         exemplars = json.loads(of_series[-1]["exemplars"])
@@ -199,7 +207,7 @@ def test_exemplars(autotel: Autotel, recorded: Recorded) -> None:
 
 @shots.shots
 def test_picture(autotel: Autotel, recorded: Recorded) -> None:
-    """A step's trace in its own page."""
+    """Take a screenshot of a step's trace."""
     with shots.page(height=1520) as shown:
         shown.goto(autotel.address)
         shown.get_by_text(semantics.SPAN_STEP, exact=True).first.click()

@@ -1,4 +1,6 @@
-"""ClickHouse's engine, filled by a collector in Rust in the tables of the OpenTelemetry Collector's exporter."""
+"""ClickHouse's engine, filled by a Rust collector, in the tables of the OpenTelemetry Collector's
+exporter.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _TWICE = 2
 
 
 class ClickHouse:
-    """The engine behind its door, and the collector that fills it."""
+    """The engine behind its HTTP server, and the collector that fills it."""
 
     def __init__(self, folder: Path, rotel_folder: Path) -> None:
         python = environment("chdb") / "bin" / "python"
@@ -42,7 +44,7 @@ class ClickHouse:
         self.rotel = Rotel(rotel_folder, {**exporter, "ROTEL_CLICKHOUSE_EXPORTER_COMPRESSION": "none"})
 
     def ask(self, query: str) -> list[dict[str, Any]]:
-        """Rows, in SQL."""
+        """Return the rows of an SQL query."""
         asked = urllib.parse.urlencode({"database": "otel", "query": f"{query} FORMAT JSONEachRow"})
         with urllib.request.urlopen(f"{self.address}/?{asked}", data=b"", timeout=30) as answer:
             return [json.loads(line) for line in answer.read().splitlines()]
@@ -54,7 +56,7 @@ class ClickHouse:
 
 @pytest.fixture(scope="module")
 def clickhouse(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Iterator[ClickHouse]:
-    """With the run in it, sent twice."""
+    """Return an engine that got the run twice."""
     started = ClickHouse(tmp_path_factory.mktemp("clickhouse"), tmp_path_factory.mktemp("rotel"))
     expected = {"otel_traces": len(recorded.spans()), "otel_logs": 1, "otel_metrics_sum": 2, "otel_metrics_gauge": 1,
                 "otel_metrics_exponential_histogram": len(recorded.durations_s())}  # fmt: skip
@@ -71,13 +73,13 @@ def clickhouse(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> 
 
 @pytest.fixture(scope="module")
 def found(clickhouse: ClickHouse) -> list[ReceivedSpan]:
-    """All rows of the table of spans."""
+    """Return all rows of the table of spans."""
     rows = clickhouse.ask("SELECT *, toUnixTimestamp64Nano(Timestamp) AS start_ns FROM otel.otel_traces")
     return [span_of(row) for row in rows]
 
 
 def span_of(row: dict[str, Any]) -> ReceivedSpan:
-    """A row as a span: attributes are text in these tables."""
+    """Convert a row to a span. Attributes in these tables are text."""
     attributes = {key: _NUMBERS.get(key, str)(value) for key, value in row["SpanAttributes"].items()}
     return ReceivedSpan(
         trace_id=int(row["TraceId"], 16),
@@ -98,15 +100,16 @@ def span_of(row: dict[str, Any]) -> ReceivedSpan:
 
 
 def test_trace_tree(found: list[ReceivedSpan], recorded: Recorded) -> None:
-    """Each span of both ranks: ids, parent, name, attributes, error, and times to the nanosecond."""
+    """Each span of both ranks is there with ids, parent, name, attributes, error, and times to the
+    nanosecond."""
     expected = by_id(as_tuple(span) for span in recorded.spans())
     assert len({in_trace for in_trace, _ in expected}) == TRACES
     assert by_id({as_tuple(span) for span in found}) == expected
 
 
 def test_replay_doubles_rows(clickhouse: ClickHouse, found: list[ReceivedSpan], recorded: Recorded) -> None:
-    """A table of MergeTree has no keys that are unique: each row is there twice after two replays. LIMIT 1 BY its ids
-    has it once, as docs/guides/backends.md says."""
+    """MergeTree tables have no unique keys, so each row is there twice after two replays. LIMIT 1
+    BY the ids returns it once, as docs/guides/backends.md explains."""
     expected = len(recorded.spans())
     assert len(found) == _TWICE * expected
     once = "FROM (SELECT * FROM otel.otel_traces LIMIT 1 BY TraceId, SpanId)"
@@ -116,13 +119,13 @@ def test_replay_doubles_rows(clickhouse: ClickHouse, found: list[ReceivedSpan], 
 
 
 def test_links(found: list[ReceivedSpan]) -> None:
-    """Each root is linked to what started the run, and nothing else is."""
+    """Only the roots are linked to the caller's span."""
     assert {span.links for span in found if span.parent_id is None} == {(CALLER,)}
     assert {span.links for span in found if span.parent_id is not None} == {()}
 
 
 def test_resource(found: list[ReceivedSpan], recorded: Recorded) -> None:
-    """Each rank's spans have its own resource, as text."""
+    """The spans of each rank have their own resource, as text."""
     resources = recorded.resources()
     for span in found:
         of_rank = resources[span.attributes[semantics.RANK]]
@@ -130,7 +133,7 @@ def test_resource(found: list[ReceivedSpan], recorded: Recorded) -> None:
 
 
 def test_slow_rank_in_sql(clickhouse: ClickHouse, recorded: Recorded) -> None:
-    """The query of docs/guides/backends.md: the median of own times by rank, from the spans."""
+    """The query in docs/guides/backends.md returns the median own time by rank, computed from spans."""
     query = PAGE.partition("```sql\n")[2].partition("```")[0].strip().rstrip(";")
     rows = clickhouse.ask(query)
     assert [int(row["rank"]) for row in rows] == [SLOW_RANK, 1 - SLOW_RANK]
@@ -145,7 +148,8 @@ def test_slow_rank_in_sql(clickhouse: ClickHouse, recorded: Recorded) -> None:
 
 
 def test_histograms(clickhouse: ClickHouse, recorded: Recorded) -> None:
-    """Each histogram has every step, their sum, smallest and largest, in seconds; and each replay is a point."""
+    """Each histogram has the count, sum, minimum and maximum of all steps in seconds. Each replay
+    is a point."""
     rows = clickhouse.ask("SELECT * FROM otel.otel_metrics_exponential_histogram")
     expected = recorded.durations_s()
     points = [
@@ -166,7 +170,7 @@ def test_histograms(clickhouse: ClickHouse, recorded: Recorded) -> None:
 
 
 def test_counter_and_gauge(clickhouse: ClickHouse, recorded: Recorded) -> None:
-    """Each rank's steps, and its memory after the last one, with their units."""
+    """The steps of each rank, and its memory after the last step, have the right values and units."""
     for rank, memory_bytes in recorded.memory_bytes().items():
         of_rank = f"Attributes['{semantics.RANK}'] = '{rank}'"
         (steps, *_) = clickhouse.ask(f"SELECT * FROM otel.otel_metrics_sum WHERE {of_rank}")
@@ -178,7 +182,7 @@ def test_counter_and_gauge(clickhouse: ClickHouse, recorded: Recorded) -> None:
 
 
 def test_exemplars(clickhouse: ClickHouse, recorded: Recorded) -> None:
-    """A histogram's exemplars name the rank's span of a sampled step."""
+    """Exemplars of histograms have the ids of the rank's span in a sampled step."""
     spans = {(f"{s.trace_id:032x}", f"{s.span_id:016x}"): s.duration_ns / 1e9 for s in recorded.spans()}
     rows = clickhouse.ask(
         f"SELECT * FROM otel.otel_metrics_exponential_histogram WHERE MetricName = '{semantics.STEP_DURATION}'"
@@ -192,8 +196,8 @@ def test_exemplars(clickhouse: ClickHouse, recorded: Recorded) -> None:
 
 
 def test_alert(clickhouse: ClickHouse) -> None:
-    """The slow rank's alert, with its sentence, its severity and the ids of its span. The table has no column for an
-    event's name; a replay's row has the same log.record.uid."""
+    """The slow rank's alert has its sentence, its severity and its span's ids. The table has no
+    column for the event name. Rows of a replay have the same log.record.uid."""
     rows = clickhouse.ask("SELECT * FROM otel.otel_logs")
     assert len(rows) == _TWICE * len({row["LogAttributes"][semantics.ALERT_UID] for row in rows})
     of_slow = [row for row in rows if row["LogAttributes"][semantics.RANK] == str(SLOW_RANK)]

@@ -1,4 +1,4 @@
-"""MLflow: the traces of a run, asked for through its own client."""
+"""MLflow: the traces of a run, read through its own client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}
 
 
 class Mlflow:
-    """The server, and its client."""
+    """A running server and its client."""
 
     def __init__(self, folder: Path) -> None:
         self._bin, self._folder = environment("mlflow") / "bin", folder
@@ -38,14 +38,14 @@ class Mlflow:
         self.server = Server(command, folder, lambda: is_up(f"{self.address}/health"), told)
 
     def told(self) -> dict[str, str]:
-        """As docs/guides/backends.md says it."""
+        """Return the variables that docs/guides/backends.md documents."""
         return {
             "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{self.address}/v1/traces",
             "OTEL_EXPORTER_OTLP_HEADERS": "x-mlflow-experiment-id=0",
         }
 
     def ask(self) -> list[dict[str, Any]]:
-        """What its client finds of each span."""
+        """Return all spans that the client finds."""
         command = [str(self._bin / "python"), str(READER), self.address]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "PYTHON"))}
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**inherited, **QUIET})
@@ -55,7 +55,7 @@ class Mlflow:
 
 
 def span_of(found: dict[str, Any]) -> ReceivedSpan:
-    """A span of the client's. An attribute of MLflow's own is left out."""
+    """Convert a span of the client, without MLflow's own attributes."""
     return ReceivedSpan(
         trace_id=int(found["trace_id"], 16),
         span_id=int(found["span_id"], 16),
@@ -73,7 +73,7 @@ def span_of(found: dict[str, Any]) -> ReceivedSpan:
 
 @pytest.fixture(scope="module")
 def mlflow(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Iterator[Mlflow]:
-    """With the run in it, sent twice."""
+    """Return a server that got the run twice."""
     started = Mlflow(tmp_path_factory.mktemp("mlflow"))
     for _ in range(2):
         recorded.send(**started.told())
@@ -87,27 +87,28 @@ def found(mlflow: Mlflow) -> list[dict[str, Any]]:
 
 
 def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
-    """Each span of both ranks: ids, parent, name, attributes, error, and times to the nanosecond. Each is there once,
-    though the run was sent twice."""
+    """Each span of both ranks is there once, although the run was sent twice, with ids, parent,
+    name, attributes, error, and times to the nanosecond."""
     expected = by_id(as_tuple(span) for span in recorded.spans())
     assert len({in_trace for in_trace, _ in expected}) == TRACES
     assert by_id(as_tuple(span_of(each)) for each in found) == expected
 
 
 def test_links(found: list[dict[str, Any]]) -> None:
-    """Each root is linked to what started the run, and nothing else is."""
+    """Only the roots are linked to the caller's span."""
     spans = [span_of(each) for each in found]
     assert [span.links for span in spans if span.parent_id is None] == [(CALLER,)] * TRACES
     assert {span.links for span in spans if span.parent_id is not None} == {()}
 
 
 def test_traces_are_complete(found: list[dict[str, Any]]) -> None:
-    """MLflow holds each trace to be over, as it has its root."""
+    """MLflow considers each trace complete, because its root is there."""
     assert {each["state"] for each in found} == {"OK"}
 
 
 def test_resource(found: list[dict[str, Any]], recorded: Recorded) -> None:
-    """A trace's tags have the resource of one of its ranks; what all ranks share is right on every trace."""
+    """A trace's tags have the resource of one of its ranks. Attributes that all ranks share are
+    right on all traces."""
     one_rank_only = {"service.instance.id", "process.pid", semantics.RANK, semantics.LOCAL_RANK}
     resources = recorded.resources()
     for each in found:
@@ -118,18 +119,18 @@ def test_resource(found: list[dict[str, Any]], recorded: Recorded) -> None:
 
 
 def test_wants_an_experiment(mlflow: Mlflow) -> None:
-    """Without the header that names it, nothing is taken."""
+    """Without the header that names the experiment, requests are rejected."""
     assert status_of(f"{mlflow.address}/v1/traces") == 422
 
 
 def test_takes_traces_only(mlflow: Mlflow) -> None:
-    """It has no place for metrics and alerts, which docs/guides/backends.md says."""
+    """MLflow does not accept metrics and alerts, as docs/guides/backends.md states."""
     assert [status_of(f"{mlflow.address}/v1/{signal}") for signal in ("metrics", "logs")] == [404, 404]
 
 
 @shots.shots
 def test_picture(mlflow: Mlflow, recorded: Recorded) -> None:
-    """A step's trace in MLflow's own page."""
+    """Take a screenshot of a step's trace."""
     trace = max(recorded.spans(), key=lambda span: int(span.attributes[semantics.STEP])).trace_id
     with shots.page(height=1130) as shown:
         shown.goto(f"{mlflow.address}/#/experiments/0/traces?selectedEvaluationId=tr-{trace:032x}")

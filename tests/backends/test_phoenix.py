@@ -1,4 +1,4 @@
-"""Arize Phoenix: the traces of a run, asked for through its REST interface."""
+"""Arize Phoenix: the traces of a run, read through its REST interface."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
 
 
 class Phoenix:
-    """The server."""
+    """A running server."""
 
     def __init__(self, folder: Path) -> None:
         program = environment("phoenix") / "bin" / "phoenix"
@@ -35,13 +35,13 @@ class Phoenix:
         self.server = Server([str(program), "serve"], folder, lambda: is_up(f"{self.address}/healthz"), told)
 
     def told(self, protocol: str) -> dict[str, str]:
-        """As docs/guides/backends.md says it."""
+        """Return the variables that docs/guides/backends.md documents."""
         if protocol == "grpc":
             return {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self.grpc, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}
         return {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{self.address}/v1/traces"}
 
     def ask(self) -> list[dict[str, Any]]:
-        """All spans that it has."""
+        """Return all stored spans."""
         found, cursor = [], ""
         while cursor is not None:
             more = f"&cursor={cursor}" if cursor else ""
@@ -52,7 +52,7 @@ class Phoenix:
 
 
 def span_of(found: dict[str, Any]) -> ReceivedSpan:
-    """A span of the REST interface, its times in nanoseconds that end in three zeros."""
+    """Convert a span of the REST interface, whose times are in microseconds."""
     return ReceivedSpan(
         trace_id=int(found["context"]["trace_id"], 16),
         span_id=int(found["context"]["span_id"], 16),
@@ -75,11 +75,11 @@ def _ns(text: str) -> int:
 
 @pytest.fixture(scope="module")
 def phoenix(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Iterator[Phoenix]:
-    """With the run in it, sent by HTTP and again by gRPC."""
+    """Return a server that got the run over HTTP and again over gRPC."""
     started = Phoenix(tmp_path_factory.mktemp("phoenix"))
     for protocol in ("http/protobuf", "grpc"):
         recorded.send(**started.told(protocol))
-        # It stores spans some time after it has taken them.
+        # Phoenix stores spans some time after it has accepted them.
         wait_for(lambda: len(started.ask()) >= len(recorded.spans()), 60)
     yield started
     started.server.close()
@@ -91,15 +91,16 @@ def found(phoenix: Phoenix) -> list[dict[str, Any]]:
 
 
 def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
-    """Each span of both ranks: ids, parent, name, attributes, error, and times to the microsecond. Each is there once,
-    though the run was sent twice."""
+    """Each span of both ranks is there once, although the run was sent twice, with ids, parent,
+    name, attributes, error, and times to the microsecond."""
     expected = by_id(as_tuple(span, in_microseconds) for span in recorded.spans())
     assert len({in_trace for in_trace, _ in expected}) == TRACES
     assert by_id(as_tuple(span_of(each), in_microseconds) for each in found) == expected
 
 
 def test_drops_links_and_resource(phoenix: Phoenix, found: list[dict[str, Any]]) -> None:
-    """Phoenix keeps neither links nor resources, which docs/guides/backends.md says: the rank is on the span."""
+    """Phoenix keeps neither links nor resources, as docs/guides/backends.md states. The rank is an
+    attribute of the span."""
     assert not any("link" in key or "resource" in key for each in found for key in each)
     answer = get(f"{phoenix.address}/v1/projects/default/spans/otlpv1?limit=1000")
     assert {json.dumps(each["links"]) for each in answer["data"]} == {"null"}
@@ -108,13 +109,13 @@ def test_drops_links_and_resource(phoenix: Phoenix, found: list[dict[str, Any]])
 
 
 def test_takes_traces_only(phoenix: Phoenix) -> None:
-    """It has no place for metrics and alerts, which docs/guides/backends.md says."""
+    """Phoenix does not accept metrics and alerts, as docs/guides/backends.md states."""
     assert [status_of(f"{phoenix.address}/v1/{signal}") for signal in ("metrics", "logs")] == [405, 405]
 
 
 @shots.shots
 def test_picture(phoenix: Phoenix, recorded: Recorded) -> None:
-    """A step's trace in Phoenix's own page."""
+    """Take a screenshot of a step's trace."""
     trace = max(recorded.spans(), key=lambda span: int(span.attributes[semantics.STEP])).trace_id
     (project,) = get(f"{phoenix.address}/v1/projects")["data"]
     with shots.page(height=1230) as shown:
@@ -122,5 +123,5 @@ def test_picture(phoenix: Phoenix, recorded: Recorded) -> None:
         shown.goto(f"{phoenix.address}/projects/{project['id']}/traces/{trace:032x}")
         shown.get_by_text(f"rank {SLOW_RANK}", exact=True).first.click()
         border = shown.locator("[aria-controls=trace-tree]").bounding_box()
-        shots.drag(shown, border["x"], border["y"] + 300, border["x"] + 260)  # narrow, it draws no tree
+        shots.drag(shown, border["x"], border["y"] + 300, border["x"] + 260)  # A narrow pane shows no tree.
         shots.save(shown, "phoenix")

@@ -1,4 +1,6 @@
-"""A live run through rotel, a collector in Rust, to Datadog's test agent: what is still there behind the hop."""
+"""A live run through rotel, a collector written in Rust, to Datadog's test agent: everything
+arrives behind the hop.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600
 
 _HISTOGRAMS = (semantics.STEP_DURATION, semantics.STEP_OWN_TIME, semantics.PHASE_DURATION)
 _MOST_NS = 1_000_000
-"""By which a live span's begin may differ from the run directory's: clocks are compared again later."""
+"""Largest difference between a live span's start and the run directory, as clocks are compared again later."""
 
 
 class Hop:
-    """A live run, and what the receiver behind the collector got of it."""
+    """A live run, and the data that the receiver behind the collector got."""
 
     def __init__(self, recorded: Recorded, receiver: Receiver) -> None:
         self.recorded = recorded
@@ -29,14 +31,15 @@ class Hop:
         self.spans, self.events, self.points = receiver.spans(), receiver.events(), receiver.points()
 
     def last(self, metric: str) -> dict[tuple[int, str], ReceivedPoint]:
-        """By rank and phase, a metric's last point: cumulative, so it stands for the whole run."""
+        """Return a metric's last points by rank and phase. They are cumulative and cover the whole
+        run."""
         found = [point for point in self.points if point.metric == metric]
         return {(each.attributes[semantics.RANK], each.attributes.get(semantics.PHASE, "")): each for each in found}
 
 
 @pytest.fixture(scope="module", params=["http/protobuf", "grpc"])
 def hop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hop]:
-    """The protocol is that of both ways: to the collector and from it."""
+    """Run the job with the same protocol to and from the collector."""
     if not PROGRAM.exists():
         pytest.skip(MISSING)
     receiver = Receiver(tmp_path_factory.mktemp("receiver"))
@@ -54,8 +57,8 @@ def hop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_trace_tree(hop: Hop) -> None:
-    """Each span of both ranks, once: ids, parent, name, attributes, error, length to the nanosecond, and the time to a
-    millisecond."""
+    """Each span of both ranks is there once, with ids, parent, name, attributes, error, duration to
+    the nanosecond, and start to the millisecond."""
     expected = by_id(as_tuple(span) for span in hop.recorded.spans())
     found = by_id(as_tuple(span) for span in hop.spans)
     assert len({in_trace for in_trace, _ in expected}) == TRACES
@@ -68,20 +71,21 @@ def test_trace_tree(hop: Hop) -> None:
 
 
 def test_links(hop: Hop) -> None:
-    """Each root is linked to what started the run, and nothing else is."""
+    """Only the roots are linked to the caller's span."""
     assert [span.links for span in hop.spans if span.parent_id is None] == [(CALLER,)] * TRACES
     assert {span.links for span in hop.spans if span.parent_id is not None} == {()}
 
 
 def test_resource(hop: Hop) -> None:
-    """Each rank's spans have its own resource."""
+    """The spans of each rank have their own resource."""
     resources = hop.recorded.resources()
     for span in hop.spans:
         assert subset(resources[span.attributes[semantics.RANK]], span.resource)
 
 
 def test_metrics(hop: Hop) -> None:
-    """Histograms have each step, and their sum; the counter and the gauge have their units and values."""
+    """Histograms have the count and sum of all steps. The counter and the gauge have the right
+    units and values."""
     expected = hop.recorded.durations_s()
     for metric in _HISTOGRAMS:
         found = hop.last(metric)
@@ -102,7 +106,7 @@ def test_metrics(hop: Hop) -> None:
 
 
 def test_exemplars(hop: Hop) -> None:
-    """A histogram's exemplars name the rank's span of a sampled step."""
+    """Exemplars of histograms have the ids of the rank's span in a sampled step."""
     spans = {(span.trace_id, span.span_id): span.duration_ns / 1e9 for span in hop.spans}
     for point in hop.last(semantics.STEP_DURATION).values():
         assert point.exemplars
@@ -111,8 +115,8 @@ def test_exemplars(hop: Hop) -> None:
 
 
 def test_alert(hop: Hop) -> None:
-    """The slow rank's event, with its name, its sentence, its severity, its span's ids and the node's resource. Each
-    event is there once. Other programs may make another rank slow for a while."""
+    """The slow rank's event is there once with its name, sentence, severity, span ids and the
+    node's resource. Other programs may make another rank slow for a while."""
     assert len({event.attributes[semantics.ALERT_UID] for event in hop.events}) == len(hop.events)
     alert, *_ = [event for event in hop.events if event.attributes[semantics.RANK] == SLOW_RANK]
     assert (alert.name, alert.severity) == ("torch.train.straggler.started", "WARN SEVERITY_NUMBER_WARN")

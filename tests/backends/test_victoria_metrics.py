@@ -1,4 +1,4 @@
-"""VictoriaMetrics: a run's metrics, asked for in PromQL."""
+"""VictoriaMetrics: the metrics of a run, read with PromQL."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600
 
 _RANK = "torch_distributed_rank"
 _BUCKET = 2 ** (1 / 32)
-"""Of the histograms that are sent: a quantile lies in one of them."""
+"""Relative width of a bucket, which limits the precision of quantiles."""
 
 
 class VictoriaMetrics:
-    """The server. With names as Prometheus has them."""
+    """A running server that uses Prometheus's names."""
 
     def __init__(self, folder: Path) -> None:
         program = environment("victoria-metrics") / "usr" / "bin" / "victoria-metrics"
@@ -36,40 +36,40 @@ class VictoriaMetrics:
         self.server = Server(command, folder, lambda: is_up(f"{self.address}/health"))
 
     def told(self) -> dict[str, str]:
-        """As docs/guides/backends.md says it."""
+        """Return the variables that docs/guides/backends.md documents."""
         return {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": f"{self.address}/opentelemetry/v1/metrics"}
 
     def ask(self, query: str) -> list[dict[str, Any]]:
-        """The samples that a query finds now."""
+        """Return the samples that a query finds now."""
         answer = get(f"{self.address}/api/v1/query?{urllib.parse.urlencode({'query': query})}")
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
 
     def value(self, query: str) -> float:
-        """Of the one sample that a query finds."""
+        """Return the value of the only sample that a query finds."""
         (found,) = self.ask(query)
         return float(found["value"][1])
 
 
 @pytest.fixture(scope="module")
 def victoria(tmp_path_factory: pytest.TempPathFactory, recorded: Recorded) -> Iterator[VictoriaMetrics]:
-    """With the run in it, sent twice."""
+    """Return a server that got the run twice."""
     started = VictoriaMetrics(tmp_path_factory.mktemp("victoria-metrics"))
     for times in (1, 2):
         recorded.send(**started.told())
-        # Samples are found some time after they were taken.
+        # Queries find samples some time after they were accepted.
         wait_for(lambda: [of for of in _samples(started, "torch_train_steps_total") if len(of) == times], 60)  # noqa: B023
     yield started
     started.server.close()
 
 
 def _samples(victoria: VictoriaMetrics, metric: str) -> list[list[Any]]:
-    """By series, all samples."""
+    """Return all samples by series."""
     return [series["values"] for series in victoria.ask(f"{metric}[1h]")]
 
 
 def test_counter_and_gauge(victoria: VictoriaMetrics, recorded: Recorded) -> None:
-    """Each rank's steps, and its memory after the last one."""
+    """The steps of each rank, and its memory after the last step, are right."""
     memory_bytes = recorded.memory_bytes()
     for rank in RANKS:
         of_rank = f'{{{_RANK}="{rank}"}}'
@@ -79,7 +79,8 @@ def test_counter_and_gauge(victoria: VictoriaMetrics, recorded: Recorded) -> Non
 
 
 def test_histograms(victoria: VictoriaMetrics, recorded: Recorded) -> None:
-    """Each histogram's count is that of the steps, its sum is theirs, and so are quantiles, to a bucket's width."""
+    """Count and sum of each histogram are those of the steps, and quantiles are right within the
+    width of a bucket."""
     names = {
         semantics.STEP_DURATION: "torch_train_step_duration_seconds",
         semantics.STEP_OWN_TIME: "torch_train_step_own_time_seconds",
@@ -96,7 +97,8 @@ def test_histograms(victoria: VictoriaMetrics, recorded: Recorded) -> None:
 
 
 def test_slow_rank_is_found(victoria: VictoriaMetrics, recorded: Recorded) -> None:
-    """The gauge that an alert rule asks for names the slow rank and its phase; so does the own time of ranks."""
+    """The gauge used by the alert rule has the slow rank and its phase. The own times also show the
+    rank."""
     (slow,) = victoria.ask("topk(1, torch_train_straggler_cost_seconds > 0.005)")
     assert (slow["metric"][_RANK], slow["metric"]["torch_train_phase"]) == (str(SLOW_RANK), "forward")
     assert victoria.value('torch_train_stragglers{torch_train_straggler_class="slow_compute"}') >= 1
@@ -106,7 +108,8 @@ def test_slow_rank_is_found(victoria: VictoriaMetrics, recorded: Recorded) -> No
 
 
 def test_replay_adds_nothing(victoria: VictoriaMetrics) -> None:
-    """The second time is a second sample of each series, with the same value: a counter has not grown by it."""
+    """The second replay adds a second sample with the same value to each series, so counters do not
+    grow."""
     for metric in ("torch_train_steps_total", "torch_train_step_duration_seconds_sum"):
         found = _samples(victoria, metric)
         assert len(found) == len(RANKS)
@@ -126,12 +129,12 @@ def test_resource(victoria: VictoriaMetrics, recorded: Recorded) -> None:
 
 
 def test_takes_metrics_only(victoria: VictoriaMetrics) -> None:
-    """It has no place for spans and alerts, which docs/guides/backends.md says."""
+    """VictoriaMetrics does not accept spans and alerts, as docs/guides/backends.md states."""
     for signal in ("traces", "logs"):
         assert status_of(f"{victoria.address}/opentelemetry/v1/{signal}") == 400
 
 
 def test_keeps_no_exemplars(victoria: VictoriaMetrics) -> None:
-    """VictoriaMetrics drops exemplars, which docs/guides/backends.md says."""
+    """VictoriaMetrics drops exemplars, as docs/guides/backends.md states."""
     query = urllib.parse.urlencode({"query": "torch_train_step_duration_seconds_bucket", "start": 0})
     assert get(f"{victoria.address}/api/v1/query_exemplars?{query}")["data"] == []

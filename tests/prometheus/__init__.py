@@ -1,1 +1,1 @@
-"""/metrics, and what is shipped for Prometheus, Grafana, Kubernetes and Slurm."""
+"""Tests of /metrics, and of the shipped files for Prometheus, Grafana, Kubernetes and Slurm."""

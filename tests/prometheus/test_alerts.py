@@ -1,6 +1,7 @@
-"""The alerts that we ship, in a real Prometheus that scrapes real jobs: each fires on its planted fault, and resolves.
+"""The shipped alert rules in a real Prometheus that scrapes real jobs: each fires on a planted
+fault and resolves.
 
-`make test-prometheus` runs them; promtool's own tests of the same rules are in alerts_test.yaml.
+`make test-prometheus` runs them. promtool's own tests of the same rules are in alerts_test.yaml.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FIRES_S = 90.0
 
 @contextlib.contextmanager
 def job(folder: Path, **environment: str) -> Iterator[tuple[LiveRanks, Prometheus]]:
-    """Ranks that train, and a Prometheus that scrapes their sidecar."""
+    """Run ranks that train, and a Prometheus that scrapes their sidecar."""
     at = free_port()
     (folder / "prometheus").mkdir()
     with Prometheus(folder / "prometheus", f"127.0.0.1:{at}") as prometheus:
@@ -47,14 +48,15 @@ def job(folder: Path, **environment: str) -> Iterator[tuple[LiveRanks, Prometheu
 
 
 def test_promtool() -> None:
-    """The rules are valid, and do what their own tests say."""
+    """The rules are valid and pass promtool's tests."""
     for command in (["check", "rules", str(RULES)], ["test", "rules", "tests/prometheus/alerts_test.yaml"]):
         done = subprocess.run(["promtool", *command], capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_straggler_and_its_end(tmp_path: Path) -> None:
-    """A slow rank is named with host and phase; when the job is ended, its series are stale and the alert is gone."""
+    """A slow rank is reported with host and phase. When the job ends, its series become stale and
+    the alert resolves."""
     with job(tmp_path, SLOW_RANK="1", SLOW_FROM="100") as (ranks, prometheus):
         alert = prometheus.wait_for(lambda: prometheus.firing().get("TorchlensStraggler"), FIRES_S * slowdown())
         assert alert["labels"]["torch_distributed_rank"] == "1"
@@ -69,7 +71,7 @@ def test_straggler_and_its_end(tmp_path: Path) -> None:
 
 
 def test_hang_and_its_end(tmp_path: Path) -> None:
-    """A rank that is stopped, and goes on again."""
+    """A rank is stopped and continues."""
     with job(tmp_path) as (ranks, prometheus):
         prometheus.wait_for(lambda: prometheus.query("torch_train_step_last > 40"), FIRES_S * slowdown())
         pid = ranks.rank_pids()[1]
@@ -83,7 +85,7 @@ def test_hang_and_its_end(tmp_path: Path) -> None:
 
 
 def test_healthy(tmp_path: Path) -> None:
-    """Ranks that do what they should raise no alert; all rules are evaluated without an error."""
+    """A healthy job raises no alert, and all rules are evaluated without errors."""
     with job(tmp_path) as (_, prometheus):
         prometheus.wait_for(lambda: prometheus.query("torch_train_step_last > 600"), FIRES_S * slowdown())
         assert prometheus.firing() == {}
@@ -94,13 +96,14 @@ def test_healthy(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(bool(why_no_nodes()), reason=why_no_nodes())
 def test_two_nodes(tmp_path: Path) -> None:
-    """Node 0's sidecar shows the verdict on the other node's rank; that one its own ranks, and no verdict."""
+    """Node 0's sidecar shows the verdict on a rank of node 1. Node 1's sidecar shows only its own
+    ranks, and no verdict."""
     names = ("node-a", "node-b")
     environment = {"SLOW_RANK": "3", "SLOW_FROM": "60", "TORCHLENS_PERF_PROMETHEUS": "0"}
     with LiveRanks(tmp_path, 4, names, **environment) as ranks:
 
         def ports() -> dict[str, str]:
-            """As their logs have them."""
+            """Return the ports in the sidecars' logs."""
             logs = {name: list(ranks.run_directory(name).nodes.glob("*.log")) for name in names}
             said = {name: "".join(log.read_text() for log in found) for name, found in logs.items()}
             return {
@@ -118,7 +121,7 @@ def test_two_nodes(tmp_path: Path) -> None:
 
 
 def test_exemplars(tmp_path: Path) -> None:
-    """An exemplar in Prometheus has the id of a trace that was sent, of a step of that duration."""
+    """An exemplar in Prometheus has the id of a trace that was sent for a step with that duration."""
     with job(tmp_path, OTEL_TRACES_EXPORTER="otlp_json_file", TORCHLENS_PERF_TRACE_EVERY="20") as (ranks, prometheus):
 
         def found() -> list[dict[str, Any]]:
@@ -137,7 +140,7 @@ def test_exemplars(tmp_path: Path) -> None:
 
 
 def sent(ranks: LiveRanks, wanted: set[str]) -> dict[str, Any]:
-    """Spans in the files that went to the tracing backend, by id, once these are all there."""
+    """Return spans in the files of the tracing backend by id, once the wanted ones are there."""
     lines = [
         json.loads(line)
         for path in (ranks.run_directory().path / "otlp").glob("*-traces.jsonl")
@@ -154,7 +157,7 @@ def sent(ranks: LiveRanks, wanted: set[str]) -> dict[str, Any]:
 
 
 def test_out_of_memory(tmp_path: Path) -> None:
-    """A job that its device's memory ends: its last values are fetched, and two alerts say what happened."""
+    """After a job ran out of device memory, its last values are scraped, and two alerts explain it."""
     at = free_port()
     environment = {
         "TORCHLENS_PERF_PROMETHEUS": str(at), "TORCHLENS_PERF_MEMORY": "history", "SECONDS_UNTIL": "12",
@@ -175,4 +178,4 @@ def test_out_of_memory(tmp_path: Path) -> None:
             f"The device of 1 training processes of 127.0.0.1:{at} ran out of memory"
         )
         prometheus.wait_for(lambda: not prometheus.query("torch_train_processes_out_of_memory_total"), 60)
-        assert "TorchlensOutOfMemory" in prometheus.firing()  # the run is over, and somebody is to see it
+        assert "TorchlensOutOfMemory" in prometheus.firing(), "the alert must outlast the run"

@@ -1,4 +1,6 @@
-"""What /metrics says: as OpenMetrics, under the names that OTLP's metrics get, bounded whatever the job's size."""
+"""The content of /metrics: valid OpenMetrics, under the names of OTLP's metrics, bounded for jobs
+of any size.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ RANK = "torch_distributed_rank"
 
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scrape]:
-    """Of four ranks, one of them slow."""
+    """Return /metrics of four ranks, of which one is slow."""
     with ScrapedSimulation(tmp_path_factory.mktemp("answer"), RANKS, f"constant:rank={SLOW},share=0.3") as run:
         run.goes_on(20)
         yield run.scraped()
 
 
 def test_openmetrics(answer: Scrape) -> None:
-    """It is what the parser of prometheus_client takes; each family has its type, unit and help."""
+    """prometheus_client can parse the response, and each family has type, unit and help."""
     assert answer.text.endswith("# EOF\n")
     own = answer.families["torch_train_step_own_time_seconds"]
     assert (own.type, own.unit) == ("histogram", "seconds")
@@ -42,7 +44,7 @@ def test_openmetrics(answer: Scrape) -> None:
 
 
 def test_values(answer: Scrape) -> None:
-    """Counts, sums and buckets are those of the steps; the slow rank is seen in all that shows one."""
+    """Counts, sums and buckets are those of the steps. All metrics that can show the slow rank do."""
     name = "torch_train_step_own_time_seconds"
     steps = {rank: answer.value("torch_train_steps_total", **{RANK: str(rank)}) for rank in range(RANKS)}
     assert len(set(steps.values())) == 1
@@ -67,7 +69,7 @@ def test_values(answer: Scrape) -> None:
 
 
 def test_verdict(answer: Scrape) -> None:
-    """Who is slow, in what, where, of which class and at what cost."""
+    """The open alert has the slow rank, its phase, host, class and cost."""
     (alert,) = answer.samples("torch_train_alert")
     assert alert.value == 1
     assert alert.labels == {
@@ -80,8 +82,8 @@ def test_verdict(answer: Scrape) -> None:
     assert answer.value("torch_train_stragglers", torch_train_straggler_class="slow_compute") == 1
 
 
-def test_who_says_it(answer: Scrape) -> None:
-    """target_info has the resource, job and instance are Prometheus's."""
+def test_target_info_has_the_resource(answer: Scrape) -> None:
+    """target_info has the resource. Prometheus itself adds job and instance."""
     (info,) = answer.samples("target_info")
     assert info.labels["service_name"] == "simulation"
     assert info.labels["torch_distributed_world_size"] == str(RANKS)
@@ -89,7 +91,8 @@ def test_who_says_it(answer: Scrape) -> None:
 
 
 def test_every_name_is_that_of_otlp(answer: Scrape) -> None:
-    """Each sample's name follows from a name in semantics.py and its unit, or is the process collector's."""
+    """Each name derives from a name in semantics.py and its unit, or belongs to the process
+    collector."""
     ours = {prometheus_name(name) for name in NAMES if isinstance(name, str)}
     for sample in answer.all():
         assert sample.name.startswith(("process_", "target_info", "torchlens_perf_scrape_")) or any(
@@ -111,12 +114,12 @@ def test_every_name_is_that_of_otlp(answer: Scrape) -> None:
     ],
 )
 def test_names(name: str, unit: str, kind: str, series: str) -> None:
-    """As the specification of OpenTelemetry turns them into Prometheus's."""
+    """Names are converted according to OpenTelemetry's specification for Prometheus."""
     assert series_name(name, unit, kind=kind) == series
 
 
 def test_exemplars_lie_in_their_buckets() -> None:
-    """Steps that were sent as traces are shown, again and again, in the bucket that they are in; others are not."""
+    """Traced steps are exemplars of their buckets in every scrape. Other steps are not."""
     from torchlens_perf.exporters.series import Example
 
     meter = Meter(explicit_bounds=True, keeps_examples=True)
@@ -134,7 +137,7 @@ def test_exemplars_lie_in_their_buckets() -> None:
 
 
 def test_a_job_of_any_size_is_bounded(tmp_path: Path) -> None:
-    """Beyond 64 ranks, no series a rank; a rank that stands out has its own. 80 ranks have fewer series than 8."""
+    """Above 64 ranks only slow ranks have their own series, so 80 ranks have fewer series than 8."""
     with ScrapedSimulation(tmp_path, 80, "constant:rank=77,share=0.4") as run:
         run.goes_on(12)
         found = run.scraped()
@@ -147,7 +150,8 @@ def test_a_job_of_any_size_is_bounded(tmp_path: Path) -> None:
 
 
 def test_points_and_labels_have_bounds() -> None:
-    """So many points of a metric, and what is left out is counted; labels are cut, and drive nothing."""
+    """The points of a metric are limited, with a count of those left out. Labels are cut and have
+    no control characters."""
     meter = Meter(explicit_bounds=True)
     gauge = meter.create_gauge("some.gauge", "", "many")
     for index in range(MAX_POINTS + 5):
@@ -162,7 +166,7 @@ def test_points_and_labels_have_bounds() -> None:
 
 
 def test_a_rank_that_has_ended_has_no_memory() -> None:
-    """A gauge goes with its process; what was counted stays."""
+    """Gauges end with their process, and counters stay."""
     meter = Meter(explicit_bounds=True)
     meter.create_gauge(semantics.MEMORY, "By", "memory").set(5, {semantics.RANK: 1})
     meter.create_counter(semantics.STEPS, "{step}", "steps").add(3, {semantics.RANK: 1})
@@ -175,8 +179,8 @@ def test_a_rank_that_has_ended_has_no_memory() -> None:
     assert samples({1}) == {"torch_train_steps_total"}
 
 
-def test_a_storm_of_scrapes_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often somebody asks, an answer is made once a second."""
+def test_frequent_scrapes_share_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many clients ask, /metrics is rendered at most once a second."""
     made = []
     monkeypatch.setattr(exporter_module, "families", lambda *args: made.append(args) or iter(()))
     now_s = [100.0]

@@ -1,5 +1,8 @@
-"""The dashboards: written by their script, and each query of each panel has an answer in a Prometheus that scraped a
-real job. `make test-prometheus` runs them."""
+"""The dashboards are those that the script writes, and each query returns data from a Prometheus
+that scraped a real job.
+
+`make test-prometheus` runs these tests.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from torchlens_perf.exporters.prometheus.names import prometheus_name
 DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
 NAMES = (*vars(semantics).values(), *vars(node_semantics).values())
 SDK = importlib.util.find_spec("grafana_foundation_sdk") is not None
-# What a healthy CPU job has no answer to, and why. The GPU panels are asked of a target whose hardware is stood in for.
+# Queries without data for a healthy CPU job, with the reason. GPU panels use a target with simulated hardware.
 NO_GPU = {
     "Device memory: highest rank", "Free device memory: lowest rank", "cudaMalloc retries", "Out-of-memory errors",
     "Device time of the chosen ranks", "SM utilization", "GPU utilization", "Tensor core utilization",
@@ -34,11 +37,11 @@ NO_GPU = {
     "GPU links", "Network utilization", "Network ports down",
 }  # fmt: skip
 NO_HANG = {"Hang"}
-SCRIPT = str(ROOT / "examples" / "train_gpt.py")  # with a data loader
+SCRIPT = str(ROOT / "examples" / "train_gpt.py")  # It has a data loader.
 
 
 def generator() -> ModuleType:
-    """scripts/make_dashboards.py."""
+    """Import scripts/make_dashboards.py."""
     path = ROOT / "scripts" / "make_dashboards.py"
     found = importlib.util.spec_from_file_location("make_dashboards", path)
     assert found is not None
@@ -51,7 +54,7 @@ def generator() -> ModuleType:
 
 @pytest.mark.skipif(not SDK, reason="grafana_foundation_sdk is not here: make test-prometheus installs it")
 def test_what_is_shipped_is_what_the_script_writes() -> None:
-    """Nobody has edited the files, and nobody has forgotten to write them."""
+    """If this fails, a file was edited by hand or the script was not run."""
     made = generator().files()
     there = {str(path.relative_to(DEPLOY)): path.read_text() for path in DASHBOARDS}
     rule = "kubernetes/prometheus-rule.yaml"
@@ -65,12 +68,12 @@ def panels() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Title and expression."""
+    """Return titles and expressions of all panels."""
     return ((panel["title"], target["expr"]) for _, panel in panels() for target in panel["targets"])
 
 
 def test_every_metric_is_one_of_ours() -> None:
-    """No query names a metric that nothing emits."""
+    """All queries use metrics that exist."""
     names = {prometheus_name(name) for name in NAMES if isinstance(name, str)}
     others = {"target_info", "process_cpu_seconds_total"}
     for _, query in queries():
@@ -79,13 +82,13 @@ def test_every_metric_is_one_of_ours() -> None:
 
 
 def test_no_mean_over_ranks() -> None:
-    """It would hide a slow one."""
+    """A mean over ranks would hide a slow rank."""
     assert [title for title, query in queries() if "avg" in query] == []
     assert len(list(panels())) > 40
 
 
 def filled(expression: str, run_id: str) -> str:
-    """With values for the variables, as Grafana puts them in."""
+    """Return the query with values for Grafana's variables."""
     for name, value in (("job", ".*"), ("run", run_id), ("rank", ".*"), ("__rate_interval", "10s"), ("__range", "1m")):
         expression = re.sub(rf"\${name}\b", value, expression)
     return expression
@@ -95,7 +98,8 @@ def filled(expression: str, run_id: str) -> str:
 @pytest.mark.distributed
 @pytest.mark.skipif(not IS_THERE, reason=MISSING)
 def test_every_query_has_an_answer(tmp_path: Path) -> None:
-    """Of a real job with a slow rank, or of the target with GPUs; and of the chosen run only."""
+    """Each query returns data of the selected run only, from a real job with a slow rank or from
+    the target with GPUs."""
     at, gpus = free_port(), GpuTarget(tmp_path)
     (tmp_path / "prometheus").mkdir()
     try:

@@ -1,4 +1,4 @@
-"""The commands of docs/guides/prometheus.md, kubernetes.md and slurm.md, run as they stand there."""
+"""The commands in docs/guides/prometheus.md, kubernetes.md and slurm.md work as they are printed there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RETRY = "for i in $(seq 300); do curl -sf {} | grep -q torch_train_steps_total 
 
 
 def commands(page: str) -> str:
-    """Its blocks of shell, in their order."""
+    """Return the page's shell blocks in order."""
     return "\n".join(re.findall(r"```sh\n(.*?)```", (DOCS / page).read_text(), re.DOTALL))
 
 
@@ -28,7 +28,8 @@ def commands(page: str) -> str:
 @pytest.mark.skipif(not IS_THERE, reason=MISSING)
 @pytest.mark.parametrize("page", ["prometheus.md", "kubernetes.md", "slurm.md"])
 def test_commands(page: str, tmp_path: Path) -> None:
-    """With a script that trains, at a port that is free; what is installed already is not installed again."""
+    """The commands run with a training script and a free port. Installed packages are not installed
+    again."""
     shutil.copy(ROOT / "examples" / "train_gpt.py", tmp_path / "train.py")
     url = "http://127.0.0.1:9464/metrics"
     script = commands(page).replace("pip install '.[prometheus]'\n", "").replace(f"curl -s {url}", f"curl -sf {url}")
@@ -51,4 +52,4 @@ def test_commands(page: str, tmp_path: Path) -> None:
     if page == "prometheus.md":
         assert "torch_train_steps_total" in done.stdout
         assert "rules found" in done.stdout
-        runs(tmp_path)  # its sidecar has ended
+        runs(tmp_path)  # It waits for the end of the sidecar.

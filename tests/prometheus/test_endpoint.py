@@ -1,4 +1,6 @@
-"""The port: loopback, one request at a time, bounded in size and time, and nothing that a client does ends it."""
+"""The server for /metrics: loopback, one request at a time, bounded in size and time, robust
+against clients.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 def ask(endpoint: Endpoint, request: bytes, timeout_s: float = 20) -> bytes:
-    """Sends that, and returns all that comes."""
+    """Send these bytes and return the complete response."""
     found = b""
     with socket.create_connection(endpoint.address, timeout=timeout_s) as client:
         client.sendall(request)
@@ -42,7 +44,7 @@ def status(answer: bytes) -> int:
 
 
 def test_it_listens_on_loopback_unless_asked(endpoint: Endpoint) -> None:
-    """Without an address, nobody from another machine gets here."""
+    """Without an address, other machines cannot connect."""
     assert endpoint.address.host == "127.0.0.1"
     assert endpoint._socket.getsockname()[0] == "127.0.0.1"
     assert Address.of("localhost:9464") == ("127.0.0.1", 9464)
@@ -52,7 +54,7 @@ def test_it_listens_on_loopback_unless_asked(endpoint: Endpoint) -> None:
 
 
 def test_an_answer(endpoint: Endpoint) -> None:
-    """GET has it, HEAD its length alone."""
+    """GET returns the content, and HEAD only its length."""
     head, _, body = ask(endpoint, get()).partition(b"\r\n\r\n")
     assert (status(head), body) == (200, BODY)
     assert b"Content-Length: 1000" in head
@@ -67,30 +69,31 @@ def test_an_answer(endpoint: Endpoint) -> None:
         (get("/"), 404),
         (get("/metrics/../etc/passwd"), 404),
         (get(method="POST"), 405),
-        (get(host="evil.example:9464"), 421),  # its owner has had the name point here
+        (get(host="evil.example:9464"), 421),  # DNS rebinding: the name resolves to this address.
         (get(host="127.0.0.1.evil.example"), 421),
         (get(host="[::1]:9464"), 200),
         (get("/metrics?name[]=up"), 200),
         (b"\xff\xfe nonsense\r\n\r\n", 405),
     ],
 )
-def test_what_else_is_asked(endpoint: Endpoint, request_: bytes, wanted: int) -> None:
-    """Nothing but GET /metrics, under a name of this machine."""
+def test_other_requests_are_rejected(endpoint: Endpoint, request_: bytes, wanted: int) -> None:
+    """Only GET /metrics with a host name of this machine is answered."""
     answer = ask(endpoint, request_)
     assert status(answer) == wanted
     assert (BODY in answer) == (wanted == 200)
 
 
-def test_what_is_no_request(endpoint: Endpoint) -> None:
-    """Too long, or cut off: the connection is closed, and the next one is served."""
+def test_malformed_requests_are_dropped(endpoint: Endpoint) -> None:
+    """After a request that is too long or cut off, the connection is closed and the next one is
+    served."""
     assert ask(endpoint, b"GET /metrics HTTP/1.1\r\nX: " + b"y" * 100_000) == b""
     with socket.create_connection(endpoint.address) as client:
         client.sendall(b"GET /met")
     assert status(ask(endpoint, get())) == 200
 
 
-def test_slow_clients_have_seconds() -> None:
-    """A client that sends a byte now and then has as long as all others; then the next one is served."""
+def test_slow_client_is_cut_off() -> None:
+    """A client that sends single bytes is cut off after the timeout, and the next one is served."""
     endpoint = Endpoint(Address.of("0"), lambda accept: Answer("text/plain", BODY), request_timeout_s=0.5)
     try:
         with socket.create_connection(endpoint.address) as slow:
@@ -105,7 +108,7 @@ def test_slow_clients_have_seconds() -> None:
 
 
 def test_clients_that_do_not_read() -> None:
-    """One that takes no answer has seconds, too, and the answer is bounded by the kernel's buffers."""
+    """A client that does not read is cut off too. The kernel's buffers bound what it can hold."""
     large = Endpoint(Address.of("0"), lambda accept: Answer("text/plain", b"x" * (64 << 20)), answer_timeout_s=0.5)
     try:
         with socket.create_connection(large.address) as deaf:
@@ -116,13 +119,14 @@ def test_clients_that_do_not_read() -> None:
 
 
 def test_a_taken_port(endpoint: Endpoint) -> None:
-    """The second one gets an error, and not half of the requests."""
+    """The second server gets an error instead of a share of the requests."""
     with pytest.raises(OSError, match="in use"):
         Endpoint(endpoint.address, lambda accept: Answer("", b""))
 
 
 def test_close(endpoint: Endpoint) -> None:
-    """The port is free at once, also with a client that hangs, and after connections that this side has ended."""
+    """The port can be reused at once, also with a hanging client and after connections closed by
+    this side."""
     ask(endpoint, get())
     with socket.create_connection(endpoint.address) as hanging:
         hanging.sendall(b"G")

@@ -1,7 +1,8 @@
-"""The Kubernetes manifests: valid by the schemas of Kubernetes, and what they say of one another and of us is so.
+"""The Kubernetes manifests are valid by the schemas of Kubernetes, and consistent with each other
+and with the code.
 
-Resources of operators have no schema here (PyTorchJob, PodMonitor, PrometheusRule): of these, the pod templates are
-checked, and what points to something else.
+There are no schemas for resources of operators (PyTorchJob, PodMonitor, PrometheusRule). Their pod
+templates and their references are checked.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 
 def pods(name: str) -> list[dict[str, Any]]:
-    """Pod templates of a file's jobs."""
+    """Return the pod templates of a file's jobs."""
     found = []
     for each in documents(name):
         if each["kind"] == "Job":
@@ -52,7 +53,7 @@ JOBS = ["training-job.yaml", "pytorch-job.yaml"]
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_schemas(version: str) -> None:
-    """All that Kubernetes itself has a schema for, strictly; one that is wrong is found."""
+    """Resources of Kubernetes itself are strictly valid. An invalid one is detected."""
     valid = [*documents("training-job.yaml"), *documents("network-policy.yaml")]
     valid += [as_template(pod) for name in JOBS for pod in pods(name)]
     assert [each["kind"] for each in valid] == ["Service", "Job", "NetworkPolicy", *["PodTemplate"] * 3]
@@ -67,7 +68,7 @@ def test_schemas(version: str) -> None:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_port_is_the_same_everywhere(name: str) -> None:
-    """In the setting, at the container, in the annotation, in the monitor and in the policy."""
+    """Setting, container, annotation, monitor and policy have the same port."""
     (monitor,) = documents("pod-monitor.yaml")
     (policy,) = documents("network-policy.yaml")
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
@@ -89,7 +90,7 @@ def test_the_port_is_the_same_everywhere(name: str) -> None:
         assert variables["TORCHLENS_PERF_DIR"] in mounted
 
 
-def test_the_rule_is_the_rules() -> None:
+def test_prometheus_rule_has_the_alerts_of_the_file() -> None:
     """The operator's resource has the groups of alerts.yaml."""
     (rule,) = documents("prometheus-rule.yaml")
     assert rule["kind"] == "PrometheusRule"
@@ -98,7 +99,8 @@ def test_the_rule_is_the_rules() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason=MISSING)
 def test_scrape_config(tmp_path: Path) -> None:
-    """Prometheus's own relabelling, of pods as its discovery describes them: Debian's build has no Kubernetes in it."""
+    """Prometheus relabels pods, described as its service discovery does. Debian's build has no
+    Kubernetes."""
     meta = "__meta_kubernetes_"
     pod = {
         f"{meta}pod_annotation_prometheus_io_scrape": "true", f"{meta}pod_annotation_prometheus_io_port": "9464",
@@ -126,7 +128,8 @@ def test_scrape_config(tmp_path: Path) -> None:
 
 
 def test_deploy_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command writes all of them, again without a word against it, and replaces no file that was changed."""
+    """The command writes all files, also a second time, and does not replace files that were
+    changed."""
     out = tmp_path / "out"
     assert main(["deploy-files", "--out", str(out)]) == 0
     written = capsys.readouterr().out.splitlines()

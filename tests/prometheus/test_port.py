@@ -1,5 +1,6 @@
-"""The port over a sidecar's life: only where it was asked for, beside other jobs, and until the last values were
-fetched."""
+"""The port during a sidecar's life: off by default, with other jobs on the node, and open until the
+last scrape.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
 
 
 def of_ranks(directory: RunDirectory, **settings: Any) -> tuple[Sidecar, list[Rank]]:
-    """A sidecar and its two ranks, which have made steps."""
+    """Return a sidecar and its two ranks, which have finished steps."""
     ranks = [Rank(directory, rank, **settings) for rank in range(2)]
     for rank in ranks:
         rank.steps(20, **WORK)
@@ -42,7 +43,7 @@ def of_ranks(directory: RunDirectory, **settings: Any) -> tuple[Sidecar, list[Ra
 
 
 def round_of(sidecar: Sidecar, port: MetricsPort) -> None:
-    """As loop.py has it."""
+    """Run one round in the same order as loop.py."""
     sidecar.poll()
     port.update(sidecar)
     sidecar.account()
@@ -52,7 +53,7 @@ def round_of(sidecar: Sidecar, port: MetricsPort) -> None:
 
 
 def test_no_port_unless_asked(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default there is none, and nothing is computed for it."""
+    """The port is closed by default, and no figures are computed."""
     monkeypatch.setattr(metrics_port, "Both", None)
     sidecar, ranks = of_ranks(run)
     port = MetricsPort()
@@ -69,7 +70,7 @@ def close(sidecar: Sidecar, ranks: list[Rank]) -> None:
 
 
 def test_a_port_of_another_job(run: RunDirectory) -> None:
-    """The second one goes on without, says so in the log and in the report, and has the port once it is free."""
+    """The second sidecar continues without the port, reports that, and opens it once it is free."""
     first, now_s = MetricsPort(), [0.0]
     sidecar, ranks = of_ranks(run, prometheus="0")
     round_of(sidecar, first)
@@ -84,7 +85,7 @@ def test_a_port_of_another_job(run: RunDirectory) -> None:
     assert f"there is no /metrics at 127.0.0.1:{taken}: Address already in use" in note
     first.finish(lingers=False)
     second.update(sidecar)
-    assert second.address is None  # not in every round
+    assert second.address is None, "the port was retried too early"
     now_s[0] += 6
     second.update(sidecar)
     assert second.address == ("127.0.0.1", int(taken))
@@ -94,7 +95,7 @@ def test_a_port_of_another_job(run: RunDirectory) -> None:
 
 
 def test_without_the_extra(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without prometheus_client there is a note with what to install, and the sidecar goes on."""
+    """Without prometheus_client a note names the package to install, and the sidecar continues."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     for name in [name for name in sys.modules if name.startswith("torchlens_perf.exporters.prometheus.")]:
         monkeypatch.delitem(sys.modules, name)
@@ -109,7 +110,7 @@ def test_without_the_extra(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_another_sidecar_goes_on(tmp_path: Path) -> None:
-    """One that comes after a sidecar that was killed shows what that one has raised; until it is over."""
+    """The successor of a killed sidecar shows the alerts that this one raised, until they end."""
     with ScrapedSimulation(tmp_path, 4, "constant:rank=2,share=0.3,until=900") as simulation:
         simulation.goes_on(20)
         (before,) = simulation.scraped().samples("torch_train_alert")
@@ -123,7 +124,7 @@ def test_another_sidecar_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_hanging_client_holds_up_no_round(tmp_path: Path) -> None:
-    """Rounds and the end take as long as ever while somebody holds the port."""
+    """Rounds and shutdown take as long as usual while a client blocks the port."""
     import socket
 
     with ScrapedSimulation(tmp_path, 2) as simulation:
@@ -140,7 +141,7 @@ def test_a_hanging_client_holds_up_no_round(tmp_path: Path) -> None:
 
 
 def test_exemplars_where_a_trace_was_sent(tmp_path: Path) -> None:
-    """A step that went to a tracing backend has its ids at its bucket; without one, no sample has an exemplar."""
+    """Only steps that were sent to a tracing backend are exemplars."""
     sent: dict[int, tuple[int, int]] = {3: (0xABC, 0xDEF)}
     with ScrapedSimulation(tmp_path, 2) as simulation:
         simulation.goes_on(2)
@@ -161,7 +162,8 @@ def _nothing() -> dict[str, Any]:
 
 
 def test_the_last_values_are_fetched(run: RunDirectory) -> None:
-    """What a run ends with, as a process that died, is served until it was asked for; then the port is free."""
+    """The final values, such as of a process that died, are served until they were scraped. Then
+    the port is free."""
     sidecar, ranks = of_ranks(run, prometheus="0")
     port, lock = MetricsPort(last_scrape_timeout_s=60), SidecarLock(run.path / "lock")
     round_of(sidecar, port)
@@ -185,8 +187,8 @@ def test_the_last_values_are_fetched(run: RunDirectory) -> None:
         scrape(address)
 
 
-def test_nobody_who_asks_nobody_who_waits(run: RunDirectory) -> None:
-    """Where nobody has ever asked, the end takes no time."""
+def test_shutdown_does_not_wait_without_scrapes(run: RunDirectory) -> None:
+    """If /metrics was never scraped, shutdown does not wait."""
     sidecar, ranks = of_ranks(run, prometheus="0")
     port = MetricsPort()
     round_of(sidecar, port)
@@ -198,7 +200,7 @@ def test_nobody_who_asks_nobody_who_waits(run: RunDirectory) -> None:
 
 @pytest.mark.distributed
 def test_a_real_job(tmp_path: Path) -> None:
-    """Ranks that train, asked while they do: their steps come, and none of them holds the port."""
+    """The steps of training ranks appear in scrapes, and no rank has the port open."""
     at, found = free_port(), list[Scrape]()
     with LiveRanks(tmp_path, 2, TORCHLENS_PERF_PROMETHEUS=str(at)) as job:
 
@@ -214,7 +216,7 @@ def test_a_real_job(tmp_path: Path) -> None:
 
 
 def _listens(pid: int, port: int) -> bool:
-    """Whether it has the socket that listens there."""
+    """Return True if the process has the listening socket."""
     lines = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
     listening = [f"0100007F:{port:04X}", "00000000:0000", "0A"]
     (inode,) = [line.split()[9] for line in lines if line.split()[1:4] == listening]

@@ -1,4 +1,4 @@
-"""The snippets for Slurm: by themselves, and under real daemons on two nodes of this machine."""
+"""The Slurm snippets by themselves, and with real daemons for two nodes on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REASON = why_no_nodes() or ("" if shutil.which("slurmctld") else "Slurm is not i
 
 
 def printed(**environment: str) -> dict[str, str]:
-    """Variables that the task prolog sets."""
+    """Return the variables that the task prolog sets."""
     done = subprocess.run(["sh", str(TASK_PROLOG)], env=environment, capture_output=True, text=True, check=True)
     lines = [line.split(" ", 1) for line in done.stdout.splitlines()]
     assert {word for word, _ in lines} <= {"export"}
@@ -34,7 +34,7 @@ def printed(**environment: str) -> dict[str, str]:
 
 
 def test_task_prolog() -> None:
-    """What it sets are settings of ours; what a user has set stays, also an empty value."""
+    """The prolog sets only known settings. Values of the user are kept, also if empty."""
     found = printed()
     assert found.pop("TORCHLENS_PERF") == "1"
     assert from_environment(found) == {"prometheus": "0.0.0.0:9464"}
@@ -43,7 +43,8 @@ def test_task_prolog() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="an epilog runs as root")
 def test_epilog_removes_what_a_user_without_processes_has_left(tmp_path: Path) -> None:
-    """Of that user alone; a link is removed and not followed; while the user has a process, nothing is touched."""
+    """Only this user's files are removed. Links are removed and not followed. Nothing is removed
+    while the user has a process."""
     left = Path(f"/dev/shm/torchlens-perf-{3_000_000_000 + os.getpid()}")
     other = left.with_name(f"{left.name}0")
     (left / "run").mkdir(parents=True)
@@ -58,7 +59,7 @@ def test_epilog_removes_what_a_user_without_processes_has_left(tmp_path: Path) -
 
     try:
         epilog("")
-        epilog("0")  # this test is a process of root's
+        epilog("0")  # Root has a process: this test.
         assert left.exists()
         epilog(left.name.rpartition("-")[2])
         assert not left.exists()
@@ -74,7 +75,7 @@ def test_epilog_removes_what_a_user_without_processes_has_left(tmp_path: Path) -
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that users other than root can enter."""
+    """Return a folder that other users can enter."""
     folder = Path(tempfile.mkdtemp(prefix=f"slurm-{uuid.uuid4().hex[:6]}-"))
     folder.chmod(0o755)
     yield folder
@@ -85,8 +86,9 @@ def open_folder() -> Iterator[Path]:
 @pytest.mark.distributed
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_under_slurm(open_folder: Path) -> None:
-    """A script that knows nothing of us is recorded as the task prolog says, and asked by Prometheus where its user
-    wants; of two nodes that share a network, the second says that the port is taken. The epilog cleans up."""
+    """An unchanged script is recorded because of the task prolog, and Prometheus can scrape it.
+    With two nodes on one network, the second reports that the port is in use. The epilog cleans up.
+    """
     scripts = f"TaskProlog={TASK_PROLOG}\nEpilog={EPILOG}"
     work = open_folder / "work"
     work.mkdir()
@@ -102,7 +104,7 @@ def test_under_slurm(open_folder: Path) -> None:
         logs = [path.read_text() for path in sorted(run.nodes.glob("*.log"))]
         assert [("/metrics at http://127.0.0.1:" in log, "Address already in use" in log) for log in logs] in (
             [(True, False), (False, True)], [(False, True), (True, False)],
-            [(True, True), (True, False)], [(True, False), (True, True)],  # the first has ended meanwhile
+            [(True, True), (True, False)], [(True, False), (True, True)],  # The port became free before the end.
         ), logs  # fmt: skip
 
         name = f"torchlens-perf-{NOBODY}"
@@ -112,7 +114,7 @@ def test_under_slurm(open_folder: Path) -> None:
         subprocess.run(batch, cwd="/", env={**os.environ, **environ}, check=True, timeout=20)
 
         def left() -> str:
-            """What is in the node's shared memory, by a job of root's."""
+            """Return the files of root's jobs in the node's shared memory."""
             command = ["srun", "-N1", "-w", "node-a", "--overcommit", "ls", "/dev/shm"]
             return subprocess.run(
                 command, cwd="/", env={**os.environ, **environ}, capture_output=True, text=True
