@@ -1,4 +1,4 @@
-"""The command line: what it prints, and how it says that the user has erred."""
+"""The command line: its output, and its messages about user mistakes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORK = {"data": 1, "forward": 4, "backward": 6, "host": 1}
 
 @pytest.fixture
 def finished(tmp_path: Path) -> RunDirectory:
-    """A run directory with a finished run."""
+    """Return a run directory with a finished run."""
     run = make_run(tmp_path)
     rank = Rank(run, 0, 1)
     rank.steps(50, **WORK)
@@ -31,7 +31,7 @@ def finished(tmp_path: Path) -> RunDirectory:
 
 
 def test_report(finished: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    """`report` prints the report of a run, plain where stdout is no terminal."""
+    """`report` prints the report of a run, without colours if stdout is no terminal."""
     assert main(["report", str(finished.path)]) == 0
     out = capsys.readouterr().out
 
@@ -51,7 +51,7 @@ def test_report_as_json(finished: RunDirectory, capsys: pytest.CaptureFixture[st
 def test_report_finds_the_newest(
     finished: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a run directory, `report` takes the newest in TORCHLENS_PERF_DIR."""
+    """Without a run directory, `report` uses the newest run in TORCHLENS_PERF_DIR."""
     monkeypatch.setenv("TORCHLENS_PERF_DIR", str(finished.path.parent))
     assert main(["report", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["run"]["id"] == finished.run_id
@@ -81,7 +81,7 @@ def test_report_finds_the_newest(
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A user's mistake is exit code 2 and one line on stderr that says what is wrong."""
+    """A user's mistake gives exit code 2 and one line on stderr about the cause."""
     assert main(arguments) == 2
     out, err = capsys.readouterr()
 
@@ -91,14 +91,14 @@ def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytes
 
 
 def test_no_run_here(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`report` in a folder without runs says so."""
+    """`report` in a folder without runs explains that."""
     monkeypatch.chdir(tmp_path)
     assert main(["report"]) == 2
     assert "no run in torchlens-perf: record one with `torchlens-perf run train.py`" in capsys.readouterr().err
 
 
 def test_no_data_yet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A run without data so far is told apart from a folder that is no run, and from a folder of runs."""
+    """A run without data, a folder that is no run, and a folder of runs have different messages."""
     make_run(tmp_path)
     (run,) = (path.parent for path in tmp_path.rglob("nodes"))
     for command in (["report", str(run)], ["top", str(run), "--once"]):
@@ -112,7 +112,7 @@ def test_no_data_yet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 99}', '{"schema": 1, "host": 3}', "\x00\x01"])
 def test_damaged_state_is_named(finished: RunDirectory, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A state file that was damaged is one line and exit code 2, never a traceback."""
+    """A damaged state file gives one line and exit code 2, never a traceback."""
     finished.node_state(HOST).write_text(text)
     assert main(["report", str(finished.path)]) == 2
     err = capsys.readouterr().err
@@ -122,7 +122,7 @@ def test_damaged_state_is_named(finished: RunDirectory, text: str, capsys: pytes
 
 
 def test_reader_that_stops_early(finished: RunDirectory) -> None:
-    """`report | head` ends quietly when nobody reads on."""
+    """`report | head` ends without an error when the pipe is closed."""
     command = f"{sys.executable} -m torchlens_perf report {finished.path} --json | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
 
@@ -130,7 +130,8 @@ def test_reader_that_stops_early(finished: RunDirectory) -> None:
 
 
 def test_replay_by_command(finished: RunDirectory) -> None:
-    """`sidecar` on a finished run replays it, and says what it did and that nothing was sent without an endpoint."""
+    """`sidecar` replays a finished run, and prints what it did and that it sent nothing without an
+    endpoint."""
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(finished.path), "--host", HOST]
     done = subprocess.run(command, capture_output=True, text=True)
 
@@ -139,7 +140,6 @@ def test_replay_by_command(finished: RunDirectory) -> None:
 
 
 def test_help_needs_no_torch() -> None:
-    """The command line answers without importing torch."""
     program = (
         "import contextlib, sys; from torchlens_perf.commands.cli import main\n"
         "with contextlib.suppress(SystemExit): main(['--help'])\n"
@@ -152,7 +152,7 @@ def test_help_needs_no_torch() -> None:
 
 
 def test_version() -> None:
-    """`--version` prints the versions of this package, torch and Python, and does not import torch."""
+    """`--version` prints the versions of this package, torch and Python, without importing torch."""
     program = (
         "import sys; from torchlens_perf.commands.cli import main\n"
         "assert main(['--version']) == 0\n"
@@ -176,7 +176,7 @@ def test_version_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"], ["help"]])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The help begins with three commands to start with, and has each command that people use, once and in one line."""
+    """The help begins with three commands for new users, and lists each public command once."""
     assert main(arguments) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "Start here:"

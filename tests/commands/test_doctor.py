@@ -1,4 +1,4 @@
-"""`torchlens-perf doctor`: what a run records here, what it does not record, and the remedy."""
+"""`torchlens-perf doctor`: what a run records here, what it does not record, and the remedies."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ def by_subject() -> dict[str, Check]:
 
 
 def test_everything_works_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the test environment every check is fine, and torch has every private name."""
+    """In the test environment all checks pass, and torch has all private names."""
     monkeypatch.chdir(tmp_path)
     checks = by_subject()
 
     assert [str(check) for check in checks.values() if check.severity != OK] == []
     count = len(torch_private.PRIVATE_NAMES)
     assert checks["torch's internals"].finding == f"{count} of {count} that hooks use work"
-    assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
+    assert list(tmp_path.iterdir()) == [], "the doctor must leave no files behind"
 
 
 def test_missing_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A private name that this torch lacks is a line that says what is lost; those that work are one line."""
+    """A private name that torch lacks is one line with the lost feature. All working names share a
+    line."""
     import torch
 
     monkeypatch.delattr(torch.autograd, "_engine_run_backward")
@@ -65,7 +66,8 @@ def test_missing_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_environment(
     variable: str, value: str, subject: str, severity: int, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the environment does to recording and export is told, with the remedy and without secrets."""
+    """The effect of the environment on recording and export is shown with the remedy and without
+    secrets."""
     monkeypatch.setenv(variable, value)
     check = by_subject()[subject]
 
@@ -74,8 +76,8 @@ def test_environment(
     assert "secret" not in str(check)
 
 
-def test_small_shared_memory_is_told() -> None:
-    """Where shared memory cannot be used the ring's other place is named, with the remedy."""
+def test_unusable_shared_memory_is_reported() -> None:
+    """If shared memory cannot be used, the other place of the ring and the remedy are shown."""
     program = (
         "from pathlib import Path\n"
         "from torchlens_perf.run import directory; directory._SHARED_MEMORY = Path('/proc')\n"
@@ -90,7 +92,7 @@ def test_small_shared_memory_is_told() -> None:
 
 
 def test_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The command's exit code is 1 if something is broken, else 0."""
+    """The exit code is 1 if a check is broken, and otherwise 0."""
     from torchlens_perf.commands.cli import main
 
     monkeypatch.chdir(tmp_path)
@@ -100,8 +102,9 @@ def test_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert main(["doctor"]) == 1
 
 
-def test_as_a_program(tmp_path: Path) -> None:
-    """The command finds what the function finds: what it hides from other commands is not missing in torch."""
+def test_command_has_the_findings_of_the_function(tmp_path: Path) -> None:
+    """The command's findings equal the function's: pandas, which is hidden in other commands, is
+    not missing."""
     command = [sys.executable, "-m", "torchlens_perf", "doctor"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
 
@@ -113,7 +116,7 @@ def test_as_a_program(tmp_path: Path) -> None:
 
 
 def test_summary_shows_each_problem_with_its_remedy() -> None:
-    """What is limited is not listed as recorded. A broken check means that nothing is recorded."""
+    """Limited features are not listed as recorded. A broken check means that nothing is recorded."""
     native = Check(OK, "recorder", "native", records="steps")
     tap = Check(LIMITED, "tap", "from Python", "torchlens-perf build-tap", records="ends")
     lines = list(summary([native, tap]))

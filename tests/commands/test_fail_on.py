@@ -1,4 +1,4 @@
-"""`report --fail-on`: the exit code says whether a verdict was found where it was asked for."""
+"""`report --fail-on`: the exit code depends on the requested verdicts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENDED_FAULT = "constant:rank=2,share=0.3,since=32,until=96"
 
 
 def simulated(folder: Path, *faults: str, ranks: int = 4, blocks: int = 6) -> Path:
-    """The run directory of a finished run."""
+    """Return the run directory of a finished run."""
     with LiveSimulation(folder / "run", ranks, *faults) as simulation:
         simulation.goes_on(blocks)
         if not blocks:
@@ -43,24 +43,24 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveSimulation]:
-    """A run that goes on, of which rank 2 is slow."""
+    """Return a run in progress in which rank 2 is slow."""
     with LiveSimulation(tmp_path / "run", 4, "constant:rank=2,share=0.3") as simulation:
         simulation.goes_on(4)
         yield simulation
 
 
 def test_clean_run(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing of it holds: 0, and the report as ever."""
+    """Without verdicts the exit code is 0, and the report is printed as usual."""
     assert main(["report", str(clean)]) == 0
     report = capsys.readouterr()
     assert main(["report", str(clean), "--fail-on", "slow-rank,hang,crash,out-of-memory,imbalance"]) == 0
     assert capsys.readouterr() == report
     assert report.err == ""
-    assert main(["report", str(clean), "--fail-on", "slow-link"]) == 3  # its four ranks are one group
+    assert main(["report", str(clean), "--fail-on", "slow-link"]) == 3  # Its ranks form only one group.
 
 
 def test_slow_rank(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is found where it is asked for, and only there."""
+    """A slow rank fails only if its verdict is requested."""
     assert main(["report", str(slow)]) == 0
     report = capsys.readouterr()
     assert main(["report", str(slow), "--fail-on", "slow-rank,hang"]) == 1
@@ -72,7 +72,7 @@ def test_slow_rank(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_other_forms(slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """JSON and pages are written as ever, and --quiet leaves out the line."""
+    """JSON and pages are written as usual, and --quiet omits the line about the verdicts."""
     assert main(["report", str(slow), "--fail-on", "slow-rank", "--json", "--quiet"]) == 1
     found = capsys.readouterr()
     assert (json.loads(found.out)["verdicts"][0]["kind"], found.err) == ("straggler", "")
@@ -83,13 +83,13 @@ def test_other_forms(slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_rank_that_was_slow(tmp_path: Path) -> None:
-    """A verdict that is over does not hold."""
+    """A verdict that is over does not count."""
     run = simulated(tmp_path, ENDED_FAULT, blocks=12)
     assert main(["report", str(run), "--fail-on", "slow-rank"]) == 0
 
 
 def test_hang(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job that hangs fails on `hang`; whether a rank is slow is not judged meanwhile."""
+    """A hanging job fails on `hang`. Whether a rank is slow is unknown meanwhile."""
     assert main(["report", str(live.run.path), "--fail-on", "hang"]) == 0
     live.sidecar.state.hang = hang(live.steps)
     live.sidecar.save()
@@ -102,7 +102,8 @@ def test_hang(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("over", "blocks", "code"), [(False, 0, 1), (True, 0, 1), (True, 32, 0)])
 def test_hang_that_ended(over: bool, blocks: int, code: int, live: LiveSimulation) -> None:
-    """A hang in which the run ended is found; one that went on only if it cost 5 % of the run or more."""
+    """A hang at the end of the run counts. A hang that ended counts only if it cost at least 5% of
+    the run."""
     live.goes_on(blocks)
     live.ends()
     live.sidecar.state.records = hung(over=over)
@@ -112,7 +113,8 @@ def test_hang_that_ended(over: bool, blocks: int, code: int, live: LiveSimulatio
 
 @pytest.mark.parametrize(("kind", "code"), [("none", 0), ("not_compared", 3)])
 def test_ranks_on_devices_without_times(kind: str, code: int) -> None:
-    """Ranks whose verdict says that they were not compared are unknown, though their hosts were."""
+    """If a verdict states that ranks were not compared, slow ranks are unknown, even if hosts were
+    compared."""
     evidence = NobodySlowEvidence(64, 0.003, 8) if kind == "none" else NotComparedEvidence(64)
     row = {"kind": kind, "rank": None, "is_over": False, "evidence": evidence}
     report: Any = {"verdicts": [row], "steps": {"count": 60, "p50_s": 0.1}, "run": {"world_size": 8}}
@@ -120,7 +122,7 @@ def test_ranks_on_devices_without_times(kind: str, code: int) -> None:
 
 
 def test_slow_rank_among_ranks_without_cpus() -> None:
-    """Where all ranks lack CPUs and one lacks them for longer, one verdict is about both."""
+    """If all ranks lack CPUs and one lacks them more, a single verdict covers both."""
     row = {"kind": "lack_of_cpu", "rank": 2, "is_over": False, "evidence": None}
     for changed, slow_rank, contention in (({}, 1, 1), ({"rank": None}, 3, 1), ({"is_over": True}, 3, 3)):
         report: Any = {"verdicts": [{**row, **changed}], "steps": {"count": 2, "p50_s": None}}
@@ -144,7 +146,7 @@ def test_slow_rank_among_ranks_without_cpus() -> None:
 def test_too_little_data(
     ranks: int, steps: int, asked: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the absence of a verdict means nothing: 3, and why."""
+    """The exit code is 3 with a reason if a missing verdict is inconclusive."""
     run = recorded(tmp_path, ranks, steps)
     code = main(["report", str(run.path), "--fail-on", asked])
     found = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""How far a long command is, on a real terminal and elsewhere; Ctrl-C; and what is not said with --quiet."""
+"""The progress line of long commands on a terminal and elsewhere, Ctrl-C, and --quiet."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MANY_STEPS = ["-m", "torchlens_perf", "simulate", "--ranks", "16", "--steps", "1
 
 
 class Terminal:
-    """A process whose stderr is a terminal. Its stdout is a pipe."""
+    """A process whose stderr is a terminal and whose stdout is a pipe."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         self._screen, terminal = pty.openpty()
@@ -57,21 +57,22 @@ class Terminal:
         os.close(terminal)
 
     def read_until(self, text: str) -> None:
-        """Raises EOFError if that never comes."""
+        """Read until the text appears. Raises EOFError if it never does."""
         while text not in self.shown:
             self._read()
 
     def _read(self) -> None:
         try:
             piece = os.read(self._screen, 1 << 16)
-        except OSError:  # as Linux says that nobody has the terminal any more
+        except OSError:  # Linux raises EIO when no process has the terminal open.
             piece = b""
         if not piece:
             raise EOFError(self.shown)
-        self.shown += self._text.decode(piece)  # a character may come in two pieces
+        self.shown += self._text.decode(piece)  # A character may be split between two reads.
 
     def end(self) -> str:
-        """Lets it go on, and returns its stdout. Reads the screen meanwhile: a full one would keep it waiting."""
+        """Let the process finish and return its stdout. The screen is read meanwhile, so the
+        process cannot block on it."""
         with ThreadPoolExecutor(1) as pool:
             at_end = pool.submit(self.process.communicate, "\n")
             try:
@@ -83,12 +84,12 @@ class Terminal:
 
     @property
     def left(self) -> str:
-        """What stays on the screen of what was written since the last line was erased."""
+        """Return the text on the screen after the last line was erased."""
         return self.shown.rpartition("\x1b[2K")[2].strip()
 
 
 def test_shown_on_a_terminal_and_gone_at_the_end() -> None:
-    """The line has its text as it is and how much is done; it leaves nothing, and stdout is not its."""
+    """The line has its literal text and the progress, is erased at the end, and is not on stdout."""
     terminal = Terminal("-c", WORK)
     terminal.read_until("25%")
     out = terminal.end()
@@ -108,7 +109,7 @@ def test_quiet_shows_nothing() -> None:
 
 @pytest.mark.parametrize("colors", ["", "1"])
 def test_nothing_without_a_terminal(colors: str) -> None:
-    """Nor where colours are asked for, as in a CI's log."""
+    """Colours that are forced, as in a CI's log, make no difference."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "FORCE_COLOR": colors}
     done = subprocess.run(
         [sys.executable, "-c", WORK], input="\n", capture_output=True, text=True, env=environment, check=True
@@ -119,8 +120,8 @@ def test_nothing_without_a_terminal(colors: str) -> None:
 
 @pytest.mark.parametrize("files", [False, True])
 def test_ctrl_c_is_one_line(files: bool, tmp_path: Path) -> None:
-    """A long command on a terminal shows how far it is; with Ctrl-C it ends with 130, one line is left on the screen,
-    and nothing in shared memory."""
+    """A long command shows its progress. After Ctrl-C it exits with 130 and one line, and leaves
+    nothing in shared memory."""
     run_id = f"simulated-{uuid.uuid4().hex[:12]}"
     terminal = Terminal(*MANY_STEPS, *(["--out", str(tmp_path / run_id)] if files else ["--rows"]))
     terminal.read_until("simulating")
@@ -134,7 +135,7 @@ def test_ctrl_c_is_one_line(files: bool, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_that_is_swallowed_is_raised_again() -> None:
-    """As in C code that imports a module, or in a callback that cannot raise."""
+    """The exception may get lost in C code that imports a module, or in a callback."""
     before = signal.getsignal(signal.SIGINT)
     with Progress("working") as progress:
         progress(1)
@@ -148,7 +149,7 @@ def test_ctrl_c_that_is_swallowed_is_raised_again() -> None:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[str]:
-    """A small run directory."""
+    """Return a small run directory."""
     with run_without_traces(tmp_path) as run:
         rank = Rank(run, 0, 1)
         rank.steps(50, forward=4, backward=6)
@@ -158,7 +159,7 @@ def run_dir(tmp_path: Path) -> Iterator[str]:
 
 
 def test_ctrl_c_in_a_replay(run_dir: str) -> None:
-    """To an endpoint that does not answer: it ends at once, and leaves nothing in shared memory."""
+    """A replay to a silent endpoint ends at once and leaves nothing in shared memory."""
     with silent() as address:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": address, "TORCHLENS_PERF_TRACE_EVERY": "1"}
         terminal = Terminal("-m", "torchlens_perf", "sidecar", run_dir, "--host", HOST, **environment)
@@ -172,7 +173,7 @@ def test_ctrl_c_in_a_replay(run_dir: str) -> None:
 
 
 def test_replay_does_not_import_pandas(run_dir: str, tmp_path: Path) -> None:
-    """pyarrow would import it for its first array, and Ctrl-C inside that import is lost."""
+    """pyarrow would import pandas for its first array, and Ctrl-C during that import would be lost."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "pandas.py").write_text("import os; os._exit(7)")
     done = subprocess.run(
@@ -184,8 +185,8 @@ def test_replay_does_not_import_pandas(run_dir: str, tmp_path: Path) -> None:
     assert done.stdout.startswith("replayed 50 steps")
 
 
-def test_how_far_a_replay_and_a_report_are(tmp_path: Path) -> None:
-    """By segments, also a damaged one, and by nodes' files."""
+def test_progress_of_replay_and_report(tmp_path: Path) -> None:
+    """A replay counts segments, including a damaged one, and a report counts the nodes' files."""
     with run_without_traces(tmp_path) as run:
         rank = Rank(run, 0, 1)
         sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
@@ -212,13 +213,13 @@ def test_how_far_a_replay_and_a_report_are(tmp_path: Path) -> None:
 
 
 def test_quiet_report(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was asked for is there."""
+    """The report itself is printed."""
     assert main(["report", run_dir, "--quiet"]) == 0
     assert "50 steps" in capsys.readouterr().out
 
 
 def test_quiet_replay(run_dir: str) -> None:
-    """Nothing was asked for but that it is done; an error is said all the same."""
+    """Only the success is not reported. Errors are."""
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", "--quiet", "--host", HOST]
     done = subprocess.run([*command, run_dir], capture_output=True, text=True)
     failed = subprocess.run([*command, "/nowhere"], capture_output=True, text=True)
@@ -240,7 +241,7 @@ logger.warning("what went wrong")
 
 
 def test_quiet_log(run_dir: str) -> None:
-    """A sidecar by hand logs on stderr; quiet, what went wrong alone."""
+    """A sidecar started by hand logs to stderr, and with --quiet only problems."""
     command = [sys.executable, "-c", _LOGS, run_dir, HOST]
     usual, quiet = (subprocess.run([*command, *more], capture_output=True, text=True) for more in ([], ["quiet"]))
 
@@ -250,7 +251,7 @@ def test_quiet_log(run_dir: str) -> None:
 
 
 def test_quiet_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What works is not named."""
+    """Passed checks are not listed."""
     checks = [Check(OK, "recorder", "native"), Check(LIMITED, "tap", "missing", "build it")]
     monkeypatch.setattr(doctor, "examine", lambda: iter(checks))
     assert main(["doctor", "--quiet"]) == 0
@@ -267,7 +268,7 @@ def test_quiet_build(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("wanted", ["1", "0"])
 def test_quiet_run(wanted: str, tmp_path: Path) -> None:
-    """`run --quiet` has no report printed, which stays the user's to ask for, and does not say that it is off."""
+    """`run --quiet` prints no report unless the user asks for one, and no note if recording is off."""
     (tmp_path / "train.py").write_text("import os; print(os.environ.get('TORCHLENS_PERF_REPORT'))")
     command = [sys.executable, "-m", "torchlens_perf", "run", "--quiet", "train.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHLENS_PERF": wanted}

@@ -1,4 +1,6 @@
-"""`run` on the command line: which of Python's options hold for the script, and what is said when it cannot record."""
+"""`run` on the command line: the Python options that apply to the script, and messages if recording
+is not possible.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ RUN = [sys.executable, "-m", "torchlens_perf", "run"]
     ],
 )
 def test_options_are_split_as_python_does(arguments: list[str], options: list[str], rest: list[str]) -> None:
-    """Options end at a script, -m, -c, - or --; -W and -X take the next argument where they end one."""
+    """Options end at a script, -m, -c, - or --. If -W or -X end an argument, the next one is their
+    value."""
     assert split_options(arguments) == (options, rest)
 
 
@@ -51,12 +54,14 @@ def test_options_are_split_as_python_does(arguments: list[str], options: list[st
     ],
 )
 def test_typed_options_are_carried_over(command_line: list[str], options: list[str]) -> None:
-    """What is typed before `-m torchlens_perf` holds for the script; a console script's first line does not."""
+    """Options before `-m torchlens_perf` apply to the script. Options in a console script's first
+    line do not."""
     assert typed_options(command_line) == options
 
 
 def test_options_of_a_console_scripts_first_line(tmp_path: Path) -> None:
-    """Distributions install console scripts with `-I` or `-sP`: the user's script still finds its neighbours."""
+    """Distributions install console scripts with `-I` or `-sP`. The user's script can still import
+    its neighbours."""
     installed = (Path(sysconfig.get_path("scripts")) / "torchlens-perf").read_text()
     console = tmp_path / "torchlens-perf"
     console.write_text(f"#!{sys.executable} -I\n" + installed.partition("\n")[2])
@@ -68,8 +73,9 @@ def test_options_of_a_console_scripts_first_line(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-def test_modules_beside_the_user_do_not_reach_the_console_script(tmp_path: Path) -> None:
-    """A folder may hold modules that are named like the library's, and its script lie elsewhere."""
+def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> None:
+    """The working directory may have modules with the names of libraries, while the script is
+    elsewhere."""
     for name in ("dataclasses", "tempfile", "logging", "socket"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
     (tmp_path / "src").mkdir()
@@ -81,7 +87,7 @@ def test_modules_beside_the_user_do_not_reach_the_console_script(tmp_path: Path)
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help(option: str, tmp_path: Path) -> None:
-    """`run -h` says what can be run; after a script, -h is the script's."""
+    """`run -h` prints help on `run`. After a script, -h belongs to the script."""
     done = run([*RUN, option], tmp_path)
     (tmp_path / "x.py").write_text("import sys; print(sys.argv)")
     scripts = run([*RUN, "x.py", option], tmp_path)
@@ -103,15 +109,15 @@ def test_help(option: str, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(arguments: list[str], code: int, message: str, tmp_path: Path) -> None:
-    """What cannot be run is one line on stderr, by us or by Python, and Python's exit code."""
+    """If the script cannot be run, there is one line on stderr and Python's exit code."""
     done = run([*RUN, *arguments], tmp_path)
 
     assert done.returncode == code
     assert done.stderr == message.format(python=sys.executable, folder=tmp_path) + "\n"
 
 
-def test_python_that_has_gone(tmp_path: Path) -> None:
-    """An interpreter that cannot be started again is one line and exit code 2."""
+def test_missing_interpreter_is_one_line(tmp_path: Path) -> None:
+    """An interpreter that was deleted gives one line and exit code 2."""
     program = (
         "import sys; sys.executable = '/nowhere/python'\n"
         "from torchlens_perf.commands.cli import main; sys.exit(main(['run', 'x']))"
@@ -145,14 +151,15 @@ def test_python_that_has_gone(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_says_when_it_cannot_record(options: list[str], environment: dict[str, str], said: str, tmp_path: Path) -> None:
-    """Where nothing will be recorded, one line says so, and the script runs."""
+    """If nothing will be recorded, one line explains it, and the script runs."""
     done = run([*RUN, *options, "-c", "print('ran')"], tmp_path, **environment)
 
     assert (done.stdout, done.stderr, done.returncode) == ("ran\n", said, 0)
 
 
 def test_broken_installation(tmp_path: Path) -> None:
-    """If our own package cannot be imported after torch, one line says so, and the script goes on."""
+    """If this package cannot be imported after torch, one line explains it, and the script
+    continues."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("value = 7")
     (tmp_path / "x.py").write_text("import sys; sys.modules['torchlens_perf'] = None\nimport torch; print(torch.value)")
@@ -164,7 +171,7 @@ def test_broken_installation(tmp_path: Path) -> None:
 
 
 def test_starts_without_a_readable_environment(tmp_path: Path) -> None:
-    """Without /proc/self/environ the environment is that of os.environ."""
+    """Without /proc/self/environ, os.environ is used."""
     program = (
         "import builtins, os, sys\n"
         "opened = builtins.open\n"

@@ -1,7 +1,8 @@
-"""`run` is Python: a zoo of awkward scripts, each run by `python` and by `torchlens-perf run`, must come out equal.
+"""`run` behaves like Python: awkward scripts have the same results with `python` and `torchlens-
+perf run`.
 
-Compared are both streams, the exit code or signal, and all files that were written. What a script can see of its
-process is printed by zoo/probe.py.
+The tests compare stdout, stderr, the exit code or signal, and all written files. zoo/probe.py
+prints everything that a script can see of its process.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from tests.support.long import long_but
 ZOO = Path(__file__).parents[1] / "zoo"
 CONSOLE_SCRIPT = Path(sysconfig.get_path("scripts")) / "torchlens-perf"
 
-# Taken once: pytest changes the environment while the cases run on threads.
+# The environment is copied once, because pytest changes it while the cases run on threads.
 ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith(("PYT", "TORCHLENS", "OTEL_"))}
-# All that may differ, as what is removed from either output, with the reason.
+# Text that is removed from both outputs, because it may differ, with the reason.
 DIFFERENCES = (
     (
         rb'\s*"TORCHLENS_PERF": "1",?',
@@ -39,7 +40,7 @@ DIFFERENCES = (
     (rb"0x[0-9a-f]+", "addresses of objects"),
 )
 
-# Shell command lines; {run} is "" or "-m torchlens_perf run".
+# Shell command lines, in which {run} is "" or "-m torchlens_perf run".
 SEEN = {
     "script": "{python} {run} probe.py a -b --help",
     "same folder": "{python} {run} ./probe.py",
@@ -204,7 +205,7 @@ BY_CONSOLE_SCRIPT = (
 )  # fmt: skip
 CONSOLE = "console script: "
 ALL = (*CASES, *(CONSOLE + name for name in BY_CONSOLE_SCRIPT))
-# The others are left to make test-long: most cases go the same way, because `run` becomes Python itself.
+# Other cases run only in `make test-long`, as most of them take the same path: `run` replaces itself by Python.
 USUAL = (
     "sees: script", "sees: zip", "sees: module", "sees: package", "sees: code", "sees: stdin", "sees: spaces, accents",
     "sees: name that is no text", "sees: options before", "sees: options after", "sees: -I", "sees: -S",
@@ -219,7 +220,7 @@ USUAL = (
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The scripts, and those whose bytes or kind no editor would keep."""
+    """Create the scripts, including those whose bytes or kind an editor would change."""
     folder = tmp_path_factory.mktemp("zoo") / "pristine"
     shutil.copytree(ZOO, folder, ignore=shutil.ignore_patterns("__pycache__"))
     probe = (ZOO / "probe.py").read_text()
@@ -236,7 +237,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "site_prints/sitecustomize.py": "import sys\nprint(__name__, __file__, sys.path[:2])\nextra = 1\n",
         "site_fails/sitecustomize.py": "undefined\n",
         "site_misses/sitecustomize.py": "import no_such_module\n",
-        # As ddtrace's and opentelemetry's do: they take themselves out and import the next.
+        # Like those of ddtrace and OpenTelemetry, it removes itself and imports the next sitecustomize.
         "site_sends_on/sitecustomize.py": "import os, sys\nsys.path.remove(os.path.dirname(__file__))\n"
         "del sys.modules['sitecustomize']\nimport sitecustomize\n",
         "syntax.py": "def train():\n    return (1,\n\nprint('never')\n",
@@ -280,7 +281,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """What lies in a folder: of files their bytes, of compiled modules the names only."""
+    """Return the contents of a folder: the bytes of files, and only the names of compiled modules."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() and path.suffix != ".pyc" else None
         for path in sorted(folder.rglob("*"))
@@ -288,7 +289,7 @@ def contents(folder: Path) -> dict[str, object]:
 
 
 def outcome(line: str, zoo: Path, folder: Path) -> list[str]:
-    """All that a command line does in a copy of the zoo, as lines of text."""
+    """Return everything that a command line does in a copy of the zoo, as lines of text."""
     shutil.copytree(zoo, folder, symlinks=True)
     done = subprocess.run(
         ["bash", "-c", line],
@@ -310,7 +311,7 @@ def outcome(line: str, zoo: Path, folder: Path) -> list[str]:
 
 
 def different_lines(name: str, zoo: Path) -> str:
-    """How what `run` does differs from what Python does; "" where it does not. The folder is the same for both."""
+    """Return the differences between `run` and Python, or "". Both run in the same folder."""
     python, run = (CONSOLE_SCRIPT, "run") if name.startswith(CONSOLE) else (sys.executable, "-m torchlens_perf run")
     line = CASES[name.removeprefix(CONSOLE)]
     lines = [line.format(python=sys.executable, run=""), line.format(python=python, run=run)]
@@ -320,7 +321,7 @@ def different_lines(name: str, zoo: Path) -> str:
 
 @pytest.fixture(scope="module")
 def running(request: pytest.FixtureRequest, zoo: Path) -> Iterator[dict[str, Future[str]]]:
-    """All cases that were chosen, two at a time."""
+    """Run all selected cases, two at a time."""
     names = [item.callspec.params["name"] for item in request.session.items if item.module is request.module]
     with ThreadPoolExecutor(2) as pool:
         yield {name: pool.submit(different_lines, name, zoo) for name in names}
@@ -328,7 +329,7 @@ def running(request: pytest.FixtureRequest, zoo: Path) -> Iterator[dict[str, Fut
 
 
 @pytest.mark.parametrize("name", long_but(USUAL, ALL))
-def test_means_the_same(name: str, running: dict[str, Future[str]]) -> None:
-    """`python -m torchlens_perf run`, and `torchlens-perf run`, do what `python` does."""
+def test_run_behaves_like_python(name: str, running: dict[str, Future[str]]) -> None:
+    """`python -m torchlens_perf run` and `torchlens-perf run` do the same as `python`."""
     different = running[name].result()
     assert not different, different

@@ -1,4 +1,6 @@
-"""Building the native tap on collectives: what is needed for it, where it goes, and what is said where it fails."""
+"""The build of the native tap on collectives: its requirements, its location, and messages if it
+fails.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ pytestmark = pytest.mark.skipif(not recorder.NATIVE, reason="the native recorder
 
 @pytest.fixture
 def cxx(tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that gives a tap at once."""
+    """Set CXX to a compiler that copies a prebuilt tap."""
     made = copying(tmp_path / "cxx", tap)
     monkeypatch.setenv("CXX", str(made))
     return made
@@ -49,7 +51,7 @@ def cxx(tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes CXX a program that does this instead."""
+    """Return a function that sets CXX to a script with these commands."""
 
     def make(script: str) -> None:
         monkeypatch.setenv("CXX", str(compiler(tmp_path / "cxx", script)))
@@ -58,7 +60,7 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
 
 
 def made_in(place: Path) -> set[str]:
-    """The names of what building has left in a folder, but for its lock."""
+    """Return the names of the files that a build left in a folder, without its lock."""
     return {path.name for path in place.iterdir() if path.suffix not in (".lock", ".c", ".h", ".cpp")}
 
 
@@ -66,11 +68,12 @@ def in_background() -> Path:
     return tap_build.build_in_background(native_tap.file_name())
 
 
-# -- where it goes
+# -- the location
 
 
-def test_beside_the_package(cache: Path, cxx: Path) -> None:
-    """An image's build goes where the package is, whole and executable; nothing else is left."""
+def test_tap_is_written_next_to_the_package(cache: Path, cxx: Path) -> None:
+    """In an image, the tap is written next to the package, complete and executable, and no other
+    file is left."""
     built = tap_build.build()
 
     assert built == tap_requirements.SOURCES / native_tap.file_name() == native_tap.loaded_from()
@@ -80,8 +83,8 @@ def test_beside_the_package(cache: Path, cxx: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["package writable by its group", "package in a writable folder"])
-def test_where_others_can_write_beside_the_package(wrong: str, cache: Path, cxx: Path) -> None:
-    """An environment that a group shares: each user's build goes to the own cache."""
+def test_tap_is_not_written_next_to_a_package_that_others_can_write(wrong: str, cache: Path, cxx: Path) -> None:
+    """In an environment shared by a group, each user builds in the own cache."""
     (tap_requirements.SOURCES if "group" in wrong else tap_requirements.SOURCES.parent).chmod(0o775)
 
     assert tap_build.build() == cache / native_tap.file_name() == native_tap.loaded_from()
@@ -89,7 +92,7 @@ def test_where_others_can_write_beside_the_package(wrong: str, cache: Path, cxx:
 
 
 def test_in_the_background_it_goes_to_the_cache(cache: Path, cxx: Path) -> None:
-    """All of a user's environments share what is built by itself; nothing is put among pip's files."""
+    """All environments of a user share the tap, and no file is added to pip's."""
     assert in_background() == cache / native_tap.file_name() == native_tap.loaded_from()
     assert made_in(tap_requirements.SOURCES) == set()
 
@@ -99,7 +102,7 @@ def test_in_the_background_it_goes_to_the_cache(cache: Path, cxx: Path) -> None:
 def test_nobody_else_can_write_what_is_built(
     variable: str, umask: int, cache: Path, cxx: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the umask: not the folders that are made, not the tap, and not what the compiler writes meanwhile."""
+    """For any umask, folders, the tap and the compiler's temporary files are private."""
     shutil.rmtree(cache.parent)
     if variable == "XDG_CACHE_HOME":
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "made"))
@@ -119,7 +122,8 @@ def test_nobody_else_can_write_what_is_built(
 
 
 def test_building_again_builds_nothing(cache: Path, cxx: Path) -> None:
-    """What is there and can be loaded is not touched: on a shared disk another node's job may have it in memory."""
+    """A tap that can be loaded is not replaced: on a shared disk, a job on another node may have it
+    mapped."""
     built = tap_build.build()
     before = built.stat()
     native_tap.load.cache_clear()
@@ -134,7 +138,7 @@ def test_building_again_builds_nothing(cache: Path, cxx: Path) -> None:
 def test_damaged_tap_is_built_anew(
     build: Callable[[], Path], content: bytes, cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be loaded is replaced: the doctor's remedy is one."""
+    """A tap that cannot be loaded is replaced, as the doctor suggests a build."""
     damaged = (tap_requirements.SOURCES if build is tap_build.build else cache) / native_tap.file_name()
     damaged.write_bytes(content)
     damaged.chmod(0o755)
@@ -143,8 +147,8 @@ def test_damaged_tap_is_built_anew(
     assert native_tap.loaded_from() == damaged
 
 
-def test_left_by_a_build_that_was_killed(cache: Path, cxx: Path) -> None:
-    """The next build removes it, and what is not of a build stays."""
+def test_folder_of_a_killed_build_is_removed(cache: Path, cxx: Path) -> None:
+    """The next build removes the folder, and keeps other files."""
     (cache / ".build-old").mkdir()
     (cache / ".build-old" / "part.o").touch()
     (cache / "another-torch.so").touch()
@@ -153,14 +157,14 @@ def test_left_by_a_build_that_was_killed(cache: Path, cxx: Path) -> None:
     assert made_in(cache) == {native_tap.file_name(), "another-torch.so"}
 
 
-# -- what is needed
+# -- requirements
 
 
 @pytest.mark.parametrize("build", [tap_build.build, in_background])
 def test_no_compiler(
     build: Callable[[], Path], cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The message says what to install; the command ends with 2 and that one line."""
+    """The message names the package to install. The command exits with 2 and that line."""
     monkeypatch.setenv("PATH", str(cache))
     monkeypatch.setenv("CXX", "a-compiler-that-is-nowhere")
     message = "no C++ compiler: install g++, or name one in CXX"
@@ -184,14 +188,15 @@ def test_compiler_with_arguments(command: str, cache: Path, cxx: Path, monkeypat
 
 
 def test_compiler_variable_that_cannot_be_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quotation mark too many is a line, and no traceback."""
+    """An unbalanced quotation mark gives one line instead of a traceback."""
     monkeypatch.setenv("CXX", "g++ 'a")
 
     assert tap_requirements.obstacle(native_tap.file_name()) == "CXX cannot be read: No closing quotation"
 
 
 def test_python_without_headers(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Debian's without python3-dev: known before anything is compiled, so that it heals by installing them."""
+    """Debian without python3-dev is detected before compiling, so installing the headers is enough
+    to fix it."""
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
 
     assert "install them (python3-dev" in (tap_requirements.obstacle(native_tap.file_name()) or "")
@@ -201,7 +206,7 @@ def test_python_without_headers(cache: Path, cxx: Path, tmp_path: Path, monkeypa
 
 
 def test_torch_without_headers(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some distributions leave them out: the message says where they were looked for."""
+    """Some distributions omit the headers. The message has the folder that was searched."""
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
     with pytest.raises(BuildError, match="this torch came without its headers") as caught:
         tap_build.build()
@@ -211,7 +216,6 @@ def test_torch_without_headers(cache: Path, cxx: Path, tmp_path: Path, monkeypat
 
 
 def test_package_without_sources(cache: Path, cxx: Path) -> None:
-    """There is nothing to build then."""
     name = native_tap.file_name()
     shutil.rmtree(tap_requirements.SOURCES)
 
@@ -221,7 +225,7 @@ def test_package_without_sources(cache: Path, cxx: Path) -> None:
 
 
 def test_no_native_recorder(cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tap writes with the native recorder: without that none is built."""
+    """The tap needs the native recorder, and is not built without it."""
     monkeypatch.setattr(recorder, "NATIVE", False)
     with pytest.raises(BuildError, match="the native recorder is missing: install a C compiler and reinstall"):
         tap_build.build()
@@ -229,7 +233,7 @@ def test_no_native_recorder(cache: Path, cxx: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("wrong", ["no home", "file in the way", "home not there", "writable home", "no variables"])
 def test_no_place(wrong: str, cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All places that were tried are named, each with what is wrong with it; nothing is made."""
+    """All folders that were tried are listed with the problem of each, and no folder is created."""
     tap_requirements.SOURCES.chmod(0o777)
     shutil.rmtree(cache.parent)
     said = str(tmp_path / "home")
@@ -256,7 +260,8 @@ def test_no_place(wrong: str, cache: Path, cxx: Path, tmp_path: Path, monkeypatc
 
 
 def test_file_system_without_modes(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every folder can be written by all, whatever it was made with, as on some network disks: refused."""
+    """On some network disks all users can write to every folder, whatever its mode. Such folders
+    are refused."""
     tap_requirements.SOURCES.chmod(0o777)
     shutil.rmtree(cache.parent)
     mkdir = os.mkdir
@@ -273,7 +278,7 @@ def test_file_system_without_modes(cache: Path, cxx: Path, tmp_path: Path, monke
 
 
 def test_unwritable_places(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders that this user may not write to, asked as the kernel would answer a user who is not root."""
+    """Folders are tested as the kernel would answer a user other than root."""
     refused = {tap_requirements.SOURCES, cache}
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path not in refused and access(path, mode))
@@ -287,7 +292,8 @@ def test_unwritable_places(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_compiler_fails(cache: Path, says: Callable[[str], None]) -> None:
-    """The message has its first error, not its warnings, and nothing that a terminal obeys; nothing half done stays."""
+    """The message has the first error without warnings and control characters. No partial file is
+    left."""
     says('echo part > "$out"; printf "a.cpp:1: warning: old\\na.cpp:7: error: \\033[31mno file\\n" >&2; exit 1')
     with pytest.raises(BuildError) as caught:
         tap_build.build()
@@ -298,7 +304,7 @@ def test_compiler_fails(cache: Path, says: Callable[[str], None]) -> None:
 
 
 def test_compiler_speaks_english(cache: Path, says: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "error" is looked for in what it says, which it would say in the user's language."""
+    """The output is searched for "error", so the compiler must not use the user's language."""
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     says('[ "$LC_ALL" = C ] && echo "x.cpp:1: error: found" || echo "x.cpp:1: Fehler"; exit 1')
     with pytest.raises(BuildError, match=r"the compiler failed: x.cpp:1: error: found"):
@@ -306,14 +312,14 @@ def test_compiler_speaks_english(cache: Path, says: Callable[[str], None], monke
 
 
 def test_compiler_that_says_nothing(cache: Path, says: Callable[[str], None]) -> None:
-    """Its exit status is told."""
+    """The message has the exit status."""
     says("exit 3")
     with pytest.raises(BuildError, match=r"^the compiler failed: status 3$"):
         tap_build.build()
 
 
 def test_compiler_that_cannot_be_run(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is marked as a program and is none."""
+    """The file is executable but no program."""
     (tmp_path / "cxx").write_bytes(b"\x00\x01")
     (tmp_path / "cxx").chmod(0o755)
     monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
@@ -322,7 +328,7 @@ def test_compiler_that_cannot_be_run(cache: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_what_was_built_cannot_be_loaded(cache: Path, says: Callable[[str], None]) -> None:
-    """A compiler that does not fit this Python or torch: what it makes is not put into its place."""
+    """The output of a compiler that does not fit Python or torch is not installed."""
     says('echo nothing > "$out"')
     with pytest.raises(BuildError, match=r"^what was built cannot be loaded: "):
         tap_build.build()
@@ -333,7 +339,8 @@ def test_what_was_built_cannot_be_loaded(cache: Path, says: Callable[[str], None
 def test_compiler_that_does_not_end(
     cache: Path, says: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is ended with its children, which do the compiler's work, and told so."""
+    """The compiler is killed with its children, which do the actual work, and the message explains
+    it."""
     monkeypatch.setattr(tap_build, "_TIMEOUT_S", 1)
     says(f"sleep 1000 & echo $! > {tmp_path / 'child'}; wait")
     with pytest.raises(BuildError, match="the compiler did not end within 1 s"):
@@ -347,7 +354,8 @@ def test_compiler_that_does_not_end(
 
 
 def test_failure_is_remembered(cache: Path, says: Callable[[str], None], tmp_path: Path) -> None:
-    """The same compiler is not tried again, and what it said is told with the remedy; by hand it is tried again."""
+    """The background build is not repeated with the same compiler, and the message has its error
+    and the remedy. A manual build is repeated."""
     says(f"echo x >> {tmp_path / 'cxx.runs'}; echo 'tap.cpp:7: error: too old' >&2; exit 1")
     name = native_tap.file_name()
     for _ in range(3):
@@ -357,7 +365,7 @@ def test_failure_is_remembered(cache: Path, says: Callable[[str], None], tmp_pat
     assert len(runs(tmp_path / "cxx")) == 1
     again = "correct that, then run torchlens-perf build-tap"
     assert tap_requirements.obstacle(name) == f"the compiler failed: tap.cpp:7: error: too old; {again}"
-    assert tap_requirements.obstacle(name.replace("cpython", "pypy")) is None  # for another Python nothing is known
+    assert tap_requirements.obstacle(name.replace("cpython", "pypy")) is None  # another Python has no failure
     with pytest.raises(BuildError):
         tap_build.build()
     assert len(runs(tmp_path / "cxx")) == 2
@@ -367,7 +375,8 @@ def test_failure_is_remembered(cache: Path, says: Callable[[str], None], tmp_pat
 def test_another_compiler_is_tried(
     changed: str, cache: Path, tap: Path, says: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compiler that was updated, or another one, may do what the former could not; then the failure is forgotten."""
+    """The build is repeated with an updated or another compiler. If it succeeds, the failure is
+    forgotten."""
     says(f'[ -e {tmp_path / "mended"} ] && cat {tap} > "$out" && exit; echo "error: too old" >&2; exit 1')
     with pytest.raises(BuildError):
         in_background()
@@ -394,10 +403,10 @@ def test_another_compiler_is_tried(
         "kill -KILL $$",
     ],
 )
-def test_failure_that_passes_is_not_remembered(
+def test_transient_failure_is_not_remembered(
     script: str, cache: Path, says: Callable[[str], None], tap: Path, tmp_path: Path
 ) -> None:
-    """Where memory or the disk ran out, it is tried again in the next run."""
+    """If memory or the disk ran out, the next run tries again."""
     says(f'[ -e {tmp_path / "room"} ] && cat {tap} > "$out" && exit; {script}')
     with pytest.raises(BuildError, match="the compiler failed: "):
         in_background()
@@ -407,16 +416,17 @@ def test_failure_that_passes_is_not_remembered(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"compiler": 3}', "\0"])
-def test_what_is_remembered_cannot_be_read(content: str, cache: Path, cxx: Path) -> None:
-    """Then it is as if nothing were."""
+def test_unreadable_failure_record_is_ignored(content: str, cache: Path, cxx: Path) -> None:
+    """An unreadable record of a failure is ignored."""
     (cache / native_tap.file_name().replace(".so", ".failed")).write_text(content)
 
     assert tap_requirements.obstacle(native_tap.file_name()) is None
     assert in_background().is_file()
 
 
-def test_the_ranks_torch_is_another_one(cache: Path, cxx: Path) -> None:
-    """A script that found torch elsewhere than its sidecar does: nothing is built that nobody would load."""
+def test_no_build_if_the_ranks_have_another_torch(cache: Path, cxx: Path) -> None:
+    """If the script imports another torch than its sidecar, no tap is built, because no rank could
+    load it."""
     with pytest.raises(
         BuildError, match="the ranks have another torch than their sidecar: run torchlens-perf build-tap"
     ):
@@ -427,7 +437,7 @@ def test_the_ranks_torch_is_another_one(cache: Path, cxx: Path) -> None:
 
 @pytest.mark.parametrize("build", [tap_build.build, in_background])
 def test_another_process_builds(build: Callable[[], Path], cache: Path, cxx: Path) -> None:
-    """Whoever comes second does not wait, and says why there is none yet."""
+    """The second process does not wait, and reports why there is no tap yet."""
     place = tap_requirements.SOURCES if build is tap_build.build else cache
     with open(place / "tap.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -439,7 +449,7 @@ def test_another_process_builds(build: Callable[[], Path], cache: Path, cxx: Pat
 
 
 def test_lock_that_is_a_link(cache: Path, cxx: Path, tmp_path: Path) -> None:
-    """A link in the lock's place is not followed: nothing is made elsewhere."""
+    """A link in place of the lock is not followed, and no file is created elsewhere."""
     (cache / "tap.lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BuildError, match="no lock in "):
         in_background()
@@ -459,7 +469,8 @@ except BuildError as error:
 
 
 def processes(count: int, site: Path, *arguments: str, **environ: str) -> list[str]:
-    """What so many processes print that run PROGRAM at the same time, with the torch that lies in `site`."""
+    """Run PROGRAM in so many processes at the same time, with the torch in `site`. Return their
+    output."""
     command = [sys.executable, "-c", PROGRAM, *arguments]
     started = [
         subprocess.Popen(command, env=with_torch(site, **environ), stdout=subprocess.PIPE, text=True)
@@ -469,11 +480,11 @@ def processes(count: int, site: Path, *arguments: str, **environ: str) -> list[s
 
 
 def test_eight_sidecars_build_one_tap(cache: Path, tap: Path, tmp_path: Path) -> None:
-    """Of all that want it at once, in whatever environment of the user, one compiles, and none waits for it."""
+    """One of all sidecars in all environments of a user compiles, and no other waits."""
     site = tiny_torch(tmp_path / "site")
     cxx = copying(tmp_path / "cxx", tap, before=f"while [ ! -e {tmp_path / 'go'} ]; do sleep 0.01; done")
     name = tap_name(site)
-    # One holds the lock until the seven others have ended.
+    # The process with the lock keeps it until the seven others have ended.
     command = [sys.executable, "-c", PROGRAM, name]
     first = subprocess.Popen(command, env=with_torch(site, CXX=str(cxx)), stdout=subprocess.PIPE, text=True)
     deadline_s = time.monotonic() + 60
@@ -490,7 +501,7 @@ def test_eight_sidecars_build_one_tap(cache: Path, tap: Path, tmp_path: Path) ->
 
 
 def test_torch_is_not_imported_for_nothing(cache: Path, tmp_path: Path) -> None:
-    """Importing it takes seconds: what stops the build is found before."""
+    """Obstacles are found before torch is imported, which takes seconds."""
     site = tmp_path / "site"
     (site / "torch").mkdir(parents=True)
     (site / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")

@@ -1,4 +1,4 @@
-"""`torchlens-perf top` where nothing is drawn: one frame as text, lines in a pipe, and mistakes."""
+"""`torchlens-perf top` without drawing: one frame as text, lines in a pipe, and user mistakes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
 
 
 def test_once(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
-    """One frame, without an escape sequence where it is no terminal."""
+    """`--once` prints one frame, without escape sequences if stdout is no terminal."""
     assert main(["top", str(live.run.path), "--once"]) == 0
     out, err = capsys.readouterr()
 
@@ -46,7 +46,7 @@ def test_once(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_once_needs_little(live: LiveSimulation) -> None:
-    """Neither Textual nor torch nor pyarrow: it works on a login node, and starts at once."""
+    """`--once` starts fast and works on a login node: it imports no Textual, torch or pyarrow."""
     program = (
         "import sys; from torchlens_perf.commands.cli import main; main(sys.argv[1:])\n"
         "print([name for name in ('textual', 'torch', 'pyarrow', 'asyncio') if name in sys.modules])"
@@ -58,7 +58,7 @@ def test_once_needs_little(live: LiveSimulation) -> None:
 
 
 def test_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A frame of nothing is an error: one line, exit code 2."""
+    """`--once` without data gives one line and exit code 2."""
     assert main(["top", str(tmp_path / "run"), "--once"]) == 2
     out, err = capsys.readouterr()
 
@@ -74,7 +74,8 @@ def test_no_run_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 def test_finds_the_live_run(
     live: LiveSimulation, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without RUN it is the live one, also where another has ended since; with a name, that one of the folder."""
+    """Without an argument, the live run is shown even if another run ended later. A name selects a
+    run of the folder."""
     with LiveSimulation(live.run.path.with_name("ended"), 2) as other:
         other.goes_on()
     monkeypatch.setenv("TORCHLENS_PERF_DIR", str(live.run.path.parent))
@@ -88,13 +89,13 @@ def test_finds_the_live_run(
 
 
 def test_folder_of_runs(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its live run, without a variable that names the folder."""
+    """The live run of a folder is shown, without a variable that names the folder."""
     assert main(["top", str(live.run.path.parent), "--once"]) == 0
     assert "  live  4 ranks" in capsys.readouterr().out
 
 
 def test_reader_that_stops_early(live: LiveSimulation) -> None:
-    """`top | head` ends quietly when nobody reads on."""
+    """`top | head` ends without an error when the pipe is closed."""
     live.ends()
     command = f"{' '.join(COMMAND)} {live.run.path} | head -n 1"
     environ = clean_environ({"PYTHONPATH": str(ROOT)})
@@ -104,7 +105,8 @@ def test_reader_that_stops_early(live: LiveSimulation) -> None:
 
 
 def test_pipe(live: LiveSimulation) -> None:
-    """A frame at the beginning, verdicts when they come, and the last frame, which says that the run has ended."""
+    """The output has one frame at the start, new verdicts, and a last frame which states that the
+    run has ended."""
     file, states = io.StringIO(), ["goes on", "waits", "goes on", "ends"]
 
     def next_state() -> None:
@@ -129,8 +131,8 @@ def test_pipe(live: LiveSimulation) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_trouble_is_told_once(live: LiveSimulation) -> None:
-    """While nothing can be read, a log does not grow."""
+def test_read_error_is_printed_once(live: LiveSimulation) -> None:
+    """While the run cannot be read, the output does not grow."""
     file, rests = io.StringIO(), []
     path = live.run.node_state("node-0000")
     good = path.read_bytes()
@@ -151,7 +153,7 @@ def test_trouble_is_told_once(live: LiveSimulation) -> None:
 
 
 def test_dumb_terminal(live: LiveSimulation) -> None:
-    """TERM=dumb: lines, no escape sequence; Ctrl-C ends it without a traceback."""
+    """With TERM=dumb there are no escape sequences, and Ctrl-C gives no traceback."""
     with OnTerminal([*COMMAND, str(live.run.path)], {"TERM": "dumb"}) as terminal:
         terminal.wait_for("data: 0 of")
         terminal.process.send_signal(2)
@@ -165,7 +167,8 @@ def test_dumb_terminal(live: LiveSimulation) -> None:
 
 
 def test_without_textual(live: LiveSimulation) -> None:
-    """On a terminal: one line with what to install, exit code 2. --once does without it, in colour."""
+    """On a terminal there is one line with the package to install, and exit code 2. --once works,
+    with colours."""
     with OnTerminal([*WITHOUT_TEXTUAL, str(live.run.path)]) as terminal:
         code = terminal.end()
         said = terminal.written.decode()
@@ -182,7 +185,7 @@ def test_without_textual(live: LiveSimulation) -> None:
 
 
 def test_locale_without_unicode(live: LiveSimulation) -> None:
-    """ASCII alone, whatever Python makes of the locale."""
+    """The output is ASCII, whatever encoding Python chooses for the locale."""
     environ = clean_environ({"PYTHONPATH": str(ROOT), "LC_ALL": "C"})
     done = subprocess.run([*COMMAND, str(live.run.path), "--once"], capture_output=True, env=environ)
 
@@ -191,7 +194,7 @@ def test_locale_without_unicode(live: LiveSimulation) -> None:
 
 
 def test_no_color(live: LiveSimulation) -> None:
-    """NO_COLOR on a terminal: no colour in a frame."""
+    """With NO_COLOR, a frame on a terminal has no colours."""
     with OnTerminal([*COMMAND, str(live.run.path), "--once"], {"NO_COLOR": "1"}) as terminal:
         assert terminal.end() == 0
         assert b"\x1b[31m" not in terminal.written

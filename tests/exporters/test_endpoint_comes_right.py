@@ -252,8 +252,7 @@ class Delivered:
 
 
 def _secured(folder: Path) -> Iterator[tuple[str, tuple[ssl.SSLContext, ...], dict[str, str]]]:
-    """Return for each TLS fault: the contexts of its endpoint, and the variables that the user
-    sets."""
+    """Yield each TLS fault, the contexts of its endpoint, and the user's variables."""
     folder.mkdir()
     good, expired = certificate(folder / "good"), certificate(folder / "expired", expired=True)
     own, another = certificate(folder / "own", "DNS:client"), certificate(folder / "another", "DNS:client")

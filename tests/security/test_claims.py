@@ -1,4 +1,4 @@
-"""docs/explanation/security.md names a test beside each claim: they are there."""
+"""The tests that docs/explanation/security.md names for its claims exist."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests.support.processes import ROOT
 
 
 def test_named_tests_are_there() -> None:
-    """Files and functions; and no test of this folder goes without a claim."""
-    text = (ROOT / "docs/explanation/security.md").read_text()
+    """Files and functions exist, and each test in this folder belongs to a claim."""
+    text = (ROOT / "docs" / "security.md").read_text()
     named = re.findall(r"`([a-z_/]+\.py)(?:::([a-z_0-9]+))?`", text)
     assert len(named) > 20
     for path, function in named:

@@ -1,4 +1,4 @@
-"""The user's Authorization header reaches the endpoint that the user has named, as it was set, and nobody else."""
+"""The user's Authorization header reaches the configured endpoint unchanged, and no other server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEADER = "Bearer the-users"
 
 
 class _Endpoint:
-    """An OTLP endpoint on loopback: what it was sent, and what it answers."""
+    """An OTLP endpoint on loopback that records requests, with a configurable response."""
 
     def __init__(self, leaving: ExitStack, location: str = "") -> None:
         received: list[str | None] = []
@@ -42,7 +42,8 @@ class _Endpoint:
 
 @pytest.fixture
 def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
-    """With a ~/.netrc that has a password for 127.0.0.1."""
+    """Set up a ~/.netrc with a password for 127.0.0.1. Return a stack that closes the test's
+    servers."""
     netrc = tmp_path / ".netrc"
     netrc.write_text("machine 127.0.0.1 login somebody password secret\ndefault login somebody password secret\n")
     netrc.chmod(0o600)
@@ -53,27 +54,27 @@ def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitSta
 
 
 def _export(address: str, header: str = _HEADER) -> Outcome:
-    """What became of one request, sent as the sidecar sends it."""
+    """Send one request as the sidecar does. Return its result."""
     told = {"HEADERS": f"Authorization={header.replace(' ', '%20')}"} if header else {}
     return sent("http/protobuf", [], ENDPOINT=address, TIMEOUT="2", **told).outcome
 
 
 def test_header_wins_over_netrc(leaving: ExitStack) -> None:
-    """What the user has set is what arrives."""
+    """The header arrives as the user has set it."""
     endpoint = _Endpoint(leaving)
     assert _export(endpoint.address) is Outcome.DELIVERED
     assert endpoint.received == [_HEADER]
 
 
 def test_netrc_is_not_sent(leaving: ExitStack) -> None:
-    """Without a header there is none: a password for a machine is not for whatever listens on it."""
+    """Without a header no password is sent: one for a machine is not meant for every server on it."""
     endpoint = _Endpoint(leaving)
     assert _export(endpoint.address, header="") is Outcome.DELIVERED
     assert endpoint.received == [None]
 
 
 def test_credentials_in_the_address(leaving: ExitStack) -> None:
-    """They are sent, unless there is a header."""
+    """Credentials in the address are sent unless there is a header."""
     endpoint = _Endpoint(leaving)
     address = endpoint.address.replace("http://", "http://me:word@")
     _export(address, header="")
@@ -83,7 +84,7 @@ def test_credentials_in_the_address(leaving: ExitStack) -> None:
 
 
 def test_redirects_are_not_followed(leaving: ExitStack) -> None:
-    """The one that is pointed to hears nothing, on the same machine either."""
+    """The target of a redirect receives no request, even on the same machine."""
     elsewhere = _Endpoint(leaving)
     endpoint = _Endpoint(leaving, location=f"{elsewhere.address}/v1/traces")
 

@@ -1,4 +1,6 @@
-"""Files of any size in a run directory: each costs what it holds, with a line that names it. The rest is shown."""
+"""Files of any size in a run directory: a large file is reported in one line, and the rest of the
+run is shown.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,13 @@ pytestmark = pytest.mark.distributed
 
 _SPARSE_BYTES = 100 << 30
 _MEMORY_BYTES = 3 << 30
-"""Of a command in these tests: more than it needs, and far less than the files claim."""
+"""Memory limit of a command in these tests: more than it needs, and far less than the files claim."""
 _ID = "20261121-013205-3fa9"
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("whole") / f"run-{os.getpid()}"  # a run has one sidecar at a time
+    made = tmp_path_factory.mktemp("whole") / f"run-{os.getpid()}"  # Parallel tests must not share a run.
     command = ["simulate", "--ranks", "2", "--steps", "64", "--out", str(made), "--quiet"]
     subprocess.run([sys.executable, "-m", "torchlens_perf", *command], check=True, capture_output=True, cwd=ROOT)
     return made
@@ -60,7 +62,7 @@ def nested(path: Path) -> None:
 
 
 def many_rows(path: Path) -> None:
-    """Some kilobytes that hold 20 million rows."""
+    """Write a file of some kilobytes with 20 million rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table({name: pa.array(np.zeros(20_000_000, np.int64)) for name in ("step", "time")})
     pq.write_table(table, path, compression="zstd")
@@ -68,14 +70,14 @@ def many_rows(path: Path) -> None:
 
 
 def many_columns(path: Path) -> None:
-    """The same, of few rows in many columns."""
+    """Write a file of the same size with few rows in many columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     zeros = pa.array(np.zeros(1_000_000, np.int64))
     pq.write_table(pa.table({f"c{at}": zeros for at in range(300)}), path, compression="zstd")
 
 
 def repeated_text(path: Path) -> None:
-    """One text of a megabyte, as the value of a million rows: a terabyte of texts."""
+    """Write a million rows with the same text of a megabyte, a terabyte of text in total."""
     path.parent.mkdir(parents=True, exist_ok=True)
     texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(1_000_000, np.int32)), pa.array(["x" * (1 << 20)]))
     writer = pq.ParquetWriter(path, pa.schema([("process", texts.type)]), compression="zstd", store_schema=False)
@@ -141,7 +143,8 @@ def test_replay_leaves_out_a_segment_that_cannot_be_read(run: RunDirectory, make
 
 
 def test_other_files_of_any_size(run: RunDirectory, tmp_path: Path) -> None:
-    """Lists of rings, out-of-memory reports, answers to captures, waiting requests, notes of failed builds."""
+    """Lists of rings, out-of-memory reports, capture answers, undelivered requests and notes of
+    failed builds are bounded."""
     (state,) = run.nodes.glob("*.json")
     sparse(run.node_rings(state.stem))
     assert run.kept_rings(state.stem) == []
@@ -162,7 +165,7 @@ def allocate(size: int) -> int:
 
 
 def test_reader_has_a_memory_limit() -> None:
-    """A viewer gets a sentence. In a process of its own, as the limit stays."""
+    """A viewer gets a message. The test needs its own process, because the limit is permanent."""
     program = (
         "import resource\n"
         "from torchlens_perf.serve.readers import _called, _start\n"
@@ -178,7 +181,7 @@ def test_reader_has_a_memory_limit() -> None:
     first, second = done.stdout.splitlines()
     assert first == "1048576"
     assert "GiB of memory to read, the limit of a reader" in second
-    assert _called.__name__  # named in the program
+    assert _called.__name__  # The program's text uses this function by name.
 
 
 @pytest.mark.parametrize("make", [sparse, many_rows])

@@ -1,4 +1,6 @@
-"""Native code is loaded from where nobody else can write it: the NCCL plugin, and what `doctor` says of that."""
+"""Native code is loaded only from folders that no other user can write to: the NCCL plugin, and the
+doctor's message.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torchlens_perf.recorder import native_tap, nccl_plugin
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Another installation's, whose files are there and hold nothing."""
+    """Return the empty plugin file of another installation."""
     package = tmp_path / "site-packages" / "torchlens_perf"
     (package / "recorder").mkdir(parents=True)
     for each in (tmp_path / "site-packages", package):
@@ -26,7 +28,8 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("level", range(3))
 def test_plugin_that_others_can_change(level: int, plugin: Path) -> None:
-    """The file, or a folder above it, with one bit too many: NCCL is not offered it, and the reason names the part."""
+    """If the file or a folder above it has one bit too many, NCCL does not get the plugin, and the
+    reason names the part."""
     assert nccl_plugin.path() == plugin
     part = [plugin, *plugin.parents][level]
     part.chmod(0o777)
@@ -43,7 +46,7 @@ def test_plugin_that_is_not_there(plugin: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["", "cache", "./cache"])
 def test_doctor_on_a_cache_that_is_not_used(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative or empty one is named."""
+    """A relative or empty path is reported."""
     monkeypatch.setenv("XDG_CACHE_HOME", folder)
     first, *_ = doctor._tap()
 
@@ -52,7 +55,7 @@ def test_doctor_on_a_cache_that_is_not_used(folder: str, monkeypatch: pytest.Mon
 
 
 def test_name_of_the_tap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another build of the same version of torch has another tap."""
+    """Different builds of one torch version have different taps."""
     import torch
 
     before = native_tap.file_name()

@@ -1,4 +1,6 @@
-"""What somebody else has put in the way: their folders, links, FIFOs and requests, with real owners and modes."""
+"""Folders, links, FIFOs and requests of other users, with real owners and modes, are refused or
+ignored.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 
 @pytest.fixture
 def world(tmp_path: Path) -> Path:
-    """A folder as /tmp is."""
+    """Return a folder with the mode of /tmp."""
     folder = tmp_path / "world"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -41,7 +43,8 @@ def world(tmp_path: Path) -> Path:
 @as_root
 @pytest.mark.parametrize("theirs", ["perf", "perf/run", "perf/run/nodes"])
 def test_folder_of_another_user(theirs: str, world: Path) -> None:
-    """`dir` where anybody may make it, the run directory, and what is in it: refused, and nothing is left there."""
+    """If all users can create folders there, `dir`, the run directory and its contents are refused
+    and unchanged."""
     folder = world / theirs
     folder.mkdir(parents=True)
     os.chown(folder, SOMEBODY, SOMEBODY)
@@ -57,7 +60,8 @@ def test_folder_of_another_user(theirs: str, world: Path) -> None:
 
 @as_root
 def test_folder_that_a_team_shares(tmp_path: Path) -> None:
-    """Where not everybody may make it, `dir` may be somebody else's: that is how teams share a disk."""
+    """If not all users can create folders there, `dir` may belong to another user, as teams share
+    disks."""
     folder = tmp_path / "team" / "perf"
     folder.mkdir(parents=True)
     os.chown(folder, SOMEBODY, SOMEBODY)
@@ -70,7 +74,7 @@ def test_folder_that_a_team_shares(tmp_path: Path) -> None:
 @as_root
 @pytest.mark.parametrize("theirs", ["perf", "perf/run", "perf/run/steps"])
 def test_link_of_another_user(theirs: str, world: Path, tmp_path: Path) -> None:
-    """A link in the place of a folder is not followed: nothing is made where it leads."""
+    """A link in place of a folder is not followed, and its target stays unchanged."""
     target = tmp_path / "target"
     target.mkdir()
     link = world / theirs
@@ -87,7 +91,8 @@ def test_link_of_another_user(theirs: str, world: Path, tmp_path: Path) -> None:
 
 @as_root
 def test_folder_in_shared_memory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes first keeps us out of one place, not out of the other; of both, and that is said."""
+    """Another user who creates the folder first blocks one place and not the other. If both are
+    blocked, the error is reported."""
     places = [tmp_path / "shm", tmp_path / "tmp"]
     monkeypatch.setattr(directory, "_SHARED_MEMORY", places[0])
     monkeypatch.setattr(directory.tempfile, "gettempdir", lambda: str(places[1]))
@@ -107,7 +112,8 @@ def test_folder_in_shared_memory_of_another_user(tmp_path: Path, monkeypatch: py
 
 
 def test_files_are_made_anew(tmp_path: Path) -> None:
-    """What is written whole replaces a link, and never goes through it; a log that is a link is refused."""
+    """Files that are written at once replace a link without following it. A log that is a link is
+    refused."""
     victim, link = tmp_path / "victim", tmp_path / "report.partial"
     victim.write_text("mine")
     link.symlink_to(victim)
@@ -132,7 +138,7 @@ def test_log_of_another_user(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["../x", "/tmp/x", "..", "a/../../x", "\x1b[2J", "x\ny"])
 def test_run_id_is_no_path(where: str) -> None:
-    """The user's own, from whichever launcher: what is made of it is one folder's name."""
+    """A run id from any launcher becomes the name of a single folder."""
     found = detect({"TORCHLENS_PERF_RUN_ID": where}, lambda digest, origin: "claimed").run_id
 
     assert found == "claimed" or directory._RUN_ID.fullmatch(found)
@@ -140,14 +146,14 @@ def test_run_id_is_no_path(where: str) -> None:
 
 
 def test_claim_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim in shared memory that leads out of the folder is refused."""
+    """A claim in shared memory that points outside of the folder is refused."""
     monkeypatch.setattr(directory, "_claimed", lambda *_: "../../home/me")
     with pytest.raises(RunStoreError, match="is no run id"):
         directory.claim_run_id("digest", 1)
 
 
 def _within(timeout_s: float, work: Callable[[], object]) -> None:
-    """Fails where it blocks."""
+    """Fail if the work blocks."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -162,7 +168,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_fifos_keep_nobody_waiting(run: RunDirectory) -> None:
-    """In the place of each file that a sidecar or a report reads, or writes in the place of."""
+    """A FIFO in place of any file that a sidecar or a report reads or writes does not block."""
     places = [
         run.node_state(HOST), run.node_rings(HOST), run.node_log(HOST), run.spans / f"{HOST}-000001.parquet",
         run.captures / "one.request.json", run.node_state(HOST).with_suffix(".partial"), run.path / "some.ring",
@@ -193,7 +199,7 @@ def test_fifos_keep_nobody_waiting(run: RunDirectory) -> None:
 
 
 def test_report_of_a_run_of_fifos(run: RunDirectory) -> None:
-    """The command ends, with one line."""
+    """The command ends with one line."""
     os.mkfifo(run.node_state(HOST))
     command = [sys.executable, "-m", "torchlens_perf", "report", str(run.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -204,7 +210,7 @@ def test_report_of_a_run_of_fifos(run: RunDirectory) -> None:
 
 @as_root
 def test_sidecar_on_a_run_of_another_user(run: RunDirectory) -> None:
-    """Is refused, and leaves no lock on this node."""
+    """The run is refused, and no lock is left on this node."""
     for folder in [run.path, *run.path.iterdir()]:
         os.chown(folder, SOMEBODY, SOMEBODY)
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path)]
@@ -224,7 +230,7 @@ def _ask(run: RunDirectory, ranks: tuple[int, ...] = (0,), *, forced: bool = Fal
 
 @as_root
 def test_request_of_another_user(run: RunDirectory) -> None:
-    """It is not taken up, and noted."""
+    """The request is ignored, with a note."""
     _ask(run)
     os.chown(captures.request_path(run.captures, "one"), SOMEBODY, SOMEBODY)
     relay = CaptureRelay(run)
@@ -235,7 +241,7 @@ def test_request_of_another_user(run: RunDirectory) -> None:
 
 
 def test_requests_are_bounded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More ranks, or more bytes on the disk, than may be: the sidecar refuses it, whoever has written it."""
+    """The sidecar refuses requests with too many ranks or bytes on disk, whichever user wrote them."""
     many = tuple(range(MAX_RANKS + 1))
     relay = CaptureRelay(run)
     live = {rank: LiveRank(run.path / f"rank{rank}.ring", os.getpid(), 0, 10, refuses=True) for rank in many}
@@ -257,7 +263,7 @@ def test_requests_are_bounded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_made_is_removed_again(tmp_path: Path) -> None:
-    """A folder that is refused leaves none of those that were made for it."""
+    """If a folder is refused, the folders created for it are removed."""
     file = tmp_path / "run"
     file.write_text(json.dumps({}))
     with pytest.raises(OSError, match="Not a directory"):

@@ -1,4 +1,6 @@
-"""Who can read what a run leaves: nobody but its user, whatever the umask, or its group where that is asked for."""
+"""Only the user can read the files of a run, whatever the umask, or also the group if the user asks
+for it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from torchlens_perf.run.captures import Request
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import KINDS, Mailbox
 
-# Trains, and prints the modes of what lies in shared memory meanwhile, and of an out-of-memory table.
+# It trains and prints the modes of files in shared memory during the run, and of an out-of-memory table.
 _JOB = """
 import json, os, sys, time
 os.umask(int(sys.argv[3], 8))
@@ -48,7 +50,8 @@ print("local", json.dumps(found), umask)
 
 
 def _train(folder: Path, umask: str, share: str) -> tuple[dict[str, int], int]:
-    """A run in `folder`; the modes in shared memory while it ran, and the job's umask at its end."""
+    """Run a job in `folder`. Return the modes in shared memory during the run, and the job's umask
+    at its end."""
     done = run_warm([sys.executable, "-c", _JOB, str(folder / "torchlens-perf"), share, umask], folder)
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("local "))
@@ -57,7 +60,7 @@ def _train(folder: Path, umask: str, share: str) -> tuple[dict[str, int], int]:
 
 
 def _wrong(modes: dict[str, int], folders: int, files: int) -> dict[str, str]:
-    """Those that have another mode."""
+    """Return the paths with other modes."""
     return {
         name: f"{stat.S_IMODE(mode):04o}"
         for name, mode in modes.items()
@@ -70,7 +73,8 @@ def _wrong(modes: dict[str, int], folders: int, files: int) -> dict[str, str]:
     [("000", "off", 0o700, 0o600), ("002", "off", 0o700, 0o600), ("077", "group", 0o750, 0o640)],
 )
 def test_modes_of_a_run(umask: str, share: str, folders: int, files: int, tmp_path: Path) -> None:
-    """Folders, records, states, logs, tables and the report; what lies in shared memory is this user's alone."""
+    """Folders, records, states, logs, tables and the report have the right modes. Shared memory is
+    always private."""
     local, umask_after = _train(tmp_path, umask, share)
     (made,) = runs(tmp_path)
     wait_for_sidecar(made)
@@ -82,11 +86,11 @@ def test_modes_of_a_run(umask: str, share: str, folders: int, files: int, tmp_pa
     assert _wrong(modes, folders, files) == {}
     assert local
     assert _wrong(local, 0o700, 0o600) == {}
-    assert umask_after == int(umask, 8)  # the job's own is never touched
+    assert umask_after == int(umask, 8), "the job's umask must not change"
 
 
 def test_modes_of_captures(tmp_path: Path) -> None:
-    """The folder, a request, and a rank's files."""
+    """The folder, a request and a rank's files have the right modes."""
     made = make_run(tmp_path)
     before = os.umask(0)
     try:
@@ -104,7 +108,7 @@ def test_modes_of_captures(tmp_path: Path) -> None:
 
 
 def test_modes_of_the_mailbox_and_of_a_group(tmp_path: Path) -> None:
-    """Where a rank hears from the sidecar is never shared; a log in a shared folder is."""
+    """The mailbox from sidecar to rank is never shared. A log in a shared folder is."""
     before = os.umask(0)
     try:
         mailboxes = [Mailbox(tmp_path / "rank.ring", kind) for kind in KINDS]

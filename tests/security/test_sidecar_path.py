@@ -1,4 +1,4 @@
-"""Where the sidecar, whose working directory is /, finds the package and what it needs."""
+"""The module search path of the sidecar, whose working directory is /."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ with perf.watch(model, optimizer, dir=sys.argv[1], config=perf.Config(_exit_time
 
 @pytest.mark.parametrize("path", ["other:./package/", *long("package", ":other")])
 def test_relative_python_path(path: str, tmp_path: Path) -> None:
-    """As in `PYTHONPATH=src python train.py`, also where the job goes to another folder before it watches."""
+    """`PYTHONPATH=src python train.py` works, even if the job changes its directory before the
+    watch begins."""
     start = tmp_path if path != ":other" else tmp_path / "package"
     copied = shutil.copytree(ROOT / "torchlens_perf", tmp_path / "package" / "torchlens_perf")
     main = copied / "__main__.py"
@@ -44,7 +45,8 @@ def test_relative_python_path(path: str, tmp_path: Path) -> None:
 
 
 def test_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folders of this process, in their order. Of those that are not absolute, and of the script's, none."""
+    """The sidecar gets the folders of this process in order, without relative folders and that of
+    the script."""
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/script/train.py", raising=False)
     monkeypatch.setattr(sys, "path", ["/script", "", "src", "/x", *sys.path, "/x"])
@@ -57,7 +59,7 @@ def test_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_python_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Absolute, as Python has made it when it started, in the user's order."""
+    """PYTHONPATH has absolute folders, as resolved when Python started, in the user's order."""
     monkeypatch.setattr(sys, "path", ["/started/in/src", *sys.path])
     monkeypatch.setenv("PYTHONPATH", "src:/x")
 

@@ -1,4 +1,6 @@
-"""What the training process never does: unpickle, talk to others, handle signals, wait at its end, open a network."""
+"""Things that the training process never does: unpickle, communicate, handle signals, wait at its
+end, open sockets.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,13 @@ _COLLECTIVES = {
     "destroy_process_group", "gather", "init_process_group", "irecv", "isend", "monitored_barrier", "new_group", "recv",
     "reduce", "reduce_scatter", "scatter", "send", "TCPStore",
 }  # fmt: skip
-# By file, what it may use of them, and why.
+# The exceptions by file, with the reason.
 _ALLOWED = {
-    # Leaves the watch, bounded by the exit timeout; also in a process that multiprocessing has forked.
+    # Leaves the watch within the exit timeout, also in a process that multiprocessing has forked.
     "watch": {"atexit.register", "atexit.unregister", "multiprocessing.util.Finalize"},
-    # Shows a late report after an exception, bounded by the longest wait for it.
+    # Prints a late report after an exception, within the longest wait for it.
     "results.last_report": {"atexit.register", "atexit.unregister"},
-    # A line where nothing was recorded, of the user's program.
+    # Prints a line about the user's program if nothing was recorded.
     "hooks.loop.first_step": {"atexit.register", "atexit.unregister", "multiprocessing.parent_process"},
     "config": {"urllib.parse.parse_qsl", "urllib.parse.urlencode", "urllib.parse.urlsplit"},  # of a text
     "run.installation": {"urllib.parse.unquote", "urllib.parse.urlsplit"},  # of a text
@@ -44,7 +46,7 @@ _ALLOWED = {
     "run.identity": {"socket.gethostname"},  # opens nothing
     "run.place.node": {"socket.gethostname"},
     "run.ring": {"signal.SIGUSR2"},
-    # Loaded by OpenTelemetry's own tools alone, where the user runs them in the process.
+    # Loaded only by OpenTelemetry's own tools, if the user runs them in the process.
     "instrumentation.instrumentor": {"opentelemetry.instrumentation.instrumentor.BaseInstrumentor"},
     "instrumentation.resource_detector": {
         "opentelemetry.sdk.resources.Resource",
@@ -88,7 +90,8 @@ def _said(kind: str, folder: Path) -> tuple[set[str], list[object]]:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]:
-    """What a watched process has loaded at its end, and one without us; they do not differ in threads and signals."""
+    """Return the modules that a watched and an unwatched process have loaded at their end. Threads
+    and signals are equal."""
     folder = tmp_path_factory.mktemp("job")
     watched, process = _said("watched", folder)
     unwatched, process_without = _said("unwatched", folder)
@@ -99,7 +102,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]
 
 
 def _used(tree: ast.AST) -> Iterator[str]:
-    """What a file uses of the banned modules, threads and collectives, as "module.name"."""
+    """Yield the uses of banned modules, threads and collectives in a file, as "module.name"."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -114,7 +117,7 @@ def _used(tree: ast.AST) -> Iterator[str]:
             name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
             if name in _THREADS:
                 yield f"threading.{name}"
-            # A generator's send() is none: what is called must be torch.distributed's.
+            # A generator's send() is no communication: the call must be one of torch.distributed.
             owner = ast.unparse(function.value) if isinstance(function, ast.Attribute) else ""
             if name in _COLLECTIVES and (not owner or "dist" in owner):
                 yield f"dist.{name}"
@@ -133,7 +136,8 @@ def _found(modules: set[str]) -> dict[str, set[str]]:
 
 
 def test_source(loaded: tuple[set[str], set[str]]) -> None:
-    """Of the files for the training process, and of those that it has really loaded."""
+    """The files for the training process, and those that it has actually loaded, use nothing
+    banned."""
     prefix = "torchlens_perf."
     ours = {name.removeprefix(prefix) for name in loaded[0] if name.startswith(prefix)}
 
@@ -142,7 +146,7 @@ def test_source(loaded: tuple[set[str], set[str]]) -> None:
 
 
 def test_what_the_source_is_searched_for() -> None:
-    """The search finds what it is for."""
+    """The search finds all banned uses."""
     source = "\n".join([
         "import pickle, ssl as s", "from signal import signal", "import torch.distributed as dist", "import atexit",
         "pickle.loads(b'')", "s.create_default_context()", "dist.barrier()", "atexit.register(thread.join)",
@@ -155,8 +159,8 @@ def test_what_the_source_is_searched_for() -> None:
 
 
 def test_modules(loaded: tuple[set[str], set[str]]) -> None:
-    """A watched process has loaded no module for the network, for pickles or of the sidecar's that it would not have
-    without us. Torch loads some of the standard library's itself."""
+    """A watched process loads no further modules for networks, pickles or the sidecar. Torch itself
+    loads some of the standard library."""
     watched, unwatched = loaded
     more = watched - unwatched
     roots = {name.partition(".")[0] for name in more}
@@ -165,7 +169,7 @@ def test_modules(loaded: tuple[set[str], set[str]]) -> None:
     assert roots & (_NETWORK | _UNPICKLES | {"concurrent", "multiprocessing"}) == set()
     assert roots & {"msgspec", "pyarrow", "rich", "pynvml", "IPython", "pandas", "polars"} == set()
     assert {name for name in more if name.startswith(("torchlens_perf.sidecar", "torchlens_perf.exporters"))} == set()
-    # Of what shows results, what a watch has in any case: nobody has asked for any.
+    # Modules for results are loaded only as far as every watch needs them.
     shows = {name for name in watched if name.startswith("torchlens_perf.results.")}
     of_watch = ("last_report", "methods")
     assert shows == {f"torchlens_perf.results.{name}" for name in of_watch}

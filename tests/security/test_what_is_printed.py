@@ -1,4 +1,6 @@
-"""Nothing that is printed drives a terminal: hostile text in a node's state, in names of folders and of files."""
+"""No output controls a terminal: hostile text in a node's state and in names of folders and files
+is escaped.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def assert_harmless(text: str, width: int | None = None) -> None:
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A node's state as it is saved, of a rank with modules and sections."""
+    """Return the saved state of a node whose rank has modules and sections."""
     run = RunDirectory(tmp_path_factory.mktemp("state") / "run")
     fault = "constant:rank=1,share=0.3"
     _printed("simulate", "--ranks", "2", "--steps", "80", "--fault", fault, "--out", str(run.path))
@@ -57,7 +59,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def texts_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where texts are in a state."""
+    """Return the paths of all texts in a state."""
     if isinstance(value, str):
         return [path]
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -85,7 +87,8 @@ def _printed(*arguments: str) -> str:
 def test_state_of_a_node(
     data: st.DataObject, text: str, note: str, schema: str, state: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Any text of it, its notes, its schema: report, as text and as JSON, and capture's errors."""
+    """Texts, notes and schema of a state are escaped in the report, in its JSON and in the errors
+    of `capture`."""
     run = RunDirectory(tmp_path / "run")
     run.nodes.mkdir(parents=True, exist_ok=True)
     where = data.draw(st.sampled_from(texts_in(state)))
@@ -97,18 +100,18 @@ def test_state_of_a_node(
         assert_harmless(_printed("report", "--json", str(run.path)))
         assert_harmless(_printed("capture", str(run.path), "--rank", "0", "--timeout", "1"))
     run.node_state(HOST).write_text(json.dumps(value))
-    with contextlib.suppress(RunStoreError):  # as some texts are ranks, or numbers
+    with contextlib.suppress(RunStoreError):  # Some texts must be ranks or numbers.
         for color in (False, True):
             shown = render(run_report(run), str(run.path), columns=100, color=color)
             assert_harmless(re.sub(r"\x1b\[[0-9;]*m", "", shown) if color else shown, 100 + len(str(run.path)))
 
 
 def test_notes_and_names(state: dict[str, Any], tmp_path: Path) -> None:
-    """A report is made of them, and says all else."""
+    """The report is written in spite of hostile notes and names, and has everything else."""
     run = RunDirectory(tmp_path / "run")
     run.nodes.mkdir(parents=True)
     value = json.loads(json.dumps(state))
-    value["notes"] = [each for each in _HOSTILE if each != "\ud800"]  # which JSON does not have
+    value["notes"] = [each for each in _HOSTILE if each != "\ud800"]  # JSON cannot have a lone surrogate.
     for process in value["processes"].values():
         process["identity"]["program"] = "\x1b]8;;http://evil/\x1b\\train.py"
     run.node_state(HOST).write_text(json.dumps(value))
@@ -123,19 +126,19 @@ def test_notes_and_names(state: dict[str, Any], tmp_path: Path) -> None:
 @given(text=hostile)
 @settings(deadline=None, max_examples=25)
 def test_arguments(text: str) -> None:
-    """Names of runs, faults, and options, as somebody pastes them."""
+    """Names of runs, faults and options may be pasted text."""
     for arguments in (
         ["report", text], ["report", f"--{text}"], ["capture", text, "--rank", text], ["simulate", "--fault", text],
         ["simulate", "--topology", text], [text],
     ):  # fmt: skip
-        with contextlib.suppress(OSError, ValueError):  # a name that no system takes, or with a null
+        with contextlib.suppress(OSError, ValueError):  # The name may be invalid or contain a null byte.
             assert_harmless(_printed(*arguments))
 
 
 @given(text=hostile)
 @settings(deadline=None, max_examples=25)
 def test_outcome_of_a_capture(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What a rank says, of why and of what is missing, in the line of `capture` and of the report."""
+    """Texts from a rank are escaped in the output of `capture` and in the report."""
     from torchlens_perf.commands import capture
 
     run = make_run(tmp_path_factory.mktemp("capture"))
@@ -155,14 +158,14 @@ def test_outcome_of_a_capture(text: str, tmp_path_factory: pytest.TempPathFactor
 @given(text=hostile)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=10)
 def test_doctor(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings, and whatever a check finds."""
+    """Settings and findings are escaped."""
     found = [Check(2, text, text, text)]
     monkeypatch.setattr("torchlens_perf.commands.doctor.examine", lambda: iter(found))
     assert_harmless(_printed("doctor"))
 
 
 def test_printable() -> None:
-    """It is one line, and says the same where nothing is wrong."""
+    """The result is one line, and harmless text is unchanged."""
     assert printable("blocks.0.attn") == "blocks.0.attn"
     assert printable("größe 测试 \U0001f600") == "größe 测试 \U0001f600"
     assert printable("\x1b[31m\u202e\ud800\n") == "?[31m???"
