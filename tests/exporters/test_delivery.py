@@ -332,7 +332,7 @@ def test_pauses_grow_and_obey_the_endpoint(tmp_path: Path) -> None:
     sender.add(spans_of("a"))
     pauses = []
     for number in range(1, 10):
-        assert eventually(lambda number=number: sender._failed == number)  # type: ignore[misc]
+        assert eventually(lambda number=number: sender._total_failures == number)  # type: ignore[misc]
         pauses.append(sender._next_try_s - clock.now_s)
         if number == 8:
             endpoint.answer = later("busy", after_s=300)

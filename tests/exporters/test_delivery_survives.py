@@ -134,7 +134,7 @@ def test_halves_of_a_stored_request_are_stored(tmp_path: Path) -> None:
     assert whole is not None
     sender = Sender(Outbox(None, "n", "traces"), endpoint)
     sender.outbox = box
-    assert sender._judge(whole, endpoint.send(whole.items))
+    assert sender._process_result(whole, endpoint.send(whole.items))
     assert [names_on_disk(path) for path, _, _ in found(tmp_path, "traces")] == [["a"], ["b"]]
     assert box.waiting() == 2
     sender.outbox = Outbox(None, "n", "traces")

@@ -80,11 +80,11 @@ class RunSpan:
         found = []
         for run in attempts.values():
             parent = caller(run.identity.traceparent, run.identity.tracestate)
-            if parent is not None and self._takes(parent):
+            if parent is not None and self._is_sampled(parent):
                 found.append(_span(run, parent))
         return found
 
-    def _takes(self, parent: SpanContext) -> bool:
+    def _is_sampled(self, parent: SpanContext) -> bool:
         """Return True if the span is sampled. Like OpenTelemetry's default sampler, follow the caller's decision."""
         if not parent.trace_flags.sampled:
             return False

@@ -82,12 +82,12 @@ class SpanMaker:
         offset_ns = batch.anchor.unix_ns - batch.anchor.monotonic_ns
         for trace in batch.traces:
             in_trace = trace_id(batch.identity.run_id, batch.identity.attempt, trace.step)
-            if self._takes(in_trace, trace):
+            if self._is_sampled(in_trace, trace):
                 chosen = batch.chosen.get(trace.step)
                 found[trace.step] = rank.of(trace, in_trace, offset_ns, of_steps.get(trace.step, {}), chosen)
         return found
 
-    def _takes(self, in_trace: int, trace: StepTrace) -> bool:
+    def _is_sampled(self, in_trace: int, trace: StepTrace) -> bool:
         """Return True if OTEL_TRACES_SAMPLER samples the trace. All ranks decide the same, as it depends on the id."""
         if self._sampler is None:
             return True
@@ -130,12 +130,12 @@ class _RankSpans:
         times = trace.start_ns + offset_ns, trace.start_ns + offset_ns + trace.duration_ns
         found = []
         if rank == 0:
-            why = {**common, **_of_choice(chosen, self.identity.world_size)}
+            why = {**common, **_sampling_attributes(chosen, self.identity.world_size)}
             found.append(self._span(_root_name(trace), root, None, why, times, links=self._links))
         role = chosen.role(rank) if chosen is not None else ""
         if role is None:
             return found, in_trace, root.span_id
-        kept = _kept(trace.spans, chosen.max_spans if chosen is not None else 0)
+        kept = _longest_spans(trace.spans, chosen.max_spans if chosen is not None else 0)
         if role:
             of_step = {**of_step, semantics.RANK_BECAUSE: role}
         if kept is not None:
@@ -157,7 +157,7 @@ class _RankSpans:
             contexts.append(context)
             begin_ns = span.start_ns + offset_ns
             status = _ERROR if span.flags & Flag.EXCEPTION else _UNSET
-            attributes = {**common, **_of_span(span)}
+            attributes = {**common, **_span_attributes(span)}
             times = begin_ns, begin_ns + span.duration_ns
             found.append(self._span(span.name or span.kind, context, around, attributes, times, status))
         return found, in_trace, of_rank.span_id
@@ -172,7 +172,7 @@ class _RankSpans:
         )  # fmt: skip
 
 
-def _of_choice(chosen: TracedStep | None, world_size: int) -> dict[str, Any]:
+def _sampling_attributes(chosen: TracedStep | None, world_size: int) -> dict[str, Any]:
     """Return attributes of the root span: why the step is sent, and what is left out."""
     if chosen is None:
         return {}
@@ -185,14 +185,14 @@ def _of_choice(chosen: TracedStep | None, world_size: int) -> dict[str, Any]:
     }
 
 
-def _kept(spans: Sequence[Span], most: int) -> set[int] | None:
+def _longest_spans(spans: Sequence[Span], most: int) -> set[int] | None:
     """Return the ids of the `most` longest spans; None if all are sent. These explain most of the step."""
     if not most or len(spans) <= most:
         return None
     return {id(span) for span in sorted(spans, key=lambda span: (-span.duration_ns, span.start_ns))[:most]}
 
 
-def _of_span(span: Span) -> dict[str, Any]:
+def _span_attributes(span: Span) -> dict[str, Any]:
     """Return the attributes that depend on the kind of a span."""
     if span.kind == "device":
         return {semantics.SPAN_KIND: kind_name(span.value0), semantics.ON_DEVICE: True}

@@ -210,7 +210,7 @@ class Number:
         return Metric(self.name, self.description, self.unit, data)
 
 
-def _about(name: str, unit: str, description: str) -> tuple[str, str]:
+def _unit_and_description(name: str, unit: str, description: str) -> tuple[str, str]:
     known = _SENT.get(name)
     return (unit, description) if description or known is None else (known.unit, known.meaning)
 
@@ -263,7 +263,7 @@ class Meter:
     # semantics.py has unit and description of all metrics that are sent over OTLP.
 
     def create_histogram(self, name: str, unit: str = "", description: str = "") -> Histogram:
-        found = Histogram(self, name, *_about(name, unit, description))
+        found = Histogram(self, name, *_unit_and_description(name, unit, description))
         self._instruments.append(found)
         return found
 
@@ -290,7 +290,7 @@ class Meter:
         return self._number(name, unit, description, "updown", callbacks)
 
     def _number(self, name: str, unit: str, description: str, kind: str, callbacks: Sequence[Callback] = ()) -> Number:
-        found = Number(self, name, *_about(name, unit, description), kind)
+        found = Number(self, name, *_unit_and_description(name, unit, description), kind)
         found.callbacks = callbacks
         self._instruments.append(found)
         return found

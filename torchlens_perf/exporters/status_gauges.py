@@ -27,7 +27,7 @@ class StatusGauges:
         self._newest: Assessment | None = None
         self._hang_found_s = 0.0
         self._hangs_s: Mapping[Any, float] = {}
-        self._zeros: dict[tuple[str, Any], int] = {}  # zeros still to send, by gauge and key
+        self._pending_zeros: dict[tuple[str, Any], int] = {}  # zeros still to send, by gauge and key
         self._spread_s: Mapping[tuple[str, str], float] = {}
         for name, callback in (
             (semantics.STRAGGLER_COST, self._cost),
@@ -90,10 +90,10 @@ class StatusGauges:
     def _ending_with_zeros(self, gauge: str, values: Mapping[Any, float]) -> list[tuple[Any, float]]:
         """Return these points, and zeros for keys that were among them in recent exports."""
         with self._lock:
-            ended = [key for of, key in self._zeros if of == gauge and key not in values]
+            ended = [key for of, key in self._pending_zeros if of == gauge and key not in values]
             for key in ended:
-                self._zeros[gauge, key] -= 1
-                if not self._zeros[gauge, key]:
-                    del self._zeros[gauge, key]
-            self._zeros.update(((gauge, key), _ZERO_POINTS) for key in values)
+                self._pending_zeros[gauge, key] -= 1
+                if not self._pending_zeros[gauge, key]:
+                    del self._pending_zeros[gauge, key]
+            self._pending_zeros.update(((gauge, key), _ZERO_POINTS) for key in values)
             return [*values.items(), *((key, 0.0) for key in ended)][:MAX_COSTS]

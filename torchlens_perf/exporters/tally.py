@@ -126,7 +126,7 @@ def _pieces(metric: int, phase: str, sketch: Sketch) -> list[_Piece]:
 
 
 @dataclasses.dataclass
-class _Counted:
+class _NodeCounts:
     """The newest counts received from the sidecar of another node."""
 
     instance: int
@@ -147,7 +147,7 @@ class HandedOn:
     ) -> None:  # fmt: skip
         self._meter, self._histograms, self._counters, self._clock = meter, histograms, counters, clock
         self._began_s = clock()
-        self._nodes: dict[str, _Counted] = {}
+        self._nodes: dict[str, _NodeCounts] = {}
 
     @property
     def memory_bytes(self) -> int:
@@ -166,7 +166,7 @@ class HandedOn:
             return
         if counted is None or counted.instance != message.instance:  # A restarted sidecar counts from zero.
             is_earlier = counted is None and message.age_s > now_s - self._began_s + _PREDECESSOR_MARGIN_S
-            counted = _Counted(message.instance, now_s + _PREDECESSOR_MARGIN_S if is_earlier else float("-inf"))
+            counted = _NodeCounts(message.instance, now_s + _PREDECESSOR_MARGIN_S if is_earlier else float("-inf"))
             self._nodes[node] = counted
         counted.memory_bytes = message.memory_bytes
         others, before = now_s < counted.others_until_s, counted.numbers
@@ -181,7 +181,7 @@ class HandedOn:
             if each.metric < len(self._histograms) and message.explicit_bounds == (self._meter.bounds is not None):
                 self._add(counted, each, others=others)
 
-    def _add(self, counted: _Counted, piece: _Piece, *, others: bool) -> None:
+    def _add(self, counted: _NodeCounts, piece: _Piece, *, others: bool) -> None:
         """Add a piece. others: an earlier sidecar of node 0 has exported its counts if this is the first such piece."""
         series, place, first = (piece.metric, piece.phase), piece.first // _PIECE_BUCKETS, piece.first % _PIECE_BUCKETS
         counts = np.zeros(_PIECE_BUCKETS, np.int64)

@@ -37,21 +37,21 @@ class ObservedCalls(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         if error is None:
             self.answer = Answer(Outcome.DELIVERED, rejected=rejected(call.result().SerializeToString()))
             return call
-        self.answer = _failed(error)
+        self.answer = _classify(error)
         raise NotTakenError(self.answer.reason)
 
 
-def _failed(error: Any) -> Answer:
+def _classify(error: Any) -> Answer:
     code, details = error.code(), printable(error.details() or "")[:_MAX_REASON]
     reason = f"gRPC {code.name} {details}".strip()
     if code in _REFUSES:
         return Answer(Outcome.REFUSED, reason)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
         return Answer(Outcome.TOO_LARGE, reason)
-    return later(reason, _asked_wait_s(error))
+    return later(reason, _retry_delay_s(error))
 
 
-def _asked_wait_s(error: Any) -> float | None:
+def _retry_delay_s(error: Any) -> float | None:
     """Return the delay that a google.rpc.RetryInfo among the error's details asks for."""
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS:

@@ -46,10 +46,10 @@ class ObservedSession(requests.Session):
         self.answer: Answer | None = None
         """Result of the last request; None before the first."""
         self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._of_provider = _session_of(provider) if provider else None
+        self._provider_session = _load_provider_session(provider) if provider else None
         if not provider:
             self.auth = _authorize
-        session = self._of_provider or self
+        session = self._provider_session or self
         for prefix, adapter in list(session.adapters.items()):
             if type(adapter) is HTTPAdapter:  # Adapters that a user's provider has mounted are kept.
                 session.mount(prefix, _TrackingAdapter(self._connections))
@@ -63,7 +63,7 @@ class ObservedSession(requests.Session):
         with self._cut_after(timeout_s) as is_over:
             try:
                 with self._send(method, url, *arguments, **named) as response:
-                    answer = _answer(response, _content(response))
+                    answer = _classify(response, _read_body(response))
             except Exception as error:  # A session of a user's provider may raise anything.
                 answer = later(f"{type(error).__name__}: {error}")
             if is_over.is_set():  # Headers that were cut off by the shutdown look like a complete response.
@@ -74,7 +74,7 @@ class ObservedSession(requests.Session):
         return response
 
     def _send(self, *arguments: Any, **named: Any) -> requests.Response:
-        provided = self._of_provider
+        provided = self._provider_session
         if provided is None:
             return super().request(*arguments, **named)
         provided.verify, provided.cert = self.verify, self.cert
@@ -129,7 +129,7 @@ class _TrackingAdapter(HTTPAdapter):
         return pool
 
 
-def _content(response: requests.Response) -> bytes:
+def _read_body(response: requests.Response) -> bytes:
     """Return the start of the response body. A server at a wrong address may send any amount."""
     content = b""
     for piece in response.iter_content(_CHUNK_BYTES):
@@ -139,7 +139,7 @@ def _content(response: requests.Response) -> bytes:
     return content
 
 
-def _answer(response: requests.Response, content: bytes) -> Answer:
+def _classify(response: requests.Response, content: bytes) -> Answer:
     status = response.status_code
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if response.ok and not 300 <= status < 400:
@@ -180,7 +180,7 @@ def _authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
     return request
 
 
-def _session_of(provider: str) -> requests.Session:
+def _load_provider_session(provider: str) -> requests.Session:
     """Return the session that the user's credential provider creates."""
     for entry in importlib.metadata.entry_points(group=_PROVIDERS, name=provider):
         session = entry.load()()

@@ -97,9 +97,11 @@ def _spans(request: ExportTraceServiceRequest) -> Iterator[ReadableSpan]:
             for span in of_scope.spans:
                 context = _context(span.trace_id, span.span_id, 0, span.trace_state)
                 parent = _context(span.trace_id, span.parent_span_id, span.flags) if span.parent_span_id else None
-                links = [Link(_context(each.trace_id, each.span_id, each.flags), _plain(each)) for each in span.links]
+                links = [
+                    Link(_context(each.trace_id, each.span_id, each.flags), _attributes(each)) for each in span.links
+                ]
                 yield ReadableSpan(
-                    span.name, context, parent, resource, _plain(span), links=links,
+                    span.name, context, parent, resource, _attributes(span), links=links,
                     status=Status(StatusCode(span.status.code)), start_time=span.start_time_unix_nano,
                     end_time=span.end_time_unix_nano, instrumentation_scope=_scope(of_scope),
                 )  # fmt: skip
@@ -116,7 +118,7 @@ def _records(request: ExportLogsServiceRequest) -> Iterator[ReadableLogRecord]:
                     timestamp=each.time_unix_nano, observed_timestamp=each.observed_time_unix_nano,
                     context=in_span(_context(each.trace_id, each.span_id, 0)) if each.trace_id else None,
                     severity_text=each.severity_text, severity_number=SeverityNumber(each.severity_number),
-                    body=_value(each.body), attributes=_plain(each), event_name=each.event_name,
+                    body=_value(each.body), attributes=_attributes(each), event_name=each.event_name,
                 )  # fmt: skip
                 yield ReadableLogRecord(record, resource, _scope(of_scope))
 
@@ -146,30 +148,30 @@ def _metric(metric: Any) -> sdk.Metric:
     kind = metric.WhichOneof("data")
     made_of, points_of = _POINTS[kind]
     data = getattr(metric, kind)
-    points = [_alike(points_of, each) for each in data.data_points]
-    return sdk.Metric(metric.name, metric.description, metric.unit, _alike(made_of, data, data_points=points))
+    points = [_from_message(points_of, each) for each in data.data_points]
+    return sdk.Metric(metric.name, metric.description, metric.unit, _from_message(made_of, data, data_points=points))
 
 
-def _alike(kind: type, message: Any, **known: Any) -> Any:
+def _from_message(kind: type, message: Any, **known: Any) -> Any:
     """Return a dataclass of the SDK, filled from the message's fields of the same names."""
     fields = (field.name for field in dataclasses.fields(kind) if field.name not in known)
-    return kind(**known, **{name: _FIELDS.get(name, _as_it_is)(message, name) for name in fields})
+    return kind(**known, **{name: _FIELDS.get(name, _unchanged)(message, name) for name in fields})
 
 
-def _as_it_is(message: Any, name: str) -> Any:
+def _unchanged(message: Any, name: str) -> Any:
     found = getattr(message, name)
     return list(found) if isinstance(found, Sequence) else found
 
 
 _FIELDS: dict[str, Callable[[Any, str], Any]] = {
-    "attributes": lambda message, _: _plain(message),
+    "attributes": lambda message, _: _attributes(message),
     "filtered_attributes": lambda message, _: {},
     "value": lambda message, _: getattr(message, message.WhichOneof("value")),
-    "exemplars": lambda message, _: [_alike(Exemplar, each) for each in message.exemplars],
+    "exemplars": lambda message, _: [_from_message(Exemplar, each) for each in message.exemplars],
     "trace_id": lambda message, _: _number(message.trace_id),
     "span_id": lambda message, _: _number(message.span_id),
-    "positive": lambda message, _: _alike(sdk.Buckets, message.positive),
-    "negative": lambda message, _: _alike(sdk.Buckets, message.negative),
+    "positive": lambda message, _: _from_message(sdk.Buckets, message.positive),
+    "negative": lambda message, _: _from_message(sdk.Buckets, message.negative),
     "aggregation_temporality": lambda data, _: sdk.AggregationTemporality(data.aggregation_temporality),
 }
 
@@ -189,14 +191,14 @@ def _number(text: bytes) -> int:
 
 
 def _resource(of_resource: Any) -> Resource:
-    return Resource(_plain(of_resource.resource), of_resource.schema_url)
+    return Resource(_attributes(of_resource.resource), of_resource.schema_url)
 
 
 def _scope(of_scope: Any) -> InstrumentationScope:
     return InstrumentationScope(of_scope.scope.name, of_scope.scope.version)
 
 
-def _plain(holder: Any) -> dict[str, Any]:
+def _attributes(holder: Any) -> dict[str, Any]:
     return {each.key: _value(each.value) for each in holder.attributes}
 
 

@@ -145,7 +145,7 @@ class Outbox:
                 path.unlink(missing_ok=True)
         with self._arrived:
             if not self._requests and (everything or self._is_due()):
-                self._make_request()
+                self._form_request()
             return self._requests[0] if self._requests else None
 
     def remove(self, request: Request, parts: Sequence[Sequence[Item]] = ()) -> None:
@@ -154,7 +154,7 @@ class Outbox:
         Parts of a file are written to disk before the file is deleted, so nothing is lost if the process is killed."""
         smaller = [Request(part, size(part)) for part in parts]
         if request.path is not None:
-            smaller = [part for part in smaller if not self._is_kept(part)]
+            smaller = [part for part in smaller if not self._write_request(part)]
         with self._arrived:
             if request.path is not None:
                 path, _, size_bytes = self._files.popleft()
@@ -170,11 +170,11 @@ class Outbox:
             while True:
                 with self._arrived:
                     if not self._requests and (everything or self._is_due()):
-                        self._make_request()
+                        self._form_request()
                     if not self._requests:
                         return True
                     request = self._requests[0]
-                if self._folder is None or not self._is_kept(request):
+                if self._folder is None or not self._write_request(request):
                     return False
                 with self._arrived:
                     self._requests.popleft()
@@ -185,7 +185,7 @@ class Outbox:
     def _is_due(self) -> bool:
         return len(self._items) >= self._batch_items or self._clock() - self._oldest_item_s >= self._delay_s
 
-    def _make_request(self) -> None:
+    def _form_request(self) -> None:
         """Form a request from the oldest items. The caller holds the lock."""
         if self._items:
             taken = [self._items.popleft() for _ in range(min(self._batch_items, len(self._items)))]
@@ -194,18 +194,18 @@ class Outbox:
             self._oldest_item_s = self._clock() if self._items else math.inf
             self._requests.append(Request(taken, count))
 
-    def _is_kept(self, request: Request) -> bool:
+    def _write_request(self, request: Request) -> bool:
         """Write the request to disk. Return True if that succeeded."""
         try:
             body = encode(self.signal, request.items)
-            path = self._written(body, request.count)
+            path = self._write_file(body, request.count)
         except OSError:
             return False
         with self._arrived:
             self._add_file(path, request.count, len(body))
         return True
 
-    def _written(self, body: bytes, count: int) -> Path:
+    def _write_file(self, body: bytes, count: int) -> Path:
         if self._folder is None:
             raise OSError("there is no disk")
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ class Sender:
         """Items added, delivered, rejected in delivered requests, and in requests refused for good."""
         self.put = outbox.waiting()  # items left by an earlier process
         self._changed = threading.Condition()
-        self._closing = self._ended = self._left = False
+        self._closing = self._ended = self._written_by_close = False
         self._next_try_s = 0.0
         self._consecutive_failures = 0
         self._total_failures = 0
@@ -108,10 +108,10 @@ class Sender:
         """Deliver the remaining items within the timeout, and write the rest to disk."""
         self.begin_closing()
         if not _in_slices(self._has_ended, timeout_s):
-            self._left = True
+            self._written_by_close = True
             logger.warning("the OTLP endpoint did not take all %s within %g s", self.signal, timeout_s)
         self._collect(True)
-        self._keep()
+        self._write_undelivered()
 
     def _has_ended(self, within_s: float) -> bool:
         self._thread.join(within_s)
@@ -124,7 +124,7 @@ class Sender:
                     pass
             finally:
                 self._collect(True)  # Items may have arrived during the last attempt.
-                self._keep()
+                self._write_undelivered()
                 with self._changed:
                     self._ended = True
                     self._changed.notify_all()
@@ -135,7 +135,7 @@ class Sender:
         final = self._closing
         due_s = min(self._collect(final), self.outbox.due_s() or _IDLE_S)
         if self._consecutive_failures and not self._closing:
-            self._keep(everything=False)
+            self._write_undelivered(everything=False)
         pause_s = self._next_try_s - self._clock()
         if pause_s > 0 and not self._closing:
             with self._changed:
@@ -149,7 +149,7 @@ class Sender:
             if not final:
                 self.outbox.wait(min(due_s, _IDLE_S))
             return not final
-        return self._judge(request, self._answer(request)) or not self._closing
+        return self._process_result(request, self._answer(request)) or not self._closing
 
     def _answer(self, request: Request) -> Answer:
         """Send once. An unexpected exception may not recur, and must not end the thread: it means a retry."""
@@ -158,9 +158,9 @@ class Sender:
         except Exception as error:
             return later(f"{type(error).__name__}: {error}")
 
-    def _judge(self, request: Request, answer: Answer) -> bool:
+    def _process_result(self, request: Request, answer: Answer) -> bool:
         """Process the result of a request. Return False if it has to be retried later."""
-        if self._left:  # close() timed out and has written the request to disk.
+        if self._written_by_close:  # close() timed out and has written the request to disk.
             return False
         if answer.outcome is Outcome.LATER:
             self._consecutive_failures += 1
@@ -191,7 +191,7 @@ class Sender:
             self._changed.notify_all()
         return True
 
-    def _keep(self, *, everything: bool = True) -> None:
+    def _write_undelivered(self, *, everything: bool = True) -> None:
         if not self.outbox.to_disk(everything=everything):
             self._log_failure("what waits cannot be written to the run directory, and stays in memory")
 

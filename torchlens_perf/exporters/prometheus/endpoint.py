@@ -107,16 +107,16 @@ class Endpoint:
                     time.sleep(0.1)  # The process may be out of file descriptors for a while.
                 continue
             with connection, contextlib.suppress(OSError), guard("answering a scrape"):
-                self._attend(connection)
+                self._handle(connection)
 
-    def _attend(self, connection: socket.socket) -> None:
+    def _handle(self, connection: socket.socket) -> None:
         began_s = time.monotonic()
-        head = _head(connection, began_s + self._request_timeout_s)
+        head = _read_head(connection, began_s + self._request_timeout_s)
         if not head:
             return
         connection.settimeout(self._answer_timeout_s)  # For sendall() this limits the whole transfer.
-        method, path, headers = _parsed(head)
-        status, answer = self._found(method, path, headers)
+        method, path, headers = _parse_head(head)
+        status, answer = self._respond(method, path, headers)
         lines = [
             f"HTTP/1.1 {status.value} {status.phrase}",
             f"Content-Type: {answer.content_type}",
@@ -129,7 +129,7 @@ class Endpoint:
         if status is HTTPStatus.OK:
             self.scrapes = [*self.scrapes[-1:], began_s]
 
-    def _found(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[HTTPStatus, Answer]:
+    def _respond(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[HTTPStatus, Answer]:
         if method not in ("GET", "HEAD"):
             return HTTPStatus.METHOD_NOT_ALLOWED, _text("GET /metrics\n")
         if self.address.is_loopback and not _names_loopback(headers.get("host", "")):
@@ -142,7 +142,7 @@ class Endpoint:
         return HTTPStatus.INTERNAL_SERVER_ERROR, _text("The sidecar's log says why.\n")
 
 
-def _head(connection: socket.socket, deadline_s: float) -> bytes:
+def _read_head(connection: socket.socket, deadline_s: float) -> bytes:
     """Return the request line and headers; b"" if they are late or too long."""
     found = b""
     while b"\r\n\r\n" not in found:
@@ -157,7 +157,7 @@ def _head(connection: socket.socket, deadline_s: float) -> bytes:
     return found.partition(b"\r\n\r\n")[0]
 
 
-def _parsed(head: bytes) -> tuple[str, str, dict[str, str]]:
+def _parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
     """Return the method, the path, and the headers by lower-case name."""
     first, *lines = head.decode("latin-1").split("\r\n")
     method, _, rest = first.partition(" ")
