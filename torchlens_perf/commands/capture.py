@@ -54,7 +54,7 @@ def add_command(commands: Any) -> None:
 
 
 def capture(options: argparse.Namespace) -> int:
-    """Run the command. Return 0 if all ranks wrote a trace. Raises ConfigError or RunStoreError if rejected."""
+    """Run the command. Return 0 if all ranks wrote a trace. Raises ConfigError or RunStoreError."""
     from torchlens_perf.run.directory import RunDirectory
 
     run = RunDirectory(options.run_dir.absolute())
@@ -66,7 +66,7 @@ def capture(options: argparse.Namespace) -> int:
 
 
 def _ask(run: RunDirectory, options: argparse.Namespace) -> Request:
-    """Write the request once the sidecar has read the first steps. Raises ConfigError or RunStoreError."""
+    """Write the request, once the sidecar has read steps. Raises ConfigError or RunStoreError."""
     from torchlens_perf.serve.captures import NotReadYetError, ask_capture
 
     deadline_s = time.monotonic() + (0.0 if options.no_wait else options.timeout)

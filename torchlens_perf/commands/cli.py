@@ -71,12 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(_version())
             return 0
         if arguments[0] == "run" and arguments[1:2] not in (["-h"], ["--help"]):
-            run_command.run(arguments[1:])  # argparse must not parse the rest, which is Python's command line.
+            run_command.run(arguments[1:])  # The rest is Python's command line, not argparse's.
         parser = _parser()
         if not arguments[0].startswith("-") and arguments[0] not in (*_NAMES, results.NAME):
             raise ConfigError(_unknown_command(arguments[0]))
         options = parser.parse_args(arguments)
-        if is_program and options.command is not _doctor:  # If pandas is hidden, torch cannot import Dynamo.
+        if is_program and options.command is not _doctor:  # torch needs pandas to import Dynamo.
             hide_pandas()
         result: int = options.command(options)
         return result
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("torchlens-perf: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # `torchlens-perf report | head` has closed the pipe. Python would raise again when it flushes stdout.
+        # `torchlens-perf report | head` closed the pipe. Python would raise again when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -129,7 +129,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}{'' if message.endswith(('.', '?')) else '.'} See `{self.prog} --help`")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments. Raise ConfigError for unknown ones here, as only the subparser can suggest its options."""
+        """Parse arguments. Raise ConfigError for unknown ones, with a suggestion of this parser."""
         found, rest = super().parse_known_args(args, namespace)
         if rest and rest[0].startswith("-"):
             options = re.findall(r"--[a-z][a-z-]*", self.format_usage())

@@ -24,7 +24,7 @@ def add_command(commands: Any) -> None:
 
 
 def deploy_files(options: argparse.Namespace) -> int:
-    """Run the command. Raises TorchlensPerfError if a file cannot be written or was changed by the user."""
+    """Run the command. Raises TorchlensPerfError for changed files and if writing fails."""
     shipped = {path.relative_to(_SHIPPED): path.read_bytes() for path in sorted(_SHIPPED.rglob("*")) if path.is_file()}
     try:
         changed = [path for path, content in shipped.items() if _is_changed(options.out / path, content)]

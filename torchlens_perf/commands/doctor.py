@@ -46,7 +46,7 @@ class Check:
 
 
 def summary(checks: Sequence[Check]) -> Iterator[str]:
-    """Yield lines about what a run records here, with one line for each problem and one for its remedy."""
+    """Yield lines about what a run records here, and each problem with its remedy."""
     by_subject = {check.subject: check for check in checks}
 
     def finding(subject: str) -> str:
@@ -75,7 +75,7 @@ def _line(label: str, text: str) -> str:
 
 
 def examine() -> Iterator[Check]:
-    """Yield all checks in order. This imports torch, starts no process and leaves no files behind."""
+    """Yield all checks in order. This imports torch and leaves no process or file behind."""
     checks = (
         _platform, _native, _torch, telemetry, _tap, _nccl, _autoload, _settings, _ring_place, _run_directory, _export,
         _stacks, _tools,
@@ -232,7 +232,7 @@ def _cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
         remedy = f"{install_command('cuda13')} (CUDA 12: [cuda12])"
         yield Check(LIMITED, "device sections", "not timed: CuPy is missing", remedy)
     else:
-        driver.Driver()  # If the driver cannot be loaded, this raises, and examine() yields a BROKEN check.
+        driver.Driver()  # If this raises, examine() yields a BROKEN check.
         finding = "CuPy compiles the kernels at their first use"
         yield Check(OK, "device sections", finding, records="device sections")
 
@@ -344,7 +344,7 @@ def _export() -> Iterator[Check]:
 
 
 def _stacks() -> Iterator[Check]:
-    """Check that a sidecar can read the Python stacks of ranks, by reading the stack of this process."""
+    """Check that a sidecar can read Python stacks, by reading the stack of this process."""
     from torchlens_perf.run import tracer
     from torchlens_perf.sidecar.host.stacks import python_stack
 

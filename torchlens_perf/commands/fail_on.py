@@ -1,4 +1,4 @@
-"""`report --fail-on`: an exit code that depends on verdicts, and on whether there is enough data for them."""
+"""`report --fail-on`: an exit code that depends on verdicts and on the available data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Report, VerdictRow
 
 FOUND, UNKNOWN = 1, 3
-"""Exit codes: FOUND if a requested verdict holds, UNKNOWN if the run has too little data for one of them."""
+"""Exit codes: a requested verdict holds; the run has too little data for one of them."""
 _STOPS_THE_JOB = {"hang": "hang", "crash": "died", "out-of-memory": "out_of_memory"}
 _LIMITS_THE_STEP = {
     "data-bound": "data_bound",
@@ -43,7 +43,7 @@ def names(text: str) -> list[str]:
 
 
 def exit_code(asked: Iterable[str], report: Report, states: Sequence[NodeState]) -> tuple[int, str]:
-    """Return 0, FOUND or UNKNOWN, and a line with the reason. states: the states of the report's nodes."""
+    """Return 0, FOUND or UNKNOWN, and a line with the reason. states: of the report's nodes."""
     asked = list(dict.fromkeys(asked))
     findings = max((state.findings for state in states), key=lambda each: each.compared)
     found = [name for name in asked if any(_is_verdict(row, KINDS[name]) for row in report["verdicts"])]
@@ -66,7 +66,7 @@ def _is_verdict(row: VerdictRow, kind: str) -> bool:
 
 
 def _why_unknown(name: str, report: Report, findings: Findings) -> str:
-    """Return why a missing verdict is inconclusive, or "" if it means that there is no such problem."""
+    """Return why a missing verdict is inconclusive, or "" if there is no such problem."""
     from torchlens_perf.verdicts.words.evidence import NotComparedEvidence
 
     steps, rows = report["steps"], report["verdicts"]

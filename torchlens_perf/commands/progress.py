@@ -101,7 +101,7 @@ class Progress:
         from rich.console import Console
 
         class StillCursor(Console):
-            """A console that never hides the cursor, which would stay hidden if the process were killed."""
+            """A console that does not hide the cursor, which a killed process could not restore."""
 
             def show_cursor(self, show: bool = True) -> bool:
                 return False

@@ -1,4 +1,4 @@
-"""`torchlens-perf results RUN_DIR WHAT`: an internal command by which a watch reads its results (results/)."""
+"""`torchlens-perf results RUN_DIR WHAT`: an internal command for the results of a watch."""
 
 from __future__ import annotations
 

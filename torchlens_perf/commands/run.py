@@ -24,7 +24,7 @@ from torchlens_perf.output import say
 from torchlens_perf.run import children
 from torchlens_perf.startup import sitecustomize
 
-# One argument with short options: flags, then optionally one whose value is the rest, or else the next argument.
+# One argument with short options: flags, then optionally one whose value is the rest or next.
 _SHORT_OPTIONS = re.compile(r"-([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
 _QUIET = "--quiet"  # It cannot be confused with an option of Python, which has none of this name.
 _LONG_WITH_VALUE = "--check-hash-based-pycs"
@@ -33,7 +33,7 @@ _NO_SITECUSTOMIZE = re.compile(r"-[^-WX]*[EIS]")
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by a recorded `python ARGUMENTS`. Raises ConfigError if that is not possible."""
+    """Replace this process by a recorded `python ARGUMENTS`. Raises ConfigError if it fails."""
     quiet = list(arguments[:1]) == [_QUIET]
     arguments = arguments[quiet:]
     if not arguments or list(arguments) == ["-m"]:
@@ -111,7 +111,7 @@ def environment_at_start() -> dict[str, str]:
 
 
 def _switch_on(environment: dict[str, str], options: Sequence[str], *, quiet: bool) -> None:
-    """Change the environment so that Python with these options records. quiet: print no report at the end."""
+    """Change the environment so that Python with these options records. quiet: no report."""
     if quiet:
         environment.setdefault(f"{config.ENVIRONMENT_PREFIX}REPORT", "quiet")
     try:
@@ -138,5 +138,5 @@ def _switch_on(environment: dict[str, str], options: Sequence[str], *, quiet: bo
 
 
 def _say_off(environment: Mapping[str, str], reason: str) -> None:
-    if environment.get("LOCAL_RANK", "0") == "0":  # Print the line once per node, not once per rank.
+    if environment.get("LOCAL_RANK", "0") == "0":  # Print once per node.
         say(f"torchlens_perf is off: {printable(reason)}\n")

@@ -64,7 +64,7 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def _folder(path: Path | None) -> str:
-    """Return the folder of runs: `path`, or else where runs are recorded. Raises ConfigError if it is missing."""
+    """Return the folder of runs, by default where runs are recorded. Raises ConfigError."""
     from torchlens_perf.config import Config
 
     folder = Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir)) if path is None else path

@@ -98,7 +98,7 @@ def simulate(options: argparse.Namespace) -> int:
     if options.rows and (options.device or options.launch_bound):
         raise ConfigError("--rows has no devices: leave out --rows, or --device and --launch-bound")
     if options.launch_bound:
-        Hosts(simulation.topology)  # It raises if launch-bound steps cannot be simulated for this topology.
+        Hosts(simulation.topology)  # It raises for an unsupported topology.
     if options.rows and options.out is not None:
         raise ConfigError("--rows writes no files: leave out --rows or --out")
     if options.rows:
@@ -218,7 +218,7 @@ def _read_as_it_is_written(
     # The run begins in the past, so that none of its timestamps is in the future.
     begin_unix_ns = time.time_ns() - math.ceil(1.5 * steps * simulation.work_ns)
     ranks = [
-        # All ranks of a sidecar share a monotonic clock, by which it matches the records of a collective.
+        # All ranks of a sidecar share a monotonic clock, by which collectives are matched.
         SimulatedRank(run, host, topology, rank, Anchor(10**12, begin_unix_ns, 0), note, device)
         for rank in range(topology.ranks)
     ]
@@ -232,7 +232,7 @@ def _read_as_it_is_written(
         sidecar.judge(time.monotonic())
         sidecar.export()
         if exporter is not None:
-            exporter.wait_for_room(_FLUSH_TIMEOUT_S)  # Steps come faster than in a real run and would fill the outbox.
+            exporter.wait_for_room(_FLUSH_TIMEOUT_S)  # Steps come faster than in a real run.
         if sidecar.records.unkept_records >= _MAX_UNKEPT_RECORDS:
             sidecar.keep()
         advanced(part.first_step + len(part), steps)

@@ -75,8 +75,8 @@ def build_in_background(name: str) -> Path:
 
 
 def _what_builds(places: Sequence[Path]) -> tuple[list[str], Path]:
-    """Return the compiler's command and the folder, which is created if needed. Raises BuildError."""
-    if not recorder.NATIVE:  # The tap needs the native recorder, which is missing or cannot be loaded.
+    """Return the compiler's command and the folder, created if needed. Raises BuildError."""
+    if not recorder.NATIVE:  # The tap needs the native recorder.
         raise BuildError(tap_requirements.NO_RECORDER)
     return compiler_command(), place_to_build(places, make=True)
 
@@ -150,7 +150,7 @@ def _unfinished(place: Path) -> Iterator[Path]:
 
 def _run(command: list[str], folder: Path, timeout_s: float | None) -> None:
     """Run the compiler with its temporary files in the folder. Raises BuildError."""
-    # _first_error() searches the output for the word "error", so the compiler must not translate its messages.
+    # _first_error() searches for "error", so the compiler must not translate its messages.
     environ = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}
     said = folder / "said"
     with open(said, "wb") as output:
@@ -184,7 +184,7 @@ def _first_error(said: str, status: int) -> str:
 
 
 def _publish(built: Path, tap: Path) -> None:
-    """Rename the finished file into place. It is synced first: after a power loss, a file with holes causes SIGBUS."""
+    """Sync and rename the finished file: a file with holes after a power loss causes SIGBUS."""
     built.chmod(0o755)
     with open(built, "rb") as file:
         os.fsync(file.fileno())

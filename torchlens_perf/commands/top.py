@@ -40,7 +40,7 @@ def add_command(commands: Any) -> None:
 
 
 def top(options: argparse.Namespace) -> int:
-    """Run the command. Raises RunStoreError if --once finds no run, and TorchlensPerfError without Textual."""
+    """Run the command. Raises RunStoreError without a run, TorchlensPerfError without Textual."""
     from torchlens_perf.top.text import Terminal, of_environment
 
     terminal = of_environment()

@@ -1,4 +1,4 @@
-"""The interface of exporters, which send finished steps out of the sidecar (never out of a training process)."""
+"""The interface of exporters, which run in the sidecar, never in a training process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ExportBatch:
     steps: StepTable
     traces: tuple[StepTrace, ...]
     device_ns: Mapping[str, npt.NDArray[np.int64]] = dataclasses.field(default_factory=dict)
-    """Device times by phase, received since the last batch. They belong to these steps or to earlier ones."""
+    """Device times by phase, received since the last batch, of these or of earlier steps."""
     memory: MemoryReading | None = None
     """The latest reading of the device's allocator; None if there was no reading since the last batch."""
     again: bool = False
@@ -50,7 +50,7 @@ class Part(enum.Enum):
     """The set of ranks that a sidecar's aggregated metrics describe."""
 
     WHOLE = "whole"
-    """The whole job: this sidecar reads all its ranks, or other sidecars forward their sums to it."""
+    """The whole job: this sidecar reads all ranks, or receives the sums of other nodes."""
     HANDS_ON = "hands on"
     """No ranks: the sums are forwarded to the sidecar of node 0, which sends them."""
     ALONE = "alone"
@@ -69,7 +69,7 @@ class JobPart:
     standing: frozenset[int] | None = None
     """Slow ranks that get series of their own; None: the ranks that this sidecar finds slow."""
     spread_s: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
-    """Quantiles over the job's ranks, keyed by "work" or "wait" time of a step and quantile name."""
+    """Quantiles over the job's ranks, by "work" or "wait" of a step and name of the quantile."""
     tallies: Sequence[tuple[str, bytes]] = ()
     """Messages that other nodes forwarded since the last call, as (node name, payload)."""
     left_out: int = 0
@@ -78,7 +78,7 @@ class JobPart:
 
 @dataclasses.dataclass(frozen=True)
 class Assessment:
-    """The problems that a sidecar finds at this moment, and the changes since the last assessment."""
+    """The problems that a sidecar finds now, and the changes since the last assessment."""
 
     identity: Identity
     """Identity of any process of the node, in the attempt that was assessed."""
@@ -87,7 +87,7 @@ class Assessment:
     """None while the job finishes steps."""
     alerts: tuple[Alert, ...]
     whole_job: bool = True
-    """True if this sidecar compares all ranks of the job. Otherwise the findings cover this node's ranks only."""
+    """True if the sidecar compares all ranks of the job, False if only those of this node."""
     ended: bool = False
     """True if all processes of the node have ended."""
 
@@ -97,13 +97,13 @@ UNDELIVERED = "OTLP: "
 
 
 class Exporter(Protocol):
-    """A receiver of steps, assessments and hardware samples. Called on the sidecar's main thread."""
+    """A receiver of steps, assessments and hardware samples, on the sidecar's main thread."""
 
     def export(self, batch: ExportBatch) -> None:
         """Accept a batch without waiting for its delivery. Count what cannot be delivered."""
 
     def on_assessment(self, assessment: Assessment) -> None:
-        """Accept an assessment, without waiting. Called in every round of the sidecar, after the batches."""
+        """Accept an assessment without waiting. Called in every round, after the batches."""
 
     def measured(self, identity: Identity, hardware: Hardware) -> None:
         """Accept new samples of GPUs and network ports. identity: of any process of the node."""
@@ -115,21 +115,21 @@ class Exporter(Protocol):
         """
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait up to about `timeout_s` until little is left to deliver. Return True if the endpoint accepts data."""
+        """Wait about `timeout_s` until little is left. Return True if data is accepted."""
 
     def shutdown(self, timeout_s: float) -> list[str]:
-        """Stop within about `timeout_s`. Return notes for the report: what was not delivered, and why."""
+        """Stop within about `timeout_s`. Return notes for the report about undelivered data."""
 
 
 # At most this many slow ranks of a large job have metric series of their own.
 MAX_STANDING = 16
 MAX_TALLY_BYTES = 1000
-# Forwarded metric messages begin with this byte. Rank summaries never do (sidecar/nodes/summary.py).
+# Forwarded metrics begin with this byte, which rank summaries never do (nodes/summary.py).
 TALLY_MARK = b"\xf1"
 
 
 def traced_steps(steps: list[int], every: int) -> set[int]:
-    """Return the steps that are traced because of their number: the first steps, and one in `every` unless it is 0."""
+    """Return the first steps and one in `every`, which are traced because of their number."""
     return {step for step in steps if reason(step, every)}
 
 
@@ -141,7 +141,7 @@ def export_batch(
     traced: Collection[int] = (),
     chosen: Mapping[int, TracedStep] | None = None,
 ) -> ExportBatch:
-    """Build a batch from the `records` of the complete steps in `steps`. traced: steps to send as traces."""
+    """Build a batch from `records` of the complete steps `steps`. traced: steps to trace."""
     traces = step_traces(records, names, set(traced)) if traced else []
     device_ns, memory = phase_durations_ns(records), newest_reading(records, names)
     return ExportBatch(

@@ -1,4 +1,4 @@
-"""An exporter that stores everything in memory, like the SDK's in-memory exporters: for tests and as an example."""
+"""An exporter that keeps everything in memory, for tests and as an example."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class InMemoryExporter:
 
     def __init__(self) -> None:
         self.batches: list[ExportBatch] = []
-        self.traced: list[ExportBatch] = []  # batches with `again` set, which add traces to earlier steps
+        self.traced: list[ExportBatch] = []  # batches that add traces to earlier steps
         self.alerts: list[Alert] = []
         self.hardware: list[Hardware] = []
         self.assessment: Assessment | None = None

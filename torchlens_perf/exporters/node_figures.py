@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState
 
 MAX_ALERTS = 32
-MAX_RANKS = 8  # ranks with figures of their own, in jobs that are too large for figures of all ranks
+MAX_RANKS = 8  # ranks with figures of their own in a large job
 _LARGEST_SMALL_JOB = most_ranks(JobPart().max_series)
 _OWN_TIME_WINDOW = 32
 _HOW_PROCESSES_END = ("closed", "died")
@@ -82,7 +82,7 @@ def _collectives_by_operation(join: CollectiveJoin) -> dict[str, Points]:
 
 
 def _collectives_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
-    """Return the waits of this node's ranks, and lags in process groups whose ranks are all on this node."""
+    """Return the waits of this node's ranks, and the lags in groups that lie on this node."""
     compared: dict[int, int] = {}
     last: dict[int, int] = {}
     lag_ns: dict[int, int] = {}
@@ -109,7 +109,7 @@ def _collectives_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
 
 
 class OwnTimes:
-    """The recent own times of this node's slowest and fastest rank. Used on the sidecar's thread."""
+    """Recent own times of this node's slowest and fastest rank, for the sidecar's thread."""
 
     def __init__(self) -> None:
         self._newest_ns: dict[int, deque[int]] = {}
@@ -135,7 +135,7 @@ def open_alerts(state: NodeState, run_id: str) -> dict[str, Points]:
 
 
 def _labels(alert: Alert) -> Labels:
-    """Return the labels of an alert. Its sentence is left out: it changes, and each change would be a new series."""
+    """Return the labels of an alert, without its sentence: each change makes a new series."""
     of_hang = alert.kind == "hang"
     return _known(
         {
@@ -199,7 +199,7 @@ _INSTRUMENTS = (
 
 
 def create_instruments(meter: Meter, points: Callable[[str], Points]) -> None:
-    """Create the node's instruments. points: returns the points of a metric, on the collecting thread."""
+    """Create the node's instruments. points: returns the current points of a metric."""
     create = {
         "gauge": meter.create_observable_gauge,
         "counter": meter.create_observable_counter,

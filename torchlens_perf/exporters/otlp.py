@@ -1,4 +1,4 @@
-"""The OTLP exporter: it converts steps and alerts to the SDK's spans, metrics and log records. Sidecar only."""
+"""The OTLP exporter: it converts steps and alerts to the SDK's types. Sidecar only."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OtlpExporter:
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """signals: the enabled signals by name. Raises ValueError if the configured sampler is invalid."""
+        """signals: the enabled signals by name. Raises ValueError if the sampler is invalid."""
         self._clock = clock
         self._resource: Resource | None = None
         self._spans = SpanMaker(environ) if "traces" in signals else None
@@ -67,7 +67,7 @@ class OtlpExporter:
         for name, signal in signals.items():
             collect = self._collect_metrics if name == "metrics" else _nothing
             self._senders[name] = Sender(signal.outbox, signal.transport, collect, clock)
-        self._traced: dict[tuple[int, int], TracedStep | None] = {}  # keyed by (attempt, step), oldest first
+        self._traced: dict[tuple[int, int], TracedStep | None] = {}  # by (attempt, step)
         self.spans_sent: Mapping[int, tuple[int, int]] = {}
         """Ids of the trace and of the rank's span, by traced step of the last batch."""
 
@@ -115,7 +115,7 @@ class OtlpExporter:
                 self._metrics.measured(hardware)
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait until little is left to deliver or an attempt fails. Return True if the endpoint accepts data."""
+        """Wait until little is left or an attempt fails. Return True if data is accepted."""
         deadline_s = self._clock() + timeout_s
         taken = True
         for sender in self._senders.values():
@@ -146,7 +146,7 @@ class OtlpExporter:
         return self._resource
 
     def _collect_metrics(self, everything: bool) -> float:
-        """Add metrics that are due; return the seconds to the next export. On the sender's or closing thread."""
+        """Add metrics that are due. Return the seconds until the next export."""
         if self._last_metrics_sent:
             return math.inf
         self._last_metrics_sent = everything
@@ -160,7 +160,7 @@ class OtlpExporter:
         return left_s
 
     def _traced_step(self, alert: Alert) -> int | None:
-        """Return the first traced step in which the suspect was slow. All ranks send the same steps."""
+        """Return the first traced step, the same on all ranks, in which the suspect was slow."""
         if alert.duration_s is not None:  # The step of a hang has not ended, so it has no span.
             return None
         steps = (

@@ -22,7 +22,7 @@ _KIND_OF_HANG = "hang"
 
 
 def log_record(alert: Alert, run_id: str, traced_step: int | None, resource: Resource) -> ReadableLogRecord:
-    """Return the log record of an alert. traced_step: a step of the alert that was sent as spans, to link to."""
+    """Return the log record of an alert. traced_step: one of its steps, to link to."""
     context = None
     if traced_step is not None and alert.rank is not None:
         # Another node may send the suspect's span. Its ids are the same on all nodes.

@@ -25,7 +25,7 @@ class _Metric(NamedTuple):
     field: str
     more: Mapping[str, str] = {}  # further attributes
     mean: bool = False
-    """True for gauges that change faster than they are exported: the mean since the last export is sent."""
+    """True for fast changing gauges, which are sent as means since the last export."""
     scale: float = 1
 
 
@@ -45,7 +45,7 @@ _GPU_NOW = (
     _Metric(semantics.TEMPERATURE, "temperature_c", {semantics.SENSOR: "gpu"}),
     _Metric(semantics.TEMPERATURE, "memory_temperature_c", {semantics.SENSOR: "memory"}),
 )
-# The conventions define these as up-down counters, because values of several components may be added.
+# Up-down counters in the conventions, because several components may be added up.
 _GPU_SUMS = (
     _Metric(semantics.GPU_MEMORY, "memory_used_bytes"),
     _Metric(semantics.GPU_MEMORY_LIMIT, "memory_total_bytes"),
@@ -113,12 +113,12 @@ _LINK_GROWS = (
 
 
 class HardwareMetrics:
-    """The instruments of the hardware. The sidecar's thread adds samples, and the sender's thread reads values."""
+    """The instruments of the hardware. The sidecar's thread writes, the sender's thread reads."""
 
     def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._newest: dict[str, tuple[float, Sample, dict[str, Any]]] = {}  # by id: (arrival, sample, attributes)
+        self._newest: dict[str, tuple[float, Sample, dict[str, Any]]] = {}  # arrival, sample, attributes
         self._means: dict[tuple[str, str], tuple[float, int]] = {}  # by (id, field): (sum, count)
         grows = (*_GPU_GROWS, *_LINK_GROWS)
         self._counters = {name: meter.create_counter(name) for name in dict.fromkeys(each.metric for each in grows)}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.hardware import Hardware
 
 Sampled = Mapping[int, tuple[int, int]]
-"""Ids by traced step: of its trace, and of the rank's span in it (or of the root if the rank is not sent)."""
+"""Ids by traced step: of its trace, and of the rank's span (of the root if that is all)."""
 # Fields of a memory reading by the value of the state attribute.
 _MEMORY_STATES = {
     "allocated": "allocated_bytes",
@@ -41,7 +41,7 @@ _MEMORY_STATES = {
 
 
 class NodeMetrics:
-    """The metrics of a node. The sidecar's thread writes them, and the sender's thread calls collect()."""
+    """The metrics of a node. The sidecar's thread writes, the sender's thread collects."""
 
     def __init__(self, meter: Meter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._meter = Meter() if meter is None else meter
@@ -63,7 +63,7 @@ class NodeMetrics:
         self._shown: dict[int, None] = {}  # ranks that were found slow, the newest last
 
     def take_part(self, part: JobPart) -> bytes:
-        """Return a message for the sidecar of node 0; b"" if none is due. Called on the sidecar's thread."""
+        """Return a message for the sidecar of node 0; b"" if none is due."""
         self._part = part
         for node, data in part.tallies:
             self._received.take(node, data)
@@ -106,7 +106,7 @@ class NodeMetrics:
     # -- parts
 
     def _update_shown_ranks(self) -> None:
-        """Select the ranks whose series are sent: the most recent slow ranks, also after they have recovered."""
+        """Select the ranks whose series are sent: the most recent slow ranks."""
         for rank in self._own_series:
             self._shown.pop(rank, None)
             self._shown[rank] = None
@@ -187,7 +187,7 @@ class StepSeries:
         of_own = [
             each._replace(value=steps.own_ns[row] / 1e9)
             for row, each in zip(rows, of_step, strict=True)
-            if _is_rank_sent(batch, int(steps.step[row]))  # Otherwise the exemplar would point to the root span.
+            if _is_rank_sent(batch, int(steps.step[row]))  # Otherwise the id is the root's.
         ]
         self._step.show(attributes, of_step)
         self._own.show(attributes, of_own)
@@ -234,7 +234,7 @@ class DeviceMemory:
         self._counted: dict[tuple[str, str], int] = {}
 
     def record(self, batch: ExportBatch, attributes: Mapping[str, Any], *, per_rank: bool) -> None:
-        """Add the batch's memory reading. per_rank: False omits the gauge, as all ranks would write the same series."""
+        """Add the batch's memory reading. per_rank: False if all ranks share the gauge."""
         reading = batch.memory
         if reading is None:
             return
@@ -246,6 +246,6 @@ class DeviceMemory:
             count = values[field]
             if count is not None:
                 before = self._counted.get((batch.identity.key, field), 0)
-                # A lower count than before means that the training script has reset the allocator's statistics.
+                # A lower count means that the training script has reset the allocator's statistics.
                 counter.add(count - before if count >= before else count, attributes)
                 self._counted[batch.identity.key, field] = count

@@ -56,5 +56,5 @@ def _run(identity: Identity) -> dict[str, Any]:
 
 
 def _resource(known: dict[str, Any]) -> Resource:
-    """Return a resource in which OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override known attributes."""
+    """Return a resource that OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override."""
     return Resource.create().merge(Resource(known)).merge(OTELResourceDetector().detect())

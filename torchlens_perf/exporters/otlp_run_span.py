@@ -61,7 +61,7 @@ class RunSpan:
         found = self._attempts[identity.key]
         found.identity = identity  # The run's name may become known during the run.
         found.traced += sampled
-        if len(found.traced) > 2 * MAX_LINKS:  # Keep the first steps, and every other step of the rest.
+        if len(found.traced) > 2 * MAX_LINKS:  # Keep the first steps and half of the rest.
             found.traced = found.traced[: MAX_LINKS // 2] + found.traced[MAX_LINKS // 2 :: 2]
         if len(steps) and not getattr(batch, "again", False):
             offset_ns = batch.anchor.unix_ns - batch.anchor.monotonic_ns
@@ -85,7 +85,7 @@ class RunSpan:
         return found
 
     def _is_sampled(self, parent: SpanContext) -> bool:
-        """Return True if the span is sampled. Like OpenTelemetry's default sampler, follow the caller's decision."""
+        """Return True if the span is sampled, as by default the caller's trace must be."""
         if not parent.trace_flags.sampled:
             return False
         if self._sampler is None:

@@ -65,11 +65,11 @@ class SpanMaker:
         self._ranks: dict[str, _RankSpans] = {}
 
     def of(self, batch: ExportBatch) -> dict[int, tuple[list[ReadableSpan], int, int]]:
-        """Return by step: its spans, its trace id, and the id of the rank's span (of the root if that is all)."""
+        """Return by step: its spans, its trace id, and the id of the rank's span or the root."""
         if not batch.traces:
             return {}
         rank = self._ranks.get(batch.identity.key)
-        if rank is None or rank.identity != batch.identity:  # The run's name may become known during the run.
+        if rank is None or rank.identity != batch.identity:  # The run's name may be known later.
             rank = self._ranks[batch.identity.key] = _RankSpans(batch.identity)
         found: dict[int, tuple[list[ReadableSpan], int, int]] = {}
         steps = batch.steps
@@ -88,7 +88,7 @@ class SpanMaker:
         return found
 
     def _is_sampled(self, in_trace: int, trace: StepTrace) -> bool:
-        """Return True if OTEL_TRACES_SAMPLER samples the trace. All ranks decide the same, as it depends on the id."""
+        """Return True if OTEL_TRACES_SAMPLER samples the trace, on all ranks alike by its id."""
         if self._sampler is None:
             return True
         from opentelemetry.sdk.trace.sampling import Decision
@@ -98,7 +98,7 @@ class SpanMaker:
 
 
 def sampler(environ: Mapping[str, str]) -> Sampler | None:
-    """Return the configured sampler; None if it samples everything, which avoids importing the SDK's tracer."""
+    """Return the configured sampler; None if it samples everything and needs no SDK."""
     if environ.get(_SAMPLER, "").strip().lower() in _TAKES_ALL:
         return None
     from opentelemetry.sdk.trace import TracerProvider
@@ -149,7 +149,7 @@ class _RankSpans:
         for index, (span, parent) in enumerate(nest(trace.spans)):
             around = of_rank if parent is None else contexts[parent]
             if kept is not None and id(span) not in kept:
-                contexts.append(around)  # Children of an omitted span attach to its parent; all ids stay the same.
+                contexts.append(around)  # Its children attach to its parent, and all ids stay the same.
                 continue
             digest = path.copy()
             digest.update(b"%d" % index)
@@ -186,7 +186,7 @@ def _sampling_attributes(chosen: TracedStep | None, world_size: int) -> dict[str
 
 
 def _longest_spans(spans: Sequence[Span], most: int) -> set[int] | None:
-    """Return the ids of the `most` longest spans; None if all are sent. These explain most of the step."""
+    """Return the ids of the `most` longest spans; None if all of them are sent."""
     if not most or len(spans) <= most:
         return None
     return {id(span) for span in sorted(spans, key=lambda span: (-span.duration_ns, span.start_ns))[:most]}
@@ -216,7 +216,7 @@ def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
     """
     ordered = sorted(spans, key=_order)
     nested: list[tuple[Span, int | None]] = []
-    running: list[tuple[int, int, int, int, bool]] = []  # open spans: (end, duration, index, other thread, device)
+    running: list[tuple[int, int, int, int, bool]] = []  # end, duration, index, thread, device
     for index, span in enumerate(ordered):
         start_ns, duration_ns, flags = span.start_ns, span.duration_ns, span.flags
         is_collective, other_thread = span.kind == "collective", flags & _OTHER_THREAD
@@ -231,7 +231,7 @@ def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
                 around[0] >= needed_ns
                 and (other_thread or not around[3])
                 and around[4] == on_device
-                and (parent is None or around[1] <= shortest_ns)  # With equal durations, the last is the innermost.
+                and (parent is None or around[1] <= shortest_ns)  # the last of equal ones is the innermost
             ):
                 parent, shortest_ns = around[2], around[1]
         if ended:

@@ -10,11 +10,11 @@ from urllib.parse import unquote
 
 from torchlens_perf.exporters.delivery.endpoint_address import parsed
 
-_SHORTEST_SECRET = 4  # Shorter values (0 in experiment-id=0) are no secrets, and would occur in other words.
+_SHORTEST_SECRET = 4  # Shorter values (0 in experiment-id=0) would occur in other words.
 
 
 def keep_secrets_out_of_the_log(environ: Mapping[str, str]) -> None:
-    """Log *** instead of header values and address credentials from OTEL_* variables, from now on."""
+    """Log *** instead of header values and address credentials in OTEL_* variables."""
     # A filter on a logger does not see the records of child loggers; a filter on a handler does.
     for handler in (*logging.getLogger().handlers, logging.lastResort):
         if handler is not None:
@@ -40,7 +40,7 @@ class Redaction(logging.Filter):
 
 
 def _secrets(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield each word of the header values, as libraries may show them quoted, decoded or wrapped."""
+    """Yield the words of header values, as libraries may show them quoted or wrapped."""
     for name, value in environ.items():
         if not name.startswith("OTEL_EXPORTER_OTLP_"):
             continue

@@ -115,7 +115,7 @@ class Histogram:
             sketch = of_key.sketch
             if not sketch.count or not self._meter.shows(key):
                 continue
-            # With delta temporality, an earlier export has already counted the steps before `since_ns`.
+            # With delta temporality, steps before `since_ns` are in an earlier export.
             examples = [each for each in of_key.examples.values() if since_ns <= each.unix_ns <= unix_ns]
             common: dict[str, Any] = {
                 "attributes": dict(key), "start_time_unix_nano": since_ns, "time_unix_nano": unix_ns,

@@ -38,7 +38,7 @@ class Room(NamedTuple):
 
     hardware: int
     others: int | None
-    """Series that are not of hardware; None: no limit is needed, as their number is bounded anyway."""
+    """Series that are not of hardware; None: their number is bounded anyway."""
 
 
 def most_ranks(max_series: int) -> int:
@@ -94,7 +94,7 @@ def most_important(metrics: Sequence[Metric], room: int, forms_before: dict[str,
 
 
 def _forms(metric: Metric) -> list[Sequence[Any]]:
-    """Return forms of a metric with fewer and fewer points: all, merged over components, merged into one."""
+    """Return a metric's points in ever smaller forms: all, merged over components, one."""
     points = metric.data.data_points
     found: list[Sequence[Any]] = [points]
     if not isinstance(metric.data, Gauge | Sum):

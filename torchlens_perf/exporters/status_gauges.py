@@ -13,13 +13,13 @@ from torchlens_perf.exporters.series import Callback, Meter
 from torchlens_perf.verdicts.finding_log import stragglers_by_class
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 
-# Number of zeros sent after a problem ends: backends extend the last value of a series that just stops.
+# Number of zeros after a problem's end: backends extend the last value of a series that stops.
 _ZERO_POINTS = 3
 MAX_COSTS = 32
 
 
 class StatusGauges:
-    """Gauges of the newest assessment. The sidecar's thread writes, and the sender's thread reads."""
+    """Gauges of the newest assessment. The sidecar's thread writes, the sender's thread reads."""
 
     def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -27,7 +27,7 @@ class StatusGauges:
         self._newest: Assessment | None = None
         self._hang_found_s = 0.0
         self._hangs_s: Mapping[Any, float] = {}
-        self._pending_zeros: dict[tuple[str, Any], int] = {}  # zeros still to send, by gauge and key
+        self._pending_zeros: dict[tuple[str, Any], int] = {}  # by gauge and key
         self._spread_s: Mapping[tuple[str, str], float] = {}
         for name, callback in (
             (semantics.STRAGGLER_COST, self._cost),
@@ -65,7 +65,7 @@ class StatusGauges:
 
     def _cost(self, options: CallbackOptions) -> Iterator[Observation]:
         findings = self._findings
-        # If only one rank of a slow node got faster, the job would still wait for the others: show their joint cost.
+        # The job waits until all ranks of a slow node are faster, so each shows their joint cost.
         joint_ns = {rank: group.cost_ns for group in findings.groups for rank in group.ranks}
         costs_ns = {(each.rank, each.phase): joint_ns.get(each.rank, each.cost_ns) for each in findings.slow_now}
         known_s = {key: cost_ns / 1e9 for key, cost_ns in costs_ns.items() if cost_ns is not None}

@@ -109,7 +109,7 @@ class Tally:
                 break
             data = longer
         self._next_piece += len(chosen)
-        # Messages with parts of the pieces are more frequent, so all pieces are sent every EVERY_S seconds.
+        # Messages with few of the pieces are sent more often: all pieces take EVERY_S seconds.
         self._due_s = now_s + EVERY_S * len(chosen) / len(pieces)
         return data
 
@@ -131,7 +131,7 @@ class _NodeCounts:
 
     instance: int
     others_until_s: float
-    """Until this time, an earlier sidecar of node 0 may have exported pieces that arrive for the first time."""
+    """Until this time, an earlier sidecar of node 0 may have exported pieces that are new here."""
     memory_bytes: int = 0
     numbers: list[float] | None = None
     sums_ns: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)
@@ -182,7 +182,7 @@ class HandedOn:
                 self._add(counted, each, others=others)
 
     def _add(self, counted: _NodeCounts, piece: _Piece, *, others: bool) -> None:
-        """Add a piece. others: an earlier sidecar of node 0 has exported its counts if this is the first such piece."""
+        """Add a piece. others: an earlier sidecar of node 0 has exported it if it is the first."""
         series, place, first = (piece.metric, piece.phase), piece.first // _PIECE_BUCKETS, piece.first % _PIECE_BUCKETS
         counts = np.zeros(_PIECE_BUCKETS, np.int64)
         counts[first : first + len(piece.counts)] = piece.counts
@@ -197,7 +197,7 @@ class HandedOn:
             return
         sum_ns = max(0, piece.sum_ns - counted.sums_ns.get(series, 0))
         counted.sums_ns[series] = piece.sum_ns
-        # Minimum and maximum are of the whole series. The sum of squares is 0, because no exported metric needs it.
+        # The extremes are of the whole series. The sum of squares (0) is not used for metrics.
         grown = grown[used[0] : used[-1] + 1]
         numbers = [sum_ns, 0, piece.min_ns, piece.max_ns, place * _PIECE_BUCKETS + int(used[0]), *grown.tolist()]
         attributes: dict[str, Any] = {semantics.PHASE: piece.phase} if piece.phase else {}

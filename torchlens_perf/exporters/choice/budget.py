@@ -6,7 +6,7 @@ The timestamps of steps refill it, so a replay, which reads faster than real tim
 from __future__ import annotations
 
 _MINUTE_S = 60.0
-_BURST_S = 20.0  # The bucket holds this many seconds' worth of spans; the rest of a minute's budget refills it.
+_BURST_S = 20.0  # capacity in seconds of the rate; the rest of a minute's budget refills it
 
 
 class SpanBudget:

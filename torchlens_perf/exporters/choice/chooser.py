@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 FIRST_TRACED_STEPS = 3
 _LOCAL_RECORDS_TIMEOUT_S, _OTHER_NODES_TIMEOUT_S = 3.0, 8.0
-_REMOTE_SPANS_MARGIN = 1.1  # Ranks of other nodes may have more spans than the local ranks, which are counted exactly.
-# When a job slows down, many steps are slow at once. Part of the budget stays free for the verdict that follows.
+_REMOTE_SPANS_MARGIN = 1.1  # Ranks of other nodes may have more spans than local ones.
+# When a job slows down, many steps are slow. Some budget is kept for the verdict that follows.
 _RESERVED_SHARE = {FIRST: 0.0, NUMBER: 0.1, SLOW: 0.5, VERDICT: 0.0}
 _COMPLETE_STEP_INTERVAL_S = 60.0
 _MAX_CANDIDATES = 4096
@@ -46,7 +46,7 @@ class Known:
     """The state of the job from which steps and ranks are selected."""
 
     spans: Callable[[int], Mapping[int, int]]
-    """Return the span counts of a step by rank, for the ranks of this node whose records of it have arrived."""
+    """Return the spans of a step by rank, for local ranks whose records have arrived."""
     running: frozenset[int]
     """Ranks of this node that still run steps."""
     world_size: int
@@ -142,7 +142,7 @@ class Chooser:
         self, attempt: int, step: int, because: str, spans: Mapping[int, int], known: Known, waited_s: float,
         ended_s: float,
     ) -> TracedStep | bool | None:  # fmt: skip
-        """Return False if the step exceeds the budget or its records are gone, and None if it has to wait."""
+        """Return False if the step exceeds the budget or has no records, None if it must wait."""
         if not spans:
             return False
         most = max(spans.values()) + 1
@@ -156,7 +156,7 @@ class Chooser:
             return self._chosen(attempt, step, because, (), allowed - 1, total, ended_s)
         is_small = total <= (1 - _RESERVED_SHARE[NUMBER]) * self.budget.capacity
         if because == NUMBER and is_small and ended_s - self._last_numbered_end_s < _COMPLETE_STEP_INTERVAL_S:
-            return False  # A complete step will fit later, and is worth more than some ranks of this one.
+            return False  # A complete step will fit later.
         row = known.rows.at(step)
         awaited = known.world_size if elsewhere > 0 else len(spans)
         if (row is None or row.known < awaited) and waited_s < _OTHER_NODES_TIMEOUT_S:

@@ -26,7 +26,7 @@ QUANTILES = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}
 
 
 class Row:
-    """Times of all ranks in one bin: arrays indexed by rank, NaN for ranks whose times have not arrived."""
+    """Times of all ranks in one bin: arrays by rank, NaN where times have not arrived."""
 
     def __init__(self, ranks: int) -> None:
         self.work_ns = np.full(ranks, np.nan, np.float32)
@@ -55,7 +55,7 @@ class RankRows:
     def add(self, block: BinBatch) -> None:
         self._ranks = max(self._ranks, int(block.ranks.max()) + 1) if len(block.ranks) else self._ranks
         work_ns, rows = block.parts_ns.sum(axis=2), block.key.shape[1]
-        if len(block.ranks) == 1:  # Ranks of this node come one at a time, and need no search for equal keys.
+        if len(block.ranks) == 1:  # Ranks of this node come one at a time.
             for index in range(max(0, rows - _KEPT_ROWS), rows):
                 self._row(block.width, int(block.key[0, index])).set(
                     block.ranks, work_ns[0, index], block.wait_ns[0, index]
@@ -86,7 +86,7 @@ class RankRows:
         return found
 
     def spread_s(self) -> dict[tuple[str, str], float]:
-        """Return quantiles over ranks in seconds, keyed by ("work" or "wait", quantile), from the most complete row."""
+        """Return quantiles in seconds by ("work" or "wait", quantile), from the fullest row."""
         ordered = sorted(self._rows.items(), key=lambda item: -(item[0][1] + 1) * item[0][0])
         most = max((row.known for _, row in ordered), default=0)
         row = next((row for _, row in ordered if row.known == most and most > 1), None)

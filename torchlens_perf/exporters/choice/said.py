@@ -37,7 +37,7 @@ class Said:
     """The newest steps that were selected."""
 
     def encode(self, max_bytes: int) -> bytes:
-        """Encode into at most `max_bytes`, dropping the oldest steps if needed; b"" if not even the header fits."""
+        """Encode into `max_bytes`, without the oldest steps if needed; b"" if impossible."""
         for first in range(max(0, len(self.steps) - _MAX_SAID_STEPS), len(self.steps) + 1):
             steps = [dataclasses.astuple(each)[1:] for each in self.steps[first:]]
             found = msgspec.json.encode((_VERSION, self.attempt, self.decided_to, self.standing, steps))

@@ -1,4 +1,4 @@
-"""A buffer of the newest steps' records, kept until the steps to send as traces are selected. Pure."""
+"""A buffer of the newest steps, kept until the steps to trace are selected. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.run.records import StepTable, StepTrace
 
-MAX_BYTES = 16 << 20  # Most of these arrays stay in memory until the next segment is written anyway.
+MAX_BYTES = 16 << 20  # Most of these arrays are in memory anyway until they are written.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Shelf:
             self._bytes -= _bytes(self._kept.popleft())
 
     def of(self, step: int) -> list[Shelved]:
-        """Return the entries that contain a step, one per rank: the newest if the rank was restarted."""
+        """Return the entries that contain a step: for each rank, that of the newest process."""
         found: dict[int, Shelved] = {}
         for each in self._kept:
             if int(each.steps.step[0]) <= step <= int(each.steps.step[-1]) and (each.steps.step == step).any():

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 WINDOW, MIN_STEPS = 512, 64
 QUANTILE = 0.99
-MIN_EXCESS = 0.1  # relative to the median: if all steps take about the same time, the longest is not slow
+MIN_EXCESS = 0.1  # relative to the median, in case that all steps take about the same time
 
 
 class SlowSteps:
-    """The recent step durations of one rank. In synchronous training they are about the same on all ranks."""
+    """Recent step durations of one rank, which represents all in synchronous training."""
 
     def __init__(self) -> None:
         self._recent_ns: deque[int] = deque(maxlen=WINDOW)

@@ -40,7 +40,7 @@ class Answer:
 
 
 class NotTakenError(Exception):
-    """Raised inside the SDK's exporter to end an export that it would retry or count as delivered."""
+    """Raised in the SDK's exporter to end an export before it retries or reports success."""
 
 
 def later(reason: str, after_s: float | None = None) -> Answer:
@@ -48,7 +48,7 @@ def later(reason: str, after_s: float | None = None) -> Answer:
 
 
 def rejected(response: bytes) -> int:
-    """Return the number of rejected items in a response. Responses of all signals have the same layout."""
+    """Return the number of rejected items. Responses of all signals have the same layout."""
     try:
         return max(0, int(ExportTraceServiceResponse.FromString(response).partial_success.rejected_spans))
     except DecodeError:

@@ -1,4 +1,4 @@
-"""The parts of an endpoint's address. Only `shown` may be printed: the other parts may contain credentials."""
+"""The parts of an endpoint's address. Only `shown` has no credentials and may be printed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EndpointAddress(NamedTuple):
     """Scheme in lower case."""
     user_info: str
     host: str
-    """Host and port. It is empty for addresses that gRPC resolves itself: `path` has all of these."""
+    """Host and port; "" for addresses that gRPC resolves itself, which are in `path`."""
     path: str
     query: str
     fragment: str

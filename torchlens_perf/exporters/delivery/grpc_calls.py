@@ -20,14 +20,14 @@ _MAX_REASON = 200
 
 
 class ObservedCalls(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
-    """Classifies each response. Failures raise NotTakenError, which keeps the SDK from retrying by itself."""
+    """Classifies responses. Failures raise NotTakenError, so the SDK does not retry by itself."""
 
     def __init__(self) -> None:
         self.answer: Answer | None = None
         """Result of the last call; None before the first."""
 
     def observe(self, exporter: Any) -> None:
-        """Intercept all calls of an SDK exporter. Raises AttributeError if its internals have changed."""
+        """Intercept all calls of an SDK exporter. Raises AttributeError if the SDK has changed."""
         exporter._channel = grpc.intercept_channel(exporter._channel, self)
         exporter._client = exporter._stub(exporter._channel)
 

@@ -26,7 +26,7 @@ from torchlens_perf.exporters.delivery.answer import Answer, NotTakenError, Outc
 
 _PROTOBUF = "application/x-protobuf"
 _PROVIDERS = "opentelemetry_otlp_credential_provider"
-# The endpoint is busy or unreachable. The specification does not list 500, but some proxies send it then.
+# The endpoint is busy or unreachable. 500 is not in the specification, but proxies send it.
 _BUSY = (408, 429, 500, 502, 503, 504)
 # The address or the credentials are wrong. A user may fix that while the job runs.
 _MISCONFIGURED = (401, 403, 404, 405, 407)
@@ -51,13 +51,13 @@ class ObservedSession(requests.Session):
             self.auth = _authorize
         session = self._provider_session or self
         for prefix, adapter in list(session.adapters.items()):
-            if type(adapter) is HTTPAdapter:  # Adapters that a user's provider has mounted are kept.
+            if type(adapter) is HTTPAdapter:  # Adapters of a user's provider are kept.
                 session.mount(prefix, _TrackingAdapter(self._connections))
 
     def request(self, method: str | bytes, url: str | bytes, *arguments: Any, **named: Any) -> requests.Response:
-        """Send once, within the timeout even if the server trickles. Raises NotTakenError unless delivered."""
+        """Send once, within the timeout for everything. Raises NotTakenError unless delivered."""
         self.answer = None
-        # Redirects are not followed: a proxy must not be able to send a POST with credentials elsewhere.
+        # Redirects are not followed: credentials must not be sent to another server.
         named.update(allow_redirects=False, stream=True)
         timeout_s = float(named.get("timeout") or 10)
         with self._cut_after(timeout_s) as is_over:
@@ -66,7 +66,7 @@ class ObservedSession(requests.Session):
                     answer = _classify(response, _read_body(response))
             except Exception as error:  # A session of a user's provider may raise anything.
                 answer = later(f"{type(error).__name__}: {error}")
-            if is_over.is_set():  # Headers that were cut off by the shutdown look like a complete response.
+            if is_over.is_set():  # Headers that were cut off look like a complete response.
                 answer = later(f"no whole answer within {timeout_s:.3g} s")
         self.answer = answer
         if answer.outcome is not Outcome.DELIVERED:
@@ -92,7 +92,7 @@ class ObservedSession(requests.Session):
 
         def watch() -> None:
             wait_s = timeout_s
-            while not ended.wait(wait_s):  # Repeated, because another connection may be opened meanwhile.
+            while not ended.wait(wait_s):  # Meanwhile another connection may be opened.
                 is_over.set()
                 wait_s = _SHUTDOWN_RETRY_S
                 for connection in list(self._connections):

@@ -25,7 +25,7 @@ _IDS = frozenset(("traceId", "spanId", "parentSpanId"))
 
 
 def _with_hex_ids(value: Any) -> Any:
-    """Convert ids from base64, which protobuf's JSON uses, to hexadecimal digits, which OTLP requires."""
+    """Convert ids from base64 (protobuf's JSON) to the hexadecimal digits that OTLP requires."""
     if isinstance(value, dict):
         return {
             key: base64.b64decode(each).hex() if key in _IDS else _with_hex_ids(each) for key, each in value.items()

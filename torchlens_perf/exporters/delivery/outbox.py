@@ -47,7 +47,7 @@ class Room:
 
 
 class Outbox:
-    """The queue of one signal. put() may be called on any thread, all other methods on the sender's thread."""
+    """The queue of one signal. put() is thread-safe, and the sender's thread calls the rest."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Outbox:
             self._requests.extendleft(reversed(smaller))
 
     def to_disk(self, *, everything: bool = True) -> bool:
-        """Write requests that are due (or everything) to disk. Return True if all of them are on disk."""
+        """Write requests that are due (or everything) to disk. Return True if all are on disk."""
         with self._on_disk:
             while True:
                 with self._arrived:

@@ -1,4 +1,4 @@
-"""Transports on OpenTelemetry's own exporters, which read the OTEL_EXPORTER_OTLP_* variables themselves."""
+"""Transports on OpenTelemetry's own exporters, which read OTEL_EXPORTER_OTLP_* themselves."""
 
 from __future__ import annotations
 

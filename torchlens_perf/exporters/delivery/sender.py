@@ -59,7 +59,7 @@ class Sender:
         self.signal, self.outbox = outbox.signal, outbox
         self._transport, self._collect, self._clock = transport, collect, clock
         self.put = self.delivered = self.rejected = self.refused = 0
-        """Items added, delivered, rejected in delivered requests, and in requests refused for good."""
+        """Items added, delivered, rejected in delivered requests, and in refused requests."""
         self.put = outbox.waiting()  # items left by an earlier process
         self._changed = threading.Condition()
         self._closing = self._ended = self._written_by_close = False
@@ -82,7 +82,7 @@ class Sender:
         return self._consecutive_failures > 0
 
     def flush(self, timeout_s: float) -> bool:
-        """Send until no request is due, an attempt fails or the timeout passes. Return True if none is due."""
+        """Send until no request is due (return True), an attempt fails or the timeout passes."""
         with self._changed:
             failed = self._total_failures
             self._next_try_s = 0.0
@@ -152,7 +152,7 @@ class Sender:
         return self._process_result(request, self._answer(request)) or not self._closing
 
     def _answer(self, request: Request) -> Answer:
-        """Send once. An unexpected exception may not recur, and must not end the thread: it means a retry."""
+        """Send once. An unexpected exception must not end the thread and means a retry."""
         try:
             return self._transport.send(request.items)
         except Exception as error:

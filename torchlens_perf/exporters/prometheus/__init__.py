@@ -1,1 +1,1 @@
-"""The sidecar's /metrics endpoint for Prometheus. It needs prometheus_client, and is off by default."""
+"""The sidecar's /metrics for Prometheus, off by default. It needs prometheus_client."""

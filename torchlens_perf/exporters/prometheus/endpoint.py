@@ -41,7 +41,7 @@ class Address(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Address:
-        """Parse "9464", "0.0.0.0:9464", "[::1]:9464" or "localhost:9464". The default host is loopback."""
+        """Parse "9464", "0.0.0.0:9464", "[::1]:9464" or "localhost:9464" (default: loopback)."""
         host, _, port = text.strip().rpartition(":")
         host = host.strip("[]")
         return cls(_LOOPBACK if host in ("", "localhost") else host, int(port))
@@ -84,12 +84,12 @@ class Endpoint:
         self._request_timeout_s, self._answer_timeout_s = request_timeout_s, answer_timeout_s
         self._closing = False
         self.scrapes: list[float] = []
-        """Start times (time.monotonic()) of the last two requests to /metrics that were answered completely."""
+        """Start times (time.monotonic()) of the last two complete responses with metrics."""
         self._thread = threading.Thread(target=self._serve, name="torchlens-perf-metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Close the port. A request in progress may continue on its daemon thread until its timeout."""
+        """Close the port. A request in progress may continue until its timeout."""
         self._closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -114,7 +114,7 @@ class Endpoint:
         head = _read_head(connection, began_s + self._request_timeout_s)
         if not head:
             return
-        connection.settimeout(self._answer_timeout_s)  # For sendall() this limits the whole transfer.
+        connection.settimeout(self._answer_timeout_s)  # limits all of sendall()
         method, path, headers = _parse_head(head)
         status, answer = self._respond(method, path, headers)
         lines = [
@@ -133,7 +133,7 @@ class Endpoint:
         if method not in ("GET", "HEAD"):
             return HTTPStatus.METHOD_NOT_ALLOWED, _text("GET /metrics\n")
         if self.address.is_loopback and not _names_loopback(headers.get("host", "")):
-            # DNS rebinding: a foreign web page may have made its own host name resolve to this address.
+            # DNS rebinding: the page of another site may have its own name resolve to this address.
             return HTTPStatus.MISDIRECTED_REQUEST, _text("This server is not called so.\n")
         if path.partition("?")[0] != PATH:
             return HTTPStatus.NOT_FOUND, _text("GET /metrics\n")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.verdicts.node_state import NodeState
 
-SAME_S = 1.0  # A response is reused for so long, which bounds the work however many clients there are.
+SAME_S = 1.0  # A response is reused for so long, however many clients there are.
 _UPDATE_INTERVAL_S = 2.0
 _MIN_IDLE_RATIO = 100.0  # Updates take at most about 1% of the sidecar's time.
 
@@ -56,10 +56,10 @@ class PrometheusExporter:
         self._process = prometheus_client.ProcessCollector(registry=None)
         self._identity: Identity | None = None
         self._state: NodeState | None = None
-        self._assesses_job = False  # The sidecar that assesses the whole job is the only one that shows open alerts.
+        self._assesses_job = False  # Only the sidecar that assesses the whole job shows open alerts.
         self._update_due_s = float("-inf")
         self._final_updates = 0
-        self._answers: dict[tuple[str, int], tuple[float, Answer]] = {}  # newest response, by type and final updates
+        self._answers: dict[tuple[str, int], tuple[float, Answer]] = {}  # only the newest
         self._endpoint = Endpoint(address, self._answer)
 
     @property
@@ -89,7 +89,7 @@ class PrometheusExporter:
         with guard("taking the judgement over for /metrics"):
             self._identity = assessment.identity
             self._assesses_job = assessment.whole_job
-            # Open alerts are updated first: a scrape that shows a hang must also show the suspected rank.
+            # Alerts are updated first: a scrape that shows a hang must show the suspected rank too.
             self._figures = NodeFigures({**self._figures.points, **self._open_alerts()}, self._figures.gone)
             self._metrics.on_assessment(assessment)
 
@@ -135,7 +135,7 @@ class PrometheusExporter:
         now_s = self._clock()
         if answer is None or now_s - made_s >= SAME_S:
             answer = Answer(content_type, encode(_Families(self._families)))
-            self._answers = {what: (now_s, answer)}  # Only the newest is kept, whatever types clients request.
+            self._answers = {what: (now_s, answer)}  # Only the newest is kept.
         return answer
 
     def _families(self) -> Iterator[Metric]:
