@@ -580,7 +580,7 @@ def test_alert_links_to_the_suspects_trace(traced: tuple[int, ...], until: int |
 
 def test_traced_steps_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alerts can link only to a limited number of recent steps."""
-    monkeypatch.setattr("torchlens_perf.exporters.otlp._MAX_TRACED", 3)
+    monkeypatch.setattr("torchlens_perf.exporters.otlp._MAX_LINKABLE_STEPS", 3)
     endpoint = Collector("logs")
     exporter = exporter_to({"traces": Collector("traces"), "logs": endpoint})
     exporter.export(batch_of(identity(0), [100, 101, 102, 103, 104]))
