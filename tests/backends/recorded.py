@@ -134,8 +134,10 @@ def _of_step(run_id: str, row: Row, inside: list[Row], resource: dict[str, Any])
 
 
 def _around(row: Row, before: list[Row]) -> int | None:
-    """Return the smallest of the earlier records that contains the row. A collective belongs where
-    it begins."""
+    """Return the smallest of the earlier records that contains the row.
+
+    A collective belongs where it begins.
+    """
     end_ns = row["start_ns"] + (0 if row["kind"] == "collective" else row["duration_ns"])
     holders = [
         (each["duration_ns"], -index)
@@ -165,8 +167,7 @@ def in_microseconds(ns: int) -> datetime.datetime:
 
 
 def as_tuple(span: ReceivedSpan, time: Callable[[int], Any] = exactly) -> Span:
-    """Return everything of a span but its resource and links. time: converts times as the backend
-    does."""
+    """Return a span without resource and links. time: converts times as the backend does."""
     times = time(span.start_ns), time(span.end_ns)
     attributes = tuple(sorted(span.attributes.items()))
     return span.trace_id, span.span_id, span.parent_id, span.name, *times, bool(span.status), attributes

@@ -52,8 +52,10 @@ class Autotel:
         return [span for trace in get(f"{self.address}/v1/traces")["traces"] for span in trace["spans"]]
 
     def select(self, what: str) -> list[dict[str, Any]]:
-        """Query the SQLite store, which the page reads too. There is no interface for metrics and
-        logs."""
+        """Query the SQLite store, which the page reads too.
+
+        There is no interface for metrics and logs.
+        """
         with contextlib.closing(sqlite3.connect(f"file:{self.store}?mode=ro", uri=True)) as store:
             store.row_factory = sqlite3.Row
             return [dict(row) for row in store.execute(what)]
@@ -117,8 +119,7 @@ def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
 
 
 def test_lines_of_a_file(tmp_path: Path, recorded: Recorded) -> None:
-    """Lines of otlp_json_file, posted one by one from a machine with a network, give the same
-    spans."""
+    """Posting the lines of an otlp_json_file one by one gives the same spans."""
     recorded.send(OTEL_TRACES_EXPORTER="otlp_json_file")
     later = Autotel(tmp_path)
     try:
@@ -150,8 +151,10 @@ def test_resource(found: list[dict[str, Any]], recorded: Recorded) -> None:
 
 
 def test_alert(autotel: Autotel, recorded: Recorded) -> None:
-    """Each alert is one log record, although the run was sent twice. That of the slow rank has the
-    report's sentence, the rank and its span's ids."""
+    """Each alert is one log record, although the run was sent twice.
+
+    That of the slow rank has the report's sentence, the rank and its span's ids.
+    """
     alerts = [(alert, json.loads(alert["attributes"])) for alert in autotel.select("SELECT * FROM logs")]
     assert len({attributes[semantics.ALERT_UID] for _, attributes in alerts}) == len(alerts)
     (alert, attributes), *_ = [each for each in alerts if each[1][semantics.RANK] == SLOW_RANK]
@@ -178,9 +181,11 @@ def points(autotel: Autotel, metric: str) -> dict[tuple[int, str], list[dict[str
 
 
 def test_histograms(autotel: Autotel, recorded: Recorded) -> None:
-    """Each histogram has the count, sum, minimum and maximum of all steps in seconds. The second
-    replay adds a second point to the same series. The count of an exponential histogram is not
-    stored, but its buckets are."""
+    """Each histogram has the count, sum, minimum and maximum of all steps in seconds.
+
+    The second replay adds a second point to the same series. The count of an exponential histogram
+    is not stored, but its buckets are.
+    """
     expected = recorded.durations_s()
     for metric in (semantics.STEP_DURATION, semantics.STEP_OWN_TIME, semantics.PHASE_DURATION):
         found = points(autotel, metric)

@@ -100,16 +100,17 @@ def span_of(row: dict[str, Any]) -> ReceivedSpan:
 
 
 def test_trace_tree(found: list[ReceivedSpan], recorded: Recorded) -> None:
-    """Each span of both ranks is there with ids, parent, name, attributes, error, and times to the
-    nanosecond."""
+    """All fields of each span of both ranks are right, and times to the nanosecond."""
     expected = by_id(as_tuple(span) for span in recorded.spans())
     assert len({in_trace for in_trace, _ in expected}) == TRACES
     assert by_id({as_tuple(span) for span in found}) == expected
 
 
 def test_replay_doubles_rows(clickhouse: ClickHouse, found: list[ReceivedSpan], recorded: Recorded) -> None:
-    """MergeTree tables have no unique keys, so each row is there twice after two replays. LIMIT 1
-    BY the ids returns it once, as docs/guides/backends.md explains."""
+    """MergeTree tables have no unique keys, so each row is there twice after two replays.
+
+    LIMIT 1 BY the ids returns it once, as docs/guides/backends.md explains.
+    """
     expected = len(recorded.spans())
     assert len(found) == _TWICE * expected
     once = "FROM (SELECT * FROM otel.otel_traces LIMIT 1 BY TraceId, SpanId)"
@@ -148,8 +149,10 @@ def test_slow_rank_in_sql(clickhouse: ClickHouse, recorded: Recorded) -> None:
 
 
 def test_histograms(clickhouse: ClickHouse, recorded: Recorded) -> None:
-    """Each histogram has the count, sum, minimum and maximum of all steps in seconds. Each replay
-    is a point."""
+    """Each histogram has the count, sum, minimum and maximum of all steps in seconds.
+
+    Each replay is a point.
+    """
     rows = clickhouse.ask("SELECT * FROM otel.otel_metrics_exponential_histogram")
     expected = recorded.durations_s()
     points = [
@@ -196,8 +199,10 @@ def test_exemplars(clickhouse: ClickHouse, recorded: Recorded) -> None:
 
 
 def test_alert(clickhouse: ClickHouse) -> None:
-    """The slow rank's alert has its sentence, its severity and its span's ids. The table has no
-    column for the event name. Rows of a replay have the same log.record.uid."""
+    """The slow rank's alert has its sentence, its severity and its span's ids.
+
+    The table has no column for the event name. Rows of a replay have the same log.record.uid.
+    """
     rows = clickhouse.ask("SELECT * FROM otel.otel_logs")
     assert len(rows) == _TWICE * len({row["LogAttributes"][semantics.ALERT_UID] for row in rows})
     of_slow = [row for row in rows if row["LogAttributes"][semantics.RANK] == str(SLOW_RANK)]

@@ -107,8 +107,10 @@ def test_traces_are_complete(found: list[dict[str, Any]]) -> None:
 
 
 def test_resource(found: list[dict[str, Any]], recorded: Recorded) -> None:
-    """A trace's tags have the resource of one of its ranks. Attributes that all ranks share are
-    right on all traces."""
+    """A trace's tags have the resource of one of its ranks.
+
+    Attributes that all ranks share are right on all traces.
+    """
     one_rank_only = {"service.instance.id", "process.pid", semantics.RANK, semantics.LOCAL_RANK}
     resources = recorded.resources()
     for each in found:

@@ -99,8 +99,10 @@ def test_trace_tree(found: list[dict[str, Any]], recorded: Recorded) -> None:
 
 
 def test_drops_links_and_resource(phoenix: Phoenix, found: list[dict[str, Any]]) -> None:
-    """Phoenix keeps neither links nor resources, as docs/guides/backends.md states. The rank is an
-    attribute of the span."""
+    """Phoenix keeps neither links nor resources, as docs/guides/backends.md states.
+
+    The rank is an attribute of the span.
+    """
     assert not any("link" in key or "resource" in key for each in found for key in each)
     answer = get(f"{phoenix.address}/v1/projects/default/spans/otlpv1?limit=1000")
     assert {json.dumps(each["links"]) for each in answer["data"]} == {"null"}

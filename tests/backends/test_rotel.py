@@ -31,8 +31,10 @@ class Hop:
         self.spans, self.events, self.points = receiver.spans(), receiver.events(), receiver.points()
 
     def last(self, metric: str) -> dict[tuple[int, str], ReceivedPoint]:
-        """Return a metric's last points by rank and phase. They are cumulative and cover the whole
-        run."""
+        """Return a metric's last points by rank and phase.
+
+        They are cumulative and cover the whole run.
+        """
         found = [point for point in self.points if point.metric == metric]
         return {(each.attributes[semantics.RANK], each.attributes.get(semantics.PHASE, "")): each for each in found}
 
@@ -84,8 +86,10 @@ def test_resource(hop: Hop) -> None:
 
 
 def test_metrics(hop: Hop) -> None:
-    """Histograms have the count and sum of all steps. The counter and the gauge have the right
-    units and values."""
+    """Histograms have the count and sum of all steps.
+
+    The counter and the gauge have the right units and values.
+    """
     expected = hop.recorded.durations_s()
     for metric in _HISTOGRAMS:
         found = hop.last(metric)

@@ -79,8 +79,7 @@ def test_counter_and_gauge(victoria: VictoriaMetrics, recorded: Recorded) -> Non
 
 
 def test_histograms(victoria: VictoriaMetrics, recorded: Recorded) -> None:
-    """Count and sum of each histogram are those of the steps, and quantiles are right within the
-    width of a bucket."""
+    """Count and sum are exact, and quantiles are right within the width of a bucket."""
     names = {
         semantics.STEP_DURATION: "torch_train_step_duration_seconds",
         semantics.STEP_OWN_TIME: "torch_train_step_own_time_seconds",
@@ -97,8 +96,10 @@ def test_histograms(victoria: VictoriaMetrics, recorded: Recorded) -> None:
 
 
 def test_slow_rank_is_found(victoria: VictoriaMetrics, recorded: Recorded) -> None:
-    """The gauge used by the alert rule has the slow rank and its phase. The own times also show the
-    rank."""
+    """The gauge used by the alert rule has the slow rank and its phase.
+
+    The own times also show the rank.
+    """
     (slow,) = victoria.ask("topk(1, torch_train_straggler_cost_seconds > 0.005)")
     assert (slow["metric"][_RANK], slow["metric"]["torch_train_phase"]) == (str(SLOW_RANK), "forward")
     assert victoria.value('torch_train_stragglers{torch_train_straggler_class="slow_compute"}') >= 1
@@ -108,8 +109,7 @@ def test_slow_rank_is_found(victoria: VictoriaMetrics, recorded: Recorded) -> No
 
 
 def test_replay_adds_nothing(victoria: VictoriaMetrics) -> None:
-    """The second replay adds a second sample with the same value to each series, so counters do not
-    grow."""
+    """A replay adds samples with the same values, so counters do not grow."""
     for metric in ("torch_train_steps_total", "torch_train_step_duration_seconds_sum"):
         found = _samples(victoria, metric)
         assert len(found) == len(RANKS)

@@ -130,8 +130,7 @@ def test_reader_that_stops_early(finished: RunDirectory) -> None:
 
 
 def test_replay_by_command(finished: RunDirectory) -> None:
-    """`sidecar` replays a finished run, and prints what it did and that it sent nothing without an
-    endpoint."""
+    """`sidecar` replays a finished run and prints what it did and what it did not send."""
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(finished.path), "--host", HOST]
     done = subprocess.run(command, capture_output=True, text=True)
 

@@ -30,8 +30,10 @@ def test_everything_works_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_missing_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A private name that torch lacks is one line with the lost feature. All working names share a
-    line."""
+    """A private name that torch lacks is one line with the lost feature.
+
+    All working names share a line.
+    """
     import torch
 
     monkeypatch.delattr(torch.autograd, "_engine_run_backward")
@@ -66,8 +68,7 @@ def test_missing_private_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_environment(
     variable: str, value: str, subject: str, severity: int, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The effect of the environment on recording and export is shown with the remedy and without
-    secrets."""
+    """The effect of the environment is shown with the remedy and without secrets."""
     monkeypatch.setenv(variable, value)
     check = by_subject()[subject]
 
@@ -103,8 +104,7 @@ def test_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 
 def test_command_has_the_findings_of_the_function(tmp_path: Path) -> None:
-    """The command's findings equal the function's: pandas, which is hidden in other commands, is
-    not missing."""
+    """The command does not hide pandas, which would look like a missing Dynamo."""
     command = [sys.executable, "-m", "torchlens_perf", "doctor"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
 

@@ -102,8 +102,10 @@ def test_hang(live: LiveSimulation, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("over", "blocks", "code"), [(False, 0, 1), (True, 0, 1), (True, 32, 0)])
 def test_hang_that_ended(over: bool, blocks: int, code: int, live: LiveSimulation) -> None:
-    """A hang at the end of the run counts. A hang that ended counts only if it cost at least 5% of
-    the run."""
+    """A hang at the end of the run counts.
+
+    A hang that ended counts only if it cost at least 5% of the run.
+    """
     live.goes_on(blocks)
     live.ends()
     live.sidecar.state.records = hung(over=over)
@@ -113,8 +115,7 @@ def test_hang_that_ended(over: bool, blocks: int, code: int, live: LiveSimulatio
 
 @pytest.mark.parametrize(("kind", "code"), [("none", 0), ("not_compared", 3)])
 def test_ranks_on_devices_without_times(kind: str, code: int) -> None:
-    """If a verdict states that ranks were not compared, slow ranks are unknown, even if hosts were
-    compared."""
+    """Slow ranks are unknown if a verdict states that ranks were not compared."""
     evidence = NobodySlowEvidence(64, 0.003, 8) if kind == "none" else NotComparedEvidence(64)
     row = {"kind": kind, "rank": None, "is_over": False, "evidence": evidence}
     report: Any = {"verdicts": [row], "steps": {"count": 60, "p50_s": 0.1}, "run": {"world_size": 8}}

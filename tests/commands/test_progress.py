@@ -71,8 +71,10 @@ class Terminal:
         self.shown += self._text.decode(piece)  # A character may be split between two reads.
 
     def end(self) -> str:
-        """Let the process finish and return its stdout. The screen is read meanwhile, so the
-        process cannot block on it."""
+        """Let the process finish and return its stdout.
+
+        The screen is read meanwhile, so the process cannot block on it.
+        """
         with ThreadPoolExecutor(1) as pool:
             at_end = pool.submit(self.process.communicate, "\n")
             try:
@@ -120,8 +122,10 @@ def test_nothing_without_a_terminal(colors: str) -> None:
 
 @pytest.mark.parametrize("files", [False, True])
 def test_ctrl_c_is_one_line(files: bool, tmp_path: Path) -> None:
-    """A long command shows its progress. After Ctrl-C it exits with 130 and one line, and leaves
-    nothing in shared memory."""
+    """A long command shows its progress.
+
+    After Ctrl-C it exits with 130 and one line, and leaves nothing in shared memory.
+    """
     run_id = f"simulated-{uuid.uuid4().hex[:12]}"
     terminal = Terminal(*MANY_STEPS, *(["--out", str(tmp_path / run_id)] if files else ["--rows"]))
     terminal.read_until("simulating")

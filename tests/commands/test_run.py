@@ -36,8 +36,7 @@ RUN = [sys.executable, "-m", "torchlens_perf", "run"]
     ],
 )
 def test_options_are_split_as_python_does(arguments: list[str], options: list[str], rest: list[str]) -> None:
-    """Options end at a script, -m, -c, - or --. If -W or -X end an argument, the next one is their
-    value."""
+    """Options end at a script, -m, -c, - or --, and the value of -W or -X may follow."""
     assert split_options(arguments) == (options, rest)
 
 
@@ -54,14 +53,18 @@ def test_options_are_split_as_python_does(arguments: list[str], options: list[st
     ],
 )
 def test_typed_options_are_carried_over(command_line: list[str], options: list[str]) -> None:
-    """Options before `-m torchlens_perf` apply to the script. Options in a console script's first
-    line do not."""
+    """Options before `-m torchlens_perf` apply to the script.
+
+    Options in a console script's first line do not.
+    """
     assert typed_options(command_line) == options
 
 
 def test_options_of_a_console_scripts_first_line(tmp_path: Path) -> None:
-    """Distributions install console scripts with `-I` or `-sP`. The user's script can still import
-    its neighbours."""
+    """Distributions install console scripts with `-I` or `-sP`.
+
+    The user's script can still import its neighbours.
+    """
     installed = (Path(sysconfig.get_path("scripts")) / "torchlens-perf").read_text()
     console = tmp_path / "torchlens-perf"
     console.write_text(f"#!{sys.executable} -I\n" + installed.partition("\n")[2])
@@ -74,8 +77,7 @@ def test_options_of_a_console_scripts_first_line(tmp_path: Path) -> None:
 
 
 def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path) -> None:
-    """The working directory may have modules with the names of libraries, while the script is
-    elsewhere."""
+    """These modules may have the same names as libraries."""
     for name in ("dataclasses", "tempfile", "logging", "socket"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
     (tmp_path / "src").mkdir()
@@ -158,8 +160,7 @@ def test_says_when_it_cannot_record(options: list[str], environment: dict[str, s
 
 
 def test_broken_installation(tmp_path: Path) -> None:
-    """If this package cannot be imported after torch, one line explains it, and the script
-    continues."""
+    """If this package cannot be imported, one line explains it and the script continues."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("value = 7")
     (tmp_path / "x.py").write_text("import sys; sys.modules['torchlens_perf'] = None\nimport torch; print(torch.value)")

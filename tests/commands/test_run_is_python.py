@@ -160,8 +160,8 @@ DONE = {
         f"raises our {name}": f"{{python}} {{run}} our_errors.py {name}"
         for name in ("TorchlensPerfError", "ConfigError", "RunStoreError", "HookUnavailable")
     },
-    "nobody reads": "set -o pipefail; {python} {run} writes_to_closed_pipe.py | head -n 1",
-    "nobody reads a module": "set -o pipefail; {python} {run} -u -m writes_to_closed_pipe | head -n 1",
+    "closed pipe": "set -o pipefail; {python} {run} writes_to_closed_pipe.py | head -n 1",
+    "closed pipe of a module": "set -o pipefail; {python} {run} -u -m writes_to_closed_pipe | head -n 1",
     "streams closed": "{python} {run} closes_streams.py",
     "disk full": "{python} {run} streams.py > /dev/full",
     "streams": "{python} {run} streams.py",
@@ -211,7 +211,7 @@ USUAL = (
     "sees: name that is no text", "sees: options before", "sees: options after", "sees: -I", "sees: -S",
     "sees: PYTHONPATH", "sees: variables", "sees: C locale", "sees: sitecustomize that sends on",
     "sees: recorded twice", "sees: no stderr", "crash", "crash in a module", "syntax", "missing", "missing module",
-    "ends by 3", "ends by SIGTERM", "ends by at exit", "raises our ConfigError", "nobody reads", "streams closed",
+    "ends by 3", "ends by SIGTERM", "ends by at exit", "raises our ConfigError", "closed pipe", "streams closed",
     "threads", "pickles", "spawn", "children", "starts itself again", "reads stdin", "torch is missing",
     "torch that cannot load", "torch that is reloaded", "afterwards from the keyboard", "console script: sees: script",
     "console script: ends by 3",

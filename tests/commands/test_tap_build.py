@@ -72,8 +72,7 @@ def in_background() -> Path:
 
 
 def test_tap_is_written_next_to_the_package(cache: Path, cxx: Path) -> None:
-    """In an image, the tap is written next to the package, complete and executable, and no other
-    file is left."""
+    """In an image, only the complete, executable tap is left next to the package."""
     built = tap_build.build()
 
     assert built == tap_requirements.SOURCES / native_tap.file_name() == native_tap.loaded_from()
@@ -122,8 +121,7 @@ def test_nobody_else_can_write_what_is_built(
 
 
 def test_building_again_builds_nothing(cache: Path, cxx: Path) -> None:
-    """A tap that can be loaded is not replaced: on a shared disk, a job on another node may have it
-    mapped."""
+    """A tap that can be loaded is kept: a job on another node may have it mapped."""
     built = tap_build.build()
     before = built.stat()
     native_tap.load.cache_clear()
@@ -195,8 +193,7 @@ def test_compiler_variable_that_cannot_be_read(cache: Path, monkeypatch: pytest.
 
 
 def test_python_without_headers(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Debian without python3-dev is detected before compiling, so installing the headers is enough
-    to fix it."""
+    """Debian without python3-dev is detected before the compiler runs."""
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
 
     assert "install them (python3-dev" in (tap_requirements.obstacle(native_tap.file_name()) or "")
@@ -260,8 +257,10 @@ def test_no_place(wrong: str, cache: Path, cxx: Path, tmp_path: Path, monkeypatc
 
 
 def test_file_system_without_modes(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On some network disks all users can write to every folder, whatever its mode. Such folders
-    are refused."""
+    """On some network disks all users can write to every folder, whatever its mode.
+
+    Such folders are refused.
+    """
     tap_requirements.SOURCES.chmod(0o777)
     shutil.rmtree(cache.parent)
     mkdir = os.mkdir
@@ -292,8 +291,10 @@ def test_unwritable_places(cache: Path, cxx: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_compiler_fails(cache: Path, says: Callable[[str], None]) -> None:
-    """The message has the first error without warnings and control characters. No partial file is
-    left."""
+    """The message has the first error without warnings and control characters.
+
+    No partial file is left.
+    """
     says('echo part > "$out"; printf "a.cpp:1: warning: old\\na.cpp:7: error: \\033[31mno file\\n" >&2; exit 1')
     with pytest.raises(BuildError) as caught:
         tap_build.build()
@@ -339,8 +340,7 @@ def test_what_was_built_cannot_be_loaded(cache: Path, says: Callable[[str], None
 def test_compiler_that_does_not_end(
     cache: Path, says: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler is killed with its children, which do the actual work, and the message explains
-    it."""
+    """The compiler is killed with its children, and the message explains it."""
     monkeypatch.setattr(tap_build, "_TIMEOUT_S", 1)
     says(f"sleep 1000 & echo $! > {tmp_path / 'child'}; wait")
     with pytest.raises(BuildError, match="the compiler did not end within 1 s"):
@@ -375,8 +375,10 @@ def test_failure_is_remembered(cache: Path, says: Callable[[str], None], tmp_pat
 def test_another_compiler_is_tried(
     changed: str, cache: Path, tap: Path, says: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The build is repeated with an updated or another compiler. If it succeeds, the failure is
-    forgotten."""
+    """The build is repeated with an updated or another compiler.
+
+    If it succeeds, the failure is forgotten.
+    """
     says(f'[ -e {tmp_path / "mended"} ] && cat {tap} > "$out" && exit; echo "error: too old" >&2; exit 1')
     with pytest.raises(BuildError):
         in_background()
@@ -425,8 +427,7 @@ def test_unreadable_failure_record_is_ignored(content: str, cache: Path, cxx: Pa
 
 
 def test_no_build_if_the_ranks_have_another_torch(cache: Path, cxx: Path) -> None:
-    """If the script imports another torch than its sidecar, no tap is built, because no rank could
-    load it."""
+    """The script may import another torch than its sidecar."""
     with pytest.raises(
         BuildError, match="the ranks have another torch than their sidecar: run torchlens-perf build-tap"
     ):
@@ -469,8 +470,10 @@ except BuildError as error:
 
 
 def processes(count: int, site: Path, *arguments: str, **environ: str) -> list[str]:
-    """Run PROGRAM in so many processes at the same time, with the torch in `site`. Return their
-    output."""
+    """Run PROGRAM in so many processes at the same time, with the torch in `site`.
+
+    Return their output.
+    """
     command = [sys.executable, "-c", PROGRAM, *arguments]
     started = [
         subprocess.Popen(command, env=with_torch(site, **environ), stdout=subprocess.PIPE, text=True)

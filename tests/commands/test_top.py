@@ -74,8 +74,10 @@ def test_no_run_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 def test_finds_the_live_run(
     live: LiveSimulation, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without an argument, the live run is shown even if another run ended later. A name selects a
-    run of the folder."""
+    """Without an argument, the live run is shown even if another run ended later.
+
+    A name selects a run of the folder.
+    """
     with LiveSimulation(live.run.path.with_name("ended"), 2) as other:
         other.goes_on()
     monkeypatch.setenv("TORCHLENS_PERF_DIR", str(live.run.path.parent))
@@ -105,8 +107,7 @@ def test_reader_that_stops_early(live: LiveSimulation) -> None:
 
 
 def test_pipe(live: LiveSimulation) -> None:
-    """The output has one frame at the start, new verdicts, and a last frame which states that the
-    run has ended."""
+    """The output has a first frame, new verdicts, and a last frame about the end of the run."""
     file, states = io.StringIO(), ["goes on", "waits", "goes on", "ends"]
 
     def next_state() -> None:
@@ -167,8 +168,10 @@ def test_dumb_terminal(live: LiveSimulation) -> None:
 
 
 def test_without_textual(live: LiveSimulation) -> None:
-    """On a terminal there is one line with the package to install, and exit code 2. --once works,
-    with colours."""
+    """On a terminal there is one line with the package to install, and exit code 2.
+
+    --once works, with colours.
+    """
     with OnTerminal([*WITHOUT_TEXTUAL, str(live.run.path)]) as terminal:
         code = terminal.end()
         said = terminal.written.decode()

@@ -67,8 +67,7 @@ def known(
     st.lists(st.tuples(st.floats(0, 20), st.integers(1, 3000)), max_size=200),
 )
 def test_budget_holds_over_any_minute(per_s: int, demands: list[tuple[float, int]]) -> None:
-    """A caller that never exceeds at() sends at most the budget over any minute, whatever the
-    demand."""
+    """Callers that never exceed at() stay within the budget for any demand."""
     budget, now_s, sent = SpanBudget(per_s), 0.0, []
     for after_s, spans in demands:
         now_s += after_s
@@ -93,8 +92,7 @@ def test_budget_is_refilled_by_step_timestamps() -> None:
 
 
 def test_step_is_slow_compared_with_earlier_steps() -> None:
-    """A step above the 99th percentile of earlier steps is slow, unless there are too few steps or
-    all are equal."""
+    """The limit is the 99th percentile of at least 64 earlier steps."""
     draw = np.random.default_rng(1)
     usual = (100 + draw.normal(0, 1, 300)).tolist()
     watch = SlowSteps()
@@ -117,8 +115,7 @@ def test_lasting_slowdown_becomes_the_new_baseline() -> None:
 
 
 def test_ranks_that_explain_a_step() -> None:
-    """The slow ranks, the rank that arrived last, the rank with most work, and a rank with median
-    work."""
+    """They are slow, arrived last, had most work, or had median work."""
     found = RankRows()
     found.add(rows([10, 11, 40, 12, 13, 30], [30, 29, 8, 28, 27, 2], key=7))
     row = found.at(7)

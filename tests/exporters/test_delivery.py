@@ -96,8 +96,7 @@ def test_retry_after(header: str, expected: float | None) -> None:
 
 
 def test_halves_hold_everything_once() -> None:
-    """Each item is in exactly one half, a single span cannot be split, and points of a metric stay
-    together."""
+    """A single span cannot be split, and points of a metric stay together."""
     assert [names_in(half) for half in halves(spans_of("a", "b", "c"))] == [["a"], ["b", "c"]]
     assert halves(spans_of("alone")) == []
     (first,), (second,) = halves([METRICS])
@@ -228,8 +227,10 @@ def test_outbox_in_memory_drops_the_oldest_and_counts() -> None:
 
 
 def test_outbox_on_disk_survives_its_process(tmp_path: Path) -> None:
-    """The next process sends the oldest first. Signals and nodes are separate, and files are
-    private to the user."""
+    """The next process sends the oldest first.
+
+    Signals and nodes are separate, and files are private to the user.
+    """
     first = Outbox(tmp_path / "outbox", "node-a", "traces", batch_items=1)
     for name in ("x", "y"):
         first.put(spans_of(name))
@@ -310,8 +311,10 @@ def test_what_is_left_waits_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_stuck_endpoint_does_not_keep_the_end_waiting(tmp_path: Path) -> None:
-    """An endpoint that never answers delays the end by the timeout. Its request is also kept on
-    disk."""
+    """An endpoint that never answers delays the end by the timeout.
+
+    Its request is also kept on disk.
+    """
     endpoint = Collector("traces", opened=False)
     sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
     sender.add(spans_of("a"))
@@ -344,8 +347,10 @@ def test_pauses_grow_and_obey_the_endpoint(tmp_path: Path) -> None:
 
 
 def test_too_large_is_halved_until_it_is_taken() -> None:
-    """Eight spans reach an endpoint that accepts two at a time. If it accepts none, they count as
-    refused."""
+    """Eight spans reach an endpoint that accepts two at a time.
+
+    If it accepts none, they count as refused.
+    """
     endpoint = Collector("traces", lambda items: DELIVERED if items <= 2 else TOO_LARGE)
     sender = Sender(Outbox(None, "node", "traces"), endpoint)
     sender.add(spans_of(*"abcdefgh"))

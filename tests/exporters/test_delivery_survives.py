@@ -36,8 +36,7 @@ SPAN = "x" * 400
 
 @contextmanager
 def room_for(size_bytes: int) -> Iterator[None]:
-    """Limit the size of files, so a write that reaches the limit is partial, as on a nearly full
-    disk."""
+    """Limit the size of files, so writes become partial as on a nearly full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
@@ -124,8 +123,7 @@ def test_items_after_the_end_of_the_thread_are_kept(tmp_path: Path) -> None:
 
 
 def test_halves_of_a_stored_request_are_stored(tmp_path: Path) -> None:
-    """The halves are written before the file is deleted, so a process that is killed in between
-    loses nothing."""
+    """They are written before the file is deleted, so a kill loses nothing."""
     endpoint = Collector("traces", lambda items: Answer(Outcome.TOO_LARGE))
     box = Outbox(tmp_path, "n", "traces")
     box.put(spans_of("a", "b"))

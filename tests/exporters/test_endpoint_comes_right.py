@@ -181,8 +181,7 @@ FAULTS = (*HTTP, *TLS, *GRPC)
 
 @contextlib.contextmanager
 def over_http(handler: type[_Handler], taken: Taken, contexts: tuple[ssl.SSLContext, ...] = ()) -> Iterator[str]:
-    """Run an HTTP endpoint. contexts: TLS contexts, one for each connection; the last one is
-    reused."""
+    """Run an HTTP endpoint. contexts: one for each TLS connection; the last one is reused."""
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
@@ -216,8 +215,7 @@ def over_http(handler: type[_Handler], taken: Taken, contexts: tuple[ssl.SSLCont
 
 @contextlib.contextmanager
 def over_grpc(status: grpc.StatusCode, taken: Taken) -> Iterator[str]:
-    """Run a gRPC endpoint that fails the first request with this status and asks for a retry in a
-    second."""
+    """Run a gRPC endpoint that fails the first request and asks for a retry in a second."""
 
     class Endpoint(TraceServiceServicer):
         def Export(self, request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> Any:

@@ -185,8 +185,7 @@ def test_ids_differ() -> None:
     ],
 )
 def test_service_name(monkeypatch: pytest.MonkeyPatch, who: Identity, environ: dict[str, str], expected: str) -> None:
-    """The service name comes from OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, the job or the
-    script, in this order."""
+    """The sources are OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, job and script, in this order."""
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert rank_resource(who).attributes["service.name"] == expected
@@ -222,8 +221,7 @@ def memory() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
 
 
 def otlp() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
-    """Return the OTLP exporter with an endpoint in this process, and a function that counts what
-    arrived."""
+    """Return the OTLP exporter, and a function that counts what its endpoint got."""
     of = {name: Collector(name) for name in ("traces", "metrics", "logs")}
     return exporter_to(of), lambda: (
         sum(point.count for point in of["metrics"].last(semantics.STEP_DURATION)),
@@ -233,8 +231,10 @@ def otlp() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
 
 @pytest.mark.parametrize("make", [memory, otlp])
 def test_contract_delivers_everything(make: Callable[[], Any]) -> None:
-    """Everything is delivered after shutdown(), which returns no notes. A flush before does no
-    harm."""
+    """Everything is delivered after shutdown(), which returns no notes.
+
+    A flush before does no harm.
+    """
     exporter, delivered = make()
     for rank in (0, 1):
         exporter.export(batch_of(identity(rank), range(10)))
@@ -308,8 +308,10 @@ def test_step_with_gradient_accumulation_is_sent_whole() -> None:
 
 
 def test_span_without_a_name() -> None:
-    """A span without a name is named after its kind. A span that an exception left has the status
-    ERROR."""
+    """A span without a name is named after its kind.
+
+    A span that an exception left has the status ERROR.
+    """
     endpoint = Collector("traces")
     sender = exporter_to({"traces": endpoint})
     full = batch_of(identity(), [0])
@@ -379,8 +381,7 @@ def test_phases_do_not_depend_on_the_batches() -> None:
 
 
 def test_slow_rank_of_a_large_job_has_its_own_series() -> None:
-    """In a large job, the steps of a slow rank go into its own series, and not into the shared
-    ones."""
+    """Its steps are not in the shared series."""
     sender, slow = Metrics(), episode(1)
     many = MAX_RANK_SERIES + 1
 
@@ -437,7 +438,9 @@ def gauges(sender: Metrics) -> dict[tuple[Any, ...], float]:
 
 def test_gauges_describe_current_problems() -> None:
     """The cost by rank and phase, the stragglers by class and the detectable slowdown are sent.
-    After the end they are 0 for a while, and then missing."""
+
+    After the end they are 0 for a while, and then missing.
+    """
     sender, slow = Metrics(), episode(3)
     sender.on_assessment(assessment_of(findings(slow, episode(5, phase="data", cost_ns=5e6))))
     now = gauges(sender)
@@ -458,8 +461,10 @@ def test_gauges_describe_current_problems() -> None:
 
 @pytest.mark.parametrize(("shared_cost_ns", "cost_s"), [(12e6, 0.012), (None, None)])
 def test_gauges_of_a_slow_node(shared_cost_ns: float | None, cost_s: float | None) -> None:
-    """Each rank of a slow node has the joint cost of all its ranks. There is no point if that is
-    unknown."""
+    """Each rank of a slow node has the joint cost of all its ranks.
+
+    There is no point if that is unknown.
+    """
     sender = Metrics()
     node = [episode(rank, cost_ns=0.0, shared_cost_ns=shared_cost_ns) for rank in range(4)]
     sender.on_assessment(assessment_of(findings(*node, episode(6))))
@@ -520,8 +525,10 @@ def test_only_the_node_that_assesses_the_job_sends_problem_gauges() -> None:
 
 
 def test_alert_is_an_event() -> None:
-    """An alert is a log record with event name, sentence, severity, ids and numbers. The end of a
-    problem is no warning."""
+    """An alert is a log record with event name, sentence, severity, ids and numbers.
+
+    The end of a problem is no warning.
+    """
     endpoint, log, slow = Collector("logs"), FindingLog("run"), episode()
     exporter = exporter_to({"logs": endpoint})
     exporter.on_assessment(assessment_of(findings(slow), log))

@@ -60,8 +60,10 @@ def test_does_not_grow_with_the_job() -> None:
 
 @pytest.mark.parametrize("ranks", [16, LARGE])
 def test_nodes_send_the_same_steps(ranks: int) -> None:
-    """Each trace has exactly the ranks that its root lists, from all nodes. If rank 0 is not
-    selected, it sends only the root."""
+    """Each trace has exactly the ranks that its root lists, from all nodes.
+
+    If rank 0 is not selected, it sends only the root.
+    """
     job = sent(ranks, STEPS)
     some = 0
     for of_step in job.traces().values():
@@ -76,8 +78,10 @@ def test_nodes_send_the_same_steps(ranks: int) -> None:
 
 
 def test_why_steps_and_ranks_are_sent() -> None:
-    """Steps are sent by number, because they are slow, and when a rank is found slow. The trace
-    then has the slow rank and a rank for comparison."""
+    """Steps are sent by number, because they are slow, and when a rank is found slow.
+
+    The trace then has the slow rank and a rank for comparison.
+    """
     traces = sent(LARGE, STEPS).traces()
     chosen = {step: next(iter(each.values())).chosen[step] for step, each in traces.items()}
     because = {step: each.because for step, each in chosen.items()}
@@ -99,8 +103,7 @@ def test_why_steps_and_ranks_are_sent() -> None:
 
 
 def test_metrics_of_all_ranks_come_from_node_0() -> None:
-    """Each step of each rank is in one histogram: the shared one, or the rank's own if the rank is
-    slow."""
+    """Each step is in one histogram: the shared one or that of a slow rank."""
     job = sent(LARGE, STEPS)
     for metric in (semantics.STEP_DURATION, semantics.STEP_OWN_TIME):
         counts: Counter[int | None] = Counter()
@@ -153,8 +156,7 @@ def test_small_job_has_all_ranks_and_their_series() -> None:
 
 
 def test_without_an_exchange_each_node_keeps_to_its_share() -> None:
-    """Without messages between nodes, each node sends the most important series of its ranks,
-    within its share."""
+    """Each node sends the most important series of its own ranks."""
     job = sent(SMALL, STEPS, exchange=False)
     assert 0 < job.busiest_minute <= Config.export_limit / 10
     assert len(job.series) <= Config.export_limit

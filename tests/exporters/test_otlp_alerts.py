@@ -67,8 +67,7 @@ def a_run(exporter: Exporter) -> int:
 
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
 def test_alerts_arrive(receiver: Receiver, exporter: Make, protocol: str) -> None:
-    """Each alert arrives as one event with name, sentence, severity, time, numbers, resource and
-    trace."""
+    """Each alert is one event with all its attributes, its resource and its trace."""
     sender = exporter(**{ENDPOINT: receiver.endpoint(protocol), PROTOCOL: protocol})
     began_ns = time.time_ns()
     assert a_run(sender) == 4
@@ -185,8 +184,7 @@ DOWN: dict[str, tuple[Callable[[], AbstractContextManager[str]], str]] = {
 
 @pytest.mark.parametrize("fault", DOWN)
 def test_endpoint_down(exporter: Make, fault: str) -> None:
-    """Alerts are accepted at once, shutdown keeps its time limit, and undelivered alerts are
-    counted."""
+    """Alerts are accepted at once, shutdown is in time, and undelivered alerts are counted."""
     context, protocol = DOWN[fault]
     with context() as address:
         sender = exporter(

@@ -149,8 +149,7 @@ def test_state_and_flags() -> None:
     ],
 )
 def test_environment(environ: dict[str, str], expected: tuple[str, str]) -> None:
-    """Without an active span, the environment has the caller, unless the propagators exclude trace
-    context."""
+    """Without an active span the environment is used, if the propagators include trace context."""
     assert calling_span(environ) == expected
 
 

@@ -72,8 +72,10 @@ LIBRARIES = ("opentelemetry", "grpc", "requests")
     ],
 )
 def test_wanted_signals(told: dict[str, str], expected: dict[str, str]) -> None:
-    """An endpoint or an exporter's name enables a signal. "none", OTEL_SDK_DISABLED and unknown
-    names disable it."""
+    """An endpoint or an exporter's name enables a signal.
+
+    "none", OTEL_SDK_DISABLED and unknown names disable it.
+    """
     assert expected == wanted_signals(told)
 
 
@@ -144,8 +146,7 @@ def test_one_signal_off(
 
 
 def test_console(sidecar: Run) -> None:
-    """OTEL_*_EXPORTER=console prints spans and metrics to the sidecar's output and needs no
-    endpoint."""
+    """OTEL_*_EXPORTER=console prints to the sidecar's output and needs no endpoint."""
     ended = sidecar(OTEL_TRACES_EXPORTER="console", OTEL_METRICS_EXPORTER="console")
     assert ended.returncode == 0
     assert f"{semantics.SPAN_RANK} {0}" in ended.stdout
@@ -305,8 +306,7 @@ def test_header_is_sent(sidecar: Run) -> None:
 
 @pytest.mark.long
 def test_training_survives_wrong_values(tmp_path: Path) -> None:
-    """Live training finishes although all variables are invalid, and no file or output has the
-    secret."""
+    """Training finishes with invalid variables, and no output has the secret."""
     told = {
         ENDPOINT: f"http://127.0.0.1:{free_port()}",
         HEADERS: f"Authorization: Bearer {CANARY}",
@@ -336,8 +336,7 @@ def test_training_survives_wrong_values(tmp_path: Path) -> None:
     ],
 )
 def test_ratio_sampler(sidecar: Run, receiver: Receiver, sampler: str, rate: float) -> None:
-    """OTEL_TRACES_SAMPLER selects traces by id: a step is sent completely from both ranks, or not
-    at all."""
+    """OTEL_TRACES_SAMPLER selects traces by id, so both ranks send the same steps."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_TRACES_SAMPLER=sampler,
@@ -380,8 +379,7 @@ def one_step() -> ExportBatch:
 
 
 def test_intervals(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OTEL_BSP_SCHEDULE_DELAY and OTEL_METRIC_EXPORT_INTERVAL determine when data is sent during a
-    run."""
+    """OTEL_BSP_SCHEDULE_DELAY and OTEL_METRIC_EXPORT_INTERVAL apply during a run."""
     told = {
         ENDPOINT: receiver.endpoint("http/protobuf"),
         "OTEL_BSP_SCHEDULE_DELAY": "50",
@@ -400,8 +398,7 @@ def test_intervals(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_delta(sidecar: Run, receiver: Receiver) -> None:
-    """With OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE=delta, the points of histograms and
-    counters add up to the totals."""
+    """With delta temporality, the points of histograms and counters add up to the totals."""
     sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE="delta",
@@ -410,8 +407,7 @@ def test_delta(sidecar: Run, receiver: Receiver) -> None:
 
 
 def test_explicit_buckets(sidecar: Run, receiver: Receiver) -> None:
-    """With explicit buckets (OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION), each value
-    is in the right one."""
+    """With explicit buckets, each value is in the right one."""
     ended = sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION="explicit_bucket_histogram",
@@ -426,8 +422,7 @@ def test_explicit_buckets(sidecar: Run, receiver: Receiver) -> None:
 
 
 def test_user_names_the_service(sidecar: Run, receiver: Receiver) -> None:
-    """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override detected attributes on spans and
-    metrics."""
+    """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override detected attributes."""
     sidecar(
         OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"),
         OTEL_SERVICE_NAME="my-job",

@@ -313,8 +313,7 @@ def test_counter_and_gauge(exported: Exported) -> None:
 
 
 def test_replay_sends_the_same_spans(exported: Exported, receiver: Receiver, tmp_path: Path) -> None:
-    """A sidecar started on the finished run sends all spans again, with the same ids, parents and
-    durations."""
+    """A replay sends all spans again with the same ids, parents and durations."""
     replayed = Sidecar(exported.run, tmp_path, exported.told)
     assert replayed.returncode == 0
 

@@ -64,8 +64,7 @@ QUICK = {"no endpoint", REPLAYED, "silent", "grpc refused"}
 
 @dataclasses.dataclass
 class Ended:
-    """An ended training process: its exit time after the watch's body, and its additional threads
-    and sockets."""
+    """An ended training process: its exit time, and the threads and sockets of the watch."""
 
     run: RunDirectory | None
     exit_s: float
@@ -161,8 +160,10 @@ def test_training_gets_no_thread_and_no_socket(live: dict[str, Ended], fault: st
 
 @pytest.mark.parametrize("fault", long_but(QUICK & {*UNDELIVERED}, UNDELIVERED))
 def test_report_counts_what_was_not_delivered(live: dict[str, Ended], fault: str) -> None:
-    """The sidecar ends soon after the job. Its state and report have the number of undelivered
-    spans."""
+    """The sidecar ends soon after the job.
+
+    Its state and report have the number of undelivered spans.
+    """
     run = live[fault].run
     assert run is not None
     count = spans_of(run, Config.trace_every)
@@ -254,8 +255,7 @@ print(exported_s - started_s, time.monotonic() - exported_s, time.monotonic(), n
 @pytest.mark.parametrize("protocol", [HTTP, "grpc"])
 @pytest.mark.parametrize("endpoint", [silent, dropping])
 def test_time_limits_hold(endpoint: Fault, protocol: str) -> None:
-    """If the endpoint never answers and the export timeout is very long, shutdown and the process
-    still end in time."""
+    """Shutdown ends in time even if the export timeout is very long."""
     root = str(ROOT)
     slow = slowdown()
     with endpoint() as address:

@@ -35,8 +35,7 @@ def values(points: list[ReceivedPoint], metric: str, gpu: str, attributes: dict[
 @pytest.mark.distributed
 @pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 def test_from_the_library_to_the_backend(run: RunDirectory, receiver: Receiver, tmp_path: Path) -> None:
-    """Two ranks share one GPU and one has another: each GPU is reported once in backend, files and
-    report."""
+    """A GPU that two ranks share is reported once in backend, files and report."""
     compile_nvml(tmp_path / "libnvidia-ml.so.1")
     nvml = FakeNvml(tmp_path / "gpus.txt")
     nvml.gpus = [{**HOPPER}, {**HOPPER, "sm_mhz": 990, "temperature": 88, "busy": 98}, {**HOPPER}]
@@ -109,8 +108,7 @@ class Exported:
         self.metrics = HardwareMetrics(meter, lambda: self.now_s)
 
     def points(self) -> dict[tuple[str, str], float]:
-        """Return points by metric and the attributes that identify a point, in order of their
-        names."""
+        """Return points by metric and identifying attributes, in order of their names."""
         data = self._reader.get_metrics_data()
         return {
             (metric.name, " ".join(str(told) for name, told in sorted(point.attributes.items()) if name not in SAME)):
@@ -135,8 +133,10 @@ def test_missing_value_has_no_point() -> None:
 
 
 def test_fast_changing_gauges_are_means_since_the_last_export() -> None:
-    """Clocks, power and activity are means over all samples since the last export. Other gauges
-    have the newest value."""
+    """Clocks, power and activity are means over all samples since the last export.
+
+    Other gauges have the newest value.
+    """
     exported = Exported()
     for power_w, degrees in ((100.0, 50), (300.0, 70)):
         exported.metrics.measured(

@@ -33,8 +33,10 @@ def sent(
 
 
 def test_gauges_by_state_and_counters() -> None:
-    """Gauges have the newest reading. Counters stay correct if the user resets the allocator's
-    statistics."""
+    """Gauges have the newest reading.
+
+    Counters stay correct if the user resets the allocator's statistics.
+    """
     points = sent([MemoryReading(0, 5, 9, 1, 7, 80, 3, 0), None, MemoryReading(16, 4, 10, 2, 8, 80, 1, 1)])
 
     assert {attributes[semantics.MEMORY_STATE]: value for attributes, value in points[semantics.DEVICE_MEMORY]} == {
@@ -46,8 +48,10 @@ def test_gauges_by_state_and_counters() -> None:
 
 
 def test_what_was_not_measured_is_not_sent() -> None:
-    """Missing values are not sent as 0. In a large job there is no gauge, as all ranks would write
-    the same series."""
+    """Missing values are not sent as 0.
+
+    In a large job there is no gauge, as all ranks would write the same series.
+    """
     points = sent([MemoryReading(0, allocated_bytes=5)])
     assert [attributes[semantics.MEMORY_STATE] for attributes, _ in points[semantics.DEVICE_MEMORY]] == ["allocated"]
     assert semantics.ALLOC_RETRIES not in points

@@ -29,8 +29,10 @@ TRACE_EVERY = 50
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seconds", [8, *long(OUTAGE_S)])
 def test_outage(seconds: int, tmp_path: Path, receiver: Receiver) -> None:
-    """The report counts what did not arrive. A replay delivers all of it after the outage and
-    reports that."""
+    """The report counts what did not arrive.
+
+    A replay delivers all of it after the outage and reports that.
+    """
     began_s, away_s = time.monotonic(), seconds if seconds < OUTAGE_S else share(OUTAGE_S)
     stop = tmp_path / "stop"
     with refusing() as address:

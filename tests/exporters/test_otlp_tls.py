@@ -50,8 +50,10 @@ class Endpoint(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def over_http(shown: Certificate, clients: Certificate | None = None) -> Iterator[str]:
-    """Run an HTTP endpoint with this certificate. It may require client certificates. Return its
-    address."""
+    """Run an HTTP endpoint with this certificate.
+
+    It may require client certificates. Return its address.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*shown)
     if clients is not None:
@@ -135,8 +137,7 @@ FAULTS = {
 def test_certificate_that_does_not_hold(
     fault: str, protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user trusts the issuer, but the certificate has expired or is for another host: no span
-    is sent."""
+    """A certificate that has expired or is for another host gets no span."""
     shown = certificate(tmp_path / "tls", **FAULTS[fault])
     with SERVING[protocol](shown) as address:
         notes = exported(
@@ -157,8 +158,10 @@ def test_certificate_that_does_not_hold(
 def test_endpoint_that_asks_for_a_certificate(
     has_key: bool, protocol: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a client certificate nothing is delivered, and it is counted. With one, everything
-    is."""
+    """Without a client certificate nothing is delivered, and it is counted.
+
+    With one, everything is.
+    """
     shown, own = certificate(tmp_path / "tls"), certificate(tmp_path / "own", "DNS:client")
     told = {"OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE": str(own.path), "OTEL_EXPORTER_OTLP_CLIENT_KEY": str(own.key)}
     with SERVING[protocol](shown, own) as address:

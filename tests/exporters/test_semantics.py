@@ -53,8 +53,7 @@ class Sent:
 
 
 def everything() -> Sent:
-    """Send everything that exporters can send on any machine, from hand-made input of a small and
-    of a large job."""
+    """Send everything that exporters can send, from hand-made input of a small and a large job."""
     small, large = of_two_ranks(), of_many_ranks()
     return Sent(small.spans + large.spans, small.points + large.points, small.events + large.events)
 
@@ -87,8 +86,7 @@ def of_two_ranks() -> Sent:
 
 
 def of_many_ranks() -> Sent:
-    """Export a large job with so few series that a node's GPUs share one point, and with a slow
-    rank at the end."""
+    """Export a large job with a slow rank, and with one point for all GPUs of a node."""
     collectors = {name: Collector(name) for name in ("traces", "metrics", "logs")}
     exporter = exporter_to(collectors)
     plain, one = batch_of(identity(3, world_size=1000), [100, 110]), hardware()
@@ -141,15 +139,13 @@ def wrong(sent: Sent) -> list[str]:
 
 
 def test_all_that_is_sent_is_listed(made: Sent) -> None:
-    """If this fails: describe the name in exporters/semantics.py, and run
-    scripts/write_semantics.py."""
+    """If this fails: describe the name in semantics.py and run scripts/write_semantics.py."""
     assert wrong(made) == []
 
 
 @pytest.mark.distributed
 def test_a_recorded_run(sidecar: Callable[..., Sidecar], receiver: Receiver) -> None:
-    """Everything that a run of two ranks sends is listed, and all names without a condition are
-    sent."""
+    """A run of two ranks sends only listed names, and all names without a condition."""
     sidecar(OTEL_EXPORTER_OTLP_ENDPOINT=receiver.endpoint("http/protobuf"))
     sent = Sent(receiver.spans(), receiver.points(), receiver.events())
     assert wrong(sent) == []
@@ -164,8 +160,7 @@ def test_a_recorded_run(sidecar: Callable[..., Sidecar], receiver: Receiver) -> 
 
 
 def test_all_that_is_listed_can_be_sent(made: Sent) -> None:
-    """Each name is sent by these tests, or belongs to a launcher, scheduler or cloud that is not
-    available here."""
+    """Other names belong to launchers, schedulers or clouds that are missing here."""
     assert {point.metric for point in made.points} == set(METRICS)
     for metric in semantics.METRICS:
         seen = {name for point in made.points if point.metric == metric.name for name in point.attributes}
@@ -211,8 +206,7 @@ def conventions() -> tuple[set[str], dict[str, tuple[str, str]]]:
 
 
 def test_sources() -> None:
-    """Names listed as OpenTelemetry's are in its package with this unit and instrument, and other
-    names are not."""
+    """Names listed as OpenTelemetry's are in its package with this unit and instrument."""
     attributes, metrics = conventions()
     assert len(attributes) > 300
     assert len(metrics) > 100

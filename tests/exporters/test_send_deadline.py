@@ -130,8 +130,10 @@ def server(behaves: Callable[[socket.socket], None], context: ssl.SSLContext | N
 
 
 def sent(address: str, size: int = 1, **told: str) -> tuple[Answer, float]:
-    """Send once, with a span name of that size. Return the result and the duration. No thread may
-    remain."""
+    """Send once, with a span name of that size.
+
+    Return the result and the duration. No thread may remain.
+    """
     transport = transport_for("http/protobuf", ENDPOINT=address, TIMEOUT=str(TIMEOUT_S), **told)
     began_s = time.monotonic()
     try:

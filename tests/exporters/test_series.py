@@ -209,8 +209,7 @@ def test_sidecar_that_is_started_again_counts_from_zero() -> None:
 
 
 def test_restarted_node_0_does_not_send_old_counts_again() -> None:
-    """A new sidecar of node 0 adds only counts since its start, also in buckets that were empty
-    before."""
+    """Only new counts are added, also in buckets that were empty before."""
     clock = Clock()
     node = Node(clock)
     node.series.record(durations(1e6, 1e9), {})

@@ -63,8 +63,10 @@ def over_http(address: str, timeout_s: int = 5, **told: str) -> Answer:
     ],
 )
 def test_what_http_answers_mean(status: int, headers: dict[str, str], outcome: Outcome, after_s: float | None) -> None:
-    """Responses are classified by the specification. If the server is no endpoint or the
-    credentials are wrong, data is kept."""
+    """Responses are classified by the specification.
+
+    If the server is no endpoint or the credentials are wrong, data is kept.
+    """
     endpoint = answering(status, **headers)
     with serving(endpoint) as address:
         answer = over_http(address)
@@ -80,8 +82,10 @@ def test_reason_of_a_refusal() -> None:
 
 
 def test_partial_success_over_http() -> None:
-    """Accepted items are delivered, and rejected ones counted. A response that is no OTLP is
-    ignored."""
+    """Accepted items are delivered, and rejected ones counted.
+
+    A response that is no OTLP is ignored.
+    """
     with serving(answering(200, PARTIAL.SerializeToString(), **PROTOBUF)) as address:
         assert over_http(address) == Answer(Outcome.DELIVERED, rejected=3)
     with serving(answering(200, b"\xff\xff\xff", **PROTOBUF)) as address:
@@ -206,8 +210,7 @@ def test_what_grpc_answers_mean(status: grpc.StatusCode, outcome: Outcome) -> No
 
 
 def test_grpc_asks_to_wait_rejects_and_finds_too_large() -> None:
-    """RetryInfo sets the wait, a partial success has the rejected items, and a request beyond the
-    server's limit is split."""
+    """RetryInfo, partial success and the server's limit on sizes work."""
     asked = Status(code=8)
     asked.details.add().Pack(RetryInfo(retry_delay=Duration(seconds=2, nanos=500_000_000)))
     busy = threading.Event()

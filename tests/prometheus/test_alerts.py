@@ -55,8 +55,10 @@ def test_promtool() -> None:
 
 
 def test_straggler_and_its_end(tmp_path: Path) -> None:
-    """A slow rank is reported with host and phase. When the job ends, its series become stale and
-    the alert resolves."""
+    """A slow rank is reported with host and phase.
+
+    When the job ends, its series become stale and the alert resolves.
+    """
     with job(tmp_path, SLOW_RANK="1", SLOW_FROM="100") as (ranks, prometheus):
         alert = prometheus.wait_for(lambda: prometheus.firing().get("TorchlensStraggler"), FIRES_S * slowdown())
         assert alert["labels"]["torch_distributed_rank"] == "1"
@@ -96,8 +98,10 @@ def test_healthy(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(bool(why_no_nodes()), reason=why_no_nodes())
 def test_two_nodes(tmp_path: Path) -> None:
-    """Node 0's sidecar shows the verdict on a rank of node 1. Node 1's sidecar shows only its own
-    ranks, and no verdict."""
+    """Node 0's sidecar shows the verdict on a rank of node 1.
+
+    Node 1's sidecar shows only its own ranks, and no verdict.
+    """
     names = ("node-a", "node-b")
     environment = {"SLOW_RANK": "3", "SLOW_FROM": "60", "TORCHLENS_PERF_PROMETHEUS": "0"}
     with LiveRanks(tmp_path, 4, names, **environment) as ranks:

@@ -91,8 +91,7 @@ def test_target_info_has_the_resource(answer: Scrape) -> None:
 
 
 def test_every_name_is_that_of_otlp(answer: Scrape) -> None:
-    """Each name derives from a name in semantics.py and its unit, or belongs to the process
-    collector."""
+    """Other names belong to the process collector."""
     ours = {prometheus_name(name) for name in NAMES if isinstance(name, str)}
     for sample in answer.all():
         assert sample.name.startswith(("process_", "target_info", "torchlens_perf_scrape_")) or any(
@@ -150,8 +149,10 @@ def test_a_job_of_any_size_is_bounded(tmp_path: Path) -> None:
 
 
 def test_points_and_labels_have_bounds() -> None:
-    """The points of a metric are limited, with a count of those left out. Labels are cut and have
-    no control characters."""
+    """The points of a metric are limited, with a count of those left out.
+
+    Labels are cut and have no control characters.
+    """
     meter = Meter(explicit_bounds=True)
     gauge = meter.create_gauge("some.gauge", "", "many")
     for index in range(MAX_POINTS + 5):

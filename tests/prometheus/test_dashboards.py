@@ -98,8 +98,7 @@ def filled(expression: str, run_id: str) -> str:
 @pytest.mark.distributed
 @pytest.mark.skipif(not IS_THERE, reason=MISSING)
 def test_every_query_has_an_answer(tmp_path: Path) -> None:
-    """Each query returns data of the selected run only, from a real job with a slow rank or from
-    the target with GPUs."""
+    """The data is of the selected run, from a real job or the target with GPUs."""
     at, gpus = free_port(), GpuTarget(tmp_path)
     (tmp_path / "prometheus").mkdir()
     try:

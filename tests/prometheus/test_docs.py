@@ -28,8 +28,10 @@ def commands(page: str) -> str:
 @pytest.mark.skipif(not IS_THERE, reason=MISSING)
 @pytest.mark.parametrize("page", ["prometheus.md", "kubernetes.md", "slurm.md"])
 def test_commands(page: str, tmp_path: Path) -> None:
-    """The commands run with a training script and a free port. Installed packages are not installed
-    again."""
+    """The commands run with a training script and a free port.
+
+    Installed packages are not installed again.
+    """
     shutil.copy(ROOT / "examples" / "train_gpt.py", tmp_path / "train.py")
     url = "http://127.0.0.1:9464/metrics"
     script = commands(page).replace("pip install '.[prometheus]'\n", "").replace(f"curl -s {url}", f"curl -sf {url}")

@@ -84,8 +84,7 @@ def test_other_requests_are_rejected(endpoint: Endpoint, request_: bytes, wanted
 
 
 def test_malformed_requests_are_dropped(endpoint: Endpoint) -> None:
-    """After a request that is too long or cut off, the connection is closed and the next one is
-    served."""
+    """The connection is closed, and the next request is served."""
     assert ask(endpoint, b"GET /metrics HTTP/1.1\r\nX: " + b"y" * 100_000) == b""
     with socket.create_connection(endpoint.address) as client:
         client.sendall(b"GET /met")
@@ -125,8 +124,7 @@ def test_a_taken_port(endpoint: Endpoint) -> None:
 
 
 def test_close(endpoint: Endpoint) -> None:
-    """The port can be reused at once, also with a hanging client and after connections closed by
-    this side."""
+    """The port can be reused at once, even if a client hangs."""
     ask(endpoint, get())
     with socket.create_connection(endpoint.address) as hanging:
         hanging.sendall(b"G")

@@ -99,8 +99,10 @@ def test_prometheus_rule_has_the_alerts_of_the_file() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason=MISSING)
 def test_scrape_config(tmp_path: Path) -> None:
-    """Prometheus relabels pods, described as its service discovery does. Debian's build has no
-    Kubernetes."""
+    """Prometheus relabels pods, described as its service discovery does.
+
+    Debian's build has no Kubernetes.
+    """
     meta = "__meta_kubernetes_"
     pod = {
         f"{meta}pod_annotation_prometheus_io_scrape": "true", f"{meta}pod_annotation_prometheus_io_port": "9464",
@@ -128,8 +130,7 @@ def test_scrape_config(tmp_path: Path) -> None:
 
 
 def test_deploy_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command writes all files, also a second time, and does not replace files that were
-    changed."""
+    """The command can be repeated, and does not replace files that were changed."""
     out = tmp_path / "out"
     assert main(["deploy-files", "--out", str(out)]) == 0
     written = capsys.readouterr().out.splitlines()

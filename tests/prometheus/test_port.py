@@ -162,8 +162,10 @@ def _nothing() -> dict[str, Any]:
 
 
 def test_the_last_values_are_fetched(run: RunDirectory) -> None:
-    """The final values, such as of a process that died, are served until they were scraped. Then
-    the port is free."""
+    """The final values, such as of a process that died, are served until they were scraped.
+
+    Then the port is free.
+    """
     sidecar, ranks = of_ranks(run, prometheus="0")
     port, lock = MetricsPort(last_scrape_timeout_s=60), SidecarLock(run.path / "lock")
     round_of(sidecar, port)

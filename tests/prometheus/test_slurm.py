@@ -43,8 +43,10 @@ def test_task_prolog() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="an epilog runs as root")
 def test_epilog_removes_what_a_user_without_processes_has_left(tmp_path: Path) -> None:
-    """Only this user's files are removed. Links are removed and not followed. Nothing is removed
-    while the user has a process."""
+    """Only this user's files are removed.
+
+    Links are removed and not followed. Nothing is removed while the user has a process.
+    """
     left = Path(f"/dev/shm/torchlens-perf-{3_000_000_000 + os.getpid()}")
     other = left.with_name(f"{left.name}0")
     (left / "run").mkdir(parents=True)
@@ -87,6 +89,7 @@ def open_folder() -> Iterator[Path]:
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_under_slurm(open_folder: Path) -> None:
     """An unchanged script is recorded because of the task prolog, and Prometheus can scrape it.
+
     With two nodes on one network, the second reports that the port is in use. The epilog cleans up.
     """
     scripts = f"TaskProlog={TASK_PROLOG}\nEpilog={EPILOG}"

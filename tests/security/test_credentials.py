@@ -42,8 +42,10 @@ class _Endpoint:
 
 @pytest.fixture
 def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
-    """Set up a ~/.netrc with a password for 127.0.0.1. Return a stack that closes the test's
-    servers."""
+    """Set up a ~/.netrc with a password for 127.0.0.1.
+
+    Return a stack that closes the test's servers.
+    """
     netrc = tmp_path / ".netrc"
     netrc.write_text("machine 127.0.0.1 login somebody password secret\ndefault login somebody password secret\n")
     netrc.chmod(0o600)

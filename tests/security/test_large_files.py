@@ -143,8 +143,7 @@ def test_replay_leaves_out_a_segment_that_cannot_be_read(run: RunDirectory, make
 
 
 def test_other_files_of_any_size(run: RunDirectory, tmp_path: Path) -> None:
-    """Lists of rings, out-of-memory reports, capture answers, undelivered requests and notes of
-    failed builds are bounded."""
+    """Files other than tables and states are bounded too."""
     (state,) = run.nodes.glob("*.json")
     sparse(run.node_rings(state.stem))
     assert run.kept_rings(state.stem) == []

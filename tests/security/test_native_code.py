@@ -28,8 +28,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("level", range(3))
 def test_plugin_that_others_can_change(level: int, plugin: Path) -> None:
-    """If the file or a folder above it has one bit too many, NCCL does not get the plugin, and the
-    reason names the part."""
+    """NCCL does not get the plugin, and the reason names the file or folder."""
     assert nccl_plugin.path() == plugin
     part = [plugin, *plugin.parents][level]
     part.chmod(0o777)

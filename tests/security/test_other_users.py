@@ -43,8 +43,7 @@ def world(tmp_path: Path) -> Path:
 @as_root
 @pytest.mark.parametrize("theirs", ["perf", "perf/run", "perf/run/nodes"])
 def test_folder_of_another_user(theirs: str, world: Path) -> None:
-    """If all users can create folders there, `dir`, the run directory and its contents are refused
-    and unchanged."""
+    """In a folder like /tmp, folders of other users are refused and stay unchanged."""
     folder = world / theirs
     folder.mkdir(parents=True)
     os.chown(folder, SOMEBODY, SOMEBODY)
@@ -60,8 +59,7 @@ def test_folder_of_another_user(theirs: str, world: Path) -> None:
 
 @as_root
 def test_folder_that_a_team_shares(tmp_path: Path) -> None:
-    """If not all users can create folders there, `dir` may belong to another user, as teams share
-    disks."""
+    """In a folder that few users can write to, `dir` may belong to another user."""
     folder = tmp_path / "team" / "perf"
     folder.mkdir(parents=True)
     os.chown(folder, SOMEBODY, SOMEBODY)
@@ -91,8 +89,10 @@ def test_link_of_another_user(theirs: str, world: Path, tmp_path: Path) -> None:
 
 @as_root
 def test_folder_in_shared_memory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user who creates the folder first blocks one place and not the other. If both are
-    blocked, the error is reported."""
+    """Another user who creates the folder first blocks one place and not the other.
+
+    If both are blocked, the error is reported.
+    """
     places = [tmp_path / "shm", tmp_path / "tmp"]
     monkeypatch.setattr(directory, "_SHARED_MEMORY", places[0])
     monkeypatch.setattr(directory.tempfile, "gettempdir", lambda: str(places[1]))
@@ -112,8 +112,10 @@ def test_folder_in_shared_memory_of_another_user(tmp_path: Path, monkeypatch: py
 
 
 def test_files_are_made_anew(tmp_path: Path) -> None:
-    """Files that are written at once replace a link without following it. A log that is a link is
-    refused."""
+    """Files that are written at once replace a link without following it.
+
+    A log that is a link is refused.
+    """
     victim, link = tmp_path / "victim", tmp_path / "report.partial"
     victim.write_text("mine")
     link.symlink_to(victim)

@@ -50,8 +50,10 @@ print("local", json.dumps(found), umask)
 
 
 def _train(folder: Path, umask: str, share: str) -> tuple[dict[str, int], int]:
-    """Run a job in `folder`. Return the modes in shared memory during the run, and the job's umask
-    at its end."""
+    """Run a job in `folder`.
+
+    Return the modes in shared memory during the run, and the job's umask at its end.
+    """
     done = run_warm([sys.executable, "-c", _JOB, str(folder / "torchlens-perf"), share, umask], folder)
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("local "))
@@ -73,8 +75,10 @@ def _wrong(modes: dict[str, int], folders: int, files: int) -> dict[str, str]:
     [("000", "off", 0o700, 0o600), ("002", "off", 0o700, 0o600), ("077", "group", 0o750, 0o640)],
 )
 def test_modes_of_a_run(umask: str, share: str, folders: int, files: int, tmp_path: Path) -> None:
-    """Folders, records, states, logs, tables and the report have the right modes. Shared memory is
-    always private."""
+    """Folders, records, states, logs, tables and the report have the right modes.
+
+    Shared memory is always private.
+    """
     local, umask_after = _train(tmp_path, umask, share)
     (made,) = runs(tmp_path)
     wait_for_sidecar(made)

@@ -28,8 +28,7 @@ with perf.watch(model, optimizer, dir=sys.argv[1], config=perf.Config(_exit_time
 
 @pytest.mark.parametrize("path", ["other:./package/", *long("package", ":other")])
 def test_relative_python_path(path: str, tmp_path: Path) -> None:
-    """`PYTHONPATH=src python train.py` works, even if the job changes its directory before the
-    watch begins."""
+    """`PYTHONPATH=src python train.py` works, even if the job changes its directory."""
     start = tmp_path if path != ":other" else tmp_path / "package"
     copied = shutil.copytree(ROOT / "torchlens_perf", tmp_path / "package" / "torchlens_perf")
     main = copied / "__main__.py"
@@ -45,8 +44,7 @@ def test_relative_python_path(path: str, tmp_path: Path) -> None:
 
 
 def test_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sidecar gets the folders of this process in order, without relative folders and that of
-    the script."""
+    """The sidecar gets absolute folders in order, without the script's."""
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/script/train.py", raising=False)
     monkeypatch.setattr(sys, "path", ["/script", "", "src", "/x", *sys.path, "/x"])

@@ -90,8 +90,10 @@ def _said(kind: str, folder: Path) -> tuple[set[str], list[object]]:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]:
-    """Return the modules that a watched and an unwatched process have loaded at their end. Threads
-    and signals are equal."""
+    """Return the modules that a watched and an unwatched process have loaded at their end.
+
+    Threads and signals are equal.
+    """
     folder = tmp_path_factory.mktemp("job")
     watched, process = _said("watched", folder)
     unwatched, process_without = _said("unwatched", folder)
@@ -136,8 +138,7 @@ def _found(modules: set[str]) -> dict[str, set[str]]:
 
 
 def test_source(loaded: tuple[set[str], set[str]]) -> None:
-    """The files for the training process, and those that it has actually loaded, use nothing
-    banned."""
+    """Files of the training process, and all that it has loaded, use nothing banned."""
     prefix = "torchlens_perf."
     ours = {name.removeprefix(prefix) for name in loaded[0] if name.startswith(prefix)}
 
@@ -159,8 +160,10 @@ def test_what_the_source_is_searched_for() -> None:
 
 
 def test_modules(loaded: tuple[set[str], set[str]]) -> None:
-    """A watched process loads no further modules for networks, pickles or the sidecar. Torch itself
-    loads some of the standard library."""
+    """A watched process loads no further modules for networks, pickles or the sidecar.
+
+    Torch itself loads some of the standard library.
+    """
     watched, unwatched = loaded
     more = watched - unwatched
     roots = {name.partition(".")[0] for name in more}

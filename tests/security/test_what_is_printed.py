@@ -87,8 +87,7 @@ def _printed(*arguments: str) -> str:
 def test_state_of_a_node(
     data: st.DataObject, text: str, note: str, schema: str, state: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Texts, notes and schema of a state are escaped in the report, in its JSON and in the errors
-    of `capture`."""
+    """Texts of a state are escaped in the report, its JSON and the errors of `capture`."""
     run = RunDirectory(tmp_path / "run")
     run.nodes.mkdir(parents=True, exist_ok=True)
     where = data.draw(st.sampled_from(texts_in(state)))
