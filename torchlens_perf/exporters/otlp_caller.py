@@ -13,7 +13,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 
-@functools.lru_cache(maxsize=64)  # The caller's warning is logged once.
+@functools.lru_cache(maxsize=64)  # A warning is logged once per caller.
 def caller(traceparent: str, tracestate: str = "") -> SpanContext | None:
     """Return the caller's span context; None if `traceparent` is empty or invalid."""
     if not traceparent:

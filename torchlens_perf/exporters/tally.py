@@ -30,7 +30,7 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 EVERY_S = 5.0
 _PREDECESSOR_MARGIN_S = 30.0
 """A node that has counted this much longer than node 0's sidecar also sent to an earlier sidecar of node 0, which has
-exported these counts. During the next seconds of the same number, first pieces are only used as a baseline."""
+exported these counts. For the same time from now on, the first piece of each series is only a baseline."""
 _PIECE_BUCKETS = 64
 """Number of buckets that always fit into a message."""
 _MAX_NODES = 16384

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 WINDOW, MIN_STEPS = 512, 64
 QUANTILE = 0.99
-MIN_EXCESS = 0.1  # relative to the median, in case that all steps take about the same time
+MIN_EXCESS = 0.1  # relative to the median, for jobs whose steps all take about the same time
 
 
 class SlowSteps:

@@ -111,7 +111,7 @@ class Outbox:
             return self._item_count + in_requests + sum(count for _, count, _ in self._files)
 
     def due_s(self) -> float:
-        """Return the seconds until a request is ready to send, with the items of now."""
+        """Return the seconds until a request is ready to send, if no further items arrive."""
         with self._arrived:
             if self._files or self._requests or len(self._items) >= self._batch_items:
                 return 0.0
