@@ -195,5 +195,5 @@ def notes(sender: Sender) -> list[str]:
     if sender.refused:
         found.append(f"OTLP: {sender.refused} of these {what} were in requests that the endpoint refused for good")
     if dropped:
-        found.append(f"OTLP: {dropped} of these {what} had to go for newer ones: there was no more room for what waits")
+        found.append(f"OTLP: {dropped} of these {what} were dropped for newer ones because the outbox was full")
     return found

@@ -137,11 +137,13 @@ def _exporter(made: Mapping[str, Signal], environ: Mapping[str, str]) -> OtlpExp
     aggregation = environ.get("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "").strip().lower()
     if aggregation not in ("", _EXPONENTIAL, _EXPLICIT):
         logger.warning(
-            "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION=%s is unknown: %s", aggregation, _EXPONENTIAL
+            "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION=%s is unknown, using %s",
+            aggregation,
+            _EXPONENTIAL,
         )
     temporality = environ.get("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "").strip().lower()
     if temporality not in ("", *_TEMPORALITIES):
-        logger.warning("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE=%s is unknown: cumulative", temporality)
+        logger.warning("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE=%s is unknown, using cumulative", temporality)
     exemplars = environ.get("OTEL_METRICS_EXEMPLAR_FILTER", "").strip().lower() != "always_off"
     meter = Meter(
         explicit_bounds=aggregation == _EXPLICIT,

@@ -207,7 +207,7 @@ class Outbox:
 
     def _write_file(self, body: bytes, count: int) -> Path:
         if self._folder is None:
-            raise OSError("there is no disk")
+            raise OSError("the outbox has no folder")
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._folder / f"{self._owner}.{self.signal}.{self._number:010}.{count}.otlp"
         self._number += 1

@@ -45,7 +45,7 @@ class SdkTransport:
             return answer
         if result is not None and result.name == "SUCCESS":
             return Answer(Outcome.DELIVERED)
-        return Answer(Outcome.REFUSED, "the SDK's exporter has not sent it")
+        return Answer(Outcome.REFUSED, "the SDK's exporter failed without a response")
 
     def close(self) -> None:
         self._logger.removeFilter(self._is_news)

@@ -109,7 +109,7 @@ class Sender:
         self.begin_closing()
         if not _in_slices(self._has_ended, timeout_s):
             self._written_by_close = True
-            logger.warning("the OTLP endpoint did not take all %s within %g s", self.signal, timeout_s)
+            logger.warning("the OTLP endpoint did not accept all %s within %g s", self.signal, timeout_s)
         self._collect(True)
         self._write_undelivered()
 
@@ -182,10 +182,10 @@ class Sender:
             parts = split
         else:
             self.refused += request.count
-            logger.error("the OTLP endpoint has refused %d %s: %s", request.count, self.signal, answer.reason)
+            logger.error("the OTLP endpoint refused %d items of %s: %s", request.count, self.signal, answer.reason)
         self.outbox.remove(request, parts)
         if self._consecutive_failures:
-            logger.info("the OTLP endpoint takes %s again; %d wait", self.signal, self.outbox.waiting())
+            logger.info("the OTLP endpoint accepts %s again; %d items are waiting", self.signal, self.outbox.waiting())
             self._consecutive_failures = 0
         with self._changed:
             self._changed.notify_all()
@@ -193,12 +193,12 @@ class Sender:
 
     def _write_undelivered(self, *, everything: bool = True) -> None:
         if not self.outbox.to_disk(everything=everything):
-            self._log_failure("what waits cannot be written to the run directory, and stays in memory")
+            self._log_failure("undelivered items cannot be written to the run directory and stay in memory")
 
     def _log_failure(self, reason: str) -> None:
         if self._clock() - self._logged_s >= _LOG_INTERVAL_S:
             self._logged_s = self._clock()
-            logger.error("%s are not delivered: %s; they wait, and are tried again", self.signal, reason)
+            logger.error("%s are not delivered: %s. They are kept and retried.", self.signal, reason)
 
 
 def _in_slices(wait: Callable[[float], bool], timeout_s: float) -> bool:

@@ -134,12 +134,12 @@ class Endpoint:
             return HTTPStatus.METHOD_NOT_ALLOWED, _text("GET /metrics\n")
         if self.address.is_loopback and not _names_loopback(headers.get("host", "")):
             # DNS rebinding: the page of another site may have its own name resolve to this address.
-            return HTTPStatus.MISDIRECTED_REQUEST, _text("This server is not called so.\n")
+            return HTTPStatus.MISDIRECTED_REQUEST, _text("The Host header is not a name of this machine's loopback.\n")
         if path.partition("?")[0] != PATH:
             return HTTPStatus.NOT_FOUND, _text("GET /metrics\n")
         with guard("making /metrics"):
             return HTTPStatus.OK, self._answer(headers.get("accept", ""))
-        return HTTPStatus.INTERNAL_SERVER_ERROR, _text("The sidecar's log says why.\n")
+        return HTTPStatus.INTERNAL_SERVER_ERROR, _text("The sidecar's log has the error.\n")
 
 
 def _read_head(connection: socket.socket, deadline_s: float) -> bytes:
