@@ -1,6 +1,4 @@
-"""Check that the tests named in docs/guides/backends.md exist, and that the documented settings are those
-of the tests.
-"""
+"""Tests and variables exist that docs/internals/backend-tests.md and docs/guides/backends.md name."""
 
 from __future__ import annotations
 
@@ -18,9 +16,9 @@ COLUMNS = ["trace tree with all ranks", "links", "exemplars", "metrics", "alerts
 _FILE, _TEST = r"[a-z_/]+\.py", r"test_[a-z_0-9]+"
 
 
-def table(first_header: str) -> list[list[str]]:
-    """Return the cells of the table whose first header matches, with the header as first row."""
-    (start,) = re.findall(rf"^\| {first_header} \|.*\n(?:\|.*\n)+", PAGE, re.MULTILINE)
+def table(first_header: str, page: str = PAGE) -> list[list[str]]:
+    """The cells of the page's table whose header begins so, its header first."""
+    (start,) = re.findall(rf"^\| {first_header} \|.*\n(?:\|.*\n)+", page, re.MULTILINE)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in start.splitlines()]
     return [rows[0], *rows[2:]]
 
@@ -31,7 +29,7 @@ def functions(path: str) -> set[str]:
 
 
 def test_every_cell_is_backed() -> None:
-    """A cell that claims that something works names an existing test. Other cells have a reason."""
+    """It works, by a test that is there; or it does not, and the cell says why."""
     header, *rows = table("backend .* trace tree with all ranks.*")
     assert header == ["backend", *COLUMNS]
     assert len(rows) == 8
@@ -56,7 +54,7 @@ def test_the_guide_says_yes_where_a_test_does() -> None:
 
 
 def test_named_tests_are_there() -> None:
-    """Tests that are named with their file exist in this file."""
+    """All that are named with their file."""
     named = re.findall(rf"`({_FILE})(?:::({_TEST}))?`", PAGE)
     assert len(named) > 20
     for path, test in named:
@@ -66,13 +64,13 @@ def test_named_tests_are_there() -> None:
 
 
 def test_table_of_faults_matches_the_test() -> None:
-    """The table and the test cover the same faults."""
+    """Every case of the test is in the table, and every one of the table is in the test."""
     _, *rows = table("the endpoint")
     assert {case for row in rows for cell in row for case in re.findall(r"\[([^]`]+)\]", cell)} == set(FAULTS)
 
 
 def test_documented_versions_are_the_installed_ones() -> None:
-    """The documented versions are those that the installation script pins."""
+    """Those that are installed are those that were run."""
     script = (ROOT / "scripts" / "install_backend.sh").read_text()
     versions = re.findall(r'="from_\w+ (?:trixie )?(\w[\w-]*)(?:==|@|=)([\w.]+)', script)
     assert len(versions) == 6
@@ -82,7 +80,7 @@ def test_documented_versions_are_the_installed_ones() -> None:
 
 @pytest.mark.parametrize("name", ["mlflow", "phoenix", "autotel", "rotel", "victoria_metrics"])
 def test_documented_settings_are_those_of_the_test(name: str) -> None:
-    """The page documents exactly the variables, paths and headers that the test sets."""
+    """The variables of the page are those that the test sets, and no others; so are paths and headers."""
     title = {"autotel": "autotel-devtools", "victoria_metrics": "VictoriaMetrics", "mlflow": "MLflow"}.get(name, name)
     (section,) = re.findall(rf"^## (?:Arize )?{title}\n(.*?)(?=^## )", GUIDE, re.MULTILINE | re.DOTALL | re.IGNORECASE)
     lines = re.findall(r"^export (\w+)=(\S+)$", section, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Construction of the OTLP exporter from OTEL_* variables (docs/opentelemetry.md). Sidecar only.
+"""Construction of the OTLP exporter from OTEL_* variables (docs/guides/opentelemetry.md). Sidecar only.
 
 The sidecar uses no provider of the SDK, so this module reads the variables of providers and processors. The SDK's
 exporters read OTEL_EXPORTER_OTLP_* themselves. Without an endpoint there is no exporter and no network access.
