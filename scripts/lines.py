@@ -32,7 +32,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
         8241,
     ),
     ("analysis", ("analysis",), 3300, 5076),
-    ("exporters", ("exporters",), 2600, 5161),
+    ("exporters", ("exporters",), 2600, 5157),
     ("view", ("report", "view", "page", "top"), 6000, 10402),
     ("serve", ("serve",), 1300, 1937),
     ("sidecar", ("sidecar",), 5400, 8922),
