@@ -1,1 +1,1 @@
-"""What recording costs, measured. `make bench`, or `python -m benchmarks NAME ...`."""
+"""Benchmarks of the costs of recording: `make bench`, or `python -m benchmarks NAME ...`."""

@@ -1,4 +1,4 @@
-"""Runs the benchmarks that are named, or all of them, and prints a table of each in Markdown."""
+"""Run the named benchmarks, or all of them, and print a Markdown table of each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def main() -> int:
         return 2
     machine = f"{platform.machine()}, {os.cpu_count()} processors, Linux {platform.release()}"
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {machine}")
-    # As on users' machines: pip writes bytecode. Without it each process would compile our modules, for 0.4 s.
+    # pip writes bytecode on users' machines. Without it each process would compile our modules for
+    # 0.4 s.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     missed = 0

@@ -1,9 +1,10 @@
-"""Who is named in simulated runs whose work is on devices, beside the same runs on CPUs.
+"""Accuracy of straggler verdicts in simulated runs on devices, compared with the same runs on CPUs.
 
     python -m benchmarks.accuracy_devices --runs 10
 
-Each run goes through ring files and the ordinary sidecar. On a device the host only issues work, and what the device
-did is told some steps late; of some steps nothing is told. The faults are those of `accuracy_simulated kinds`.
+Each run goes through ring files and the ordinary sidecar. On a device the host only issues work.
+Device times arrive some steps late, and those of some steps are missing. The faults are those of
+`accuracy_simulated kinds`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.stragglers.findings import Findings
 
 STEPS = FIRST_FAULTY + 256
-# By column: how the devices tell their times; None: the work is on CPUs.
+# Column title to the way in which device times arrive. None: the work is on CPUs.
 DEVICES = {
     "CPU": None,
     "device, told after 1 step": SimulatedDevice(1),
@@ -35,7 +36,7 @@ DEVICES = {
 
 
 def found(run: Simulation, device: SimulatedDevice | None) -> Findings:
-    """What the sidecar finds in the run's ring files."""
+    """Return the sidecar's findings from the run's ring files."""
     with tempfile.TemporaryDirectory() as folder:
         directory = RunDirectory(Path(folder) / "run")
         directory.create()
@@ -44,13 +45,15 @@ def found(run: Simulation, device: SimulatedDevice | None) -> Findings:
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--deviation", type=float, default=0.01)
     parser.add_argument("--runs", type=int, default=10)
     asked = parser.parse_args()
-    print("one at fault is named in so many runs (in so many steps, the median); in brackets: somebody else is named")
+    print(
+        "runs in which the faulty rank is named (median number of steps until then); in brackets: another rank is named"
+    )
     table = Table("fault", *DEVICES)
     for label, text in {"none": "", **KINDS}.items():
         cells = []

@@ -1,4 +1,7 @@
-"""Who is named in simulated runs, by us and by other tools' rules: how soon, how often right, how often for nothing.
+"""Accuracy of straggler verdicts in simulated runs, ours and those of other tools' rules.
+
+The tables show how soon the faulty rank is named, how often it is the right one, and the rate of
+false alarms.
 
     python -m benchmarks.accuracy_simulated size --ranks 256 --deviation 0.01 --runs 200 --clean 200
     python -m benchmarks.accuracy_simulated curve --ranks 256
@@ -6,7 +9,8 @@
     python -m benchmarks.accuracy_simulated kinds --ranks 256
     python -m benchmarks.accuracy_simulated window --ranks 16384
 
-deviation: standard deviation of a rank's work from step to step, without what all ranks have in common.
+--deviation is the standard deviation of a rank's work between steps, without the part common to all
+ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from torchlens_perf.simulate.simulation import BLOCK, Fault, Simulation, Steps, 
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import Findings
 
-WITHIN = 20  # steps after the fault's first
+# Steps after the fault's first step in which the rank must be named.
+WITHIN = 20
 CLEAN_STEPS = 512
 FIRST_FAULTY = 2 * BLOCK
 US = "torchlens_perf"
@@ -40,34 +45,40 @@ OTHERS = ("NVRx relative < 0.75", "NVRx relative < 0.95", "NVRx individual < 0.7
 
 @dataclasses.dataclass
 class Tally:
-    """Runs with a fault, or without, as one judge saw them."""
+    """Counts of one judge over runs with a fault, or over runs without one."""
 
     runs: int = 0
     named: int = 0
-    """The right rank, within WITHIN steps."""
+    """Runs in which the right rank was named within WITHIN steps."""
     first: int = 0
-    """The rank that it holds to be the slowest, named or not, is the right one; ours: that it named first."""
+    """Runs in which the judge's slowest rank was the right one, named or not.
+
+    For our judge: the rank named first.
+    """
     alarms: int = 0
-    """Runs in which a rank was named that was not at fault."""
+    """Runs in which a rank without a fault was named."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is run: its size, its noise, and the fault."""
+    """Size, noise and fault of a simulated job."""
 
     ranks: int
     deviation: float
     share: float = 0.05
     phase: str = "compute"
     stages: int = 1
-    """Pipeline stages. One is one population of all ranks, the hardest for a judge."""
+    """Pipeline stages.
+
+    With one stage all ranks form one population, which is the hardest case for a judge.
+    """
     spread: float = 0.003
     """Standard deviation of the ranks' lasting differences, as a share of their work."""
     since: int = FIRST_FAULTY
-    """The step that the fault begins with, or up to a block later."""
+    """First step of the fault. A run may delay it by up to one block."""
 
     def simulation(self, seed: int, faults: Sequence[Fault] = ()) -> Simulation:
-        """Tensor parallel in a node, then data parallel, then stages."""
+        """Return a job with tensor parallelism in a node, then data parallelism, then stages."""
         tp = min(8, self.ranks // self.stages)
         topology = Topology(
             self.ranks // (tp * self.stages), tp, self.stages, node_size=max(1, min(8, self.ranks // 4))
@@ -77,7 +88,7 @@ class Job:
 
 
 def judged(run: Simulation, steps: int, seen: Callable[[Steps], None] | None = None) -> Findings:
-    """All of it, through the judge that the sidecar has."""
+    """Run all steps through the sidecar's judge and return its findings."""
     judge = StragglerDetector()
     for rank in range(run.topology.ranks):
         judge.set_place(rank, run.topology.place(rank))
@@ -92,10 +103,10 @@ def judged(run: Simulation, steps: int, seen: Callable[[Steps], None] | None = N
 
 
 class Others:
-    """The other tools, asked once in WITHIN steps about those."""
+    """The other tools' rules, applied to every interval of WITHIN steps."""
 
     def __init__(self, first: int, seed: int) -> None:
-        """first: the step that the first interval begins with."""
+        """Start the first interval at step `first`."""
         self.answers: list[dict[str, other_judges.Answer]] = []
         self._first = first
         self._parts: list[np.ndarray] = []
@@ -126,12 +137,16 @@ class Others:
 
 
 def faulty_run(job: Job, seed: int, others: bool = True) -> dict[str, list[bool]]:
-    """One run with a rank that becomes slower. By judge: named in time, its slowest is the right one, and somebody else
-    was named."""
+    """Simulate one run with a rank that becomes slower.
+
+    Return for each judge: the right rank was named in time, its slowest rank is the right one,
+    another rank was named.
+    """
     random = np.random.default_rng([seed, 7])
     rank, since = int(random.integers(job.ranks)), job.since + int(random.integers(BLOCK))
     run = job.simulation(seed, [Constant(rank=rank, share=job.share, phase=job.phase, since=since)])
-    asked = Others(since - WITHIN, seed)  # an interval before the fault, for those that compare with the past
+    # Start one interval before the fault, for the rules that compare with the past.
+    asked = Others(since - WITHIN, seed)
     findings = judged(run, since + 2 * WITHIN, asked.see if others else None)
     order = sorted(findings.episodes, key=lambda episode: (episode.named_step, -episode.excess_ns))
     right = [episode for episode in order if episode.rank == rank and episode.named_step >= since]
@@ -143,7 +158,7 @@ def faulty_run(job: Job, seed: int, others: bool = True) -> dict[str, list[bool]
 
 
 def clean_run(job: Job, seed: int, others: bool = True) -> dict[str, bool]:
-    """One run without a fault. By judge: whether it named somebody."""
+    """Simulate one run without a fault. Return for each judge whether it named a rank."""
     asked = Others(0, seed)
     findings = judged(job.simulation(seed), CLEAN_STEPS, asked.see if others else None)
     alarmed = {name: any(answers[name].named for answers in asked.answers) for name in OTHERS if others}
@@ -151,7 +166,7 @@ def clean_run(job: Job, seed: int, others: bool = True) -> dict[str, bool]:
 
 
 def share_with_interval(hits: int, runs: int) -> str:
-    """A share and its 95 % interval by Wilson's score."""
+    """Format a share with its 95 % interval by Wilson's score."""
     if not runs:
         return ""
     z, share = 1.96, hits / runs
@@ -161,7 +176,9 @@ def share_with_interval(hits: int, runs: int) -> str:
 
 
 def size(options: argparse.Namespace) -> int:
-    """A job's size and noise: +5 % on one rank, and clean runs, through all judges."""
+    """Run a job of one size and noise through all judges, with +5 % on one rank and without a
+    fault.
+    """
     faulty: dict[str, Tally] = {name: Tally() for name in (US, *OTHERS)}
     clean: dict[str, Tally] = {name: Tally() for name in (US, *OTHERS)}
     for what, run in results(options):
@@ -195,7 +212,7 @@ def size(options: argparse.Namespace) -> int:
 
 
 def results(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Runs of a size: those kept in options.keep, and new ones, which are added to it."""
+    """Return the results of runs of one size. Add new runs to those stored in `options.keep`."""
     job = Job(options.ranks, options.deviation, options.share, options.phase, options.stages, since=options.since)
     key = dataclasses.asdict(job)
     known: set[tuple[str, int]] = set()
@@ -218,7 +235,7 @@ def results(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def curve(options: argparse.Namespace) -> int:
-    """How large a slowdown is named within WITHIN steps, by noise."""
+    """Print the smallest slowdown that is named within WITHIN steps, by noise."""
     shares, deviations = (0.03, 0.05, 0.1, 0.25), (0.005, 0.01, 0.02, 0.05, 0.1)
     table = Table("deviation", *(f"+{share:.0%}" for share in shares), "named in a clean run")
     for deviation in deviations:
@@ -235,7 +252,7 @@ def curve(options: argparse.Namespace) -> int:
 
 
 def spread(options: argparse.Namespace) -> int:
-    """The same where ranks differ for good, as two GPUs of one type do."""
+    """Print the same for ranks with lasting differences, as between two GPUs of one type."""
     deviations, shares = (0.005, 0.01), (0.05, 0.1)
     columns = [(deviation, share) for deviation in deviations for share in shares]
     table = Table("lasting spread", *(f"deviation {deviation:.1%}, +{share:.0%}" for deviation, share in columns))
@@ -268,8 +285,8 @@ KINDS = {
 
 
 def kinds(options: argparse.Namespace) -> int:
-    """Each kind of fault: is one at fault named, how soon, and is anybody else."""
-    table = Table("fault", "one at fault named by the end", "median steps until then", "somebody else named")
+    """Print for each kind of fault how often and how soon it is named, and the false alarms."""
+    table = Table("fault", "faulty rank named by the end", "median steps until then", "another rank named")
     for label, text in KINDS.items():
         faults = [parse_fault(one) for one in text.split(" ") if one]
         named, wrong, delays = 0, 0, []
@@ -283,7 +300,7 @@ def kinds(options: argparse.Namespace) -> int:
         planted = any(run.slow_ranks(step) for step in range(FIRST_FAULTY + 256))
         table.row(
             label,
-            f"{named}/{options.runs}" if planted else "nobody is at fault",
+            f"{named}/{options.runs}" if planted else "no rank is faulty",
             f"{np.median(delays):.0f}" if delays else "",
             share_with_interval(wrong, options.runs),
         )
@@ -291,7 +308,9 @@ def kinds(options: argparse.Namespace) -> int:
 
 
 def window(options: argparse.Namespace) -> int:
-    """What one window of four rows of all ranks costs the judge once its history is full, on one core."""
+    """Measure the judge's time on one core for a window of four rows of all ranks, with a full
+    history.
+    """
     run = Job(options.ranks, 0.01).simulation(1)
     judge = StragglerDetector()
     for rank in range(options.ranks):

@@ -1,6 +1,7 @@
-"""What a capture costs: the captured steps, the pauses at its begin and end, and the steps after it.
+"""Cost of a capture: the captured steps, the pauses at its start and end, and the steps after it.
 
-The steps after it are compared with those of processes that were never captured; all take turns, block by block.
+The steps after a capture are compared with those of processes that were never captured. All
+processes take turns, block by block.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SIZES = {"all dispatch": {"width": 32, "context": 8}, "width 256, 128 tokens": {
 
 
 def main() -> int:
-    """Prints the tables; returns how many bars were missed."""
+    """Print the tables. Return the number of missed bars."""
     torch.set_num_threads(1)
     table = Table(
         "a GPT of 84 modules", "a step ms", "captured ms", "begin ms", "end and writing ms", "of 3 steps: events", "MB",
@@ -41,7 +42,9 @@ def main() -> int:
         for python in (False, True):
             table.row(f"{size}{', Python frames' if python else ''}", *captured(arguments, python))
     print()
-    lasting = Table("after five captures, beside a process that is never captured", "before 1", "bar (upper end)", "")
+    lasting = Table(
+        "after five captures, compared with a process that is never captured", "before 1", "bar (upper end)", ""
+    )
     before, after = lasting_ratios()
     middle, low, high = ratio_interval(after, before)
     lasting.row("a step", f"{middle:.4f} [{low:.4f}, {high:.4f}]", "at most 1.01", lasting.bar(high <= 1.01))
@@ -50,13 +53,13 @@ def main() -> int:
     for _ in range(10_000):
         os.path.exists(missing)
     lasting.row(
-        "looking whether one is asked for, once in 50 ms", f"{(time.perf_counter_ns() - begin) / 1e7:.1f} us", "", ""
+        "check for a capture request, once in 50 ms", f"{(time.perf_counter_ns() - begin) / 1e7:.1f} us", "", ""
     )
     return table.missed + lasting.missed
 
 
 def stepper(width: int, context: int) -> Callable[[], None]:
-    """A training step."""
+    """Return a function that makes one training step."""
     model = GPT(width=width, context=context)
     optimizer = torch.optim.AdamW(model.parameters())
     ids, targets = torch.randint(0, 256, (1, context)), torch.randint(0, 256, (context,))
@@ -71,7 +74,7 @@ def stepper(width: int, context: int) -> Callable[[], None]:
 
 
 def captured(arguments: dict[str, int], python: bool) -> list[str]:
-    """A row's cells."""
+    """Return the cells of one row."""
     step = stepper(**arguments)
     plain_ms, captured_ms, begin_ms, end_ms = [], [], [], []
     with tempfile.TemporaryDirectory() as folder, perf.watch(sidecar=False, report="off", dir=folder) as watch:
@@ -84,7 +87,8 @@ def captured(arguments: dict[str, int], python: bool) -> list[str]:
                 times_ms.append((time.perf_counter_ns() - begin) / 1e6)
                 if number == AROUND:
                     asking.ask()
-            # It begins at the end of step AROUND + 1, and is written at that of the last captured one.
+            # The capture starts at the end of step AROUND + 1 and is written at the end of the last
+            # captured step.
             usual_ms = statistics.median(times_ms[:AROUND])
             middle_ms = statistics.median(times_ms[AROUND + 2 : AROUND + 1 + STEPS])
             plain_ms.append(usual_ms)
@@ -100,7 +104,7 @@ def captured(arguments: dict[str, int], python: bool) -> list[str]:
 
 
 class Asking:
-    """Asks this process for a capture, as its sidecar would."""
+    """Requests a capture of this process in the same way as its sidecar."""
 
     def __init__(self, watch: perf.Watch, folder: Path, python: bool) -> None:
         session = watch._session
@@ -112,12 +116,12 @@ class Asking:
         self.trace = b""
 
     def ask(self) -> None:
-        """The next step's end begins it."""
+        """Request a capture, which the end of the next step starts."""
         captures.write(captures.ask_path(self._session.ring_path), self._request)
         self._session.step_callbacks._throttled_ns = 0
 
     def outcome(self) -> Outcome:
-        """What came of it; its files are read and gone."""
+        """Return the capture's outcome. Read and remove its files."""
         answer = captures.answer_path(self._session.ring_path)
         outcome = captures.read(answer, Outcome)
         answer.unlink()
@@ -127,10 +131,11 @@ class Asking:
 
 
 def lasting_ratios() -> tuple[list[float], list[float]]:
-    """By round, the step time of a process beside that of another one; before it is captured, and afterwards.
+    """Return the ratios of a process's step time to that of another one, by round, before and after
+    captures.
 
-    Two processes differ by a percent for good: so the same one is compared with itself, and the other takes out what
-    else changes on the machine.
+    Two processes can differ by a percent for their whole life. So the same process is compared with
+    itself, and the other process cancels all other changes on the machine.
     """
     draw = random.Random(1)
     with Trainer() as never, Trainer() as captured:
@@ -148,7 +153,7 @@ def lasting_ratios() -> tuple[list[float], list[float]]:
 
 
 class Trainer:
-    """Another process that trains under a watch, a block at a time."""
+    """Another process that trains under a watch, one block at a time."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -161,7 +166,7 @@ class Trainer:
         return self
 
     def ask(self, what: str) -> float:
-        """A block of steps, or five captures. ns a step."""
+        """Run a block of steps, or five captures. Return ns per step."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(what, file=self._process.stdin, flush=True)
@@ -172,7 +177,7 @@ class Trainer:
 
 
 def train() -> None:
-    """What each line of stdin says."""
+    """Execute the command on each line of stdin."""
     torch.manual_seed(0)
     step = stepper(**SIZES["all dispatch"])
     with tempfile.TemporaryDirectory() as folder, perf.watch(sidecar=False, report="off", dir=folder) as watch:

@@ -1,7 +1,9 @@
-"""What a watch adds to a small collective: a 4 KB all-reduce of two gloo ranks, both on one busy core, and on two.
+"""Overhead of a watch on a small collective: a 4 KB all-reduce of two gloo ranks on one busy core,
+and on two.
 
-Blocks of calls without and with a watch alternate in the same processes, and are compared pair by pair. The wall clock
-is rank 0's; CPU time is that of the whole process, gloo's threads with it, of both ranks.
+Blocks of calls without and with a watch alternate in the same processes and are compared pair by
+pair. The wall clock is that of rank 0. CPU time is the sum of both processes, including gloo's
+threads.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ MAX_NS = 8_000
 
 
 def main() -> int:
-    """Prints the table; returns how many bars were missed."""
+    """Print the table. Return the number of missed bars."""
     table = Table(
         "tap, cores", "unwatched us", "watched us", "added a rank us", "bar", "", "ratio",
         "CPU unwatched us", "CPU added us",
@@ -33,7 +35,7 @@ def main() -> int:
         for cores in (1, 2):
             first, second = measured(tap, cores)
             plain, watched = first["plain"], first["watched"]
-            # On one core the two ranks take turns: a call holds what is added to both.
+            # On one core the two ranks take turns, so a call contains the overhead of both.
             added = [(b - a) / (2 if cores == 1 else 1) for a, b in zip(plain, watched, strict=True)]
             ranks = [(rank["plain CPU"], rank["watched CPU"]) for rank in (first, second)]
             added_cpu = [b - a for rank in ranks for a, b in zip(*rank, strict=True)]
@@ -49,21 +51,22 @@ def main() -> int:
 
 
 def microseconds(nanoseconds: Sequence[float], digits: int = 1) -> str:
-    """The median."""
+    """Format the median in microseconds."""
     return f"{statistics.median(nanoseconds) / 1e3:.{digits}f}"
 
 
 def interval(nanoseconds: Sequence[float]) -> str:
-    """The median, and its 95 % interval from 2000 bootstrap samples, in us."""
+    """Format the median in us and its 95 % interval from 2000 bootstrap samples."""
     draw = random.Random(1)
     medians = sorted(statistics.median(draw.choices(nanoseconds, k=len(nanoseconds))) for _ in range(2000))
     return f"{microseconds(nanoseconds)} [{medians[50] / 1e3:.1f}, {medians[1949] / 1e3:.1f}]"
 
 
 def measured(tap: str, cores: int) -> list[dict[str, list[float]]]:
-    """By rank: ns a call, unwatched and watched, of the wall clock and of the process's CPU time, by round.
+    """Return for each rank the ns per call by round: unwatched and watched, wall clock and CPU
+    time.
 
-    Raises RuntimeError where a rank fails.
+    Raises RuntimeError if a rank fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
@@ -87,7 +90,7 @@ def measured(tap: str, cores: int) -> list[dict[str, list[float]]]:
 
 
 def one_rank(folder: str, rank: int, tap: str, cores: int) -> None:
-    """Blocks of calls, watched and unwatched in turn, the order swapped each round."""
+    """Run blocks of calls with and without a watch. The order changes in each round."""
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,9 @@
-"""What node 0's sidecar pays for the exchange of a large job: 2048 nodes of 8 ranks with 1 KB each, over real gRPC.
+"""Cost of a large job's exchange for node 0's sidecar: 2048 nodes of 8 ranks with 1 KB each, over
+real gRPC.
 
-Nodes are real connections that send what real sidecars send, 512 in each of 4 processes. All post at the same
-instant, which is the worst case: windows of synchronous training end together.
+The nodes are real connections that send the same messages as real sidecars, 512 in each of 4
+processes. All nodes post at the same instant. This is the worst case, because windows of
+synchronous training end together.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ from torchlens_perf.sidecar.nodes.timing import Timing
 NODES, RANKS, CLIENTS, ROUNDS = int(os.environ.get("NODES", "2048")), 8, 4, 12
 TIMING = Timing(operation_s=20.0, connect_s=20.0)
 KEY = exchange_key(0)
-PER_MESSAGE = 3  # what nodes that post once a second do where there are so many
-BAR_SHARE = 0.25  # of one core
+# Windows per message, as sent by nodes that post once a second in a job of this size.
+PER_MESSAGE = 3
+# Share of one core.
+BAR_SHARE = 0.25
 JOIN_S = 10.0
-BAR_MB = 166  # what a TCPStore of our own took for 2048 nodes
+# Memory that our own TCPStore took for 2048 nodes.
+BAR_MB = 166
 
 
 class Child:
-    """A process that does one thing for each line that it is sent, and answers with a line of JSON."""
+    """A child process that executes one command per line of stdin and answers with a line of JSON."""
 
     def __init__(self, kind: str, folder: str, number: int = 0) -> None:
         command = [sys.executable, "-m", "benchmarks.exchange_scale", kind, folder, str(number)]
@@ -60,7 +65,7 @@ class Child:
 
 
 def merge(places: Endpoints) -> None:
-    """Node 0: a collect() for each line."""
+    """Run node 0: one collect() per line of stdin."""
     exchange = Exchange(places, KEY, "node-0", True, timing=TIMING)
     rendezvous = Rendezvous(places, KEY)
     while rendezvous.file is not None and not rendezvous.file.exists():
@@ -79,7 +84,7 @@ def merge(places: Endpoints) -> None:
             "notes": exchange.notes(),
         }
         del collected
-        # Since the last answer: what the thread of the exchange and those of grpc took is in it.
+        # CPU time since the last answer, including the threads of the exchange and of grpc.
         now_s = time.process_time()
         answer["cpu_ms"], spent_s = (now_s - spent_s) * 1e3, now_s
         answer["grown_mb"] = (resident_bytes() - empty_bytes) / 1e6
@@ -89,7 +94,7 @@ def merge(places: Endpoints) -> None:
 
 
 class Node:
-    """Another node, without its thread."""
+    """The sending part of another node, without its thread."""
 
     def __init__(self, places: Endpoints, number: int) -> None:
         self._number = number
@@ -103,7 +108,10 @@ class Node:
             self.outbox.post({rank: os.urandom(MAX_PAYLOAD_BYTES) for rank in ranks}, time.monotonic())
 
     async def turn(self) -> float:
-        """Comes again until all is sent, as fast as node 0 allows. Returns how long the last turn took, in seconds."""
+        """Send until the outbox is empty, as fast as node 0 allows.
+
+        Return the seconds of the last turn.
+        """
         retry_s = TIMING.first_retry_s
         while True:
             began_s = time.monotonic()
@@ -118,7 +126,7 @@ class Node:
 
 
 async def post(places: Endpoints, number: int) -> None:
-    """A share of the other nodes: one post of each, or so many, for each line."""
+    """Run a share of the other nodes. Each line of stdin is the number of posts per node."""
     nodes = [Node(places, node) for node in range(number * NODES // CLIENTS, (number + 1) * NODES // CLIENTS)]
     lines = asyncio.get_running_loop()
     while line := await lines.run_in_executor(None, sys.stdin.readline):
@@ -136,13 +144,13 @@ def resident_bytes() -> int:
 
 
 def most_resident_bytes() -> int:
-    """Of this process alone: what getrusage() says begins with what the parent had when it forked."""
+    """Return this process's peak memory. getrusage() would include the parent's memory at the fork."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def main() -> int:
-    """Prints the table; returns how many bars were missed."""
+    """Print the table. Return the number of missed bars."""
     with tempfile.TemporaryDirectory() as folder:
         return _measure(folder)
 
@@ -168,13 +176,15 @@ def _measure(folder: str) -> int:
     rounds, several = [], []
     for _ in range(ROUNDS):
         posted = all_clients(1)
-        time.sleep(0.3)  # what needs no answer is still on its way
+        # Wait for messages without an answer that are still on their way.
+        time.sleep(0.3)
         rounds.append({**node_0_does("collect"), "turn_ms": statistics.median(each["turn_ms"] for each in posted)})
     for _ in range(ROUNDS // 2):
         all_clients(PER_MESSAGE)
         time.sleep(0.3)
         several.append(node_0_does("collect"))
-    for _ in range(7):  # a stall: node 0's sidecar does not collect for 7 windows
+    # Simulate a stall: node 0's sidecar does not collect for 7 windows.
+    for _ in range(7):
         all_clients(1)
     time.sleep(1.0)
     stalled = node_0_does("collect")
@@ -203,7 +213,7 @@ def _measure(folder: str) -> int:
     table.row("for which node 0's processor time was", f"{first['cpu_ms']:.0f} ms", "", "")
     payloads = [each["payloads"] for each in rounds]
     table.row("payloads per window", payloads[0], "", table.bar(sum(payloads) == ROUNDS * NODES * RANKS))
-    # One window in four is answered: the mean, not the median.
+    # Only one window in four is answered, so use the mean instead of the median.
     cpu_ms = mean(rounds, "cpu_ms")
     table.row("node 0, one window: processor time", f"{cpu_ms:.0f} ms", "", "")
     table.row(

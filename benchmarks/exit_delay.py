@@ -1,4 +1,4 @@
-"""How long the end of a watch holds up the process when the OTLP endpoint cannot be reached."""
+"""Delay of the process's exit by the end of a watch if the OTLP endpoint cannot be reached."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNS = 10
 
 
 def delays(endpoint: str | None, folder: str) -> list[float]:
-    """Seconds from the end of the body to the end of the process, of RUNS runs."""
+    """Return the seconds from the end of the body to the end of the process for each of RUNS runs."""
     import time
 
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "TORCHLENS"))}
@@ -40,8 +40,9 @@ def delays(endpoint: str | None, folder: str) -> list[float]:
 
 
 def main() -> int:
-    """Prints the table; returns how many bars were missed."""
-    silent = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
+    """Print the table. Return the number of missed bars."""
+    # An endpoint that accepts connections and never answers.
+    silent = socket.create_server(("127.0.0.1", 0))
     refused = socket.create_server(("127.0.0.1", 0))
     refusing_port = refused.getsockname()[1]
     refused.close()

@@ -1,10 +1,11 @@
-"""How many spans a second go from a run directory to an OTLP endpoint, compared with the SDK's tracer.
+"""Rate of spans from a run directory to an OTLP endpoint, compared with the SDK's tracer.
 
     python -m benchmarks.export_rate [--endpoint http://127.0.0.1:4318] [--repeats 5]
 
-Without an endpoint, one is started here that reads each request and answers. The SDK's way is what its documents show:
-a tracer, spans with times of their own, a batch processor and the same exporter. Both are processor-bound on one
-thread, so processor time is shown beside the rate.
+Without --endpoint, this benchmark starts one that reads each request and answers. The SDK is used
+as in its documentation: a tracer, spans with explicit times, a batch processor and the same
+exporter. Both ways are limited by one thread's processor time, so the table shows it next to the
+rate.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from torchlens_perf.run.ring import Kind, record_dtype
 from torchlens_perf.store.segments import Chunk, Origin, SegmentWriter
 
 RANKS, STEPS, LAYERS = 8, 250, 24
-BAR_SPANS_A_SECOND = 5_000  # 25 times what a whole job may send
+# 25 times the maximum rate of a whole job.
+BAR_SPANS_A_SECOND = 5_000
 MS = 1_000_000
 
 
 def main() -> int:
-    """Returns how many bars were missed."""
+    """Print the table. Return the number of missed bars."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--endpoint", default="", help="of an OTLP/HTTP receiver; default: one in another process here")
     parser.add_argument("--repeats", type=int, default=5)
@@ -46,7 +48,8 @@ def main() -> int:
         spans = record(RunDirectory(Path(folder) / "run"))
         endpoint = options.endpoint or leaving.enter_context(sink())
         rates: dict[str, list[tuple[float, float]]] = {"torchlens_perf": [], "OpenTelemetry SDK": []}
-        for _ in range(options.repeats):  # interleaved: the machine is not the same all the time
+        # Interleave the two ways, because the machine's speed changes over time.
+        for _ in range(options.repeats):
             rates["torchlens_perf"].append(run("ours", Path(folder) / "run", endpoint))
             rates["OpenTelemetry SDK"].append(run("sdk", Path(folder) / "run", endpoint))
     table = Table(
@@ -65,7 +68,10 @@ def main() -> int:
 
 
 def record(run: RunDirectory) -> int:
-    """Writes the segments of a finished run. Returns how many spans it has, the step's own included."""
+    """Write the segments of a finished run.
+
+    Return its number of spans, including those of the steps.
+    """
     run.create()
     names = ["", "forward GPT", "optimizer AdamW", "all_reduce dp float32"]
     names += [f"blocks.{layer}{part}" for layer in range(LAYERS) for part in ("", ".mlp")]
@@ -99,7 +105,9 @@ def record(run: RunDirectory) -> int:
 
 
 def run(what: str, path: Path, endpoint: str) -> tuple[float, float]:
-    """Wall and processor time in seconds, from the run directory to the endpoint, without starting Python."""
+    """Return wall and processor seconds from the run directory to the endpoint, without Python's
+    start.
+    """
     environment = {
         **os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_METRICS_EXPORTER": "none",
         "OTEL_LOGS_EXPORTER": "none", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "4096",
@@ -118,7 +126,7 @@ def _timed() -> Iterator[None]:
 
 
 def send_ours(path: str) -> None:
-    """As `torchlens-perf sidecar RUN_DIR` does it."""
+    """Send the run's spans as `torchlens-perf sidecar RUN_DIR` does."""
     from torchlens_perf.exporters.otlp_environment import exporter_from_environment
     from torchlens_perf.sidecar.replay import replay
 
@@ -129,7 +137,7 @@ def send_ours(path: str) -> None:
 
 
 def send_sdk(path: str) -> None:
-    """The same spans through the SDK."""
+    """Send the same spans through the SDK."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -171,7 +179,7 @@ def send_sdk(path: str) -> None:
 
 @contextlib.contextmanager
 def sink() -> Iterator[str]:
-    """A process that reads each request and answers; its address."""
+    """Start a process that reads each request and answers. Yield its address."""
     code = "from benchmarks.export_rate import serve_sink; serve_sink()"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -1,11 +1,12 @@
-"""How many spans a second and how many metric series a large job sends, all nodes together.
+"""Number of spans per second and of metric series that a large job sends from all its nodes.
 
     python -m benchmarks.export_scale [--ranks 64 512 4096] [--seconds 300]
 
-Simulated ranks, eight a node, with a slow rank, stalls and pauses, 200 spans a step and rank, and nodes whose eight
-GPUs and eight ports report everything. All of what decides is real: each node's choice of steps, its exporter's spans
-and metrics, windows, tallies and node 0's word as they travel. The network between the nodes is not: what is posted is
-there.
+The ranks are simulated, eight per node, with a slow rank, stalls, pauses and 200 spans per step and
+rank. Each node has eight GPUs and eight ports that report everything. The code that makes decisions
+is the real one: each node's choice of steps, its exporter's spans and metrics, its windows and
+tallies, and node 0's messages. The network between nodes is not simulated: a posted message arrives
+at once.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _PLACES = Endpoints(("127.0.0.1", 1))
 
 
 class Wire:
-    """An exchange without a network: what a node posts is there for node 0 at once, and what that says for all."""
+    """An exchange without a network: each message arrives at once."""
 
     def __init__(self) -> None:
         self.posted: list[Received] = []
@@ -92,7 +93,7 @@ class _End:
 
 @dataclasses.dataclass
 class Source:
-    """A rank's ring, as far as the choice of steps asks it."""
+    """A rank's ring, as far as the choice of steps reads it."""
 
     state: ProcessState
     generation: int = 0
@@ -103,7 +104,7 @@ class Source:
 
 
 class Sources:
-    """A node's rings, likewise."""
+    """A node's rings, as far as the choice of steps reads them."""
 
     def __init__(self, sources: list[Source], settings: Mapping[str, int]) -> None:
         self._sources, self._settings = sources, settings
@@ -140,18 +141,19 @@ class Node:
         self.metrics = NodeMetrics(Meter(), clock)
         self.clock = clock
         self.spans: Counter[int] = Counter()
-        """By second of the job in which the step ended."""
+        """Number of spans by the second of the job in which the step ended."""
         self.traced: list[ExportBatch] = []
         self.series: set[tuple[Any, ...]] = set()
         self.exported: list[Any] = []
-        """The metrics of the newest export."""
+        """Metrics of the newest export."""
         self.ids: dict[tuple[int, int], int] = {}
-        """By trace and span of a rank's step, its duration in ns."""
-        self._waiting: list[ExportBatch] = []  # until it is known what is sent of them
+        """Duration in ns by the trace and span ids of a rank's step."""
+        # Batches whose spans wait for the sampling decision.
+        self._waiting: list[ExportBatch] = []
         self._is_off_the_exchange = "off" in settings
 
     def make(self, steps: Steps, start_ns: int, records: Any) -> None:
-        """All ranks make these steps."""
+        """Add the records of these steps to all ranks."""
         for source, rank in zip(self.sources, self.ranks, strict=True):
             identity, table = source.state.identity, table_of(steps, rank, start_ns)
             place = self.topology.place(rank)
@@ -162,7 +164,7 @@ class Node:
             self._waiting.append(ExportBatch(identity, source.state.anchor, table, ()))
 
     def judge(self) -> None:
-        """A round of the sidecar."""
+        """Run one round of the sidecar."""
         self.cluster.update(self.epoch, self.clock())
         self.state.findings = self.epoch.with_groups(self.epoch.judge() or NOTHING)
         part = self.role.update(
@@ -187,11 +189,11 @@ class Node:
         self.metrics.on_assessment(Assessment(some, self.state.findings, None, (), self.cluster.judges_alone))
 
     def measure(self) -> None:
-        """GPUs and ports report everything, errors and throttling included."""
+        """Report every metric of GPUs and ports, including errors and throttling."""
         self.metrics.measured(_hardware(self.state.host))
 
     def collect(self) -> None:
-        """An export of the metrics."""
+        """Export the metrics."""
         data = self.metrics.collect(Resource({}))
         self.exported = [] if data is None else metrics_of(data)
         for metric in self.exported:
@@ -200,7 +202,7 @@ class Node:
                 self.series.add((self.state.host, metric.name, *attributes))
 
     def _export(self, batch: ExportBatch) -> None:
-        """As OtlpExporter does it."""
+        """Export the batch in the same way as OtlpExporter."""
         found = self.spans_of.of(batch)
         for trace in batch.traces:
             second = (trace.start_ns + trace.duration_ns) // 10**9
@@ -212,7 +214,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """Counts of what a job has sent."""
+    """Counts of everything that a job sends."""
 
     nodes: list[Node]
     seconds: float
@@ -228,7 +230,7 @@ class Sent:
 
     @property
     def busiest_minute(self) -> float:
-        """Spans a second in that."""
+        """Spans per second in the busiest minute."""
         counts = self.spans
         firsts = range(min(counts, default=0), max(counts, default=0) + 1)
         return max((sum(counts[first + second] for second in range(60)) / 60 for first in firsts), default=0.0)
@@ -238,7 +240,7 @@ class Sent:
         return set().union(*(node.series for node in self.nodes))
 
     def traces(self) -> dict[int, dict[int, ExportBatch]]:
-        """By step and rank."""
+        """Return the exported traces by step and rank."""
         found: dict[int, dict[int, ExportBatch]] = {}
         for node in self.nodes:
             for batch in node.traced:
@@ -247,7 +249,7 @@ class Sent:
 
 
 def send(ranks: int, steps: int, *, exchange: bool = True, hardware: bool = True, **settings: int) -> Sent:
-    """Has a job of so many ranks make so many steps of 0.2 s, and everything of it sent."""
+    """Simulate a job whose steps take 0.2 s, and export everything that it sends."""
     topology, wire, now_s = Topology(ranks, node_size=NODE_SIZE), Wire(), [1000.0]
     told = {**settings, **({} if exchange else {"off": 1})}
     nodes = [Node(number, topology, wire, told, lambda: now_s[0]) for number in range(-(-ranks // NODE_SIZE))]
@@ -259,7 +261,9 @@ def send(ranks: int, steps: int, *, exchange: bool = True, hardware: bool = True
             node.make(part, start_ns, records)
         start_ns += int(np.round(part.duration_ns).sum())
         now_s[0] = 1000.0 + (start_ns - began_ns) / 1e9
-        for node in (*nodes[1:], nodes[0], *nodes[1:]):  # those that follow hear what node 0 says
+        # Node 0 replies in the middle, so that the nodes after it receive the reply in the same
+        # round.
+        for node in (*nodes[1:], nodes[0], *nodes[1:]):
             node.judge()
         for node in nodes * 2 if hardware else ():
             node.measure()
@@ -278,12 +282,15 @@ def send(ranks: int, steps: int, *, exchange: bool = True, hardware: bool = True
 
 
 def table_of(steps: Steps, rank: int, start_ns: int) -> StepTable:
-    """A rank's steps as the sidecar sees them, with 16 GiB of memory."""
+    """Return a rank's steps as the sidecar reads them, with 16 GiB of memory."""
     return dataclasses.replace(simulations.table_of(steps, rank, start_ns), memory_bytes=np.full(len(steps), 1 << 34))
 
 
 def _records(steps: Steps, start_ns: int) -> Any:
-    """A rank's records of the steps: all ranks' are the same ones, as only their number matters."""
+    """Return a rank's records of the steps.
+
+    All ranks share them, because only their number matters.
+    """
     duration_ns = np.round(steps.duration_ns).astype(np.int64)
     per_step = SPANS_A_STEP + 1
     found = np.zeros(len(steps) * per_step, record_dtype())
@@ -330,7 +337,7 @@ def _hardware(host: str) -> Hardware:
 
 
 def main() -> int:
-    """Returns how many bars were missed."""
+    """Print the table. Return the number of missed bars."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 512, 4096])
     parser.add_argument("--seconds", type=int, default=300)

@@ -1,7 +1,7 @@
-"""The cost of a mark in a tight loop, as ratios to its floor and to what others offer.
+"""Cost of a mark in a tight loop, as ratios to its lower bound and to the marks of other tools.
 
-The floor is two clock reads and a store, in C. Tight-loop figures flatter everybody; training_step.py measures marks
-where they stand.
+The lower bound is two clock reads and a store, in C. Every tool looks good in a tight loop.
+training_step.py measures marks in a real training step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class NullExporter(SpanExporter):
 
 
 def active_recorders(folder: Path) -> list[Any]:
-    """A recorder of each implementation, to which its sections write as long as it is held."""
+    """Yield an active recorder of each implementation.
+
+    Its sections write until the context ends.
+    """
     made = []
     for implementation in (_native, python):
         ring = RingFile(folder / implementation.__name__, 65536)
@@ -64,7 +67,9 @@ def section_variants() -> dict[str, Callable[[], float]]:
 
 
 def module_variants(folder: Path) -> dict[str, Callable[[], float]]:
-    """A module that does nothing, with nothing attached, with our mark, and with an empty public hook pair."""
+    """Return empty modules: with nothing attached, with our mark, and with an empty pair of public
+    hooks.
+    """
     ring = RingFile(folder / "modules", 65536)
     recorder = _native.Recorder(ring.buffer, ring.intern)
     plain, marked, hooked = nn.Identity(), nn.Identity(), nn.Identity()
@@ -78,7 +83,7 @@ def module_variants(folder: Path) -> dict[str, Callable[[], float]]:
 
 
 def off_ns() -> float:
-    """A section with nothing recording, from a fresh process: no recorder was ever made there."""
+    """Return the ns of a section without a recorder, measured in a fresh process."""
     import subprocess
 
     program = (
@@ -92,7 +97,7 @@ def off_ns() -> float:
 
 
 def main() -> int:
-    """Prints the tables; returns how many bars were missed."""
+    """Print the tables. Return the number of missed bars."""
     table = Table("a section", "ns", "to the floor", "bar", "")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         recorders = active_recorders(Path(folder))

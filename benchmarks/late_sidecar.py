@@ -1,7 +1,7 @@
-"""Whether a sidecar that is started at a short run's end, and not at its beginning, costs less.
+"""Compare a sidecar that starts at the end of a short run with one that starts at its beginning.
 
-One process makes watched runs of a second and runs without a watch, in random order. The sidecar's processor time is
-the kernel's account of it, as its parent gets it.
+One process makes watched runs of one second and runs without a watch, in random order. The
+sidecar's processor time is the one that the kernel reports to its parent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AT_START, AT_END, UNWATCHED = "at the start", "at the end", "no watch"
 
 
 class _Job:
-    """A run of about RUN_S, whose sidecar is started when `arm` says."""
+    """A run of about RUN_S. Its sidecar starts at the time that `arm` names."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
@@ -46,7 +46,9 @@ class _Job:
             self.optimizer.zero_grad()
 
     def run(self, arm: str, folder: str) -> tuple[float, float, float, float]:
-        """Seconds of the start, the steps and the end, and of the sidecar's processor time."""
+        """Return the seconds of the start, the steps and the end, and of the sidecar's processor
+        time.
+        """
         began_s = time.perf_counter()
         if arm == UNWATCHED:
             self._steps(self._count)
@@ -71,7 +73,7 @@ class _Job:
 
 @contextlib.contextmanager
 def _sidecars(children: list[subprocess.Popen[Any]], *, skipped: int) -> Any:
-    """Collects the processes that are started, and skips so many starts of the sidecar."""
+    """Collect the started processes, and skip the first `skipped` starts of the sidecar."""
     ensure, popen, calls = sidecar.ensure, subprocess.Popen, iter(range(1 << 30))
 
     def start(*arguments: Any, **settings: Any) -> subprocess.Popen[Any]:
@@ -87,7 +89,7 @@ def _sidecars(children: list[subprocess.Popen[Any]], *, skipped: int) -> Any:
 
 
 def main() -> int:
-    """Prints the table; there is no bar."""
+    """Print the table, which has no bar."""
     table = Table("threads", "the sidecar starts", "start ms", "steps s", "end ms", "its processor time s")
     for threads in (1, 2):
         torch.set_num_threads(threads)

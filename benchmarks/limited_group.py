@@ -1,4 +1,7 @@
-"""Control groups with a limit, for what is planted and for tests. Needs root; version 1 and 2."""
+"""Control groups with a limit, for planted faults and tests.
+
+They need root, and work with versions 1 and 2.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 class LimitedGroup:
-    """A group of its own for this process: of its memory, in bytes, or of reading a file's disk, in bytes a second."""
+    """A control group for this process.
+
+    It limits memory in bytes, or reads from a file's disk in bytes a second.
+    """
 
     def __init__(self, resource: str, limit: int, file: Path | None = None) -> None:
-        """resource: "memory" or "io". Raises OSError where that is not allowed."""
+        """Create the group. `resource` is "memory" or "io". Raises OSError without permission."""
         controller = {"memory": "memory", "io": "blkio"}[resource]
         is_v1 = (ROOT / controller).is_dir()
         base = ROOT / controller if is_v1 else ROOT
@@ -36,10 +42,10 @@ class LimitedGroup:
             (self._folder / name).write_text(text)
 
     def enter(self) -> None:
-        """What this process reads and allocates from now on counts for the group."""
+        """Move this process into the group. From now on its reads and allocations are limited."""
         (self._folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def leave(self) -> None:
-        """Goes back, and removes the group."""
+        """Move this process back and remove the group."""
         (self._home / "cgroup.procs").write_text(str(os.getpid()))
         self._folder.rmdir()

@@ -1,6 +1,6 @@
-"""What it costs a job that its results are shown while it runs: a callback on verdicts, a notebook's cell, a question.
+"""Cost of live results for a job: an alert callback, a notebook cell, and a call of summary().
 
-The cell is a real Jupyter kernel's, where ipykernel is installed; nobody sits in front of it.
+The cell runs in a real Jupyter kernel if ipykernel is installed, without a browser.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class _Loop:
 
 
 def main() -> int:
-    """Prints the table; returns how many bars were missed."""
+    """Print the table. Return the number of missed bars."""
     torch.set_num_threads(1)
-    table = Table("while somebody looks", "value", "bar", "")
+    table = Table("with a viewer", "value", "bar", "")
     with tempfile.TemporaryDirectory() as name:
         _callbacks(table, name)
         _questions(table, name)
@@ -83,7 +83,9 @@ def main() -> int:
 
 
 def _callbacks(table: Table, folder: str) -> None:
-    """A look for alerts where there are none, and the same loop with a callback and without, in turns."""
+    """Time a poll for alerts that finds none, and the same loop with and without a callback,
+    alternately.
+    """
     loop, alerts = _Loop(), Alerts()
     alerts.callbacks.append(print)
     with perf.watch(loop.model, loop.optimizer, dir=folder, report="quiet") as watch:

@@ -1,4 +1,7 @@
-"""A million steps: does the training process grow, and does the run directory stay below its cap?"""
+"""Memory growth and disk use over a million steps.
+
+The training process must not grow, and the run directory must stay below its cap.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def resident_bytes() -> int:
 
 
 def main() -> int:
-    """Prints the table; returns how many bars were missed."""
+    """Print the table. Return the number of missed bars."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     optimizer = torch.optim.SGD([parameter], lr=0.0)
@@ -48,7 +51,7 @@ def main() -> int:
         (process,) = node.processes.values()
     ring = RECORDS_OFFSET + RING_RECORDS * RECORD_BYTES
     table = Table("a million steps", "value", "bar", "")
-    # The ring's pages are resident as soon as they are touched, so they are part of the growth.
+    # The ring's pages become resident when they are first written, so they are part of the growth.
     own = grown - ring
     table.row("growth of the process, beyond the ring", f"{own / 1e6:.2f} MB", "at most 8 MB", table.bar(own <= 8e6))
     cap = f"cap {CAP_BYTES / 1e6:.0f} MB"

@@ -1,4 +1,6 @@
-"""Timing on a machine that is never quiet: everything in one run, interleaved, as ratios with intervals."""
+"""Timing on a machine with other load: all variants in one run, interleaved, as ratios with
+intervals.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ UNROLLED = 20
 
 
 def per_operation_ns(statement: str, names: Mapping[str, object], rounds: int) -> Callable[[], float]:
-    """A function that runs the statement UNROLLED times in a loop of `rounds`, and returns ns for one."""
+    """Return a function that runs the statement UNROLLED times per round and returns the ns of one
+    execution.
+    """
     body = "".join(f"        {line}\n" for line in statement.splitlines())
     source = (
         f"def timed():\n    start = now()\n    for _ in range({rounds}):\n{body * UNROLLED}    return now() - start\n"
@@ -23,7 +27,7 @@ def per_operation_ns(statement: str, names: Mapping[str, object], rounds: int) -
 
 
 def interleaved(variants: Mapping[str, Callable[[], float]], rounds: int, seed: int = 1) -> dict[str, list[float]]:
-    """Each variant once a round, in an order shuffled anew; all values, by round."""
+    """Time each variant once per round, in a shuffled order. Return all values by round."""
     order, draw = list(variants), random.Random(seed)
     values: dict[str, list[float]] = {name: [] for name in order}
     for _ in range(rounds):
@@ -34,7 +38,9 @@ def interleaved(variants: Mapping[str, Callable[[], float]], rounds: int, seed: 
 
 
 def ratio_interval(above: Sequence[float], below: Sequence[float], seed: int = 1) -> tuple[float, float, float]:
-    """Median of the rounds' ratios, and its 95 % interval from 2000 bootstrap samples of rounds."""
+    """Return the median of the rounds' ratios, and its 95 % interval from 2000 bootstrap samples of
+    rounds.
+    """
     ratios = [a / b for a, b in zip(above, below, strict=True)]
     draw = random.Random(seed)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
@@ -42,7 +48,7 @@ def ratio_interval(above: Sequence[float], below: Sequence[float], seed: int = 1
 
 
 class Table:
-    """Rows of a Markdown table, printed as they come, with a verdict where there is a bar."""
+    """A Markdown table that prints each row at once. Rows with a bar show whether it is met."""
 
     def __init__(self, *columns: str) -> None:
         self.missed = 0
@@ -53,7 +59,7 @@ class Table:
         self._print([str(cell) for cell in cells])
 
     def bar(self, met: bool) -> str:
-        """The cell that says whether a bar is met; counts those that are not."""
+        """Return the cell for a bar that is met or missed, and count missed bars."""
         self.missed += not met
         return "met" if met else "**missed**"
 

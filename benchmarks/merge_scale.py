@@ -1,9 +1,11 @@
-"""Measure the processor time of node 0's sidecar for a window of a large job: 16384 ranks of 64 modules.
+"""Measure the processor time of node 0's sidecar for a window of a large job: 16384 ranks of 64
+modules.
 
-Windows of 8 rows, with signals, from 2048 nodes of 8 ranks, as the exchange hands them over (getting them:
-exchange_scale.py), go through the sidecar's own Cluster and Epoch: places, progress, module times, signals, rows,
-judgement, a look for a hang, and why a rank is slow. One rank is 8 % slower from the sixth window on. Processor time of
-the one thread that does it all.
+Windows of 8 rows, with signals, from 2048 nodes of 8 ranks, go through the sidecar's own Cluster
+and Epoch. They arrive in the form that the exchange delivers. exchange_scale.py measures the
+exchange itself. The work is places, progress, module times, signals, rows, judgement, the check for
+a hang, and causes of slow ranks. One rank is 8 % slower from the sixth window on. The result is the
+processor time of the one thread that does all of this.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ MAX_S, MAX_MB = 1.0, 512
 
 
 class Handed:
-    """In place of the exchange: what it has collected."""
+    """Stands in for the exchange and returns prepared messages."""
 
     def __init__(self, *_: object) -> None:
         self.next: Collected = Collected((), {})
@@ -58,7 +60,9 @@ class Handed:
 
 
 def window(number: int, draw: np.random.Generator) -> Collected:
-    """The summaries of all ranks: one packed by the sidecar's function, the others like it but for numbers.
+    """Return the summaries of all ranks.
+
+    One is packed by the sidecar's function, and the others differ only in numbers.
 
     The devices wait for their hosts in the backward pass.
     """
@@ -88,13 +92,15 @@ def window(number: int, draw: np.random.Generator) -> Collected:
 
 
 def memory_mb(field: str) -> float:
-    """From /proc/self/status. (`ru_maxrss` of a process begins with that of the one that started it.)"""
+    """Read a field of /proc/self/status. A process's `ru_maxrss` starts with that of its parent."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
 def measured() -> dict[str, Any]:
-    """In a process of its own, with what a sidecar of several nodes has loaded: its memory counts."""
+    """Measure in a separate process that has loaded the same code as a sidecar of several nodes,
+    for its memory.
+    """
     import torch.distributed  # noqa: F401  the exchange's store
 
     import torchlens_perf.sidecar.node  # noqa: F401
@@ -128,7 +134,7 @@ def measured() -> dict[str, Any]:
 
 
 def main() -> int:
-    """Prints the table; returns how many bars were missed."""
+    """Print the table. Return the number of missed bars."""
     command = [sys.executable, "-c", f"import json, {__name__} as it; print(json.dumps(it.measured()))"]
     told = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(told.stdout)

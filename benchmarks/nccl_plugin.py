@@ -1,8 +1,9 @@
-"""What the NCCL plugin costs the process for each collective: all of NCCL's calls into it, and the recorder behind it.
+"""Cost of the NCCL plugin for each collective: all of NCCL's calls into it, and the recorder behind
+it.
 
-NCCL is played by the tests' harness. What its own side of the calls costs, with a plugin that does nothing, is taken
-off and shown. NVIDIA's inspector plugin was measured once, without its output, on a machine of this kind, with the
-harness's side in its figures.
+The tests' harness plays NCCL. The harness's own cost is measured with a plugin that does nothing,
+subtracted and shown. NVIDIA's inspector plugin was measured once without its output on similar
+hardware. Its figures include the harness.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ ROUNDS, CALLS = 40, 2000
 
 
 def costs_ns(rig: NcclRig, rounds: int, calls: int) -> dict[str, list[float]]:
-    """ns of a tapped collective, by round: with the plugin and with one that does nothing ("idle"), for each number of
-    channels, switched to not timing ("between"), and with an event mask of 0 ("off")."""
+    """Return the ns of a recorded collective by round, for each variant.
+
+    The variants are the plugin and an "idle" one that does nothing, each for several numbers of
+    channels, the plugin with timing disabled ("between"), and the plugin with an event mask of 0
+    ("off").
+    """
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     marks = pointer_of(rig.implementation.collective_marks(), b"torchlens_perf._native.collective_marks")
@@ -48,12 +53,12 @@ def costs_ns(rig: NcclRig, rounds: int, calls: int) -> dict[str, list[float]]:
 
 
 def main() -> int:
-    """Prints the table; returns how many bars were missed."""
+    """Print the table. Return the number of missed bars."""
     table = Table("a collective", "plugin's ns", "NCCL's side of it, ns", "bar", "", "NVIDIA's inspector, ns")
     with tempfile.TemporaryDirectory() as folder:
         library = compile_nccl(Path(folder) / "compiled.so", "-shared", "-fPIC")
         rig = NcclRig(IMPLEMENTATIONS[0], Path(folder), library, 6)
-        # The fastest round: what slows one down is the machine's other work.
+        # Use the fastest round, because other work on the machine slows rounds down.
         found = {name: min(values) for name, values in costs_ns(rig, ROUNDS, CALLS).items()}
         rig.close()
     for name in (*map(str, CHANNELS), "between", "off"):

@@ -1,7 +1,8 @@
-"""How other tools name slow ranks, by the rules that they publish, over simulated steps.
+"""Published rules by which other tools detect slow ranks, for simulated steps.
 
-Each rule gets what it would have at best: own time, from which all waiting has been taken, of exactly the steps in
-question. In life their timers also hold waiting inside a phase, and their intervals lie anyhow.
+Each rule gets ideal input: step times without any waiting, for exactly the steps in question. In
+practice the tools' timers include waits inside a phase, and their intervals are not aligned with
+the fault.
 """
 
 from __future__ import annotations
@@ -19,18 +20,22 @@ FORWARD = OWN_PARTS.index("forward")
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a rule says of an interval."""
+    """Result of a rule for one interval."""
 
     named: frozenset[int]
     first: int
-    """The rank that it holds to be the slowest, named or not."""
+    """The slowest rank according to the rule, named or not."""
 
 
 def relative_score(parts_ns: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """nvidia-resiliency-ext 0.4.1, straggler/reporting.py, ReportGenerator._compute_gpu_perf_score with the smallest
-    median over ranks as reference: of each kernel that median by one's own, averaged by the time spent in it.
+    """Return the relative score of nvidia-resiliency-ext 0.4.1 for each rank.
 
-    parts_ns: [ranks, steps, own parts]; forward, backward and optimizer stand for kernels. Returns [ranks].
+    Follows ReportGenerator._compute_gpu_perf_score in straggler/reporting.py, with the smallest
+    median over ranks as reference. The score of a kernel is this reference divided by the rank's
+    own median. The rank's score is the average of its kernels, weighted by time.
+
+    `parts_ns` has the shape [ranks, steps, parts]. Forward, backward and optimizer stand for
+    kernels.
     """
     medians = np.median(parts_ns[:, :, KERNELS], axis=1)
     return _score(medians, medians.min(axis=0), parts_ns)
@@ -39,7 +44,9 @@ def relative_score(parts_ns: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]
 def individual_score(
     parts_ns: npt.NDArray[np.float32], best_before: npt.NDArray[np.float64] | None
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """The same with one's own smallest median so far as reference. Returns the scores, and the smallest medians."""
+    """Return the same score with a rank's own smallest median so far as reference, and these
+    medians.
+    """
     medians = np.median(parts_ns[:, :, KERNELS], axis=1).astype(np.float64)
     best = medians if best_before is None else np.minimum(best_before, medians)
     return _score(medians, best, parts_ns), best
@@ -54,20 +61,23 @@ def _score(
 
 
 def below(score: npt.NDArray[np.float64], threshold: float) -> Answer:
-    """Report.identify_stragglers(): all ranks whose score is below the threshold."""
+    """Return all ranks whose score is below the threshold, as Report.identify_stragglers()."""
     return Answer(frozenset(np.flatnonzero(score < threshold).tolist()), int(score.argmin()))
 
 
 def slowest_forward(parts_ns: npt.NDArray[np.float32]) -> Answer:
-    """Megatron-LM, megatron/core/utils.py, StragglerDetector.report(): the rank with the longest mean forward pass."""
+    """Return the rank with the longest mean forward pass.
+
+    Follows StragglerDetector.report() in Megatron-LM, megatron/core/utils.py.
+    """
     rank = int(parts_ns[:, :, FORWARD].mean(axis=1).argmax())
     return Answer(frozenset([rank]), rank)
 
 
 def slowest_step(duration_ns: npt.NDArray[np.float64], ranks: int, random: np.random.Generator) -> Answer:
-    """The rank with the longest mean step: a dashboard of step times.
+    """Return the rank with the longest mean step, as on a dashboard of step times.
 
-    All ranks end a step together, so what differs is the reading of the clock; here 20 us.
+    All ranks end a step together, so the ranks differ only by clock readings, here by 20 us.
     """
     means = duration_ns.mean() + random.normal(0, 20_000 / np.sqrt(len(duration_ns)), ranks)
     return Answer(frozenset([int(means.argmax())]), int(means.argmax()))

@@ -1,6 +1,7 @@
-"""What a page on a large job takes, and how large it becomes: run directories that are written straight, without rings.
+"""Cost and size of a large job's page, for run directories that are written directly, without
+rings.
 
-python -m benchmarks.page_scale [RANKSxSTEPS ...]
+    python -m benchmarks.page_scale [RANKSxSTEPS ...]
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import ProcessGroup
 
 SIZES = ("64x1000", "1024x1000")
-MODULES = 24  # that are timed in each forward pass
+# Modules that are timed in each forward pass.
+MODULES = 24
 SLOW_RANK, FAULT = 3, "constant:rank=3,share=0.25,phase=forward,since=400"
-BARS = {"64x1000": (20.0, 1000.0, 3.0), "1024x1000": (60.0, 2000.0, 3.0)}  # seconds, megabytes resident, file
+# Bars by size: seconds, resident megabytes, megabytes of the file.
+BARS = {"64x1000": (20.0, 1000.0, 3.0), "1024x1000": (60.0, 2000.0, 3.0)}
 _BEGIN_NS, _MEMORY_BYTES = 10**12, 8 << 30
 _PHASES = ("data", "forward", "backward", "optimizer")
 _NAMES = [
@@ -56,7 +59,7 @@ _WAIT, _ALLREDUCE, _FIRST_MODULE = 5, 6, 7
 
 
 def main() -> int:
-    """Returns how many bars were missed."""
+    """Print the table. Return the number of missed bars."""
     table = Table("ranks x steps", "records", "run directory", "what", "time", "resident", "result", "bar", "")
     for size in sys.argv[1:] or SIZES:
         ranks, steps = map(int, size.split("x"))
@@ -79,7 +82,7 @@ def main() -> int:
 
 
 def measured(arguments: list[str]) -> tuple[float, float]:
-    """Return the seconds and megabytes that `torchlens-perf report ARGUMENTS` takes."""
+    """Return the seconds and megabytes of `torchlens-perf report ARGUMENTS`."""
     # VmHWM instead of getrusage(), whose maximum includes the memory of the process that started this one.
     code = (
         "import sys; from torchlens_perf.commands.cli import main; status = main(['report', *sys.argv[1:]]); "
@@ -92,7 +95,10 @@ def measured(arguments: list[str]) -> tuple[float, float]:
 
 
 def write_run(run: RunDirectory, topology: Topology, steps: int, segments: int = 4, fault: str = FAULT) -> int:
-    """Writes the run directory of a job as its sidecars leave it, a node after the other. Returns its records."""
+    """Write a job's run directory as its sidecars leave it, one node after the other.
+
+    Return its number of records.
+    """
     run.create()
     simulation = Simulation(topology, faults=[parse_fault(fault)] if fault else [])
     blocks = [Timeline.of(part) for part in simulation.steps(steps)]
@@ -156,7 +162,10 @@ def _process(
 
 
 def _records(block: Timeline, rank: int) -> npt.NDArray[np.void]:
-    """One rank's records of a block's steps, in the order of their ends; starts are within the step."""
+    """Return one rank's records of a block's steps, ordered by end.
+
+    Starts are relative to the step.
+    """
     count, own = len(block.steps), block.parts_ns[rank]
     at = {part: own[:, OWN_PARTS.index(part)] for part in OWN_PARTS}
     wait_ns = (block.duration_ns - own.sum(axis=1)).clip(min=0)

@@ -1,11 +1,13 @@
-"""How soon a page is there in a real browser, and how soon it answers: 64 and 1024 ranks of 1000 steps.
+"""Latency of the page in a real browser: first paint and reactions, for 64 and 1024 ranks.
 
     python -m benchmarks.page_view [RANKSxSTEPS ...]     # in the environment of `make test-page`
 
-Words: from the navigation until the first are painted. Heat map: until it is drawn with all else that is in sight. A
-brush: from the end of a drag until all that is in sight shows the selected steps; and so the others. "as written": of a
-run directory, with the page's budget; "each step": of as many columns as steps, which no budget has cut. Medians of
-five.
+- words: from the navigation to the first painted text
+- heat map: until the heat map and all other visible parts are drawn
+- brush and other inputs: from the end of a drag until all visible parts show the selected steps
+
+"as written" is a run directory with the page's size limit. "each step" is a page with one column
+per step, without a limit. All values are medians of five.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ PAINTED = """
 window.painted = () => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() =>
   done(performance.now()))));
 """
-# From the end of a drag to the frame in which all that is in sight shows the selection.
+# Time from the end of a drag to the frame in which all visible parts show the selection.
 ANSWER = """
 window.answered = [];
 addEventListener("pointerup", async () => {
@@ -50,7 +52,7 @@ _SETTLED = "Boolean(window.torchlensPage && torchlensPage.isDrawn && torchlensPa
 
 
 def main() -> int:
-    """Returns how many bars were missed."""
+    """Print the table. Return the number of missed bars."""
     table = Table(
         "ranks x steps",
         "",
@@ -90,12 +92,13 @@ def main() -> int:
 
 
 def measured(browser: Browser, path: Path) -> dict[str, float]:
-    """Milliseconds."""
+    """Return the latencies in milliseconds."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     tab = context.new_page()
     tab.add_init_script(PAINTED)
     tab.goto(f"{path.as_uri()}#heat;rows=all")
-    while not tab.evaluate(_SETTLED):  # asked from here: the page's policy lets nobody evaluate text inside of it
+    # Poll from Python, because the page's content security policy forbids eval inside the page.
+    while not tab.evaluate(_SETTLED):
         tab.wait_for_timeout(5)
     shown_ms = tab.evaluate("painted()")
     words_ms = tab.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")

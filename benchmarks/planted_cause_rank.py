@@ -1,7 +1,9 @@
-"""What each rank of the campaign of causes runs: a small transformer under DDP over gloo, with trouble around it.
+"""One rank of the campaign of causes: a small transformer under DDP over gloo, with a planted
+disturbance.
 
-The loop and the data are the same on all ranks; what is planted lies outside of the training code, or in its process's
-heap. Started by planted_causes.py, as root: a control group is limited, and a file's pages are evicted.
+The loop and the data are the same on all ranks. The disturbance is outside the training code, or in
+its process's heap. planted_causes.py starts the ranks as root, because it limits a control group
+and evicts a file's pages.
 """
 
 from __future__ import annotations
@@ -32,9 +34,12 @@ from benchmarks.planted_truth import Truth
 
 STEPS = 240
 FILE_BYTES, DIRECT_BYTES = 96 << 20, 128 << 10
-PAGES = (600, 1200)  # of the file that each batch needs
-DELAY_S = (0.02, 0.04)  # that a planted wait or collection adds to a step
-DUTY = (0.8, 1.0)  # of a neighbour: the share of the time in which it computes
+# Pages of the file that each batch reads.
+PAGES = (600, 1200)
+# Seconds that a planted wait or collection adds to a step.
+DELAY_S = (0.02, 0.04)
+# Share of the time in which the other process on the core computes.
+DUTY = (0.8, 1.0)
 GROUP_MEMORY_BYTES = 24 << 20
 GROUP_TIMEOUT_S = 120
 
@@ -52,7 +57,10 @@ while time.monotonic() < end:
 
 
 class Cause:
-    """What goes wrong around this rank, from its first step on until the end. A rank that it spares has none."""
+    """The planted disturbance of this rank, from its first step to the end.
+
+    Ranks without one have the kind "clean".
+    """
 
     def __init__(self, kind: str, seed: int, rank: int, ranks: int) -> None:
         draw = random.Random(f"{kind}/{seed}")
@@ -67,7 +75,7 @@ class Cause:
         self._heap: list[Any] = []
 
     def begin(self, file: File, step_s: float) -> None:
-        """Makes it go wrong. step_s: what a step takes without."""
+        """Start the disturbance. `step_s` is the duration of a step without it."""
         if self.kind == "memory_pressure":
             self._group = LimitedGroup("memory", GROUP_MEMORY_BYTES)
             self._group.enter()
@@ -77,26 +85,28 @@ class Cause:
             self._group.enter()
         elif self.kind == "busy_neighbour":
             (cpu,) = os.sched_getaffinity(0)
-            # Started through setsid, so that it is no child of this process: the machine's other users are not, either.
+            # setsid detaches the process from this one, because other users' processes on a machine
+            # are not children either.
             command = ["setsid", "--fork", sys.executable, "-c", _NEIGHBOUR, str(cpu), str(self.duty)]
             with subprocess.Popen(command, stdout=subprocess.PIPE) as started:
                 assert started.stdout is not None
                 self._neighbour = int(started.stdout.readline())
         elif self.kind == "gc":
             took_s = 0.0
-            while took_s < self.delay_s / 5:  # in the loop, with cold caches, it takes much longer
+            # In the training loop, with cold caches, a collection takes much longer than here.
+            while took_s < self.delay_s / 5:
                 self._heap.extend([[] for _ in range(20_000)])
                 begin_s = time.perf_counter()
                 gc.collect()
                 took_s = time.perf_counter() - begin_s
 
     def in_step(self) -> None:
-        """What it does in each step."""
+        """Run the part of the disturbance that happens in each step."""
         if self._heap:
             gc.collect()
 
     def end(self) -> None:
-        """Leaves nothing behind."""
+        """Stop the disturbance and undo its changes."""
         if self._group is not None:
             self._group.leave()
         if self._neighbour:
@@ -105,7 +115,7 @@ class Cause:
 
 
 class File:
-    """A rank's data: a part of it is mapped, and a part is read past the page cache."""
+    """A rank's data: one part is mapped, and one part is read past the page cache."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -113,9 +123,11 @@ class File:
             path.write_bytes(os.urandom(FILE_BYTES))
         self._descriptor = os.open(path, os.O_RDONLY)
         self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        self._block = mmap.mmap(-1, DIRECT_BYTES)  # aligned, as O_DIRECT asks for
+        # An anonymous mapping is aligned, which O_DIRECT requires.
+        self._block = mmap.mmap(-1, DIRECT_BYTES)
         self._map()
-        self._bytes.sum()  # all of it is in the page cache now
+        # Read all pages, which brings them into the page cache.
+        self._bytes.sum()
 
     def _map(self) -> None:
         mapped = mmap.mmap(self._descriptor, FILE_BYTES, prot=mmap.PROT_READ)
@@ -123,22 +135,23 @@ class File:
         self._bytes = np.frombuffer(mapped, np.uint8)
 
     def read(self, pages: int, draw: np.random.Generator) -> int:
-        """What one batch needs of it. Returns something that depends on all of it."""
+        """Read the pages of one batch. Return a value that depends on all of them."""
         at = draw.integers(FILE_BYTES // mmap.PAGESIZE, size=pages) * mmap.PAGESIZE
         offset = int(draw.integers(FILE_BYTES // DIRECT_BYTES)) * DIRECT_BYTES
         os.preadv(self._direct, [self._block], offset)
         return int(self._bytes[at].sum()) + self._block[0]
 
     def evict(self) -> None:
-        """As another program's need for memory would."""
-        self._map()  # a page that is mapped is not let go
+        """Drop the file's pages, as the memory demand of another program would."""
+        # Unmap first, because the kernel does not evict mapped pages.
+        self._map()
         gc.collect()
         os.sync()
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Batches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Tokens that are drawn from what is read."""
+    """Batches of tokens that are drawn from the file's pages."""
 
     def __init__(self, file: File, cause: Cause, seed: int, steps: int) -> None:
         self._file, self._cause, self._steps = file, cause, steps
@@ -155,7 +168,10 @@ class Batches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def run(kind: str, seed: int, rank: int, ranks: int, out: Path, steps: int = STEPS) -> str:
-    """One run under perf.watch, in its own folder. Returns the rank that is slow and the run directory."""
+    """Run once under perf.watch in a separate folder.
+
+    Return the slow rank and the run directory.
+    """
     import torchlens_perf as perf
 
     cause = Cause(kind, seed, rank, ranks)
@@ -186,7 +202,7 @@ def run(kind: str, seed: int, rank: int, ranks: int, out: Path, steps: int = STE
 
 
 def main() -> None:
-    """One rank, on a CPU of its own."""
+    """Run one rank, pinned to a CPU."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="KIND:SEED")
     parser.add_argument("--out", type=Path, required=True)
@@ -206,7 +222,8 @@ def main() -> None:
         gc.collect()
         if rank == 0:
             (asked.out / f"{kind}-{seed}" / "truth").write_text(told)
-    time.sleep(0.3)  # gloo's threads may still finish the last collective
+    # gloo's threads may still be finishing the last collective.
+    time.sleep(0.3)
     dist.destroy_process_group()
 
 

@@ -1,10 +1,12 @@
-"""The campaign of causes: real runs of two gloo ranks, one of them slowed from outside, and what the verdict says why.
+"""The campaign of causes: two real gloo ranks, one of them slowed from outside, and the causes in
+the verdict.
 
     python -m benchmarks.planted_causes record --kinds gc slow_storage --seeds 0-9 --out FOLDER
     python -m benchmarks.planted_causes judge --out FOLDER
 
-Each rank has a CPU of its own. Planted are memory pressure in a control group, a busy neighbour on the core, a
-throttled disk, and a heap that is collected in every step; `clean` runs have nothing. Needs root, and two CPUs.
+Each rank has its own CPU. The planted causes are memory pressure in a control group, a busy process
+on the same core, a throttled disk, and a heap that is collected in every step. `clean` runs have no
+cause. Needs root and two CPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ RUN_TIMEOUT_S = 180
 
 
 def record(runs: list[tuple[str, int]], out: Path, steps: int = STEPS) -> None:
-    """Runs of these kinds and seeds, one after the other. Raises RuntimeError where a rank fails."""
+    """Record runs of these kinds and seeds, one after the other.
+
+    Raises RuntimeError if a rank fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.planted_cause_rank", "--out", str(out)]
         command += ["--store", f"{folder}/store", "--steps", str(steps), *(f"{kind}:{seed}" for kind, seed in runs)]
@@ -41,7 +46,7 @@ def record(runs: list[tuple[str, int]], out: Path, steps: int = STEPS) -> None:
 
 
 def judge(folder: Path) -> tuple[int, int | None, list[str], str]:
-    """Of a recorded run: the rank that was slowed, who is named, the kinds of its causes, and the sentence."""
+    """Return a recorded run's slowed rank, named rank, kinds of causes, and sentence."""
     suspect, _, path = (folder / "truth").read_text().partition(" ")
     run = RunDirectory(Path(path))
     verdict = build(run.run_id, load_all(run))["verdicts"][0]
@@ -53,7 +58,7 @@ def judge(folder: Path) -> tuple[int, int | None, list[str], str]:
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("record", "judge"))
     parser.add_argument("--out", type=Path, required=True)
@@ -83,7 +88,8 @@ def main() -> int:
         right_rank = sum(named == suspect for suspect, named, _, _ in results)
         first = sum(named == suspect and causes[:1] == [kind] for suspect, named, causes, _ in results)
         also = sum(named == suspect and kind in causes[1:] for suspect, named, causes, _ in results)
-        # What a person would be told first is what counts, and any cause besides the planted one.
+        # The first cause counts as the verdict. Any cause other than the planted one counts as
+        # wrong.
         wrong = sum(named not in (None, suspect) or bool(set(causes) - {kind}) for suspect, named, causes, _ in results)
         table.row(kind, len(results), right_rank, first, also, wrong)
     return 0

@@ -1,8 +1,8 @@
-"""What limits one process on an asynchronous device: planted, and what the report says of it.
+"""Bottlenecks of one process on an asynchronous device: planted ones, compared with the report.
 
     python -m benchmarks.planted_device_bounds --runs 10
 
-Prints for each kind of loop how many of its runs were said rightly.
+Prints for each kind of loop the number of runs with the right bottleneck.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.planted_training import wait_for_sidecar
 from tests.device import device
 
 STEPS, WIDTH, BLOCKS, BATCH = 100, 32, 4, 8
-# By kind of loop, the verdict that is right.
+# Kind of loop to the right verdict.
 RIGHT = {
     "device_bound": "compute_bound",
     "device_bound_item": "compute_bound",
@@ -37,7 +37,7 @@ RIGHT = {
 
 
 class Batches:
-    """Batches of random numbers, of which each takes so long to come."""
+    """Batches of random numbers. Each batch takes the given time to load."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -51,11 +51,12 @@ class Batches:
 
 
 def verdict(kind: str, seed: int, folder: Path) -> str:
-    """Trains in a loop of that kind, under perf.watch. Returns what the report says limits it."""
+    """Train in a loop of that kind under perf.watch. Return the bottleneck in its report."""
     draw = random.Random(f"{kind}/{seed}")
     kernel_s = 1e-7 if kind == "launch_bound" else draw.uniform(2e-4, 4e-4)
     device.set_kernel_time(kernel_s)
-    step_s = 100 * kernel_s  # roughly: so many operators a step
+    # Rough estimate: 100 operators per step.
+    step_s = 100 * kernel_s
     wait_s = step_s * draw.uniform(1.6, 2.5)
     block: Callable[[], nn.Module] = lambda: nn.Sequential(  # noqa: E731
         nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
@@ -84,7 +85,7 @@ def verdict(kind: str, seed: int, folder: Path) -> str:
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--kinds", nargs="+", choices=RIGHT, default=list(RIGHT))

@@ -1,9 +1,11 @@
-"""Train a small model on a device with a planted fault: the program of each rank of the campaign on devices.
+"""Train a small model on a device with a planted fault: the program of each rank of the campaign on
+devices.
 
-A loop as a user writes it: a DataLoader, forward, loss, backward, SGD, under `perf.watch` with its live sidecar. Its
-parallelism is DistributedDataParallel, fully_shard, or a tensor-parallel plan. One group of processes does a list of
-runs, each with a fresh model, a fresh watch and a folder of its own. Started by planted_devices.py. The device is the
-asynchronous one of the tests, or a GPU (planted_on.py).
+The loop is that of a user: a DataLoader, forward, loss, backward, SGD, under `perf.watch` with its
+live sidecar. The parallelism is DistributedDataParallel, fully_shard, or a tensor-parallel plan.
+One group of processes does a list of runs, each with a fresh model, a fresh watch and a separate
+folder. planted_devices.py starts the group. The device is the tests' asynchronous device, or a GPU
+(planted_on.py).
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ GROUP_TIMEOUT_S = 120
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Random batches; the loader of a slow rank waits."""
+    """Random batches. The loader of a slow rank waits."""
 
     def __init__(self, truth: Truth, rank: int, planted: Planted, micro_steps: int) -> None:
         self._count, self._planted, self._micro_steps = truth.steps * micro_steps, planted, micro_steps
@@ -87,11 +89,14 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks; what is planted in forward and backward lies in the middle. On two streams, the head runs on another."""
+    """A stack of blocks with the forward and backward faults in the middle.
+
+    With two streams, the head uses the second one.
+    """
 
     def __init__(self, planted: Planted, device: PlantedDevice, pace: Pace | None, two_streams: bool) -> None:
         super().__init__()
-        # In a loop, its pace says what the device takes, and modules take nothing that matters.
+        # In a loop, its pace sets the device's time, and the modules' own time is negligible.
         self._work = device.work if pace is None else _no_time
         self.blocks = nn.ModuleList(Block(self._work) for _ in range(LOOP_BLOCKS if pace else BLOCKS))
         self.side, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -99,7 +104,7 @@ class Model(nn.Module):
         self._stream = torch.Stream(device.name) if two_streams else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: shape [batch, WIDTH]. Returns the same shape."""
+        """Return a tensor of the same shape as `x`, [batch, WIDTH]."""
         side: Tensor | None = None
         if self._stream is not None:
             main = torch.accelerator.current_stream()
@@ -130,7 +135,10 @@ class Model(nn.Module):
 
 
 class Loop:
-    """A fresh model, optimizer and loader with this rank's faults in them. Collective: all ranks make one together."""
+    """A fresh model, optimizer and loader with this rank's faults.
+
+    All ranks must create one together.
+    """
 
     def __init__(self, truth: Truth, rank: int, device: PlantedDevice) -> None:
         torch.manual_seed(truth.seed)
@@ -155,16 +163,17 @@ class Loop:
                 parallelize_module(block, mesh, plan)
         sharded = [each for each in model.parameters() if isinstance(each, DTensor)]
         whole = [each for each in model.parameters() if not isinstance(each, DTensor)]
-        # In groups of their own: an operator over several tensors takes none of another type.
+        # Separate parameter groups, because an operator over several tensors accepts only one
+        # tensor type.
         groups = [{"params": each} for each in (sharded, whole) if each]
         self.optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
         self.optimizer.register_step_pre_hook(lambda *_: self._spin("optimizer"))
-        # Of a tensor-parallel group all ranks compute on the same batch.
+        # All ranks of a tensor-parallel group compute on the same batch.
         seen_by = 0 if self.way == "tensor" else rank
         self.loader = DataLoader(Samples(truth, seen_by, self.planted, self.micro_steps), batch_size=None)
 
     def train(self) -> list[float]:
-        """The user's loop. Returns each step's seconds on the host."""
+        """Run the user's loop. Return each step's seconds on the host."""
         seconds, begin_s = [], time.perf_counter()
         slow = self.planted.now("device")
         host_s = self.pace.host_ms.get("host", 0.0) / 1e3 if self.pace else 0.0
@@ -209,10 +218,14 @@ class Loop:
 
 
 def record(truth: Truth, out: Path, rank: int, device: PlantedDevice) -> str:
-    """One run under perf.watch, in its own folder; the truth is written last. Returns a line on how it went."""
+    """Record one run under perf.watch in a separate folder.
+
+    Write the truth last. Return a line for the log.
+    """
     folder = out / truth.name
     if rank == 0 and folder.exists():
-        shutil.rmtree(folder)  # broken off
+        # Remove the folder of an interrupted run.
+        shutil.rmtree(folder)
     loop = Loop(truth, rank, device)
     dist.barrier()
     with device.paced(None if loop.pace is None else LOOP_KERNEL_MS / 1e3):
@@ -228,7 +241,10 @@ def record(truth: Truth, out: Path, rank: int, device: PlantedDevice) -> str:
 
 
 def main(done: Callable[[Truth, str], None] = lambda truth, how: print(f"{truth.name}  {how}", flush=True)) -> None:
-    """One rank, of the group that planted_devices.py starts (RANK, WORLD_SIZE, and where to meet)."""
+    """Run one rank of the group that planted_devices.py starts.
+
+    RANK, WORLD_SIZE and the store come from it.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="KIND:SEED")
     parser.add_argument("--out", type=Path, default=Path())
@@ -249,7 +265,8 @@ def main(done: Callable[[Truth, str], None] = lambda truth, how: print(f"{truth.
         kind, _, seed = each.partition(":")
         truth = plant(kind, int(seed), ranks, asked.steps or STEPS, device.slowness, asked.host_ms)
         how = record(truth, asked.out, rank, device)
-        gc.collect()  # the model and its buckets, before the next one
+        # Free the model and its buckets before the next run.
+        gc.collect()
         if rank == 0:
             done(truth, how)
     dist.destroy_process_group()

@@ -1,10 +1,10 @@
 """Draw the fault of a run on an asynchronous device from its seed. Verdicts are compared with it.
 
-A kind is a way to train and a fault: "ddp-backward". What is slow is the device (a kernel that takes longer, or all of
-them), or the host in a way that the device has to wait for.
+A kind is a way to train and a fault, for example "ddp-backward". Either the device is slow (one
+kernel or all of them), or the host, in a way that makes the device wait for it.
 
-In the ways `ddp`, `fsdp` and `tensor` the host waits for its device once a step, in a blocking copy. In the others,
-the loops, a host runs ahead of its device (Pace).
+In the ways `ddp`, `fsdp` and `tensor` the host waits for its device once a step, in a blocking
+copy. In the other ways, the loops, the host runs ahead of its device (Pace).
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import random
 from benchmarks.planted_truth import Fault, Truth
 
 RANKS, STEPS = 4, 170
-KERNEL_MS = 0.3  # so that a step takes some 50 ms; the host is ahead of most of it
+# Makes a step take about 50 ms. The host runs ahead during most of it.
+KERNEL_MS = 0.3
 DELAYS_MS = (9, 14)
-HOST_DELAYS_MS = (90, 120)  # more than the host is ahead: what it hides costs nothing, and nobody is to be named for it
+# Longer than the host runs ahead. A shorter delay is hidden by the queue and costs nothing.
+HOST_DELAYS_MS = (90, 120)
 FIRST_STEPS = (12, 40)
 SLOWNESS = 1.2
 INTERMITTENT_MS, SLOW_STEPS, OF_STEPS = 24, 2, 7
 WAYS = ("ddp", "fsdp", "tensor")
-# By fault, the phases in which it may be.
+# Fault to the phases in which it may occur.
 FAULTS = {
     "forward": ("forward",),
     "backward": ("backward",),
@@ -37,16 +39,18 @@ FAULTS = {
 }
 CLEAN = ("clean", "clean_item", "clean_accumulation")
 LOOP_BLOCKS, LOOP_KERNEL_MS, LOOP_S, LOOP_STEPS = 2, 0.01, 8.0, (150, 1200)
-LOOP_ISSUE_MS = 3.0  # what the host needs to issue such a step, on 2 shared cores
+# Host time to issue such a step on 2 shared cores.
+LOOP_ISSUE_MS = 3.0
 STEPS_MS = (3, 5, 8, 15, 30, 60)
-LOOP_SHARE = 0.1  # of a step, that a fault adds
-# By loop, its faults: the phase, and whether the host or the device is slow.
+# Share of a step that a fault adds.
+LOOP_SHARE = 0.1
+# Loop to its faults: the phase, and whether the host or the device is slow.
 LOOPS = {
     "launch": {"forward": "sleep", "backward": "sleep", "host": "sleep"},
     "mixed": {"forward": "sleep", "backward": "spin"},
     "ahead": {"forward": "spin", "backward": "spin", "optimizer": "spin"},
 }
-# Slow where nobody waits for it: the host of a loop that its device holds up.
+# A slow host that delays no other rank, because its loop is limited by the device.
 HIDDEN = "hidden_host"
 KINDS = (
     *(f"{way}-{fault}" for way in WAYS for fault in (*FAULTS, *CLEAN)),
@@ -85,7 +89,8 @@ def pace(kind: str, seed: int) -> Pace | None:
         return Pace({"forward": 0.5 * step_ms, "backward": 0.3 * step_ms, "host": 0.2 * step_ms}, {}, False)
     if way == "mixed":
         return Pace({"forward": 0.5 * step_ms}, {"backward": 0.5 * step_ms}, True)
-    device_ms = step_ms + 2 * LOOP_ISSUE_MS  # more than the host needs
+    # More than the host needs.
+    device_ms = step_ms + 2 * LOOP_ISSUE_MS
     return Pace(
         {"forward": 0.2 * step_ms},
         {"forward": 0.5 * device_ms, "backward": 0.3 * device_ms, "optimizer": 0.2 * device_ms},
@@ -101,8 +106,12 @@ def plant(
     slowness: float = SLOWNESS,
     host_delays_ms: tuple[int, int] = HOST_DELAYS_MS,
 ) -> Truth:
-    """Draws a run's fault. slowness, host_delays_ms: of a slow device and a slow host. Raises ValueError for an unknown
-    kind."""
+    """Draw a run's fault.
+
+    `slowness` is the slow device's factor, `host_delays_ms` the slow host's delay.
+
+    Raises ValueError for an unknown kind.
+    """
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; there are {', '.join(KINDS)}")
     what = kind.partition("-")[2]

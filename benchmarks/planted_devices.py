@@ -1,12 +1,14 @@
-"""The campaign on devices: real runs on asynchronous devices with a fault planted in one of them, and who is named.
+"""The campaign on devices: real runs on asynchronous devices with one planted fault, and the named
+ranks.
 
     python -m benchmarks.planted_devices record --ways ddp fsdp --seeds 0-5 --out FOLDER
     python -m benchmarks.planted_devices judge --out FOLDER
 
-The device is the tests' own (tests/device): streams are threads, the host only issues work, collectives are ordered in
-streams as NCCL's. `record` leaves FOLDER/KIND-SEED/ with the run directory and truth.json; it goes on where it was
-broken off. `judge` prints what the live sidecars have said, and beside it who is named by the same runs' host times.
-With `--nodes 2` the ranks are on two nodes (planted_nodes.py).
+The device is that of the tests (tests/device): streams are threads, the host only issues work, and
+collectives are ordered in streams as NCCL's are. `record` writes the run directory and truth.json
+to FOLDER/KIND-SEED/. An interrupted `record` continues where it stopped. `judge` prints the live
+sidecars' verdicts and, for comparison, those from the same runs' host times. With `--nodes 2` the
+ranks are on two nodes (planted_nodes.py).
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from benchmarks.planted_truth import Truth
 from benchmarks.planted_verdicts import Score, Suspect, judged_again, run_directory, score, slowest_step
 from torchlens_perf.verdicts import node_state
 
-RUNS_PER_GROUP = 15  # then fresh processes
+# Fresh processes start after this many runs.
+RUNS_PER_GROUP = 15
 JUDGES = {
     "torchlens_perf": lambda folder: live(folder),
     "by host times": judged_again,
@@ -58,17 +61,22 @@ def training(
     device: str = "asyncdev",
     host_ms: tuple[int, int] = HOST_DELAYS_MS,
 ) -> list[str]:
-    """The command of each rank of a group that does these runs, equally long ones. store: a new file, or the job's."""
+    """Return the command of each rank of a group that does these runs, which have equal numbers of
+    steps.
+
+    `store` is a new file, or None for the job's store.
+    """
     command = [sys.executable, "-m", "benchmarks.planted_device_training", "--out", str(out)]
     command += [] if store is None else ["--store", str(store)]
-    steps = next((truth.steps for truth in truths if pace(truth.kind, truth.seed) is None), 0)  # loops have their own
+    # Loops set their own number of steps.
+    steps = next((truth.steps for truth in truths if pace(truth.kind, truth.seed) is None), 0)
     command += ["--device", device, "--steps", str(steps)]
     command += ["--host-ms", *map(str, host_ms)]
     return [*command, *(f"{truth.kind}:{truth.seed}" for truth in truths)]
 
 
 def record(truths: list[Truth], out: Path, ranks: int, nodes: int = 1) -> int:
-    """Records the runs that `out` does not hold yet. Returns the exit code: 1 where ranks fail twice in a row."""
+    """Record the runs that are missing in `out`. Return 1 if ranks fail twice in a row."""
     out.mkdir(parents=True, exist_ok=True)
     fruitless = 0
     while missing := [truth for truth in truths if not (out / truth.name / "truth.json").exists()]:
@@ -90,7 +98,7 @@ def record(truths: list[Truth], out: Path, ranks: int, nodes: int = 1) -> int:
 
 
 def print_judgement(out: Path, truths: list[Truth], each: bool) -> int:
-    """Prints a table of faults and judges. Returns 1 if nothing is recorded."""
+    """Print a table of faults and judges. Return 1 if no run is recorded."""
     there = [(out / truth.name, truth) for truth in truths if (out / truth.name / "truth.json").exists()]
     found: dict[tuple[str, str], list[Score]] = {}
     for folder, truth in there:
@@ -98,7 +106,7 @@ def print_judgement(out: Path, truths: list[Truth], each: bool) -> int:
         way, _, what = truth.kind.partition("-")
         innocent = not truth.faults or what == HIDDEN
         for name, answer in answers.items():
-            groups = (what, f"all of {way}", "all") if not innocent else (what, f"nobody in {way}", "nobody")
+            groups = (what, f"all of {way}", "all") if not innocent else (what, f"no rank in {way}", "no rank")
             for group in groups:
                 found.setdefault((group, name), []).append(score(truth, answer))
         if each:
@@ -117,7 +125,7 @@ def print_judgement(out: Path, truths: list[Truth], each: bool) -> int:
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("record", "judge"))
     parser.add_argument("--out", type=Path, required=True)

@@ -1,13 +1,14 @@
-"""The fault campaign: real runs of four gloo ranks with a fault planted in one of them, and who names it.
+"""The fault campaign: real runs of four gloo ranks with one planted fault, and the verdicts of
+several judges.
 
     python -m benchmarks.planted_faults record --kinds compute data --seeds 0-19 --out FOLDER
     python -m benchmarks.planted_faults traceml --python PYTHON --seeds 0-19 --out FOLDER
     python -m benchmarks.planted_faults judge --out FOLDER
 
-`record` leaves FOLDER/KIND-SEED/ with the run directory and truth.json; it goes on where it was broken off. `traceml`
-runs the same seeds again under TraceML, with a Python that has it installed; its summaries lie in FOLDER/traceml/.
-`judge` prints how often each judge names the right rank and phase. A run takes about a quarter of a minute; so the
-campaign is no part of `make bench`.
+`record` writes the run directory and truth.json to FOLDER/KIND-SEED/. An interrupted `record`
+continues where it stopped. `traceml` runs the same seeds under TraceML, with a Python that has it
+installed, and writes its summaries to FOLDER/traceml/. `judge` prints how often each judge names
+the right rank and phase. A run takes about 15 seconds, so the campaign is not part of `make bench`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from pathlib import Path
 from benchmarks.planted_truth import KINDS, RANKS, Truth, plant
 from benchmarks.planted_verdicts import print_judgement
 
-RUNS_PER_GROUP = 20  # then fresh processes: what one run leaves in them cannot reach far
+# Fresh processes start after this many runs, so that leftovers of one run affect only a few others.
+RUNS_PER_GROUP = 20
 RUN_TIMEOUT_S = 180
 REPOSITORY = Path(__file__).parent.parent
 
 
 def seeds(text: str) -> list[int]:
-    """The seeds that "0-4,7" names. Raises ValueError if it names none."""
+    """Return the seeds that a text such as "0-4,7" lists. Raises ValueError if it lists none."""
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -42,14 +44,17 @@ def seeds(text: str) -> list[int]:
 
 
 def environment() -> dict[str, str]:
-    """What ranks are started with: one thread each, and no settings of the caller's."""
+    """Return the environment of the ranks: one thread each, and no settings of the caller."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
     path = os.pathsep.join(filter(None, (str(REPOSITORY), environ.get("PYTHONPATH"))))
     return {**environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def record(truths: list[Truth], out: Path) -> None:
-    """Records the runs that `out` does not hold yet. Raises RuntimeError where ranks fail twice without a run done."""
+    """Record the runs that are missing in `out`.
+
+    Raises RuntimeError if ranks fail twice without a finished run.
+    """
     out.mkdir(parents=True, exist_ok=True)
     fruitless = 0
     while missing := [truth for truth in truths if not (out / truth.name / "truth.json").exists()]:
@@ -65,7 +70,7 @@ def record(truths: list[Truth], out: Path) -> None:
 
 
 def _run_group(truths: list[Truth], out: Path) -> str:
-    """One group of ranks that does these runs. Returns what went wrong, or ""."""
+    """Run these runs in one group of ranks. Return an error message, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.planted_training", "--out", str(out)]
         command += ["--store", f"{folder}/store", *(f"{truth.kind}:{truth.seed}" for truth in truths)]
@@ -75,7 +80,7 @@ def _run_group(truths: list[Truth], out: Path) -> str:
 
 @contextlib.contextmanager
 def started(command: list[str], ranks: int, out: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """That many ranks, each with a log in `out`. Afterwards none of them lives."""
+    """Start `ranks` processes, each with a log in `out`. Kill the remaining ones at the end."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
@@ -90,7 +95,7 @@ def started(command: list[str], ranks: int, out: Path) -> Iterator[list[subproce
 
 
 def wait(ranks: list[subprocess.Popen[bytes]], deadline_s: float) -> str:
-    """Waits until all have ended, or the first one failed: the others would wait for it."""
+    """Wait until all ranks have ended or one has failed, because the other ranks would wait for it."""
     while time.monotonic() < deadline_s:
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code]
@@ -103,7 +108,7 @@ def wait(ranks: list[subprocess.Popen[bytes]], deadline_s: float) -> str:
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("record", "traceml", "judge"):

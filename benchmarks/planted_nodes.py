@@ -1,6 +1,8 @@
-"""Ranks on several nodes, for campaigns: namespaces of this machine, each with a name and a shared memory of its own.
+"""Ranks on several simulated nodes: namespaces of this machine with separate host names and shared
+memory.
 
-Each node has a sidecar; they exchange windows over the job's store, and node 0's judges. Needs root.
+Each node has a sidecar. The sidecars exchange windows over the job's store, and node 0's sidecar
+judges. Needs root.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.planted_faults import REPOSITORY, environment
 
-# What tells one machine from another to a rank and its sidecar.
+# Namespaces that make two nodes look like two machines to a rank and its sidecar.
 _NODE = 'hostname "$NODE" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 # Starts a node's ranks as a launcher does.
 _START_RANKS = """
@@ -33,7 +35,10 @@ sys.exit(max(abs(rank.wait()) for rank in ranks))
 
 @contextlib.contextmanager
 def started_on_nodes(command: list[str], ranks: int, nodes: int, out: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """That many ranks, as many on each node; a process for each node, with a log in `out`. Afterwards none lives."""
+    """Start `ranks` processes, equally many on each node, with a log per node in `out`.
+
+    Kill the rest at the end.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environ = {

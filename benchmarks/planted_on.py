@@ -1,9 +1,10 @@
 """The devices that a planted run may train on: the tests' asynchronous device, and CUDA.
 
-What is planted is the same on both. On the asynchronous device each operator takes the time that it is told to. CUDA's
-operators on a small model take no time that matters; so each module is followed by a kernel that spins, forwards and
-backwards, on all ranks alike. Spins last by the device's clock of real time: two processes on one GPU, which runs
-one's kernels and then the other's, spin at the same time nevertheless.
+The planted fault is the same on both. On the asynchronous device each operator takes a configured
+time. On CUDA, operators of a small model take almost no time. So each module is followed by a
+kernel that spins, in the forward and the backward pass, equally on all ranks. A spin ends by the
+device's real-time clock. So two processes on one GPU spin at the same time, although the GPU runs
+their kernels in turns.
 """
 
 from __future__ import annotations
@@ -18,37 +19,45 @@ from torch import Tensor, autograd
 
 from benchmarks.planted_device_truth import SLOWNESS
 
-OPERATORS = 5  # of the asynchronous device in a module's forward pass and what is around it: what a spin stands for
+# Operators in a module's forward pass and around it on the asynchronous device. A spin replaces
+# them.
+OPERATORS = 5
 
 
 class PlantedDevice(Protocol):
     """A device on which a planted run trains."""
 
     name: str
-    """As torch has it."""
+    """Name of the device in torch."""
     backend: str
-    """Of its process group."""
+    """Backend of its process group."""
     slowness: float
-    """So many times as long as the others' a slow device's kernels take."""
+    """Factor by which a slow device's kernels take longer than those of other ranks."""
 
     def load(self, kernel_s: float, rank: int) -> None:
-        """Once, before the process group is made. kernel_s: what an operator takes."""
+        """Load the device before the process group is created.
+
+        `kernel_s` is the time of an operator.
+        """
 
     def spin(self, seconds: float) -> None:
-        """Enqueues a kernel that takes so long."""
+        """Enqueue a kernel that takes this long."""
 
     def set_slowness(self, factor: float) -> None:
-        """Makes kernels that are enqueued from now on take so many times as long."""
+        """Set the factor for the duration of all kernels enqueued from now on."""
 
     def paced(self, kernel_s: float | None) -> AbstractContextManager[None]:
-        """For a loop in which the host's code takes the time: with kernels so short. None: no such loop."""
+        """Shorten kernels to `kernel_s` for a loop in which the host's code takes the time.
+
+        None: the loop is of another kind.
+        """
 
     def work(self, x: Tensor) -> Tensor:
-        """After a module: x, once the module has taken its time, forwards and backwards."""
+        """Return x after the module's time has passed, in the forward and the backward pass."""
 
 
 class Spins(autograd.Function):
-    """The identity, in whose forward and backward passes a kernel takes its time."""
+    """The identity function, whose forward and backward passes spin on the device."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, spin: Callable[[float], None], forward_s: float, backward_s: float) -> Tensor:
@@ -64,7 +73,7 @@ class Spins(autograd.Function):
 
 
 class AsyncDevice:
-    """Streams that are threads, see tests/device."""
+    """The tests' device, whose streams are threads (tests/device)."""
 
     slowness = SLOWNESS
 
@@ -82,7 +91,7 @@ class AsyncDevice:
 
     @contextlib.contextmanager
     def paced(self, kernel_s: float | None) -> Iterator[None]:
-        # Kernels that compute would take the processors from the hosts, which those of a GPU do not.
+        # Computing kernels would take processors from the hosts, unlike those of a GPU.
         self._device.set_kernel_time(self._kernel_s if kernel_s is None else kernel_s)
         self._device.set_computing(kernel_s is None)
         yield
@@ -94,7 +103,9 @@ class AsyncDevice:
 
 
 class AsyncModules(AsyncDevice):
-    """The same, with short operators and a spin for each module, as on CUDA: it shows what is planted there."""
+    """The asynchronous device with short operators and a spin per module, for testing the CUDA
+    variant without a GPU.
+    """
 
     slowness = 2.0
 
@@ -108,10 +119,11 @@ class AsyncModules(AsyncDevice):
 
 
 class CudaDevice:
-    """One GPU, on which all ranks are: NCCL takes them for hosts that talk over sockets."""
+    """One GPU shared by all ranks. NCCL treats the ranks as hosts that communicate over sockets."""
 
     name, backend = "cuda", "nccl"
-    slowness = 2.0  # beyond what the turns of two processes on one device hide
+    # Larger than the delay that the turns of two processes on one device hide.
+    slowness = 2.0
 
     def load(self, kernel_s: float, rank: int) -> None:
         from benchmarks.gpu_check.one_gpu import two_hosts
@@ -123,7 +135,8 @@ class CudaDevice:
         from benchmarks.gpu_check.checks import Spin
 
         self._spin, self._factor, self._module_s = Spin(), 1.0, OPERATORS * kernel_s
-        self.spin(0)  # compiles it
+        # The first call compiles the kernel.
+        self.spin(0)
 
     def spin(self, seconds: float) -> None:
         self._spin(round(seconds * self._factor * 1e9))

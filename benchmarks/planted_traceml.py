@@ -1,9 +1,11 @@
-"""How TraceML judges the fault campaign: the same seeds run again under it, and its rules applied to recorded timings.
+"""TraceML's verdicts on the fault campaign: the same seeds run under it, and its rules on recorded
+timings.
 
     PYTHON_WITH_TRACEML -m benchmarks.planted_traceml FOLDER
 
-diagnoses the runs recorded in FOLDER by TraceML's own analyzer and rules. That needs no second run, so that both tools
-judge the very same steps; planted_faults.py calls it after the seeds have run under TraceML itself.
+diagnoses the runs recorded in FOLDER with TraceML's own analyzer and rules. This needs no second
+run, so both tools judge the same steps. planted_faults.py calls it after the seeds have run under
+TraceML itself.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ from benchmarks.planted_truth import Truth
 
 TRAINING = Path(__file__).parent / "planted_training.py"
 RUN_TIMEOUT_S = 180
-LIVE_WINDOW_STEPS = 100  # what its live view looks back at
+# Number of steps in TraceML's live view.
+LIVE_WINDOW_STEPS = 100
 
 
 def run_all(truths: list[Truth], out: Path, python: Path, environ: dict[str, str]) -> None:
-    """Runs each seed that has no summary yet, keeps final_summary.json as OUT/traceml/KIND-SEED.json, and rejudges.
+    """Run each seed that has no summary yet, and diagnose all recorded runs.
 
-    python: the interpreter of an environment with traceml-ai, torch and pandas.
+    Each final_summary.json is stored as OUT/traceml/KIND-SEED.json. `python` is the interpreter of
+    an environment with traceml-ai, torch and pandas.
     """
-    # TraceML judges alone: nothing of ours is loaded into its processes.
+    # Nothing of ours is loaded into TraceML's processes.
     environ = {**environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     (out / "traceml").mkdir(parents=True, exist_ok=True)
     for truth in truths:
@@ -52,16 +56,16 @@ def run_all(truths: list[Truth], out: Path, python: Path, environ: dict[str, str
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at this moment."""
+    """Return a free TCP port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
 
 def _run(truth: Truth, folder: Path, python: Path, environ: dict[str, str]) -> str:
-    """One run. Returns what went wrong, or ""."""
+    """Run one seed. Return an error message, or ""."""
     launcher = [str(python.parent / "traceml"), "run", str(TRAINING), "--mode", "summary"]
     launcher += ["--nproc-per-node", str(truth.ranks), "--logs-dir", str(folder), "--run-name", "run"]
-    # Free ports: an aggregator that outlived a killed run would hold the default one.
+    # Use free ports, because the aggregator of a killed run could still use the default one.
     launcher += ["--aggregator-port", str(free_port()), "--master-port", str(free_port())]
     command = [*launcher, "--args", "--traceml", f"{truth.kind}:{truth.seed}"]
     with open(folder / "log", "wb") as log:
@@ -81,9 +85,9 @@ def _run(truth: Truth, folder: Path, python: Path, environ: dict[str, str]) -> s
 
 
 def diagnose(folder: Path, window_steps: int | None) -> dict[str, Any]:
-    """TraceML's diagnosis of a recorded run: {"kind", "ranks"}.
+    """Return TraceML's diagnosis of a recorded run: {"kind", "ranks"}.
 
-    window_steps: how many of the last steps it looks at; None: all, as in its summary.
+    `window_steps` is the number of last steps to diagnose. None: all steps, as in its summary.
     """
     import pandas as pd
     from traceml_ai.diagnostics.step_time.api import diagnose_step_time_window
@@ -96,7 +100,8 @@ def diagnose(folder: Path, window_steps: int | None) -> dict[str, Any]:
     times_ns = {
         "input_wait": steps["data_ns"],
         "forward": steps["forward_ns"],
-        # It times backward() as a whole, and DDP waits for its collectives in there: its rule is made for that.
+        # TraceML times backward() as a whole, including DDP's waits for collectives, and its rule
+        # expects that.
         "backward": steps["backward_ns"] + steps["communication_ns"],
         "optimizer_step": steps["optimizer_ns"],
         "traced_step_time": steps["duration_ns"] - steps["data_ns"],
@@ -115,7 +120,9 @@ def diagnose(folder: Path, window_steps: int | None) -> dict[str, Any]:
 
 
 def main(out: Path) -> None:
-    """Diagnoses all recorded runs, into OUT/traceml/recorded.json: {run: {"summary": ..., "live": ...}}."""
+    """Write the diagnoses of all recorded runs to OUT/traceml/recorded.json: {run: {"summary": ...,
+    "live": ...}}.
+    """
     found = {
         path.parent.name: {"summary": diagnose(path.parent, None), "live": diagnose(path.parent, LIVE_WINDOW_STEPS)}
         for path in sorted(out.glob("*/truth.json"))

@@ -1,8 +1,10 @@
-"""What each rank of the fault campaign runs: a small transformer under DistributedDataParallel over gloo, with a fault.
+"""One rank of the fault campaign: a small transformer under DistributedDataParallel over gloo, with
+a fault.
 
-A loop as a user writes it: a DataLoader, forward, loss, backward, AdamW, all under `perf.watch` with its live sidecar.
-One group of processes does a list of runs, each with a fresh model, a fresh watch and a folder of its own; the next one
-begins when the sidecar of the last has ended. Started by planted_faults.py, or under another tool by its launcher.
+The loop is that of a user: a DataLoader, forward, loss, backward, AdamW, all under `perf.watch`
+with its live sidecar. One group of processes does a list of runs, each with a fresh model, a fresh
+watch and a separate folder. The next run starts when the sidecar of the last one has ended.
+planted_faults.py, or another tool's launcher, starts the ranks.
 """
 
 from __future__ import annotations
@@ -34,16 +36,22 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.planted_truth import Fault, Truth, plant
 
 VOCABULARY, CONTEXT, WIDTH, HEADS, BLOCKS, BATCH = 256, 64, 96, 4, 4, 17
-LENGTH, SHORTEST = 32, 8  # tokens; of variable length: SHORTEST to 2 * LENGTH - SHORTEST
+# In tokens. Variable lengths go from SHORTEST to 2 * LENGTH - SHORTEST.
+LENGTH, SHORTEST = 32, 8
 REPEATED = (
-    14  # sequences that one block computes again: COMPUTE_SHARE of forward and backward, measured alone on a core
+    # Sequences that one block computes again: COMPUTE_SHARE of forward and backward, measured alone
+    # on a core.
+    14
 )
-BUCKET_MIB = 0.6  # small, so that several buckets are on their way during one backward pass
+# Small, so that several buckets are reduced during one backward pass.
+BUCKET_MIB = 0.6
 GROUP_TIMEOUT_S, SIDECAR_TIMEOUT_S = 180, 90
 
 
 def spend(ms: float, way: str) -> None:
-    """Takes so much wall time, in one of the ways that real loops lose it. On the calling thread."""
+    """Spend `ms` of wall time on the calling thread, in one of the ways in which real loops lose
+    time.
+    """
     end_s = time.perf_counter() + ms / 1e3
     if way == "sleep":
         time.sleep(ms / 1e3)
@@ -68,7 +76,7 @@ def spend(ms: float, way: str) -> None:
 
 
 class PauseInBackward(torch.autograd.Function):
-    """The identity, whose gradient takes its time."""
+    """The identity function, whose backward pass spends the fault's time."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, fault: Fault) -> torch.Tensor:
@@ -82,30 +90,33 @@ class PauseInBackward(torch.autograd.Function):
 
 
 class Planted:
-    """The faults of this rank, and the step that it is in."""
+    """The faults of this rank and the number of its current step."""
 
     def __init__(self, truth: Truth, rank: int) -> None:
         self._faults = [fault for fault in truth.faults if fault.rank == rank]
         self.step = 0
 
     def now(self, phase: str) -> Fault | None:
-        """The fault of this phase in this step."""
+        """Return the fault of this phase in this step."""
         return next((fault for fault in self._faults if fault.phase == phase and fault.slows(self.step)), None)
 
     def ms(self, phase: str, way: str | None = None) -> float:
-        """What this phase's fault adds in this step, if it does so in that way. None: in whichever."""
+        """Return the ms that this phase's fault adds in this step by the given way.
+
+        None: any way.
+        """
         fault = self.now(phase)
         return fault.ms if fault is not None and fault.ms is not None and way in (None, fault.way) else 0.0
 
     def pause(self, phase: str) -> None:
-        """Spends what this phase's fault asks for."""
+        """Spend the time of this phase's fault."""
         fault = self.now(phase)
         if fault is not None and fault.ms is not None:
             spend(fault.ms, fault.way)
 
 
 class Sequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Random tokens and their successors. The items of one batch are equally long."""
+    """Random tokens and their successors. The items of one batch have the same length."""
 
     def __init__(self, truth: Truth, rank: int, planted: Planted) -> None:
         draw = random.Random(f"{truth.name}/{rank}")
@@ -143,7 +154,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts the next token. What is planted in forward and backward lies between its blocks."""
+    """A model that predicts the next token.
+
+    The faults in forward and backward are between its blocks.
+    """
 
     def __init__(self, planted: Planted) -> None:
         super().__init__()
@@ -153,7 +167,9 @@ class Transformer(nn.Module):
         self._planted = planted
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids: shape [batch, length]. Returns logits, shape [batch, length, VOCABULARY]."""
+        """Return logits of the shape [batch, length, VOCABULARY] for ids of the shape [batch,
+        length].
+        """
         planted = self._planted
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
         for index, block in enumerate(self.blocks):
@@ -164,7 +180,8 @@ class Transformer(nn.Module):
                     x = PauseInBackward.apply(x, fault)
             y = block(x)
             if index == BLOCKS // 2 and planted.now("compute"):
-                # The same work again, forward and backward, without a change to results, gradients or buckets.
+                # Do the same work again, forward and backward, without a change to results,
+                # gradients or buckets.
                 y = y + 0 * block(x[:REPEATED]).mean()
             x = y
         return self.head(self.norm(x))
@@ -177,7 +194,7 @@ def train(
     planted: Planted,
     each_step: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> list[float]:
-    """The user's loop. Returns each step's seconds."""
+    """Run the user's loop. Return each step's seconds."""
     planted.step = 0
     seconds, begin_s = [], time.perf_counter()
     for ids, targets in loader:
@@ -186,7 +203,8 @@ def train(
             loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
             loss.backward()
             optimizer.step()
-            planted.step += 1  # what follows belongs to the next step, which began with the end of optimizer.step()
+            # The next step began with the end of optimizer.step().
+            planted.step += 1
             planted.pause("host")
         now_s = time.perf_counter()
         seconds.append(now_s - begin_s)
@@ -195,7 +213,10 @@ def train(
 
 
 def prepare(truth: Truth, rank: int) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Planted]:
-    """A fresh model, optimizer and loader with this rank's faults in them. Collective: builds DDP's buckets."""
+    """Return a fresh model, optimizer and loader with this rank's faults.
+
+    Builds DDP's buckets, which is a collective.
+    """
     torch.manual_seed(truth.seed)
     planted = Planted(truth, rank)
     model = DistributedDataParallel(Transformer(planted), bucket_cap_mb=BUCKET_MIB)
@@ -204,7 +225,9 @@ def prepare(truth: Truth, rank: int) -> tuple[nn.Module, torch.optim.Optimizer, 
 
 
 def busy_s() -> float:
-    """Seconds that the machine's processors have been busy since boot, those stolen by a hypervisor among them."""
+    """Return the seconds since boot in which processors were busy, including time stolen by a
+    hypervisor.
+    """
     user, nice, system, _, _, interrupts, soft_interrupts, stolen = _first_line("/proc/stat")[:8]
     return (user + nice + system + interrupts + soft_interrupts + stolen) / os.sysconf("SC_CLK_TCK")
 
@@ -215,17 +238,21 @@ def _first_line(path: str) -> list[int]:
 
 
 def others_share(ours_s: float, machine_s: float, elapsed_s: float) -> float:
-    """The share of the machine's processors that went to neither the ranks nor their sidecar."""
+    """Return the share of the processors' time that neither the ranks nor their sidecar used."""
     return max(0.0, machine_s - ours_s) / (elapsed_s * (os.cpu_count() or 1))
 
 
 def record(truth: Truth, out: Path, rank: int) -> str:
-    """One run under perf.watch, in its own folder; the truth is written last. Returns a line on how it went."""
+    """Record one run under perf.watch in a separate folder.
+
+    Write the truth last. Return a line for the log.
+    """
     import torchlens_perf as perf
 
     folder = out / truth.name
     if rank == 0 and folder.exists():
-        shutil.rmtree(folder)  # broken off
+        # Remove the folder of an interrupted run.
+        shutil.rmtree(folder)
     model, optimizer, loader, planted = prepare(truth, rank)
     dist.barrier()
     begin_s, machine_s, rank_s = time.monotonic(), busy_s(), time.process_time()
@@ -247,12 +274,12 @@ def record(truth: Truth, out: Path, rank: int) -> str:
 
 
 def sidecar_s(run: Path) -> float:
-    """Processor seconds of the run's sidecar, which has ended."""
+    """Return the processor seconds of the run's sidecar, which has ended."""
     return float(sum(json.loads(path.read_text())["sidecar_cpu_s"] for path in (run / "nodes").glob("*.json")))
 
 
 def wait_for_sidecar(run: Path) -> None:
-    """Waits until no sidecar of this run lives on this node. Raises TimeoutError."""
+    """Wait until no sidecar of this run is left on this node. Raises TimeoutError."""
     from torchlens_perf.run.directory import sidecar_lock
     from torchlens_perf.run.sidecar_lock import SidecarLock
 
@@ -267,7 +294,10 @@ def wait_for_sidecar(run: Path) -> None:
 
 
 def under_traceml(truth: Truth, rank: int) -> str:
-    """One run under TraceML, whose launcher has started this process. Returns a line on how it went."""
+    """Run once under TraceML, whose launcher has started this process.
+
+    Return a line for the log.
+    """
     import traceml_ai as traceml
 
     traceml.init(mode="auto")
@@ -278,7 +308,9 @@ def under_traceml(truth: Truth, rank: int) -> str:
 
 
 def main() -> None:
-    """One rank: of the group that planted_faults.py starts, or of a launcher's (RANK, WORLD_SIZE, MASTER_ADDR)."""
+    """Run one rank of planted_faults.py's group, or of a launcher's (RANK, WORLD_SIZE,
+    MASTER_ADDR).
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="KIND:SEED")
     parser.add_argument("--out", type=Path, default=Path())
@@ -295,10 +327,12 @@ def main() -> None:
         kind, _, seed = each.partition(":")
         truth, begin_s = plant(kind, int(seed), ranks), time.monotonic()
         told = under_traceml(truth, rank) if asked.traceml else record(truth, asked.out, rank)
-        gc.collect()  # the model and its buckets, before the next one
+        # Free the model and its buckets before the next run.
+        gc.collect()
         if rank == 0:
             print(f"{truth.name}  {time.monotonic() - begin_s:.1f} s, {told}", flush=True)
-    # gloo's threads may still finish the last collective: destroying the group under them aborts the process.
+    # gloo's threads may still be finishing the last collective. Destroying the group now would
+    # abort the process.
     time.sleep(0.3)
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
-"""What goes wrong in a run of the fault campaign, drawn from its seed: the ground truth that verdicts are held against.
+"""Draw the faults of a run in the fault campaign from its seed: the ground truth for verdicts.
 
-A fault is real work or a real wait in one rank's training loop. Everything about it follows from the kind and the seed,
-so that a run can be planted again under another tool, and so that no judge can be tuned to one draw.
+A fault is real work or a real wait in one rank's training loop. It is determined by the kind and
+the seed, so the same run can be repeated under another tool, and no judge can be tuned to one draw.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 RANKS, STEPS = 4, 180
-FIRST_STEPS = (20, 60)  # the range of the step that a fault begins with
+# Range of the first step of a fault.
+FIRST_STEPS = (20, 60)
 DELAYS_MS = (20, 40)
 MOVING_DELAY_MS, MOVES_AFTER_STEPS = 30, (40, 60)
 INTERMITTENT_MS, SLOW_STEPS, OF_STEPS = 20, 2, 7
@@ -23,7 +24,7 @@ COMPUTE_SHARE = 0.25
 FAULTY = ("compute", "data", "backward", "host", "moving", "backward_200ms", "intermittent")
 HEALTHY = ("clean", "variable_length")
 KINDS = (*FAULTY, *HEALTHY)
-# How a pause comes about: waiting as for storage, computing in native code, collecting garbage, writing a file.
+# Ways of a pause: wait as for storage, compute in native code, collect garbage, write a file.
 _WAYS = {
     "data": ("sleep", "work"),
     "forward": ("sleep", "work"),
@@ -38,19 +39,22 @@ class Fault:
 
     rank: int
     phase: str
-    """data, forward, backward, host, or compute: forward and backward both."""
+    """data, forward, backward, host, or compute (forward and backward)."""
     first_step: int
     last_step: int | None
     """None: until the run ends."""
     ms: float | None
-    """Wall time that it adds to a slow step; None for compute, which does `share` more work instead."""
+    """Wall time that the fault adds to a slow step.
+
+    None for compute, which does `share` more work instead.
+    """
     way: str
     share: float | None = None
     slow_of: tuple[int, tuple[int, ...]] | None = None
-    """(n, slots): of every n steps only those are slow; None: all."""
+    """(n, slots): only these steps of every n are slow. None: all steps."""
 
     def slows(self, step: int) -> bool:
-        """Whether this step is a slow one."""
+        """Return True if this step is slow."""
         if step < self.first_step or (self.last_step is not None and step > self.last_step):
             return False
         return self.slow_of is None or (step - self.first_step) % self.slow_of[0] in self.slow_of[1]
@@ -58,7 +62,10 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
-    """What is planted in one run. Steps count from 0; step k lasts from the end of optimizer step k-1 to that of k."""
+    """The planted faults of one run.
+
+    Step k lasts from the end of optimizer step k-1 to that of step k, from 0 on.
+    """
 
     kind: str
     seed: int
@@ -68,7 +75,7 @@ class Truth:
 
     @property
     def name(self) -> str:
-        """The run's folder."""
+        """Name of the run's folder."""
         return f"{self.kind}-{self.seed:04d}"
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +83,7 @@ class Truth:
 
     @classmethod
     def read(cls, path: Path) -> Truth:
-        """The truth in a file that was written with to_json()."""
+        """Read a truth from a file that contains the JSON of to_json()."""
         value = json.loads(path.read_text())
         faults = []
         for fault in value["faults"]:
@@ -87,10 +94,11 @@ class Truth:
 
 
 def plant(kind: str, seed: int, ranks: int = RANKS, steps: int = STEPS) -> Truth:
-    """Draws a run's faults. Raises ValueError for an unknown kind."""
+    """Draw a run's faults. Raises ValueError for an unknown kind."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}; there are {', '.join(KINDS)}")
-    draw = random.Random(f"{kind}/{seed}")  # not the seed alone: kinds would share ranks and steps
+    # The seed alone would give all kinds the same ranks and steps.
+    draw = random.Random(f"{kind}/{seed}")
     faults: tuple[Fault, ...] = ()
     if kind in FAULTY:
         rank, first = draw.randrange(ranks), draw.randint(*FIRST_STEPS)

@@ -1,4 +1,6 @@
-"""Who is named in the recorded runs of the fault campaign, by us and by others, and how often that is right."""
+"""Accuracy of the verdicts on the recorded runs of the fault campaign, ours and those of other
+tools.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 
 WARM_UP_STEPS = 3
-# Phases that are right for a planted one. Compute is forward and backward both: either has it.
+# Planted phase to the phases that count as right. Compute is in both forward and backward.
 _RIGHT = {"compute": ("compute", "forward", "backward"), "device": ("compute", "forward", "backward", "optimizer")}
 _TRACEML_PHASES = {"INPUT_STRAGGLER": "data", "COMPUTE_STRAGGLER": "forward", "H2D_STRAGGLER": "h2d", "STRAGGLER": None}
 
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
-    """A judge's answer: the rank that is slow, and in which phase; None where it does not say."""
+    """A judge's answer: the slow rank and its phase. The phase is None if the judge names none."""
 
     rank: int
     phase: str | None
@@ -36,45 +38,50 @@ class Suspect:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """How one answer compares with the truth."""
+    """Comparison of one answer with the truth."""
 
     named: bool
     right_rank: bool
     right_phase: bool
-    """The right phase of the right rank."""
+    """True if the answer names the right phase of the right rank."""
 
 
 Detector = Callable[[Path], "Suspect | None"]
 
 
 def fact(folder: Path, name: str) -> Any:
-    """What was noted of a recorded run beside its truth: `run`, its run directory's name, or `others_share`."""
+    """Return a fact of a recorded run that truth.json contains: `run`, its directory's name, or
+    `others_share`.
+    """
     return json.loads((folder / "truth.json").read_text())[name]
 
 
 def run_directory(folder: Path) -> RunDirectory:
-    """The run directory of a recorded run."""
+    """Return the run directory of a recorded run."""
     return RunDirectory(folder / fact(folder, "run"))
 
 
 def slowest_step(folder: Path) -> Suspect | None:
-    """The rank whose steps take longest on average: what a dashboard of step times shows. It always names one."""
+    """Return the rank with the longest mean step, as on a dashboard of step times.
+
+    Always names a rank.
+    """
     steps = pd.read_parquet(run_directory(folder).steps, columns=["rank", "step", "duration_ns"])
     means = steps[steps["step"] >= WARM_UP_STEPS].groupby("rank")["duration_ns"].mean()
     return Suspect(int(means.idxmax()), None)
 
 
 def judged_again(folder: Path) -> Suspect | None:
-    """What the judge of this version says of the recorded run, which is what a live sidecar of this version would.
+    """Return this version's verdict on the recorded run, which equals that of its live sidecar.
 
-    Of several, the one that is slow at the end, the costliest first.
+    Of several slow ranks, one that is still slow at the end goes first, then the costliest one.
     """
     episodes = findings(folder).episodes
     return Suspect(episodes[0].rank, episodes[0].phase) if episodes else None
 
 
 def findings(folder: Path) -> Findings:
-    """All that the judge finds in a recorded run."""
+    """Return all findings of the judge in a recorded run."""
     run, judge = run_directory(folder), JobDetector()
     for host in nodes_of(run.spans):
         for origin, records, _, _ in segments.read_chunks(run, host):
@@ -83,20 +90,29 @@ def findings(folder: Path) -> Findings:
 
 
 def steps_until_named(folder: Path, truth: Truth) -> int | None:
-    """How many steps from the first fault's first step until its rank was named; None if it was not."""
+    """Return the number of steps from the first fault's start until its rank was named.
+
+    None if it was not named.
+    """
     fault = truth.faults[0]
     named = [each.named_step for each in findings(folder).episodes if each.rank == fault.rank]
     return min(named) - fault.first_step + 1 if named else None
 
 
 def traceml(folder: Path) -> Suspect | None:
-    """The diagnosis in TraceML's final summary of the same seed. Raises FileNotFoundError where it was not run."""
+    """Return the diagnosis in TraceML's final summary of the same seed.
+
+    Raises FileNotFoundError without a summary.
+    """
     summary = json.loads((folder.parent / "traceml" / f"{folder.name}.json").read_text())
     return traceml_verdict(summary["step_time"]["diagnosis"])
 
 
 def traceml_on_recorded(folder: Path) -> Suspect | None:
-    """TraceML's rules on the last steps of this very run. Raises FileNotFoundError where they were not applied."""
+    """Return TraceML's diagnosis of the last steps of this run.
+
+    Raises FileNotFoundError without one.
+    """
     diagnoses = json.loads((folder.parent / "traceml" / "recorded.json").read_text())
     if folder.name not in diagnoses:
         raise FileNotFoundError(f"{folder.name} was recorded after TraceML's rules were applied")
@@ -104,7 +120,10 @@ def traceml_on_recorded(folder: Path) -> Suspect | None:
 
 
 def traceml_verdict(diagnosis: dict[str, Any]) -> Suspect | None:
-    """TraceML's step-time diagnosis as an answer. Its other kinds (COMPUTE_BOUND, BALANCED ...) name no rank."""
+    """Convert TraceML's step-time diagnosis to an answer.
+
+    Its other kinds (COMPUTE_BOUND, BALANCED ...) name no rank.
+    """
     if diagnosis["kind"] not in _TRACEML_PHASES:
         return None
     (rank,) = diagnosis["ranks"]
@@ -120,7 +139,10 @@ JUDGES: dict[str, Detector] = {
 
 
 def score(truth: Truth, named: Suspect | None) -> Score:
-    """Compares an answer about the whole run. After a fault has moved, the rank that has it at the end is right."""
+    """Compare an answer about the whole run with the truth.
+
+    If the fault moved, its last rank is the right one.
+    """
     if named is None or not truth.faults:
         return Score(named is not None, False, False)
     at_end: Fault = truth.faults[-1]
@@ -132,9 +154,10 @@ def score(truth: Truth, named: Suspect | None) -> Score:
 def recorded(
     out: Path, kinds: Iterable[str], seeds: Iterable[int] | None, most_others: float = 1.0
 ) -> list[tuple[Path, Truth]]:
-    """The folders and truths of the runs that are recorded whole, by kind and seed.
+    """Return the folders and truths of the completely recorded runs, by kind and seed.
 
-    most_others: leaves out runs of which other processes took more than this share of the machine's processors.
+    `most_others` excludes runs in which other processes took more than this share of the machine's
+    processors.
     """
     wanted_kinds, wanted_seeds = list(kinds), None if seeds is None else set(seeds)
     found = [(path.parent, Truth.read(path)) for path in out.glob("*/truth.json")]
@@ -150,7 +173,10 @@ def recorded(
 def print_judgement(
     out: Path, kinds: Iterable[str], seeds: Iterable[int] | None, most_others: float = 1.0, each: bool = False
 ) -> int:
-    """Prints a table of kinds and judges; with `each`, a line per run before it. Returns 1 if nothing is recorded."""
+    """Print a table of kinds and judges.
+
+    `each` adds a line per run. Return 1 if no run is recorded.
+    """
     runs = recorded(out, kinds, seeds, most_others)
     table: dict[tuple[str, str], list[Score]] = {}
     for folder, truth in runs:
@@ -159,7 +185,8 @@ def print_judgement(
             try:
                 answers[name] = judge(folder)
             except FileNotFoundError:
-                continue  # not run under that tool
+                # This seed did not run under that tool.
+                continue
             table.setdefault((truth.kind, name), []).append(score(truth, answers[name]))
         if each:
             planted = ", ".join(f"rank {fault.rank} {fault.phase} {fault.ms or ''}" for fault in truth.faults)
@@ -182,7 +209,8 @@ def print_judgement(
         for name in JUDGES:
             scores = table.get((kind, name), [])
             for field in ("right_rank", "right_phase", "named"):
-                told = scores and (field == "named" or kind in FAULTY)  # in a healthy run nobody is right
+                # In a healthy run no rank is the right answer.
+                told = scores and (field == "named" or kind in FAULTY)
                 cells.append(f"{sum(getattr(one, field) for one in scores)}/{len(scores)}" if told else "")
         shown.row(kind, sum(truth.kind == kind for _, truth in runs), *cells)
     return 0 if runs else 1

@@ -1,6 +1,7 @@
-"""What a report on a large job takes: a file for each node of eight ranks, as a simulated job of one node has left it.
+"""Cost of a report on a large job: one file per node of eight ranks, copied from a simulated job of
+one node.
 
-python -m benchmarks.report_scale [RANKS]
+    python -m benchmarks.report_scale [RANKS]
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from typing import Any
 from benchmarks.measure import Table
 
 RANKS, ON_A_NODE = 4096, 8
-MODULES = 96  # of each rank
-BARS = 20.0, 1000.0  # seconds, megabytes
+# Modules of each rank.
+MODULES = 96
+# Seconds and megabytes.
+BARS = 20.0, 1000.0
 
 
 def main() -> int:
-    """Returns how many bars were missed."""
+    """Print the table. Return the number of missed bars."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = ["simulate", "--ranks", str(ON_A_NODE), "--steps", "1000", "--out", str(run)]
@@ -49,7 +52,7 @@ def main() -> int:
 
 
 def multiply(nodes: Path, count: int) -> int:
-    """Makes `count` nodes of the only one there. Returns how many bytes their files have."""
+    """Copy the only node until there are `count` nodes. Return the size of all their files."""
     (first,) = nodes.glob("*.json")
     state = json.loads(first.read_bytes())
     for process in state["processes"].values():
@@ -65,7 +68,7 @@ def multiply(nodes: Path, count: int) -> int:
 
 
 def of_node(state: dict[str, Any], node: int, world_size: int) -> dict[str, Any]:
-    """The state of another node; the first one has the findings."""
+    """Return the state of another node. Only the first node has the findings."""
     host = f"node-{node:04d}"
     made = {**state, "host": host, "processes": {}}
     if node:

@@ -1,7 +1,10 @@
-"""What viewers of the live page cost: calls on the run directory and processor time, by how many look; and a long list.
+"""Cost of viewers of the live page: file system calls and processor time by number of viewers, and
+a long list.
 
-python -m benchmarks.serve_reads. The run goes on meanwhile: its state is written every four seconds, as a sidecar does.
-Calls are counted by a library that is loaded into the server and its readers.
+    python -m benchmarks.serve_reads
+
+The run continues meanwhile: its state is written every four seconds, as by a sidecar. A library
+that is loaded into the server and its readers counts the calls.
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ from torchlens_perf.serve.follow import LOOK_INTERVAL_S
 
 VIEWERS, RANKS, SECONDS, STATE_EVERY_S = (0, 1, 20), 8, 30.0, 4.0
 RUNS = 10_000
-LISTED_S = 2.0  # the first page of the list, at the longest
+# Limit for the first page of the list.
+LISTED_S = 2.0
 _POLL_INTERVAL_S = 1.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
-    """Returns how many bars were missed."""
+    """Print the tables. Return the number of missed bars."""
     with tempfile.TemporaryDirectory() as folder:
         missed = _followed(Path(folder) / "runs", Path(folder) / "calls")
     print()
@@ -37,7 +41,7 @@ def main() -> int:
 
 
 def _followed(folder: Path, log: Path) -> int:
-    """Viewers ask once a second, and load the page whenever there is a newer one."""
+    """Simulate viewers that poll once a second and load each newer page."""
     columns = ("viewers", "looks/s", "states read/s", "calls on the run directory/s", "time of one processor", "bar")
     table = Table(*columns)
     with LiveSimulation(folder / "live", RANKS) as live:
@@ -55,7 +59,7 @@ def _followed(folder: Path, log: Path) -> int:
 
 
 def _with_viewers(server: PageServer, live: LiveSimulation, count: int, log: Path) -> tuple[float, float, float, float]:
-    """Looks, readings and calls a second, and the share of one processor."""
+    """Return polls, reads and calls per second, and the share of one processor."""
     viewer = server.viewer()
     loading = [threading.Thread(target=_load, args=(viewer, live.name), daemon=True) for _ in range(count)]
     for thread in loading:
@@ -84,7 +88,8 @@ def _counts(viewer: Viewer, live: LiveSimulation) -> dict[str, int]:
 
 def _load(viewer: Viewer, run: str) -> None:
     version = ""
-    with contextlib.suppress(Exception):  # until the server ends
+    # Viewers load pages until the server ends and a request raises.
+    with contextlib.suppress(Exception):
         while True:
             newest = viewer.json(f"/runs/{run}/api/news")["version"]
             if newest != version:
@@ -98,7 +103,7 @@ def _lines(log: Path) -> int:
 
 
 def _cpu_s(server: PageServer) -> float:
-    """Of the server and its readers so far, also those that have ended."""
+    """Return the processor seconds of the server and its readers so far, including ended ones."""
     ticks = 0
     for pid, fields in [(server.process.pid, slice(11, 15)), *((each, slice(11, 13)) for each in server.children())]:
         with contextlib.suppress(OSError):
@@ -107,7 +112,7 @@ def _cpu_s(server: PageServer) -> float:
 
 
 def _listed(folder: Path) -> int:
-    """A folder of very many runs."""
+    """Time the list of a folder with very many runs."""
     with LiveSimulation(folder / "one", RANKS) as live:
         live.goes_on(2)
     (state,) = (folder / "one" / "nodes").glob("*.json")

@@ -1,14 +1,18 @@
-"""Whether short runs end as they would without a watch, on a machine that is busy: exit codes, stderr, results.
+"""Compare the ends of short runs with and without a watch on a busy machine: exit codes, stderr,
+results.
 
-Two ranks over gloo, three steps of DDP, then the end of the process at once: the worst case for what is still under
-way. Each round has a run of each kind, in shuffled order: unwatched, inside watch(), and recorded from the outside (as
-by torchrun's flag); each with its process group destroyed at the end, and left. gloo itself aborts some processes at
-their exit ("terminate called without an active exception": its thread drops a Python object while the interpreter ends)
-and hangs others (it is joined by a thread that holds the GIL, which it waits for), with or without us. So all is
-counted, and what is compared is how often.
+Two ranks over gloo make three steps of DDP and end at once, which is the worst case for work still
+in progress. Each round has a run of each kind, in shuffled order: unwatched, inside watch(), and
+recorded from outside (as by torchrun's flag). Each kind runs once with and once without a call of
+destroy_process_group().
 
-Ranks are forked from a process that has imported torch, and end as any interpreter does. Two processes that spin keep
-the processors busy meanwhile.
+gloo itself aborts some processes at exit ("terminate called without an active exception"), because
+its thread drops a Python object while the interpreter ends. It hangs others, because a thread that
+has the GIL joins a thread that waits for the GIL. Both happen with and without a watch. So the
+benchmark counts all failures and compares their rates.
+
+Ranks are forked from a process that has imported torch, and end as any interpreter does. Two
+spinning processes keep the processors busy.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ from torch import nn
 
 from benchmarks.measure import Table
 
-ROUNDS = 50  # 200 runs with a watch, 100 without
+# 200 runs with a watch, 100 without.
+ROUNDS = 50
 RANKS, STEPS = 2, 3
 WAYS = ("unwatched", "watched", "recorded")
 RUN_TIMEOUT_S = 30.0
@@ -46,7 +51,7 @@ ABORT = "terminate called without an active exception"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How one run went: exit code (minus the signal), stderr and result of each rank."""
+    """Exit code (or minus the signal), stderr and result of each rank of one run."""
 
     way: str
     destroys: bool
@@ -56,7 +61,7 @@ class Run:
 
 
 def train(rank: int, way: str, destroys: bool, folder: Path) -> None:
-    """One rank, in a process of its own that ends when this returns."""
+    """Train one rank in a process that ends when this function returns."""
     import torchlens_perf as perf
     from torchlens_perf import autoload
 
@@ -79,8 +84,12 @@ def train(rank: int, way: str, destroys: bool, folder: Path) -> None:
 
 
 def start_runs(rounds: int, folder: Path) -> None:
-    """Forks the ranks of one run after the other, and prints how each went as a line of JSON. Returns in each rank."""
-    import torch._dynamo  # an optimizer's first step does, in two thirds of such a run's time  # noqa: F401
+    """Fork the ranks of each run, and print each run's outcome as a line of JSON.
+
+    Also returns in each rank.
+    """
+    # An optimizer's first step imports torch._dynamo, which takes two thirds of such a run's time.
+    import torch._dynamo  # noqa: F401
 
     kinds = [(way, destroys) for way in WAYS for destroys in (True, False)]
     draw = random.Random(1)
@@ -135,7 +144,7 @@ def _text(path: Path) -> str:
 
 @contextlib.contextmanager
 def busy() -> Iterator[None]:
-    """A process for each processor that spins, until the context is left or this process ends."""
+    """Run one spinning process per processor until the context or this process ends."""
     program = "import os; parent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(10 ** 6): pass"
     spinning = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(os.cpu_count() or 1)]
     try:
@@ -147,7 +156,7 @@ def busy() -> Iterator[None]:
 
 
 def runs(rounds: int = ROUNDS) -> list[Run]:
-    """All runs, from a process that holds nothing but torch."""
+    """Return all runs, made by a process that has imported only torch."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
     environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, busy():
@@ -158,14 +167,18 @@ def runs(rounds: int = ROUNDS) -> list[Run]:
 
 
 def chance(aborts: int, count: int, other_aborts: int, other_count: int) -> float:
-    """Fisher's exact test: how likely so many aborts, or more, are among `count` if both have the same cause."""
+    """Return the probability of at least this many aborts in `count` runs if both kinds have the
+    same cause.
+
+    This is Fisher's exact test.
+    """
     both, most = aborts + other_aborts, min(aborts + other_aborts, count)
     ways = math.comb(count + other_count, both)
     return sum(math.comb(count, n) * math.comb(other_count, both - n) for n in range(aborts, most + 1)) / ways
 
 
 def main() -> int:
-    """Prints the table; returns how many bars were missed."""
+    """Print the table. Return the number of missed bars."""
     table = Table("ranks", "all", "exit code 0", "aborted", "hung", "other end", "other stderr", "bar", "")
     found = runs()
     results = {result for run in found for result in run.results}

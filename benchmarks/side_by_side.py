@@ -1,11 +1,11 @@
-"""One small job with a slow rank, as several tools show it: what their pages are made of, and what the job pays.
+"""Compare how several tools show one small job with a slow rank, and what they cost the job.
 
     python -m benchmarks.side_by_side --tools PYTHON --out FOLDER     # in the environment of `make test-page`
 
---tools: the interpreter of an environment with torch, Bokeh, traceml-ai, memray, pyinstrument, wandb and
-dask[distributed]. Each tool runs the job of side_by_side_training.py REPEATS times, in an order drawn anew in each
-round. --out gets the pages, a screenshot of each, with scripts and without, and the terminals as text. Tables:
-docs/internals/side-by-side.md.
+--tools is the interpreter of an environment with torch, Bokeh, traceml-ai, memray, pyinstrument,
+wandb and dask[distributed]. Each tool runs the job of side_by_side_training.py REPEATS times, in a
+new random order in each round. --out receives the pages, a screenshot of each with and without
+scripts, and the terminals as text. The tables are in docs/internals/side-by-side.md.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ LIVE_AFTER_S, SETTLED_S, TIMEOUT_S = 34.0, 5.0, 240
 TOOLS = ("none", "torchlens_perf", "traceml", "memray", "pyinstrument", "wandb", "dask")
 REPO = Path(__file__).parent.parent
 JOB = REPO / "benchmarks" / "side_by_side_training.py"
-# As benchmarks/page_view.py, and nothing but this machine can be reached.
+# The same options as in benchmarks/page_view.py, but only this machine can be reached.
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * 127.0.0.1:1, EXCLUDE 127.0.0.1"]
 SAYS = re.compile(r"[^\n]*\b(?:rank|r)[ -_/]?1\b[^\n]*", re.IGNORECASE)
 SETTLE_MS = 1500
 
 
 def command(tool: str, python: Path, out: Path, steps: int) -> list[str]:
-    """The job under this tool, as its documentation starts it."""
+    """Return the command that runs the job under this tool, as its documentation shows it."""
     job = [tool, str(out), str(steps)]
     if tool == "dask":
         return [str(python), "-m", "benchmarks.side_by_side_dask", str(out), str(steps), str(dashboard_port(out))]
@@ -57,14 +57,14 @@ def command(tool: str, python: Path, out: Path, steps: int) -> list[str]:
 
 
 def traceml(python: Path, out: Path, mode: str) -> list[str]:
-    """Its launcher, up to the arguments of the job."""
+    """Return TraceML's launcher command, up to the arguments of the job."""
     ports = ["--master-port", str(free_port()), "--aggregator-port", str(free_port())]
     where = ["--nproc-per-node", "2", "--logs-dir", str(out), "--run-name", mode]
     return [str(python.parent / "traceml"), "run", str(JOB), "--mode", mode, *where, *ports]
 
 
 def dashboard_port(out: Path) -> int:
-    """Chosen once a folder."""
+    """Return the dashboard's port, which is chosen once per folder."""
     kept = out / "port"
     if not kept.exists():
         kept.write_text(str(free_port()))
@@ -72,14 +72,14 @@ def dashboard_port(out: Path) -> int:
 
 
 def environ(tool: str) -> dict[str, str]:
-    """Nothing of ours is loaded beside another tool."""
+    """Return the job's environment. Nothing of ours is loaded under another tool."""
     ours = "1" if tool == "torchlens_perf" else "0"
     return {**os.environ, "PYTHONPATH": str(REPO), "TORCH_DEVICE_BACKEND_AUTOLOAD": ours, "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
 def started(tool: str, python: Path, out: Path, steps: int) -> Iterator[subprocess.Popen[bytes]]:
-    """The job; all of it has ended afterwards."""
+    """Start the job. All its processes have ended when the context ends."""
     out.mkdir(parents=True)
     with open(out / "log", "wb") as log:
         process = subprocess.Popen(
@@ -99,7 +99,11 @@ def started(tool: str, python: Path, out: Path, steps: int) -> Iterator[subproce
 
 
 def run(tool: str, python: Path, out: Path) -> dict[str, float]:
-    """One run: what its processes hold, its loop, and from the end of the loop to the end of the launcher."""
+    """Run once.
+
+    Return the processes' resources, the loop's times, and the time from the loop's end to the
+    launcher's.
+    """
     with started(tool, python, out, STEPS) as process:
         code = process.wait(TIMEOUT_S)
         ended_s = time.time()
@@ -111,14 +115,15 @@ def run(tool: str, python: Path, out: Path) -> dict[str, float]:
 
 
 def pages(tool: str, python: Path, out: Path) -> list[Path]:
-    """What there is to look at when the job has ended; makes it, where the tool has a command for that."""
+    """Return the pages of a finished job. Generate them if the tool has a command for that."""
     if tool == "torchlens_perf":
         (found,) = (out / "runs").iterdir()
         wait_for_sidecar(RunDirectory(found))
         return [found / "report.html"]
     if tool == "memray":
         for rank in range(2):
-            way = ["--no-web"] if rank == 1 else []  # which holds its own scripts and styles
+            # --no-web makes a page that contains its own scripts and styles.
+            way = ["--no-web"] if rank == 1 else []
             html = ["flamegraph", "-f", *way, "-o", str(out / f"rank{rank}.html"), str(out / f"rank{rank}.bin")]
             subprocess.run([python, "-m", "memray", *html], check=True, stdout=subprocess.DEVNULL)
     fixed = {"traceml": ["summary/final_summary.html"], "dask": ["report.html"], "wandb": [], "none": []}
@@ -126,7 +131,7 @@ def pages(tool: str, python: Path, out: Path) -> list[Path]:
 
 
 def looked_at(browser: Browser, url: str, picture: Path) -> dict[str, Any]:
-    """A page with scripts and without, while there is no network."""
+    """Load a page with and without scripts, without a network. Return measurements of it."""
     found: dict[str, Any] = {}
     for scripts in (True, False):
         context = browser.new_context(viewport={"width": 1280, "height": 900}, java_script_enabled=scripts)
@@ -152,7 +157,7 @@ def looked_at(browser: Browser, url: str, picture: Path) -> dict[str, Any]:
 
 
 def show_pages(browser: Browser, python: Path, out: Path) -> None:
-    """A row for each page; the live dashboard of Dask in a run of its own."""
+    """Print a row for each page. Dask's live dashboard gets a separate run."""
     table = Table("page", "file", "first paint", "words", "without scripts", "of rank 1", "asks for", "errors")
 
     def row(name: str, size: str, url: str) -> None:
@@ -174,7 +179,10 @@ def show_pages(browser: Browser, python: Path, out: Path) -> None:
 
 
 def show_terminals(python: Path, out: Path) -> None:
-    """What stands in a terminal of 80 columns and one of 120, in the middle of a run; of wandb, after it."""
+    """Save terminals of 80 and 120 columns in the middle of a run.
+
+    For wandb, save the output after the run.
+    """
     leet = f"{python.parent / 'wandb'} leet {out / 'wandb-0' / 'wandb'}"
     for columns, lines in ((80, 24), (120, 40)):
         folder = out / f"terminal-{columns}"
@@ -201,8 +209,8 @@ def _keep(terminal: Tmux, path: Path) -> None:
 
 
 def show_costs(found: dict[str, list[dict[str, float]]]) -> None:
-    """Beside the job alone, in the same rounds."""
-    table = Table("tool", "threads", "sockets", "modules imported", "step", "beside none", "loop's end to exit")
+    """Print each tool's costs relative to the job alone in the same rounds."""
+    table = Table("tool", "threads", "sockets", "modules imported", "step", "relative to no tool", "loop's end to exit")
     for tool, runs in found.items():
         now = {name: statistics.median(each[name] for each in runs) for name in runs[0]}
         ratios = [mine["step_p50_s"] / none["step_p50_s"] for mine, none in zip(runs, found["none"], strict=True)]

@@ -1,8 +1,10 @@
-"""The job of side_by_side.py on a Dask cluster of this machine: each rank is a task on a worker of its own.
+"""The job of side_by_side.py on a Dask cluster of this machine: each rank is a task on a separate
+worker.
 
     python -m benchmarks.side_by_side_dask OUT STEPS PORT
 
-The dashboard is at http://127.0.0.1:PORT/status while it runs; its performance report is OUT/report.html.
+While it runs, the dashboard is at http://127.0.0.1:PORT/status. The performance report is
+OUT/report.html.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from benchmarks.side_by_side_training import main as train
 
 
 def rank(number: int, port: int, out: str, steps: int) -> None:
-    """On a worker."""
+    """Run one rank on a worker."""
     os.environ |= {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     train("dask", Path(out), steps)
 

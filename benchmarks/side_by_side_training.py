@@ -1,9 +1,9 @@
-"""One rank of the job that side_by_side.py shows under several tools: a small DDP job over gloo, whose rank 1 is slow.
+"""One rank of the job of side_by_side.py: a small DDP job over gloo whose rank 1 is slow.
 
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m benchmarks.side_by_side_training TOOL OUT STEPS
 
-Each tool is used as its own documentation shows it. When the loop is over, and the tool still records, the process
-writes down what it holds by then, to OUT/rankN.json.
+Each tool is used as its own documentation shows. After the loop, while the tool still records, the
+process writes its resources to OUT/rankN.json.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLOW_RANK, SLOW_MS, SLOW_FROM_STEP = 1, 8.0, 200
 
 
 class Block(nn.Module):
-    """Two layers with a residual; `extra_ms` more of Python work in each forward pass."""
+    """Two layers with a residual, and `extra_ms` of additional Python work in each forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 def look_up_twice(ms: float) -> None:
-    """The planted fault: a named function, which a profiler of Python can show."""
+    """Spend time as the planted fault: a named function that a Python profiler can show."""
     end_s = time.perf_counter() + ms / 1e3
     while time.perf_counter() < end_s:
         sum(range(500))
@@ -66,9 +66,10 @@ def train(
     log: Callable[[int, float, float], None] = log_nothing,
     out: Path | None = None,
 ) -> None:
-    """The loop; the fault begins at SLOW_FROM_STEP.
+    """Run the loop. The fault begins at SLOW_FROM_STEP.
 
-    around: entered for all of it; around_step: for each step; log: called after each step.
+    The context `around` covers the whole loop, and `around_step` each step. `log` is called after
+    each step.
     """
     torch.manual_seed(0)
     middle = Block()
@@ -95,7 +96,7 @@ def train(
 
 
 def held() -> dict[str, Any]:
-    """What this process holds: threads, open sockets, and the modules that Python has loaded."""
+    """Return this process's threads, open sockets, and modules that Python has loaded."""
     links = []
     for each in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -109,7 +110,7 @@ def held() -> dict[str, Any]:
 
 
 def paces(seconds: list[float], loop_s: float) -> dict[str, float]:
-    """Of the loop: its duration, and the median step while rank 1 is slow."""
+    """Return the loop's duration, and the median step while rank 1 is slow."""
     return {"loop_s": loop_s, "step_p50_s": statistics.median(seconds[len(seconds) // 2 :])}
 
 
@@ -145,7 +146,7 @@ def under_pyinstrument(rank: int, steps: int, out: Path) -> None:
 
 
 def under_wandb(rank: int, steps: int, out: Path) -> None:
-    """A run for each rank, in one group, with step times: what its documentation asks of jobs with several ranks."""
+    """Log step times to one wandb run per rank, in one group, as wandb's documentation recommends."""
     import wandb
 
     @contextlib.contextmanager
@@ -166,7 +167,7 @@ UNDER = {
     "memray": under_memray,
     "pyinstrument": under_pyinstrument,
     "wandb": under_wandb,
-    "dask": alone,  # its workers call it: side_by_side_dask.py
+    "dask": alone,  # side_by_side_dask.py calls it on its workers
 }
 
 
@@ -174,7 +175,8 @@ def main(tool: str, out: Path, steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     UNDER[tool](dist.get_rank(), steps, out)
-    # gloo's threads may still finish the last collective: destroying the group under them aborts the process.
+    # gloo's threads may still be finishing the last collective. Destroying the group now would
+    # abort the process.
     dist.barrier()
     time.sleep(0.3)
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""What telemetry costs the sidecar: a sample of a GPU, of a network port, and a file of samples.
+"""Cost of telemetry for the sidecar: a sample of a GPU, of a network port, and a file of samples.
 
-NVML is the scripted library of the tests under the real pynvml: what Python and pynvml cost is real, what a driver
-takes for its answers is not there. `make gpu-check PARTS=nvml` has that.
+NVML is the tests' scripted library under the real pynvml. So the cost of Python and pynvml is real,
+and the driver's time is missing. `make gpu-check PARTS=nvml` measures the driver.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_US = 1000.0
 
 
 def main() -> int:
-    """Prints the table. Returns how many bars were missed."""
+    """Print the table. Return the number of missed bars."""
     if COMPILER is None:
         print("no compiler for the scripted library: not measured", file=sys.stderr)
         return 0
@@ -71,7 +71,7 @@ def _measure(folder: Path) -> int:
 
 
 def _write(folder: Path, sample: GpuSample, table: Table) -> None:
-    """A file as a run of some hours writes it: two minutes of eight GPUs, whose values all differ."""
+    """Write a file of two minutes of eight GPUs whose values all differ, as in a run of some hours."""
     run = RunDirectory(folder / "run")
     run.create()
     writer, draw = store.SampleWriter(run, HOST), random.Random(1)
@@ -97,7 +97,7 @@ def _varied(sample: GpuSample, draw: random.Random) -> GpuSample:
 
 
 def _processor_us(call: Callable[[], object]) -> float:
-    """Of one call: the median over the rounds."""
+    """Return the processor time of one call in us: the median over the rounds."""
     rounds = []
     for _ in range(ROUNDS):
         started_ns = time.process_time_ns()

@@ -1,12 +1,14 @@
-"""What a watch costs a whole run: the trainer's wall time from before `import torchlens_perf` to its process's end.
+"""Cost of a watch for a whole run: the wall time from before `import torchlens_perf` to the
+process's end.
 
-A small GPT in a plain loop, for about 1, 5 and 60 s: one rank with two threads, and two ranks with one each, so that
-two processors are busy. A pair is a run without and one with a default watch, of the same steps, in random order.
-Ranks are forked from a process that has imported torch and nothing of ours. Pairs during which other programs took more
-than a twentieth of the processors are left out, where enough remain.
+A small GPT trains in a plain loop for about 1, 5 and 60 s: one rank with two threads, and two ranks
+with one each, so two processors are busy. A pair is a run without and a run with a default watch,
+with the same steps, in random order. Ranks are forked from a process that has imported torch but
+not torchlens_perf. Pairs in which other programs took more than a twentieth of the processors are
+excluded if enough pairs remain.
 
-The whole is what counts. Beside it, where it goes: entering the watch, the steps, and the end, most of which is rank
-0's wait for the report that it prints.
+The bar is on the whole run. The other columns are its parts: entering the watch, the steps, and the
+end. Most of the end is rank 0's wait for the report that it prints.
 """
 
 from __future__ import annotations
@@ -29,28 +31,30 @@ from typing import Any
 
 from benchmarks.measure import Table, ratio_interval
 
-# Seconds of a run, pairs, and the bar on the whole in percent (upper end of the interval).
+# Seconds of a run, number of pairs, and the bar on the whole in percent (upper end of the
+# interval).
 RUNS = ((1, 40, None), (5, 24, 3.0), (60, 6, 1.0))
 RANKS = (1, 2)
 CONTEXT, BATCH, WIDTH, LAYERS = 64, 8, 96, 3
 TRIED_STEPS = 50
 MAX_OTHERS = 0.05
-MAX_TRIES = 3  # times as many pairs as are wanted
+# Multiple of the wanted pairs after which the benchmark stops.
+MAX_TRIES = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """One run; seconds."""
+    """Times of one run in seconds."""
 
     whole_s: float
     start_s: float
-    """Of the slowest rank: importing the package and entering the watch."""
+    """Importing the package and entering the watch, on the slowest rank."""
     steps_s: float
     end_s: float
     """From the end of rank 0's last step to the end of its process."""
     sidecar_cpu_s: float
     others: float
-    """Share of the processors' time that went to programs other than the ranks and their sidecar."""
+    """Share of the processors' time used by programs other than the ranks and their sidecar."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Pair:
 
 
 def main() -> int:
-    """Prints the table; returns how many bars were missed."""
+    """Print the table. Return the number of missed bars."""
     table = Table(
         "run", "pairs", "unwatched s", "the whole, %", "bar (upper end)", "", "start ms", "steps %", "end ms",
         "sidecar's CPU s", "others' share",
@@ -92,7 +96,7 @@ def main() -> int:
 
 
 def quietest(pairs: list[Pair], wanted: int) -> list[Pair]:
-    """Those that others did not disturb; half of what is wanted at the least."""
+    """Return the undisturbed pairs, or the least disturbed half of `wanted` if there are fewer."""
     by_others = sorted(pairs, key=lambda pair: pair.others)
     return [pair for i, pair in enumerate(by_others) if pair.others <= MAX_OTHERS or i < wanted // 2]
 
@@ -103,7 +107,7 @@ def percent(ratio: tuple[float, float, float]) -> str:
 
 
 def measured(seconds: float, ranks: int, wanted: int) -> list[Pair]:
-    """All pairs, from a fresh process that has imported nothing but torch."""
+    """Return all pairs, made by a fresh process that has imported only torch."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
     environ["OMP_NUM_THREADS"] = str(2 // ranks)
     command = [sys.executable, "-m", __name__, str(seconds), str(ranks), str(wanted)]
@@ -112,14 +116,15 @@ def measured(seconds: float, ranks: int, wanted: int) -> list[Pair]:
 
 
 def one_job(seconds: float, ranks: int, wanted: int) -> list[tuple[Any, Any]]:
-    """All pairs of one length and number of ranks, in this process's children."""
+    """Run all pairs of one length and number of ranks in this process's children."""
     import torch  # noqa: F401  # once, for all of them
 
     def steps_per_s() -> float:
         return TRIED_STEPS / run_once(ranks, TRIED_STEPS, watched=False).steps_s
 
     steps = max(1, round(seconds * statistics.median(steps_per_s() for _ in range(5))))
-    run_once(ranks, TRIED_STEPS, watched=True)  # fills caches
+    # The first run fills caches.
+    run_once(ranks, TRIED_STEPS, watched=True)
     pairs: list[Pair] = []
     draw, order = random.Random(1), [False, True]
     while len(pairs) < MAX_TRIES * wanted and sum(pair.others <= MAX_OTHERS for pair in pairs) < wanted:
@@ -130,7 +135,7 @@ def one_job(seconds: float, ranks: int, wanted: int) -> list[tuple[Any, Any]]:
 
 
 def run_once(ranks: int, steps: int, *, watched: bool) -> Times:
-    """A run of `ranks` forked processes. Raises RuntimeError where one fails."""
+    """Run `ranks` forked processes. Raises RuntimeError if one fails."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         busy_s, own_s, begun_s = processors_s(), children_s(), time.monotonic()
@@ -156,7 +161,7 @@ def run_once(ranks: int, steps: int, *, watched: bool) -> Times:
 
 
 def start_rank(rank: int, ranks: int, steps: int, folder: Path, *, watched: bool) -> int:
-    """Forks one rank. Returns its pid."""
+    """Fork one rank. Return its pid."""
     child = os.fork()
     if child:
         return child
@@ -173,7 +178,7 @@ def start_rank(rank: int, ranks: int, steps: int, folder: Path, *, watched: bool
 
 
 def train(rank: int, ranks: int, steps: int, folder: Path, *, watched: bool) -> tuple[float, float, float]:
-    """One rank. Returns when it began, entered its loop and left it; times of CLOCK_MONOTONIC."""
+    """Train one rank. Return when it began, entered its loop and left it (CLOCK_MONOTONIC)."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -214,7 +219,7 @@ def train(rank: int, ranks: int, steps: int, folder: Path, *, watched: bool) -> 
 
 
 def sidecar_cpu_s(folder: Path) -> float:
-    """Its processor time, as it has told it last, once it has ended."""
+    """Return the sidecar's last reported processor time, once it has ended."""
     from tests.support.processes import wait_for_sidecar
     from torchlens_perf.run.directory import RunDirectory
 
@@ -225,14 +230,15 @@ def sidecar_cpu_s(folder: Path) -> float:
 
 
 def processors_s() -> float:
-    """Seconds of processor time that have gone to all programs."""
+    """Return the processor seconds that all programs have used."""
     with open("/proc/stat") as file:
         ticks = [int(field) for field in file.readline().split()[1:9]]
-    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # without idle, and idle while a disk works
+    # Without idle time, and without idle time while a disk works.
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def children_s() -> float:
-    """Seconds of processor time of the ranks that have ended."""
+    """Return the processor seconds of the ranks that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

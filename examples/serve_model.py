@@ -1,8 +1,8 @@
-"""Inference, recorded: each request is a step, and each generated token one forward pass in it.
+"""Record inference: each request is a step, and each generated token is one forward pass in it.
 
-usage: python examples/serve_model.py [--requests N] [--slow-every N]
+    usage: python examples/serve_model.py [--requests N] [--slow-every N]
 
---slow-every plants a slow request: 1 of N does its tokenizing three times.
+--slow-every N makes every Nth request slow: its tokenizing runs three times.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torchlens_perf as perf
 
 
 class Decoder(nn.Module):
-    """A tiny model that gets a sequence and answers with the next token."""
+    """A tiny model that returns the next token of a sequence."""
 
     def __init__(self, vocabulary: int = 128, width: int = 64) -> None:
         super().__init__()
@@ -35,7 +35,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = Decoder().eval()
     with torch.inference_mode(), perf.watch(model) as w:
-        w.step()  # from here on nothing but this call ends a step; without it, each call of the model would be one
+        # From here on only this call ends a step. Without it, each forward pass would be a step.
+        w.step()
         for request in range(options.requests):
             with perf.section("tokenize"):
                 repeat = 3 if options.slow_every and request % options.slow_every == 0 else 1
@@ -43,7 +44,9 @@ def main() -> None:
                 tokens = torch.randint(128, (4, 16))
             for _ in range(8):
                 tokens = torch.cat((tokens, model(tokens)), 1)
-            w.step(tokens=4 * 8)  # work in this request: a longer answer is no slower one
+            # `tokens` is the work of this request, so a longer answer does not count as a slower
+            # one.
+            w.step(tokens=4 * 8)
     print("answered", options.requests)
 
 

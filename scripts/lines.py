@@ -1,7 +1,9 @@
-"""Print the lines of each package beside its budget: `make lines`. Fails where a package is above its limit.
+"""Print the lines of each package and its budget (`make lines`).
 
-The budget is where a package is meant to get; the limit is where it is now, and only goes down. A feature that needs
-more raises the limit of its package in the commit that brings it, and says why.
+Fail if a package exceeds its limit.
+
+The budget is the goal for a package. The limit is the current size and only goes down. A commit
+whose feature needs more lines raises the limit of its package and gives the reason.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "torchlens_perf"
 SUFFIXES = {".py", ".pyi", ".js", ".css", ".c", ".h", ".cpp", ".cu", ".cuh"}
-# Package, its folders and files, budget, limit. The first entry that holds a file counts it.
+# Package, its folders and files, budget, limit. A file counts for the first entry that contains it.
 PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 4686),
     (
@@ -42,7 +44,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
 
 
 def main() -> int:
-    """Print the table. Return 1 where a package is above its limit."""
+    """Print the table. Return 1 if a package is above its limit."""
     left = {file for file in PACKAGE.rglob("*") if file.suffix in SUFFIXES and "__pycache__" not in file.parts}
     above, sums = [], [0, 0, 0]
     print(f"{'package':20} {'lines':>7} {'budget':>7} {'limit':>7}")

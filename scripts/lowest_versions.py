@@ -1,8 +1,10 @@
-"""Records a run, reports it and exports it with the lowest version of each dependency that pyproject.toml allows.
+"""Test a run, its report and its export with the lowest version of each dependency in
+pyproject.toml.
 
-python scripts/lowest_versions.py FOLDER: makes an environment there, with the Python that runs this. That must be 3.11:
-the oldest numpy has no builds for later ones. torch is the one that the tests use. Exit code 1, with a line for each
-problem, if there is one.
+`python scripts/lowest_versions.py FOLDER` creates an environment in FOLDER with the running Python.
+This must be Python 3.11, because the oldest supported numpy has no wheels for later versions. torch
+is the version that the tests use. The exit code is 1 if there are problems. Each problem is printed
+on a line.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ with perf.watch(model, optimizer, dir="runs"):
 
 
 def lowest(requirement: str) -> str:
-    """The requirement's lower bound as the only version: "numpy>=1.24; MARKER" becomes "numpy==1.24"."""
+    """Return the requirement with its lower bound pinned: "numpy>=1.24; MARKER" becomes
+    "numpy==1.24".
+    """
     found = re.fullmatch(r"([A-Za-z0-9_.\-]+)>=([0-9.]+)(,[^;]*)?(;.*)?", requirement)
     if found is None:
         raise SystemExit(f"{requirement} has no lower bound")
@@ -43,7 +47,7 @@ def lowest(requirement: str) -> str:
 
 
 class Endpoint:
-    """An OTLP endpoint that takes everything and counts requests by signal."""
+    """An OTLP endpoint that accepts every request and counts requests by signal."""
 
     def __init__(self) -> None:
         self.requests: dict[str, int] = {}
@@ -65,7 +69,7 @@ class Endpoint:
 
 
 def ended_report(command: list[str], folder: Path) -> dict[str, Any]:
-    """The report once the sidecar has written the run's end."""
+    """Return the report after the sidecar has written the run's end."""
     deadline_s = time.monotonic() + 120
     while True:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -103,7 +107,7 @@ def main(folder: Path) -> int:
     problems = []
     if report["steps"]["count"] != 60:
         problems.append(f"{report['steps']['count']} of 60 steps are in the report")
-    # A run without alerts has no logs.
+    # A run without alerts sends no logs.
     problems += [f"no {signal} arrived" for signal in ("traces", "metrics") if signal not in endpoint.requests]
     if not page.stat().st_size:
         problems.append("the page is empty")

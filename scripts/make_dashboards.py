@@ -1,7 +1,9 @@
-"""Writes the Grafana dashboards of torchlens_perf/deploy, and the alert rules as the Prometheus Operator wants them.
+"""Write the Grafana dashboards of torchlens_perf/deploy and the Prometheus Operator's form of the
+alert rules.
 
-Needs grafana-foundation-sdk (the extra `dashboards`). What is shown of ranks is a maximum, a minimum, a quantile over
-ranks, or a count of who arrived last: a mean over ranks hides the slow one.
+Needs grafana-foundation-sdk (the extra `dashboards`). Panels about ranks show a maximum, a minimum,
+a quantile over ranks, or how often each rank arrived last. A mean over ranks would hide the slow
+one.
 
     python scripts/make_dashboards.py [FOLDER]
 """
@@ -40,14 +42,15 @@ from torchlens_perf.view import theme
 DEPLOY = Path(__file__).parents[1] / "torchlens_perf" / "deploy"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 RANK, PHASE = "torch_distributed_rank", "torch_train_phase"
-WIDTH, HEIGHT = 12, 8  # of a panel, of 24 columns
+# Size of a panel. Grafana's grid has 24 columns.
+WIDTH, HEIGHT = 12, 8
 OWN, STEP, PHASES = (
     f"torch_train_{name}_seconds" for name in ("step_own_time", "step_duration", "phase_duration")
 )  # fmt: skip
 
 
 def of_run(expression: str) -> str:
-    """Only of the nodes of the run that is chosen, while it ran there."""
+    """Limit the expression to the nodes of the selected run, while the run was active."""
     return f'({expression} and on (job, instance) target_info{{job=~"$job",torch_run_id=~"$run"}})'
 
 
@@ -56,19 +59,19 @@ def rate(counter: str, labels: str = "") -> str:
 
 
 def mean_s(histogram: str, labels: str = "") -> str:
-    """Seconds a step: of each rank, in jobs of more than 64 of each node's ranks together."""
+    """Return the mean seconds per step of each rank, or of each node in jobs of more than 64 ranks."""
     return f"({rate(f'{histogram}_sum', labels)} / {rate(f'{histogram}_count', labels)})"
 
 
 CHOSEN = f'{{{RANK}=~"$rank"}}'
 DIED = 'torch_train_processes_ended_total{torch_train_process_end="died"}'
-# Per step of the run, and not per step that had the phase.
+# Divided by all steps of the run, not only by steps that had the phase.
 PHASE_S = f"({rate(f'{PHASES}_sum')} / on (job, instance, {RANK}) group_left () {rate(f'{STEP}_count')})"
 STEP_BUCKETS, LOST = rate(f"{STEP}_bucket"), rate("torchlens_perf_records_lost_total")
 
 
 def share(phase: str) -> str:
-    """Of the step, of each rank."""
+    """Return the phase's share of the step time of each rank."""
     labels = f'{{{PHASE}="{phase}"}}'
     return f"({rate(f'{PHASES}_sum', labels)} / on (job, instance, {RANK}) group_left () {rate(f'{STEP}_sum')})"
 
@@ -83,16 +86,16 @@ class Panel(NamedTuple):
     unit: str
     queries: Sequence[Query]
     what: str
-    """How to read it."""
+    """Description that explains how to read the panel."""
     kind: str = "lines"
-    """lines, stack, number, states, heat or table."""
+    """One of lines, stack, number, states, heat or table."""
     nothing: str = "no data"
-    """What no value means."""
+    """Text that the panel shows if there is no value."""
     width: int = WIDTH
 
 
 def extremes(of: str, expression: str) -> list[Query]:
-    """The largest and the median over ranks."""
+    """Return queries for the maximum and the median over ranks."""
     return [
         Query(f"max({of_run(expression)})", f"{of}, largest of all ranks"),
         Query(f"quantile(0.5, {of_run(expression)})", f"{of}, median"),
@@ -283,7 +286,7 @@ def main() -> None:
 
 
 def files() -> dict[str, str]:
-    """By path below torchlens_perf/deploy, what it is to hold."""
+    """Return the contents of each generated file by its path below torchlens_perf/deploy."""
     found = {
         f"grafana/torchlens-{name}.json": json.dumps(json.loads(_json(name, *of)), indent=1, sort_keys=True) + "\n"
         for name, of in DASHBOARDS.items()

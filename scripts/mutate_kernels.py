@@ -1,8 +1,9 @@
-"""Changes the kernels one place at a time and runs their tests, to see which changes no test notices.
+"""Mutation testing of the kernels: change one place at a time and find changes that no test
+notices.
 
-usage: mutate_kernels.py (in the test environment, about ten minutes)
+    usage: mutate_kernels.py     # in the test environment, about ten minutes
 
-docs/internals/gpu.md has the results of the last run.
+docs/internals/gpu.md contains the results of the last run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "torchlens_perf" / "cuda" / "kernels.cu"
-# What is looked for, what it becomes, and what such a mistake would be.
+# Regular expression, replacement, and the mistake that the replacement stands for.
 MUTATIONS = [
     (r"__syncthreads\(\);", ";", "a barrier is missing"),
     (r"i \+ middle < count", "i + middle + 1 < count", "the last run of neighbours is left out"),
@@ -54,7 +55,7 @@ MUTATIONS = [
 
 
 def survives(source: str, folder: Path) -> bool:
-    """Whether the tests pass with these kernels."""
+    """Return True if the tests pass with these kernels."""
     changed = folder / "kernels.cu"
     changed.write_text(source)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/cuda/test_kernels.py"]
@@ -63,7 +64,7 @@ def survives(source: str, folder: Path) -> bool:
 
 
 def main() -> None:
-    """Prints the survivors, and how many were noticed."""
+    """Print the surviving mutations and the number of detected ones."""
     source = KERNELS.read_text()
     tried, survivors = 0, []
     with tempfile.TemporaryDirectory() as folder:

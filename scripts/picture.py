@@ -1,4 +1,7 @@
-"""Draws what rank 0 prints at the end of a run as the README's picture. usage: picture.py RUN_DIR OUT.svg"""
+"""Draw what rank 0 prints at the end of a run as an SVG for the README.
+
+usage: picture.py RUN_DIR OUT.svg
+"""
 
 import io
 import sys

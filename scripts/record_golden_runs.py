@@ -1,6 +1,8 @@
-"""Record the ten small training runs that tests/golden/test_recorded_runs.py judges anew: tests/golden/recorded/.
+"""Record the ten small training runs in tests/golden/recorded/ for
+tests/golden/test_recorded_runs.py.
 
-Run by hand, and only for a reason: every verdict on these runs is kept in a file. Needs a quiet machine.
+Run it by hand, and only for a reason, because every verdict on these runs is stored in a golden
+file. It needs an idle machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Prints where the torch of this Python lies, if it is one that torchlens_perf supports; else exits with 1."""
+"""Print the location of this Python's torch if torchlens_perf supports it.
+
+Exit with 1 otherwise.
+"""
 
 import importlib.util
 import sys

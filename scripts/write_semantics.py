@@ -1,6 +1,8 @@
-"""Writes docs/reference/telemetry.md from torchlens_perf/exporters/semantics.py: python scripts/write_semantics.py
+"""Write docs/reference/telemetry.md from torchlens_perf/exporters/semantics.py.
 
-tests/exporters/test_semantics.py holds the page against what is sent.
+    usage: python scripts/write_semantics.py
+
+tests/exporters/test_semantics.py compares the page with what the exporters send.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ exist only on `/metrics`: [prometheus.md](../guides/prometheus.md#metrics).
 
 
 def page() -> str:
-    """The page's text."""
+    """Return the text of the page."""
     names = [f"`{semantics.event_name(kind, each)}`" for kind, changes in semantics.EVENTS.items() for each in changes]
     ends = [name for name in names if name.endswith(".ended`")]
     hardware = [each for each in semantics.METRICS if each.name.startswith("hw.")]

@@ -1,4 +1,6 @@
-"""For every test: no setting from outside, errors of ours are raised, and nothing stays attached."""
+"""Fixtures of every test: no outside settings, internal errors are raised, and no hook stays
+attached.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ from torchlens_perf.watch import running
 
 pytest_plugins = ["tests.support.device.fixtures", "tests.support.ranks", "tests.support.recorded_run"]
 
-# Threads that wait for one another take the processors from the other tests that run now.
+# Threads that spin while waiting for each other take processors from tests that run in parallel.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # else no test could interrupt a process
+# Shells start background programs in this way.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Otherwise no test could interrupt a process.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes says nothing on a busy machine. `make test-long` asks for more examples.
+# An example's time is meaningless on a busy machine. `make test-long` sets more examples.
 settings.register_profile(
     "busy",
     deadline=None,
@@ -33,9 +37,10 @@ settings.load_profile("busy")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests of properties, and spreads the files of tests/distributed over the run: not all at once or last.
+    """Mark property tests, and spread the files of tests/distributed over the run.
 
-    Those start several processes.
+    These tests start several processes each, so they should not run at the same time or all at the
+    end.
     """
     for item in items:
         if is_hypothesis_test(getattr(item, "obj", None)):
@@ -56,12 +61,16 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in list(os.environ):
         if variable.startswith(("TORCHLENS_PERF", "OTEL_")):
             monkeypatch.delenv(variable)
-    monkeypatch.setenv("TORCHLENS_PERF_REPORT", "text")  # no page: tests/page has the runs that want one
+    # Without a page. Tests in tests/page request it.
+    monkeypatch.setenv("TORCHLENS_PERF_REPORT", "text")
 
 
 @pytest.fixture(autouse=True)
 def _no_error_of_ours(monkeypatch: pytest.MonkeyPatch, _clean_environment: None) -> Iterator[None]:
-    """Makes guard() raise. What is raised where nobody can catch it, inside the native recorder, is found here."""
+    """Make guard() raise.
+
+    Also find errors inside the native recorder, which no caller can catch.
+    """
     unraisable: list[str] = []
 
     def remember(raised: sys.UnraisableHookArgs) -> None:

@@ -1,4 +1,7 @@
-"""Rules on the code that no linter has. What may import what is in pyproject.toml, for `lint-imports`."""
+"""Rules on the code that no linter covers.
+
+The import rules are in pyproject.toml for `lint-imports`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ def module_name(path: Path) -> str:
 
 
 def assigned(path: Path) -> set[str]:
-    """Attributes that a file sets on a session or on a part of one, which have methods for that."""
+    """Return the attributes that a file sets on a session or its parts instead of calling their
+    methods.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -28,23 +33,28 @@ def assigned(path: Path) -> set[str]:
 
 
 def test_top_level_files_are_entry_points() -> None:
-    """Each file beside the packages is an entry point, or used by all packages; everything else is in a package."""
+    """Each top-level file is an entry point or used by all packages.
+
+    All other files are in packages.
+    """
     assert {path.stem for path in PACKAGE.glob("*.py")} == {
         "__init__", "__main__", "watch", "autoload", "torchrun", "config", "errors", "output", "version",
     }  # fmt: skip
 
 
-def test_no_collective_of_ours() -> None:
-    """No file of ours issues a collective, joins a group or uses the job's store; none unpickles or evaluates."""
+def test_package_issues_no_collective() -> None:
+    """Our code issues no collective, joins no group, and does not use the job's store, unpickle or
+    evaluate.
+    """
     forbidden = {
         "all_reduce", "all_gather", "all_gather_object", "barrier", "broadcast", "broadcast_object_list", "new_group",
         "_get_default_store", "TCPStore", "synchronize", "eval", "exec", "loads",
     }  # fmt: skip
     allowed = {
-        ("cuda.aggregate", "all_reduce"),  # aggregate="device", which is asked for
+        ("cuda.aggregate", "all_reduce"),  # aggregate="device", which the user requests
         ("hooks.on_device.cuda_device", "all_reduce"),
         ("hooks.on_device.cuda_device", "new_group"),
-        ("results.alerts", "loads"),  # JSON, as all of these
+        ("results.alerts", "loads"),  # JSON, as in all of these
         ("results.ask", "loads"),
         ("results.figures", "loads"),
         ("results.run", "loads"),
@@ -55,7 +65,7 @@ def test_no_collective_of_ours() -> None:
         ("store.reader", "loads"),
         ("sidecar.host.stacks", "loads"),
         ("run.tap_requirements", "loads"),
-        ("sidecar.nodes.job_store", "TCPStore"),  # a client that is no worker, in a process of its own
+        ("sidecar.nodes.job_store", "TCPStore"),  # a client that is no worker, in a separate process
     }
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -66,17 +76,17 @@ def test_no_collective_of_ours() -> None:
 
 
 def test_broad_excepts_are_few() -> None:
-    """Our errors are kept from the user by guard(); all others say which errors they mean."""
+    """guard() keeps our errors from the user. All other handlers list their errors."""
     allowed = {
-        "cuda.kernels": 1,  # CuPy's errors have no root in common
+        "cuda.kernels": 1,  # CuPy's errors have no common base class
         "errors": 2,  # guard(), as a decorator and over callbacks
-        "output": 1,  # whatever the user's stderr and logging handlers raise
-        "exporters.delivery.sender": 1,  # whatever a transport or a user's credential provider raises
-        "exporters.delivery.http_session": 1,  # the same, judged beside the endpoint's answers
-        "commands.doctor": 1,  # a check that fails is a line
-        "serve.readers": 1,  # in a reader: an error that cannot be unpickled would end all of them
-        "sidecar.start.process": 1,  # begins anew
-        "top.app": 1,  # on the thread that reads: it is raised on the application's
+        "output": 1,  # any errors of the user's stderr and logging handlers
+        "exporters.delivery.sender": 1,  # any errors of a transport or a user's credential provider
+        "exporters.delivery.http_session": 1,  # the same, judged together with the endpoint's answers
+        "commands.doctor": 1,  # a failed check is a line
+        "serve.readers": 1,  # in a reader: an error that cannot be unpickled would end all readers
+        "sidecar.start.process": 1,  # starts again
+        "top.app": 1,  # on the reading thread, raised again on the application's
         "startup.sitecustomize": 2,  # before the script, where guard() is not imported yet
     }
     found: dict[str, int] = {}
@@ -97,7 +107,9 @@ def test_broad_excepts_are_few() -> None:
 
 
 def test_startup_imports_nothing_before_the_script() -> None:
-    """What Python loads before a script under `run` imports what Python has imported itself, and the next one."""
+    """Modules that Python loads before a script under `run` import only each other and already
+    imported ones.
+    """
     tree = ast.parse((PACKAGE / "startup" / "sitecustomize.py").read_text())
     imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
 
@@ -105,8 +117,8 @@ def test_startup_imports_nothing_before_the_script() -> None:
     assert not any(isinstance(node, ast.ImportFrom) for node in tree.body)
 
 
-def test_public_names() -> None:
-    """The public names are few, sorted, and all of them there."""
+def test_public_names_exist_and_are_sorted() -> None:
+    """The public names are few, sorted, and all exist."""
     public = {name for name in vars(perf) if not name.startswith("_")} - {path.stem for path in PACKAGE.iterdir()}
 
     assert perf.__all__ == sorted(perf.__all__)
@@ -115,14 +127,17 @@ def test_public_names() -> None:
 
 
 def test_hooks_set_nothing_on_the_session() -> None:
-    """They report to it by its methods."""
+    """Hooks report to the session by its methods."""
     found = {module_name(path): assigned(path) for path in PACKAGE.rglob("*.py")}
 
     assert {module: names for module, names in found.items() if names} == {}
 
 
-def test_named_tests_are_there() -> None:
-    """Tests that docs/internals/reliability.md names exist. A name that begins with :: is in the file before it."""
+def test_tests_named_in_docs_exist() -> None:
+    """docs/internals/reliability.md names a test for each promise.
+
+    A name that begins with :: is in the file before it.
+    """
     text, file, missing = (ROOT / "docs/internals/reliability.md").read_text(), "", []
     for named in re.findall(r"`((?:\w+/)*test_\w+(?:::test_\w+)?|::test_\w+)`", text):
         path, _, function = named.partition("::")

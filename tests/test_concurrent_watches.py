@@ -1,4 +1,4 @@
-"""Watches that threads begin and end at once: one records, and nothing of it is left behind."""
+"""Watches that threads begin and end at the same time: one records, and no trace of it is left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {"sidecar": False, "report": "off"}
 
 
 def state_of_torch() -> dict[str, Any]:
-    """All that a watch changes outside of itself."""
+    """Return everything that a watch changes outside itself."""
     return {
         "backward": torch.autograd._engine_run_backward,
         "save": torch.save,
@@ -62,8 +62,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
-def test_torch_is_as_before_after_watches_in_threads(tmp_path: Path, threads: int) -> None:
-    """They begin together and end one after the other, the first one first."""
+def test_torch_is_restored_after_watches_in_threads(tmp_path: Path, threads: int) -> None:
+    """The watches begin together and end one after the other, the first one first."""
     before, begin = state_of_torch(), threading.Barrier(threads)
 
     def trial(number: int) -> None:
@@ -79,7 +79,7 @@ def test_torch_is_as_before_after_watches_in_threads(tmp_path: Path, threads: in
 
 
 def test_watches_that_begin_together_make_one_run(tmp_path: Path) -> None:
-    """The first one records; the others join it."""
+    """The first watch records, and the other ones join it."""
     together, ended = threading.Barrier(4), threading.Barrier(4)
 
     def enter(_: int) -> Path | None:
@@ -111,7 +111,7 @@ def test_one_object_is_entered_by_one_of_two_threads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["recorded", "joined", "off", "inside"])
 def test_a_watch_is_entered_once(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its end its models are gone, so a second time would record something else."""
+    """Its models are gone after its end, so entering it again would record something else."""
     if how == "off":
         monkeypatch.setenv("TORCHLENS_PERF", "0")
     watch, outer = (perf.watch(dir=str(tmp_path), **SETTINGS) for _ in range(2))
@@ -149,7 +149,7 @@ def test_patches_end_in_any_order(order: tuple[int, ...]) -> None:
 
 
 def test_child_forked_while_another_thread_starts_a_watch(tmp_path: Path) -> None:
-    """The lock that the thread holds is none of the child's, nor are the hooks."""
+    """The child does not inherit the lock that the thread holds, and has no hooks."""
     before, held, forked = state_of_torch(), threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -175,7 +175,7 @@ def test_child_forked_while_another_thread_starts_a_watch(tmp_path: Path) -> Non
 
 
 def test_child_forked_while_hooks_are_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is attached so far is detached in the child, which writes nothing into its parent's ring."""
+    """The child detaches all hooks so far and writes nothing into its parent's ring."""
     from torchlens_perf.hooks import attach
 
     before, pids, start = state_of_torch(), [], attach.start
@@ -194,7 +194,7 @@ def test_child_forked_while_hooks_are_attached(tmp_path: Path, monkeypatch: pyte
 
 
 def wait_for(child: int) -> int:
-    """Returns its exit status. Ends it after a minute."""
+    """Return the child's exit status. Kill it after a minute."""
     deadline = time.monotonic() + 60
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -206,7 +206,9 @@ def wait_for(child: int) -> int:
 
 
 def test_waiting_for_a_first_step_ends_below_another_patch() -> None:
-    """The wait for a first step patches what a watch patches, and may end after the watch began."""
+    """The wait for a first step patches the same places as a watch, and may end after the watch
+    began.
+    """
     before = state_of_torch()
     waiting = first_step.FirstStep(lambda optimizer: None)
     waiting.install()
@@ -217,7 +219,10 @@ def test_waiting_for_a_first_step_ends_below_another_patch() -> None:
 
 
 def test_first_steps_of_two_threads_start_one_watch(tmp_path: Path) -> None:
-    """Both have just stepped for the first time; one of them starts the watch, the other one goes on."""
+    """Both threads have just made their first step.
+
+    One of them starts the watch, and the other one continues.
+    """
     watches = [perf.watch(dir=str(tmp_path), **SETTINGS) for _ in range(2)]
     together = threading.Barrier(2)
 

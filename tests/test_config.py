@@ -1,4 +1,4 @@
-"""Settings: what is refused, and where they come from."""
+"""Validation and sources of settings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from torchlens_perf.errors import ConfigError
     ],
 )
 def test_bad_setting_is_named(settings: dict[str, object], named: str) -> None:
-    """A value that cannot be used raises ConfigError at watch(), naming the field and the value."""
+    """An invalid value raises ConfigError at watch() with the field and the value."""
     with pytest.raises(ConfigError, match=f"^{named}=") as caught:
         perf.watch(**settings)
 
@@ -59,14 +59,14 @@ def test_bad_setting_is_named(settings: dict[str, object], named: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, -1.0, math.inf, 61.0, True])
-def test_exit_timeout(wrong: float) -> None:
-    """Seconds from 0 to 60; named as in the environment."""
+def test_invalid_exit_timeout_raises(wrong: float) -> None:
+    """The timeout is 0 to 60 seconds, and the error uses the variable's name."""
     with pytest.raises(ConfigError, match=r"^exit_timeout_s="):
         Config(_exit_timeout_s=wrong)
 
 
 def test_at_most_20_settings() -> None:
-    """Keywords of watch() are the public fields of Config, each with the type and the default of the field."""
+    """Keywords of watch() are the public fields of Config, each with the field's type and default."""
     shown = list(inspect.signature(perf.watch).parameters.values())
     fields = configuration.public_fields()
 
@@ -119,8 +119,8 @@ WRONG = {
 
 
 @pytest.mark.slow
-def test_types(tmp_path: Path) -> None:
-    """A type checker refuses each wrong choice, type and name, and nothing that is right."""
+def test_type_checker_rejects_wrong_settings(tmp_path: Path) -> None:
+    """A type checker rejects each wrong choice, type and name, and accepts all valid ones."""
     script = tmp_path / "script.py"
     script.write_text(TYPED + "".join(f"{line}\n" for line in WRONG))
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", f"--cache-dir={tmp_path}", str(script)]
@@ -134,8 +134,10 @@ def test_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(configuration._OLD_NAMES))
-def test_old_names_are_told_what_is_new(name: str) -> None:
-    """In code and in the environment: one line, which names the setting that does the same, if there is one."""
+def test_old_names_get_a_hint(name: str) -> None:
+    """In code and in the environment, one line names the setting that replaces the old one, if
+    there is one.
+    """
     with pytest.raises(ConfigError, match=f"^{name} is no longer a setting of watch\\(\\): .") as of_code:
         perf.watch(**{name: "1"})
     variable = f"TORCHLENS_PERF_{name.upper()}"
@@ -147,8 +149,8 @@ def test_old_names_are_told_what_is_new(name: str) -> None:
     assert name not in {field.name for field in configuration.public_fields()}
 
 
-def test_old_names_name_what_is_there() -> None:
-    """A hint shows settings and variables that exist."""
+def test_hints_name_existing_settings() -> None:
+    """Hints contain only existing settings and variables."""
     hints = " ".join(configuration._OLD_NAMES.values())
     names = {field.name for field in configuration.public_fields()}
     assert (
@@ -160,8 +162,11 @@ def test_old_names_name_what_is_there() -> None:
         from_environment({"TORCHLENS_PERF_COORDINATOR": "head:1"})
 
 
-def test_config_is_the_middle() -> None:
-    """A keyword overrides what is set in `config`, which overrides the environment; defaults override nothing."""
+def test_config_has_priority_over_the_environment() -> None:
+    """A keyword has priority over `config`, and `config` over the environment.
+
+    Defaults override nothing.
+    """
     environment = from_environment({"TORCHLENS_PERF_DIR": "/runs", "TORCHLENS_PERF_TRACE_EVERY": "9"})
     given = Config(trace_every=7, backward_every=3)
     config = from_settings({"config": given, "backward_every": 2}, environment)
@@ -173,12 +178,12 @@ def test_config_is_the_middle() -> None:
 
 
 def test_dir_is_any_path() -> None:
-    """A str, a Path, or whatever has __fspath__; the environment's is text."""
+    """In code it is a str, a Path, or any object with __fspath__. In the environment it is text."""
     assert Config(dir=Path("/runs/mine")).dir == Config(dir="/runs/mine").dir == "/runs/mine"
 
 
 def test_unknown_setting_is_named_with_the_closest() -> None:
-    """An unknown keyword raises ConfigError and says what was probably meant."""
+    """An unknown keyword raises ConfigError with the closest name."""
     with pytest.raises(ConfigError, match=r"moduls is not a setting of watch\(\); did you mean modules"):
         perf.watch(moduls="all")
     with pytest.raises(ConfigError, match=r"zzz is not a setting of watch\(\) \(known: aggregate, backward_every, "):
@@ -187,15 +192,15 @@ def test_unknown_setting_is_named_with_the_closest() -> None:
 
 @pytest.mark.parametrize("model", [3, "model", object(), [object()], {"model": object()}, [], {}])
 def test_model_must_be_a_module(model: object) -> None:
-    """Something that is no Module raises ConfigError naming the argument."""
+    """An argument that is no Module raises ConfigError with its name."""
     with pytest.raises(ConfigError, match=r"^model=") as caught:
         perf.watch(model)
 
     assert "torch.nn.Module" in str(caught.value)
 
 
-def test_swapped_arguments_are_noticed() -> None:
-    """An optimizer for a model, a model for an optimizer, and a function for either."""
+def test_swapped_arguments_raise() -> None:
+    """Cases: an optimizer as model, a model as optimizer, and a function as either."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ConfigError, match=r"^model=SGD: .* is an optimizer; write watch\(model, optimizer\)"):
@@ -209,7 +214,7 @@ def test_swapped_arguments_are_noticed() -> None:
 
 
 def test_optimizer_must_step() -> None:
-    """Something without a step() raises ConfigError naming the argument."""
+    """An argument without step() raises ConfigError with its name."""
     with pytest.raises(ConfigError, match=r"^optimizer=int"):
         perf.watch(None, 3)
 
@@ -222,14 +227,14 @@ def test_optimizer_must_step() -> None:
         "grpcs://h:1", "grpcs://h:1?certs=tls", "grpcs://[::1?certs=/tls", 1, True,
     ],
 )  # fmt: skip
-def test_where_the_nodes_meet(wrong: object) -> None:
-    """A URL has host:port, full paths, each parameter once, and TLS with certificates alone."""
+def test_invalid_exchange_url_raises(wrong: object) -> None:
+    """A URL has host:port, full paths, each parameter once, and TLS only with certificates."""
     with pytest.raises(ConfigError, match=r"^exchange=.*: must be "):
         from_settings({"exchange": wrong}, {})
 
 
-def test_parts_of_an_exchange() -> None:
-    """Without an address, node 0 publishes one; "/" and spaces in paths stay what they are."""
+def test_exchange_url_is_parsed() -> None:
+    """Without an address, node 0 publishes one. "/" and spaces in paths do not change."""
     for text, parts in {
         "grpc://head:1": ("head:1", "", "", "", ""),
         "grpc://[fd00::1]:29400?token_file=/secret": ("[fd00::1]:29400", "", "/secret", "", ""),
@@ -248,7 +253,7 @@ def test_parts_of_an_exchange() -> None:
     ],
 )
 def test_token_is_not_shown(settings: dict[str, str]) -> None:
-    """It is known to who asks for it alone."""
+    """Only the private field contains the token."""
     config = Config(**settings)
 
     assert config._exchange_token == "S3CRET"
@@ -269,16 +274,16 @@ def test_token_is_in_no_error(wrong: str) -> None:
     assert "S3CRET" not in str(caught.value)
 
 
-def test_token_that_is_a_file() -> None:
-    """What was the name of a file before is refused, and not taken for the token."""
+def test_file_name_as_token_is_rejected() -> None:
+    """A file name, which older versions accepted, is rejected and not used as the token."""
     with pytest.raises(ConfigError, match="token_file=FILE") as caught:
         from_environment({"TORCHLENS_PERF_EXCHANGE_TOKEN": "/run/secrets/token"})
     assert "/run/secrets" not in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", ["node-0:9464", "9464/metrics", "70000", ":9464", "::1:9464", "0.0.0.0", 9464])
-def test_where_prometheus_asks(wrong: object) -> None:
-    """A port, or an address in digits and a port."""
+def test_invalid_prometheus_address_raises(wrong: object) -> None:
+    """The value is a port, or a numeric address and a port."""
     for good in ("9464", "0", "127.0.0.1:0", "[::1]:9464", "localhost:9464"):
         assert from_settings({"prometheus": good}, {}).prometheus == good
     with pytest.raises(ConfigError, match=r"^prometheus="):
@@ -286,13 +291,13 @@ def test_where_prometheus_asks(wrong: object) -> None:
 
 
 def test_config_error_is_a_value_error() -> None:
-    """Callers who know only the built-in errors can catch it."""
+    """Callers can catch it without knowing this package's errors."""
     assert issubclass(ConfigError, ValueError)
     assert issubclass(ConfigError, perf.TorchlensPerfError)
 
 
 def test_every_field_is_a_variable() -> None:
-    """Each setting can be given as TORCHLENS_PERF_<FIELD>, and arrives with its type."""
+    """Each setting can be given as TORCHLENS_PERF_<FIELD>, and is converted to its type."""
     environ = {
         "TORCHLENS_PERF_DIR": "/runs",
         "TORCHLENS_PERF_MODULES": "blocks.*.attn, head",
@@ -336,12 +341,12 @@ def test_every_field_is_a_variable() -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("all", "all"), (" 3 ", 3), ("none", "none"), ("head", ("head",))])
 def test_modules_from_the_environment(text: str, value: object) -> None:
-    """TORCHLENS_PERF_MODULES takes the words, a number of levels, or patterns."""
+    """TORCHLENS_PERF_MODULES accepts the keywords, a number of levels, or patterns."""
     assert from_environment({"TORCHLENS_PERF_MODULES": text}) == {"modules": value}
 
 
 def test_keywords_overrule_the_environment() -> None:
-    """What the code says wins over what the environment says, which wins over the default."""
+    """Code has priority over the environment, and the environment over the default."""
     told = from_environment({"TORCHLENS_PERF_BACKWARD_EVERY": "4", "TORCHLENS_PERF_TRACE_EVERY": "9"})
     config = from_settings({"backward_every": 2}, told)
 
@@ -362,10 +367,10 @@ def test_keywords_overrule_the_environment() -> None:
         ("TORCHLENS_PERF", "perhaps"),
     ],
 )
-def test_bad_variable_switches_off(
+def test_invalid_variable_disables_recording(
     variable: str, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A bad environment variable disables recording with one line that names it; the code goes on."""
+    """An invalid variable disables recording with one line that names it, and the code continues."""
     monkeypatch.setenv(variable, text)
     with perf.watch() as watch:
         watch.step()
@@ -377,20 +382,19 @@ def test_bad_variable_switches_off(
 
 
 @given(st.dictionaries(st.text(max_size=12).map(lambda s: "TORCHLENS_PERF_" + s.upper()), st.text(max_size=30)))
-def test_any_environment_is_read_or_refused(environ: dict[str, str]) -> None:
-    """No text makes reading the environment fail with anything but ConfigError."""
+def test_any_environment_is_read_or_rejected(environ: dict[str, str]) -> None:
+    """Any text in the environment is accepted or raises ConfigError."""
     with contextlib.suppress(ConfigError):
         from_settings({}, from_environment(environ))
 
 
 @pytest.mark.parametrize(("text", "switch"), [("1", True), ("on", True), ("TRUE", True), ("0", False), ("", False)])
-def test_switch(text: str, switch: bool) -> None:
-    """TORCHLENS_PERF takes the usual words; without it nothing is said."""
+def test_main_variable_accepts_usual_words(text: str, switch: bool) -> None:
+    """TORCHLENS_PERF accepts the usual words. Without it there is no setting."""
     assert is_on({"TORCHLENS_PERF": text}) is switch
     assert is_on({}) is None
 
 
 @pytest.mark.parametrize(("asked", "capacity"), [(1024, 1024), (1025, 2048), (65536, 65536), (100_000, 131072)])
-def test_capacity_is_a_power_of_two(asked: int, capacity: int) -> None:
-    """ring_records is rounded up to a power of two."""
+def test_ring_records_is_rounded_up_to_a_power_of_two(asked: int, capacity: int) -> None:
     assert Config(ring_records=asked).ring_capacity == capacity

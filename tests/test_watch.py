@@ -1,4 +1,4 @@
-"""A watch's life in its process: what it adds, what it leaves, and what it says at the end."""
+"""A watch's life in its process: its additions, its leftovers, and its final output."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 def open_sockets() -> set[str]:
-    """The sockets among this process's descriptors."""
+    """Return the sockets among this process's descriptors."""
     links = []
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         except FileNotFoundError:
-            continue  # the descriptor that listed the folder
+            # The descriptor that listed the folder is gone.
+            continue
     return {link for link in links if link.startswith("socket:")}
 
 
@@ -56,11 +57,16 @@ def signal_handlers() -> dict[int, object]:
     return {number: signal.getsignal(number) for number in signal.valid_signals()}
 
 
-def test_adds_nothing_to_the_process(tmp_path: Path) -> None:
-    """Inside a watch there are the same threads, sockets and signal handlers; after it the same descriptors."""
+def test_watch_adds_nothing_to_the_process(tmp_path: Path) -> None:
+    """Inside a watch the threads, sockets and signal handlers are the same.
+
+    After it the descriptors are, too.
+    """
     model, optimizer = make_model()
-    train(model, optimizer, 2)  # torch starts what it starts
-    gc.collect()  # what other tests have left open is closed now, and not meanwhile
+    # The first steps start torch's own threads.
+    train(model, optimizer, 2)
+    # Close the leftovers of other tests now, and not during the measurement.
+    gc.collect()
     threads, sockets, handlers = os.listdir("/proc/self/task"), open_sockets(), signal_handlers()
     descriptors = len(os.listdir("/proc/self/fd"))
     hooks = (sys.excepthook, threading.excepthook, sys.unraisablehook)
@@ -75,8 +81,10 @@ def test_adds_nothing_to_the_process(tmp_path: Path) -> None:
     wait_for_sidecar(RunDirectory(watch.run_dir))
 
 
-def test_report_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """On leaving, rank 0 prints the short report on stderr, and the run directory holds it all."""
+def test_report_is_printed_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """At the end, rank 0 prints the short report on stderr, and the run directory contains all
+    files.
+    """
     model, optimizer = make_model()
     with perf.watch(model, optimizer, dir=str(tmp_path), config=perf.Config(_exit_timeout_s=20)) as watch:
         train(model, optimizer, 60)
@@ -96,7 +104,10 @@ def test_report_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_without_a_sidecar_the_rings_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With sidecar=False no process is started; the ring file waits in the run directory to be read by command."""
+    """With sidecar=False no process is started.
+
+    The ring file stays in the run directory for the command.
+    """
     model, optimizer = make_model()
     with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False) as watch:
         train(model, optimizer, 25)
@@ -111,8 +122,8 @@ def test_without_a_sidecar_the_rings_stay(tmp_path: Path, capfd: pytest.CaptureF
     assert not rings[0].exists()
 
 
-def test_watches_one_after_another(tmp_path: Path) -> None:
-    """Each watch of a process is a run of its own."""
+def test_each_watch_is_a_separate_run(tmp_path: Path) -> None:
+    """Each watch of a process is a separate run."""
     model, optimizer = make_model()
     folders = []
     for steps in (10, 20):
@@ -125,7 +136,7 @@ def test_watches_one_after_another(tmp_path: Path) -> None:
 
 
 def test_watch_is_entered_once(tmp_path: Path) -> None:
-    """Entering a watch again, inside or after itself, is the user's mistake and says so."""
+    """Entering a watch again, inside or after itself, raises an error that explains the mistake."""
     watch = perf.watch(dir=str(tmp_path), sidecar=False, report="off")
     with watch, pytest.raises(perf.ConfigError, match="entered once"), watch:
         pass
@@ -133,7 +144,7 @@ def test_watch_is_entered_once(tmp_path: Path) -> None:
 
 
 def test_exception_passes_through(tmp_path: Path) -> None:
-    """An exception in the body comes out as the same object, and everything is detached."""
+    """An exception in the body leaves the watch as the same object, and all hooks are removed."""
     model, optimizer = make_model()
     raised = KeyboardInterrupt()
 
@@ -150,8 +161,8 @@ def test_exception_passes_through(tmp_path: Path) -> None:
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
 
 
-def test_switched_off_attaches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With TORCHLENS_PERF=0 a watch makes nothing and changes nothing."""
+def test_variable_0_attaches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With TORCHLENS_PERF=0 a watch creates nothing and changes nothing."""
     monkeypatch.setenv("TORCHLENS_PERF", "0")
     model, optimizer = make_model()
     before = dict(model.__dict__)
@@ -164,7 +175,9 @@ def test_switched_off_attaches_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_importing_does_nothing() -> None:
-    """Importing the package imports no torch, NumPy or OpenTelemetry, starts no thread and opens no file."""
+    """Importing the package imports no torch, NumPy or OpenTelemetry, starts no thread and opens no
+    file.
+    """
     program = (
         "import os, sys, threading\n"
         "before = set(os.listdir('/proc/self/fd'))\n"
@@ -178,7 +191,7 @@ def test_importing_does_nothing() -> None:
 
 
 def test_forked_child_records_nothing(tmp_path: Path) -> None:
-    """A forked child has no recorder, writes nothing into the parent's ring, and can train on its own."""
+    """A forked child has no recorder, writes nothing into the parent's ring, and can train."""
     model, optimizer = make_model()
     with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off") as watch:
         train(model, optimizer, 3)
@@ -199,7 +212,9 @@ def test_forked_child_records_nothing(tmp_path: Path) -> None:
 
 
 def test_forked_child_watches_collectives(tmp_path: Path) -> None:
-    """A child's own watch finds nothing of the parent's: no tap is another tool's, and a wait is one wait."""
+    """A child's own watch does not mistake the parent's tap for another tool's, and records each
+    wait once.
+    """
     import torch.distributed as dist
     from torch._C._distributed_c10d import Work
 
@@ -227,8 +242,11 @@ def test_forked_child_watches_collectives(tmp_path: Path) -> None:
     assert (vars(Work)["wait"], another_has_tapped("c10d::allreduce_")) == before
 
 
-def test_forked_child_is_left_as_it_was(tmp_path: Path) -> None:
-    """The parent's patches are gone in the child, and its module calls are the plain ones; in the parent all stays."""
+def test_forked_child_has_no_patches(tmp_path: Path) -> None:
+    """The parent's patches are gone in the child, and its module calls are the plain ones.
+
+    The parent keeps its own.
+    """
     model, optimizer = make_model()
     plain = patches(model)
     with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off"):
@@ -242,7 +260,7 @@ def test_forked_child_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 def patches(model: nn.Module) -> list[object]:
-    """What a watch puts in other places of this process."""
+    """Return everything that a watch patches in this process."""
     from torch.utils.data import DataLoader
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -253,7 +271,7 @@ def patches(model: nn.Module) -> list[object]:
 
 
 def test_many_forks_do_not_hang(tmp_path: Path) -> None:
-    """Forty forks while another thread marks without pause: every child ends."""
+    """Forty forks happen while another thread marks without pause, and every child ends."""
     stop = threading.Event()
 
     def mark() -> None:
@@ -282,7 +300,7 @@ def test_many_forks_do_not_hang(tmp_path: Path) -> None:
 def test_errors_of_ours_do_not_reach_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A hook of ours that fails is logged, counted, switched off and told in the report; the steps go on."""
+    """A failing hook is logged, counted, disabled and reported, and training continues."""
     from torchlens_perf.errors import RAISE, swallowed
 
     monkeypatch.setenv(RAISE, "0")
@@ -306,7 +324,7 @@ def test_errors_of_ours_do_not_reach_training(
 
 
 def test_watch_inside_a_watch_without_a_model(tmp_path: Path) -> None:
-    """The outer one still finds the model at the first optimizer step."""
+    """The outer watch still finds the model at the first optimizer step."""
     model, optimizer = make_model()
     with perf.watch(dir=str(tmp_path), sidecar=False, report="off"), perf.watch(optimizer=optimizer):
         train(model, optimizer, 2)
@@ -315,7 +333,7 @@ def test_watch_inside_a_watch_without_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["recording", "inside another", "off"])
 def test_deleted_model_and_optimizer_are_freed(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A watch holds neither: the user may delete them inside it, to free their memory."""
+    """A watch keeps no reference to them, so the user may delete them inside it to free memory."""
     if way == "off":
         monkeypatch.setenv("TORCHLENS_PERF", "0")
     outer = perf.watch(torch.nn.Identity(), dir=str(tmp_path), sidecar=False, report="off")
@@ -330,7 +348,7 @@ def test_deleted_model_and_optimizer_are_freed(way: str, tmp_path: Path, monkeyp
 
 
 def test_start_of_inference_ends_with_its_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait for a CPU that is counted as the start's does not grow with the run, also where nothing is trained."""
+    """The start's wait for a CPU does not grow with the run, even without training."""
     looks = itertools.count()
     monkeypatch.setattr(rank_metadata, "cpu_wait_ns", lambda pid: next(looks))
     monkeypatch.setattr(rank_metadata, "_start_reported_by", None)

@@ -1,4 +1,7 @@
-"""The forms of a watch: a context manager, start() and stop(), a decorator; its repr; and mistakes that are named."""
+"""Forms of a watch: a context manager, start() and stop(), a decorator.
+
+Also its repr, and errors of wrong use.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ def train():
 """
 
 
-def test_start_and_stop(tmp_path: Path) -> None:
-    """The pair does what the context does; stop() again, and before start(), is harmless."""
+def test_start_and_stop_work_like_the_context(tmp_path: Path) -> None:
+    """The pair works like the context. A second stop(), or one before start(), has no effect."""
     model, optimizer = make_model()
     watch = perf.watch(model, optimizer, dir=tmp_path, **QUIET)
     watch.stop()
@@ -50,7 +53,9 @@ def test_start_and_stop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["falls off the end", "raises", "forked by multiprocessing"])
 def test_end_of_the_process_stops_what_was_started(way: str, tmp_path: Path) -> None:
-    """Without stop(), the report is shown when the process ends, in each way in which Python runs its finalizers."""
+    """Without stop(), the report is printed at the process's end, in each way in which Python runs
+    its finalizers.
+    """
     work = {
         "falls off the end": "perf.watch(model, optimizer).start()\ntrain()",
         "raises": "perf.watch(model, optimizer).start()\ntrain()\nraise SystemExit(3)",
@@ -67,8 +72,8 @@ def test_end_of_the_process_stops_what_was_started(way: str, tmp_path: Path) -> 
     assert "12 steps" in done.stderr, done.stderr
 
 
-def test_decorator(tmp_path: Path) -> None:
-    """Each call is a run of its own; arguments, result, name and exception are the function's."""
+def test_each_decorated_call_is_a_run(tmp_path: Path) -> None:
+    """Each call is a separate run. Arguments, result, name and exception are the function's."""
     model, optimizer = make_model()
     seen = []
 
@@ -103,8 +108,11 @@ def test_decorated_function_inside_of_a_watch_joins_it(tmp_path: Path) -> None:
         assert running() is outer
 
 
-def test_step_before_the_start_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """step() on a watch that was not started records nothing, and says so; one that has ended is silent."""
+def test_step_before_the_start_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """step() on a watch that was not started records nothing and reports this.
+
+    After the end it is silent.
+    """
     _warn_not_started.cache_clear()
     watch = perf.watch(dir=tmp_path, **QUIET)
     watch.step()
@@ -120,7 +128,7 @@ def test_step_before_the_start_is_said_once(tmp_path: Path, caplog: pytest.LogCa
     assert caplog.records == []
 
 
-def test_what_cannot_be_decorated() -> None:
+def test_coroutines_and_generators_cannot_be_decorated() -> None:
     """The body of a coroutine or a generator does not run within the call."""
 
     async def coroutine() -> None: ...
@@ -133,8 +141,8 @@ def test_what_cannot_be_decorated() -> None:
             perf.watch()(function)
 
 
-def test_repr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is recorded, how it is going, and where."""
+def test_repr_shows_models_state_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The repr contains the recorded objects, the state and the place."""
     model, optimizer = make_model()
     watch = perf.watch(model, optimizer, dir=tmp_path, **QUIET)
     assert repr(watch) == "<Watch of Sequential, SGD: not started>"
@@ -149,8 +157,8 @@ def test_repr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert repr(perf.watch({"head": model})) == "<Watch of Sequential: off>"
 
 
-def test_config_and_paths(tmp_path: Path) -> None:
-    """watch(config=Config(...)), with a path for `dir`; a keyword beside it wins."""
+def test_config_accepts_a_path_as_dir(tmp_path: Path) -> None:
+    """watch(config=Config(...)) accepts a path for `dir`. An additional keyword has priority."""
     config = perf.Config(dir=tmp_path / "other", sidecar=False, report="off")
     with perf.watch(config=config, dir=tmp_path / "runs") as watch:
         assert watch._config == perf.Config(dir=str(tmp_path / "runs"), sidecar=False, report="off")
@@ -162,7 +170,7 @@ def test_config_and_paths(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("old", "new"), [("steps", "step_table()"), ("close", "stop()")])
 def test_old_methods_name_the_new_one(old: str, new: str) -> None:
-    """Where there never was such a method, it is an ordinary AttributeError."""
+    """A name that never existed raises an ordinary AttributeError."""
     watch = perf.watch()
     with pytest.raises(AttributeError, match=f"^Watch.{old} is now {new.removesuffix('()')}\\(\\)$"):
         getattr(watch, old)
@@ -172,7 +180,7 @@ def test_old_methods_name_the_new_one(old: str, new: str) -> None:
 
 
 def test_public_names_of_a_watch() -> None:
-    """Whatever is not for users has an underscore."""
+    """All other attributes begin with an underscore."""
     names = {name for name in (*dir(perf.Watch), *vars(perf.watch())) if not name.startswith("_")}
     assert names == {
         "log_to", "on_verdict", "report_html", "run_dir", "start", "step", "step_table", "steps_by_hand", "stop",
@@ -181,8 +189,11 @@ def test_public_names_of_a_watch() -> None:
 
 
 @pytest.mark.parametrize("where", ["code", "environment", "environment of a recorded script"])
-def test_pattern_that_matches_nothing(where: str, tmp_path: Path) -> None:
-    """In code it is a ValueError; in the environment, as any variable that is wrong, a line, and training goes on."""
+def test_pattern_without_a_match_is_reported(where: str, tmp_path: Path) -> None:
+    """In code it raises ValueError.
+
+    In the environment it is one line, like any invalid variable.
+    """
     settings = "modules=['block.*']" if where == "code" else ""
     code = f"{TRAIN}\nwith perf.watch(model, optimizer, {settings}) as w:\n    train()\nprint('trained', w.run_dir)"
     told = {} if where == "code" else {"TORCHLENS_PERF_MODULES": "block.*"}
@@ -210,7 +221,7 @@ def test_pattern_that_matches_nothing(where: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("way", ["watch", "unchanged"])
 def test_old_variables_never_stop_a_job(variable: str, value: str, new: str, way: str, tmp_path: Path) -> None:
-    """One line names the new variable; the job trains, and ends as it would."""
+    """One line names the new variable. The job trains and ends as usual."""
     script = TRAIN + ("with perf.watch(model, optimizer):\n    train()" if way == "watch" else "train()")
     told = {variable: value, **({} if way == "watch" else {"TORCHLENS_PERF": "1"})}
     done = run([sys.executable, "-c", script], tmp_path, **told)
@@ -222,7 +233,7 @@ def test_old_variables_never_stop_a_job(variable: str, value: str, new: str, way
 
 
 def test_token_stays_out_of_everything_written(tmp_path: Path) -> None:
-    """By code or by the environment, the token reaches the sidecar's environment, and no file, log or report."""
+    """The token is in the sidecar's environment, and in no file, log or report."""
     by_code = "exchange='grpc://127.0.0.1:9?token=S3CRET-1'"
     for number, settings in enumerate((by_code, "exchange='grpc://127.0.0.1:9'")):
         folder = tmp_path / str(number)

@@ -1,1 +1,1 @@
-"""What only a GPU can show: `make gpu-check`, or `python -m benchmarks.gpu_check PART...`."""
+"""Checks that need a GPU: `make gpu-check`, or `python -m benchmarks.gpu_check PART...`."""

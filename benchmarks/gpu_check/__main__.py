@@ -1,9 +1,11 @@
-"""Runs the parts that are named, or all of them, the most important first; a line each, with PASS, FAIL or not run.
+"""Run the named parts, or all of them, the most important first.
+
+Print a line each with PASS, FAIL or not run.
 
     python -m benchmarks.gpu_check [PART...] [--out FOLDER] [--seconds 540] [--device asyncdev]
 
-Writes FOLDER/gpu-check.md, after each line. Exits with 1 on a FAIL, with 2 where nothing can be checked, as without a
-GPU, and with 3 where no line is a FAIL but the time was over before all parts had run.
+Updates FOLDER/gpu-check.md after each line. The exit code is 1 on a FAIL, 2 if no part can run (for
+example without a GPU), and 3 if there is no FAIL but the time ended before all parts had run.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ SECONDS = 540
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the parts. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(part.name for part in PARTS))
     parser.add_argument("--out", type=Path, default=Path(), help="folder of gpu-check.md")
@@ -47,7 +49,8 @@ def main() -> int:
         return 2
     facts = json.loads(told.stdout)
     print(", ".join(f"{name} {value}" for name, value in facts.items()) + "\n")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the part that runs is ended
+    # End the running part too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     runner = Runner(asked.out.absolute(), asked.device, facts, asked.seconds - (time.monotonic() - begin_s))
     return runner.run([there[name] for name in asked.parts] if asked.parts else list(there.values()))
 

@@ -1,4 +1,6 @@
-"""How true device times are: the clock's resolution, and events and stamps beside work of a known duration."""
+"""Accuracy of device times: the clock's resolution, and events and stamps compared with work of a
+known duration.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ from torchlens_perf.hooks.on_device.events import CudaEvents
 SPINS_NS = (10_000, 50_000, 200_000, 1_000_000, 10_000_000)
 REPEATS = 40
 _READINGS = 20_000
-_MARKS = 100  # fewer than the device's queue has room for
+# Fewer than the capacity of the device's queue.
+_MARKS = 100
 
 
 def clock(checks: Checks) -> None:
-    """The device's clock by itself, and how well its times lie on the host's line."""
+    """Check the device's clock, and the fit of its times to the host's clock."""
     times = torch.zeros(_READINGS, dtype=torch.int64, device="cuda")
     launch("read_clock", np.uint64(times.data_ptr()), np.int32(_READINGS))
     steps = np.diff(times.cpu().numpy())
@@ -48,10 +51,11 @@ def clock(checks: Checks) -> None:
 
 
 def _parts_of_a_mark(checks: Checks) -> None:
-    """What a mark cannot be had without: the rest is what marking from C could save at the most."""
+    """Measure the unavoidable parts of a mark. Marking from C could save at most the rest."""
     events, driver = CudaEvents(torch.cuda.current_device()), Driver()
     event, current = events.new(), events.current()
-    events.record(event, current)  # torch makes the event when it first records it
+    # torch creates the event when it is first recorded.
+    events.record(event, current)
     handles = event.cuda_event, torch.cuda.current_stream().cuda_stream
     for name, function in (
         ("torch's record", lambda: events.record(event, current)),
@@ -69,8 +73,11 @@ def _parts_of_a_mark(checks: Checks) -> None:
 
 
 def accuracy(checks: Checks) -> None:
-    """Events and stamps around planted spins, less what each shows beyond a spin of no time: a kernel's own coming and
-    going is in the span, and is no error of the clock."""
+    """Compare events and stamps around planted spins with those around a spin of no time.
+
+    The difference removes the start and end of the kernel itself, which are in the span but no
+    error of the clock.
+    """
     beyond = {}
     for kind, measure in MEASURES.items():
         spin = Spin()
@@ -93,7 +100,7 @@ def accuracy(checks: Checks) -> None:
 
 
 def _by_events(work) -> float:
-    """The median of REPEATS, through the clock that training uses."""
+    """Return the median of REPEATS by the clock that training uses."""
     clock = EventClock(CudaEvents(torch.cuda.current_device()))
     pairs = []
     occupy()
@@ -109,7 +116,7 @@ def _by_events(work) -> float:
 
 
 def _by_stamps(work) -> float:
-    """The exact median of REPEATS, as the kernel reduces it."""
+    """Return the exact median of REPEATS as reduced by the kernel."""
     ring = new_ring(slots=1)
     slot = ring.slot("planted")
     occupy()

@@ -1,4 +1,4 @@
-"""Device memory: what its readings say and cost, and what is written when it runs out."""
+"""Device memory: values and cost of its readings, and the records when it runs out."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from torchlens_perf.run.ring import Kind, Reader
 MB = 1 << 20
 HISTORY = 20_000
 BLOCKS = 100_000
-_LEFT_BYTES = 512 * MB  # that a process may take beyond what it has, where memory is made to run out
+# Memory that a process may allocate on top of its own in tests of running out.
+_LEFT_BYTES = 512 * MB
 
 
 class Keeper(nn.Module):
-    """A module that keeps what it makes: the planted one."""
+    """A module that keeps its results: the planted leak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +41,7 @@ class Keeper(nn.Module):
 
 
 class Net(nn.Module):
-    """The keeper in another module, so that there is a path to name."""
+    """The keeper in another module, so that its path has a name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +52,9 @@ class Net(nn.Module):
 
 
 def allocator(checks: Checks) -> None:
-    """Readings against torch's own; retries provoked; memory that runs out, without and with a history."""
+    """Compare readings with torch's own, provoke retries, and run out of memory with and without a
+    history.
+    """
     _readings(checks)
     _retries(checks)
     _runs_out(checks, history=0)
@@ -68,7 +71,7 @@ def _watched(folder: str, **settings: Any) -> Iterator[perf.Watch]:
 
 @contextmanager
 def _little_left() -> Iterator[None]:
-    """The process may take so little more that a test can fill it."""
+    """Limit the process's memory so that a test can fill it."""
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -81,7 +84,7 @@ def _little_left() -> Iterator[None]:
 
 
 def _recorded(folder: str) -> tuple[MemoryStatistics, Any]:
-    """The readings, and their records."""
+    """Check the readings and their records."""
     reader, statistics = Reader(last_rings(folder)), MemoryStatistics()
     records = reader.read(final=True).records
     statistics.add(records, reader.names())
@@ -113,7 +116,9 @@ def _readings(checks: Checks) -> None:
 
 
 def _retries(checks: Checks) -> None:
-    """A cached block is in the way of a larger one: cudaMalloc fails, the cache is given back, and it fits."""
+    """Make a cached block block a larger one, so that cudaMalloc fails, the cache is returned, and
+    the block fits.
+    """
     with tempfile.TemporaryDirectory() as folder, _little_left():
         with _watched(folder) as watch:
             for _ in range(64):
@@ -166,7 +171,7 @@ def _runs_out(checks: Checks, history: int) -> None:
 
 
 def _many_blocks(checks: Checks) -> None:
-    """As many small live blocks as a large model has, each with a stack."""
+    """Measure readings with as many small live blocks as in a large model, each with a stack."""
     with tempfile.TemporaryDirectory() as folder:
         with _watched(folder, memory="history"):
             blocks = [torch.empty(512, dtype=torch.uint8, device="cuda") for _ in range(BLOCKS)]
@@ -180,7 +185,7 @@ def _many_blocks(checks: Checks) -> None:
 
 
 def _cost_of_history(checks: Checks) -> None:
-    """What one allocation and its free take longer while a history is recorded."""
+    """Measure the additional time of one allocation and its free while a history is recorded."""
 
     def pair_us() -> float:
         times = []

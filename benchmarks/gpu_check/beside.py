@@ -1,4 +1,7 @@
-"""Captures on another thread while a watch marks: a question to the device, asked in the wrong mode, ends a capture."""
+"""Graph captures on another thread while a watch marks.
+
+A device query in the wrong mode would end a capture.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,16 @@ import torchlens_perf as perf
 from benchmarks.gpu_check.gpt import trainer
 from benchmarks.gpu_check.lines import Checks
 
-SECONDS = 6.0  # several anchors and windows, which come once a second
-_OPERATIONS, LEAST = 100, 30  # in a capture, which lasts some milliseconds with them
+# Several anchors and windows, which come once a second.
+SECONDS = 6.0
+# Operations in a capture, which then lasts some milliseconds.
+_OPERATIONS, LEAST = 100, 30
 
 
 class Capturing(threading.Thread):
-    """Captures a small graph again and again, in the strictest mode, and holds what its replay gives against it."""
+    """Captures a small graph repeatedly in the strictest mode, and compares the results of its
+    replays.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="captures", daemon=True)
@@ -27,13 +34,13 @@ class Capturing(threading.Thread):
         self.stop = False
 
     def run(self) -> None:
-        """Until it is stopped."""
+        """Capture until the thread is stopped."""
         stream = torch.cuda.Stream()
         x = torch.ones(1024, device="cuda")
         while not self.stop:
             graph = torch.cuda.CUDAGraph()
             try:
-                # Not torch.cuda.graph(): it waits for the whole device and empties the cache first.
+                # torch.cuda.graph() would wait for the whole device and empty the cache first.
                 with torch.cuda.stream(stream):
                     graph.capture_begin(capture_error_mode="global")
                     y = x
@@ -53,7 +60,9 @@ class Capturing(threading.Thread):
 
 
 def beside(checks: Checks) -> None:
-    """Training on this thread, captures on another: without a watch, and with one that has every hook."""
+    """Train on this thread and capture on another one, without a watch and with one that has every
+    hook.
+    """
     model, step = trainer(batch=1, length=128, layers=4)
     for _ in range(20):
         step()

@@ -1,4 +1,6 @@
-"""A capture on a GPU: what is in its files, how long training pauses for it, and whether steps cost more after it."""
+"""A capture on a GPU: the contents of its files, the pause of training, and the cost of steps after
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ AROUND, TIMES = 40, 3
 
 
 def capture(checks: Checks) -> None:
-    """Three captures: the first one attaches CUPTI, which may stay (pytorch #146604)."""
+    """Make three captures. The first one attaches CUPTI, which may stay (pytorch #146604)."""
     model, step = trainer(batch=2)
     for _ in range(10):
         step()

@@ -1,4 +1,4 @@
-"""What the parts share: kernels of their own, and times by the device."""
+"""Common code of the parts: their own kernels, and times by the device's clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchlens_perf.cuda import kernels
 from torchlens_perf.cuda.driver import Arguments, Driver
 from torchlens_perf.cuda.stamps import DeviceRing
 
-# Kernels of the check: work of a known duration, which writes down how long it really took; and nothing at all.
+# Kernels of the check: work of a known duration that stores its real duration, and an empty kernel.
 PLANTED = r"""
 __device__ unsigned long long now_ns()
 {
@@ -42,7 +42,7 @@ extern "C" __global__ void nothing(void) {}
 
 @functools.cache
 def planted(name: str) -> Any:
-    """A kernel of PLANTED, by CuPy."""
+    """Return a kernel of PLANTED, compiled by CuPy."""
     import cupy
 
     return cupy.RawModule(code=PLANTED, options=("--std=c++17",)).get_function(name)
@@ -50,23 +50,23 @@ def planted(name: str) -> Any:
 
 @functools.cache
 def driver() -> Driver:
-    """The CUDA driver, with torch's context on the device."""
+    """Return the CUDA driver with torch's context on the device."""
     torch.zeros(1, device="cuda")
     return Driver()
 
 
 def stream() -> int:
-    """The current stream's handle."""
+    """Return the current stream's handle."""
     return int(torch.cuda.current_stream().cuda_stream)
 
 
 def launch(name: str, *values: np.generic) -> None:
-    """A kernel of PLANTED with one thread, on the current stream, also into a capture."""
+    """Launch a kernel of PLANTED with one thread on the current stream, also into a capture."""
     driver().launch(int(planted(name).kernel.ptr), 1, 1, 0, stream(), Arguments(values))
 
 
 class Spin:
-    """Work of a known duration; how long each really took, by the device's clock."""
+    """Work of a known duration. The device's clock measures each real duration."""
 
     def __init__(self, most: int = 4096) -> None:
         self._took = torch.zeros(most, dtype=torch.int64, device="cuda")
@@ -78,23 +78,23 @@ class Spin:
         launch("spin", np.uint64(duration_ns), np.uint64(address))
 
     def took_ns(self) -> np.ndarray[Any, Any]:
-        """Of those so far. Waits for the device."""
+        """Wait for the device. Return the durations so far."""
         return self._took[: self._count].cpu().numpy()
 
 
 def occupy(duration_ns: int = 20_000_000) -> None:
-    """Keeps the device busy, so that what is enqueued now follows without waiting for the host."""
+    """Keep the device busy, so that work enqueued now follows without a wait for the host."""
     Spin(1)(duration_ns)
 
 
 def new_ring(slots: int = 64, places: int = 1024) -> DeviceRing:
-    """A device ring, with the kernels as CuPy compiles them here."""
+    """Return a device ring whose kernels CuPy has compiled."""
     made = driver()
     return DeviceRing(made, kernels.load(torch.cuda.current_device()), slots, places)
 
 
 def graph_us(function: Callable[[], object], calls: int = 20, rounds: int = 30) -> float:
-    """Device time of one call, in us: the median of replays of a graph of `calls` of them."""
+    """Return the device time of one call in us: the median of replays of a graph of `calls` calls."""
     aside = torch.cuda.Stream()
     with torch.cuda.stream(aside):
         function()
@@ -106,7 +106,8 @@ def graph_us(function: Callable[[], object], calls: int = 20, rounds: int = 30) 
     times = []
     for _ in range(rounds):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        occupy(300_000)  # the graph's launch is over when its turn comes
+        # The graph's launch is complete when its turn comes.
+        occupy(300_000)
         begin.record()
         graph.replay()
         end.record()
@@ -116,7 +117,7 @@ def graph_us(function: Callable[[], object], calls: int = 20, rounds: int = 30) 
 
 
 def bootstrap(values: Sequence[float], quantiles: Sequence[float] = (0.025, 0.975)) -> list[float]:
-    """The interval of the values' median, from 4000 samples of them."""
+    """Return quantiles of the values' median from 4000 bootstrap samples."""
     draw = np.random.default_rng(1)
     samples = draw.choice(np.asarray(values), (4000, len(values)))
     return [float(value) for value in np.quantile(np.median(samples, axis=1), quantiles)]

@@ -1,4 +1,7 @@
-"""What a watch costs a training step on a GPU, and that it neither waits for the device nor takes its memory."""
+"""Cost of a watch for a training step on a GPU.
+
+The watch must not wait for the device or use much of its memory.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,13 @@ class Size(NamedTuple):
 
     name: str
     bars: tuple[float, float]
-    """In percent: of the median, and of the upper end of its 95 % interval."""
+    """In percent: limits of the median and of the upper end of its 95 % interval."""
     rounds: int
     steps: int
-    """In each block of a round; a watch's first sampled step is its ninth, and then one in 16 or fewer."""
+    """Steps in each block of a round.
+
+    A watch's first sampled step is its ninth, and then at most one in 16.
+    """
     size: dict[str, int]
 
 
@@ -49,7 +55,10 @@ Arms = dict[str, Callable[[str], AbstractContextManager[object]]]
 
 
 def overhead(checks: Checks) -> None:
-    """The default watch, on two sizes: the larger one hides launches behind the device, the smaller one hides none."""
+    """Measure the default watch on two sizes.
+
+    The larger one hides launches behind the device, the smaller one does not.
+    """
     for size in SIZES:
         model, step = trainer(**size.size)
         _measure(checks, "overhead", size, step, {"default watch": lambda folder, m=model: _watch(m, folder, "auto")})
@@ -59,7 +68,10 @@ def overhead(checks: Checks) -> None:
 
 
 def every_module(checks: Checks) -> None:
-    """A watch that times every module, which nobody gets unasked: figures without a bar."""
+    """Measure a watch that times every module, which is not the default.
+
+    The figures have no bar.
+    """
     model, step = trainer(**LAUNCH_BOUND)
     size = SIZES[0]._replace(rounds=10)
     arms: Arms = {"every module": lambda folder: _watch(model, folder, "all")}
@@ -67,8 +79,10 @@ def every_module(checks: Checks) -> None:
 
 
 def _measure(checks: Checks, part: str, size: Size, step: Callable[[], None], arms: Arms, bars: bool = True) -> None:
-    """Blocks of steps in rounds, in an order shuffled anew: each arm's beside those with nothing attached, which are
-    there twice, so that what is no difference is seen, too."""
+    """Run blocks of steps in shuffled rounds, and compare each arm with blocks without hooks.
+
+    Blocks without hooks run twice per round, so the table also shows differences due to noise.
+    """
     arms = {"nothing": lambda folder: nullcontext(), "nothing again": lambda folder: nullcontext(), **arms}
     for _ in range(10):
         step()
@@ -101,18 +115,20 @@ def _measure(checks: Checks, part: str, size: Size, step: Callable[[], None], ar
 
 
 def synchronizations(checks: Checks) -> None:
-    """What torch.profiler sees of waits, in 300 steps without and with a watch: synchronizations, and copies from or to
-    memory that is not page-locked, which wait whatever they are called.
+    """Count waits in torch.profiler over 300 steps without and with a watch.
 
-    Some seconds, in which windows are reduced and anchors taken; few kernels, as each is an event to read. One
-    synchronization of our own must be seen. Of the driver's functions we call one that waits, when a ring is made.
+    Counts synchronizations, and copies from or to memory that is not page-locked, which also wait.
+    The steps take some seconds, so windows are reduced and anchors taken. They launch few kernels,
+    because each one is an event to read. One synchronization of this check must appear. The watch
+    calls one waiting function of the driver, when a ring is created.
     """
     model, step = trainer(batch=16, layers=2, width=1024, heads=16)
     for _ in range(3):
         step()
     with tempfile.TemporaryDirectory() as folder:
         without = _waits(step)
-        perf.device_section("step")  # before the watch, which then makes its memory as it begins
+        # Created before the watch, which then allocates its memory at its start.
+        perf.device_section("step")
         with _watch(model, folder, "all") as watch:
             with perf.device_section("step"):
                 step()
@@ -145,7 +161,7 @@ def _waits(step: Callable[[], None], steps: int = 300) -> Counter[str]:
 
 
 def memory(checks: Checks) -> None:
-    """Device memory that a watch with device sections takes, seen by the driver."""
+    """Measure the device memory of a watch with device sections by the driver."""
     model, step = trainer(batch=2)
     for _ in range(3):
         step()
@@ -163,7 +179,10 @@ def memory(checks: Checks) -> None:
 
 
 def gaps(checks: Checks) -> None:
-    """A model whose kernels are shorter than their launches leaves the device without work; a large one does not."""
+    """A model whose kernels are shorter than their launches leaves the device idle.
+
+    A large one does not.
+    """
     shares = {}
     for name, size in (("launch-bound", LAUNCH_BOUND), ("GPT-2 small", {})):
         model, step = trainer(**size)

@@ -1,8 +1,9 @@
-"""Counts the driver's and the runtime's calls that make the host wait, by CUPTI's callbacks: whoever makes them.
+"""Count all blocking calls of the driver and the runtime by CUPTI's callbacks.
 
-torch.profiler sees the runtime's calls, which torch makes, and few of the driver's, which we and CuPy make. Only the
-functions that are looked for are called back. What it does not see: a copy that is called asynchronous and waits
-because its memory of the host is pageable; that is seen in the profiler's copies (cost.synchronizations).
+torch.profiler records the runtime's calls, which torch makes, and few of the driver's, which the
+watch and CuPy make. Callbacks are enabled only for blocking functions. They miss an asynchronous
+copy that waits because its host memory is pageable. The profiler's copies show it
+(cost.synchronizations).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from pathlib import Path
 
 _DRIVER, _RUNTIME, _RESOURCE = 1, 2, 3  # CUpti_CallbackDomain
 _MODULE_LOADED, _MODULE_UNLOADED = 6, 7  # CUpti_CallbackIdResource
-_MOST_FUNCTIONS = 2000  # more than either API has
-# By kind, the functions' names without their version and without "Async".
+# More than in either API.
+_MOST_FUNCTIONS = 2000
+# Kind to the functions' names without version and "Async".
 KINDS = {
     "synchronize": r"cu(da)?(Ctx|Stream|Event|Device|Thread)Synchronize",
     "device memory": r"cuMem(Alloc(Pitch|Managed)?|Free|Create|Map|Unmap|Release)"
@@ -38,13 +40,16 @@ class CallbackData(ctypes.Structure):
 
 
 def kind_of(function: str) -> str | None:
-    """The kind of wait that a function of the driver or the runtime is; None for one that does not wait."""
+    """Return the kind of wait of a function of the driver or the runtime.
+
+    None if it does not wait.
+    """
     name = re.sub(r"(_v\d+|_ptsz|_ptds)+$", "", function)
     return next((kind for kind, pattern in KINDS.items() if re.fullmatch(pattern, name)), None)
 
 
 def library() -> str | None:
-    """CUPTI as torch has loaded it, or would: another version may not know this driver."""
+    """Return the path of torch's CUPTI, because another version may not support this driver."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
         if "libcupti" in path:
@@ -55,17 +60,18 @@ def library() -> str | None:
 
 
 class Calls:
-    """What is called while it counts. Raises RuntimeError or OSError where CUPTI cannot be had."""
+    """Counts calls. Raises RuntimeError or OSError without CUPTI."""
 
     def __init__(self, path: str | None = None) -> None:
-        """path: of CUPTI's library."""
+        """Load CUPTI from its library's path."""
         path = path or library()
         if path is None:
             raise RuntimeError("there is no CUPTI with this torch")
         self._cupti = ctypes.CDLL(path)
         self._on = False
         self._counts: Counter[str] = Counter()
-        self._callback = _CALLBACK(self._called)  # held: CUPTI keeps its address
+        # Keep a reference, because CUPTI stores its address.
+        self._callback = _CALLBACK(self._called)
         subscriber = ctypes.c_void_p()
         self._ask("cuptiSubscribe", ctypes.byref(subscriber), self._callback, None)
         for domain in (_DRIVER, _RUNTIME):
@@ -78,7 +84,7 @@ class Calls:
 
     @contextmanager
     def counted(self) -> Iterator[Counter[str]]:
-        """Inside, calls are counted by "kind: function"."""
+        """Yield a counter of the calls inside the context by "kind: function"."""
         self._counts = counts = Counter()
         self._on = True
         try:
@@ -87,14 +93,15 @@ class Calls:
             self._on = False
 
     def _called(self, _: int | None, domain: int, number: int, data: int | None) -> None:
-        """On any thread, inside of the call."""
+        """Count a call. It runs on any thread, inside the call."""
         if not self._on:
             return
         if domain == _RESOURCE:
             self._counts["module: loaded" if number == _MODULE_LOADED else "module: unloaded"] += 1
         elif data:
             call = CallbackData.from_address(data)
-            if call.site == 0:  # not once more at its end
+            # Do not count the call again at its end.
+            if call.site == 0:
                 name = (call.function_name or b"").decode()
                 self._counts[f"{kind_of(name)}: {name}"] += 1
 

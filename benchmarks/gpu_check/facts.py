@@ -1,4 +1,7 @@
-"""What the check runs on, as JSON, by a process of its own: asking makes a context. Exits with 2 if it cannot run."""
+"""Print the check's hardware and software as JSON. Exit with 2 if the check cannot run.
+
+Runs in a separate process, because the queries create a CUDA context.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def _cuda() -> dict[str, str] | str:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's driver. A container may lack either source."""
+    """Return the version of NVIDIA's driver. A container may lack either source."""
     file = Path("/proc/driver/nvidia/version")
     words = file.read_text().split("\n")[0].partition("Module")[2].split() if file.is_file() else []
     found = next((word for word in words if word[0].isdigit()), "")
@@ -59,7 +62,7 @@ def _asynchronous() -> dict[str, str] | str:
 
 
 def main() -> int:
-    """The exit code."""
+    """Print the facts. Return the exit code."""
     found = _asynchronous() if sys.argv[1] in (ASYNC, MODULES) else _cuda()
     if isinstance(found, str):
         print(found, file=sys.stderr)

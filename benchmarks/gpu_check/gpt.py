@@ -1,4 +1,6 @@
-"""A GPT of the size of GPT-2 small, 124 million parameters, and a small one whose steps are all launches."""
+"""A GPT of the size of GPT-2 small (124 million parameters), and a small one whose steps consist of
+launches.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ class GPT(nn.Module):
 def trainer(
     batch: int = 8, length: int = 1024, *, capturable: bool = False, **size: int
 ) -> tuple[GPT, Callable[[], None]]:
-    """A model on the device, and its training step in bf16."""
+    """Return a model on the device and its training step in bf16."""
     torch.manual_seed(0)
     model = GPT(context=length, **size).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True, capturable=capturable)

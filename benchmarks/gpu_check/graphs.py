@@ -1,4 +1,4 @@
-"""Captured graphs: a section inside is timed at every replay, whoever has captured."""
+"""Captured graphs: a section inside is timed at every replay, for every way to capture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPLAYS = 40
 
 
 def graphs(checks: Checks) -> None:
-    """torch.cuda.graph, make_graphed_callables, and torch.compile with reduce-overhead."""
+    """Check torch.cuda.graph, make_graphed_callables, and torch.compile with reduce-overhead."""
     for name, run in (
         ("torch.cuda.graph around a GPT's step", _captured_step),
         ("make_graphed_callables", _graphed_callable),
@@ -33,7 +33,8 @@ def graphs(checks: Checks) -> None:
 
 
 def _watched(folder: str) -> perf.Watch:
-    perf.device_section("region")  # before the watch, as a decorator is: its first step captures
+    # Created before the watch, like a decorator, because the first step captures.
+    perf.device_section("region")
     return perf.watch(dir=folder, sidecar=False, report="off", modules="none")
 
 
@@ -45,7 +46,7 @@ def _replay(watch: perf.Watch, replay: Callable[[], object]) -> None:
 
 
 def _captured_step(folder: str) -> int:
-    """How often the section ran before the replays."""
+    """Return how often the section ran before the replays."""
     _, step = trainer(batch=4, capturable=True)
     aside = torch.cuda.Stream()
     with _watched(folder) as watch:
@@ -88,7 +89,7 @@ def _graphed_callable(folder: str) -> int:
 
 
 def _compiled(folder: str) -> int:
-    """The user brackets the call: inside compiled code there are no sections."""
+    """The section is around the call, because compiled code has no sections."""
     layers = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).cuda()
     compiled, x = torch.compile(layers, mode="reduce-overhead"), torch.randn(64, 256, device="cuda")
     with _watched(folder) as watch, torch.no_grad():

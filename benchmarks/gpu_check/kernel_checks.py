@@ -1,4 +1,6 @@
-"""The kernels on the device: bit-equal to their twins, and how far from what the memory or a launch allows."""
+"""The kernels on the device: bit-equal to their NumPy twins, and close to the limit of memory or
+launches.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +18,35 @@ from torchlens_perf.cuda.driver import Arguments
 from torchlens_perf.cuda.reduction import SUM_ROW, Exact, Largest, Sum
 from torchlens_perf.cuda.stamps import NO_SLOT
 
-# slots, places of a ring, stamps in it.
+# Slots, places of a ring, stamps in it.
 WINDOWS = ((16, 64, 64), (64, 128, 100), (64, 1024, 1000), (256, 1024, 1000))
 RANKS = ((8, 64), (64, 64), (1024, 64), (16384, 64))
 _QUANTILES = np.array([0, 6554, 32768, 58982, 64881, 65536], np.uint32)
 MIN_SPREAD = 0.01
-# A window is reduced once a second, and merged and scored once in 64 steps: each kernel is then a ten-thousandth of the
-# device's time, or, in steps of 3 ms, a two-thousandth. A floor's multiple would ask for more than anyone notices:
-# the floor is a launch of some 2 us, below which lie the barriers alone that a median of 1024 times needs.
+# A window is reduced once a second, and merged and scored once in 64 steps. So each kernel may take
+# a ten-thousandth of the device's time, or a two-thousandth with steps of 3 ms. A bar relative to
+# the floor would be too strict, because the floor is a launch of some 2 us, less than the barriers
+# of a median of 1024 times.
 MOST_US = 100
 
 
 def on_device(values: np.ndarray[Any, Any]) -> torch.Tensor:
-    """The array's bytes; torch has no arithmetic for unsigned types, and none is needed."""
+    """Copy the array's bytes to the device. torch has no arithmetic for unsigned types, but none is
+    needed.
+    """
     signed = values.view(np.dtype(f"i{values.dtype.itemsize}")) if values.dtype.kind == "u" else values
     return torch.from_numpy(signed.copy()).cuda()
 
 
 def launch_ours(name: str, grid: int, threads: int, arguments: list[Any], shared_bytes: int = 0) -> None:
-    """One of the project's kernels, with tensors by their address, on the current stream."""
+    """Launch one of the project's kernels on the current stream. Tensors are passed by address."""
     values = [np.uint64(each.data_ptr()) if isinstance(each, torch.Tensor) else each for each in arguments]
     function = kernels.load(torch.cuda.current_device())[name]
     driver().launch(function, grid, threads, shared_bytes, stream(), Arguments(values))
 
 
 class Window:
-    """A window of random durations on the device and here, with ties, and slots whose counters wrap."""
+    """A window of random durations on device and host, with ties, and slots whose counters wrap."""
 
     def __init__(self, slots: int, places: int, stamps: int, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -59,22 +64,22 @@ class Window:
         self.rows = [torch.full((slots, width), -77, dtype=torch.int64, device="cuda") for width in widths]
 
     def reduce(self) -> None:
-        """By the kernel."""
+        """Reduce by the kernel."""
         arguments = [*self.inputs, self.tails, self.bounds, *self.rows, np.uint32(self.places - 1)]
         launch_ours("reduce_window", self.slots, 256, arguments, 8 * self.places)
 
     def again(self) -> None:
-        """By the kernel, with everything new once more."""
+        """Reduce by the kernel with fresh inputs."""
         self.tails.copy_(self.tails_before)
         self.reduce()
 
     def twin(self) -> reduction.Reduced:
-        """By NumPy."""
+        """Reduce by NumPy."""
         return twins.reduce_window(self.start_ns, self.duration_ns, self.head, self.tail)
 
 
 def equality(checks: Checks) -> None:
-    """Every kernel on random inputs of several shapes, and a chain of stamps."""
+    """Run every kernel on random inputs of several shapes, and a chain of stamps."""
     ring = new_ring(slots=4)
     chain = [ring.slot(name) for name in ("a", "b", "c")]
     for _ in range(10):
@@ -128,8 +133,11 @@ def _scores(times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def floors(checks: Checks) -> None:
-    """Times, and how far they are from the larger of two floors: the bytes by the measured bandwidth, and a kernel that
-    does nothing. The bar is an absolute one, see MOST_US."""
+    """Measure times and their distance from the larger of two floors.
+
+    The floors are the bytes divided by the measured bandwidth, and an empty kernel. The bar is
+    absolute, see MOST_US.
+    """
     gigabytes = _bandwidth()
     launch_us = graph_us(lambda: launch("nothing"))
     checks.value("floors", "memory, read and written", f"{gigabytes:.0f} GB/s")
@@ -169,7 +177,7 @@ def _against_floor(checks: Checks, what: str, took_us: float, moved: int, gigaby
 
 
 def _bandwidth() -> float:
-    """Bytes read and written by a large copy, in GB/s."""
+    """Return the bandwidth of a large copy in GB/s, counting reads and writes."""
     source = torch.empty(1 << 28, dtype=torch.int64, device="cuda")
     target = torch.empty_like(source)
     took_us = graph_us(lambda: target.copy_(source), calls=4, rounds=10)
@@ -177,7 +185,9 @@ def _bandwidth() -> float:
 
 
 def crossover(checks: Checks) -> None:
-    """A window on the host, with its copy there, and on the device, with that of the rows: which is done first."""
+    """Compare a window reduced on the host, with its copy, and on the device, with the copy of the
+    rows.
+    """
     for slots, places, stamps in WINDOWS:
         window = Window(slots, places, stamps, seed=2)
         durations = window.inputs[1]

@@ -1,4 +1,4 @@
-"""The lines of the check: what was found, the bar it is held against, and whether it is met. Imports nothing heavy."""
+"""Lines of the check: the measured value, its bar, and whether it is met. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ class Line(NamedTuple):
     """PASS, FAIL, NOT_RUN, or "" for a figure without a bar."""
 
     def markdown(self) -> str:
-        """The row. What a value holds cannot break the table."""
+        """Return the row in Markdown. Values are escaped."""
         return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in self) + " |"
 
 
 class Checks:
-    """Takes a part's lines, and hands each on as it comes."""
+    """Collects a part's lines and passes each one on at once."""
 
     def __init__(self, take: Callable[[Line], None]) -> None:
         self._take = take
 
     def value(self, part: str, what: str, value: str) -> None:
-        """A figure without a bar."""
+        """Add a figure without a bar."""
         self._take(Line(part, what, value))
 
     def bar(self, part: str, what: str, value: str, bar: str, met: bool) -> None:
-        """A figure with one."""
+        """Add a figure with a bar."""
         self._take(Line(part, what, value, bar, PASS if met else FAIL))
 
     def missing(self, part: str, what: str, reason: str) -> None:
-        """What could not be run; no PASS."""
+        """Add a line for a check that could not run, which is no PASS."""
         self._take(Line(part, what, reason, "", NOT_RUN))

@@ -1,4 +1,4 @@
-"""aggregate="device" on one rank with NCCL: the path that two ranks of one GPU cannot take."""
+"""aggregate="device" on one rank with NCCL, which two ranks on one GPU cannot use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WINDOWS, SPIN_NS = 3, 50_000
 
 
 def merging(checks: Checks) -> None:
-    """Three windows: the merged one beside the rank's own, and its extra device memory."""
+    """Compare three merged windows with the rank's own, and measure the additional device memory."""
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29653", "RANK": "0", "WORLD_SIZE": "1"}
     os.environ.update(environment)
     dist.init_process_group("nccl")
@@ -56,7 +56,7 @@ def merging(checks: Checks) -> None:
 
 
 def _merged_work(ring: Path) -> list[MergedRow]:
-    """The device's work of a step, by window."""
+    """Return the device's work of a step for each window."""
     reader = Reader(ring)
     records = reader.read(final=True).records
     rows = [unpacked(each, reader.names()) for each in records[records["kind"] == Kind.MERGED]]

@@ -1,11 +1,14 @@
-"""NCCL's kernels through the plugin: that it is loaded, that two ranks of one GPU name the late one, what it takes.
+"""NCCL's kernels through the plugin: that it is loaded, that the late one of two ranks is named,
+and its cost.
 
-Each in processes of its own, for NCCL looks for the plugin at a process's first communicator only. On one rank it
-launches no kernel that it tells of: an all-reduce is a copy, and at a send to itself timing is given up. Two ranks on
-one GPU are not what NCCL is for: see one_gpu.py. Where NCCL refuses, that is said and nothing is concluded.
+Each part runs in separate processes, because NCCL looks for the plugin only at a process's first
+communicator. On one rank NCCL reports no kernel: an all-reduce is a copy, and a send to itself
+stops timing. Two ranks on one GPU are not supported by NCCL (one_gpu.py). If NCCL refuses them, the
+check reports this without a conclusion.
 
-As two hosts, NCCL has its progress thread and its pool in shared memory with and without the plugin; what the plugin
-adds in one node is told by the ranks that are on one host, if NCCL lets them.
+With ranks as two hosts, NCCL has its progress thread and its shared memory pool with and without
+the plugin. Ranks on one host, if NCCL permits them, show the plugin's additional resources in a
+node.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ Told = dict[str, dict[str, Any]]
 
 
 def nccl1(checks: Checks) -> None:
-    """One rank in a process of its own: NCCL loads the plugin, which gives up at the first copy to itself."""
+    """Run one rank in a separate process.
+
+    The plugin is loaded, and stops timing at the first copy to itself.
+    """
     version = nccl_plugin.version()
     if nccl_plugin.load() is None or version is None:
         checks.missing("nccl1", "the plugin", "it was not built, or this torch has no NCCL")
@@ -70,7 +76,10 @@ def nccl1(checks: Checks) -> None:
 
 
 def _costs(checks: Checks, part: str, where: str, told: Told) -> None:
-    """NCCL starts its own progress thread for works that are timed, which asks all the time while there are some."""
+    """Report the costs.
+
+    NCCL starts a progress thread for timed works, which polls while there are some.
+    """
     for what, field, unit in (
         ("threads", "threads", ""), ("process CPU", "cpu_s", " s"), ("shared memory", "shared_mib", " MiB")
     ):  # fmt: skip
@@ -88,7 +97,7 @@ def _costs(checks: Checks, part: str, where: str, told: Told) -> None:
 
 
 def nccl2(checks: Checks) -> None:
-    """Two ranks on one GPU, of which rank 1 has 20 ms of work before each all-reduce."""
+    """Run two ranks on one GPU. Rank 1 has 20 ms of work before each all-reduce."""
     what = "who came last in an all-reduce"
     told: Told = {}
     for wish in _WISHES:
@@ -115,7 +124,9 @@ def nccl2(checks: Checks) -> None:
 
 
 def nccl_room(checks: Checks) -> None:
-    """What the plugin takes on one host; and two containers with the usual 64 MB of shared memory, a rank in each."""
+    """Measure the plugin's resources on one host, and with ranks in two containers with 64 MB of
+    shared memory each.
+    """
     told: Told = {}
     for wish in _WISHES:
         with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +156,7 @@ def nccl_room(checks: Checks) -> None:
 
 
 def _not_ended(checks: Checks, part: str, what: str, wish: str, problem: str) -> None:
-    """What fails without the plugin, too, says nothing of it; what fails with it alone does."""
+    """Report ranks that did not end. It is a failure only if they end without the plugin."""
     if wish == "off":
         checks.missing(part, what, problem)
     else:
@@ -153,14 +164,14 @@ def _not_ended(checks: Checks, part: str, what: str, wish: str, problem: str) ->
 
 
 def _told(folder: Path) -> dict[str, Any]:
-    """What rank 0 has told."""
+    """Return the data that rank 0 has written."""
     ended = folder / "ended-0.json"
     destroy_s = json.loads(ended.read_text()) if ended.exists() else None
     return {**json.loads((folder / "told-0.json").read_text()), "destroy_s": destroy_s}
 
 
 def _two_ranks(folder: str, wish: str, *, prefix: Sequence[str] = (), same_host: bool = False, groups: int = 1) -> str:
-    """Runs both, with `prefix` before each one's command. What went wrong; "" if nothing did."""
+    """Run both ranks with `prefix` before each command. Return an error message, or ""."""
     ranks = []
     for rank in range(2):
         settings = one_host() if same_host else two_hosts(rank)
@@ -187,7 +198,7 @@ def _two_ranks(folder: str, wish: str, *, prefix: Sequence[str] = (), same_host:
 
 
 def _joined(folder: Path) -> dict[str, Any] | None:
-    """The all-reduces of both ranks, put together."""
+    """Join the all-reduces of both ranks."""
     join = CollectiveJoin()
     for path in folder.glob("*/rings/*.ring"):
         reader = Reader(path)

@@ -1,7 +1,9 @@
-"""The processes of the parts on NCCL: `python -m benchmarks.gpu_check.nccl_ranks lone|pair FOLDER WISH [GROUPS]`.
+"""Processes of the NCCL parts: `python -m benchmarks.gpu_check.nccl_ranks lone|pair FOLDER WISH
+[GROUPS]`.
 
-Each tells what it used and what the plugin counted in FOLDER/told-RANK.json, and in ended-RANK.json how long its
-communicators took to be destroyed: where that never ends, there is no such file.
+Each process writes its resources and the plugin's counters to FOLDER/told-RANK.json, and the time
+to destroy its communicators to ended-RANK.json. If the destruction never ends, the second file is
+missing.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ STEPS, SPIN_NS = 20, 20_000_000
 
 
 def shared_bytes() -> int:
-    """What is taken of /dev/shm."""
+    """Return the used bytes of /dev/shm."""
     found = os.statvfs("/dev/shm")
     return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 
 def _tell(folder: str, shared_before: int, **found: object) -> None:
-    """What this process used, and what the plugin has counted, for the one that has started it. Ends NCCL."""
+    """Write this process's resources and the plugin's counters for the parent process.
+
+    Destroy the communicators.
+    """
     plugin = nccl_plugin.load()
     counters = {} if plugin is None else plugin.counters()._asdict()
     used = {"threads": len(os.listdir("/proc/self/task")), "cpu_s": time.process_time()}
@@ -64,7 +69,10 @@ def _lone(folder: str, wish: str) -> None:
 
 
 def _one_of_two(folder: str, wish: str, groups: str = "1") -> None:
-    """groups: of both ranks, one communicator each; every step has an all-reduce in each."""
+    """Run one of two ranks.
+
+    `groups` is the number of communicators of both ranks, each with an all-reduce per step.
+    """
     torch.cuda.set_device(0)
     before = shared_bytes()
     with perf.watch(dir=folder, sidecar=False, report="off", modules="none", nccl=wish) as watch:

@@ -1,7 +1,8 @@
-"""Two ranks of NCCL on one GPU. NCCL is not made for that: each rank is told that it is a host of its own.
+"""Two NCCL ranks on one GPU, which NCCL does not support: each rank is configured as a separate
+host.
 
-They talk over the loopback's sockets, which is not how ranks of one node talk. One process each; the device runs the
-kernels of one process for a while, then the other's.
+They communicate over loopback sockets, unlike ranks of one node. Each rank is a process, and the
+device runs the kernels of the two processes in turns.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ _SETTINGS = {
 
 
 def two_hosts(rank: int) -> dict[str, str]:
-    """The environment of a rank, before its first communicator."""
+    """Return the environment of a rank before its first communicator."""
     return {**_SETTINGS, "NCCL_HOSTID": f"torchlens-perf-{rank}"}
 
 
 def one_host() -> dict[str, str]:
-    """That of ranks which are told to be on one host, and may talk through its shared memory. NCCL may refuse it."""
+    """Return the environment of ranks on one host, which may use shared memory.
+
+    NCCL may refuse it.
+    """
     return {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
 def refusal(words: str) -> str:
-    """The line in which NCCL says why it fails; "" where it is not NCCL that has failed."""
+    """Return the line with NCCL's reason for its failure, or "" if NCCL did not fail."""
     if "nccl" not in words.lower():
         return ""
     lines = [line.strip() for line in words.splitlines() if "rror" in line or "uplicate GPU" in line]
@@ -34,7 +38,9 @@ def refusal(words: str) -> str:
 
 
 def small_shared_memory(mib: int = 64) -> list[str] | str:
-    """What goes before a command so that it has so much of /dev/shm, as in a container; or why that cannot be."""
+    """Return a command prefix that limits /dev/shm to this size as in a container, or the reason
+    why it is impossible.
+    """
     if shutil.which("unshare") is None:
         return "there is no unshare"
     mount = f'mount -t tmpfs -o size={mib}m tmpfs /dev/shm && exec "$@"'

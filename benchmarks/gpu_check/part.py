@@ -1,6 +1,7 @@
-"""One part of the check in this process: `python -m benchmarks.gpu_check.part NAME`. The runner starts it.
+"""Run one part of the check in this process for the runner: `python -m benchmarks.gpu_check.part
+NAME`.
 
-Lines go as JSON to the file descriptor that is named, or else to stdout as they are printed in the table.
+Lines go as JSON to the given file descriptor. Without one they are printed as rows of the table.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """0, also where a line is a FAIL: the runner counts them."""
+    """Run the part. Return 0 even after a FAIL, because the runner counts them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
     parser.add_argument("--target", help="module:function; of a part that is not in the list")
@@ -33,7 +34,8 @@ def main() -> int:
         checks = Checks(lambda line: print(line.markdown(), flush=True))
     else:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.set_inheritable(asked.lines, False)  # the part is over when its own process is
+        # The part ends with its own process, not with its children.
+        os.set_inheritable(asked.lines, False)
         pipe = os.fdopen(asked.lines, "w", buffering=1)
 
         def write(line: Line) -> None:
@@ -44,7 +46,8 @@ def main() -> int:
     os.environ["GPU_CHECK_DEVICE"] = asked.device
     try:
         getattr(importlib.import_module(module), function)(checks)
-    except Exception as error:  # what it has told so far stays
+    # Lines reported so far stay valid.
+    except Exception as error:
         traceback.print_exc()
         checks.bar(asked.name, "the part itself", f"{type(error).__name__}: {error}"[:200], "runs", False)
     return 0

@@ -1,24 +1,28 @@
-"""The parts of the check in the order in which they run: what matters most to a user comes first."""
+"""Parts of the check in the order of their importance to users, in which they run."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 CUDA, ASYNC = "cuda", "asyncdev"
-MODULES = "asyncdev_modules"  # with a spin for each module, as on CUDA
+# With a spin for each module, as on CUDA.
+MODULES = "asyncdev_modules"
 _HERE = "benchmarks.gpu_check"
 
 
 class Part(NamedTuple):
-    """A function that takes Checks, which runs in a process of its own."""
+    """A function that takes Checks and runs in a separate process."""
 
     name: str
     target: str
     """module:function"""
     limit_s: float
-    """Then it is ended, which is a FAIL. Several times what it should take: it is there for what hangs."""
+    """Time limit, after which the part is ended with a FAIL.
+
+    Several times the usual time, as it only catches hangs.
+    """
     devices: tuple[str, ...] = (CUDA,)
-    """On which it says something."""
+    """Devices on which the part is meaningful."""
 
 
 PARTS = (

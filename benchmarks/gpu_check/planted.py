@@ -1,8 +1,10 @@
-"""Planted stragglers: DDP with two ranks, a fault in one of them, and who is named by the live sidecar.
+"""Planted stragglers: two DDP ranks with a fault in one of them, and the rank named by the live
+sidecar.
 
-The same runs as in the campaign on devices (benchmarks/planted_devices.py), on the device that is asked for. On CUDA
-both ranks are on one GPU (one_gpu.py). gloo with tensors on the GPU would be another thing: its collectives hold up the
-host, so that the host's times show who is slow; with NCCL they do not.
+The runs are those of the campaign on devices (benchmarks/planted_devices.py), on the requested
+device. On CUDA both ranks are on one GPU (one_gpu.py). gloo with tensors on the GPU would be no
+replacement: its collectives block the host, so the host's times show the slow rank, which they do
+not with NCCL.
 """
 
 from __future__ import annotations
@@ -37,17 +39,18 @@ FAULTS = {
     "ddp-clean_item": "nothing, .item() in every step",
 }
 RANKS, STEPS, SEED = 2, 120, 1
-HOST_MS = (120, 160)  # what the host can hide behind the device costs nothing, and nobody is to be named for it
+# The host hides shorter delays behind the device. They cost nothing and must not be reported.
+HOST_MS = (120, 160)
 _RUN_S = 60
 
 
 def planted(checks: Checks) -> None:
-    """Each fault once, by DDP; first the loops whose hosts run ahead."""
+    """Run each fault once under DDP, beginning with the loops whose hosts run ahead."""
     check(checks, os.environ["GPU_CHECK_DEVICE"])
 
 
 def check(checks: Checks, device: str, kinds: Sequence[str] = tuple(FAULTS), steps: int = STEPS) -> None:
-    """A line for each run as it ends."""
+    """Report a line for each run as it ends."""
     on = DEVICES[device]()
     truths = [plant(kind, SEED, RANKS, steps, on.slowness, HOST_MS) for kind in kinds]
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +66,7 @@ def check(checks: Checks, device: str, kinds: Sequence[str] = tuple(FAULTS), ste
 
 
 def _wait_for(file: Path, ranks: list[subprocess.Popen[bytes]]) -> str:
-    """Until it is there. What went wrong, or ""."""
+    """Wait until the file exists. Return an error message, or ""."""
     deadline_s = time.monotonic() + _RUN_S
     while time.monotonic() < deadline_s:
         codes = [rank.poll() for rank in ranks]
@@ -96,7 +99,7 @@ def _what(truth: Truth) -> str:
 
 
 def _not_ended(checks: Checks, truths: list[Truth], problem: str, logs: str, device: str) -> None:
-    """NCCL may refuse two ranks on one GPU, which says nothing of us. Anything else does."""
+    """Report runs that did not end. A refusal of NCCL is no failure of ours, anything else is."""
     refused = refusal(logs) if device == CUDA else ""
     for truth in truths:
         if refused:

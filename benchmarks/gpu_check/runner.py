@@ -1,7 +1,8 @@
-"""Runs parts one after the other, each in a process of its own with a limit, until the time is over.
+"""Run parts one after the other, each in a separate process with a time limit, until the time is
+over.
 
-What one part does to its process, or to its context on the device, is nothing to the next one. All that is known is in
-the Markdown file after each line, so a kill of the whole loses nothing.
+A part's effects on its process or its device context do not affect the next part. The Markdown file
+is complete after each line, so a kill loses nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ class Runner:
     """Runs parts, prints their lines, and writes the file."""
 
     def __init__(self, out: Path, device: str, facts: Mapping[str, str], seconds: float) -> None:
-        """out: the folder of the file. facts: what the lines were found with. seconds: then no part begins any more,
-        and one that runs is ended."""
+        """Set up the runner. `out` is the folder of the file, and `facts` describes the machine.
+
+        After `seconds` no part starts any more, and a running one is ended.
+        """
         self._file, self._device, self._facts, self._date = (
             out / FILE,
             device,
@@ -40,18 +43,19 @@ class Runner:
         self._seconds = seconds
         self._begin_s = time.monotonic()
         self._took: list[tuple[str, float]] = []
-        self._to_come: list[str] = []  # and the one that runs: what a killed run has not told
+        # Includes the running part, so that the file of a killed run names it.
+        self._to_come: list[str] = []
         self.lines: list[Line] = []
         self.left: list[str] = []
-        """Parts that were not run to their end because the time was over."""
+        """Parts that were not completed because the time was over."""
 
     @property
     def failed(self) -> int:
-        """How many lines missed their bar."""
+        """Number of missed bars."""
         return sum(line.result == FAIL for line in self.lines)
 
     def run(self, parts: Sequence[Part]) -> int:
-        """Runs them. The exit code: 1 on a FAIL, 3 where parts were left for lack of time, else 0."""
+        """Run the parts. Return 1 on a FAIL, 3 if parts were left for lack of time, else 0."""
         self._to_come = [part.name for part in parts]
         self._save()
         print("\n".join(_HEAD), flush=True)
@@ -105,7 +109,7 @@ class Runner:
         self._add(Line(part.name, "the part itself", value, bar, FAIL))
 
     def _take_lines(self, reading: int, deadline_s: float) -> bool:
-        """Until the part closes its end. Returns whether it did so in time."""
+        """Read lines until the part closes its end. Return whether it did so in time."""
         rest = b""
         with selectors.DefaultSelector() as selector:
             selector.register(reading, selectors.EVENT_READ)
@@ -158,7 +162,7 @@ _HEAD = (f"| {' | '.join(COLUMNS)} |", "|" + " --- |" * len(COLUMNS))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Of its whole session, nothing lives afterwards; also what a part that has ended by itself has left."""
+    """Kill all processes of its session, also those left by a part that has ended by itself."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

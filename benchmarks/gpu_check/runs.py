@@ -1,4 +1,4 @@
-"""Reading back what a watch without a sidecar has recorded."""
+"""Read the recording of a watch without a sidecar."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torchlens_perf.run.sketch import Sketch
 
 
 def last_rings(folder: str) -> Path:
-    """The ring file of the newest run below."""
+    """Return the ring file of the newest run in the folder."""
     return max(Path(folder).glob("*/rings/*.ring"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def device_statistics(ring: Path) -> DeviceStatistics:
-    """What the sidecar would make of its records of the device."""
+    """Return the sidecar's device statistics from the ring's records."""
     reader, found = Reader(ring), DeviceStatistics()
     found.add(reader.read(final=True).records, reader.names())
     reader.close()
@@ -23,5 +23,5 @@ def device_statistics(ring: Path) -> DeviceStatistics:
 
 
 def stamped(ring: Path) -> dict[str, Sketch]:
-    """Device sections by name."""
+    """Return device sections by name."""
     return device_statistics(ring).stamped

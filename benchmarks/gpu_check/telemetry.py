@@ -1,4 +1,4 @@
-"""Telemetry of a real GPU: what NVML tells here, what a sample takes, and whether its quantities are what we say."""
+"""Telemetry of a real GPU: its values, the time of a sample, and the units of its quantities."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ _PERIOD_S, _IDLE, _LOADED = 0.5, 8, 16  # samples
 
 
 def nvml(checks: Checks) -> None:
-    """Idle, then under a load of matrix products."""
+    """Sample an idle device, then one under a load of matrix products."""
     uuid = str(facts_of(0)["uuid"])
     telemetry = GpuTelemetry()
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()
-    _samples(telemetry, uuid, 2, [])  # opens the library, and begins GPM's first interval
+    # Open the library and start GPM's first interval.
+    _samples(telemetry, uuid, 2, [])
     took_ms: list[float] = []
     idle = _samples(telemetry, uuid, _IDLE, took_ms)
     stop_s = time.monotonic() + _PERIOD_S * (_LOADED + 2)
@@ -98,7 +99,7 @@ def _load_shows(checks: Checks, idle: Sequence[GpuSample], loaded: Sequence[GpuS
     checks.bar(
         "nvml", "longest throttled time of all reasons, to the time", f"{most:.3f}", "at most 1.05", most <= 1.05
     )
-    # By samples and by the counter, which would be a thousandth of it if it were no nanoseconds.
+    # Compare the samples with the counter, which would differ by a factor of 1000 in another unit.
     asked, counted = under.counts.get("clock_reasons", 0), under.throttled().get("power")
     by_samples = under.reasons.get("power", 0) / asked if asked else 0.0
     if by_samples < 0.5 or counted is None:

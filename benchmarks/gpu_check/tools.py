@@ -1,4 +1,4 @@
-"""Other programs' views: an NVTX tool's counts, and compute-sanitizer on the kernels."""
+"""Results of other programs: an NVTX tool's counts, and compute-sanitizer on the kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ with perf.watch(model, optimizer, dir="runs", sidecar=False, report="off"):
 
 
 def nvtx(checks: Checks) -> None:
-    """Ranges by name, counted by an injection library in the place of Nsight Systems."""
+    """Count ranges by name with an injection library instead of Nsight Systems."""
     compiler = shutil.which("gcc")
     if importlib.util.find_spec("nvtx") is None or compiler is None:
         checks.missing("nvtx", "ranges by name", "needs the package nvtx, and gcc")
@@ -49,13 +49,14 @@ def nvtx(checks: Checks) -> None:
 
 
 def sanitizer(checks: Checks) -> None:
-    """memcheck and racecheck over every kernel, on the inputs of the equality check."""
+    """Run memcheck and racecheck over every kernel, on the inputs of the equality check."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         checks.missing("sanitizer", "memcheck, racecheck", "compute-sanitizer is not here")
         return
     for check in ("memcheck", "racecheck"):
-        errors = ["--report-api-errors", "no"] if check == "memcheck" else []  # torch makes some on purpose
+        # torch causes some API errors on purpose.
+        errors = ["--report-api-errors", "no"] if check == "memcheck" else []
         command = [tool, "--tool", check, "--error-exitcode", "9", *errors, "--kernel-regex", "kns=reduce_window"]
         command += ["--kernel-regex", "kns=merged_quantiles", "--kernel-regex", "kns=rank_scores"]
         command += ["--kernel-regex", "kns=stamp", sys.executable, "-m", "benchmarks.gpu_check.part", "kernels"]

@@ -1,4 +1,4 @@
-"""Implicit waits of every kind: calls that a watch adds to training, as CUPTI sees them (driver_calls.py)."""
+"""Count implicit waits of every kind that a watch adds to training, by CUPTI (driver_calls.py)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from benchmarks.gpu_check.driver_calls import KINDS, Calls
 from benchmarks.gpu_check.gpt import trainer
 from benchmarks.gpu_check.lines import Checks
 
-STEPS, WARM_UP = 300, 40  # the steps are some seconds: windows are reduced, anchors taken, memory read
+# The steps take some seconds, so windows are reduced, anchors taken, and memory read.
+STEPS, WARM_UP = 300, 40
 _MODULE = 'extern "C" __global__ void of_the_check_{number}(void) {{}}'
 
 
 def waits(checks: Checks) -> None:
-    """First that the counter sees each kind; then steps without a watch, and with one that has every hook."""
+    """Check that the counter sees each kind.
+
+    Then run steps without a watch, and with one that has every hook.
+    """
     try:
         calls = Calls()
     except (RuntimeError, OSError) as error:
@@ -30,7 +34,8 @@ def waits(checks: Checks) -> None:
     for _ in range(WARM_UP):
         step()
     without = _steps(calls, step)
-    perf.device_section("step")  # before the watch, which then makes its memory as it begins
+    # Created before the watch, which then allocates its memory at its start.
+    perf.device_section("step")
 
     def watched_step() -> None:
         with perf.device_section("step"):
@@ -58,7 +63,7 @@ def waits(checks: Checks) -> None:
 
 
 def _blind(checks: Checks, calls: Calls) -> set[str]:
-    """Makes each kind of call. The kinds that are not seen."""
+    """Make each kind of call. Return the kinds that were not counted."""
     import cupy
 
     torch.zeros(1, device="cuda").item()

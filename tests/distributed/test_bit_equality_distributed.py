@@ -1,4 +1,4 @@
-"""A watch changes nothing in a distributed run either, and adds no collective to those of the job."""
+"""A watch changes no result of a distributed run, and adds no collective to those of the job."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.support.model_zoo import Outcome, Watching, batches, train
 from tests.support.recording import EVERYTHING, Recording, recorded
 from torchlens_perf.run.ring import Kind
 
-# How the flight recorder calls an operator of c10d on gloo; these three are not in it.
+# Names of gloo's operators in the flight recorder. These three are missing in it.
 IN_FLIGHT_RECORDER = {
     "allreduce": "gloo:all_reduce",
     "broadcast": "gloo:broadcast",
     "allgather": "gloo:all_gather",
     "allgather_base": "gloo:all_gather",
-    "reduce_scatter_base": "gloo:all_reduce",  # gloo has no other way
+    "reduce_scatter_base": "gloo:all_reduce",  # gloo implements it this way
     "monitored_barrier": "",
     "send": "",
     "recv": "",
@@ -62,7 +62,7 @@ def data_parallel(watching: Watching) -> Outcome:
 
 
 def data_parallel_accumulating(watching: Watching) -> Outcome:
-    """Three batches a step, and only the last one's gradients are reduced."""
+    """Three batches per step. Only the last one's gradients are reduced."""
     model = DistributedDataParallel(nn.Sequential(Block(), Block()), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters())
     losses = []
@@ -79,7 +79,7 @@ def data_parallel_accumulating(watching: Watching) -> Outcome:
 
 
 def data_parallel_with_hook(watching: Watching) -> Outcome:
-    """A communication hook of the user's, parameters without a gradient, checkpointing."""
+    """A communication hook of the user, parameters without a gradient, and checkpointing."""
     inner = nn.Sequential(Block(checkpointed=True), nn.Linear(8, 8))
     inner.unused = nn.Linear(8, 8)
     model = DistributedDataParallel(inner, find_unused_parameters=True)
@@ -88,13 +88,12 @@ def data_parallel_with_hook(watching: Watching) -> Outcome:
 
 
 def data_parallel_compiled(watching: Watching) -> Outcome:
-    """Dynamo compiles what is inside."""
     model = DistributedDataParallel(nn.Sequential(Block(), Block()))
     return train(watching, torch.compile(model, backend="aot_eager"))
 
 
 def fully_sharded(watching: Watching) -> Outcome:
-    """FSDP2, block by block, with checkpointing, and an optimizer on shards."""
+    """FSDP2, block by block, with checkpointing and an optimizer on shards."""
     model = nn.Sequential(Block(), Block(checkpointed=True), nn.Linear(8, 8))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model:
@@ -105,7 +104,9 @@ def fully_sharded(watching: Watching) -> Outcome:
 
 
 def own_collectives(watching: Watching) -> Outcome:
-    """Collectives of every form by the user, with a subgroup, also asynchronous, functional and point to point."""
+    """Collectives of every form by the user, also in a subgroup, asynchronous, functional and point
+    to point.
+    """
     (group,) = GROUPS
     results = []
     other = 1 - dist.get_rank()
@@ -163,14 +164,14 @@ GROUPS: list[dist.ProcessGroup] = []
 
 
 class Collectives:
-    """The job's collectives, from c10d's own flight recorder: it does not go through the dispatcher."""
+    """The job's collectives from c10d's flight recorder, which does not use the dispatcher."""
 
     def __init__(self) -> None:
         self._seen = self._newest()
         self.all: list[Collective] = []
 
     def take(self) -> list[Collective]:
-        """Those since the last call, in the order of their start."""
+        """Return the collectives since the last call, ordered by start."""
         newest = self._newest()
         new = [entry for entry in self._entries() if entry["record_id"] > self._seen]
         assert len(new) == newest - self._seen, "the flight recorder has lost some"
@@ -187,21 +188,22 @@ class Collectives:
 
 
 class Result(NamedTuple):
-    """One case on one rank."""
+    """Result of one case on one rank."""
 
     difference: str
-    """What differed between the run with a watch and the one without; empty if nothing did."""
+    """Difference between the runs with and without a watch, or an empty string."""
     plain: list[Collective]
     watched: list[Collective]
-    """The collectives of the whole run, without and with the watch."""
+    """Collectives of the whole run, without and with the watch."""
     inside: list[Collective]
-    """Those that the watch could see: a model is made before it."""
+    """Collectives that the watch could record. The model is created before it."""
     recording: Recording
 
 
 def one_rank(folder: Path) -> dict[str, Result]:
-    """Every case without and with a watch."""
-    GROUPS.append(dist.new_group([0, 1]))  # once: a second one would get another name
+    """Run every case without and with a watch."""
+    # Create the group once, because a second one would get another name.
+    GROUPS.append(dist.new_group([0, 1]))
     return {name: one_case(case, folder / name) for name, case in CASES.items()}
 
 
@@ -240,13 +242,18 @@ def run_case(
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Result]]:
-    """By rank and case; all in one pair of processes, because starting them takes longer than running."""
+    """Return the results by rank and case.
+
+    All cases run in one pair of processes, because the start is slow.
+    """
     return run_ranks(one_rank, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_distributed_run_is_bit_identical(name: str, results: list[dict[str, Result]]) -> None:
-    """On every rank: the same parameters, buffers, gradients, optimizers, losses, results, random numbers."""
+    """On every rank all parameters, buffers, gradients, optimizers, losses, results and random
+    numbers are equal.
+    """
     for rank in results:
         assert rank[name].difference == ""
         assert (rank[name].recording.internal_errors, rank[name].recording.unbalanced) == (0, 0)
@@ -255,7 +262,7 @@ def test_distributed_run_is_bit_identical(name: str, results: list[dict[str, Res
 
 @pytest.mark.parametrize("name", CASES)
 def test_watch_adds_no_collective(name: str, results: list[dict[str, Result]]) -> None:
-    """c10d saw the same operations, on the same groups and sizes, in the same order."""
+    """c10d recorded the same operations, groups and sizes in the same order."""
     for rank in results:
         assert len(rank[name].plain) >= STEPS
         assert rank[name].plain == rank[name].watched
@@ -263,7 +270,7 @@ def test_watch_adds_no_collective(name: str, results: list[dict[str, Result]]) -
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_collective_is_recorded_once(name: str, results: list[dict[str, Result]]) -> None:
-    """The flight recorder, which works beside the dispatcher, and the tap agree on what the job has issued."""
+    """The tap's records equal those of the flight recorder, which does not use the dispatcher."""
     for rank in results:
         issued = sorted(rank[name].recording.of(Kind.COLLECTIVE), key=lambda each: each.start_ns)
         recorded_names = [each.name.partition(" group=") for each in issued]

@@ -1,4 +1,6 @@
-"""`torchlens-perf capture` on live two-rank runs: the files, what they cost, and the one that a verdict asks for."""
+"""`torchlens-perf capture` on live two-rank runs: the files, their cost, and a capture triggered by
+a verdict.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from torchlens_perf.view.terminal import render
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STARTED_S = 90.0
-STEPS = 60  # of train_twice.py, each time
+# Steps of each run of train_twice.py.
+STEPS = 60
 
 
 def wait(wanted: Callable[[], Any], timeout_s: float = 60) -> Any:
@@ -36,7 +39,7 @@ def wait(wanted: Callable[[], Any], timeout_s: float = 60) -> Any:
 
 
 def torchlens_perf(*arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
+    """Return a command's exit code, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(each) for each in arguments])
@@ -50,9 +53,12 @@ def traced_steps(trace: Path) -> set[int]:
 
 
 def test_captured_run_is_the_same(tmp_path: Path) -> None:
-    """Beside the same training without a capture: the same bits, no Python thread and no socket more, and afterwards a
-    shortest step that does not take half as much processor time again. A thread of Kineto's stays, which Python does
-    not count; whether steps become a few percent slower is not for this test to say (benchmarks/capture_cost.py)."""
+    """Compare with the same training without a capture: bits, Python threads, sockets and step time
+    are the same.
+
+    The shortest later step must not take 1.5 times the processor time. Kineto keeps a thread, which
+    Python does not count. Smaller slowdowns are measured by benchmarks/capture_cost.py.
+    """
     request = Request("one", BY_USER, time.time(), 0, (1,), from_step=STEPS + 20, steps=3)
     with LiveRanks(tmp_path, 2, script=str(SCRIPTS / "train_twice.py")) as job:
         run = job.run_directory()
@@ -76,7 +82,7 @@ def test_captured_run_is_the_same(tmp_path: Path) -> None:
         assert captured["parameters"] == plain["parameters"]
         assert captured["threads"] == plain["threads"]
         assert captured["sockets"] == plain["sockets"]
-        # The shortest: what else the thread does makes any other one longer.
+        # Use the shortest step, because other work of the thread makes steps longer.
         before, after = (min(captured["seconds"][part]) for part in (slice(2, 19), slice(23, None)))
         assert after < 1.5 * before
     assert (code, error) == (2, f"torchlens-perf: {run.run_id} has ended: a capture needs a live run\n")
@@ -84,10 +90,14 @@ def test_captured_run_is_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_command_and_verdict(tmp_path: Path) -> None:
-    """A slow rank is named, and captured beside the healthy one, once; then the command captures another rank."""
+    """A slow rank is named, and captured together with the healthy one, once.
+
+    Then the command captures another rank.
+    """
     with LiveRanks(tmp_path, 2, SLOW_RANK="1", SLOW_FROM="20", TORCHLENS_PERF_CAPTURE="verdict") as job:
         run = job.run_directory()
-        # On a busy machine, not the first verdict: that all ranks lack a CPU may cost more.
+        # On a busy machine this may not be the first verdict, because CPU contention of all ranks
+        # may cost more.
         job.wait_for(lambda report: "straggler" in [each["kind"] for each in report["verdicts"]], STARTED_S)
         wait(lambda: len(captures(run)) == 2)
         unknown = torchlens_perf("capture", run.path, "--rank", "0,7")

@@ -1,6 +1,7 @@
-"""Ranks that do not all do the same: no deadlock, the job's own results, and one number for each collective everywhere.
+"""Ranks with different operations: no deadlock, the job's own results, and consistent collective
+numbers.
 
-Each call's payload has a size of its own, and so the record of a collective says which call of the job it was.
+Each call's payload has a unique size, so a collective's record identifies the job's call.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ pytestmark = pytest.mark.distributed
 RANKS = 3
 PAIRS = ((0, 1), (1, 2), (0, 2))
 BETWEEN_TWO = ("send", "recv", "recv_any_source")
-SMALLEST = 16  # floats of the first call's payload
+# Number of floats in the first call's payload.
+SMALLEST = 16
 
 Watching = Callable[[], AbstractContextManager[None]]
 SCENARIOS: dict[str, Callable[[Job, Watching], None]] = {}
@@ -42,13 +44,13 @@ GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def scenario(run: Callable[[Job, Watching], None]) -> Callable[[Job, Watching], None]:
-    """Runs on all ranks, once unwatched and once watched."""
+    """Register a scenario that all ranks run once unwatched and once watched."""
     SCENARIOS[run.__name__] = run
     return run
 
 
 class Job:
-    """Collectives that say which call they were, and what came of them."""
+    """Collectives whose payloads identify the call, and their results."""
 
     def __init__(self, folder: Path) -> None:
         self.rank = dist.get_rank()
@@ -57,13 +59,13 @@ class Job:
         self.called: Counter[str] = Counter()
 
     def payload(self, group: dist.ProcessGroup | None = None) -> Tensor:
-        """The next call's of a group: its size and its values are that call's alone."""
+        """Return the payload of a group's next call, with a unique size and unique values."""
         name = (group or dist.group.WORLD).group_name
         self.called[name] += 1
         return torch.full((SMALLEST + self.called[name],), float(10 * self.called[name] + self.rank))
 
     def all_reduce(self, group: dist.ProcessGroup | None = None, *, asynchronous: bool = False) -> None:
-        """Raises AssertionError if the members were not all at the same call."""
+        """Run an all-reduce. Raises AssertionError if the members were not all in the same call."""
         payload = self.payload(group)
         number = self.called[(group or dist.group.WORLD).group_name]
         work = dist.all_reduce(payload, group=group, async_op=asynchronous)
@@ -76,7 +78,10 @@ class Job:
 
 @scenario
 def one_rank_stops_earlier(job: Job, watching: Watching) -> None:
-    """Rank 2 has three steps, leaves its watch and waits; the others go on in a group of their own."""
+    """Rank 2 makes three steps, leaves its watch and waits.
+
+    The other ranks continue in a separate group.
+    """
     pair = GROUPS[0, 1]
     with watching():
         for _ in range(3):
@@ -89,7 +94,10 @@ def one_rank_stops_earlier(job: Job, watching: Watching) -> None:
 
 @scenario
 def uneven_inputs_with_join(job: Job, watching: Watching) -> None:
-    """Each rank has one batch more than the one before it: DDP shadows the collectives of those that have ended."""
+    """Each rank has one batch more than the rank before it.
+
+    DDP shadows the collectives of ended ranks.
+    """
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), bucket_cap_mb=1e-4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -103,7 +111,10 @@ def uneven_inputs_with_join(job: Job, watching: Watching) -> None:
 
 @scenario
 def groups_that_some_ranks_use(job: Job, watching: Watching) -> None:
-    """Each pair of ranks has its own group, used at its own pace; one was made by its members alone."""
+    """Each pair of ranks uses its own group at its own pace.
+
+    One group was created by its members alone.
+    """
     with watching():
         for step in range(6):
             for number, members in enumerate(PAIRS):
@@ -115,7 +126,7 @@ def groups_that_some_ranks_use(job: Job, watching: Watching) -> None:
 
 @scenario
 def barriers(job: Job, watching: Watching) -> None:
-    """Of every kind, between other collectives, on groups of some ranks and of all."""
+    """Barriers of every kind between other collectives, on groups of some ranks and of all."""
     pair = GROUPS[1, 2]
     with watching():
         for _ in range(3):
@@ -132,7 +143,7 @@ def barriers(job: Job, watching: Watching) -> None:
 
 @scenario
 def ring(job: Job, watching: Watching) -> None:
-    """Point to point around the ranks: batched and asynchronous, blocking, with tags, and from whoever comes."""
+    """Messages around the ranks: batched, asynchronous, blocking, with tags, and from any source."""
     after, before = (job.rank + 1) % RANKS, (job.rank - 1) % RANKS
     with watching():
         for _ in range(4):
@@ -155,7 +166,10 @@ def ring(job: Job, watching: Watching) -> None:
 
 @scenario
 def watches_that_begin_at_different_calls(job: Job, watching: Watching) -> None:
-    """Rank r misses the first r rounds of every form: numbers go on from what the backend has counted."""
+    """Rank r misses the first r rounds of every form.
+
+    Its numbers continue from the backend's count.
+    """
     with watching() if job.rank == 0 else nullcontext():
         every_form(job)
         with watching() if job.rank == 1 else nullcontext():
@@ -165,7 +179,7 @@ def watches_that_begin_at_different_calls(job: Job, watching: Watching) -> None:
 
 
 def every_form(job: Job) -> None:
-    """Every collective that gloo has, each with a payload of its own."""
+    """Run every collective of gloo with a unique payload each."""
     job.all_reduce()
     one = job.payload()
     dist.broadcast(one, 1)
@@ -196,7 +210,7 @@ def parts_like(tensor: Tensor) -> list[Tensor]:
 
 @scenario
 def group_that_is_made_again(job: Job, watching: Watching) -> None:
-    """The world is taken down and made anew inside of a watch, twice."""
+    """The world is destroyed and created again inside a watch, twice."""
     with watching():
         job.all_reduce()
         for again in range(2):
@@ -209,7 +223,9 @@ def group_that_is_made_again(job: Job, watching: Watching) -> None:
 
 @scenario
 def watch_after_what_only_some_ranks_count(job: Job, watching: Watching) -> None:
-    """Before the watch, messages between two ranks, and a barrier that costs rank 0 more of them: gloo counts both."""
+    """Before the watch, two ranks exchange messages, and a barrier needs more of them on rank 0.
+    gloo counts both.
+    """
     if job.rank != 2:
         one = torch.ones(1)
         dist.send(one, 1) if job.rank == 0 else dist.recv(one, 0)
@@ -224,20 +240,23 @@ def watch_after_what_only_some_ranks_count(job: Job, watching: Watching) -> None
 
 
 class Outcome(NamedTuple):
-    """One scenario on one rank."""
+    """Outcome of one scenario on one rank."""
 
     same_results: bool
-    """Whether the run with a watch gave, bit for bit, what the one without gave."""
+    """True if the run with a watch had bit-equal results to the one without."""
     plain: list[Collective]
     watched: list[Collective]
-    """What c10d's flight recorder saw: operations, their groups and sizes, in their order."""
+    """Operations, groups and sizes in order, from c10d's flight recorder."""
     recording: Recording
 
 
 def make_groups(path: str) -> None:
-    """A new world, and a group for each pair of ranks; one of them is made by its members alone."""
+    """Create a new world and a group for each pair of ranks.
+
+    One of them is created by its members alone.
+    """
     rank, store = dist.get_rank(), dist.FileStore(path, RANKS)
-    # Nobody closes the old connections while another one still waits in the last collective.
+    # Close no old connections while another rank still waits in the last collective.
     store.set(f"arrived {rank}", "")
     store.wait([f"arrived {other}" for other in range(RANKS)])
     dist.destroy_process_group()
@@ -249,12 +268,12 @@ def make_groups(path: str) -> None:
 
 
 def one_rank(folder: Path) -> dict[str, Outcome]:
-    """Every scenario without and with a watch."""
+    """Run every scenario without and with a watch."""
     return {name: one_scenario(run, folder / name) for name, run in SCENARIOS.items()}
 
 
 def one_rank_in_python(folder: Path) -> dict[str, Outcome]:
-    """With the tap that is there where the native one has not been built."""
+    """Run with the Python tap, which is used if the native one is not built."""
     tap_requirements.places = lambda: ()
     assert native_tap.load() is None
     return one_rank(folder)
@@ -272,7 +291,8 @@ def one_scenario(run: Callable[[Job, Watching], None], folder: Path) -> Outcome:
     results, seen = [], []
     for watch in (nullcontext, watching):
         torch.manual_seed(dist.get_rank())
-        make_groups(f"{folder}-{len(results)}")  # so that nothing is counted yet
+        # Start with groups that have no count yet.
+        make_groups(f"{folder}-{len(results)}")
         collectives, job = Collectives(), Job(Path(f"{folder}-{len(results)}-again"))
         run(job, watch)
         seen.append(collectives.take())
@@ -284,7 +304,10 @@ def one_scenario(run: Callable[[Job, Watching], None], folder: Path) -> Outcome:
 
 @pytest.fixture(scope="module", params=["native", *long("python")])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    """By rank and scenario, under each tap; all in one set of processes, because starting them takes longest."""
+    """Return the outcomes by rank and scenario, for each tap.
+
+    One set of processes, because their start is slow.
+    """
     if request.param == "native":
         tap_build.build()
     function = one_rank if request.param == "native" else one_rank_in_python
@@ -296,7 +319,7 @@ def sequence(record: Record) -> int:
 
 
 def numbered(recording: Recording) -> dict[str, dict[int, tuple[str, int]]]:
-    """By group and number: the operation and its bytes, without the operations between two ranks."""
+    """Return operation and bytes by group and number, without operations between two ranks."""
     found: dict[str, dict[int, tuple[str, int]]] = {}
     for each in recording.of(Kind.COLLECTIVE):
         operation = parse(each.name)
@@ -304,7 +327,7 @@ def numbered(recording: Recording) -> dict[str, dict[int, tuple[str, int]]]:
         if operation.operation not in BETWEEN_TWO:
             group = found.setdefault(operation.group, {})
             assert sequence(each) not in group, f"two operations are number {sequence(each)}"
-            # Who gathers nothing has no size.
+            # A rank that gathers nothing has no size.
             size = each.value0 if SEMANTICS[operation.operation].equal_bytes else 0
             group[sequence(each)] = (operation.operation, size)
     return found
@@ -312,7 +335,9 @@ def numbered(recording: Recording) -> dict[str, dict[int, tuple[str, int]]]:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_results_are_the_jobs_own(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    """No deadlock, no error of ours, and on every rank the tensors of the unwatched run."""
+    """There is no deadlock and no error of ours, and every rank has the tensors of the unwatched
+    run.
+    """
     for rank in outcomes:
         assert rank[name].same_results
         assert (rank[name].recording.internal_errors, rank[name].recording.unbalanced) == (0, 0)
@@ -320,7 +345,7 @@ def test_results_are_the_jobs_own(name: str, outcomes: list[dict[str, Outcome]])
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_jobs_collectives_are_unchanged(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    """Their order, group and size, as c10d's flight recorder saw them on each rank."""
+    """Order, group and size are the same in c10d's flight recorder on each rank."""
     for rank in outcomes:
         assert rank[name].plain
         assert rank[name].plain == rank[name].watched
@@ -328,7 +353,9 @@ def test_jobs_collectives_are_unchanged(name: str, outcomes: list[dict[str, Outc
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS.keys() - {"watch_after_what_only_some_ranks_count"}))
 def test_a_collective_has_one_number(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    """The same call of the job has the same number on every member of its group, and no other call has it."""
+    """A call of the job has the same number on every member of its group, and no other call has
+    this number.
+    """
     compared = 0
     for index, one in enumerate(outcomes):
         for other in outcomes[index + 1 :]:
@@ -340,13 +367,16 @@ def test_a_collective_has_one_number(name: str, outcomes: list[dict[str, Outcome
                 }
                 compared += len(common)
         for numbers in numbered(one[name].recording).values():
-            # Whoever has begun to number a group numbers all of it: nothing is left out in between.
+            # Once a rank numbers a group, it numbers all of the group's operations without a gap.
             assert sorted(numbers) == list(range(min(numbers), max(numbers) + 1))
     assert compared >= 4
 
 
-def test_what_ranks_count_differently_is_not_joined(outcomes: list[dict[str, Outcome]]) -> None:
-    """Operation and bytes are the same under each number; only the node's clock tells that it is not the same call."""
+def test_differently_counted_calls_are_not_joined(outcomes: list[dict[str, Outcome]]) -> None:
+    """Operation and bytes match under each number.
+
+    Only the node's clock shows that the calls differ.
+    """
     join = CollectiveJoin()
     join.set_ranks(range(RANKS))
     firsts = set()
@@ -362,15 +392,15 @@ def test_what_ranks_count_differently_is_not_joined(outcomes: list[dict[str, Out
     assert len(join.uncomparable()) == 1
 
 
-def test_uneven_ranks_have_numbers_of_their_own(outcomes: list[dict[str, Outcome]]) -> None:
-    """What a rank does not take part in leaves no number behind: its other groups go on where they were."""
+def test_uneven_ranks_number_each_group_separately(outcomes: list[dict[str, Outcome]]) -> None:
+    """A rank's numbers in a group are not affected by operations of groups that it is not in."""
     found = [numbered(rank["groups_that_some_ranks_use"].recording) for rank in outcomes]
     sizes = [sorted((len(numbers) for numbers in rank.values()), reverse=True) for rank in found]
 
     assert sizes == [[6, 2, 1], [6, 3, 1], [3, 2, 1]]
 
 
-def test_messages_between_two_ranks(outcomes: list[dict[str, Outcome]]) -> None:
+def test_messages_have_equal_numbers_on_both_sides(outcomes: list[dict[str, Outcome]]) -> None:
     """The n-th message that a rank sends to another one is the n-th that this one receives from it."""
     messages: dict[tuple[int, int], list[dict[int, int]]] = {}
     for rank, outcome in enumerate(outcomes):
@@ -386,13 +416,16 @@ def test_messages_between_two_ranks(outcomes: list[dict[str, Outcome]]) -> None:
     assert set(messages) == {(rank, (rank + 1) % RANKS) for rank in range(RANKS)}
     for sent, received in messages.values():
         assert len(sent) == 8
-        if len(received) == 8:  # a receive from whoever comes names no peer
+        # A receive from any source names no peer.
+        if len(received) == 8:
             assert sent == received
     assert sum(len(received) == 8 for _, received in messages.values()) == RANKS - 1
 
 
-def test_group_is_known_by_its_members(outcomes: list[dict[str, Outcome]]) -> None:
-    """The file says who belongs to each group that a rank has used, also to one that its members made alone."""
+def test_group_members_are_recorded(outcomes: list[dict[str, Outcome]]) -> None:
+    """The file lists the members of each group that a rank has used, also of a group made by its
+    members alone.
+    """
     for rank, outcome in enumerate(outcomes):
         groups = outcome["groups_that_some_ranks_use"].recording.metadata["groups"]
         expected = {"0-2"} | {f"{a}-{b}" if b == a + 1 else f"{a},{b}" for a, b in PAIRS if rank in (a, b)}

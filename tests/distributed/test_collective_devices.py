@@ -1,6 +1,7 @@
-"""A group with a backend for each device: whose end is told depends on where an operation's tensors are.
+"""A group with a backend per device: whether an operation's end is recorded depends on its tensors'
+device.
 
-The device is a stand-in: its tensors have a device and no data, and its backend does nothing.
+The device is a stand-in. Its tensors have a device and no data, and its backend does nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ pytestmark = pytest.mark.distributed
 
 DEVICE = "privateuseone"
 BACKENDS = f"cpu:gloo,{DEVICE}:fake"
-ON_CPU, ON_DEVICE = 16, 32  # bytes: which is which
+# Bytes of payloads, which identify the device.
+ON_CPU, ON_DEVICE = 16, 32
 
 
 class OnDevice(torch.Tensor):
-    """Passes the tap as one of CUDA would."""
+    """A tensor that passes the tap as a CUDA tensor does."""
 
     @staticmethod
     def __new__(cls) -> OnDevice:
@@ -43,12 +45,14 @@ class OnDevice(torch.Tensor):
 
 
 def one_rank(folder: Path) -> dict[str, Any]:
-    """Both orders of first use, each in a group of its own; then what is asked about a group."""
-    import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
+    """Run both orders of first use in separate groups, then query the groups' backends."""
+    # The import registers the backend "fake".
+    import torch.testing._internal.distributed.fake_pg
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend()
-    del torch._C._distributed_c10d.FakeWork.wait  # no other backend's class has one of its own beside Work's
+    # No real backend's class overrides Work's wait().
+    del torch._C._distributed_c10d.FakeWork.wait
     results: dict[str, Any] = {}
     for order in ("cpu first", "device first"):
         group = dist.new_group([0, 1], backend=BACKENDS)
@@ -72,7 +76,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
 
 
 def one_rank_in_python(folder: Path) -> dict[str, Any]:
-    """With the tap that is there where the native one has not been built."""
+    """Run with the Python tap, which is used if the native one is not built."""
     tap_requirements.places = lambda: ()
     assert native_tap.load() is None
     return one_rank(folder)
@@ -91,8 +95,10 @@ def ranks(tap: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
 
 
 @pytest.mark.parametrize("order", ["cpu first", "device first"])
-def test_end_is_told_by_the_tensors_device(order: str, tap: str, ranks: list[dict[str, Any]]) -> None:
-    """Waiting for a device's operation only orders its streams: it has no end here, whatever was issued first."""
+def test_recorded_end_depends_on_the_tensors_device(order: str, tap: str, ranks: list[dict[str, Any]]) -> None:
+    """Waiting for a device's operation only orders streams, so it has no end, whatever was issued
+    first.
+    """
     for rank in ranks:
         recording: Recording = rank[order]
         reduced = [each for each in recording.of(Kind.COLLECTIVE) if each.name.startswith("allreduce")]
@@ -106,11 +112,12 @@ def test_end_is_told_by_the_tensors_device(order: str, tap: str, ranks: list[dic
             if each.value0 == ON_DEVICE:
                 assert each.duration_ns == each.nested_ns
         assert bool(asynchronous.flags & Flag.COMPLETED) == (tap == "native")
-        assert sorted(each.value1 & 0xFFFFFFFF for each in reduced) == list(range(5))  # one count for the group
+        # The group has one count for all devices.
+        assert sorted(each.value1 & 0xFFFFFFFF for each in reduced) == list(range(5))
 
 
-def test_device_of_who_gathers_nothing(ranks: list[dict[str, Any]]) -> None:
-    """It is that of what it gives: the operation's first argument has no tensor."""
+def test_device_of_a_gather_without_outputs(ranks: list[dict[str, Any]]) -> None:
+    """The device is that of the input if the operation's first argument has no tensor."""
     recording = ranks[1]["cpu first"]
     (gathered,) = (each for each in recording.of(Kind.COLLECTIVE) if each.name.startswith("gather"))
 
@@ -119,14 +126,14 @@ def test_device_of_who_gathers_nothing(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_backend_of_a_device(ranks: list[dict[str, Any]]) -> None:
-    """A mixed group's own name says nothing of its backends."""
+    """The name of a mixed group does not tell its backends."""
     for rank in ranks:
         assert rank["name"] == "undefined"
         assert rank["backends"] == ["gloo", "fake", ""]
 
 
-def test_what_the_native_tap_is_told(ranks: list[dict[str, Any]]) -> None:
-    """Whether the future tells the end, and whether the end of a wait does: on the CPU alone."""
+def test_native_tap_gets_ends_only_on_the_cpu(ranks: list[dict[str, Any]]) -> None:
+    """A future and the end of a wait show the operation's end only on the CPU."""
     for rank in ranks:
         assert rank["described cpu"] == (True, True)
         assert rank[f"described {DEVICE}"] == rank["described cuda"] == (False, False)

@@ -1,4 +1,4 @@
-"""Joining what three real ranks have recorded over gloo, without any clock in common."""
+"""Join the records of three real gloo ranks without a common clock."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ pytestmark = pytest.mark.distributed
 
 RANKS = 3
 REPEATED = 8
-LATE_S = 0.15  # longer than other programs take the processors from a rank
+# Longer than other programs usually delay a rank.
+LATE_S = 0.15
 FLOATS = 4096
 
 
 def be_late(rank: int) -> None:
-    """That rank comes later than the others."""
+    """Delay this rank."""
     if dist.get_rank() == rank:
         time.sleep(LATE_S)
 
 
 def one_rank(folder: Path) -> Recording:
-    """All-reduces with a late rank, broadcasts from a late root, messages, and a sub-group."""
+    """Run all-reduces with a late rank, broadcasts from a late root, messages, and a subgroup."""
     rank = dist.get_rank()
     subgroup = dist.new_group([1, 2])
     tensor = torch.ones(FLOATS)
-    dist.all_reduce(tensor)  # connects them
+    # The first operation connects the ranks.
+    dist.all_reduce(tensor)
     dist.broadcast(tensor, 0)
     with recorded(folder) as recording:
-        dist.barrier()  # attaching takes some ranks longer than others
+        # Attaching takes longer on some ranks.
+        dist.barrier()
         for _ in range(REPEATED):
             be_late(2)
             dist.all_reduce(tensor)
@@ -60,7 +63,7 @@ def one_rank(folder: Path) -> Recording:
 
 @pytest.fixture(scope="module")
 def join(tmp_path_factory: pytest.TempPathFactory) -> CollectiveJoin:
-    """What the three ranks have written, joined."""
+    """Join the records of the three ranks."""
     tap_build.build()
     join = CollectiveJoin()
     join.set_ranks(range(RANKS))
@@ -77,7 +80,10 @@ def of(join: CollectiveJoin, operation: str, ranks: tuple[int, ...]) -> Operatio
 
 
 def test_all_reduce_names_the_late_rank(join: CollectiveJoin) -> None:
-    """The late rank is last nearly always, by about its delay; the two others waited that long, and it did not."""
+    """The late rank is nearly always last, by about its delay.
+
+    Only the two other ranks waited that long.
+    """
     totals = of(join, "allreduce", (0, 1, 2)).totals()
     late_ns = REPEATED * LATE_S * 1e9
 
@@ -91,7 +97,7 @@ def test_all_reduce_names_the_late_rank(join: CollectiveJoin) -> None:
 
 
 def test_subgroup_has_its_own_late_rank(join: CollectiveJoin) -> None:
-    """Rank 1 is late there; its numbers are not mixed with the world's."""
+    """Rank 1 is late in the subgroup. Its numbers are not mixed with the world's."""
     row = of(join, "allreduce", (1, 2))
 
     assert row.joined == REPEATED
@@ -99,7 +105,10 @@ def test_subgroup_has_its_own_late_rank(join: CollectiveJoin) -> None:
 
 
 def test_late_root_of_a_broadcast_is_a_bound(join: CollectiveJoin) -> None:
-    """Both receivers waited alike: at most the delay, for certain less; and nobody is blamed on that evidence."""
+    """Both receivers waited equally, at least somewhat and at most the delay.
+
+    No rank is blamed on this evidence.
+    """
     row = of(join, "broadcast", (0, 1, 2))
     totals, late_ns = row.totals(), REPEATED * LATE_S * 1e9
 
@@ -109,8 +118,11 @@ def test_late_root_of_a_broadcast_is_a_bound(join: CollectiveJoin) -> None:
     assert [each["last"] for each in totals.values()] == [0, 0, 0]
 
 
-def test_messages_whose_end_nobody_tells(join: CollectiveJoin) -> None:
-    """gloo calls nobody back for a send: each is counted, put beside its receive, and concluded nothing from."""
+def test_messages_without_a_known_end_are_matched(join: CollectiveJoin) -> None:
+    """gloo has no callback for sends.
+
+    Each is counted and matched with its receive, without a conclusion.
+    """
     row = of(join, "send/recv", (0, 1))
     (counts,) = [counts for (_, pair), counts in join.counts().items() if pair == (0, 1)]
     (told,) = [row for row in collective_rows([join]) if row["pair"] == [0, 1]]
@@ -120,7 +132,7 @@ def test_messages_whose_end_nobody_tells(join: CollectiveJoin) -> None:
     assert "does not report the end" in told["cannot_tell"][0]
 
 
-def test_nothing_is_left_or_mistaken(join: CollectiveJoin) -> None:
+def test_every_operation_is_joined(join: CollectiveJoin) -> None:
     """Every operation of real ranks is accounted for."""
     for counts in join.counts().values():
         assert (counts.unjoined, counts.mismatched, counts.late_records, counts.unmatched_records) == (0, 0, 0, 0)

@@ -1,4 +1,7 @@
-"""Two ranks on the asynchronous device, of which one works longer: the other's stream stalls; its work stays."""
+"""Two ranks on the asynchronous device.
+
+One works longer, so the other's stream stalls, but its work is the same.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,18 @@ from torchlens_perf.recorder import native_tap, python, recorder, session
 from torchlens_perf.run.ring import Kind
 
 pytestmark = pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
-LATE_FROM, LATE_S, SLOW = 12, 0.02, 1  # from which step on rank 1 works how much longer
+# Rank 1 works longer by LATE_S from step LATE_FROM on.
+LATE_FROM, LATE_S, SLOW = 12, 0.02, 1
 QUIET, STEADY = range(4, LATE_FROM), range(LATE_FROM + 2, 23)
 LATE_MS = LATE_S * 1e3
-OVER_MS = 1.0  # what else there is: transfers, and the device's time for events
-Both = tuple[Trained, Trained]  # watched, and not
+# Tolerance for transfers and the device's time for events.
+OVER_MS = 1.0
+# Watched and unwatched.
+Both = tuple[Trained, Trained]
 
 
 class _Spin(torch.autograd.Function):
-    """Work in the backward pass."""
+    """A module that works in the backward pass."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -48,12 +54,14 @@ class _Spin(torch.autograd.Function):
 
 
 def late_s(number: int) -> float:
-    """How much longer this rank works in a step."""
+    """Return how much longer this rank works in a step."""
     return LATE_S if number >= LATE_FROM and dist.get_rank() == SLOW else 0.0
 
 
 class Block(nn.Module):
-    """Works 10 ms forward and 5 ms backward, and as much more as it is told: the host must be ahead, however busy."""
+    """Works 10 ms forward and 5 ms backward, plus late_s, so that the host stays ahead on a busy
+    machine.
+    """
 
     late_s = 0.0
 
@@ -67,7 +75,7 @@ class Block(nn.Module):
 
 
 def model_and_optimizer(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], tuple[Any, Any]]:
-    """Two blocks, as `wrap` makes them parallel."""
+    """Return two blocks, parallelized by `wrap`, and their optimizer."""
 
     def make() -> tuple[Any, Any]:
         model = wrap(nn.Sequential(Block(), Block()).to(DEVICE))
@@ -77,7 +85,8 @@ def model_and_optimizer(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], 
 
 
 def usual_step(model: Any, optimizer: Any, number: int) -> torch.Tensor:
-    Block.late_s = late_s(number) / 2  # there are two
+    # There are two blocks.
+    Block.late_s = late_s(number) / 2
     loss: torch.Tensor = model(torch.ones(8, 32, device=DEVICE)).square().mean()
     loss.backward()
     optimizer.step()
@@ -95,14 +104,14 @@ def ddp_ranks(folder: Path) -> Both:
 
 
 class Result:
-    """A model's, in which nobody looks for tensors."""
+    """A model's result of a class in which no code searches for tensors."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         self.logits = logits
 
 
 class Returning(nn.Module):
-    """Two blocks, and results of which the loss does not use the first."""
+    """Two blocks with several results. The loss does not use the first one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +123,7 @@ class Returning(nn.Module):
 
 
 class Recomputing(Returning):
-    """Its last gradients are those of a checkpoint, in which the engine runs again."""
+    """The last gradients come from a checkpoint, in which the engine runs again."""
 
     def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, Result]:
         value = checkpoint(self.first, value.requires_grad_(), use_reentrant=True)
@@ -143,7 +152,7 @@ def ddp_forms_ranks(folder: Path) -> dict[str, Both]:
 
 
 def side_stream_ranks(folder: Path) -> dict[str, Trained]:
-    """Forward and backward on a stream of their own, which the optimizer's waits for."""
+    """Run forward and backward on a separate stream. The optimizer's stream waits for it."""
     begin(folder)
 
     def step(model: Any, optimizer: Any, number: int) -> torch.Tensor:
@@ -205,7 +214,7 @@ def tensor_parallel_ranks(folder: Path) -> Both:
 
 
 def exchange(how: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One operation between the ranks, whose result is used."""
+    """Run one operation between the ranks and use its result."""
 
     def of(value: torch.Tensor) -> torch.Tensor:
         other = 1 - dist.get_rank()
@@ -213,10 +222,12 @@ def exchange(how: str) -> Callable[[torch.Tensor], torch.Tensor]:
             dist.all_reduce(value)
         elif how == "Work.wait":
             work = dist.all_reduce(value, async_op=True)
-            device.spin(0.001)  # overlaps with it
+            # Overlaps with the operation.
+            device.spin(0.001)
             work.wait()
         elif how == "wait_tensor":
-            return functional.all_reduce(value, "sum", dist.group.WORLD) * 0.5  # which waits for it
+            # The multiplication waits for the result.
+            return functional.all_reduce(value, "sum", dist.group.WORLD) * 0.5
         else:
             received = torch.empty_like(value)
             operations = [dist.P2POp(dist.isend, value, other), dist.P2POp(dist.irecv, received, other)]
@@ -229,7 +240,7 @@ def exchange(how: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def exchanging_ranks_in_python(folder: Path) -> dict[str, Both]:
-    """With the recorder and the taps in Python."""
+    """Run with the Python recorder and taps."""
     for module in (session, hooks_module):
         for name in ("Recorder", "ModuleCall", "route_calls", "set_module_call", "unroute_calls"):
             if hasattr(module, name):
@@ -268,12 +279,12 @@ def exchanging_ranks(folder: Path) -> dict[str, Both]:
 
 
 def check(ranks: list[Both]) -> tuple[Trained, Trained]:
-    """What must hold however ranks communicate; the two watched ones."""
+    """Check the conditions that hold for any way of communication. Return the two watched ranks."""
     for watched, alone in ranks:
         assert watched.loss == alone.loss
         assert len(watched.loss) == 3
         assert all(torch.equal(a, b) for a, b in zip(watched.parameters, alone.parameters, strict=True))
-        assert watched.synchronizations == alone.synchronizations, "nobody waits for the device for us"
+        assert watched.synchronizations == alone.synchronizations, "the watch adds no wait for the device"
         assert watched.metadata["device"]["clock"] == f"{DEVICE} events"
         assert watched.metadata["device"]["unread"] <= 2, "of the two empty steps at the end"
         for step in STEADY:
@@ -287,18 +298,20 @@ def check(ranks: list[Both]) -> tuple[Trained, Trained]:
 
 
 def steady(trained: Trained, steps: range) -> float:
-    """The device's own work in the middle one of these steps."""
+    """Return the median of the device's own work in these steps."""
     work = trained.work_ms()
     return middle(work[step] for step in steps)
 
 
 def middle(values: Iterable[float]) -> float:
-    """On a busy machine some hosts issue their work late."""
+    """Return the median, because on a busy machine some hosts issue their work late."""
     return statistics.median_low(list(values))
 
 
 def in_order(trained: Trained, step: int) -> None:
-    """A step's records: its stalls do not overlap, and all lie before the step's own record, which completes it."""
+    """Check a step's records: its stalls do not overlap, and all come before the step's record,
+    which completes it.
+    """
     spans = [(index, each) for index, each in enumerate(trained.spans) if each.step == step]
     (boundary,) = [index for index, each in spans if each.value0 == Kind.STEP]
     assert all(index <= boundary for index, _ in spans)
@@ -308,14 +321,16 @@ def in_order(trained: Trained, step: int) -> None:
 
 
 def names(trained: Trained) -> dict[str, float]:
-    """How many stalls a step has, by their name."""
+    """Return the number of stalls per step by name."""
     found = Counter(each.name for each in trained.of(Kind.WAIT) if each.step in STEADY)
     return {name: count / len(STEADY) for name, count in found.items()}
 
 
 @host_is_ahead
-def test_ddp(tmp_path: Path) -> None:
-    """The other rank waits at the end of its backward pass, and for buffers before its forward pass."""
+def test_ddp_stalls(tmp_path: Path) -> None:
+    """The other rank waits at the end of its backward pass, and for buffers before its forward
+    pass.
+    """
     ranks = run_ranks(ddp_ranks, tmp_path)
     fast, _ = check(ranks)
     for trained, alone in ranks:
@@ -326,8 +341,8 @@ def test_ddp(tmp_path: Path) -> None:
 
 
 @host_is_ahead
-def test_ddp_whatever_the_model_returns(tmp_path: Path) -> None:
-    """The tail is where the engine has computed the last gradient, also inside of a checkpoint."""
+def test_ddp_stalls_for_any_kind_of_result(tmp_path: Path) -> None:
+    """The tail starts where the engine has computed the last gradient, also inside a checkpoint."""
     ranks = run_ranks(ddp_forms_ranks, tmp_path)
     for form in FORMS:
         check([rank[form.__name__] for rank in ranks])
@@ -338,7 +353,7 @@ def test_ddp_whatever_the_model_returns(tmp_path: Path) -> None:
 
 @host_is_ahead
 def test_a_side_stream_is_not_judged(tmp_path: Path) -> None:
-    """Its stalls are on no line that the steps are on: none of these steps is said to be whole."""
+    """Stalls of a side stream are not in the steps' stream, so no step of these counts as complete."""
     for rank in run_ranks(side_stream_ranks, tmp_path):
         trained = rank["ddp"]
         assert len(trained.of(Kind.FORWARD)) > 10
@@ -347,8 +362,10 @@ def test_a_side_stream_is_not_judged(tmp_path: Path) -> None:
 
 
 @host_is_ahead
-def test_fsdp2(tmp_path: Path) -> None:
-    """It waits by Stream.wait_event, which no tap sees: for each module's parameters, and for its gradients."""
+def test_fsdp2_stalls(tmp_path: Path) -> None:
+    """The rank waits by Stream.wait_event, which no tap records, for each module's parameters and
+    its gradients.
+    """
     ranks = run_ranks(fsdp_ranks, tmp_path)
     check(ranks)
     for trained, _ in ranks:
@@ -359,7 +376,7 @@ def test_fsdp2(tmp_path: Path) -> None:
 
 
 @host_is_ahead
-def test_tensor_parallel(tmp_path: Path) -> None:
+def test_tensor_parallel_stalls(tmp_path: Path) -> None:
     """DTensor waits for functional collectives."""
     ranks = run_ranks(tensor_parallel_ranks, tmp_path)
     check(ranks)
@@ -370,7 +387,9 @@ def test_tensor_parallel(tmp_path: Path) -> None:
 @pytest.mark.parametrize("function", [exchanging_ranks, *long(exchanging_ranks_in_python)])
 @host_is_ahead
 def test_waits_of_all_kinds(tmp_path: Path, function: Callable[[Path], Any]) -> None:
-    """Synchronous collectives in the current stream, Work.wait, wait_tensor, and pipelines' sends and receives."""
+    """Cases: collectives in the current stream, Work.wait, wait_tensor, and pipelines' sends and
+    receives.
+    """
     ranks = run_ranks(function, tmp_path)
     for how in HOWS:
         fast, _ = check([rank[how] for rank in ranks])

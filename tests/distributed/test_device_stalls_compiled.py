@@ -1,5 +1,7 @@
-"""What test_device_stalls.py shows, for compiled graphs with collectives in them, by backends that call the graph's
-operators one by one, as Inductor's code calls collectives."""
+"""Device stalls as in test_device_stalls.py, for compiled graphs that contain collectives.
+
+The backends call the graph's operators one by one, as Inductor's code calls collectives.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ BACKENDS = ("aot_eager", "eager")
 
 @torch.library.custom_op("torchlens_perf_tests::work", mutates_args=())
 def work(value: torch.Tensor, seconds: float, has_late: bool) -> torch.Tensor:
-    """A kernel inside of the graph, which does not know how late this rank is."""
+    """A kernel inside the graph. The graph does not depend on this rank's delay."""
     device.spin(seconds + Late.s * has_late)
     return value.clone()
 
@@ -47,7 +49,7 @@ class Late:
 
 
 class Block(nn.Module):
-    """Works 10 ms forward and 5 ms backward, and there as much more as is told."""
+    """Works 10 ms forward and 5 ms backward, plus this rank's delay in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class Block(nn.Module):
 
 
 class Dynamo(NamedTuple):
-    """What it did in a run. A recompilation is one more graph."""
+    """Dynamo's counts in a run. A recompilation is an additional graph."""
 
     graphs: int
     operations: int
@@ -67,15 +69,18 @@ class Dynamo(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """Watched and not, and what Dynamo did in each."""
+    """Results with and without a watch, and Dynamo's counts in each run."""
 
     both: Both
     dynamo: tuple[Dynamo, Dynamo]
 
 
 def compiled(folder: Path, make: Callable[[], Any], parts: int = 1, evaluates: bool = False) -> Compiled:
-    """Trains what `make` makes, a model with so many parts that are late in the backward pass. Watched first: it is the
-    first watch of the process, too. evaluates: once, when the device's times are known."""
+    """Train the model of `make`, which has `parts` blocks that are late in the backward pass.
+
+    The watched run comes first, so it is also the first watch of the process. `evaluates` adds one
+    evaluation, when the device's times are available.
+    """
 
     def made() -> tuple[Any, Any]:
         model = make()
@@ -114,7 +119,7 @@ def ddp_ranks(folder: Path) -> Compiled:
 
     def make() -> Any:
         model = nn.parallel.DistributedDataParallel(nn.Sequential(Block(), Block()).to(DEVICE))
-        # A block has 4.3 KB of parameters: each gets a bucket, and so a graph, of its own.
+        # A block has 4.3 KB of parameters, so each block gets a separate bucket and graph.
         torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = model.bucket_bytes_cap = 3000
         return torch.compile(model, backend="aot_eager")
 
@@ -178,7 +183,8 @@ class Exchanging(nn.Module):
         elif self.how == "reduce_scatter":
             value = functional.reduce_scatter_tensor(torch.cat([value, value]), "sum", 0, world) * 0.5
         else:
-            dist.all_reduce(value)  # Dynamo makes a functional one of it
+            # Dynamo converts it to a functional collective.
+            dist.all_reduce(value)
         result: torch.Tensor = self.linear(value)
         return result
 
@@ -198,7 +204,7 @@ def exchanging_ranks(folder: Path) -> dict[tuple[str, str], Compiled]:
 
 
 def check_compiled(ranks: list[Compiled], graphs: int) -> list[dict[str, float]]:
-    """What must hold for all; the stalls that a step of each rank has."""
+    """Check the conditions of all cases. Return the stalls per step of each rank."""
     fast, _ = check([rank.both for rank in ranks])
     for _, (watched, alone) in ranks:
         assert watched == alone, "no break, operation or graph more"
@@ -209,8 +215,12 @@ def check_compiled(ranks: list[Compiled], graphs: int) -> list[dict[str, float]]
 
 @host_is_ahead
 def test_ddp_in_several_graphs(tmp_path: Path) -> None:
-    """DDPOptimizer cuts the graph at the buckets; each bucket is sent when its graph's backward pass has run. There is
-    another graph without gradients, for which Dynamo goes as far as to the broadcast of DDP's buffers."""
+    """DDPOptimizer splits the graph at the buckets.
+
+    A bucket is sent after its graph's backward pass.
+
+    The evaluation adds a graph without gradients, which reaches to the broadcast of DDP's buffers.
+    """
     stalls = check_compiled(run_ranks(ddp_ranks, tmp_path), graphs=2 + 1)
     assert stalls == [{"backward tail": 1, "ddp buffers": 1}] * 2
 
@@ -218,7 +228,7 @@ def test_ddp_in_several_graphs(tmp_path: Path) -> None:
 @pytest.mark.long
 @host_is_ahead
 def test_fsdp2_with_compiled_blocks(tmp_path: Path) -> None:
-    """FSDP2's waits stay outside of the graphs."""
+    """FSDP2's waits stay outside the graphs."""
     stalls = check_compiled(run_ranks(fsdp_ranks, tmp_path), graphs=2)
     waits = {"fsdp unshard": 2 + 2, "fsdp reduce-scatter": 1, "fsdp last reduce-scatter": 1, "backward tail": 1}
     assert stalls == [waits] * 2
@@ -227,14 +237,14 @@ def test_fsdp2_with_compiled_blocks(tmp_path: Path) -> None:
 @pytest.mark.long
 @host_is_ahead
 def test_tensor_parallel_in_one_graph(tmp_path: Path) -> None:
-    """DTensor's collectives become a part of the graph."""
+    """DTensor's collectives become part of the graph."""
     for stalls in check_compiled(run_ranks(tensor_parallel_ranks, tmp_path), graphs=1):
         assert set(stalls) == {"wait", "backward tail"}
 
 
 @host_is_ahead
 def test_functional_collectives_in_one_graph(tmp_path: Path) -> None:
-    """Each collective is waited for once in the graph, by torch.ops._c10d_functional.wait_tensor."""
+    """The graph waits once for each collective, by torch.ops._c10d_functional.wait_tensor."""
     ranks = run_ranks(exchanging_ranks, tmp_path)
     for key in ranks[0]:
         for stalls in check_compiled([rank[key] for rank in ranks], graphs=1):

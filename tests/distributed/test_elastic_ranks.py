@@ -1,4 +1,7 @@
-"""Ranks that leave, or fail and come back, in the same world or a smaller one: the job goes on as without a watch."""
+"""Ranks leave, or fail and return, in the same world or a smaller one.
+
+The job continues as without a watch.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,20 @@ from torchlens_perf.run.ring import Kind
 pytestmark = pytest.mark.distributed
 
 SCRIPT = str(SCRIPTS / "elastic_ranks.py")
-# torchrun's own store keeps the addresses of the first attempt, where gloo then knocks in vain: with or without us.
+# torchrun's own store keeps the addresses of the first attempt, and gloo then fails to connect,
+# with or without a watch.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def sums(command: list[str], folder: Path, **environment: str) -> list[str]:
-    """What the job says that it has computed."""
+    """Return the sums in the job's output."""
     done = run_warm(command, folder, **OWN_STORE, **environment)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("sums")]
 
 
 def recordings(run_directory: RunDirectory) -> dict[tuple[int, int], Recording]:
-    """By attempt and rank, from the ring files of a run without a sidecar."""
+    """Return the recordings by attempt and rank, from the ring files of a run without a sidecar."""
     found = {}
     for ring in (run_directory.path / "rings").glob("*.ring"):
         recording = Recording()
@@ -44,7 +48,10 @@ def recordings(run_directory: RunDirectory) -> dict[tuple[int, int], Recording]:
 
 
 def numbers(recording: Recording) -> dict[str, dict[int, int]]:
-    """By group and number of a collective: which step of the job it was, as the size of its payload says."""
+    """Return the job's step of each collective by group and number.
+
+    The payload's size identifies the step.
+    """
     found: dict[str, dict[int, int]] = {}
     for each in recording.of(Kind.COLLECTIVE):
         group = each.name.partition(" group=")[2].partition(" ")[0]
@@ -53,8 +60,11 @@ def numbers(recording: Recording) -> dict[str, dict[int, int]]:
 
 
 @pytest.mark.long
-def test_rank_that_leaves(tmp_path: Path) -> None:
-    """Its process ends; the others go on in a group of their own, with the same sums, and numbers that agree."""
+def test_job_continues_after_a_rank_leaves(tmp_path: Path) -> None:
+    """Its process ends.
+
+    The other ranks continue in a new group with the same sums and consistent numbers.
+    """
     command = torchrun(SCRIPT, "--leaves", "2", ranks=3)
     unwatched = sums(command, tmp_path, TORCHLENS_PERF="0")
     assert sums(command, tmp_path, TORCHLENS_PERF_SIDECAR="0") == unwatched
@@ -70,7 +80,10 @@ def test_rank_that_leaves(tmp_path: Path) -> None:
 
 
 def test_rank_that_leaves_is_no_hang(tmp_path: Path) -> None:
-    """With its sidecar such a run ends at once, and its report blames nobody and misses nobody."""
+    """With a sidecar, such a run ends without delay.
+
+    Its report blames no rank and reports no missing one.
+    """
     assert sums(torchrun(SCRIPT, "--leaves", "2", ranks=3), tmp_path)
     (made,) = runs(tmp_path)
     value = report(made)
@@ -83,7 +96,10 @@ def test_rank_that_leaves_is_no_hang(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_restart_of_a_failed_rank(tmp_path: Path) -> None:
-    """torchrun starts all ranks again: the sums are right, and each attempt numbers its collectives from the start."""
+    """torchrun restarts all ranks.
+
+    The sums are right, and each attempt numbers its collectives from the start.
+    """
     command = torchrun("--max-restarts", "1", SCRIPT, "--fails", "1", ranks=3)
     unwatched = sums(command, tmp_path, TORCHLENS_PERF="0")
     assert sums(command, tmp_path, TORCHLENS_PERF_SIDECAR="0") == unwatched
@@ -94,13 +110,16 @@ def test_restart_of_a_failed_rank(tmp_path: Path) -> None:
     for rank in range(3):
         (numbered,) = numbers(found[1, rank]).values()
         assert numbered == {number: number for number in range(STEPS)}
-        # The others may have issued the next one, which the failed rank did not.
+        # The other ranks may have issued the next collective, which the failed rank did not.
         (before,) = numbers(found[0, rank]).values()
         assert before in ({n: n for n in range(BEFORE)}, {n: n for n in range(BEFORE + (rank != 1))})
 
 
 class Agents:
-    """Two torchrun agents of one elastic job, each with one rank: each stands for a node that may leave."""
+    """Two torchrun agents of one elastic job, each with one rank.
+
+    Each stands for a node that may leave.
+    """
 
     def __init__(self, folder: Path, port: int, **environment: str) -> None:
         self.folder = folder
@@ -127,7 +146,8 @@ class Agents:
 
     def close(self) -> None:
         for process in self.processes:
-            process.send_signal(signal.SIGTERM)  # an agent that is killed leaves its rank behind
+            # A killed agent would leave its rank behind.
+            process.send_signal(signal.SIGTERM)
         for process in self.processes:
             try:
                 process.wait(20)
@@ -137,7 +157,7 @@ class Agents:
 
 
 def shrink(folder: Path, **environment: str) -> list[str]:
-    """Starts in a world of two, takes one node away, and returns what the rest says that it has computed."""
+    """Start in a world of two and remove one node. Return the sums that the other node prints."""
     folder.mkdir()
     agents = Agents(folder, free_port(), **environment)
     try:
@@ -159,7 +179,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def shrunk(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, dict[str, Any]]:
-    """A run that began on two nodes and ended on one, with its sidecar, and its report."""
+    """Return a run that began on two nodes and ended on one, with its sidecar, and its report."""
     folder = tmp_path_factory.mktemp("shrunk")
     assert shrink(folder / "watched") == shrink(folder / "unwatched", TORCHLENS_PERF="0") != []
     (made,) = runs(folder / "watched")
@@ -168,7 +188,7 @@ def shrunk(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, dict
 
 @pytest.mark.long
 def test_restart_in_a_smaller_world(shrunk: tuple[RunDirectory, dict[str, Any]]) -> None:
-    """The sums are those of the unwatched job; the report has the steps of the last attempt, and loses nothing."""
+    """The sums are those of the unwatched job. The report has all steps of the last attempt."""
     _, value = shrunk
     (first,) = [rank for rank in value["ranks"] if rank["rank"] == 0]
 
@@ -180,7 +200,7 @@ def test_restart_in_a_smaller_world(shrunk: tuple[RunDirectory, dict[str, Any]])
 
 @pytest.mark.long
 def test_rank_of_an_earlier_world_is_not_in_the_report(shrunk: tuple[RunDirectory, dict[str, Any]]) -> None:
-    """World size, ranks and step times are those of the last attempt, not mixed with an earlier one's."""
+    """World size, ranks and step times are those of the last attempt only."""
     _, value = shrunk
 
     assert value["run"]["world_size"] == 1
@@ -190,7 +210,7 @@ def test_rank_of_an_earlier_world_is_not_in_the_report(shrunk: tuple[RunDirector
 
 @pytest.mark.long
 def test_both_worlds_are_kept(shrunk: tuple[RunDirectory, dict[str, Any]]) -> None:
-    """The run directory holds the steps of both attempts, each with its own numbers."""
+    """The run directory contains the steps of both attempts, each with separate numbers."""
     import pandas as pd
 
     made, _ = shrunk

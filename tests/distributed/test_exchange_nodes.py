@@ -1,4 +1,6 @@
-"""The exchange of several nodes as real processes: with links that are cut, killed, stopped, started again."""
+"""The exchange of several nodes as real processes, with links and processes that are cut, killed,
+stopped or restarted.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,10 @@ TIMING = Timing(
 KEY = exchange_key(0)
 SCRIPT = SCRIPTS / "exchange_node.py"
 CLOSE_S = 30.0
-BLOCKED_S = 0.6 * TIMING.operation_s  # a call that waited for an operation would have taken longer
-LONG_S = 60.0  # only a broken test waits so long
+# A call that waited for an operation would have taken longer.
+BLOCKED_S = 0.6 * TIMING.operation_s
+# Only a failing test waits this long.
+LONG_S = 60.0
 _HOST_A_STORE = """if True:
     import sys, time
     from torch.distributed import TCPStore
@@ -46,7 +50,10 @@ _HOST_A_STORE = """if True:
 
 
 def node_settings(job_store: tuple[str, int], rank: int) -> dict[str, Any]:
-    """What tests/scripts/exchange_node.py is told: node and rank have one number, 0 merges."""
+    """Return the settings of tests/scripts/exchange_node.py.
+
+    Node and rank have the same number, and node 0 merges.
+    """
     timing = dataclasses.asdict(TIMING)
     return {
         "job_store": job_store, "key": KEY, "node": f"n{rank}", "rank": rank, "merges": rank == 0, "timing": timing,
@@ -55,7 +62,7 @@ def node_settings(job_store: tuple[str, int], rank: int) -> dict[str, Any]:
 
 
 class Process:
-    """A child that prints a line of JSON now and then, and lives no longer than the test."""
+    """A child process that prints lines of JSON and ends with the test."""
 
     def __init__(self, command: list[str], stack: ExitStack) -> None:
         self._process = subprocess.Popen(
@@ -83,7 +90,7 @@ class Process:
         self._process.wait()
 
     def finish(self, timeout_s: float = LONG_S) -> Any:
-        """Asks it to close, and returns its last line."""
+        """Close the child. Return its last line."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout_s)
@@ -93,17 +100,17 @@ class Process:
 
 
 class Node(Process):
-    """The sidecar of a node that has one rank."""
+    """The sidecar of a node with one rank."""
 
     def __init__(self, stack: ExitStack, job_store: tuple[str, int], rank: int, prefix: list[str]) -> None:
         super().__init__([*prefix, sys.executable, str(SCRIPT), json.dumps(node_settings(job_store, rank))], stack)
 
     def numbers(self, rank: int) -> list[int]:
-        """What it has collected of a rank."""
+        """Return the numbers that it has collected from a rank."""
         return [number for line in list(self.lines) for number in line["payloads"].get(str(rank), [])]
 
     def contact(self, rank: int) -> dict[str, Any]:
-        """What it knows of the node of a rank."""
+        """Return its contact information on the node of a rank."""
         return dict(self.lines[-1]["nodes"].get(f"n{rank}", {})) if self.lines else {}
 
     def wait(self, condition: Callable[[Node], bool]) -> None:
@@ -114,7 +121,7 @@ class Node(Process):
             time.sleep(0.02)
 
     def wait_for_next(self, rank: int, more: int = 5) -> None:
-        """Waits until it has collected some more of a rank."""
+        """Wait until it has collected `more` further messages of a rank."""
         so_far = len(self.numbers(rank))
         self.wait(lambda node: len(node.numbers(rank)) >= so_far + more)
 
@@ -126,7 +133,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 def host_a_store(stack: ExitStack, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> tuple[Process, int]:
-    """A job's store in a process of its own, and its port."""
+    """Run a job's store in a separate process. Return its port."""
     process = Process([*prefix, sys.executable, "-c", _HOST_A_STORE, host], stack)
     deadline = time.monotonic() + LONG_S
     while not process.lines:
@@ -136,11 +143,14 @@ def host_a_store(stack: ExitStack, host: str = "127.0.0.1", prefix: tuple[str, .
 
 
 class TestLinks:
-    """Nodes with a network of their own each: namespaces that a bridge connects."""
+    """Nodes in separate network namespaces, connected by a bridge."""
 
     @pytest.fixture
     def nodes(self, stack: ExitStack) -> list[list[str]]:
-        """Of three nodes 10.83.0.1 to .3 the commands that run something there. Link n is `link<n>` on the bridge."""
+        """Return the commands that run programs on three nodes, 10.83.0.1 to .3.
+
+        Link n is `link<n>` on the bridge.
+        """
         if shutil.which("ip") is None:
             pytest.skip("no `ip` command: nodes cannot get networks of their own")
         self._hub = f"tlp-{os.getpid()}-hub"
@@ -171,12 +181,16 @@ class TestLinks:
 
     @pytest.mark.long
     def test_a_node_that_is_cut_off_comes_back(self, stack: ExitStack, nodes: list[list[str]]) -> None:
-        """While a node's link is down the others go on and its silence grows; when it is up again, so is the node."""
+        """While a node's link is down, the other nodes continue and its silence grows.
+
+        Then the node returns.
+        """
         _, port = host_a_store(stack, "10.83.0.1", tuple(nodes[0]))
         n0, n1, n2 = (Node(stack, ("10.83.0.1", port), rank, nodes[rank]) for rank in range(3))
         for rank in range(3):
             n0.wait_for_next(rank)
-        missed = [n0.contact(rank)["missed"] for rank in range(3)]  # before they had found node 0
+        # Messages that were missed before the nodes had found node 0.
+        missed = [n0.contact(rank)["missed"] for rank in range(3)]
         posted = len(n2.lines)
         self._link(2, "down")
         n2.wait(lambda node: any("node 0's sidecar is not reached" in note for note in node.lines[-1]["notes"]))
@@ -195,22 +209,27 @@ class TestLinks:
 
         assert (away, silent < 2 * TIMING.beat_s) == (0, True)
         assert back["silent_s"] < 2 * TIMING.beat_s
-        assert noticed < 100  # a tenth of a second each; TCP by itself takes minutes
+        # In tenths of a second. TCP alone would take minutes.
+        assert noticed < 100
         assert other["missed"] == missed[1]
         for rank in range(3):
             assert numbers[rank] == sorted(set(numbers[rank]))
-        # It posted ten times a second, eight of which were kept: those are here, the others are counted.
+        # The node posted ten times a second. Eight posts were kept and arrive. The other ones are
+        # counted.
         gap = max(b - a for a, b in zip(numbers[2], numbers[2][1:], strict=False)) - 1
-        # So are those that arrived just before, if the reply was lost.
+        # Posts that arrived just before the cut are sent again if the reply was lost.
         assert gap > 20
         assert gap <= back["missed"] - missed[2] <= gap + 8
-        # What was on its way when the link was cut may still come when it is up again, as old as it is by then.
+        # Packets sent before the cut may still arrive after it, with their original age.
         assert 6 * 0.1 <= oldest_s < LONG_S / 2
         assert all(end["in_time"] and end["longest_s"] < BLOCKED_S for end in ends)
 
     @pytest.mark.long
     def test_a_node_is_cut_off_until_the_end(self, stack: ExitStack, nodes: list[list[str]]) -> None:
-        """A node whose link stays down closes in bounded time, and node 0 does not think that it left."""
+        """A node whose link stays down closes in bounded time.
+
+        Node 0 does not count it as having left.
+        """
         _, port = host_a_store(stack, "10.83.0.1", tuple(nodes[0]))
         n0, n1 = (Node(stack, ("10.83.0.1", port), rank, nodes[rank]) for rank in range(2))
         n0.wait_for_next(1)
@@ -223,7 +242,7 @@ class TestLinks:
 
     @pytest.mark.long
     def test_node_0_need_not_host_the_jobs_store(self, stack: ExitStack, nodes: list[list[str]]) -> None:
-        """Where the job's store is on another node, node 0 is found by its own address."""
+        """If the job's store is on another node, node 0 is found by its own address."""
         _, port = host_a_store(stack, "10.83.0.3", tuple(nodes[2]))
         n0, _ = (Node(stack, ("10.83.0.3", port), rank, nodes[rank]) for rank in range(2))
         n0.wait_for_next(1)
@@ -238,7 +257,9 @@ class TestProcesses:
 
     @pytest.mark.long
     def test_node_0_is_killed_and_started_again(self, stack: ExitStack) -> None:
-        """With node 0's sidecar killed the others go on, and find the next one, which has another port and token."""
+        """After node 0's sidecar is killed, the other nodes find its successor, which has another
+        port and token.
+        """
         _, port = host_a_store(stack)
         job_store = ("127.0.0.1", port)
         first, other = Node(stack, job_store, 0, []), Node(stack, job_store, 1, [])
@@ -259,7 +280,10 @@ class TestProcesses:
 
     @pytest.mark.long
     def test_a_sidecar_is_killed_and_started_again(self, stack: ExitStack) -> None:
-        """A killed sidecar is silent, and has not left; its successor goes on, and is no second node of that name."""
+        """A killed sidecar is silent but has not left.
+
+        Its successor continues and is not a second node of that name.
+        """
         _, port = host_a_store(stack)
         n0, n1 = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(2))
         n0.wait_for_next(1)
@@ -275,7 +299,9 @@ class TestProcesses:
 
     @pytest.mark.long
     def test_the_job_is_killed(self, stack: ExitStack) -> None:
-        """Without the job's store, which died with the job, the nodes go on, and close when told to."""
+        """Without the job's store, which ended with the job, the nodes continue, and close on
+        request.
+        """
         store, port = host_a_store(stack)
         n0, n1 = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(2))
         n0.wait_for_next(1)
@@ -292,7 +318,7 @@ class TestProcesses:
 
     @pytest.mark.long
     def test_node_0_is_stopped(self, stack: ExitStack) -> None:
-        """A node 0 that hangs keeps nobody: no call of the others waits for it, nor does their end."""
+        """A hanging node 0 blocks neither a call nor the end of other nodes."""
         _, port = host_a_store(stack)
         n0, n1, _ = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(3))
         n0.wait_for_next(1)
@@ -313,11 +339,11 @@ def address(job_store: tuple[str, int]) -> Address:
 
 
 class TestJob:
-    """What the job notices of an exchange: nothing."""
+    """The exchange has no effect on the job."""
 
     @pytest.mark.long
-    def test_its_store_waits_for_its_own_workers(self, stack: ExitStack) -> None:
-        """Connections of ours are no workers: a store that waits for two workers still waits after many of them."""
+    def test_store_does_not_count_our_connections_as_workers(self, stack: ExitStack) -> None:
+        """A store that waits for two workers still waits after many connections of ours."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         entered: list[float] = []
@@ -344,8 +370,10 @@ class TestJob:
         n0.finish()
 
     @pytest.mark.long
-    def test_a_torchrun_job_runs_as_without(self, tmp_path: Path) -> None:
-        """Barriers, collectives, keys, output and exit code of a torchrun job are the same with three nodes on it."""
+    def test_torchrun_job_is_unchanged_by_the_exchange(self, tmp_path: Path) -> None:
+        """Barriers, collectives, keys, output and exit code of a torchrun job do not change with
+        three nodes on it.
+        """
         script = tmp_path / "job.py"
         script.write_text(_JOB)
         with_us, without = (

@@ -1,4 +1,7 @@
-"""A loop that waits for its loss in each step, and a kernel that does not end: hosts alike, and nobody can look."""
+"""Hangs in loops that read their loss in each step, with a kernel that never ends.
+
+All hosts wait in the same way, and the progress of the devices is unknown.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,11 @@ pytestmark = [
 
 
 @pytest.mark.long
-def test_one_host_that_waits_for_its_device(tmp_path: Path) -> None:
-    """Rank 0 reads its loss, rank 1 has the kernel: rank 0 is behind, and is said to wait for its device."""
+def test_verdict_shows_a_host_that_waits_for_its_device(tmp_path: Path) -> None:
+    """Rank 0 reads its loss and rank 1 has the kernel.
+
+    Rank 0 is behind, and the verdict shows its wait for the device.
+    """
     device.build()
     stuck = {"HANG_RANK": "1", "HANG_AT": "60", "ITEM": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     with LiveRanks(tmp_path, 2, script=str(SCRIPTS / "hang_device_ranks.py"), **stuck) as job:
@@ -37,8 +43,8 @@ def test_one_host_that_waits_for_its_device(tmp_path: Path) -> None:
     assert "or a collective's, which waits for the device of another rank" in text
 
 
-def test_hosts_that_wait_for_their_devices(tmp_path: Path) -> None:
-    """An alarm that names the line, and says that nobody can be named; no pause."""
+def test_no_rank_is_named_when_all_hosts_wait_for_devices(tmp_path: Path) -> None:
+    """The alarm gives the line and says that the rank is unknown. The job is not paused."""
     device.build()
     stuck = {"HANG_RANK": "1", "HANG_AT": "60", "ITEM": "all", "PYTHONPATH": os.pathsep.join(sys.path)}
     with LiveRanks(tmp_path, 2, script=str(SCRIPTS / "hang_device_ranks.py"), **stuck) as job:

@@ -1,4 +1,4 @@
-"""A rank that stops for good is named while the job stands still, and no longer named once it goes on."""
+"""A rank that stops is named while the job hangs, and no longer once it continues."""
 
 from __future__ import annotations
 
@@ -20,23 +20,27 @@ from tests.support.processes import slowdown
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 RANKS = 3
-NOTICED_S = 15.0  # on a quiet machine; nothing is said before ten seconds without a step
+# On an idle machine. A hang is reported after ten seconds without a step.
+NOTICED_S = 15.0
 STARTED_S = 90.0
 
 
 def hang(report: dict[str, Any]) -> dict[str, Any] | None:
-    """The verdict of a hang, if there is one."""
+    """Return the verdict of a hang, or None."""
     return next((verdict for verdict in report["verdicts"] if verdict["kind"] == "hang"), None)
 
 
 def steps(least: int) -> Callable[[dict[str, Any]], bool]:
-    """Whether all ranks have made so many."""
+    """Return a condition that is true once all ranks have made this many steps."""
     return lambda report: len(report["ranks"]) == RANKS and all(rank["steps"] >= least for rank in report["ranks"])
 
 
 @pytest.mark.long
-def test_stopped_rank(tmp_path: Path) -> None:
-    """SIGSTOP: within 15 s a verdict names the rank; after SIGCONT it is gone, and steps are made again."""
+def test_stopped_rank_is_named(tmp_path: Path) -> None:
+    """After SIGSTOP a verdict names the rank within 15 s.
+
+    After SIGCONT the verdict is gone and steps continue.
+    """
     with LiveRanks(tmp_path, RANKS) as job:
         job.wait_for(steps(40), STARTED_S)
         assert hang(job.report()) is None
@@ -60,9 +64,11 @@ def test_stopped_rank(tmp_path: Path) -> None:
     assert after["held"]["until"] > after["held"]["since"] == found["held"]["since"]
 
 
-def test_rank_that_is_stuck(tmp_path: Path) -> None:
-    """A rank that sleeps in a section of its own is named with that section; those that wait for it are not. When
-    somebody has killed the job, the report still begins with that."""
+def test_stuck_rank_is_named_with_its_section(tmp_path: Path) -> None:
+    """A rank that sleeps in a section is named with that section, and waiting ranks are not.
+
+    After the job is killed, the report still begins with this verdict.
+    """
     with LiveRanks(tmp_path, RANKS, HANG_RANK="2", HANG_AFTER="40") as job:
         job.wait_for(steps(40), STARTED_S)
         found = job.wait_for(hang, NOTICED_S * slowdown())

@@ -1,5 +1,7 @@
-"""Two ranks on the asynchronous device, one with a kernel that does not end: both hosts issue everything and go on; the
-marks tell whose device it is."""
+"""Two ranks on the asynchronous device, one with a kernel that never ends.
+
+Both hosts issue all work and continue. Marks on the device identify the stuck rank.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ HUNG_AT, STEPS, STUCK, STEP_S = 16, 22, 1, 0.05
 
 
 class Model(nn.Module):
-    """Works 10 ms forward; or does not end."""
+    """Works 10 ms in the forward pass, or never ends."""
 
     never = False
 
@@ -43,7 +45,9 @@ class Model(nn.Module):
 
 
 def hang(folder: Path) -> tuple[tuple[DeviceMark, str] | None, int]:
-    """How far this rank's device is by its ring while it hangs, and how often somebody has waited for it by then."""
+    """Return the device's last mark in the ring during the hang, and the number of waits for the
+    device by then.
+    """
     begin(folder)
     torch.manual_seed(7)
     model = Model().to(DEVICE)
@@ -61,7 +65,9 @@ def hang(folder: Path) -> tuple[tuple[DeviceMark, str] | None, int]:
             optimizer.zero_grad()
             time.sleep(STEP_S)
         waited = device.synchronizations() - waited
-        dist.all_reduce(torch.zeros(1))  # of the hosts: nobody lets go before both have looked
+        # Synchronize the hosts, so that no rank releases its kernel before both have read their
+        # rings.
+        dist.all_reduce(torch.zeros(1))
         reader = Reader(recording.watch._session.ring_path)
         mark = device_mark(reader)
         reader.close()
@@ -72,8 +78,11 @@ def hang(folder: Path) -> tuple[tuple[DeviceMark, str] | None, int]:
     return mark, waited
 
 
-def test_a_kernel_that_never_ends(tmp_path: Path) -> None:
-    """The rank in whose forward pass it is: named, in that step, after that mark; nobody has waited for the device."""
+def test_rank_with_an_endless_kernel_is_named(tmp_path: Path) -> None:
+    """The rank, the step and the mark before its forward pass are named.
+
+    The watch never waits for the device.
+    """
     told = run_ranks(hang, tmp_path)
     assert [waited for _, waited in told] == [0, 0]
     ranks = {

@@ -1,4 +1,4 @@
-"""A rank that stood still for a while and went on: at the end of the job that is the first verdict, if it cost most."""
+"""A rank that stalled for a while is the first verdict at the job's end, if it cost most."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, STALL_STEP = 120, 60
 
 
 def first_verdicts(folder: Path, stall_s: float) -> tuple[dict[str, Any], str]:
-    """Runs two ranks, of which rank 1 sleeps once. Returns the report, and the report's text."""
+    """Run two ranks, of which rank 1 sleeps once. Return the report and its text."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         str(SCRIPTS / "train_ranks.py"),
@@ -36,8 +36,8 @@ def first_verdicts(folder: Path, stall_s: float) -> tuple[dict[str, Any], str]:
     return json.loads(found), text
 
 
-def test_a_hang_that_ended_is_the_first_verdict(tmp_path: Path) -> None:
-    """With its rank, step, cost and stack, and with no second verdict on the same step."""
+def test_ended_hang_is_the_first_verdict(tmp_path: Path) -> None:
+    """The verdict has rank, step, cost and stack. No second verdict covers the same step."""
     report, text = first_verdicts(tmp_path, MIN_S + 20)
     verdict = report["verdicts"][0]
 
@@ -47,7 +47,7 @@ def test_a_hang_that_ended_is_the_first_verdict(tmp_path: Path) -> None:
     assert ", and went on: " in verdict["text"]
     assert "stuck here" in verdict["text"]
     assert verdict["evidence"]["stacks"]
-    # On a busy machine a rank may have been slow for a while; the hang is not told a second time.
+    # On a busy machine another rank may be slow for a while, but the hang is not reported twice.
     earlier = text.partition("earlier in this run")[2]
     assert "hung" not in earlier
     assert "did not enter" not in earlier
@@ -55,7 +55,7 @@ def test_a_hang_that_ended_is_the_first_verdict(tmp_path: Path) -> None:
     assert [STALL_STEP] not in long
 
 
-def test_a_stall_that_is_no_hang_names_the_rank_that_all_waited_for(tmp_path: Path) -> None:
+def test_stall_shorter_than_a_hang_names_its_rank(tmp_path: Path) -> None:
     report, _ = first_verdicts(tmp_path, 4.0)
     verdict = next(
         row for row in report["verdicts"] if row["kind"] == "long_steps" and STALL_STEP in row["evidence"]["steps"]

@@ -1,4 +1,6 @@
-"""Collectives: what was issued, on which group, and how long the training thread was blocked. Two ranks over gloo."""
+"""Recorded collectives of two gloo ranks: operations, groups, and the time in which the training
+thread is blocked.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +35,23 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 3
 FLOATS = 1024
-# torch 2.11 has them by other names, which 2.13 warns of.
+# torch 2.11 has them under other names, which are deprecated in 2.13.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-LATE_NS = 150_000_000  # longer than other programs hold up the punctual rank
+# Longer than other programs delay the punctual rank.
+LATE_NS = 150_000_000
 
 SCENARIOS: dict[str, Callable[[Path], Any]] = {}
 
 
 def scenario(run: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Runs on both ranks; what it returns is what the test of its name gets, from both."""
+    """Register a scenario that runs on both ranks. The test of the same name gets its results."""
     SCENARIOS[run.__name__] = run
     return run
 
 
 def every_scenario(folder: Path) -> dict[str, Any]:
-    """One rank."""
+    """Run all scenarios on one rank."""
     results = {}
     for name, run in SCENARIOS.items():
         dist.barrier()
@@ -57,7 +60,9 @@ def every_scenario(folder: Path) -> dict[str, Any]:
 
 
 def every_scenario_in_python(folder: Path) -> dict[str, Any]:
-    """One rank, with the tap that is there where the native one has not been built."""
+    """Run all scenarios on one rank with the Python tap, which is used if the native one is not
+    built.
+    """
     tap_requirements.places = lambda: ()
     assert native_tap.load() is None
     return every_scenario(folder)
@@ -65,7 +70,7 @@ def every_scenario_in_python(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["native", *long("python")])
 def tap(request: pytest.FixtureRequest) -> str:
-    """Which tap the ranks have. The native one is built if it is not there."""
+    """Return the ranks' tap. The native one is built if it is missing."""
     if request.param == "native":
         tap_build.build()
     return str(request.param)
@@ -73,19 +78,25 @@ def tap(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def results(tap: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """By scenario, then by rank. All run in one pair of processes, because starting them takes longer than running."""
+    """Return the results by scenario and rank.
+
+    One pair of processes runs all of them, because their start is slow.
+    """
     function = every_scenario if tap == "native" else every_scenario_in_python
     by_rank = run_ranks(function, tmp_path_factory.mktemp("ranks"))
     return {name: [rank[name] for rank in by_rank] for name in SCENARIOS}
 
 
 def in_order(recording: Recording) -> list[Record]:
-    """The collectives in the order of their issue; their records come in that of their ends."""
+    """Return the collectives in the order of issue.
+
+    Their records are in the order of their ends.
+    """
     return sorted(recording.of(Kind.COLLECTIVE), key=lambda each: each.start_ns)
 
 
 def sequence(record: Record) -> int:
-    """The collective's number in its group."""
+    """Return the collective's number in its group."""
     return record.value1 & 0xFFFFFFFF
 
 
@@ -94,9 +105,10 @@ def inside(inner: Record, outer: Record) -> bool:
 
 
 def be_late(rank: int) -> None:
-    """That rank arrives later than the other one."""
+    """Delay this rank."""
     if dist.get_rank() == rank:
-        time.sleep(LATE_NS / 1e9)  # and leaves the processor to it
+        # Sleeping leaves the processor to the other rank.
+        time.sleep(LATE_NS / 1e9)
 
 
 # -- what is recorded
@@ -128,11 +140,12 @@ def forms(folder: Path) -> Recording:
 
 
 def test_operations_groups_bytes_and_sequences(results: dict[str, list[Recording]]) -> None:
-    """Each operation is recorded with its group, its payload's size, and a number that is the same on all ranks."""
+    """Each operation has its group, its payload's size, and a number that is the same on all ranks."""
     for index, rank in enumerate(results["forms"]):
         subgroup = rank.metadata["subgroup"]
         issued = in_order(rank)
-        first = sequence(issued[0])  # the group was in use before the watch: numbers go on from the backend's
+        # The group was used before the watch, so the numbers continue from the backend's count.
+        first = sequence(issued[0])
 
         assert [(each.name, each.value0, sequence(each)) for each in issued] == [
             ("allreduce group=0 dtype=float32", 4 * FLOATS, first),
@@ -147,14 +160,17 @@ def test_operations_groups_bytes_and_sequences(results: dict[str, list[Recording
             ("barrier group=0", 0, first + 5),
             ("allreduce group=0 dtype=float32", 4 * FLOATS, first + 6),
         ]
-        assert [each.phase_ns for each in issued] == [*range(10), 0]  # the ordinal in the step
+        # The ordinal in the step.
+        assert [each.phase_ns for each in issued] == [*range(10), 0]
         assert [each.step for each in issued] == [0] * 10 + [1]
         assert rank.unbalanced == 0
     assert sequence(in_order(results["forms"][0])[0]) == sequence(in_order(results["forms"][1])[0])
 
 
 def test_where_it_was_issued(results: dict[str, list[Recording]]) -> None:
-    """The innermost span around the call: a section, a module, the backward pass, or the step itself."""
+    """The parent is the innermost span around the call: a section, a module, the backward pass, or
+    the step.
+    """
     for rank in results["forms"]:
         within = [rank.interned[each.value1 >> 32] for each in in_order(rank)]
         assert within == ["(other)"] * 9 + ["in the end", "(other)"]
@@ -164,7 +180,9 @@ def test_where_it_was_issued(results: dict[str, list[Recording]]) -> None:
 
 
 def test_how_far_each_group_is(results: dict[str, list[Recording]]) -> None:
-    """The ring's table says what each rank has issued last, and which of it has ended: for seeing who is missing."""
+    """The ring's table contains each group's last issued and last ended operation, for finding
+    missing ranks.
+    """
     for index, rank in enumerate(results["forms"]):
         last = {each.name: sequence(each) + 1 for each in in_order(rank) if "group=0" in each.name}
         assert {each.name: (each.issued, each.ended) for each in rank.groups} == {
@@ -177,7 +195,10 @@ def test_how_far_each_group_is(results: dict[str, list[Recording]]) -> None:
 
 
 def test_end_of_an_operation(tap: str, results: dict[str, list[Recording]]) -> None:
-    """Its duration goes until its end where somebody tells it; where nobody does, it is the call's, and marked so."""
+    """The duration ends with the operation if its end is known.
+
+    Otherwise it is that of the call, and marked as such.
+    """
     untold = {"send", "recv"} if tap == "native" else {"send", "recv", "asynchronous"}
     for rank in results["forms"]:
         for each in in_order(rank):
@@ -192,14 +213,17 @@ def test_end_of_an_operation(tap: str, results: dict[str, list[Recording]]) -> N
 
 
 def test_asynchronous_operations_are_marked(results: dict[str, list[Recording]]) -> None:
-    """Whether the caller asked for a handle, where the operation knows it; sends and receives are handles always."""
+    """An operation is marked if the caller requested a handle.
+
+    Sends and receives always return handles.
+    """
     for rank in results["forms"]:
         flags = [bool(each.flags & Flag.ASYNC) for each in in_order(rank)]
         assert flags == [False, True, False, False, False, True, True, False, True, False, False]
 
 
 def test_waiting_is_a_phase_of_its_own(results: dict[str, list[Recording]]) -> None:
-    """Each wait of the training thread is a span, also the one inside of a blocking call."""
+    """Each wait of the training thread is a span, also the wait inside a blocking call."""
     for rank in results["forms"]:
         waits = Counter(rank.names(Kind.WAIT))
         assert waits["monitored_barrier group=0"] == 1
@@ -207,7 +231,9 @@ def test_waiting_is_a_phase_of_its_own(results: dict[str, list[Recording]]) -> N
 
 
 def meet(file: Path) -> None:
-    """Both ranks are here, without a collective: attaching, or other programs, may have held one of them up."""
+    """Synchronize both ranks by files instead of a collective, as attaching or other programs may
+    delay one.
+    """
     files = [file.with_suffix(f".{rank}") for rank in range(2)]
     files[dist.get_rank()].touch()
     while not all(each.exists() for each in files):
@@ -226,7 +252,7 @@ def late_rank(folder: Path) -> Recording:
 
 
 def test_who_waits_and_who_is_waited_for(results: dict[str, list[Recording]]) -> None:
-    """The punctual rank is blocked until the late one comes, and its step has that much less time of its own."""
+    """The punctual rank waits for the late one, and its step has that much less time of its own."""
     punctual, late = results["late_rank"]
 
     for mine, theirs, issued in zip(punctual.of(Kind.WAIT), late.of(Kind.WAIT), late.of(Kind.COLLECTIVE), strict=True):
@@ -247,7 +273,7 @@ def messages(folder: Path) -> Recording:
 
 
 def test_messages_of_a_pair_have_one_count(results: dict[str, list[Recording]]) -> None:
-    """They are numbered by pair and direction, whatever their types."""
+    """Messages are numbered by pair and direction, whatever their types."""
     for rank in results["messages"]:
         dtypes = [each.name.split()[2] for each in in_order(rank)]
         assert dtypes == ["dtype=float32", "dtype=float16", "dtype=float32"]
@@ -285,11 +311,14 @@ def data_parallel(folder: Path) -> Recording:
 
 
 def test_reducer_is_seen(results: dict[str, list[Recording]]) -> None:
-    """DDP issues from C++, inside the backward pass, and waits behind the last gradient: that tail is waiting."""
+    """DDP issues from C++ inside the backward pass, and waits after the last gradient.
+
+    This tail counts as waiting.
+    """
     punctual, late = results["data_parallel"]
     for rank in (punctual, late):
         reduced = rank.of(Kind.COLLECTIVE, "allreduce group=0 dtype=float32")
-        # The first step's is followed by others, because DDP arranges its buckets anew.
+        # Other collectives follow that of the first step, because DDP rebuilds its buckets.
         assert len(reduced) >= STEPS
         passes = rank.of(Kind.BACKWARD)
         first = min(reduced, key=lambda each: each.start_ns)
@@ -302,7 +331,7 @@ def test_reducer_is_seen(results: dict[str, list[Recording]]) -> None:
 
 
 def test_wrapper_is_no_part_of_names(results: dict[str, list[Recording]]) -> None:
-    """Modules inside DDP and FSDP2 have the names that their author gave them."""
+    """Modules inside DDP and FSDP2 keep the names that their author gave them."""
     for name in ("data_parallel", "fully_sharded"):
         for rank in results[name]:
             assert set(rank.names(Kind.MODULE)) == {"inner", "outer"}
@@ -319,7 +348,10 @@ def fully_sharded(folder: Path) -> Recording:
 
 
 def test_fully_sharded(results: dict[str, list[Recording]]) -> None:
-    """FSDP2 gathers in forward and backward, and scatters gradients; its waits in Python are spans."""
+    """FSDP2 gathers in forward and backward, and scatters gradients.
+
+    Its waits in Python are spans.
+    """
     for rank in results["fully_sharded"]:
         issued = Counter(rank.names(Kind.COLLECTIVE))
         assert issued["reduce_scatter_base group=0 dtype=float32"] == 2 * STEPS
@@ -345,7 +377,10 @@ def accumulating(folder: Path) -> Recording:
 
 
 def test_accumulation_of_sharded_gradients(results: dict[str, list[Recording]]) -> None:
-    """FSDP2 adds to what a rank holds of a gradient, which is another tensor: the two passes are seen all the same."""
+    """FSDP2 accumulates into another tensor than the rank's gradient.
+
+    Both backward passes are still recorded.
+    """
     for rank in results["accumulating"]:
         assert [each.value1 & MICRO_STEPS_MASK for each in rank.of(Kind.STEP)] == [2] * STEPS
 
@@ -366,7 +401,7 @@ def compiled(folder: Path) -> Recording:
 
 
 def test_compiled_collective_is_recorded_once_a_run(results: dict[str, list[Recording]]) -> None:
-    """Not while the graph is made; the graph itself has no break for us."""
+    """No record is written during compilation, and the graph has no additional break."""
     for rank in results["compiled"]:
         assert [(each.name, each.step) for each in rank.of(Kind.COLLECTIVE)] == [
             ("allreduce group=0 dtype=float32", step) for step in range(STEPS)
@@ -385,7 +420,9 @@ def other_thread(folder: Path) -> Recording:
 
 
 def test_other_thread_does_not_block_the_step(results: dict[str, list[Recording]]) -> None:
-    """Waiting on a thread of the user's own is recorded, and is no time of the training thread."""
+    """A wait on another thread of the user is recorded, but does not count as time of the training
+    thread.
+    """
     for rank in results["other_thread"]:
         assert [each.flags & Flag.OTHER_THREAD for each in rank.of(Kind.COLLECTIVE)] == [Flag.OTHER_THREAD]
         assert {each.flags for each in rank.of(Kind.WAIT)} == {Flag.OTHER_THREAD}
@@ -396,7 +433,8 @@ def test_other_thread_does_not_block_the_step(results: dict[str, list[Recording]
 def raising(folder: Path) -> tuple[Recording, str, str]:
     def message() -> str:
         with pytest.raises(RuntimeError) as caught:
-            ALL_GATHER(torch.empty(3), torch.ones(2))  # it takes four to hold two of each rank
+            # Two elements of each rank need a buffer of four.
+            ALL_GATHER(torch.empty(3), torch.ones(2))
         return str(caught.value)
 
     with recorded(folder) as recording:
@@ -406,7 +444,10 @@ def raising(folder: Path) -> tuple[Recording, str, str]:
 
 
 def test_error_of_a_collective(results: dict[str, list[Any]]) -> None:
-    """It is the same error as without a watch; it is recorded as such, and so is the next collective."""
+    """The error is that of an unwatched run.
+
+    It is recorded as an error, and the next collective is recorded too.
+    """
     for recording, watched, plain in results["raising"]:
         assert plain == watched
         raised, following = recording.of(Kind.COLLECTIVE)
@@ -430,7 +471,7 @@ def before_the_group(folder: Path) -> Recording:
 
 
 def test_watch_before_the_group(results: dict[str, list[Recording]]) -> None:
-    """A group that is made inside the watch is recorded."""
+    """A group that is created inside the watch is recorded."""
     for rank in results["before_the_group"]:
         assert "allreduce group=0 dtype=float32" in rank.names(Kind.COLLECTIVE)
 
@@ -457,7 +498,9 @@ def another_tool(folder: Path) -> tuple[Recording, int]:
 
 
 def test_another_tools_tap_is_left_to_it(results: dict[str, list[Any]]) -> None:
-    """Two kernels on one operator do not chain: theirs stays, and the report says what is therefore not recorded."""
+    """Two kernels on one operator do not chain, so the other tool's kernel stays, and the report
+    gives the reason.
+    """
     for recording, calls in results["another_tool"]:
         assert calls == 2
         assert recording.names(Kind.COLLECTIVE) == ["broadcast group=0 dtype=float32 root=0"]
@@ -491,7 +534,10 @@ def detached(folder: Path) -> dict[str, Any]:
 
 
 def test_nothing_stays_attached(results: dict[str, list[dict[str, Any]]]) -> None:
-    """Every operator is tapped inside the watch, outside of it ours passes on; a handle outlives the watch."""
+    """Every operator is tapped inside the watch.
+
+    Outside, ours passes calls on. A handle outlives the watch.
+    """
     for rank in results["detached"]:
         assert rank["taps before"] == rank["not tapped inside"] == rank["taps after"] == []
         assert rank["taps with collectives=False"] == []
@@ -503,7 +549,7 @@ def test_nothing_stays_attached(results: dict[str, list[dict[str, Any]]]) -> Non
 
 
 def test_payload() -> None:
-    """Tensors in nested lists count; whatever else an operation takes first does not."""
+    """Tensors in nested lists count. Other first arguments of an operation do not."""
     tensor = torch.ones(3, dtype=torch.float64)
     assert payload_bytes([[tensor, tensor], [tensor]]) == 72
     assert payload_bytes((tensor, None, 3, "text")) == 24

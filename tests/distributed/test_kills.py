@@ -1,4 +1,4 @@
-"""Processes that are killed at a random moment lose none of the steps that they had finished."""
+"""Processes killed at a random moment lose none of their finished steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ KILLS = 1000
 @pytest.mark.parametrize("kills", [10, *long(KILLS)])
 @pytest.mark.timeout(3600)
 def test_killed_at_any_instant(kills: int, tmp_path: Path) -> None:
-    """Many SIGKILLs, each in the first moments of a run whose ring nobody reads yet: all finished steps are in it."""
+    """Each SIGKILL comes in the first moments of a run whose ring is not read yet.
+
+    The ring has all finished steps.
+    """
     script, seed = str(SCRIPTS / "train_until_killed.py"), 12
     began_s, number = time.monotonic(), kills if kills < KILLS else share(KILLS)
     done = run_warm([sys.executable, script, str(tmp_path), str(number), str(seed), "alone"], tmp_path, timeout_s=3000)
@@ -51,7 +54,8 @@ def test_killed_at_any_instant(kills: int, tmp_path: Path) -> None:
     for each, steps in finished:
         (path,) = [path.parent for path in (tmp_path / str(each)).glob("*/nodes")]
         made = RunDirectory(path)
-        wait_for_sidecar(made)  # the start of a watch in another test may have begun to read the ring
+        # The start of a watch in another test may have begun to read the ring.
+        wait_for_sidecar(made)
         if not list(made.nodes.glob("*.json")):
             finish(made, node_name())
         (rank,) = report(made)["ranks"]
@@ -75,7 +79,9 @@ def test_killed_at_any_instant(kills: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kills", [5, *long(20)])
 def test_killed_process_keeps_its_finished_steps(kills: int, tmp_path: Path) -> None:
-    """After each of some SIGKILLs at random moments, every finished step is in the report, with all of its records."""
+    """After each of several SIGKILLs at random moments, the report has every finished step with all
+    its records.
+    """
     script = str(SCRIPTS / "train_until_killed.py")
     done = run_warm([sys.executable, script, str(tmp_path), str(kills), "11"], tmp_path, timeout_s=250)
     assert done.returncode == 0, done.stderr
@@ -97,7 +103,7 @@ def test_killed_process_keeps_its_finished_steps(kills: int, tmp_path: Path) -> 
 
 
 def sidecar_of(folder: Path) -> int:
-    """Return the process id that the sidecar of the folder's run has written; 0 before that.
+    """Return the process id that the sidecar of the folder's run has written, or 0 before that.
 
     A search by command line would also find the shell that starts the sidecar.
     """
@@ -109,7 +115,10 @@ def sidecar_of(folder: Path) -> int:
 
 
 def test_everything_killed_at_once_is_read_later(tmp_path: Path) -> None:
-    """Rank and sidecar killed together: `torchlens-perf sidecar` finds the rest in the ring, and loses nothing."""
+    """Rank and sidecar are killed together.
+
+    `torchlens-perf sidecar` reads the rest of the ring without a loss.
+    """
     script = str(SCRIPTS / "train_until_killed.py")
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     trainer = WarmPython(
@@ -128,8 +137,8 @@ def test_everything_killed_at_once_is_read_later(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", *long("SIGKILL", "SIGABRT", "SIGHUP", "SIGUSR1")])
-def test_signal_ends_the_job_as_without_us(name: str, tmp_path: Path) -> None:
-    """A signal ends the process with that signal, as it would unrecorded; the report has what was finished."""
+def test_signal_ends_the_job_as_if_unrecorded(name: str, tmp_path: Path) -> None:
+    """The signal ends the process as without recording, and the report has the finished steps."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHLENS_PERF": "1"}
     trainer = WarmPython(
         [sys.executable, TRAIN, "--steps", "100000"], cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True
@@ -147,8 +156,11 @@ def test_signal_ends_the_job_as_without_us(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_one_rank_fails(tmp_path: Path) -> None:
-    """When one rank raises, the job ends with torchrun's exit code, and the report holds both ranks' finished steps."""
+def test_report_has_all_steps_when_one_rank_fails(tmp_path: Path) -> None:
+    """If one rank raises, the job ends with torchrun's exit code.
+
+    The report has both ranks' finished steps.
+    """
     done = run(torchrun("--logs-specs", "torchlens_perf", TRAIN, "--fail-at", "20"), tmp_path)
     value = report(runs(tmp_path)[0])
 

@@ -1,4 +1,4 @@
-"""The ways to record a script that does not know of us: the torchrun flag, the variable, and `run`."""
+"""The ways to record an unmodified script: the torchrun flag, the variable, and `run`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ RUN = [sys.executable, "-m", "torchlens_perf", "run"]
 
 
 def said(stdout: str) -> list[str]:
-    """What the script printed: its view of the world, and the checksum of its parameters."""
+    """Return the script's output: its rank, world size and so on, and the checksum of its
+    parameters.
+    """
     return [line for line in stdout.splitlines() if line.startswith(("parameters", "started as"))]
 
 
 @pytest.fixture(scope="module")
 def unwatched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the script prints without us, alone and on two ranks."""
+    """Return the output of unrecorded runs, with one and with two ranks."""
     folder = tmp_path_factory.mktemp("unwatched")
     alone, pair = run_warm([sys.executable, TRAIN], folder), run_warm(torchrun(TRAIN), folder)
     assert (alone.returncode, pair.returncode) == (0, 0)
@@ -31,13 +33,15 @@ def unwatched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 def without_arguments(lines: list[str]) -> list[str]:
-    """The checksum only: arguments differ between the cases."""
+    """Return only the checksum, because arguments differ between the cases."""
     return [line for line in lines if line.startswith("parameters")]
 
 
 @pytest.mark.parametrize("workers", ["fork", *long("spawn")])
-def test_torchrun_flag(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
-    """torchrun's flag records every rank, with forked and spawned loader workers, and prints the verdict on rank 0."""
+def test_torchrun_flag_records_every_rank(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+    """Every rank is recorded, with forked and spawned loader workers, and rank 0 prints the
+    verdict.
+    """
     done = run(torchrun(*FLAG, TRAIN, "--workers", workers), tmp_path)
     value = only_report(tmp_path)
 
@@ -47,14 +51,17 @@ def test_torchrun_flag(workers: str, unwatched: dict[str, list[str]], tmp_path: 
     assert [rank["first_step"] for rank in value["ranks"]] == [1, 1]
     assert value["quality"]["lost"] == 0
     assert "data" in value["ranks"][0]["phases"]
-    # Where the machine is busy, rank 0 does not wait for the report, and says how to see it.
+    # On a busy machine, rank 0 does not wait for the report and prints how to show it.
     assert done.stderr.count("torchlens_perf  train.py  2 ranks") + done.stderr.count("the report is not ready") == 1
     assert str(runs(tmp_path)[0].path) in done.stderr
 
 
 @pytest.mark.parametrize("workers", ["fork", *long("spawn")])
-def test_variable(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
-    """TORCHLENS_PERF=1 records a script under plain python; its loader workers become no ranks."""
+def test_variable_records_a_script(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+    """TORCHLENS_PERF=1 records a script under plain python.
+
+    Its loader workers are not recorded as ranks.
+    """
     done = run([sys.executable, TRAIN, "--workers", workers], tmp_path, TORCHLENS_PERF="1")
     value = only_report(tmp_path)
 
@@ -65,8 +72,10 @@ def test_variable(workers: str, unwatched: dict[str, list[str]], tmp_path: Path)
 
 
 @pytest.mark.parametrize("workers", ["fork", *long("spawn")])
-def test_run_command(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
-    """`run` starts a script as python would: __main__, arguments, sys.path[0], pickles and spawned workers."""
+def test_run_command_starts_a_script_like_python(workers: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+    """`run` starts a script like python: __main__, arguments, sys.path[0], pickles and spawned
+    workers are the same.
+    """
     arguments = ["--workers", workers]
     done = run([*RUN, TRAIN, *arguments], tmp_path)
     value = only_report(tmp_path)
@@ -79,7 +88,7 @@ def test_run_command(workers: str, unwatched: dict[str, list[str]], tmp_path: Pa
 
 @pytest.mark.long
 def test_run_command_under_torchrun(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
-    """`torchrun -m torchlens_perf run` works where entry points do not."""
+    """`torchrun -m torchlens_perf run` works without entry points."""
     command = torchrun("-m", "torchlens_perf", "run", TRAIN)
     done = run(command, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     value = only_report(tmp_path)
@@ -89,9 +98,9 @@ def test_run_command_under_torchrun(unwatched: dict[str, list[str]], tmp_path: P
     assert [rank["steps"] for rank in value["ranks"]] == [29, 29]
 
 
-@pytest.mark.long  # test_run_is_python.py starts modules too, but none of them trains
-def test_run_command_with_a_module(tmp_path: Path) -> None:
-    """`run -m module` starts a module as `python -m` would."""
+@pytest.mark.long  # test_run_is_python.py also starts modules, but none of them trains
+def test_run_command_starts_a_module_like_python(tmp_path: Path) -> None:
+    """`run -m module` starts a module like `python -m`."""
     (tmp_path / "trainer.py").write_text(Path(TRAIN).read_text())
     done = run([*RUN, "-m", "trainer", "--steps", "12"], tmp_path)
 
@@ -100,10 +109,13 @@ def test_run_command_with_a_module(tmp_path: Path) -> None:
     assert only_report(tmp_path)["ranks"][0]["steps"] == 11
 
 
-@pytest.mark.long  # test_elastic_ranks.py has one with more ranks
-def test_elastic_restart(tmp_path: Path) -> None:
-    """After a restart by torchrun the same run directory holds both attempts, and the report is about the last."""
-    # torchrun's own store keeps the addresses of the first attempt, where gloo then knocks in vain: with or without us.
+@pytest.mark.long  # test_elastic_ranks.py has a restart with more ranks
+def test_elastic_restart_keeps_one_run(tmp_path: Path) -> None:
+    """After a restart by torchrun the same run directory contains both attempts, and the report is
+    about the last.
+    """
+    # torchrun's own store keeps the addresses of the first attempt, and gloo then fails to connect,
+    # with or without a watch.
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = run(torchrun("--max-restarts", "1", *FLAG, TRAIN, "--fail-at", "8"), tmp_path, **own_store)
     (made,) = runs(tmp_path)
@@ -118,8 +130,11 @@ def test_elastic_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", long("0", "true"))
-def test_autoload_switched_off(value: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
-    """With torch's autoload off, the flag leaves the script untouched and says so in one line. For torch, 1 is on."""
+def test_disabled_autoload_is_reported(value: str, unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+    """With torch's autoload disabled, the flag only prints one line about it.
+
+    For torch, 1 means enabled.
+    """
     done = run(torchrun(*FLAG, TRAIN), tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD=value)
     ours = [line for line in done.stderr.splitlines() if "torchlens" in line]
 
@@ -131,8 +146,10 @@ def test_autoload_switched_off(value: str, unwatched: dict[str, list[str]], tmp_
 
 
 @pytest.mark.long
-def test_bad_variable(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
-    """A bad variable switches recording off with one line on the node, and the job runs as without us."""
+def test_invalid_variable_disables_recording(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+    """An invalid variable disables recording with one line per node, and the job runs as if
+    unrecorded.
+    """
     done = run(torchrun(*FLAG, TRAIN), tmp_path, TORCHLENS_PERF_RING_RECORDS="many")
     ours = [line for line in done.stderr.splitlines() if "torchlens" in line]
 
@@ -141,8 +158,8 @@ def test_bad_variable(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_unwritable_directory(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
-    """A folder that cannot be written switches recording off with one line, and the job runs as without us."""
+def test_unwritable_folder_disables_recording(unwatched: dict[str, list[str]], tmp_path: Path) -> None:
+    """An unwritable folder disables recording with one line, and the job runs as if unrecorded."""
     (tmp_path / "file").write_text("in the way")
     done = run(
         [sys.executable, TRAIN], tmp_path, TORCHLENS_PERF="1", TORCHLENS_PERF_DIR=str(tmp_path / "file" / "runs")
@@ -156,7 +173,7 @@ def test_unwritable_directory(unwatched: dict[str, list[str]], tmp_path: Path) -
 
 @pytest.mark.parametrize("code", long(0, 3))
 def test_exit_code_is_the_scripts(code: int, tmp_path: Path) -> None:
-    """sys.exit in the script ends the process with its code, recorded or not."""
+    """sys.exit in the script ends the process with its code, with and without recording."""
     done = run([sys.executable, TRAIN, "--exit", str(code)], tmp_path, TORCHLENS_PERF="1")
 
     assert done.returncode == code
@@ -177,7 +194,7 @@ def test_exception_is_the_scripts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fork", *long("spawn")])
 def test_trainers_started_by_the_script(method: str, tmp_path: Path) -> None:
-    """Ranks that the script itself starts, by multiprocessing, are recorded into one run."""
+    """Ranks that the script starts by multiprocessing are recorded in one run."""
     start = run_warm if method == "fork" else run
     done = start([sys.executable, str(SCRIPTS / "start_ranks.py"), method], tmp_path, TORCHLENS_PERF="1")
     value = only_report(tmp_path)
@@ -209,14 +226,15 @@ def test_recorded_trainer_that_forks_a_trainer(tmp_path: Path) -> None:
     values = [report(each) for each in runs(tmp_path)]
 
     assert done.returncode == 0, done.stderr
-    # Of 17 steps the first is not measured. The second optimizer ends them at once, as the other one is gone.
+    # The first of 17 steps is not measured. Then the second optimizer ends the steps alone, as the
+    # first one is gone.
     assert sorted(value["ranks"][0]["steps"] for value in values) == [16, 24]
     assert {value["ranks"][0]["state"] for value in values} == {"closed"}
 
 
 @pytest.mark.long
 def test_script_with_a_watch_of_its_own(tmp_path: Path) -> None:
-    """A script that calls watch() under the flag is recorded once, by its own watch."""
+    """A script that calls watch() under the flag is recorded once, by this watch."""
     script = tmp_path / "watched.py"
     script.write_text(
         "import torch, torchlens_perf as perf\n"
@@ -233,8 +251,10 @@ def test_script_with_a_watch_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_switched_off(tmp_path: Path) -> None:
-    """TORCHLENS_PERF=0 wins over watch() in the script and over the flag: nothing is made."""
+def test_variable_0_disables_recording(tmp_path: Path) -> None:
+    """TORCHLENS_PERF=0 has priority over watch() in the script and over the flag, and creates no
+    file.
+    """
     script = tmp_path / "watched.py"
     script.write_text(
         "import torchlens_perf as perf, threading\n"

@@ -1,6 +1,8 @@
-"""aggregate="device" on the asynchronous device: the slow rank is named from what rank 0 was told by the devices alone.
+"""aggregate="device" on the asynchronous device: rank 0's node names the slow rank from merged
+device data alone.
 
-Each rank has a run directory of its own, as if it were a node of its own whose sidecar talks to no other.
+Each rank has a separate run directory, as on a node whose sidecar does not exchange data with
+others.
 """
 
 from __future__ import annotations
@@ -43,11 +45,13 @@ pytestmark = [
 ]
 WINDOW, WINDOWS, SLOW, MS = 16, 6, 1, 1_000_000
 FORWARD_S, BACKWARD_S, LATE_S = 0.012, 0.006, 0.008
-PRINTED = 8  # steps, as scripts do that print their loss: the device is not farther behind
+# Interval of reading the loss, in steps, as in scripts that print it. The device is not farther
+# behind.
+PRINTED = 8
 
 
 class Spin(torch.autograd.Function):
-    """Work in the backward pass."""
+    """A module that works in the backward pass."""
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
@@ -70,7 +74,7 @@ class Model(nn.Module):
 
 
 def train(late_s: float) -> tuple[list[float], list[torch.Tensor], Callable[[], int]]:
-    """A model and its loop; the losses, the parameters, and how to train."""
+    """Return the losses, the parameters, and a function that trains."""
     torch.manual_seed(7)
     model = nn.parallel.DistributedDataParallel(Model(late_s).to(DEVICE))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -91,7 +95,7 @@ def train(late_s: float) -> tuple[list[float], list[torch.Tensor], Callable[[], 
 
 
 def one_run(folder: Path, late_s: float, *, watched: bool = True) -> dict[str, Any]:
-    """What one rank has recorded and computed."""
+    """Return one rank's records and results."""
     losses, parameters, loop = train(late_s)
     if not watched:
         synchronizations = loop()
@@ -130,17 +134,21 @@ def ranks_train(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=[2, *long(4)])
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """By rank and run."""
+    """Return the results by rank and run."""
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     return run_ranks(ranks_train, tmp_path_factory.mktemp("merged"), request.param)
 
 
 def report_of(folder: Path, *told: dict[str, Any]) -> dict[str, Any]:
-    """What the sidecar of rank 0's node says, if it has the records of these ranks, of which rank 0 is the first."""
+    """Return the report of rank 0's node if its sidecar reads these ranks' records.
+
+    Rank 0 is the first one.
+    """
     host = told[0]["host"]
     with run_without_traces(folder) as run:
         for rank in told:
-            run.register_ring(host, Path(shutil.copy(rank["ring"], folder)))  # it is removed once it is kept
+            # The ring is removed after it was stored.
+            run.register_ring(host, Path(shutil.copy(rank["ring"], folder)))
         return _report_of(run, host)
 
 
@@ -155,14 +163,14 @@ def _report_of(run: RunDirectory, host: str) -> dict[str, Any]:
 
 
 def windows(rows: list[MergedRow]) -> list[dict[str, list[MergedRow]]]:
-    """By name, in the order of the windows."""
+    """Return the rows by name for each window, in order."""
     found: dict[int, dict[str, list[MergedRow]]] = {}
     for row in rows:
         found.setdefault(row.step, {}).setdefault(row.name, []).append(row)
     return [found[step] for step in sorted(found)]
 
 
-def test_nothing_is_waited_for_and_no_bit_changes(told: list[dict[str, dict[str, Any]]]) -> None:
+def test_merging_adds_no_wait_and_changes_no_bit(told: list[dict[str, dict[str, Any]]]) -> None:
     for rank in told:
         for watched in (rank["slow"], rank["clean"]):
             assert watched["losses"] == rank["alone"]["losses"]
@@ -174,8 +182,11 @@ def test_nothing_is_waited_for_and_no_bit_changes(told: list[dict[str, dict[str,
     assert len({each["slow"]["launches"] for each in told}) == 1, "all ranks have met equally often"
 
 
-def test_windows_are_of_the_ranks_parts(told: list[dict[str, dict[str, Any]]]) -> None:
-    """Steps of all ranks, but for those that the device had not passed; medians are those of the ranks' own records."""
+def test_windows_equal_the_ranks_own_records(told: list[dict[str, dict[str, Any]]]) -> None:
+    """Windows have the steps of all ranks that the device had passed.
+
+    Their medians equal those of the ranks' records.
+    """
     found = windows(told[0]["slow"]["rows"])
     assert len(found) >= WINDOWS - 1, "the last one may be on its way"
     by_hand = {Row.FORWARD: "forward", Row.BACKWARD: "backward", Row.OPTIMIZER: "optimizer"}
@@ -186,7 +197,7 @@ def test_windows_are_of_the_ranks_parts(told: list[dict[str, dict[str, Any]]]) -
             if part is not None:
                 of_ranks = [np.median(rank["slow"]["parts"][:, PARTS.index(part)]) for rank in told]
                 assert rows[0].median_ns == pytest.approx(sorted(of_ranks)[(len(told) - 1) // 2], abs=0.3 * MS)
-        # A step's work has gaps in it, in which a device waits for a host that other tests hold up.
+        # A step's work has gaps, in which a device waits for a host that other tests delay.
         forward = window["forward work"][0]
         assert (forward.slowest, forward.outstanding) == (SLOW, 1)
         assert 0.6 < forward.excess_ns / (LATE_S * 1e9) < 3
@@ -194,8 +205,10 @@ def test_windows_are_of_the_ranks_parts(told: list[dict[str, dict[str, Any]]]) -
     assert all(rank["slow"]["rows"] == [] for rank in told[1:])
 
 
-def test_the_slow_rank_is_named_from_rank_0_alone(told: list[dict[str, dict[str, Any]]], tmp_path: Path) -> None:
-    """With its part, its excess, and from where that is known; its sidecar has no record of that rank."""
+def test_slow_rank_is_named_from_merged_windows_alone(told: list[dict[str, dict[str, Any]]], tmp_path: Path) -> None:
+    """The verdict has the phase, the excess and its source, although the sidecar has no record of
+    that rank.
+    """
     report = report_of(tmp_path, told[0]["slow"])
     assert [rank["rank"] for rank in report["ranks"]] == [0]
     verdict = report["verdicts"][0]
@@ -205,8 +218,10 @@ def test_the_slow_rank_is_named_from_rank_0_alone(told: list[dict[str, dict[str,
     assert "Known from the windows that the devices merged" in verdict["text"]
 
 
-def test_where_the_sidecar_has_all_records(told: list[dict[str, dict[str, Any]]], tmp_path: Path) -> None:
-    """The judge names the rank by them, and the windows, which agree, add nothing."""
+def test_windows_add_nothing_when_the_sidecar_has_all_records(
+    told: list[dict[str, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """The judge names the rank by its records. The windows agree and add nothing."""
     report = report_of(tmp_path, *(rank["slow"] for rank in told))
     assert [rank["rank"] for rank in report["ranks"]] == list(range(len(told)))
     (verdict,) = [each for each in report["verdicts"] if each["kind"] == "straggler"]
@@ -215,8 +230,8 @@ def test_where_the_sidecar_has_all_records(told: list[dict[str, dict[str, Any]]]
     assert "windows" not in verdict["text"]
 
 
-def test_in_a_clean_run_nobody_is_named(told: list[dict[str, dict[str, Any]]], tmp_path: Path) -> None:
-    """And it is said that all ranks were compared."""
+def test_no_rank_is_named_in_a_clean_run(told: list[dict[str, dict[str, Any]]], tmp_path: Path) -> None:
+    """The verdict also says that all ranks were compared."""
     report = report_of(tmp_path, told[0]["clean"])
     (verdict,) = [each for each in report["verdicts"] if each["kind"] in ("none", "not_compared", "straggler")]
     assert verdict["kind"] == "none"

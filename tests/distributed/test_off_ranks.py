@@ -1,4 +1,6 @@
-"""Ranks that cannot record, beside ranks that do: nobody waits for them, one line a node says it, the report too."""
+"""Ranks that cannot record, in a job with ranks that can: no rank waits, and one line per node and
+the report show it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from tests.support.processes import TRAIN, report, run, run_warm, runs, torchrun
 
 pytestmark = pytest.mark.distributed
 FLAG = ("--logs-specs", "torchlens_perf")
-# Under the flag a rank begins to record at its first step's end; until then it can be changed.
+# Under the flag a rank begins to record at the end of its first step. Until then the test can
+# change its environment.
 CHANGED = "import os, sys\nif int(os.environ['RANK']) in ({ranks}): {change}\n"
 NO_PROGRAM = "sys.executable = ''"
 NO_ROOM = "from pathlib import Path; from torchlens_perf.run import directory; " \
@@ -20,7 +23,10 @@ NO_ROOM = "from pathlib import Path; from torchlens_perf.run import directory; "
 
 
 def job(folder: Path, ranks: int, off: str, change: str, **environment: str) -> tuple[str, list[str], list[str]]:
-    """Trains; `off` are the ranks on which `change` is done. What was trained, what was said, and all lines of ours."""
+    """Train with `change` applied on the ranks `off`.
+
+    Return the result, the messages about it, and all our lines.
+    """
     script = folder / "train.py"
     script.write_text(CHANGED.format(ranks=off, change=change) + Path(TRAIN).read_text())
     done = run_warm(torchrun(*FLAG, str(script), ranks=ranks), folder, timeout_s=110, **environment)
@@ -32,7 +38,7 @@ def job(folder: Path, ranks: int, off: str, change: str, **environment: str) -> 
 
 @pytest.fixture(scope="module")
 def unwatched(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What two ranks train without us."""
+    """Return the result of two unrecorded ranks."""
     return job(tmp_path_factory.mktemp("unwatched"), 2, "9,", "pass", TORCHLENS_PERF="0")[0]
 
 
@@ -46,13 +52,14 @@ def unwatched(tmp_path_factory: pytest.TempPathFactory) -> str:
         ),
     ],
 )
-def test_one_rank_is_off(change: str, reason: str, unwatched: str, tmp_path: Path) -> None:
-    """The other one is recorded; the report says which one is missing."""
+def test_report_names_the_rank_that_is_off(change: str, reason: str, unwatched: str, tmp_path: Path) -> None:
+    """The other rank is recorded, and the report names the missing one."""
     trained, off, _ = job(tmp_path, 2, "1,", change)
     value = report(runs(tmp_path)[0])
 
     assert trained == unwatched
-    if not reason:  # as many as in the job are on its node, then
+    # In this case the node's number of ranks is taken to be the job's.
+    if not reason:
         assert [rank["rank"] for rank in value["ranks"]] == [0, 1]
         return
     assert len(off) == 1
@@ -61,8 +68,8 @@ def test_one_rank_is_off(change: str, reason: str, unwatched: str, tmp_path: Pat
     assert "1 of 2 ranks are missing: 1" in value["quality"]["notes"]
 
 
-def test_rank_0_is_off(unwatched: str, tmp_path: Path) -> None:
-    """It prints no report; the other one is recorded."""
+def test_other_rank_is_recorded_when_rank_0_is_off(unwatched: str, tmp_path: Path) -> None:
+    """Rank 0 prints no report, and the other rank is recorded."""
     trained, off, ours = job(tmp_path, 2, "0,", NO_PROGRAM)
     value = report(runs(tmp_path)[0])
 
@@ -73,8 +80,8 @@ def test_rank_0_is_off(unwatched: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["a file in the way", *long("no process")])
-def test_all_ranks_are_off(how: str, unwatched: str, tmp_path: Path) -> None:
-    """One line a node, not one a rank, and nothing is left."""
+def test_one_line_a_node_when_all_ranks_are_off(how: str, unwatched: str, tmp_path: Path) -> None:
+    """There is one line per node instead of one per rank, and no file is left."""
     (tmp_path / "file").write_text("in the way")
     folder = {"TORCHLENS_PERF_DIR": str(tmp_path / "file" / "runs")} if how == "a file in the way" else {}
     change = "pass" if folder else NO_PROGRAM
@@ -87,8 +94,8 @@ def test_all_ranks_are_off(how: str, unwatched: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_off_at_a_watch_of_the_scripts_own(tmp_path: Path) -> None:
-    """The same where the script calls watch(): it goes on without a run directory."""
+def test_watch_in_the_script_continues_when_it_is_off(tmp_path: Path) -> None:
+    """The same is true if the script calls watch(). It continues without a run directory."""
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys, torch, torchlens_perf as perf\n"

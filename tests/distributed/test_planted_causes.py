@@ -1,4 +1,4 @@
-"""Real ranks, one of them slowed by something around it: the verdict says who, and why."""
+"""Real ranks, one of them slowed by its environment: the verdict gives the rank and the cause."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 150
 
 
 def why_no_disk_is_throttled(folder: Path) -> str:
-    """A reason to leave out the runs that need it; "" if it is permitted."""
+    """Return the reason why disks cannot be throttled here, or an empty string."""
     try:
         (folder / "file").touch()
         group = LimitedGroup("io", 1 << 20, folder / "file")
@@ -30,7 +30,7 @@ def why_no_disk_is_throttled(folder: Path) -> str:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < RANKS, reason="each of the two ranks needs a CPU of its own")
 @pytest.mark.long  # on a busy machine the two ranks have no CPU of their own
 def test_causes_are_named(tmp_path: Path) -> None:
-    """A heap that is collected in every step, and a throttled disk."""
+    """Cases: a heap that is collected in every step, and a throttled disk."""
     reason = why_no_disk_is_throttled(tmp_path)
     kinds = ["gc"] if reason else ["gc", "slow_storage"]
     record([(kind, 1) for kind in kinds], tmp_path, STEPS)

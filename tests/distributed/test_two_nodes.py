@@ -1,7 +1,9 @@
-"""Two nodes of two ranks: node 0 judges them all, names a slow rank with its host, and a node that falls silent.
+"""Two nodes of two ranks: node 0 judges all ranks, and names a slow rank with its host, and a
+silent node.
 
-The nodes are namespaces of this machine, each with a name, a shared memory and a working directory of its own. They
-share the network, so the nodes' sidecars meet as they do between machines, over the job's store and one of their own.
+The nodes are namespaces of this machine with separate host names, shared memory and working
+directories. They share the network, so their sidecars connect as between machines, over the job's
+store and their own server.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from torchlens_perf.sidecar.nodes.rendezvous import Address, exchange_key, new_t
 
 NODES = ("node-a", "node-b")
 RANKS = 4
-SLOW_RANK = 3  # of the second node
-NOTICED_S = 15.0  # nothing is said before ten seconds without a step
+# The slow rank is on the second node.
+SLOW_RANK = 3
+# A hang is reported after ten seconds without a step.
+NOTICED_S = 15.0
 
 
 def _why_not() -> str:
-    """Why there can be no second node here; empty if there can."""
+    """Return the reason why there can be no second node here, or an empty string."""
     if os.geteuid():
         return "namespaces with names and mounts of their own need root"
     done = subprocess.run(
@@ -48,18 +52,21 @@ pytestmark = [
 
 
 def all_ranks(report: dict[str, Any]) -> bool:
-    """Whether the node's own two ranks have made enough steps to know how long one usually takes."""
+    """Return True if the node's own two ranks have made enough steps for a typical step time."""
     return len(report["ranks"]) == RANKS // 2 and all(rank["steps"] >= 40 for rank in report["ranks"])
 
 
 def planted_straggler(report: dict[str, Any]) -> dict[str, Any] | None:
-    """The verdict about the planted slow rank, if there is one; other tests may slow another rank down for a while."""
+    """Return the verdict about the planted slow rank.
+
+    Other tests may slow another rank down for a while.
+    """
     verdicts = (verdict for verdict in report["verdicts"] if verdict["kind"] == "straggler")
     return next((verdict for verdict in verdicts if verdict["rank"] == SLOW_RANK), None)
 
 
-def test_slow_rank_of_another_node(tmp_path: Path) -> None:
-    """Node 0 names a rank that it has no ring file of, with its host and the phase that it is slow in."""
+def test_slow_rank_of_another_node_is_named(tmp_path: Path) -> None:
+    """Node 0 names the rank with its host and slow phase, although it has no ring file of it."""
     with LiveRanks(tmp_path, RANKS, NODES, SLOW_RANK=str(SLOW_RANK), SLOW_FROM="10") as job:
         found = job.wait_for(planted_straggler, 2 * STARTED_S, NODES[0])
         reports = [job.report(node) for node in NODES]
@@ -70,8 +77,11 @@ def test_slow_rank_of_another_node(tmp_path: Path) -> None:
     assert "node-b" in found["text"]
 
 
-def test_address_and_token_of_the_settings(tmp_path: Path) -> None:
-    """Node 0 listens where `exchange` says, with the token of the environment, which is in no file."""
+def test_configured_address_and_token_are_used(tmp_path: Path) -> None:
+    """Node 0 listens on the address of `exchange` with the token of the environment.
+
+    No file contains the token.
+    """
     address = f"127.0.0.1:{free_port()}"
     told = {"TORCHLENS_PERF_EXCHANGE": f"grpc://{address}", "TORCHLENS_PERF_EXCHANGE_TOKEN": "S3CRET"}
     with LiveRanks(tmp_path, RANKS, NODES, **told) as job:
@@ -89,8 +99,8 @@ def test_address_and_token_of_the_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
-def test_slow_device_of_another_node(tmp_path: Path) -> None:
-    """Ranks on devices: the windows that the nodes exchange are of the devices' time, and so is what node 0 names."""
+def test_slow_device_of_another_node_is_named(tmp_path: Path) -> None:
+    """On devices, the exchanged windows contain device times, and so does node 0's verdict."""
     device.build()
     slow = {"SLOW_RANK": str(SLOW_RANK), "SLOW_FROM": "10", "PYTHONPATH": os.pathsep.join(sys.path)}
     with LiveRanks(tmp_path, RANKS, NODES, script=str(SCRIPTS / "train_device_ranks.py"), **slow) as job:
@@ -104,14 +114,20 @@ def test_slow_device_of_another_node(tmp_path: Path) -> None:
 
 
 def hang_of_a_device(value: dict[str, Any]) -> dict[str, Any] | None:
-    """Until another node's second look has come, the ranks only wait together."""
+    """Return the verdict if it names a device.
+
+    Until the other node's second poll, all ranks only wait.
+    """
     found: dict[str, Any] | None = hang(value)
     return found if found is not None and found["evidence"]["kind"] == "device" else None
 
 
 @pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
-def test_hang_on_a_device_of_another_node(tmp_path: Path) -> None:
-    """A kernel of rank 2 does not end: node 0, which has no ring of it, names it, its node, the step and the mark."""
+def test_hung_device_of_another_node_is_named(tmp_path: Path) -> None:
+    """A kernel of rank 2 never ends.
+
+    Node 0 names it, its node, the step and the mark without a ring of it.
+    """
     device.build()
     stuck = {"HANG_RANK": "2", "HANG_AT": "60", "PYTHONPATH": os.pathsep.join(sys.path)}
     with LiveRanks(tmp_path, RANKS, NODES, script=str(SCRIPTS / "hang_device_ranks.py"), **stuck) as job:
@@ -124,7 +140,10 @@ def test_hang_on_a_device_of_another_node(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def silence(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The verdict of node 0 after all ranks of the other node, and their sidecar, have stopped; they go on at last."""
+    """Stop all ranks of the other node and their sidecar, then continue them.
+
+    Return node 0's verdict.
+    """
     with LiveRanks(tmp_path_factory.mktemp("silence"), RANKS, NODES) as job:
         for node in NODES:
             job.wait_for(all_ranks, STARTED_S, node)
@@ -143,15 +162,20 @@ def silence(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_node_that_falls_silent(silence: dict[str, Any]) -> None:
-    """Node 0 names ranks and host within 15 s, and says that its own wait for them; it ends with the silence."""
+def test_silent_node_is_named(silence: dict[str, Any]) -> None:
+    """Node 0 names ranks and host within 15 s, and its own ranks as waiting.
+
+    The verdict ends with the silence.
+    """
     assert silence["rank"] in (2, 3)
     assert silence["evidence"]["waiting"] == [0, 1]
     assert "node-b" in silence["text"]
 
 
 @pytest.mark.long
-def test_silence_is_told_from_standing_still(silence: dict[str, Any]) -> None:
-    """A node that was well when it was last heard of has failed as a whole: one looks at the machine, not at a rank."""
+def test_silent_node_is_distinguished_from_a_hang(silence: dict[str, Any]) -> None:
+    """A node that was healthy in its last message has failed as a whole, so the advice is about the
+    machine.
+    """
     assert (silence["evidence"]["kind"], silence["evidence"]["ranks"]) == ("silent", [2, 3])
     assert "went silent when the steps ended" in silence["text"]

@@ -1,4 +1,4 @@
-"""A verdict reaches the callbacks of a live job's ranks, while it trains."""
+"""A verdict reaches the callbacks of a live job's ranks during training."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from tests.support.processes import SCRIPTS, run_warm, runs, slowdown, torchrun
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-def test_each_rank_hears_who_is_slow(tmp_path: Path) -> None:
-    """Within about a second after the sidecar has named the rank; a summary names it, too, on each rank."""
+def test_each_rank_receives_the_verdict(tmp_path: Path) -> None:
+    """Callbacks run within about a second after the sidecar has named the rank.
+
+    Each rank's summary names it too.
+    """
     done = run_warm(torchrun(str(SCRIPTS / "verdicts_heard.py")), tmp_path, 150)
     assert done.returncode == 0, done.stderr
     found = sorted(json.loads(line.removeprefix("heard ")) for line in done.stdout.splitlines() if "heard" in line)

@@ -1,7 +1,8 @@
-"""The README's first example in the frameworks that people use, and loops without one: on what is really installed.
+"""The README's first example in installed frameworks and in loops without one.
 
-`make test` has the scripts whose framework is in the test environment; `make test-frameworks` has all. Each script runs
-without us, with a watch() of its own, and under TORCHLENS_PERF=1, and must lose nothing and change nothing.
+`make test` runs the scripts whose framework is in the test environment, and `make test-frameworks`
+runs all of them. Each script runs unrecorded, with its own watch(), and under TORCHLENS_PERF=1.
+Recording must be complete and change nothing.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ import pytest
 from tests.support.processes import only_report, run_warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
-# What may be the most important thing to say on these scripts, on a machine that is shared.
+# Possible headlines for these scripts on a shared machine.
 SENSIBLE = {"compute_bound", "host_bound", "lack_of_cpu", "long_steps", "data_bound"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """A script, and what is true of it."""
+    """A script and the expected contents of its report."""
 
     needs: str
-    """The package that it is about; "" for torch alone."""
+    """Package under test, or "" for torch alone."""
     phases: set[str]
     modules: set[str]
-    """Some that a user would look for."""
+    """Some of the modules that the report must contain."""
     wrong_modules: frozenset[str] = frozenset()
     micro_steps: int = 1
     unseen: int = 1
-    """Steps that a recording that begins by itself does not have."""
+    """Number of steps that an automatic recording does not have."""
     merged: int = 0
-    """Steps that are a part of the next one in a watch() of the script's own."""
+    """Number of steps that count as part of the next one under the script's own watch()."""
     only_with_a_watch: bool = False
 
 
@@ -57,7 +58,7 @@ SCRIPTS_BY_NAME = {
     "inference": Script("", {"forward"}, {"0", "2", "6"}, only_with_a_watch=True),
 }
 SOME = {("accelerate_loop", "watch"), ("lightning_fit", "variable")}
-"""The others are left to make test-frameworks."""
+"""The other cases run only in make test-frameworks."""
 CASES = [
     pytest.param(
         name, way, id=f"{name}-{way}",
@@ -77,12 +78,12 @@ CASES = [
 
 @functools.cache
 def unwatched(name: str, folder: Path) -> dict[str, Any]:
-    """What the script prints without us."""
+    """Return the script's output without recording."""
     return facts(name, folder)
 
 
 def facts(name: str, folder: Path, **environment: str) -> dict[str, Any]:
-    """Runs a script, and reads its last line. Its own warnings and progress go to stderr."""
+    """Run a script and parse its last line. Its own warnings and progress go to stderr."""
     done = run_warm([sys.executable, str(SCRIPTS / f"{name}.py")], folder, timeout_s=200, **environment)
     assert done.returncode == 0, done.stderr[-2000:]
     value: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -96,8 +97,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "way"), CASES)
-def test_script(name: str, way: str, folder: Path, tmp_path: Path) -> None:
-    """Same losses; its steps, its phases, its models under their names in the script; a sensible headline."""
+def test_script_is_recorded_unchanged(name: str, way: str, folder: Path, tmp_path: Path) -> None:
+    """The losses are the same.
+
+    The report has the steps, the phases, the models by name, and a sensible headline.
+    """
     expected = unwatched(name, folder)
     how = {"watch": {"SCRIPT_WATCHES": "1"}, "variable": {"TORCHLENS_PERF": "1"}}[way]
     found = facts(name, tmp_path, **how)
@@ -120,4 +124,5 @@ def test_script(name: str, way: str, folder: Path, tmp_path: Path) -> None:
     kinds = {"evaluation", "forward passes without gradients"}
     evaluations = [step for long in report["steps"]["long"] if kinds & set(long["kinds"]) for step in long["steps"]]
     inside = [step for step in expected.get("evaluations", []) if step < expected["steps"]]
-    assert set(evaluations) <= set(inside)  # an evaluation that takes no longer than a step is no class of its own
+    # An evaluation that takes no longer than a step is not a separate class.
+    assert set(evaluations) <= set(inside)

@@ -1,7 +1,7 @@
-"""Jobs of frameworks with the lines that docs/guides/frameworks.md shows and a planted fault each.
+"""Jobs of installed frameworks with a planted fault each and the lines of docs/guides/frameworks.md.
 
-Each job runs as it is without us, and with us: the same losses, bit for bit; the steps that the framework has counted;
-the verdict that the fault deserves. `make test-frameworks`.
+Each job runs with and without recording. The losses are bit-equal, the steps equal the framework's
+count, and the verdict names the fault. Run by `make test-frameworks`.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from torchlens_perf.run.ring import Flag
 
 FOLDER = Path(__file__).parent
 ABORTS = "terminate called without an active exception"
-"""A thread of torch's at the process's end: seen once in 60 ends of fsdp2_loop without us."""
+"""Message of a torch thread at the end, seen once in 60 ends of an unrecorded fsdp2_loop."""
 DOCS = ROOT / "docs/guides/frameworks.md"
 VERSIONS = ROOT / "docs/internals/framework-tests.md"
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A job, and what its report must say."""
+    """A job and the expected contents of its report."""
 
     packages: tuple[str, ...]
-    """What it is about, as pip names it."""
+    """Packages under test by their names in pip."""
     verdict: tuple[str, int | None, str | None]
-    """The first one's kind, rank and phase."""
+    """Kind, rank and phase of the first verdict."""
     ranks: int = 2
     micro_steps: int = 1
     modules: frozenset[str] = frozenset({"0", "4"})
     sections: frozenset[str] = frozenset()
     seen: tuple[str, ...] = ()
-    """What some of its steps do besides training: evaluation, saving."""
+    """Other work in some of its steps: evaluation, saving."""
     says: str = ""
-    """In the first verdict's text."""
+    """Part of the first verdict's text."""
     itself: bool = False
-    """It starts its ranks itself."""
+    """True if the job starts its ranks itself."""
 
 
 SLOW_DATA, SLOW_HOST = ("straggler", 1, "data"), ("straggler", 1, "host")
@@ -82,13 +82,14 @@ JOBS = {
     "embedding_loop": Job(("torch",), SLOW_HOST, modules=frozenset({"dense"})),
     "gymnasium_loop": Job(
         ("gymnasium",), ("host_bound", None, "host"), ranks=1, modules=frozenset(), sections=frozenset({"environment"}),
-        seen=("evaluation",),  # acting in the first step: then it is known to be a part of each
+        # Acting happens in the first step, so the recording knows it as a part of each step.
+        seen=("evaluation",),
     ),
 }  # fmt: skip
 
 
 def installed(job: Job) -> bool:
-    """Whether all its packages are there."""
+    """Return True if all its packages are installed."""
     return all(importlib.util.find_spec(package) is not None for package in job.packages)
 
 
@@ -109,7 +110,7 @@ CASES = [
 
 
 def facts(name: str, folder: Path, package: Path) -> dict[str, Any]:
-    """Runs a job with the package in `package`, and returns what rank 0 printed last."""
+    """Run a job with the package in `package`. Return the parsed last line of rank 0."""
     job, script = JOBS[name], str(FOLDER / "jobs" / f"{name}.py")
     command = [sys.executable, script] if job.ranks == 1 or job.itself else torchrun(script, ranks=job.ranks)
     quiet = {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(package)}
@@ -127,14 +128,15 @@ def facts(name: str, folder: Path, package: Path) -> dict[str, Any]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
-def test_job(name: str, tmp_path: Path) -> None:
-    """Nothing is changed, each step is counted, and the planted fault is what is said first."""
+def test_job_is_recorded_unchanged(name: str, tmp_path: Path) -> None:
+    """Results do not change, each step is counted, and the planted fault is the first verdict."""
     job = JOBS[name]
     expected = facts(name, tmp_path / "without", FOLDER / "without")
     found = facts(name, tmp_path / "with", ROOT)
     report = only_report(tmp_path / "with")
     kind, rank, phase = job.verdict
-    first = next(each for each in report["verdicts"] if each["kind"] != "lack_of_cpu")  # of a busy machine
+    # A busy machine may add a verdict about the lack of a CPU.
+    first = next(each for each in report["verdicts"] if each["kind"] != "lack_of_cpu")
 
     assert not (tmp_path / "without" / "torchlens-perf").exists()
     assert found == expected, "the losses are not the same"
@@ -152,7 +154,7 @@ def test_job(name: str, tmp_path: Path) -> None:
 
 
 def tagged(folder: Path) -> dict[str, list[int]]:
-    """The steps of rank 0 that did something besides training, by what that was."""
+    """Return the steps of rank 0 with additional work, by kind of work."""
     (file,) = folder.glob("torchlens-perf/2*/steps/*.parquet")
     rows = pyarrow.parquet.read_table(file, columns=["rank", "step", "flags"]).to_pylist()
     kinds = {"evaluation": Flag.EVALUATION, "saving": Flag.CHECKPOINT}
@@ -161,8 +163,8 @@ def tagged(folder: Path) -> dict[str, list[int]]:
     }
 
 
-def test_docs_show_what_runs() -> None:
-    """The lines between "paste" and "end" of each job are in docs/guides/frameworks.md, and the other way round."""
+def test_docs_show_the_jobs_lines() -> None:
+    """docs/guides/frameworks.md contains exactly the lines between "paste" and "end" of all jobs."""
     shown = re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
 
     assert {name for name, _ in shown} == set(JOBS)
@@ -171,7 +173,7 @@ def test_docs_show_what_runs() -> None:
 
 
 def pasted(name: str) -> str:
-    """What a user pastes of a job, from its left margin on."""
+    """Return the lines that a user pastes from a job, without indentation."""
     lines = (FOLDER / "jobs" / f"{name}.py").read_text().splitlines()
     begin = next(index for index, line in enumerate(lines) if line.strip() == "# -- paste")
     end = next(index for index, line in enumerate(lines) if line.strip() == "# -- end")
@@ -179,8 +181,8 @@ def pasted(name: str) -> str:
     return "".join(f"{line[margin:]}\n" for line in lines[begin + 1 : end])
 
 
-def test_docs_list_the_versions() -> None:
-    """The table of docs/internals/framework-tests.md has a row for each job, with the versions installed here."""
+def test_docs_list_the_installed_versions() -> None:
+    """docs/internals/framework-tests.md has a row for each job, with the versions installed here."""
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*\d) \|", VERSIONS.read_text(), re.MULTILINE))
 
     assert set(rows) == set(JOBS)

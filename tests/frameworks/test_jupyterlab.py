@@ -1,4 +1,6 @@
-"""A watch in a real JupyterLab in a real Chromium: live, at its end, with each theme, and in an untrusted notebook."""
+"""A watch in a real JupyterLab in Chromium: live, at its end, with each theme, and in an untrusted
+notebook.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ PRINTED = """with perf.watch(model, optimizer, config=perf.Config(_exit_timeout_
     train(300)
 print('printed')"""
 CELLS = (SETUP, LIVE, "w", PRINTED)
-# What a reader has of the output of a cell: words, pictures that were really drawn, and whether all of it can be read.
+# The visible output of a cell: its text, the pictures that were drawn, and whether all of it is
+# readable.
 SEEN = """
 async number => {
   const cell = document.querySelectorAll(".jp-Notebook .jp-Cell")[number];
@@ -90,12 +93,13 @@ async number => {
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab]:
     with JupyterLab(tmp_path_factory.mktemp("lab")) as started:
         yield started
-    runs(started.folder)  # their sidecars have ended
+    # Wait for their sidecars to end.
+    runs(started.folder)
 
 
 @pytest.fixture
 def opened(lab: JupyterLab) -> Iterator[Callable[..., Any]]:
-    """Opens a notebook. Nothing but the server of this test is asked for anything, and no script fails."""
+    """Open a notebook. Only the server of this test may be contacted, and no script may fail."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as player:
@@ -126,7 +130,7 @@ def run_all(page: Any) -> None:
 
 
 def until(page: Any, number: int, matches: str) -> str:
-    """Waits until the output of this cell matches; its words."""
+    """Wait until the output of this cell matches. Return its text."""
     found = page.wait_for_function(
         """([number, matches]) => {
           const cell = document.querySelectorAll(".jp-Notebook .jp-Cell")[number];
@@ -139,7 +143,7 @@ def until(page: Any, number: int, matches: str) -> str:
 
 
 def picture(page: Any, number: int, name: str) -> None:
-    """SHOTS=1: what docs/guides/notebook.md shows; PAGE_SHOTS: to be looked at."""
+    """Save a picture: for docs/guides/notebook.md with SHOTS=1, or into PAGE_SHOTS."""
     folder = ROOT / "docs" / "images" if os.environ.get("SHOTS") else os.environ.get("PAGE_SHOTS")
     if folder:
         page.locator(".jp-Notebook .jp-Cell").nth(number).screenshot(path=Path(folder) / f"{name}.png")
@@ -154,8 +158,10 @@ def assert_readable(seen: dict[str, Any], *, dark: bool) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_live_and_at_the_end(lab: JupyterLab, opened: Callable[..., Any], theme: str) -> None:
-    """It is there once, renews itself while the cell runs, ends where it is, and can be read with each theme."""
+def test_report_is_live_and_readable(lab: JupyterLab, opened: Callable[..., Any], theme: str) -> None:
+    """One report updates itself while the cell runs, ends in the same place, and is readable with
+    each theme.
+    """
     lab.set("themes", theme=f"JupyterLab {theme.capitalize()}")
     lab.write(f"{theme}.ipynb", [each.replace("END", f"end-{theme}") for each in CELLS])
     page = opened(f"{theme}.ipynb", prefers_dark=theme == "dark")
@@ -177,17 +183,21 @@ def test_live_and_at_the_end(lab: JupyterLab, opened: Callable[..., Any], theme:
         assert_readable(seen, dark=theme == "dark")
     assert all(": 1 rank, ended" in seen["words"][0] for seen in (ended, again))
     assert ended["words"][0].split("steps")[0] == again["words"][0].split("steps")[0]
-    assert sorted("run 2" in each for each in by_itself["words"]) == [False, True]  # and what the user prints
+    # The user's own output is there too.
+    assert sorted("run 2" in each for each in by_itself["words"]) == [False, True]
     assert_readable(by_itself, dark=theme == "dark")
     page.keyboard.press("Control+s")
     page.wait_for_function("!document.querySelector('.jp-mod-dirty')")
 
 
-def test_not_trusted(lab: JupyterLab, opened: Callable[..., Any]) -> None:
-    """Somebody else's notebook, which JupyterLab takes scripts and styles out of: the same is there."""
+def test_report_is_shown_in_an_untrusted_notebook(lab: JupyterLab, opened: Callable[..., Any]) -> None:
+    """JupyterLab removes scripts and styles from an untrusted notebook.
+
+    The same content is shown.
+    """
     path = lab.folder / "light.ipynb"
     if not path.exists():
-        pytest.skip("test_live_and_at_the_end[light] has not left its notebook")
+        pytest.skip("test_report_is_live_and_readable[light] has not left its notebook")
     kept = json.loads(path.read_text())
     for cell in kept["cells"]:
         cell["metadata"].pop("trusted", None)

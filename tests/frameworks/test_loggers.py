@@ -1,4 +1,4 @@
-"""The loggers that people use, and those of frameworks, really installed: what they hold afterwards is read again."""
+"""Installed loggers and frameworks' own loggers. The tests read the stored data back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ NEEDS = ("tensorboard", "wandb", "mlflow")
     reason=f"{', '.join(NEEDS)}: not all in this environment: make test-frameworks",
 )
 def test_figures_and_report_are_in_each_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same figures in all, at steps of the run; the report as text; the user's own rows stay where they are."""
+    """All loggers have the same figures at steps of the run, and the report as text.
+
+    The user's rows do not move.
+    """
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from wandb.proto import wandb_internal_pb2
@@ -78,9 +81,9 @@ def test_figures_and_report_are_in_each_logger(tmp_path: Path, monkeypatch: pyte
 
 
 WAYS = {"trainer": "transformers", "lightning": "lightning", "fabric": "lightning", "accelerate": "accelerate"}
-"""With what they need."""
+"""Packages that the ways need."""
 PREFIXES = {"trainer": "train/"}
-"""What the framework puts before all names."""
+"""Prefix that the framework adds to all names."""
 CALLBACKS = ("trainer", "lightning")
 OF_FRAMEWORKS = [
     pytest.param(
@@ -95,7 +98,7 @@ OF_FRAMEWORKS = [
 
 
 def framework_loggers(way: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Runs the job. Returns what it printed last, and what it logged."""
+    """Run the job. Return its last output line and its logged values."""
     folder.mkdir()
     script = str(FOLDER / "jobs" / "framework_loggers.py")
     environment = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", RAISE: "0"}
@@ -107,10 +110,13 @@ def framework_loggers(way: str, folder: Path, *arguments: str) -> tuple[dict[str
 @pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize("way", OF_FRAMEWORKS)
-def test_a_frameworks_own_loggers(way: str, tmp_path: Path) -> None:
-    """By one argument: figures at the framework's steps and the report beside the user's rows, which all are there.
+def test_own_loggers_of_a_framework(way: str, tmp_path: Path) -> None:
+    """One argument adds figures at the framework's steps and the report.
 
-    Then everything that a callback calls of ours raises: the same losses, and each error is one line.
+    All of the user's rows are there.
+
+    If our functions called by a callback raise, the losses are the same, and each error is one
+    line.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -136,7 +142,8 @@ def test_a_frameworks_own_loggers(way: str, tmp_path: Path) -> None:
         assert all(float(value) > 0.03 for value in values)
 
     if way not in CALLBACKS:
-        return  # the script calls us itself
+        # This script makes the calls itself.
+        return
     broken, said = framework_loggers(way, tmp_path / "broken", "breaks")
     assert {**broken, "board": ""} == {**facts, "board": ""}
     lines = [line for line in said.splitlines() if "a defect of ours" in line]
@@ -145,8 +152,8 @@ def test_a_frameworks_own_loggers(way: str, tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
-def test_callbacks_import_their_framework_alone() -> None:
-    """And the package imports none of them by itself."""
+def test_callbacks_import_only_their_framework() -> None:
+    """The package itself imports no framework."""
     frameworks = {"transformers", "lightning", "accelerate", "tensorboard", "wandb", "mlflow", "ray"}
     code = """
 import sys, torchlens_perf, torchlens_perf.watch, torchlens_perf.results.loggers
@@ -173,7 +180,9 @@ print(*sorted({name.partition(".")[0] for name in before}), "|", *sorted({name f
 
 
 def chunks(log: bytes) -> Iterator[bytes]:
-    """The records of W&B's file: a header of 7 bytes, then LevelDB's log format, in blocks of 32 KiB."""
+    """Yield the records of W&B's file: a header of 7 bytes, then LevelDB's log format in blocks of
+    32 KiB.
+    """
     at, parts = 7, b""
     while at < len(log):
         left = 32768 - at % 32768
@@ -183,6 +192,7 @@ def chunks(log: bytes) -> Iterator[bytes]:
         _crc, size, kind = struct.unpack_from("<IHB", log, at)
         parts += log[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # a whole one, the last part of one
+        # A complete record, or the last part of one.
+        if kind in (1, 4):
             yield parts
             parts = b""

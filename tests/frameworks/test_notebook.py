@@ -1,4 +1,7 @@
-"""Notebooks in a real Jupyter kernel: what is shown where, live and at the end, and that nothing else changes."""
+"""Notebooks in a real Jupyter kernel: displayed output, live and at the end.
+
+Nothing else changes.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def train_until(done, most_s=60):
 WITH = "\nwith perf.watch(model, optimizer, **settings) as w:\n"
 TRAIN = WITH + "    train(30)\n"
 LIVE = WITH + "    display(w)\n    train(30)\n"
-# A digest of all that training may leave, and how many threads a watch has added.
+# A digest of all results of training, and the number of threads that a watch has added.
 SAME_BITS = """
 import hashlib, os, random, time
 
@@ -85,7 +88,7 @@ def result(shown):
 
 result(False)
 """
-# How often a cell was updated, as IPython saw it.
+# Number of updates of a cell, as received by IPython.
 COUNT_UPDATES = """
 from IPython import get_ipython
 publisher, updates = get_ipython().display_pub, []
@@ -99,18 +102,20 @@ publisher.register_hook(count)
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """One for all cells: each test is some cells of a long notebook."""
+    """Return one kernel for all tests. Each test is a part of a long notebook."""
     made = Kernel(tmp_path_factory.mktemp("notebook"))
     output = made.run(SETUP)
     assert output.errors == [], output.text
     yield made
     made.close()
-    runs(made.folder)  # their sidecars have ended
+    # Wait for their sidecars to end.
+    runs(made.folder)
 
 
 def test_a_report_under_each_cell(kernel: Kernel) -> None:
-    """Each cell that trains has its own, once, as rich output; nothing is printed over what the user prints."""
-    for _ in range(2):  # it is run again
+    """Each cell that trains has one report as rich output. The user's output stays."""
+    # Run the cell a second time.
+    for _ in range(2):
         output = kernel.run(TRAIN + "print('done')")
         found = output.only()
         page = Page(found["text/html"])
@@ -122,7 +127,7 @@ def test_a_report_under_each_cell(kernel: Kernel) -> None:
 
 
 def test_nothing_is_left_between_cells(kernel: Kernel) -> None:
-    """No thread more, and no hook."""
+    """No thread and no hook is added."""
     kernel.run("import threading; before = threading.active_count()" + TRAIN)
     after = kernel.run(
         "print(threading.active_count() - before, model._forward_hooks, '_compiled_call_impl' in model.__dict__)"
@@ -130,9 +135,12 @@ def test_nothing_is_left_between_cells(kernel: Kernel) -> None:
     assert after.text == "0 OrderedDict() False\n"
 
 
-def test_live(kernel: Kernel) -> None:
-    """display(w) in a running cell: a line at once, then results that grow, in the same place, and the report at its
-    end; a summary meanwhile says the same."""
+def test_live_display_grows_in_place(kernel: Kernel) -> None:
+    """display(w) in a running cell first shows a line, then growing results, and the report at the
+    end.
+
+    All appear in the same place. A summary during the run contains the same results.
+    """
     output = kernel.run(
         COUNT_UPDATES + "with perf.watch(model, optimizer, **settings) as w:\n"
         "    display(w)\n"
@@ -156,7 +164,7 @@ def test_live(kernel: Kernel) -> None:
 
 
 def test_updates_are_bounded(kernel: Kernel) -> None:
-    """However fast steps are: one a second at most, and what they take is the tool's."""
+    """With fast steps there is at most one update per second, and its time counts as the tool's."""
     output = kernel.run(
         "import time\n" + COUNT_UPDATES + "with perf.watch(model, optimizer, **settings) as w:\n"
         "    display(w)\n"
@@ -169,7 +177,7 @@ def test_updates_are_bounded(kernel: Kernel) -> None:
 
 
 def test_a_display_in_another_cell_follows_the_run(kernel: Kernel) -> None:
-    """It becomes the report, and the cell in which the run ends shows no second one."""
+    """The display becomes the report. The cell in which the run ends shows no second one."""
     first = kernel.run("w = perf.watch(model, optimizer, **settings).__enter__()\ndisplay(w)")
     (name,) = first.shown
     middle = kernel.run(COUNT_UPDATES + "train_until(lambda: updates)\npublisher.unregister_hook(count);")
@@ -180,8 +188,11 @@ def test_a_display_in_another_cell_follows_the_run(kernel: Kernel) -> None:
     assert ", ended after " in last.updated[name]["text/plain"]
 
 
-def test_shown_again_after_the_end(kernel: Kernel) -> None:
-    """As a cell's last line: in that cell in place of the one that nobody asked for, and later as it was."""
+def test_watch_can_be_displayed_after_the_end(kernel: Kernel) -> None:
+    """A watch as a cell's last line replaces the automatic report in this cell.
+
+    Later cells show it again.
+    """
     same = kernel.run(TRAIN + "w")
     later = kernel.run("w")
     assert next(iter(same.shown.values())) == {"text/plain": "", "text/html": ""}
@@ -189,8 +200,8 @@ def test_shown_again_after_the_end(kernel: Kernel) -> None:
     assert later.only()["text/plain"] == same.only()["text/plain"]
 
 
-def test_after_the_output_was_cleared(kernel: Kernel) -> None:
-    """Loops that clear their cell and show everything anew show the run, too."""
+def test_display_returns_after_clearing_the_output(kernel: Kernel) -> None:
+    """Loops that clear their cell and display everything again also display the run."""
     output = kernel.run(
         "from IPython.display import clear_output\n"
         "with perf.watch(model, optimizer, **settings) as w:\n"
@@ -201,7 +212,7 @@ def test_after_the_output_was_cleared(kernel: Kernel) -> None:
 
 
 def test_two_watches_in_a_cell(kernel: Kernel) -> None:
-    """Each has its report, in their order; one inside of another has none of its own."""
+    """Each watch has a report, in order. A watch inside another one has none."""
     output = kernel.run(
         TRAIN + "with perf.watch(model, optimizer, **settings) as v:\n    with perf.watch(model):\n        train(12)"
     )
@@ -211,8 +222,8 @@ def test_two_watches_in_a_cell(kernel: Kernel) -> None:
     assert "12 steps" in second["text/plain"]
 
 
-def test_an_exception_in_a_cell(kernel: Kernel) -> None:
-    """The report, then the traceback; the next cell is as any other."""
+def test_report_precedes_a_traceback(kernel: Kernel) -> None:
+    """The report precedes the traceback, and the next cell works as usual."""
     output = kernel.run(TRAIN + "    raise ValueError('the user\\'s')")
     kinds = [kind for kind, _ in output.messages if kind in ("display_data", "error")]
 
@@ -222,16 +233,22 @@ def test_an_exception_in_a_cell(kernel: Kernel) -> None:
     assert "30 steps" in kernel.run(TRAIN).only()["text/plain"]
 
 
-def test_an_interrupt(kernel: Kernel) -> None:
-    """Of a cell that shows the run live: it ends with the report, and the sidecar is not interrupted."""
+def test_interrupted_cell_ends_with_the_report(kernel: Kernel) -> None:
+    """An interrupted cell with a live display ends with the report.
+
+    The sidecar is not interrupted.
+    """
     output = kernel.run(LIVE + "    print('now', flush=True)\n    train_until(lambda: False)", interrupt_at="now")
     assert output.errors == ["KeyboardInterrupt"]
     assert ", ended after " in output.only()["text/plain"]
     assert "30 steps" in kernel.run(TRAIN).only()["text/plain"]
 
 
-def test_a_late_report(kernel: Kernel) -> None:
-    """A line says why it is not there; the watch shows it as soon as it is."""
+def test_late_report_is_announced(kernel: Kernel) -> None:
+    """A line gives the reason for the missing report.
+
+    The watch shows the report as soon as it exists.
+    """
     until = "settings['config'] = perf.Config(_exit_timeout_s={})"
     output = kernel.run(until.format(0.0) + TRAIN + until.format(60.0))
     assert "torchlens_perf: the report is not ready after 0.0 s" in output.only()["text/plain"]
@@ -239,8 +256,11 @@ def test_a_late_report(kernel: Kernel) -> None:
     assert "30 steps" in kernel.run("w").only()["text/plain"]
 
 
-def test_switched_off(kernel: Kernel) -> None:
-    """Without a report, nothing is shown that was not asked for; a watch that records nothing says so."""
+def test_disabled_report_is_not_shown(kernel: Kernel) -> None:
+    """With the report disabled, only requested output is shown.
+
+    A watch that records nothing reports this.
+    """
     silent = '**settings, report="off"'
     assert kernel.run(TRAIN.replace("**settings", silent)).reports == []
     assert ", ended after " in kernel.run(LIVE.replace("**settings", silent)).only()["text/plain"]
@@ -249,8 +269,8 @@ def test_switched_off(kernel: Kernel) -> None:
     kernel.run("import os; del os.environ['TORCHLENS_PERF']")
 
 
-def test_hostile_names(kernel: Kernel) -> None:
-    """Of sections and modules: no markup, in no format."""
+def test_names_are_escaped(kernel: Kernel) -> None:
+    """Names of sections and modules are escaped in every format."""
     output = kernel.run(
         "name = '<script>alert(1)</script>\\x1b[2J\"><img src=x onerror=alert(1)>'\n"
         "bad = nn.ModuleDict({'<b>bold</b>': nn.Linear(4, 4)})['<b>bold</b>']\n"
@@ -259,20 +279,26 @@ def test_hostile_names(kernel: Kernel) -> None:
         "    for _ in range(20):\n"
         "        with perf.section(name):\n            bad(torch.ones(2, 4)).sum().backward(); o.step()\n"
     )
-    for found in (output.only(), whole := kernel.run("w").only()):  # at the cell's end in short, and when asked for
+    # Short form at the cell's end, full form on request.
+    for found in (output.only(), whole := kernel.run("w").only()):
         Page(found["text/html"])
         assert "\x1b" not in found["text/plain"]
     assert "<script>alert(1)</script>?[2J" in whole["text/plain"]
 
 
 def test_live_changes_no_bit(kernel: Kernel) -> None:
-    """Parameters, losses and random states are those of a run that nobody looks at; there is no thread more."""
+    """Parameters, losses and random states equal those of an undisplayed run, and no thread is
+    added.
+    """
     code = COUNT_UPDATES + SAME_BITS + "print(result(False) == result(True), len(updates) > 1)"
     assert kernel.run(code + "\npublisher.unregister_hook(count);").text == "True True\n"
 
 
 def test_a_process_that_was_forked_from_the_kernel(kernel: Kernel) -> None:
-    """As launchers of ranks in notebooks do: it has the report printed, and leaves the kernel's sockets alone."""
+    """Launchers in notebooks fork ranks.
+
+    Such a rank prints its report and does not use the kernel's sockets.
+    """
     output = kernel.run(
         "import os, sys\nchild = os.fork()\nif child == 0:\n"
         "    from torchlens_perf.results import last_report, notebook\n"
@@ -282,21 +308,22 @@ def test_a_process_that_was_forked_from_the_kernel(kernel: Kernel) -> None:
     assert output.text == "0\n"
 
 
-def test_the_example_of_the_docs(kernel: Kernel) -> None:
-    """Cell after cell, as it is in docs/guides/notebook.md."""
+def test_example_in_the_docs_runs(kernel: Kernel) -> None:
+    """The cells of docs/guides/notebook.md run one after another."""
     outputs = [kernel.run(block) for block in blocks()]
 
     assert [output.errors for output in outputs] == [[]] * len(outputs)
     assert ", ended after " in outputs[0].only()["text/plain"]
     at_end, whole = (output.only()["text/plain"] for output in outputs[:2])
     assert "  full report " in at_end
-    assert at_end.splitlines()[:3] == whole.splitlines()[:3]  # the run, and the first verdict
+    # The run and the first verdict.
+    assert at_end.splitlines()[:3] == whole.splitlines()[:3]
     assert "Typical step" in whole
     assert "200 steps: p50" in outputs[2].text
 
 
-def test_saved_and_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook that was run and saved holds the report, and shows it where outputs are sanitized."""
+def test_saved_report_survives_sanitizing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A saved notebook contains the report and shows it even where outputs are sanitized."""
     import nbformat
     from nbclient import NotebookClient
     from nbconvert import HTMLExporter
@@ -313,7 +340,8 @@ def test_saved_and_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert ", ended after " in output.data["text/plain"]
         assert len(Page(output.data["text/html"]).images) == 2
     whole, _ = HTMLExporter().from_notebook_node(saved)
-    strictest, _ = HTMLExporter(sanitize_html=True).from_notebook_node(saved)  # leaves no picture and no table
+    # The sanitizer removes pictures and tables.
+    strictest, _ = HTMLExporter(sanitize_html=True).from_notebook_node(saved)
     assert whole.count('src="data:image/svg+xml;base64,') == 4
     assert strictest.count("<b>Next:</b>") >= 2
     reports = [report(directory) for directory in runs(tmp_path)]
@@ -337,8 +365,12 @@ def test_a_kernel_that_records_by_itself_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", ["IPython", "python"])
 def test_terminals_are_as_before(program: str, tmp_path: Path) -> None:
-    """In plain IPython and plain Python the report is text on stderr, once. Shown while the run goes on, it is text on
-    stdout, once: a terminal has no place that could be updated."""
+    """In plain IPython and Python the report is text on stderr, once.
+
+    A display during the run is text on stdout.
+
+    It is printed once, because a terminal cannot update earlier output.
+    """
     show = "display(w)" if program == "IPython" else "print(w._repr_mimebundle_()['text/plain'])"
     code = f"{SETUP}{WITH}    train(30)\n    {show}\n    train_until(lambda: False, most_s=2.5)\n"
     command = [sys.executable, "-m", "IPython", "--colors=NoColor", "-c", code]

@@ -1,4 +1,4 @@
-"""A watch changes nothing: not a bit of what a run computes, in every kind of model and loop of the zoo."""
+"""A watch changes no bit of a run's results, for every kind of model and loop in the zoo."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.recording import EVERYTHING, Recording, recorded
 from torchlens_perf.hooks import module as hooks_module
 from torchlens_perf.run.ring import Kind
 
-# Eager, so quick to run; between them they use every hook that there is on one rank.
+# Eager cases, which run quickly. Together they use every hook that applies to one rank.
 FEW = ("inplace_residual", "dropout", "gradient_accumulation", "two_optimizers", "data_loader", "generation")
 
 WITHOUT_BACKWARD = ("encoder_fast_path", "generation")
-# Compiled as a whole, or a model that consists of one module.
+# Cases that are compiled as a whole, or whose model is a single module.
 WITHOUT_EAGER_MODULES = (
     "compiled_eager", "compiled_aot_eager", "compiled_inductor", "compiled_loop_body", "recurrent", "sparse_embedding",
 )  # fmt: skip
@@ -33,7 +33,7 @@ WITHOUT_EAGER_MODULES = (
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tiny tensors are faster so, and sums are taken in one order."""
+    """Use one thread, which is faster for tiny tensors and fixes the order of sums."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -48,7 +48,7 @@ def seed() -> None:
 
 
 def state_of(outcome: Outcome) -> dict[str, Any]:
-    """Everything that a watch could have changed."""
+    """Return everything that a watch could have changed."""
     return {
         "model": [model.state_dict() for model in outcome.models],
         "gradients": [{name: p.grad for name, p in model.named_parameters()} for model in outcome.models],
@@ -65,7 +65,7 @@ def state_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def autograd_graph(loss: torch.Tensor) -> list[str]:
-    """The names of the operations behind a result, in depth-first order."""
+    """Return the names of the operations behind a result, in depth-first order."""
     names, todo, seen = [], [loss.grad_fn], set()
     while todo:
         node = todo.pop()
@@ -77,12 +77,12 @@ def autograd_graph(loss: torch.Tensor) -> list[str]:
 
 
 def assert_same(expected: Any, actual: Any, where: str = "") -> None:
-    """Equal to the bit, type by type."""
+    """Check equality of types and bits."""
     assert type(expected) is type(actual), where
     if isinstance(expected, torch.Tensor):
         assert expected.dtype == actual.dtype, where
         assert expected.requires_grad == actual.requires_grad, where
-        # Not torch.equal() alone: it holds a NaN for different from itself.
+        # torch.equal() alone is not enough, because it treats a NaN as different from itself.
         assert torch.equal(expected.nan_to_num(nan=7.25), actual.nan_to_num(nan=7.25)), where
         assert torch.equal(expected.isnan(), actual.isnan()), where
     elif isinstance(expected, dict):
@@ -100,7 +100,7 @@ def assert_same(expected: Any, actual: Any, where: str = "") -> None:
 
 
 def plain(case: Case) -> tuple[dict[str, Any], list[str]]:
-    """A run without a watch: its state, and the warnings that it got."""
+    """Run without a watch. Return the state and the warnings."""
 
     def watching(*models: nn.Module, optimizers: Iterable[Any] = ()) -> AbstractContextManager[None]:
         return nullcontext()
@@ -113,7 +113,7 @@ def plain(case: Case) -> tuple[dict[str, Any], list[str]]:
 
 
 def watched(case: Case, folder: Path, **settings: Any) -> tuple[dict[str, Any], list[str], Recording]:
-    """The same run inside a watch, and what was recorded."""
+    """Run the same inside a watch. Return the state, the warnings and the recording."""
     recordings: list[Recording] = []
 
     @contextmanager
@@ -130,13 +130,14 @@ def watched(case: Case, folder: Path, **settings: Any) -> tuple[dict[str, Any], 
 
 
 def assert_harmless(case: Case, folder: Path, **settings: Any) -> Recording:
-    """Runs the case without and with a watch, and compares; returns what was recorded."""
-    gc.collect()  # what other tests have left unclosed warns now, and not in one of the two runs
+    """Run the case without and with a watch and compare. Return the recording."""
+    # Resources that other tests left open must warn now, not in one of the two runs.
+    gc.collect()
     expected, expected_warnings = plain(case)
     actual, actual_warnings, recording = watched(case, folder, **settings)
 
     assert_same(expected, actual)
-    # Torch gives some warnings once a process; so there may be fewer.
+    # Torch gives some warnings once per process, so the second run may have fewer.
     assert set(actual_warnings) <= set(expected_warnings)
     assert (recording.internal_errors, recording.unbalanced) == (0, 0)
     assert case.steps == len(recording.steps)
@@ -145,25 +146,27 @@ def assert_harmless(case: Case, folder: Path, **settings: Any) -> Recording:
 
 @pytest.mark.parametrize("name", long_but(set(CASES) - {"compiled_inductor"}, CASES))
 def test_run_is_bit_identical(name: str, tmp_path: Path) -> None:
-    """With every hook on: the same parameters, buffers, gradients, optimizers, losses, graphs, random numbers."""
+    """With every hook enabled, no parameter, buffer, gradient, optimizer, loss, graph or random
+    number changes.
+    """
     recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)
 
     phases = {record.kind for record in recording.records}
     assert (Kind.BACKWARD in phases) == (name not in WITHOUT_BACKWARD)
-    # A model inside a graph that is larger than the model is not seen: there is no call of it.
+    # A model inside the graph of a larger function is not called, so it is not recorded.
     assert (Kind.FORWARD in phases) == (name != "compiled_loop_body")
     assert (Kind.MODULE_BACKWARD in phases) == (name not in {*WITHOUT_BACKWARD, *WITHOUT_EAGER_MODULES})
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_defaults_are_harmless(name: str, tmp_path: Path) -> None:
-    """The same holds with the settings that people have."""
+    """The same is true with default settings."""
     assert_harmless(CASES[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_timing_in_python_is_harmless(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same holds where the calls of modules cannot be routed natively."""
+    """The same is true if module calls cannot be routed natively."""
     monkeypatch.setattr(hooks_module, "route_calls", lambda function: False)
     recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)
 

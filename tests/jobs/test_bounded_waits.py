@@ -1,7 +1,8 @@
-"""How long a watch makes the training thread wait, whatever is wrong: 2 s at its start, 1.5 s at its end, in no step.
+"""Limits on the time that a watch blocks the training thread: 2 s at its start, 1.5 s at its end,
+none in steps.
 
-Counted is the time in which that thread sleeps, by the kernel's account, which other programs on the machine do not
-change: neither what it computes nor its wait for a processor is in it.
+The tests count only the time in which the thread sleeps, as reported by the kernel. Its
+computations, its wait for a processor, and other programs do not affect this time.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from tests.support.processes import SCRIPTS, slowdown
 
 pytestmark = pytest.mark.slow
 LONGEST_START_S, LONGEST_END_S = 2.0, 1.5
-CHILDREN_S = 0.2  # asleep until children have been started, on a quiet machine
+# Sleep until the children have started, on an idle machine.
+CHILDREN_S = 0.2
 TRIES = 3
 
-# What the script is told, and what fails on the disk: "hang" or an error, from the start or from the end.
+# The script's arguments, the failure of the disk ("hang" or an errno), and its start or end.
 FAULTS: dict[str, tuple[list[str], str, str]] = {
     "none": ([], "", ""),
     "disk hangs": ([], "hang", "start"),
@@ -60,7 +62,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def waits(folder: Path, name: str, endpoint: str) -> dict[str, Any]:
-    """What the script says of this fault."""
+    """Return the script's output for this fault."""
     told, error, since = FAULTS[name]
     flag = folder / "flag"
     environ = {
@@ -80,8 +82,10 @@ def waits(folder: Path, name: str, endpoint: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", long_but(QUICK, FAULTS))
-def test_how_long_training_waits(name: str, folder: Path) -> None:
-    """What a fault costs is there each time; what the machine costs, the start of a child for one, is not."""
+def test_training_waits_are_bounded(name: str, folder: Path) -> None:
+    """Retry to separate causes: a fault's delay recurs in each try, a delay by the machine does
+    not.
+    """
     tried = []
     for number in range(TRIES):
         (place := folder / str(number)).mkdir()

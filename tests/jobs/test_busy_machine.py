@@ -1,4 +1,4 @@
-"""What must never harm a program holds on a busy machine too, again and again: its tests run beside busy programs."""
+"""Repeat the tests of the most important guarantees while other programs keep the machine busy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARTS = {
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", PARTS)
-def test_holds_beside_busy_programs(part: str) -> None:
+def test_guarantees_on_a_busy_machine(part: str) -> None:
     runs, began_s = share(RUNS), time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *PARTS[part]]
     with busy_machine(2 * PROCESSORS):

@@ -1,4 +1,6 @@
-"""Which programs a watch starts: a Python interpreter that is shown to be one, and never the user's program again."""
+"""The programs that a watch starts: only a verified Python interpreter, and never the user's
+program again.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ print("trained", watch.run_dir, flush=True)
 
 
 def programs(folder: Path) -> dict[str, object]:
-    """Values of sys.executable, none of which is this Python's interpreter."""
+    """Return values of sys.executable that are not this Python's interpreter."""
     app = folder / "app"
     app.write_text(APP.format(log=folder / "started"))
     app.chmod(0o755)
@@ -70,8 +72,12 @@ KINDS = (
 def test_program_that_is_no_interpreter_is_not_started(
     kind: str, sidecar: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Recording is off with one line, before a ring is made. Without a sidecar, nothing is started at all."""
-    if kind == "frozen":  # also where sys.executable is an interpreter
+    """Recording is off with one line, before a ring is created.
+
+    Without a sidecar, no program is started.
+    """
+    # Also test a frozen program whose sys.executable is an interpreter.
+    if kind == "frozen":
         monkeypatch.setattr(sys, "frozen", True, raising=False)
         programs(tmp_path)
     else:
@@ -93,18 +99,18 @@ def test_program_that_is_no_interpreter_is_not_started(
 
 @pytest.mark.parametrize("function", [children.command, lambda: children.script("x.py"), children.check])
 def test_every_command_line_is_checked(function: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No way leads around interpreter()."""
+    """Every function that builds a command line calls interpreter()."""
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(RunStoreError, match="is frozen"):
         function()  # type: ignore[operator]
 
 
-def test_no_file_trusts_sys_executable() -> None:
-    """Command lines of our processes are made in one place."""
+def test_sys_executable_is_used_in_one_place() -> None:
+    """Command lines of our processes are built in one place."""
     allowed = {
         "run/children.py",
-        "sidecar/host/stacks.py",  # py-spy lies next to it
-        "sidecar/start/wait.py",  # replaces itself by itself
+        "sidecar/host/stacks.py",  # py-spy lies next to the interpreter
+        "sidecar/start/wait.py",  # this process replaces itself
     }
     package = Path(perf.__file__).parent
     found = {str(path.relative_to(package)) for path in package.rglob("*.py") if "sys.executable" in path.read_text()}
@@ -115,7 +121,9 @@ def test_no_file_trusts_sys_executable() -> None:
 def test_nothing_is_recorded_in_a_process_that_we_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever it turns out to be: watch(), TORCHLENS_PERF=1 and `run` begin nothing in it."""
+    """watch(), TORCHLENS_PERF=1 and `run` record nothing in a process of ours, whatever program it
+    is.
+    """
     monkeypatch.setenv(CHILD, "1")
     monkeypatch.setenv("TORCHLENS_PERF", "1")
     with perf.watch(dir=str(tmp_path / "runs")) as watch:
@@ -141,7 +149,10 @@ def test_nothing_is_recorded_in_a_process_that_we_started(
     ],
 )
 def test_options_of_the_interpreter(typed: list[str], passed_on: list[str]) -> None:
-    """Those that say where modules come from are passed on; those that examine the user's program are not."""
+    """Options that set module paths are passed on.
+
+    Options that inspect the user's program are not.
+    """
     code = "from torchlens_perf.run import children; import json; print(json.dumps(children.command('x')))"
     command = [sys.executable, *typed, "-c", code]
     environ = {name: value for name, value in clean_environ().items() if not name.startswith("PYTHON")}
@@ -153,7 +164,7 @@ def test_options_of_the_interpreter(typed: list[str], passed_on: list[str]) -> N
 
 
 def test_isolated_program_has_isolated_children(tmp_path: Path) -> None:
-    """A sitecustomize on PYTHONPATH runs in none of them, as it does not run in the job."""
+    """A sitecustomize on PYTHONPATH runs neither in the job nor in its children."""
     mark, folder = tmp_path / "mark", tmp_path / "path"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(f"import sys; open({str(mark)!r}, 'a').write(repr(sys.argv))")
@@ -169,21 +180,22 @@ def test_isolated_program_has_isolated_children(tmp_path: Path) -> None:
     ("folder", "first"),
     [
         ("lib/site-packages", "import sys; sys.path.insert(0, {folder!r})"),  # pip install --target
-        ("lib", "import sys; sys.path.append({folder!r})"),  # as PEX and shiv do
-        (".", ""),  # a copy beside the script
+        ("lib", "import sys; sys.path.append({folder!r})"),  # the way of PEX and shiv
+        (".", ""),  # a copy next to the script
     ],
 )
 def test_package_that_only_sys_path_finds(folder: str, first: str, tmp_path: Path) -> None:
-    """The sidecar is of the same package as the job, wherever the job found it."""
+    """The sidecar uses the same package as the job, wherever the job found it."""
     target, script = tmp_path / folder, tmp_path / "train.py"
     copied = shutil.copytree(ROOT / "torchlens_perf", target / "torchlens_perf", dirs_exist_ok=True)
     main = copied / "__main__.py"
     main.write_text(f"open({str(tmp_path / 'mark')!r}, 'w').write(__file__)\n{main.read_text()}")
-    # In front of the finder that the installation of the tests has left.
+    # The path must come before the finder that the tests' editable installation has added.
     finders = "import sys; sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in repr(each)]\n"
     script.write_text(finders + first.format(folder=str(target)) + TRAIN)
     command = [sys.executable, str(script), str(tmp_path / "torchlens-perf")]
-    done = run_warm(command, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")  # which imports the tests' package
+    # Autoload would import the tests' package.
+    done = run_warm(command, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     (made,) = runs(tmp_path)
     wait_for_sidecar(made)
 
@@ -192,21 +204,24 @@ def test_package_that_only_sys_path_finds(folder: str, first: str, tmp_path: Pat
 
 
 def test_library_that_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recording would have no sidecar: it is off before a ring is made, and the line names what is missing."""
+    """Recording would have no sidecar, so it is off before a ring is created.
+
+    The line names the missing library.
+    """
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != LIBRARIES])
     with pytest.raises(RunStoreError, match="numpy, pyarrow, msgspec, rich not found"):
         children.check()
 
 
 def test_package_in_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other process can run it there."""
+    """Other processes could not run a package in an archive."""
     monkeypatch.setattr(children, "_PACKAGE", str(tmp_path / "app.pyz" / "torchlens_perf"))
     with pytest.raises(RunStoreError, match="is not in a folder"):
         children.check()
 
 
 def test_page_of_a_process_that_aborts_after_writing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page is there: no note says that it could not be written. Without it, or with an old one, a note does."""
+    """A written page is reported without a note. A missing or an old page gets a note."""
     made = RunDirectory(tmp_path / "run")
     made.path.mkdir()
     page = made.report.with_suffix(".html")
@@ -220,7 +235,9 @@ def test_page_of_a_process_that_aborts_after_writing_it(tmp_path: Path, monkeypa
 
 
 def test_child_ends_before_libraries_take_themselves_down(tmp_path: Path) -> None:
-    """Threads of C++ libraries may abort a process at its end. The exit code is the command's."""
+    """The exit code is that of the command, even if C++ libraries' threads abort the process at its
+    end.
+    """
     (tmp_path / "sitecustomize.py").write_text("import atexit, os; atexit.register(os.abort)")
     command = [sys.executable, "-m", "torchlens_perf", "report", str(tmp_path / "missing")]
     codes = [run(command, tmp_path, PYTHONPATH=str(tmp_path), **more).returncode for more in ({CHILD: "1"}, {})]
@@ -245,7 +262,10 @@ int main(int argc, char **argv) {
 
 
 def test_program_that_embeds_python(tmp_path: Path) -> None:
-    """A C program whose sys.executable is itself. It trains once, and no process of it is started again."""
+    """sys.executable of this C program is the program itself.
+
+    It trains once and is never started again.
+    """
     get = sysconfig.get_config_var
     count = f"open({str(tmp_path / 'started')!r}, 'a').write('started\\n')\n"
     (tmp_path / "code.h").write_text("#define CODE " + json.dumps(count + TRAIN) + "\n")
@@ -266,7 +286,8 @@ def test_program_that_embeds_python(tmp_path: Path) -> None:
     assert not (tmp_path / "torchlens-perf").exists()
 
 
-# Torch and we are imported from where they are installed: to pack them takes minutes, and shows no more.
+# Import torch and the package from their installations, because packing them takes minutes and
+# tests no more.
 FROZEN = """
 import os, sys
 sys.path[:0] = {path!r}
@@ -281,7 +302,10 @@ exec({code!r})
 
 @pytest.mark.long
 def test_program_of_pyinstaller(tmp_path: Path) -> None:
-    """A real one: sys.executable is the program, which ignores its arguments. It trains once, and records nothing."""
+    """sys.executable is a real PyInstaller program, which ignores its arguments.
+
+    It trains once and records nothing.
+    """
     stdlib = [sysconfig.get_path("stdlib"), str(Path(sysconfig.get_path("stdlib")) / "lib-dynload")]
     path, started = [*stdlib, LIBRARIES, str(ROOT)], tmp_path / "started"
     (tmp_path / "app.py").write_text(FROZEN.format(path=path, started=str(started), code=TRAIN))

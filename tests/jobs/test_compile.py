@@ -1,4 +1,6 @@
-"""torch.compile does not notice a watch: the same frames, graphs and operations, no recompilation."""
+"""A watch does not affect torch.compile: the frames, graphs and operations are equal, without
+recompilation.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def _forget_graphs() -> Iterator[None]:
 
 @pytest.fixture(params=["native", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Calls routed by the native recorder, and by a replaced nn.Module.__call__ as without a C compiler."""
+    """Run with calls routed by the native recorder, and by a replaced nn.Module.__call__ as without
+    a C compiler.
+    """
     if request.param == "python":
         monkeypatch.setattr(session, "Recorder", python.Recorder)
         monkeypatch.setattr(hooks_module, "ModuleCall", python.ModuleCall)
@@ -43,7 +47,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 class Captured(NamedTuple):
-    """What Dynamo did in a run."""
+    """Counts and graphs of Dynamo in a run."""
 
     frames: int
     operations: int
@@ -56,7 +60,7 @@ Run = Callable[["Model", torch.optim.Optimizer, Any], None]
 
 
 class Block(nn.Module):
-    """Not an nn.Sequential: Dynamo treats a call of one of torch's own modules otherwise than a user's."""
+    """Not an nn.Sequential, because Dynamo treats torch's own modules differently from a user's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,14 +84,14 @@ class Model(nn.Module):
 
 
 class Other(Model):
-    """The same with code of its own: what is compiled for Model is not used for it."""
+    """The same module with separate code, so that code compiled for Model is not reused."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks[1](self.blocks[0](x)))
 
 
 def capture(run: Run, folder: Path | None) -> tuple[Captured, Recording | None]:
-    """Runs with a counting backend, inside a watch if a folder is given."""
+    """Run with a counting backend, inside a watch if a folder is given."""
     torch._dynamo.reset()
     counters.clear()
     counter = CompileCounterWithBackend("aot_eager")
@@ -123,7 +127,7 @@ def whole_model(model: Model, optimizer: torch.optim.Optimizer, backend: Any) ->
 
 
 def with_hooks(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
-    """Modules inside the graph have hooks, as DTensor's have: Dynamo goes through their calls."""
+    """Modules inside the graph have hooks, as DTensor's do, so Dynamo traces their calls."""
     model.blocks[0].register_forward_pre_hook(lambda module, arguments: (arguments[0] * 2,))
     model.head.register_forward_hook(lambda module, arguments, result: result + 1)
     whole_model(model, optimizer, backend)
@@ -139,7 +143,9 @@ def function_around(model: Model, optimizer: torch.optim.Optimizer, backend: Any
 
 
 def function_with_break(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
-    """The model is called in the middle of a frame that Dynamo has given up, and so is compiled by itself."""
+    """The model is called in the middle of a frame that Dynamo has given up, so it is compiled
+    separately.
+    """
 
     def call(x: Tensor) -> Tensor:
         x = x + 1
@@ -205,7 +211,7 @@ def gradient_of_input(model: Model, optimizer: torch.optim.Optimizer, backend: A
 
 
 def traced_autograd(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
-    """The backward pass is a part of the graph."""
+    """The backward pass is part of the graph."""
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         gradient_of_input(model, optimizer, backend)
 
@@ -257,7 +263,7 @@ USUAL = (
     compiled_autograd,
 )  # fmt: skip
 IN_PYTHON_TOO = (whole_model, with_hooks, new_shapes)
-"""The others are left to make test-long."""
+"""Cases that also run in Python. The others run in make test-long."""
 
 
 @pytest.mark.parametrize(
@@ -270,21 +276,25 @@ IN_PYTHON_TOO = (whole_model, with_hooks, new_shapes)
     indirect=["way"],
 )
 def test_same_graphs(run: Run, tmp_path: Path, way: str) -> None:
-    """Every hook is on, and Dynamo captures the same frames and operations, with no break more; no step is missed."""
+    """With every hook enabled, Dynamo captures the same frames, operations and breaks, and every
+    step is recorded.
+    """
     expected, _ = capture(run, None)
     actual, recording = capture(run, tmp_path)
 
     assert recording is not None
     assert expected[:3] == actual[:3]
     assert actual.breaks <= expected.breaks
-    # At a function that we have replaced Dynamo stops, as at torch's own; it does not try and fail inside.
+    # Dynamo stops at a replaced function as at one of torch's, without a failed try inside it.
     assert [reason for reason in actual.reasons if "Recorder" in reason or "memoryview" in reason] == []
     assert len(recording.steps) == STEPS
     assert recording.unbalanced == 0
 
 
 def test_watch_begins_and_ends_without_recompilation(tmp_path: Path) -> None:
-    """A graph made before the watch is used inside it, one made inside it afterwards, and both are timed there."""
+    """Graphs from before and inside the watch are reused in both, and both are timed inside the
+    watch.
+    """
     counter = CompileCounter()
     before, inside = Model(), Other()
     compiled_before = torch.compile(before, backend=counter, fullgraph=True)
@@ -310,7 +320,7 @@ def test_watch_begins_and_ends_without_recompilation(tmp_path: Path) -> None:
 
 
 def test_watch_of_modules_with_hooks_does_not_compile_again(tmp_path: Path) -> None:
-    """Where a module inside the graph has hooks, Dynamo traces and guards its whole call."""
+    """If a module inside the graph has hooks, Dynamo traces and guards its whole call."""
     counter = CompileCounter()
     model = Model()
     model.blocks[0].register_forward_pre_hook(lambda module, arguments: (arguments[0] * 2,))
@@ -327,7 +337,7 @@ def test_watch_of_modules_with_hooks_does_not_compile_again(tmp_path: Path) -> N
 
 
 def test_compiled_module_is_timed_at_its_boundary(tmp_path: Path, way: str) -> None:
-    """An eager model with compiled blocks: each block has spans, what is inside its graph has none."""
+    """In an eager model, each compiled block has spans. Modules inside its graph have none."""
     model = Model()
     model.blocks[0].compile(backend="eager")
     model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
@@ -343,7 +353,10 @@ def test_compiled_module_is_timed_at_its_boundary(tmp_path: Path, way: str) -> N
 
 
 def test_sections_in_compiled_code(tmp_path: Path) -> None:
-    """A section inside a graph is no break and has no times; one around the compiled call has."""
+    """A section inside a graph makes no break and has no times.
+
+    A section around the compiled call has times.
+    """
     counter = CompileCounter()
     model = Model()
 
@@ -368,7 +381,10 @@ def test_sections_in_compiled_code(tmp_path: Path) -> None:
 
 
 def test_sections_in_code_that_was_compiled_before_the_watch(tmp_path: Path) -> None:
-    """The first call is before any watch: the section is not known yet, and the code still runs right afterwards."""
+    """Before the watch the section is unknown.
+
+    The code compiled then still runs correctly inside the watch.
+    """
     model = Model()
 
     @torch.compile(backend="eager")
@@ -389,7 +405,7 @@ def test_sections_in_code_that_was_compiled_before_the_watch(tmp_path: Path) -> 
 @pytest.mark.parametrize("watching", ["without a watch", "first call inside a watch"])
 @pytest.mark.xfail(reason="Dynamo is told of sections by a watch, and only once it has been imported")
 def test_sections_in_compiled_code_of_a_new_process(watching: str, tmp_path: Path) -> None:
-    """A library with sections in it is compiled as one without, whether or not anybody watches."""
+    """A library with sections compiles to the same graphs as one without, with and without a watch."""
     program = f"""
 import contextlib, torch, torchlens_perf as perf
 
@@ -408,7 +424,6 @@ with watch if {watching != "without a watch"} else contextlib.nullcontext():
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not_strict"])
 def test_export_is_the_same(strict: bool, tmp_path: Path, way: str) -> None:
-    """torch.export of a watched model gives the same program."""
     model, batch = Model(), torch.randn(4, 8)
     expected = torch.export.export(model, (batch,), strict=strict)
     with recorded(tmp_path, model, **EVERYTHING):
@@ -422,7 +437,7 @@ def test_export_is_the_same(strict: bool, tmp_path: Path, way: str) -> None:
 
 
 def test_explain_is_the_same(tmp_path: Path, way: str) -> None:
-    """torch._dynamo.explain counts the same graphs and breaks, and names the same reasons."""
+    """torch._dynamo.explain returns the same graphs, breaks and reasons."""
     model, batch = Model(), torch.randn(4, 8)
 
     def call(x: Tensor) -> Tensor:
@@ -440,7 +455,7 @@ def test_explain_is_the_same(tmp_path: Path, way: str) -> None:
 
 
 def test_our_frames_are_left_alone(tmp_path: Path) -> None:
-    """Dynamo is never asked to compile a function of ours, also where it meets one behind a graph break."""
+    """Dynamo never compiles our functions, even if it meets one behind a graph break."""
     from torch._dynamo import convert_frame
 
     convert_frame.input_codes.clear()

@@ -1,4 +1,4 @@
-"""The lowest versions of the dependencies that the wheel declares, and the newest: each installed once, and used."""
+"""Use the package with the lowest declared and the newest versions of its dependencies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(json.dumps({name: importlib.metadata.version(name) for name in sys.argv[1:
 
 
 def requirements(wheel: Path) -> list[Requirement]:
-    """What it needs, and what `torchlens-perf[prometheus,top]` adds."""
+    """Return the wheel's requirements, including those of `torchlens-perf[prometheus,top]`."""
     with zipfile.ZipFile(wheel) as file:
         (name,) = [name for name in file.namelist() if name.endswith(".dist-info/METADATA")]
         declared = email.message_from_bytes(file.read(name)).get_all("Requires-Dist", [])
@@ -46,7 +46,7 @@ def requirements(wheel: Path) -> list[Requirement]:
 
 
 def lowest(requirement: Requirement) -> str:
-    """The version that is declared to be enough."""
+    """Return the lowest allowed version."""
     (found,) = [each.version for each in requirement.specifier if each.operator == ">="]
     return found
 
@@ -59,7 +59,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["lowest", "newest"])
 def environment(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> Environment:
-    """The wheel with these versions, beside the torch of the tests."""
+    """Install the wheel with these versions next to the tests' torch."""
     made = installations.empty_environment(tmp_path)
     installations.lend(made, [])
     wanted = requirements(wheel)
@@ -82,8 +82,11 @@ def environment(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> 
     return made
 
 
-def test_it_works(environment: Environment, receiver: Receiver, tmp_path: Path) -> None:
-    """Every module is imported; a run is simulated, reported, replayed; another is recorded and sent both ways."""
+def test_package_works_with_these_versions(environment: Environment, receiver: Receiver, tmp_path: Path) -> None:
+    """Every module imports.
+
+    One run is simulated, reported and replayed. Another one is recorded and sent both ways.
+    """
     assert (
         Path(environment.succeeds("python", "-W", "error::ImportWarning", "-c", IMPORT_ALL).strip())
         == environment.package

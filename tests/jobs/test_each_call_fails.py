@@ -1,6 +1,7 @@
-"""Calls to the system at a watch's start and end fail in turn, and training is the same as without the package.
+"""Each system call at a watch's start and end fails in turn, and training is the same as without
+the package.
 
-In the short form the first call of each line of the package fails, in the long form each call.
+The short form fails the first call of each line of the package. The long form fails every call.
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ USUAL = (
     errno.ENOMEM, errno.ENFILE, errno.EPERM,
 )  # fmt: skip
 STARTS = 1000
-MISLEADING = (errno.ENOENT, errno.EAGAIN, errno.EEXIST)  # these mean something else to some of our code
+# Errors that have a special meaning for some of our code.
+MISLEADING = (errno.ENOENT, errno.EAGAIN, errno.EEXIST)
 
 
 def unavoidable(call: str) -> bool:
-    """What just then cannot be taken away, and a lock of which nobody knows whose it is."""
+    """Return True for calls whose failure has to leave a file: removals, and a lock with an unknown
+    owner.
+    """
     return call.startswith(("unlink", "rmdir")) or call.endswith("sidecar.lock")
 
 
 def cases(
     folder: Path, sidecar: str, phase: str, errors: tuple[int, ...], timeout_s: float = 550, **environment: str
 ) -> tuple[list[dict[str, Any]], Any]:
-    """What came of each, and of a watch afterwards in which nothing fails."""
+    """Return the result of each case, and of a later watch without failures."""
     (folder / "tmp").mkdir()
     environ = {
         **os.environ, "LD_PRELOAD": str(library()), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
@@ -57,9 +61,13 @@ def cases(
     [("sidecar", USUAL, ""), *long(("sidecar", USUAL, "all"), ("none", USUAL, "all"), ("sidecar", MISLEADING, "all"))],
     ids=["usual", "each call", "without a sidecar", "misleading"],
 )
-def test_at_the_start(sidecar: str, errors: tuple[int, ...], which: str, tmp_path: Path) -> None:
-    """Nothing is raised, the parameters are the same to the bit, and nothing is left attached. Where recording is off,
-    that is one line, and there is no file of ours. Afterwards a watch works."""
+def test_failing_call_at_the_start_is_harmless(
+    sidecar: str, errors: tuple[int, ...], which: str, tmp_path: Path
+) -> None:
+    """Nothing is raised, the parameters are bit-equal, and no hook stays. A later watch works.
+
+    If recording is off, this is one line, and no file is left.
+    """
     found, last = cases(tmp_path, sidecar, "start", errors, CASES=which)
     off = [case for case in found if not case["recording"]]
     calls = " ".join(case["call"] for case in off)
@@ -72,7 +80,7 @@ def test_at_the_start(sidecar: str, errors: tuple[int, ...], which: str, tmp_pat
         assert len(case["lines"]) == 1, case
         assert case["lines"][0].startswith("torchlens_perf is off: "), case
         assert "mistake" not in case["lines"][0], case
-    # With a sidecar there is another place for the ring file, and another process makes the folders.
+    # With a sidecar, the ring file may be elsewhere, and another process creates the folders.
     for part in (
         ("gethostname", "pipe2", "sidecar.log") if sidecar == "sidecar" else ("mkdir", "posix_fallocate", "mmap")
     ):
@@ -85,7 +93,10 @@ def test_at_the_start(sidecar: str, errors: tuple[int, ...], which: str, tmp_pat
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_thousand_faulty_starts(tmp_path: Path) -> None:
-    """Each call with one error after the other: the job trains to its end, to the same bits, and ends with 0."""
+    """Each call fails once with each error.
+
+    The job trains to its end with the same bits and exits with 0.
+    """
     began_s, number = time.monotonic(), share(STARTS)
     found, last = cases(tmp_path, "sidecar", "start", USUAL, timeout_s=3000, CASES=str(number))
     off = sum(not case["recording"] for case in found)
@@ -99,8 +110,8 @@ def test_a_thousand_faulty_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["", *long("all")])
-def test_at_the_end(which: str, tmp_path: Path) -> None:
-    """Nothing is raised, and nothing is left attached. At most one line reports the failure."""
+def test_failing_call_at_the_end_is_harmless(which: str, tmp_path: Path) -> None:
+    """Nothing is raised, no hook stays, and at most one line reports the failure."""
     found, last = cases(tmp_path, "sidecar", "end", USUAL, CASES=which)
 
     assert last["afterwards"]["recording"]

@@ -1,6 +1,7 @@
-"""A disk that does not answer: the training process begins, trains and ends all the same, and the rest is caught up on.
+"""Training starts, runs and ends although the disk does not answer. Its records are read later.
 
-A library makes each call on the run folder hang, in the training process too, so that it must make none.
+A library makes every call on the run folder hang, also in the training process, which must
+therefore make none.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock
 
 pytestmark = pytest.mark.slow
 WATCHED = str(SCRIPTS / "train_watched.py")
-ENDS_WITHIN_S = 150  # what hangs does not end at all
+# Generous limit, as hanging programs do not end at all.
+ENDS_WITHIN_S = 150
 
 
 _said: list[str] = []
@@ -35,7 +37,7 @@ _said: list[str] = []
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Path]:
-    """The folder of run directories, on the disk that does not answer."""
+    """Return the folder of run directories, on the hanging disk."""
     with everything_ended(str(tmp_path)):
         yield tmp_path / "disk" / "runs"
     while _said:
@@ -43,7 +45,7 @@ def runs(tmp_path: Path) -> Iterator[Path]:
 
 
 def train(command: list[str], runs: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs it where each call on the run folder hangs, as the environment says."""
+    """Run the command. Calls on the run folder fail or hang as the environment sets."""
     environ = {
         **os.environ, "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(library()), "FAILING_PATHS": str(runs.parent),
         **environment,
@@ -54,19 +56,19 @@ def train(command: list[str], runs: Path, **environment: str) -> subprocess.Comp
 
 
 def run_of(done: subprocess.CompletedProcess[str]) -> RunDirectory:
-    """Its run directory."""
+    """Return the run directory in the output."""
     (path,) = [line.removeprefix("recorded ") for line in done.stdout.splitlines() if line.startswith("recorded ")]
     return RunDirectory(Path(path))
 
 
 def trained(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What came of it."""
+    """Return the parameters in the output."""
     return [line for line in done.stdout.splitlines() if line.startswith(("trained", "parameters"))]
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The parameters of 20 steps without a disk that hangs, and without us."""
+    """Return the parameters of 20 unwatched steps with a working disk."""
     folder = tmp_path_factory.mktemp("unwatched") / "disk" / "runs"
     done = train([sys.executable, WATCHED, str(folder), "20"], folder, TORCHLENS_PERF="0")
     assert done.returncode == 0, done.stderr
@@ -74,7 +76,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_the_training_process_touches_nothing_in_the_run_folder(runs: Path, tmp_path: Path) -> None:
-    """Not one call on it, at the start, in the steps and at the end; its children make some."""
+    """The process makes no call on the folder at the start, in the steps and at the end.
+
+    Its children make some.
+    """
     told = {"FAILING_LOG": str(tmp_path / "calls"), "TORCHLENS_PERF_EXIT_TIMEOUT_S": "60"}
     done = train([sys.executable, WATCHED, str(runs), "20"], runs, **told)
     wait_for_sidecar(run_of(done))
@@ -87,8 +92,11 @@ def test_the_training_process_touches_nothing_in_the_run_folder(runs: Path, tmp_
     assert "20 steps" in done.stderr
 
 
-def test_from_the_start(runs: Path, expected: list[str]) -> None:
-    """It never answers: everything is trained, and one line says that there is no report yet."""
+def test_training_completes_on_a_disk_that_never_answers(runs: Path, expected: list[str]) -> None:
+    """The disk never answers.
+
+    The training completes, and one line reports that there is no report yet.
+    """
     done = train([sys.executable, WATCHED, str(runs), "20"], runs, FAILING_WITH="hang")
 
     assert done.returncode == 0, done.stderr
@@ -98,8 +106,11 @@ def test_from_the_start(runs: Path, expected: list[str]) -> None:
     assert not runs.exists()
 
 
-def test_from_the_end(runs: Path, tmp_path: Path, expected: list[str]) -> None:
-    """It answers until the last step. The sidecar makes progress until it needs the disk, which may take a second."""
+def test_training_completes_on_a_disk_that_hangs_at_the_end(runs: Path, tmp_path: Path, expected: list[str]) -> None:
+    """The disk answers until the last step.
+
+    The sidecar may continue for a second until it needs the disk.
+    """
     flag = tmp_path / "hangs"
     command = [sys.executable, WATCHED, str(runs), "20", str(flag)]
     done = train(command, runs, FAILING_WITH="hang", FAILING_WHILE=str(flag))
@@ -112,8 +123,11 @@ def test_from_the_end(runs: Path, tmp_path: Path, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize("since", ["end", *long("start")])
-def test_a_disk_that_comes_back(since: str, runs: Path, tmp_path: Path) -> None:
-    """What was recorded meanwhile is read then, and nothing is lost of what its ring file holds."""
+def test_records_are_read_when_the_disk_recovers(since: str, runs: Path, tmp_path: Path) -> None:
+    """Records are read as soon as the disk answers.
+
+    No record that the ring file still holds is lost.
+    """
     flag = tmp_path / "hangs"
     if since == "start":
         flag.touch()
@@ -132,8 +146,8 @@ def test_a_disk_that_comes_back(since: str, runs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_script_that_does_not_know_of_us(runs: Path) -> None:
-    """TORCHLENS_PERF=1 where the disk hangs: it trains as ever."""
+def test_unmodified_script_trains_on_a_hung_disk(runs: Path) -> None:
+    """TORCHLENS_PERF=1 with a hanging disk does not affect training."""
     command = [sys.executable, TRAIN, "--steps", "20"]
     unwatched = train(command, runs)
     done = train(command, runs, FAILING_WITH="hang", TORCHLENS_PERF="1", TORCHLENS_PERF_DIR=str(runs))
@@ -145,8 +159,8 @@ def test_a_script_that_does_not_know_of_us(runs: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_ranks_of_a_job(runs: Path) -> None:
-    """Two ranks under torchrun: neither waits for the other's disk."""
+def test_ranks_under_torchrun_train_on_a_hung_disk(runs: Path) -> None:
+    """Two ranks under torchrun do not wait for each other's disk."""
     command = torchrun("--logs-specs", "torchlens_perf", TRAIN, "--steps", "20")
     unwatched = train(torchrun(TRAIN, "--steps", "20"), runs)
     done = train(command, runs, FAILING_WITH="hang", TORCHLENS_PERF_DIR=str(runs))
@@ -157,15 +171,18 @@ def test_ranks_of_a_job(runs: Path) -> None:
 
 
 def wait_until_unattended(run: RunDirectory) -> None:
-    """As wait_for_sidecar(), without making a folder."""
+    """Wait as wait_for_sidecar() does, but without creating a folder."""
     deadline_s = time.monotonic() + 60
     while find_sidecar_lock(run.run_id) is not None and time.monotonic() < deadline_s:
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize("error", [errno.EROFS, *long(errno.ENOSPC, errno.ESTALE, errno.EIO, errno.EACCES)])
-def test_a_disk_that_refuses_at_the_end(error: int, runs: Path, tmp_path: Path, expected: list[str]) -> None:
-    """The line says why there is no report, and where the records are. They are read once the disk takes them."""
+def test_disk_error_at_the_end_is_reported(error: int, runs: Path, tmp_path: Path, expected: list[str]) -> None:
+    """The line gives the reason and the place of the records.
+
+    They are read once the disk accepts writes.
+    """
     flag = tmp_path / "refuses"
     command = [sys.executable, WATCHED, str(runs), "20", str(flag)]
     environment = {"FAILING_WITH": str(error), "FAILING_WHILE": str(flag), "TORCHLENS_PERF_EXIT_TIMEOUT_S": "60"}
@@ -187,8 +204,11 @@ def test_a_disk_that_refuses_at_the_end(error: int, runs: Path, tmp_path: Path, 
 
 
 @pytest.mark.long
-def test_a_disk_that_refuses_after_the_watch_has_begun(runs: Path, expected: list[str]) -> None:
-    """The child that was asked first had no answer. The sidecar goes on asking, says why, and leaves nothing."""
+def test_sidecar_reports_a_disk_error_after_the_start(runs: Path, expected: list[str]) -> None:
+    """The first child gave no answer.
+
+    The sidecar retries, reports the reason, and leaves no file.
+    """
     unanswered = (
         "import runpy, sys; from torchlens_perf.run import make_folders; make_folders.__file__ = '/nonexistent'\n"
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -203,12 +223,14 @@ def test_a_disk_that_refuses_after_the_watch_has_begun(runs: Path, expected: lis
     assert list(run._local_files("*")) == []
 
 
-# -- the child that is asked
+# -- the child that creates folders
 
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
-    """A folder whose disk hangs for this process's children, for as long as a file is there; both."""
+    """Yield a folder whose disk hangs for child processes while a file exists, and the path of this
+    file.
+    """
     monkeypatch.setenv("LD_PRELOAD", str(library()))
     monkeypatch.setenv("FAILING_PATHS", str(tmp_path / "disk"))
     monkeypatch.setenv("FAILING_WITH", "hang")
@@ -218,15 +240,14 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
         yield tmp_path / "disk" / "runs", tmp_path / "hangs"
 
 
-def test_no_answer(hanging: tuple[Path, Path]) -> None:
-    """Is told as such, after the time that was given."""
+def test_missing_answer_is_reported_after_the_timeout(hanging: tuple[Path, Path]) -> None:
     folder, _ = hanging
 
     assert problem_with(folder, 0.5) == "its disk did not answer within 0.5 s"
 
 
-def test_a_late_answer_is_undone(hanging: tuple[Path, Path]) -> None:
-    """Nobody wants the folder any more: once the disk answers, the child takes away what it makes."""
+def test_folders_of_a_late_answer_are_removed(hanging: tuple[Path, Path]) -> None:
+    """When the disk answers after the timeout, the child removes the folders that it creates."""
     folder, flag = hanging
     request, again = FolderRequest([folder / "a" / "b"]), FolderRequest([folder / "a" / "c"])
     assert request.answer(0.5) == ""
@@ -238,8 +259,8 @@ def test_a_late_answer_is_undone(hanging: tuple[Path, Path]) -> None:
     assert eventually(lambda: not folder.parent.exists())
 
 
-def test_ranks_that_give_up_one_after_the_other(tmp_path: Path) -> None:
-    """Folders in which another one had made some go too, once that one has given up."""
+def test_nested_folders_of_closed_requests_are_removed(tmp_path: Path) -> None:
+    """Folders that contain another request's folders are removed after this request is closed too."""
     folder = tmp_path / "runs"
     first, second = FolderRequest([folder]), FolderRequest([folder / "one"])
     assert first.answer(60) == second.answer(60) == MADE
@@ -251,8 +272,8 @@ def test_ranks_that_give_up_one_after_the_other(tmp_path: Path) -> None:
     assert eventually(lambda: not folder.exists())
 
 
-def test_what_was_kept_stays(hanging: tuple[Path, Path]) -> None:
-    """And only what was made goes: not what was there, or what somebody else has put there."""
+def test_kept_and_foreign_folders_stay(hanging: tuple[Path, Path]) -> None:
+    """Only new folders are removed, not kept ones, and not those with other programs' files."""
     folder, flag = hanging
     flag.unlink()
     kept, undone = FolderRequest([folder / "a"]), FolderRequest([folder / "b", folder / "c" / "d"])
@@ -267,8 +288,8 @@ def test_what_was_kept_stays(hanging: tuple[Path, Path]) -> None:
     assert (folder / "c" / "theirs").exists()
 
 
-def test_a_parent_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
-    """Between its asking and its recording."""
+def test_killed_parent_leaves_no_folder(tmp_path: Path) -> None:
+    """The parent is killed between its request and its first record."""
     program = (
         "import sys, time; from pathlib import Path; from torchlens_perf.recorder.folder_request import FolderRequest\n"
         "request = FolderRequest([Path(sys.argv[1])]); print(request.answer(60), flush=True); time.sleep(600)\n"

@@ -1,7 +1,8 @@
-"""What users install: the wheel and the sdist, each in an empty environment, driven from an empty folder.
+"""The wheel and the sdist that users install, each in an empty environment, used from an empty
+folder.
 
-The wheel is made from a tree to which files have been added that nobody has announced: packages, data, native sources.
-They must be in it, and what is built, or left by an earlier build, must not.
+The wheel is built from a tree with new packages, data and native sources that no list mentions.
+They must be in the wheel. Built files, and those left by an earlier build, must not.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torchlens_perf.recorder import native_tap
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 SCRIPTS = ROOT / "tests" / "scripts"
-# New files of each kind, as a change may bring them.
+# New files of each kind, as a change may add them.
 ADDED = {
     f"{PACKAGE}/added/__init__.py": "",
     f"{PACKAGE}/added/inner/__init__.py": "",
@@ -48,7 +49,7 @@ ADDED = {
     "tests/added/test_added.py": "",
 }
 _BUILD_LIB = f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-# What lies about in a tree that was worked in.
+# Files that development leaves in a tree.
 LEFT = (
     f"{PACKAGE}/_native.cpython-399-x86_64-linux-gnu.so",
     f"{PACKAGE}/native/_torchlens_perf_tap-9-0-cpython-399-0.so",
@@ -72,7 +73,7 @@ class Made(NamedTuple):
 
 
 def tree(folder: Path) -> Path:
-    """A copy of the tree as it is in the midst of work."""
+    """Copy the tree in the state of unfinished work."""
     source = installations.copy_tree(folder / "checkout")
     left = dict.fromkeys(LEFT, "left") | {f"{PACKAGE}.egg-info/SOURCES.txt": "\n".join(LEFT)}
     for name, text in (ADDED | left).items():
@@ -82,9 +83,9 @@ def tree(folder: Path) -> Path:
 
 
 def by_wheel(folder: Path) -> tuple[Path, Path, Environment]:
-    """The wheel, where it was made, and an empty environment that it was installed into.
+    """Build the wheel, and install it into an empty environment.
 
-    Its user shares it with a group, so that taps go to the user's cache.
+    A group can write to the environment, so taps go to the user's cache.
     """
     source = tree(folder)
     wheel = installations.make_wheel(source, folder / "dist")
@@ -98,7 +99,7 @@ def by_wheel(folder: Path) -> tuple[Path, Path, Environment]:
 
 
 def by_sdist(folder: Path) -> tuple[Path, Environment]:
-    """The sdist, and another empty environment that it was installed into, where there is no compiler."""
+    """Build the sdist, and install it into another empty environment without a compiler."""
     sdist = installations.make_sdist(tree(folder), folder / "dist")
     environment = installations.empty_environment(folder)
     installations.lend(environment, requirements(sdist))
@@ -108,7 +109,7 @@ def by_sdist(folder: Path) -> tuple[Path, Environment]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Both at the same time: most of it waits for pip."""
+    """Make both at the same time, because most of the time is spent in pip."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         first = pool.submit(by_wheel, tmp_path_factory.mktemp("wheel"))
         second = pool.submit(by_sdist, tmp_path_factory.mktemp("sdist"))
@@ -118,7 +119,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def files(made: Path) -> dict[str, bytes]:
-    """What a wheel or an sdist holds, by name."""
+    """Return the contents of a wheel or an sdist by name."""
     if made.suffix == ".whl":
         with zipfile.ZipFile(made) as wheel:
             return {name: wheel.read(name) for name in wheel.namelist() if not name.endswith("/")}
@@ -133,16 +134,17 @@ def metadata(made: Path) -> email.message.Message:
 
 
 def requirements(made: Path) -> list[str]:
-    """What it says that it needs."""
+    """Return its declared requirements."""
     return [each for each in metadata(made).get_all("Requires-Dist", []) if "extra ==" not in each]
 
 
 @pytest.fixture(scope="module")
 def compiling(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    """`torchlens-perf build-tap` in another home, beside all that does not need the tap.
+    """Run `torchlens-perf build-tap` in another home, in parallel with all tests that do not need
+    the tap.
 
-    Where the tests have a tap, which the same source gave, the compiler only looks whether it finds all that it needs,
-    and gives that one: to compile takes half a minute. test_the_tap_compiles() does.
+    If the tests have a tap of the same source, the compiler only checks its inputs and copies this
+    tap, because compiling takes half a minute. test_the_tap_compiles() compiles it.
     """
     program = [str(made.by_wheel.folder / "bin" / "torchlens-perf"), "build-tap"]
     home = tmp_path_factory.mktemp("home")
@@ -157,13 +159,13 @@ def compiling(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def installed(made: Made, compiling: subprocess.Popen[str]) -> Environment:
-    """The wheel in an empty environment."""
+    """Return the environment with the wheel."""
     return made.by_wheel
 
 
 @pytest.fixture(scope="module")
 def simulated(installed: Environment) -> Path:
-    """A run directory by `torchlens-perf simulate`."""
+    """Return a run directory of `torchlens-perf simulate`."""
     out = installed.work / "simulated"
     said = installed.succeeds(
         "torchlens-perf",
@@ -189,26 +191,28 @@ def expected(folder: str = "") -> set[str]:
 
 
 def test_wheel_holds_the_package(made: Made) -> None:
-    """Every file of the package, also what nobody has announced, and the two libraries; nothing else."""
+    """The wheel contains every file of the package, including new ones, and the two libraries, and
+    no others.
+    """
     package = {name for name in files(made.wheel) if name.startswith(f"{PACKAGE}/")}
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     libraries = {f"{PACKAGE}/{name}{suffix}" for name in ("_native", "_nccl_profiler")}
 
     assert package == expected(f"{PACKAGE}/") | libraries
     assert b"a source that was added" in files(made.wheel)[f"{PACKAGE}/_native{suffix}"]
-    # Else what was left of an earlier build was put where no build looks for it.
+    # Otherwise the leftovers of an earlier build are in a place where builds do not look.
     assert [path.name for path in (made.source / "build").glob("lib*")] == [Path(_BUILD_LIB).name]
 
 
 def test_wheel_holds_nothing_else(made: Made) -> None:
-    """No tests, no benchmarks, no docs: the package and what pip must know."""
+    """The wheel has no tests, benchmarks or docs, only the package and pip's metadata."""
     others = {name.partition("/")[0] for name in files(made.wheel) if not name.startswith(f"{PACKAGE}/")}
 
     assert others == {f"{PACKAGE}-{metadata(made.wheel)['Version']}.dist-info"}
 
 
 def test_sdist_is_the_repository(made: Made) -> None:
-    """Every file of the repository, but for git's and those that run on a change; nothing that is built."""
+    """The sdist has every file of the repository except git's and CI's, and no built files."""
     not_for_users = {".gitignore", *expected(".ci/"), *expected(".github/")}
     made_by_setuptools = {"PKG-INFO", "setup.cfg"}
     found = {name for name in files(made.sdist) if ".egg-info/" not in name}
@@ -216,16 +220,16 @@ def test_sdist_is_the_repository(made: Made) -> None:
     assert found - made_by_setuptools == expected() - not_for_users
 
 
-def test_files_are_the_trees(made: Made) -> None:
-    """Both hold what the tree holds, byte for byte."""
+def test_files_equal_those_of_the_tree(made: Made) -> None:
+    """Wheel and sdist contain the tree's files byte for byte."""
     for packed in (files(made.wheel), files(made.sdist)):
         for file in installations.tree():
             if str(file) in packed:
                 assert packed[str(file)] == (ROOT / file).read_bytes(), file
 
 
-def test_no_path_of_the_machine(made: Made) -> None:
-    """Neither the wheel nor the sdist tells where it was made."""
+def test_no_path_of_the_build_machine_is_included(made: Made) -> None:
+    """Neither the wheel nor the sdist contains a path of the build machine."""
     folders = [str(folder).encode() for folder in (made.source, made.source.parents[1], ROOT, Path.cwd())]
     for packed in (files(made.wheel), files(made.sdist)):
         assert [name for name, content in packed.items() if any(folder in content for folder in folders)] == []
@@ -262,7 +266,10 @@ print(json.dumps([str(top), len(modules), DATA, recorder.NATIVE, elsewhere, "tor
 
 
 def test_every_module_can_be_imported(installed: Environment) -> None:
-    """From the installed files alone, with no dependency but torch and those that are declared; extras aside."""
+    """Modules import from the installed files, with only torch and the declared requirements.
+
+    Extras are exempt.
+    """
     done = installed.run("python", "-c", IMPORT_ALL)
     assert done.returncode == 0, done.stderr
     top, count, data, native, elsewhere, torch = json.loads(done.stdout)
@@ -273,7 +280,7 @@ def test_every_module_can_be_imported(installed: Environment) -> None:
 
 
 def test_every_command_has_help(installed: Environment) -> None:
-    """Whatever commands there are: by the program's name and by the module's."""
+    """Every command has a help text, by the program's name and by the module's."""
     listed = installed.succeeds("torchlens-perf", "--help")
     commands = re.findall(r"^  (\S+)  ", listed, flags=re.MULTILINE)
     assert {"run", "report", "sidecar", "capture", "simulate", "build-tap", "doctor"} <= set(commands)
@@ -282,7 +289,9 @@ def test_every_command_has_help(installed: Environment) -> None:
 
 
 def test_report_of_a_simulated_run(simulated: Path, installed: Environment) -> None:
-    """`simulate` found its data; `report` shows the run as text and as JSON, `sidecar` replays it."""
+    """`simulate` finds its data, `report` shows the run as text and as JSON, and `sidecar` replays
+    it.
+    """
     text = installed.succeeds("torchlens-perf", "report", simulated)
     value = json.loads(installed.succeeds("torchlens-perf", "report", simulated, "--json"))
     again = installed.succeeds("torchlens-perf", "sidecar", simulated)
@@ -310,7 +319,9 @@ print(perf.__file__)
 
 @pytest.mark.parametrize("way", ["watch", "variable", "run"])
 def test_one_process_is_recorded(way: str, installed: Environment, tmp_path: Path) -> None:
-    """By the README's lines, by TORCHLENS_PERF=1, and by `torchlens-perf run`."""
+    """One process is recorded by the README's lines, by TORCHLENS_PERF=1, and by `torchlens-perf
+    run`.
+    """
     script, environment = str(installed.home / "train.py"), {}
     if way == "watch":
         script = str(tmp_path / "watched.py")
@@ -333,15 +344,17 @@ def test_one_process_is_recorded(way: str, installed: Environment, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def real_tap(installed: Environment, compiling: subprocess.Popen[str]) -> Path:
-    """The native tap, of the sources in the wheel."""
+    """Return the native tap, built from the sources in the wheel."""
     said, _ = compiling.communicate(timeout=300)
     assert compiling.returncode == 0
     return Path(said.strip())
 
 
 def test_build_tap_and_doctor(real_tap: Path, installed: Environment) -> None:
-    """The tap goes to the user's cache, as a group can write beside the package. `doctor` finds it and both entry
-    points, and nothing broken."""
+    """The tap goes to the user's cache, because a group can write to the package.
+
+    `doctor` finds no problem.
+    """
     home = real_tap.parents[2]
     said = installed.succeeds("torchlens-perf", "doctor", "--verbose", HOME=str(home)).splitlines()
 
@@ -353,10 +366,12 @@ def test_build_tap_and_doctor(real_tap: Path, installed: Environment) -> None:
 
 
 def test_two_ranks_and_the_tap_that_builds_itself(real_tap: Path, installed: Environment, tmp_path: Path) -> None:
-    """With torchrun's flag: the first run has its collectives tapped from Python and says so; its sidecar builds the
-    native tap, and the next run has it, with nothing done by hand.
+    """Under torchrun's flag, the first run uses the Python tap and reports it.
 
-    The compiler gives the tap that the test above has compiled: at the lowest priority that takes minutes.
+    The second run uses the native tap.
+
+    The first run's sidecar builds the tap. The compiler copies the tap that the test above has
+    compiled, because compiling at the lowest priority takes minutes.
     """
     copies = compiler(tmp_path / "cxx", f'cp {real_tap} "$out"')
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -382,7 +397,7 @@ def test_two_ranks_and_the_tap_that_builds_itself(real_tap: Path, installed: Env
 
 @pytest.mark.long
 def test_the_tap_compiles(installed: Environment, tmp_path: Path) -> None:
-    """From the sources in the wheel, with the machine's own compiler; and it is loaded."""
+    """The tap compiles from the sources in the wheel with the machine's compiler, and loads."""
     made = Path(installed.succeeds("torchlens-perf", "build-tap", HOME=str(tmp_path)).strip())
     said = installed.succeeds("torchlens-perf", "doctor", "--verbose", HOME=str(tmp_path)).splitlines()
 
@@ -394,7 +409,9 @@ def test_the_tap_compiles(installed: Environment, tmp_path: Path) -> None:
 
 
 def test_without_a_compiler(made: Made, tmp_path: Path) -> None:
-    """It installs, records through the Python implementation, and `doctor` says what to do."""
+    """The package installs and records with the Python implementation, and `doctor` explains the
+    fix.
+    """
     environment = made.by_sdist
     (tmp_path / "watched.py").write_text(f"{WATCH}from torchlens_perf.commands.cli import main\nmain(['doctor'])\n")
     done = environment.run("python", str(tmp_path / "watched.py"), folder=tmp_path)
@@ -410,7 +427,7 @@ def test_without_a_compiler(made: Made, tmp_path: Path) -> None:
     assert expected(f"{PACKAGE}/") <= installed_files
 
 
-def test_nothing_is_left(made: Made, simulated: Path) -> None:
-    """The commands have left nothing in the folder that they were run in, but what was asked for."""
+def test_commands_leave_only_requested_files(made: Made, simulated: Path) -> None:
+    """The commands leave only the requested files in their working folder."""
     assert list(made.by_wheel.work.iterdir()) == [simulated]
     assert list(made.by_sdist.work.iterdir()) == []

@@ -1,4 +1,6 @@
-"""A stack that is nearly used up, and a garbage collector that runs all the time: a watch is as harmless as else."""
+"""A watch stays harmless with an almost full stack, and with a garbage collector that runs all the
+time.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,13 @@ from tests.support.recorders import IDS
 from tests.support.recording import EVERYTHING, recorded
 from torchlens_perf.errors import RAISE, swallowed
 
-FRAMES_OF_OURS = 5  # around a call of the user's, at most; with the native recorder there is none
+# Maximum depth around a user's call. With the native recorder it is 0.
+FRAMES_OF_OURS = 5
 
 
 @pytest.fixture
 def collecting() -> Iterator[None]:
-    """The collector runs at each allocation of a container."""
+    """Run the collector at each allocation of a container."""
     before = gc.get_threshold()
     gc.set_threshold(1, 1, 1)
     yield
@@ -34,14 +37,16 @@ def collecting() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_collector_at_each_allocation(name: str, collecting: None, tmp_path: Path) -> None:
-    """Whatever it frees or calls in the middle of a mark: the same bits, and every step is recorded."""
+def test_garbage_collection_at_each_allocation_is_harmless(name: str, collecting: None, tmp_path: Path) -> None:
+    """Bits and recorded steps stay the same, whatever the collector frees or calls in the middle of
+    a mark.
+    """
     recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)
     assert len(recording.steps) == CASES[name].steps
 
 
 def trained(watching: Callable[..., Any], limit: int) -> list[Any] | None:
-    """The parameters after some steps under this recursion limit; None where it is too low for them."""
+    """Return the parameters after some steps under this recursion limit. None: it is too low."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
@@ -54,7 +59,8 @@ def trained(watching: Callable[..., Any], limit: int) -> list[Any] | None:
 
     usual = sys.getrecursionlimit()
     with watching(model, optimizer):
-        step()  # what is imported at a first use
+        # The first step imports modules.
+        step()
         try:
             sys.setrecursionlimit(limit)
             for _ in range(4):
@@ -67,9 +73,12 @@ def trained(watching: Callable[..., Any], limit: int) -> list[Any] | None:
 
 
 @pytest.mark.skipif(IDS[0] != "native", reason="the native recorder is missing: there is no C compiler")
-def test_recursion_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under each limit around the lowest that training needs: the same bits, or the user's own RecursionError. A watch
-    needs at most a few frames more, and the next one records as ever."""
+def test_low_recursion_limit_is_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under each limit near the lowest one for training, results are bit-equal or RecursionError is
+    raised.
+
+    A watch needs only a few more frames, and the next watch works.
+    """
     monkeypatch.setenv(RAISE, "0")
     here = len(inspect.stack(0))
     limits = range(here, here + 80)

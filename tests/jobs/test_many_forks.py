@@ -1,4 +1,4 @@
-"""Forks while a watch records: every child ends, with no thread but its own, and the parent loses nothing."""
+"""Forks while a watch records: every child ends with one thread, and the parent loses no records."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place.node import node_name
 
 FORKS = 1000
-ENDS_WITHIN_S = 60  # what waits for a lock that nobody holds does not end at all
+# A child that waits for a lost lock never ends.
+ENDS_WITHIN_S = 60
 STORM = str(SCRIPTS / "storm_of_forks.py")
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("forks", [20, *long(FORKS)])
-def test_storm_of_forks(forks: int, tmp_path: Path) -> None:
-    """While another thread marks without pause. Children train on, alone; the parent's steps are all there."""
+def test_forks_during_marks_lose_no_step(forks: int, tmp_path: Path) -> None:
+    """Another thread marks without pause.
+
+    Children continue training alone, and all of the parent's steps are recorded.
+    """
     began_s, number = time.monotonic(), forks if forks < FORKS else share(FORKS)
     done = run_warm([sys.executable, STORM, str(tmp_path), str(number)], tmp_path, timeout_s=1700, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
@@ -40,7 +44,7 @@ def test_storm_of_forks(forks: int, tmp_path: Path) -> None:
     assert report(made)["ranks"][0]["steps"] == found["steps"]
     if forks == FORKS:
         note(
-            "forks beside a thread that marks",
+            "forks while a thread marks",
             number,
             FORKS,
             "0 hung, 0 of the parent's steps lost, 0 threads in a child",
@@ -50,8 +54,11 @@ def test_storm_of_forks(forks: int, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("forks", [10, *long(FORKS)])
-def test_workers_of_many_epochs(forks: int, tmp_path: Path) -> None:
-    """Two new workers an epoch: every batch arrives, and every step is recorded with all of its spans."""
+def test_new_workers_in_each_epoch_lose_no_step(forks: int, tmp_path: Path) -> None:
+    """Each epoch has two new workers.
+
+    Every batch arrives, and every step is recorded with all its spans.
+    """
     torch.set_num_threads(1)
     model, began_s, number = nn.Linear(4, 2), time.monotonic(), forks if forks < FORKS else share(FORKS)
     optimizer, epochs, batches = torch.optim.SGD(model.parameters(), lr=0.1), number // 2, 0

@@ -1,4 +1,4 @@
-"""A loss that is NaN, in a whole run: parameters to the same bits are the zoo's; here, what is said of the run."""
+"""The report on a run whose loss is NaN. The zoo covers the bit equality of its parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refuse(constant: str) -> Any:
 
 
 def test_report_of_a_diverged_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every step is counted as any other, and each number of the report is one."""
+    """Every step is counted as usual, and every number in the report is finite."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
     with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False, report="off") as watch:

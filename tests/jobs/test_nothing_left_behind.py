@@ -1,4 +1,4 @@
-"""After a watch the process is as it was: no patch, hook, thread, file, handler or object of ours."""
+"""After a watch the process has no patch, hook, thread, file, handler or object of ours."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from torchlens_perf.hooks.collective import another_has_tapped, operators
 from torchlens_perf.recorder.torch_private import WAIT_TENSOR
 
 TYPE_VECTORCALL_OFFSET = 7 * ctypes.sizeof(ctypes.c_void_p)
-"""Where a type object has its tp_vectorcall_offset."""
+"""Offset of tp_vectorcall_offset in a type object."""
 
 
 def state() -> dict[str, Any]:
-    """Whatever a tool like ours could have changed."""
+    """Return everything that a tool like this could have changed."""
     return {
         "module class": dict(vars(nn.Module)),
         "module calls": vectorcall(nn.Module.__call__),
@@ -58,7 +58,7 @@ def state() -> dict[str, Any]:
             for name in vars(nn.modules.module)
             if name.startswith("_global_") and name.endswith("hooks")
         ],
-        # Ours stays, and passes on: native/tap.cpp says why.
+        # Our kernel stays registered and passes calls on. native/tap.cpp explains the reason.
         "taps": [name for name in [*operators(), WAIT_TENSOR] if another_has_tapped(name)],
         "dynamo": repr(torch._dynamo.config.get_config_copy()),
         "threads": threading.enumerate(),
@@ -83,13 +83,13 @@ def state() -> dict[str, Any]:
 
 
 def vectorcall(function: Callable[..., Any]) -> int | None:
-    """The address of the C function that runs a call of a Python function."""
+    """Return the address of the C function that calls a Python function."""
     offset = ctypes.c_ssize_t.from_address(id(type(function)) + TYPE_VECTORCALL_OFFSET).value
     return ctypes.c_void_p.from_address(id(function) + offset).value
 
 
 def open_files() -> list[str]:
-    """But for the listing's own."""
+    """Return the open files without the one of this listing."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -106,10 +106,13 @@ def train(model: nn.Module) -> None:
 
 
 def test_process_is_as_it_was(tmp_path: Path) -> None:
-    """Compared before and after: torch's classes and registries, threads, files, handlers, settings."""
+    """Torch's classes and registries, threads, files, handlers and settings are the same before and
+    after.
+    """
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
     with recorded(tmp_path, model, **EVERYTHING):
-        train(model)  # what is imported and registered at a first use stays
+        # A first use imports and registers objects that stay.
+        train(model)
     train(model)
     torch.manual_seed(0)
     before = state()
@@ -129,7 +132,7 @@ def test_process_is_as_it_was(tmp_path: Path) -> None:
 
 
 def test_also_when_the_loop_raises(tmp_path: Path) -> None:
-    """The user's exception passes through a watch, which leaves nothing behind either."""
+    """The user's exception passes through a watch, which also leaves nothing in this case."""
     model = nn.Sequential(nn.Linear(4, 4))
     error = KeyboardInterrupt()
     before = state()
@@ -148,7 +151,7 @@ def test_also_when_the_loop_raises(tmp_path: Path) -> None:
 
 
 def test_objects_of_a_watch_are_freed(tmp_path: Path) -> None:
-    """The session and its recorder go when the watch has gone, also with the model still there."""
+    """The session and its recorder are freed with the watch, even if the model still exists."""
     model = nn.Sequential(nn.Linear(4, 4))
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         train(model)
@@ -159,7 +162,7 @@ def test_objects_of_a_watch_are_freed(tmp_path: Path) -> None:
 
 
 def test_watches_do_not_accumulate(tmp_path: Path) -> None:
-    """A process that watches again and again has as many objects as after a few."""
+    """A process has as many objects after many watches as after a few."""
     model = nn.Sequential(nn.Linear(4, 4))
 
     def watch_again(times: int) -> int:

@@ -1,4 +1,4 @@
-"""The rules of other tools that the accuracy benchmark compares with, on values small enough to be computed by hand."""
+"""The other tools' rules in the accuracy benchmark, on values small enough to compute by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchlens_perf.run.records import OWN_PARTS
 
 
 def parts(forward: list[list[float]], backward: float = 200.0, optimizer: float = 0.0) -> np.ndarray:
-    """[ranks, steps, own parts] with these forward times."""
+    """Return [ranks, steps, parts] with these forward times."""
     made = np.zeros((len(forward), len(forward[0]), len(OWN_PARTS)), np.float32)
     made[:, :, OWN_PARTS.index("forward")] = forward
     made[:, :, OWN_PARTS.index("backward")] = backward
@@ -19,7 +19,10 @@ def parts(forward: list[list[float]], backward: float = 200.0, optimizer: float 
 
 
 def test_relative_score_is_the_mean_ratio_of_medians() -> None:
-    """Smallest median by one's own, for each kernel, weighted by the time in it; medians forgive one long step."""
+    """The smallest median is divided by the rank's, per kernel, weighted by time.
+
+    Medians ignore one long step.
+    """
     score = relative_score(parts([[100, 100, 100], [200, 200, 900]]))
 
     assert score[0] == pytest.approx(1.0)
@@ -30,7 +33,7 @@ def test_relative_score_is_the_mean_ratio_of_medians() -> None:
 
 
 def test_individual_score_remembers_the_best() -> None:
-    """Each rank is held against its own best so far: one that was always slow is not slow."""
+    """Each rank is compared with its own best so far, so one that was always slow is not slow."""
     first, best = individual_score(parts([[100, 100], [300, 300]]), None)
     second, best = individual_score(parts([[200, 200], [300, 300]]), best)
     third, _ = individual_score(parts([[100, 100], [300, 300]]), best)
@@ -41,7 +44,9 @@ def test_individual_score_remembers_the_best() -> None:
 
 
 def test_slowest_is_always_named() -> None:
-    """The longest mean forward pass and the longest step name somebody, whatever the difference is."""
+    """The rules for the longest forward pass and the longest step name a rank even for tiny
+    differences.
+    """
     assert slowest_forward(parts([[100, 100], [100, 100.01], [100, 100]])).named == {1}
     equal = [slowest_step(np.full(20, 1e8), 50, np.random.default_rng(seed)).first for seed in range(200)]
     assert len(set(equal)) > 40

@@ -1,4 +1,4 @@
-"""Paths whose bytes are not UTF-8: of the run directory, the script, the working directory, and in the environment."""
+"""Paths that are not UTF-8: run directory, script, working directory, and variables."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def run(command: list[str], folder: Path, **environment: str) -> subprocess.Comp
 
 
 @pytest.mark.slow
-def test_a_job_and_the_commands_on_its_run(tmp_path: Path) -> None:
-    """Nothing raises in the job, its report is shown, and each command reads the run."""
+def test_job_and_commands_accept_non_utf8_paths(tmp_path: Path) -> None:
+    """The job raises no error, its report is printed, and each command reads the run."""
     folder = tmp_path / ODD
     folder.mkdir()
     script = folder / f"{ODD}.py"
@@ -59,8 +59,8 @@ def test_a_job_and_the_commands_on_its_run(tmp_path: Path) -> None:
     assert b"replayed 20 steps" in replayed.stdout
 
 
-def test_an_interpreter(tmp_path: Path) -> None:
-    """One in such a folder is shown to be one, and a child of it finds the package."""
+def test_interpreter_in_a_non_utf8_folder_is_accepted(tmp_path: Path) -> None:
+    """An interpreter in such a folder is accepted, and its child finds the package."""
     (tmp_path / ODD).symlink_to(sys.prefix)
     code = (
         "import subprocess; from torchlens_perf.run import children; children.check();"
@@ -72,8 +72,7 @@ def test_an_interpreter(tmp_path: Path) -> None:
     assert b"usage: torchlens-perf doctor" in done.stdout
 
 
-def test_a_status(tmp_path: Path) -> None:
-    """Is written, whatever path it names."""
+def test_status_is_written_for_a_non_utf8_path(tmp_path: Path) -> None:
     file = tmp_path / "lock"
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
     sidecar_status.write_status(descriptor, f"is making /{ODD}")
@@ -82,8 +81,8 @@ def test_a_status(tmp_path: Path) -> None:
     assert sidecar_status.read_status(str(file))[2].startswith("is making /n")
 
 
-def test_a_ring_in_the_run_directory(tmp_path: Path) -> None:
-    """Its path in the list of rings is the one that was registered."""
+def test_ring_list_keeps_non_utf8_paths(tmp_path: Path) -> None:
+    """The ring's path in the list equals the registered one."""
     made = RunDirectory(tmp_path / ODD)
     made.create()
     made.register_ring("node", made.rings / "a.ring")
@@ -91,8 +90,8 @@ def test_a_ring_in_the_run_directory(tmp_path: Path) -> None:
     assert made.kept_rings("node") == [made.rings / "a.ring"]
 
 
-def test_a_variable_of_the_scheduler() -> None:
-    """Becomes text that can be exported."""
+def test_non_utf8_scheduler_variable_becomes_text() -> None:
+    """The variable is converted to text that can be exported."""
     attributes = job_attributes({"SLURM_JOB_NAME": ODD, "SLURM_JOB_ID": "7"})
 
     assert attributes["slurm.job.name"] == "n\ufffd\ufffdd"

@@ -1,4 +1,4 @@
-"""The fault campaign: what is planted is what the truth says, and answers are scored as they should be."""
+"""The fault campaign: planted faults match the truth, and answers are scored correctly."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def steps_of(fault: Fault, steps: int) -> list[int]:
     return [step for step in range(steps) if fault.slows(step)]
 
 
-def test_a_seed_plants_the_same_again() -> None:
-    """The truth follows from kind and seed alone, differs between seeds, and survives the file."""
+def test_seed_determines_the_fault() -> None:
+    """The truth depends only on kind and seed, and differs between seeds."""
     for kind in KINDS:
         assert plant(kind, 7) == plant(kind, 7)
         assert len({plant(kind, seed).faults for seed in range(30)}) > (15 if kind in FAULTY else 0)
@@ -63,7 +63,7 @@ def test_a_seed_plants_the_same_again() -> None:
 
 
 def test_truth_survives_its_file(tmp_path: Path) -> None:
-    """Every kind's truth reads back as it was written, also where the file holds more."""
+    """Every kind's truth survives writing and reading, also from a file with additional fields."""
     for kind in KINDS:
         for seed in range(10):
             truth = plant(kind, seed)
@@ -72,7 +72,9 @@ def test_truth_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_faults_are_spread_over_ranks_and_steps() -> None:
-    """No rank and no part of the range of first steps is preferred; a rank that always wins cannot score."""
+    """Ranks and first steps are uniformly distributed, so a judge that always names one rank cannot
+    score.
+    """
     truths = [plant(kind, seed) for kind in FAULTY for seed in SEEDS]
     ranks = Counter(truth.faults[0].rank for truth in truths)
     firsts = [truth.faults[0].first_step for truth in truths]
@@ -83,7 +85,7 @@ def test_faults_are_spread_over_ranks_and_steps() -> None:
 
 
 def test_a_moving_fault_moves_once() -> None:
-    """The slow rank changes to another one without a pause, and long before the run's end."""
+    """The slow rank changes once, without a pause, long before the run's end."""
     for seed in SEEDS:
         truth = plant("moving", seed)
         before, after = truth.faults
@@ -95,7 +97,7 @@ def test_a_moving_fault_moves_once() -> None:
 
 
 def test_an_intermittent_fault_slows_two_steps_in_seven() -> None:
-    """Any seven steps in a row from the first on hold two slow ones, and not always the same two."""
+    """Any seven consecutive steps from the first on contain two slow ones, whose positions vary."""
     slots = set()
     for seed in SEEDS:
         truth = plant("intermittent", seed)
@@ -109,8 +111,8 @@ def test_an_intermittent_fault_slows_two_steps_in_seven() -> None:
     assert len(slots) > 10
 
 
-def test_what_is_planted_is_recorded_there(tmp_path: Path) -> None:
-    """A pause in each phase lies whole in that phase, in that step, and not in the others."""
+def test_planted_pause_is_recorded_in_its_phase(tmp_path: Path) -> None:
+    """A pause in each phase is recorded completely in that phase and step."""
     ms, rank = 400, 1
     pauses = {"data": (3, "sleep"), "forward": (5, "work"), "backward": (7, "sleep"), "host": (9, "write")}
     faults = tuple(Fault(rank, phase, step, step, ms, way) for phase, (step, way) in pauses.items())
@@ -133,7 +135,7 @@ def test_what_is_planted_is_recorded_there(tmp_path: Path) -> None:
 
 
 def test_other_ranks_are_left_alone() -> None:
-    """A fault is planted on its own rank only."""
+    """A fault is planted only on its own rank."""
     (fault,) = plant("data", 3).faults
     steps = range(180)
 
@@ -149,7 +151,7 @@ def test_other_ranks_are_left_alone() -> None:
 
 
 def test_planted_compute_changes_no_result() -> None:
-    """More compute gives the same loss and the same gradients: a rank is slow, not wrong."""
+    """More compute gives the same loss and gradients: the rank is slow, not wrong."""
     truth = plant("compute", 1)
     planted = Planted(truth, truth.faults[0].rank)
     torch.manual_seed(0)
@@ -173,8 +175,11 @@ def test_planted_compute_changes_no_result() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_lengths_vary_where_they_should() -> None:
-    """Variable-length runs differ between ranks and steps, with the same mean; the other kinds do not vary."""
+def test_lengths_vary_only_in_variable_length_runs() -> None:
+    """In variable-length runs, lengths differ between ranks and steps, with the same mean.
+
+    Other kinds do not vary.
+    """
 
     def lengths(kind: str, rank: int) -> list[int]:
         truth = plant(kind, 2)
@@ -193,7 +198,10 @@ def test_lengths_vary_where_they_should() -> None:
     [("compute", "forward", True), ("compute", "compute", True), ("compute", "data", False), ("data", "data", True)],
 )
 def test_scores(kind: str, right: str, phase: bool) -> None:
-    """The right rank counts by itself, the phase only on it, and naming anyone in a healthy run is a false alarm."""
+    """The right rank counts alone, the phase only with the right rank.
+
+    In a healthy run any named rank is a false alarm.
+    """
     truth = plant(kind, 4)
     rank = truth.faults[0].rank
     yes = score(truth, Suspect(rank, right))
@@ -216,7 +224,10 @@ def test_after_a_move_the_last_rank_is_right() -> None:
 
 
 def test_slowest_step_judge(tmp_path: Path) -> None:
-    """It names the rank with the largest mean step, warm-up aside; runs without truth are not judged."""
+    """The judge names the rank with the largest mean step after warm-up.
+
+    Runs without truth are not judged.
+    """
     rows = [
         {
             "rank": rank,
@@ -244,7 +255,7 @@ def test_slowest_step_judge(tmp_path: Path) -> None:
 
 
 def test_judgement_of_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a sidecar kept of a run is judged by us and by step times; tools that did not see it have empty cells."""
+    """A recorded run is judged by us and by step times. Tools that did not run have empty cells."""
     truth = Truth("data", 1, 2, 60, (Fault(1, "data", 0, None, 5, "sleep"),))
     run = make_run(tmp_path / truth.name)
     for rank, data_ms in enumerate((1, 6)):
@@ -276,12 +287,15 @@ def test_judgement_of_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     ],
 )
 def test_traceml_diagnoses(diagnosis: dict[str, Any], named: Suspect | None) -> None:
-    """Its straggler diagnoses are answers; "cause not measured" names no phase; what it says of all names no rank."""
+    """Straggler diagnoses are answers.
+
+    "cause not measured" has no phase, and diagnoses of all ranks have no rank.
+    """
     assert traceml_verdict(diagnosis) == named
 
 
-def test_others_share() -> None:
-    """What the machine did beyond ranks and sidecar is the others'; work of ours, seen as ours, is not."""
+def test_others_share_excludes_our_work() -> None:
+    """Processor time beyond that of ranks and sidecar counts as others'. Our own work does not."""
     begin_s, machine_s, own_s = time.monotonic(), busy_s(), time.process_time()
     while time.process_time() - own_s < 0.5:
         pass
@@ -293,15 +307,14 @@ def test_others_share() -> None:
     assert others_share(2.0, 1.9, 1.0) == 0.0
 
 
-def test_seeds() -> None:
-    """Seeds are given as numbers and ranges."""
+def test_seeds_are_numbers_and_ranges() -> None:
     assert planted_faults.seeds("3,5-7") == [3, 5, 6, 7]
     with pytest.raises(ValueError, match="invalid literal"):
         planted_faults.seeds("")
 
 
-def test_unknown_kinds_and_ways() -> None:
-    """A misspelt kind or way is an error, not a healthy run."""
+def test_unknown_kinds_and_ways_raise() -> None:
+    """A misspelt kind or way raises an error instead of planting nothing."""
     with pytest.raises(ValueError, match="unknown kind 'dta'"):
         plant("dta", 1)
     truth = plant("data", 1)

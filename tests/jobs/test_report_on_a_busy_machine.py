@@ -1,4 +1,4 @@
-"""A run ends with its report on the screen, also where other programs keep all processors busy."""
+"""A run prints its report at the end even if other programs keep all processors busy."""
 
 from __future__ import annotations
 
@@ -99,12 +99,13 @@ def run_until_end(kind: str, folder: Path, *, terminal: bool) -> str:
 def _read(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 1 << 16)
-    except OSError:  # the terminal's last process has ended
+    # The terminal's last process has ended.
+    except OSError:
         return b""
 
 
 def has_report(printed: str) -> bool:
-    """Whether the report is there, and not a line instead of it."""
+    """Return True if the output contains the report, and not a line in its place."""
     missing = "the report is not ready", "there is no report", "no report:"
     return "torchlens-perf report " in printed and not any(words in printed for words in missing)
 

@@ -1,4 +1,4 @@
-"""`run` with scripts that train: they end as under `python`, whatever the end is, and the recording is kept."""
+"""`run` with training scripts: they end as under `python`, and the recording is kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AFTER_EIGHT, UNTIL_FIVE = 7, 4
         ),
     ],
 )
-def test_training_ends_as_without_us(
+def test_training_ends_as_under_python(
     command: str, environment: dict[str, str], code: int, program: str, steps: int, tmp_path: Path
 ) -> None:
     """Output, traceback and exit code are equal, and each finished step is in the report."""
@@ -47,8 +47,8 @@ def test_training_ends_as_without_us(
 
 
 @pytest.mark.parametrize("more", ["", "import torchlens_perf; torchlens_perf.watch();"])
-def test_bad_variable_is_said_once(more: str, tmp_path: Path) -> None:
-    """A variable that cannot be used switches recording off with one line, though several ways lead to recording."""
+def test_bad_variable_is_reported_once(more: str, tmp_path: Path) -> None:
+    """An invalid variable disables recording with one line, although it is read in several places."""
     done = run([*RUN, "-c", f"import torch; {more} print('ran')"], tmp_path, TORCHLENS_PERF_RING_RECORDS="many")
 
     assert (done.returncode, done.stdout) == (0, "ran\n")

@@ -1,4 +1,6 @@
-"""A folder that nodes share; disks and shared memories that are full, small, read-only or missing: the real ones."""
+"""A folder shared by nodes, and real disks and shared memories that are full, small, read-only or
+missing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ WATCHED = str(SCRIPTS / "train_watched.py")
 
 
 def _why_not() -> str:
-    """Why there can be no mounts of a test's own here; empty if there can."""
+    """Return the reason why tests cannot mount here, or an empty string."""
     if os.geteuid():
         return "namespaces with mounts and process ids of their own need root"
     done = subprocess.run(
@@ -36,8 +38,11 @@ REASON = _why_not()
 in_namespaces = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
-def test_many_make_one_folder(tmp_path: Path) -> None:
-    """Four threads, 3000 times each: their process ids are equal, as in containers of one image."""
+def test_concurrent_threads_make_one_folder(tmp_path: Path) -> None:
+    """Four threads create the folder 3000 times each.
+
+    Their equal process ids imitate containers of one image.
+    """
     failed: list[RunStoreError] = []
 
     def make() -> None:
@@ -62,9 +67,14 @@ def test_many_make_one_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hosts", "memory"), [(("node-0", "node-1"), "own"), *long((("pod", "pod"), "own")), (("pod", "pod"), "shared")]
 )
-def test_equal_process_ids_on_two_nodes(hosts: tuple[str, str], memory: str, tmp_path: Path) -> None:
-    """Two containers with a shared folder, each with process ids of its own: both are recorded, each by its sidecar.
-    Also where both have the name of their host, and its shared memory."""
+def test_equal_process_ids_on_two_nodes_are_recorded_separately(
+    hosts: tuple[str, str], memory: str, tmp_path: Path
+) -> None:
+    """Two containers with a shared folder and equal process ids are each recorded by their own
+    sidecar.
+
+    The cases include containers with the host's name and its shared memory.
+    """
     nodes = []
     for rank in range(2):
         environ = {
@@ -90,7 +100,8 @@ def test_equal_process_ids_on_two_nodes(hosts: tuple[str, str], memory: str, tmp
     assert len(list(run.nodes.glob("*.json"))) == 2
 
 
-# The namespaces last as long as their first process, which so waits for what the program leaves.
+# The namespaces last as long as their first process, so it waits for the processes that the program
+# leaves.
 _AS_A_NODE = """
 import ctypes, os, runpy, socket, subprocess, sys, time
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID = 0x20000, 0x4000000, 0x20000000
@@ -115,7 +126,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def in_mounts(setup: str, folder: Path, steps: int = 20, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Trains where this shell script has mounted something. $RUNS: the folder of run directories; $TMPDIR: another."""
+    """Train after this shell script has mounted file systems.
+
+    $RUNS is the folder of run directories, and $TMPDIR another folder.
+    """
     runs, temporary = folder / "runs", folder / "tmp"
     runs.mkdir()
     temporary.mkdir()
@@ -140,14 +154,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def trained(done: subprocess.CompletedProcess[str]) -> str:
-    """What came of it."""
+    """Return the result in the output."""
     assert done.returncode == 0, done.stderr
     return next(line for line in done.stdout.splitlines() if line.startswith("trained"))
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The parameters, unrecorded."""
+    """Return the parameters of an unrecorded run."""
     return trained(in_mounts("", tmp_path_factory.mktemp("unwatched"), TORCHLENS_PERF="0"))
 
 
@@ -163,8 +177,8 @@ OFF = {
 
 @in_namespaces
 @pytest.mark.parametrize("name", long_but({"read-only"}, OFF))
-def test_no_room(name: str, tmp_path: Path, expected: str) -> None:
-    """Training as without us, and one line."""
+def test_unwritable_folder_disables_recording_with_one_line(name: str, tmp_path: Path, expected: str) -> None:
+    """Training is the same as without recording, with one line."""
     setup, *words = OFF[name]
     done = in_mounts(setup, tmp_path)
 
@@ -175,7 +189,8 @@ def test_no_room(name: str, tmp_path: Path, expected: str) -> None:
     assert "recorded None" in done.stdout
 
 
-ON: dict[str, tuple[str, Callable[[str], bool]]] = {  # the ring lies in memory without a name
+# The ring is in anonymous memory.
+ON: dict[str, tuple[str, Callable[[str], bool]]] = {
     "no room in memory": (f"mount -t tmpfs -o size=1m tmpfs /dev/shm; {SMALL_TMP}", lambda said: "20 steps" in said),
     "no inodes in memory": (
         f"mount -t tmpfs -o nr_inodes=3 tmpfs /dev/shm; {SMALL_TMP}",
@@ -197,10 +212,14 @@ ON: dict[str, tuple[str, Callable[[str], bool]]] = {  # the ring lies in memory 
 
 @in_namespaces
 @pytest.mark.parametrize("name", long_but({"no shared memory", "shared memory is full"}, ON))
-def test_room_elsewhere(name: str, tmp_path: Path, expected: str) -> None:
-    """Recorded all the same; where the disk is full, who waits for the report gets the reason."""
+def test_run_is_recorded_despite_missing_room(name: str, tmp_path: Path, expected: str) -> None:
+    """The run is recorded anyway.
+
+    With a full disk, the final message gives the reason for the missing report.
+    """
     setup, said = ON[name]
-    waits_s = "2" if name == "shared memory is full" else "60"  # its sidecar cannot start, so there is no report
+    # With full shared memory the sidecar cannot start, so there is no report to wait for.
+    waits_s = "2" if name == "shared memory is full" else "60"
     done = in_mounts(setup, tmp_path, TORCHLENS_PERF_EXIT_TIMEOUT_S=waits_s)
 
     assert trained(done) == expected

@@ -1,4 +1,4 @@
-"""What a real process reports about its start, its compilations, and an end without its watch."""
+"""A real process's report on its start, its compilations, and its end without leaving the watch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ with perf.watch(model, optimizer, report="off"):
 
 
 def report_of(folder: Path, how: str) -> tuple[dict[str, Any], float, int]:
-    """The report on the run, how long the process took, and its exit code."""
+    """Return the report on the run, the process's duration in seconds, and its exit code."""
     script = folder / "train.py"
     script.write_text(_SCRIPT)
     environment = {**os.environ, "TORCHLENS_PERF_DIR": str(folder / "runs"), "OMP_NUM_THREADS": "1"}
@@ -55,7 +55,8 @@ def report_of(folder: Path, how: str) -> tuple[dict[str, Any], float, int]:
     took_s = time.monotonic() - began_s
     deadline_s = time.monotonic() + 180
     while time.monotonic() < deadline_s:
-        run = RunDirectory(max((folder / "runs").iterdir()))  # the last watch, even if only the first one is read yet
+        # Use the last watch, even if only the first one has been read yet.
+        run = RunDirectory(max((folder / "runs").iterdir()))
         if any(run.nodes.glob("*.json")):
             report: Any = build(run.run_id, node_state.load_all(run))
             if not report["run"]["live"] and report["steps"]["count"] >= 12:
@@ -65,7 +66,7 @@ def report_of(folder: Path, how: str) -> tuple[dict[str, Any], float, int]:
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGABRT", "_exit"])
-def test_end_without_the_watch_is_no_ordinary_end(how: str, tmp_path: Path) -> None:
+def test_end_without_leaving_the_watch_is_a_death(how: str, tmp_path: Path) -> None:
     report, _, code = report_of(tmp_path, how)
 
     assert code == (3 if how == "_exit" else -getattr(signal, how))
@@ -75,7 +76,10 @@ def test_end_without_the_watch_is_no_ordinary_end(how: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("how", ["", "compile", "compile SIGKILL", "fork"])
 def test_start_is_measured_from_the_process_start(how: str, tmp_path: Path) -> None:
-    """A forked rank begins with the fork. What torch.compile took is known of a killed process too."""
+    """A forked rank's start is the fork.
+
+    The report includes compile time even for a killed process.
+    """
     report, took_s, _ = report_of(tmp_path, how)
     start = report["run"]["startup"]
 
@@ -85,7 +89,7 @@ def test_start_is_measured_from_the_process_start(how: str, tmp_path: Path) -> N
     assert start["interactive"] is False
 
 
-def test_second_watch_of_a_process_has_no_start(tmp_path: Path) -> None:
-    """The first one's training is no part of a start."""
+def test_second_watch_of_a_process_has_no_startup_time(tmp_path: Path) -> None:
+    """The first watch's training does not count as the second one's start."""
     report, _, _ = report_of(tmp_path, "twice")
     assert report["run"]["startup"] is None

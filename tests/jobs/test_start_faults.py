@@ -1,4 +1,6 @@
-"""Whatever goes wrong while a watch begins: the job runs as without us, one line says so, nothing stays attached."""
+"""Any error at the start of a watch: training is the same as without it, one line reports it, no
+hook stays.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ PACKAGE = str(Path(perf.__file__).parent)
 
 @pytest.fixture(autouse=True)
 def _lenient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """As in a user's process: our own mistakes are not raised."""
+    """Do not raise internal errors, as in a user's process."""
     monkeypatch.setenv(RAISE, "0")
     monkeypatch.setattr(swallowed, "by_place", type(swallowed.by_place)())
     yield
@@ -45,7 +47,7 @@ def _lenient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What was said on the logger since the last time."""
+    """Return a function that returns the lines logged since its last call."""
 
     def said() -> list[str]:
         messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -56,7 +58,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def trained(model: nn.Module) -> list[Any]:
-    """Two steps from the same beginning; the parameters."""
+    """Train two steps from a fixed start. Return the parameters."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter)
@@ -72,7 +74,7 @@ def trained(model: nn.Module) -> list[Any]:
 def changed(before: dict[str, Any]) -> set[str]:
     gc.collect()
     now = state()
-    # A thread of an earlier test may end meanwhile: new ones only.
+    # Only new threads count, because one of an earlier test may end meanwhile.
     now["threads"] = [*before["threads"]] if set(now["threads"]) <= set(before["threads"]) else now["threads"]
     return {name for name, value in now.items() if before[name] != value}
 
@@ -94,11 +96,15 @@ SIDECARS = (
 
 
 def functions_to_fail(begin: Callable[[], perf.Watch], sidecar: bool) -> list[CodeType]:
-    """Those that run between watch() and the first step; with a sidecar, those that have to do with it.
+    """Return our functions that run between watch() and the first step.
 
-    errors.py is what keeps errors away, and a lock that cannot be closed stays open.
+    `sidecar`: only those about the sidecar.
+
+    Excludes errors.py, which handles errors, and closing a lock, whose failure has to leave the
+    lock open.
     """
-    for _ in range(2):  # what is imported at a first use
+    # The first run imports modules.
+    for _ in range(2):
         begun: list[perf.Watch] = []
         functions = functions_called(lambda: begun.append(begin()), PACKAGE)  # noqa: B023
         begun[0].__exit__(None, None, None)
@@ -120,7 +126,7 @@ def functions_to_fail(begin: Callable[[], perf.Watch], sidecar: bool) -> list[Co
         pytest.param(True, 1, id="with a sidecar"),
     ],
 )
-def test_each_function_of_ours_fails(
+def test_error_in_each_function_at_the_start_is_harmless(
     sidecar: bool,
     every: int,
     tmp_path: Path,
@@ -128,13 +134,14 @@ def test_each_function_of_ours_fails(
     lines: Callable[[], list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each function that runs between watch() and the first step raises, in turn: an error of its own, and Ctrl-C.
+    """Each function between watch() and the first step raises in turn, an ordinary error and a
+    KeyboardInterrupt.
 
-    The error goes no further than the log, Ctrl-C goes through; training is the same, nothing is left attached, and the
-    next watch works.
+    The error is only logged, and the KeyboardInterrupt passes through. Training is the same, no
+    hook stays, and the next watch works.
     """
     runs, expected = tmp_path / "runs", trained(model)
-    # What another test has left on this node would have functions called once, and not again.
+    # Remove leftovers of other tests on this node, which would cause calls that happen only once.
     monkeypatch.setattr(
         dead_runs, "runs_on_this_node", lambda: (run for run in runs_on_this_node() if is_of_this_process(run[0]))
     )
@@ -143,7 +150,8 @@ def test_each_function_of_ours_fails(
         return perf.watch(model, dir=str(runs), sidecar=sidecar, report="off", ring_records=1024).__enter__()
 
     gc.collect()
-    gc.disable()  # else what it calls of ours may be among them, and not be called again
+    # A collection could call our functions in one run and not in the next.
+    gc.disable()
     try:
         functions = functions_to_fail(begin, sidecar)
     finally:
@@ -157,7 +165,8 @@ def test_each_function_of_ours_fails(
         for error in (RuntimeError("planted"), KeyboardInterrupt()):
             name = f"{Path(code.co_filename).name} {code.co_name} {type(error).__name__}"
             watch, interrupted = None, False
-            swallowed.by_place.clear()  # of each place only the first few are said
+            # Only the first few errors of each place are logged.
+            swallowed.by_place.clear()
             try:
                 with failing(code, error) as raised:
                     watch = begin()
@@ -165,7 +174,8 @@ def test_each_function_of_ours_fails(
                 interrupted = True
             said, recording = lines(), running() is not None
             off += not recording
-            error.__traceback__ = None  # its frames hold what was half made
+            # The traceback's frames hold half-built objects.
+            error.__traceback__ = None
             same = trained(model) == expected
             if watch is not None:
                 watch.__exit__(None, None, None)
@@ -194,7 +204,7 @@ def test_each_function_of_ours_fails(
     assert again.run_dir is not None
 
 
-# -- what the machine refuses
+# -- resources that the machine refuses
 
 
 def no_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -213,7 +223,7 @@ def no_program(text: str | None) -> Callable[..., dict[str, Any]]:
 
 
 def limit(kind: int, value: int) -> Callable[..., dict[str, Any]]:
-    """The process's own limit."""
+    """Set a resource limit of the process."""
 
     def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         soft, hard = resource.getrlimit(kind)
@@ -229,7 +239,7 @@ LIMITS: list[tuple[int, int, int]] = []
 
 
 def folder(make: Callable[[Path], str]) -> Callable[..., dict[str, Any]]:
-    """dir= something else."""
+    """Set `dir` to the path that `make` returns."""
     return lambda tmp_path, monkeypatch: {"dir": make(tmp_path)}
 
 
@@ -244,7 +254,7 @@ def loop(tmp_path: Path) -> str:
 
 
 def no_local_place(how: str) -> Callable[..., dict[str, Any]]:
-    """Neither shared memory nor the temporary directory."""
+    """Make both shared memory and the temporary directory unusable."""
 
     def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         places = [tmp_path / "shm", tmp_path / "tmp"]
@@ -297,18 +307,22 @@ SOME_REFUSALS = {
 
 
 @pytest.mark.parametrize("name", long_but(SOME_REFUSALS, REFUSALS))
-def test_machine_refuses(
+def test_refused_resource_disables_recording_with_one_line(
     name: str,
     tmp_path: Path,
     model: nn.Module,
     lines: Callable[[], list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One line with the reason, no run directory, training as without us, nothing attached or left; then it works."""
+    """One line gives the reason, there is no run directory, and training is the same.
+
+    A later watch works.
+    """
     change, said = REFUSALS[name]
     expected = trained(model)
     with perf.watch(model, dir=str(tmp_path / "earlier"), sidecar=False, report="off"):
-        trained(model)  # what is imported at a first use
+        # A first use imports modules.
+        trained(model)
     gc.collect()
     before, folder = state(), os.getcwd()
     with monkeypatch.context() as changes:
@@ -342,7 +356,6 @@ def test_machine_refuses(
 
 
 @pytest.mark.parametrize("folder", ["", "a\0b", "\ud800", 5])
-def test_folder_that_can_be_none(folder: Any) -> None:
-    """A mistake in the argument raises at watch()."""
+def test_invalid_dir_raises(folder: Any) -> None:
     with pytest.raises(perf.ConfigError, match=r"^dir=.*: must be a folder's name"):
         perf.watch(dir=folder)

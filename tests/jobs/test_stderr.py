@@ -1,4 +1,6 @@
-"""Any kind of stderr and logging handlers: a job ends as without the package, and its record is complete."""
+"""With any kind of stderr and logging handlers, a job ends as without the package, and its
+recording is complete.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ FEW = [
     "no_stream_at_all", "broken_handler", "handler_on_closed_file",
 ]  # fmt: skip
 SHELL = ["/bin/sh", "-c"]
-LIMIT_S = 240  # of a program that hangs
+# Limit for a program that hangs.
+LIMIT_S = 240
 SCRIPT = """
 import torch
 model = torch.nn.Linear(4, 2)
@@ -34,14 +37,14 @@ for _ in range(20):
 
 
 def assert_whole(found: RunDirectory, steps: int = 20) -> None:
-    """The run directory has all steps, and its report too."""
+    """Check that the run directory and the report contain all steps."""
     wait_for_sidecar(found)
     assert report(found)["ranks"][0]["steps"] == steps
     assert f"{steps} steps" in found.report.read_text()
 
 
 @pytest.mark.parametrize("kinds", [FEW, *long(KINDS)], ids=["few", "all"])
-def test_no_stderr_and_no_handler_ends_a_training(kinds: list[str], tmp_path: Path) -> None:
+def test_training_survives_any_stderr_and_handler(kinds: list[str], tmp_path: Path) -> None:
     """Streams and handlers raise all kinds of errors. Nothing is printed on stdout instead."""
     done = run_warm([sys.executable, TRAINS, str(tmp_path), *kinds], tmp_path, 600, TORCHLENS_PERF_RAISE="0")
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -53,7 +56,7 @@ def test_no_stderr_and_no_handler_ends_a_training(kinds: list[str], tmp_path: Pa
 
 
 def test_ctrl_c_in_the_users_stderr_passes_and_loses_no_record(tmp_path: Path) -> None:
-    """KeyboardInterrupt and SystemExit, raised by isatty() or write(), are the user's."""
+    """KeyboardInterrupt and SystemExit raised by isatty() or write() reach the user's code."""
     program = (
         f"import sys; sys.argv = ['', {str(tmp_path)!r}]; sys.path.insert(0, {str(SCRIPTS)!r})\n"
         "import train_with_stderr as t\n"
@@ -65,7 +68,7 @@ def test_ctrl_c_in_the_users_stderr_passes_and_loses_no_record(tmp_path: Path) -
     )
     for method, error in (("isatty", "KeyboardInterrupt"), ("write", "KeyboardInterrupt"), ("flush", "SystemExit")):
         filled = program.replace("{method}", method).replace("{error}", error)
-        # The hook that fails logs, which would raise it before the training.
+        # The failing hook logs, which would raise the exception before the training.
         filled = filled.replace(
             "import train_with_stderr as t\n", "import train_with_stderr as t; t.swallowed.add = print\n"
         )
@@ -86,7 +89,7 @@ def test_ctrl_c_in_the_users_stderr_passes_and_loses_no_record(tmp_path: Path) -
     ],
 )
 def test_closed_standard_streams(way: str, closed: str, tmp_path: Path) -> None:
-    """A script without the package's name is recorded, by the variable and by the command."""
+    """An unmodified script is recorded by the variable and by the command."""
     line, script = f'exec "$@" {closed}', tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = ["-m", "torchlens_perf", "run"] if way == "run" else []
@@ -133,7 +136,10 @@ with perf.watch(model, optimizer, dir=sys.argv[1], config=perf.Config(_exit_time
 
 
 def test_a_closed_descriptor_is_not_taken_by_a_file_of_ours(tmp_path: Path) -> None:
-    """What native code or a child writes to it must not go into a ring: it stays closed, also for children."""
+    """A ring must not get the descriptor, because native code or a child may write to it.
+
+    Children see it closed too.
+    """
     program = DESCRIPTORS.format(scripts=str(SCRIPTS), folder=str(tmp_path))
     done = run([*SHELL, 'exec "$@" 0<&- 2>&-', "sh", sys.executable, "-c", program], tmp_path, LIMIT_S)
     assert done.returncode == 0
@@ -147,7 +153,9 @@ def test_a_closed_descriptor_is_not_taken_by_a_file_of_ours(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("sigpipe", ["SIG_IGN", "SIG_DFL"])
 def test_reader_of_stderr_is_gone(sigpipe: str, tmp_path: Path) -> None:
-    """A pipe: exit code 0, not 120 for what could not be flushed, and no death by SIGPIPE."""
+    """With a closed pipe the exit code is 0, not 120 for a failed flush, and SIGPIPE does not kill
+    the process.
+    """
     program = (
         f"import signal, sys; sys.path.insert(0, {str(SCRIPTS)!r}); import train_with_stderr as t\n"
         f"signal.signal(signal.SIGPIPE, signal.{sigpipe}); print(t.train({str(tmp_path)!r}))\n"
@@ -163,7 +171,7 @@ def test_reader_of_stderr_is_gone(sigpipe: str, tmp_path: Path) -> None:
 
 
 def test_the_report_is_printed_in_the_encoding_of_stderr(tmp_path: Path) -> None:
-    """In the C locale without UTF-8 mode, and with strict errors."""
+    """Tested in the C locale without UTF-8 mode and with strict errors."""
     environ = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii:strict"}
     done = run(
         [sys.executable, TRAINS, str(tmp_path), "ordinary"], tmp_path, LIMIT_S, TORCHLENS_PERF_RAISE="0", **environ
@@ -175,14 +183,14 @@ def test_the_report_is_printed_in_the_encoding_of_stderr(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("stderr", ["None", "io.BytesIO()", "io.StringIO()"])
-def test_what_is_said_without_a_watch(stderr: str, tmp_path: Path) -> None:
-    """A setting that cannot be used, nothing recorded, and torchrun's flag without its entry point."""
+def test_messages_without_a_watch_survive_any_stderr(stderr: str, tmp_path: Path) -> None:
+    """Cases: an invalid setting, no recording, and torchrun's flag without its entry point."""
     program = (
         "import io, os, sys\n"
         f"sys.stderr = {stderr}\n"
         "import torch\n"
         "del os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD']\n"
-        "torch._import_device_backends()\n"  # as the end of `import torch` does
+        "torch._import_device_backends()\n"  # the end of `import torch` does this
         "from torchlens_perf.torchrun import LogsSpecs\n"
         "os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n"
         "LogsSpecs()\n"

@@ -1,6 +1,8 @@
-"""Each function of ours that runs in the steps fails in turn: the job trains on, to the same bits, and it is counted.
+"""Each of our functions in the steps fails in turn: training continues with the same bits, and
+errors are counted.
 
-But for the recorder's marks, which are in C; those in Python would cost twice as much with a guard around each.
+Excludes the recorder's marks. The default ones are in C, and a guard around each Python mark would
+double its cost.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.recorder import step_callbacks
 
 PACKAGE = str(Path(perf.__file__).parent)
-# These call what they stand for: an error before their first line is the same as one in the call itself.
+# An error before these functions' first line equals an error in the functions that they call.
 IN_TORCHS_PLACE = {"timed_next", "timed_iter", "timed_backward", "noticed_step"}
 
 
@@ -35,18 +37,20 @@ pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the native recorder 
 
 @pytest.fixture(autouse=True)
 def _lenient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a user's process: our own mistakes are not raised."""
+    """Do not raise internal errors, as in a user's process."""
     monkeypatch.setenv(RAISE, "0")
     monkeypatch.setattr(swallowed, "by_place", type(swallowed.by_place)())
-    monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)  # at each step, on a fast machine too
-    gc.disable()  # what it calls of ours would be among the functions, and not be called again
+    # Run the callbacks at each step, even on a fast machine.
+    monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
+    # A collection could call our functions in one run and not in the next.
+    gc.disable()
     yield
     gc.enable()
     swallowed.by_place.clear()
 
 
 class Job:
-    """A loop with data, sections, gradient accumulation, a scaler and two optimizers; the same bits each time."""
+    """A deterministic loop with data, sections, gradient accumulation, a scaler and two optimizers."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -57,7 +61,7 @@ class Job:
         self.data = TensorDataset(torch.randn(8, 4))
 
     def steps(self) -> list[Any]:
-        """Two of two micro-steps each, and the parameters."""
+        """Make two steps of two micro-steps each. Return the parameters."""
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         for number, (batch,) in enumerate(DataLoader(self.data, 2)):
             with perf.section("all of it"):
@@ -78,8 +82,11 @@ def begin(job: Job, folder: Path) -> perf.Watch:
 
 
 def functions_in_steps(folder: Path) -> list[CodeType]:
-    """Those of ours that run in the third and fourth step; errors.py is what keeps errors away."""
-    for _ in range(2):  # what is imported at a first use
+    """Return our functions that run in the third and fourth step, without errors.py, which handles
+    errors.
+    """
+    # The first run imports modules.
+    for _ in range(2):
         job = Job()
         watch = begin(job, folder)
         job.steps()
@@ -91,9 +98,13 @@ def functions_in_steps(folder: Path) -> list[CodeType]:
 
 
 @pytest.mark.parametrize("every", [4, *long(1)])
-def test_each_function_fails(every: int, tmp_path: Path) -> None:
-    """An error of a function is logged and counted, and training is the same. Ctrl-C goes through. In either case
-    nothing stays attached. every: Ctrl-C comes in each function, or in one of this many."""
+def test_error_in_each_function_in_the_steps_is_harmless(every: int, tmp_path: Path) -> None:
+    """An error is logged and counted, and training is the same.
+
+    A KeyboardInterrupt passes through. No hook stays.
+
+    A KeyboardInterrupt is raised in one of every `every` functions.
+    """
     plain = Job()
     expected = [plain.steps(), plain.steps()]
     functions = functions_in_steps(tmp_path)

@@ -1,4 +1,6 @@
-"""Two threads train at once: the process does not crash and computes the same as without the package."""
+"""Two threads train at once: the process does not crash and computes the same as without the
+package.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def train(folder: Path, like: str, watched: str, steps: int = 150) -> str:
     python = [sys.executable, *(["-m", "torchlens_perf", "run", "--quiet"] if watched == "run" else [])]
     command = [*python, str(SCRIPT), like, watched if watched in ("all", "each") else "none", str(steps)]
     environ = environment(folder, told)
-    if watched == "run":  # replaces the process by a new interpreter
+    # `run` replaces the process by a new interpreter.
+    if watched == "run":
         done = subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, timeout=300)
     else:
         done = warm_python.run(command, 300, env=environ, cwd=folder)
@@ -52,7 +55,7 @@ def unrecorded(folder: Path, like: str) -> str:
         *long(*((like, watched) for like in LIKES[1:] for watched in WATCHED)),
     ],
 )  # fmt: skip
-def test_losses_are_those_of_a_run_without_us(tmp_path: Path, like: str, watched: str) -> None:
+def test_losses_equal_those_of_an_unwatched_run(tmp_path: Path, like: str, watched: str) -> None:
     """Searches, ensembles and federated simulations train in threads."""
     expected = unrecorded(tmp_path.parent, like)
     with busy_machine(2):
@@ -63,7 +66,7 @@ def test_losses_are_those_of_a_run_without_us(tmp_path: Path, like: str, watched
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("watched", WATCHED)
 def test_no_run_of_fifty_crashes(tmp_path: Path, watched: str) -> None:
-    """A thread of ours that looks at a gradient while it is written crashes most of these runs."""
+    """Reading a gradient on a thread of ours while it is written would crash most of these runs."""
     began_s = time.monotonic()
     with busy_machine(2):
         losses = {train(tmp_path, "trials", watched) for _ in range(RUNS)}

@@ -1,4 +1,7 @@
-"""The node's wall clock is set back, or forward, by an hour while a job runs: durations and deadlines do not notice."""
+"""The node's wall clock is set back or forward by an hour during a job.
+
+Durations and deadlines do not change.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from torchlens_perf.verdicts import node_state
 
 SOURCE = Path(__file__).parents[1] / "support" / "stepping_clock.c"
 AN_HOUR_S = 3600
-TIMEOUT_S = 2  # of an export, to an endpoint that never answers: the SDK's deadlines are by the wall clock
+# Timeout of an export to an endpoint that never answers. The SDK's deadlines use the wall clock.
+TIMEOUT_S = 2
 
 
 def only_run(folder: Path) -> RunDirectory | None:
@@ -30,7 +34,7 @@ def only_run(folder: Path) -> RunDirectory | None:
 
 
 def counted(folder: Path) -> int:
-    """Steps in the live state; 0 without one."""
+    """Return the number of steps in the live state, or 0 without one."""
     run = only_run(folder)
     if run is None or not run.node_state(node_name()).exists():
         return 0
@@ -39,9 +43,12 @@ def counted(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("step_s", [-AN_HOUR_S, *long(AN_HOUR_S)])
-def test_clock_that_is_set(step_s: int, tmp_path: Path) -> None:
-    """While the sidecar reads and exports: no step is lost or gets an hour longer, the report is ordered in time, and
-    job and sidecar end as soon as else."""
+def test_setting_the_wall_clock_is_harmless(step_s: int, tmp_path: Path) -> None:
+    """While the sidecar reads and exports, no step is lost or gets longer, and job and sidecar end
+    in time.
+
+    The report stays ordered in time.
+    """
     library, stepped, stop, runs = (tmp_path / name for name in ("clock.so", "stepped", "stop", "runs"))
     built = ["gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl"]
     subprocess.run(built, check=True)

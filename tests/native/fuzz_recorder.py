@@ -1,6 +1,6 @@
-"""Calls the native recorder with anything, seeded: `python fuzz_recorder.py SEED CALLS`. It ends by itself, or crashes.
+"""Fuzz the native recorder: `python fuzz_recorder.py SEED CALLS` ends regularly or crashes.
 
-Errors of Python's are expected, and nothing else: what a call may raise is the caller's mistake, named.
+Only Python errors that a caller's mistake may raise are expected. They are listed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXPECTED = (TypeError, ValueError, OverflowError, ReferenceError, RuntimeError, 
 
 
 class Hostile:
-    """An argument that does something when it is looked at."""
+    """An argument that acts when it is evaluated."""
 
     def __init__(self, fuzz: Fuzz) -> None:
         self._fuzz = fuzz
@@ -34,7 +34,7 @@ class Hostile:
 
 
 class Fuzz:
-    """One recorder at a time, on a small ring, and objects made with it."""
+    """One recorder at a time on a small ring, with objects made from it."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.random = random.Random(seed)
@@ -62,7 +62,9 @@ class Fuzz:
         return self.ring.intern(name) if not self.ring.buffer.closed else 0
 
     def act(self) -> int:
-        """What Python code does that is called in a mark: other marks, ending the watch, raising, or nothing."""
+        """Run random Python code inside a mark: other marks, the end of the watch, an error, or
+        nothing.
+        """
         self._depth += 1
         try:
             choice = self.random.random()
@@ -90,7 +92,7 @@ class Fuzz:
         return self.random.choice([None, Hostile(self), len, lambda *args, **kwargs: 1, "no function"])
 
     def call(self) -> None:
-        """One call of something, with anything."""
+        """Make one random call with random arguments."""
         number, recorder = self.random.random(), self.recorder
         try:
             if number < 0.6:
@@ -178,7 +180,7 @@ class Fuzz:
             recorder.__init__(self.ring.buffer, self._intern)
 
     def renew(self) -> None:
-        """After a close, or now and then: what is in the ring can be read, and another one is begun."""
+        """After a close, or sometimes, read the ring and start another recorder."""
         if self.recorder.closed or self.random.random() < 0.001:
             self.recorder.close()
             self.closed += 1

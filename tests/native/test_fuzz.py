@@ -1,4 +1,4 @@
-"""The native recorder called with anything, and the ring reader on any bytes: an error that is expected, or nothing."""
+"""Fuzz the native recorder's calls and the ring reader's bytes. Only expected errors may occur."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ MAX_GROWTH_MB = 64
 @pytest.mark.skipif(IDS[0] != "native", reason="the native recorder is missing: there is no C compiler")
 @pytest.mark.parametrize(("seed", "calls"), [(1, QUICK), *long((2, LONG // 2), (3, LONG // 2))])
 @pytest.mark.timeout(1200)
-def test_recorder_with_any_arguments(seed: int, calls: int) -> None:
-    """In a process of its own, which must come to its end: see fuzz_recorder.py."""
+def test_recorder_survives_random_arguments(seed: int, calls: int) -> None:
+    """The fuzzer runs in a separate process, which must end regularly (fuzz_recorder.py)."""
     program = [sys.executable, "-X", "faulthandler", "-W", "ignore", str(Path(__file__).with_name("fuzz_recorder.py"))]
     finished = subprocess.run(
         [*program, str(seed), str(calls)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=1000
@@ -44,7 +44,7 @@ def test_recorder_with_any_arguments(seed: int, calls: int) -> None:
 
 
 def hostile(chosen: random.Random, whole: bytes) -> bytes:
-    """A ring file after somebody else has written to it: words, runs of bytes, and nested or wrong texts."""
+    """Return a ring file with foreign writes: words, runs of bytes, and nested or wrong texts."""
     damaged = bytearray(whole)
     for _ in range(chosen.randrange(1, 12)):
         kind = chosen.random()
@@ -72,8 +72,11 @@ def hostile(chosen: random.Random, whole: bytes) -> bytes:
 
 @pytest.mark.parametrize(("seed", "files"), [(1, QUICK // 10), *long((2, 50_000))])
 @pytest.mark.timeout(1200)
-def test_reader_of_any_bytes(seed: int, files: int, tmp_path: Path) -> None:
-    """RingError at opening it, or answers of the right kind; bounded in time and memory. Ten questions a file."""
+def test_reader_survives_random_bytes(seed: int, files: int, tmp_path: Path) -> None:
+    """Opening raises RingError, or all answers have the right type.
+
+    Time and memory are bounded. Ten queries per file.
+    """
     made = RingFile(tmp_path / "whole", CAPACITY)
     for number in range(40):
         made.intern(f"name {number}")
@@ -107,8 +110,8 @@ def test_reader_of_any_bytes(seed: int, files: int, tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < MAX_GROWTH_MB << 10
 
 
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
-    """A FIFO that nobody writes to would hold the reader for ever."""
+def test_fifo_is_rejected_at_once(tmp_path: Path) -> None:
+    """A FIFO without a writer would block the reader forever."""
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises((RingError, OSError)):
         Reader(tmp_path / "fifo")

@@ -1,4 +1,6 @@
-"""Where the plugin reads NCCL's structures, beside the documented layout of the profiler interfaces 4, 5 and 6."""
+"""Compare the plugin's view of NCCL's structures with the documented layout of interfaces 4, 5 and
+6.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class P2pApi(ctypes.Structure):
 
 
 class Coll(ctypes.Structure):
-    """Version 4's; 5 appends its group."""
+    """The structure of version 4. Version 5 appends the group."""
 
     _fields_ = [
         ("sequence", c_uint64), ("function", c_char_p), ("send", c_void_p), ("receive", c_void_p),
@@ -46,7 +48,7 @@ class Coll(ctypes.Structure):
 
 
 class P2p(ctypes.Structure):
-    """Version 4's; 5 appends its group."""
+    """The structure of version 4. Version 5 appends the group."""
 
     _fields_ = [
         ("function", c_char_p), ("buffer", c_void_p), ("datatype", c_char_p), ("count", c_size_t), ("peer", c_int),
@@ -61,24 +63,24 @@ class KernelCh(ctypes.Structure):
 
 
 class Details(ctypes.Union):
-    """By the event's type."""
+    """Depends on the event's type."""
 
     _fields_ = [("coll_api", CollApi), ("p2p_api", P2pApi), ("coll", Coll), ("p2p", P2p), ("kernel_ch", KernelCh)]
 
 
 class EventV4(ctypes.Structure):
-    """Its type is one byte."""
+    """The type is one byte."""
 
     _fields_ = [("type", c_uint8), ("parent", c_void_p), ("rank", c_int), ("details", Details)]
 
 
 class EventV5(ctypes.Structure):
-    """And version 6's."""
+    """Also that of version 6."""
 
     _fields_ = [("type", c_uint64), ("parent", c_void_p), ("rank", c_int), ("details", Details)]
 
 
-# What the plugin reads: offsets counted by hand, on 64-bit systems.
+# Offsets that the plugin reads, counted by hand for 64-bit systems.
 EVENT = {"type": 0, "parent": 8, "rank": 16, "details": 24}
 FIELDS = {
     "coll_api.captured": 40, "p2p_api.captured": 32, "coll.channels": 56, "p2p.peer": 32, "p2p.channels": 36,
@@ -92,14 +94,14 @@ VALUES = {
 
 
 def offset(path: str) -> int:
-    """In the union, by ctypes."""
+    """Return the offset in the union by ctypes."""
     event, field = path.split(".")
     kind = dict(Details._fields_)[event]
     return int(getattr(Details, event).offset + getattr(kind, field).offset)
 
 
 def test_offsets_of_the_documented_layout() -> None:
-    """The numbers here are those that the documented order of fields gives."""
+    """The numbers above equal those of the documented order of fields."""
     for event in (EventV4, EventV5):
         assert {name: getattr(event, name).offset for name in EVENT} == EVENT
     assert {path: offset(path) for path in FIELDS} == FIELDS
@@ -109,7 +111,7 @@ def test_offsets_of_the_documented_layout() -> None:
 
 
 def test_offsets_that_the_plugin_reads(tmp_path: Path) -> None:
-    """Its header has the same, as the compiler sees it."""
+    """The compiler finds the same offsets in the plugin's header."""
     wanted = {
         **{f"offsetof(NcclEventV{version}, {name})": value for version in (4, 5) for name, value in EVENT.items()},
         **{f"offsetof(NcclDetails, {path})": value for path, value in FIELDS.items()},
@@ -131,7 +133,10 @@ def test_offsets_that_the_plugin_reads(tmp_path: Path) -> None:
 
 
 def test_interfaces_that_are_exported() -> None:
-    """4, 5 and 6: NCCL 2.26 and older find none of theirs, and go on without a plugin."""
+    """Interfaces 4, 5 and 6 exist.
+
+    NCCL 2.26 and older find none of theirs and continue without a plugin.
+    """
     path = nccl_plugin.path()
     assert path is not None
     library = ctypes.CDLL(str(path))

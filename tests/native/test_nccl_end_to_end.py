@@ -1,7 +1,8 @@
-"""From the tap to the joined collective: two ranks, a device without data, and an NCCL without a GPU.
+"""From the tap to the joined collective: two ranks, a device without data, and an NCCL without a
+GPU.
 
-What c10d runs on the device is replaced below the tap: it calls NCCL, whose kernel takes a planted time. On the last
-rank it begins later, as after work that the others have not had.
+Below the tap, c10d's operation on the device is replaced by a call of NCCL, whose kernel takes a
+planted time. On the last rank the kernel begins later, as if it followed more work.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ pytestmark = [
 DEVICE, RANKS, ROUNDS = "privateuseone", 2, 5
 MILLISECOND = 1_000_000
 LATE_NS = 20 * MILLISECOND
-TRANSFER_NS = 100 * MILLISECOND  # longer than a busy host makes a call take
+# Longer than a busy host delays a call.
+TRANSFER_NS = 100 * MILLISECOND
 
 
 class OnDevice(torch.Tensor):
-    """Passes the tap as one of CUDA would."""
+    """A tensor that passes the tap as a CUDA tensor does."""
 
     @staticmethod
     def __new__(cls) -> OnDevice:
@@ -54,9 +56,9 @@ class OnDevice(torch.Tensor):
 
 
 class PlantedClock:
-    """A device's clock that is a millisecond ahead with each mark, and tells at once.
+    """A device clock that advances by a millisecond with each mark and reports at once.
 
-    The device is so far behind the host that nothing begins before its call, however busy the host is.
+    The device is so far behind the host that no kernel begins before its call, even on a busy host.
     """
 
     name = "planted"
@@ -73,12 +75,14 @@ class PlantedClock:
 
 
 def one_rank(folder: Path) -> dict[str, Any]:
-    """What was recorded with the plugin, and with events."""
-    import torch.testing._internal.distributed.fake_pg  # makes the backend "fake" known
+    """Return the records with the plugin and with events."""
+    # The import registers the backend "fake".
+    import torch.testing._internal.distributed.fake_pg
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend()
-    del torch._C._distributed_c10d.FakeWork.wait  # no other backend's class has one of its own beside Work's
+    # No real backend's class overrides Work's wait().
+    del torch._C._distributed_c10d.FakeWork.wait
     rank = dist.get_rank()
     own = folder / f"nccl-{rank}"
     own.mkdir()
@@ -88,7 +92,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
     under_way: list[int] = []
 
     def all_reduce(tensors: Any, *_: Any) -> Any:
-        """In the place of the backend's, below the tap."""
+        """Replaces the backend's operation below the tap."""
         under_way.append(nccl.collective(context, rank, 4))
         return tensors, torch._C._distributed_c10d.FakeWork().boxed()
 
@@ -101,9 +105,11 @@ def one_rank(folder: Path) -> dict[str, Any]:
         context = nccl.communicator(RANKS, rank)
         for _ in range(ROUNDS):
             dist.all_reduce(OnDevice(), group=group, async_op=True)
-            dist.barrier()  # both have issued it before either kernel begins
+            # Both ranks have issued the operation before either kernel begins.
+            dist.barrier()
             end_ns = torch.tensor([time.monotonic_ns() + LATE_NS + TRANSFER_NS + 5 * MILLISECOND])
-            dist.broadcast(end_ns, 0)  # all kernels end together
+            # All kernels end together.
+            dist.broadcast(end_ns, 0)
             last_ns = int(end_ns)
             first_ns = last_ns - TRANSFER_NS - (0 if rank == RANKS - 1 else LATE_NS)
             time.sleep(max(0, last_ns - time.monotonic_ns()) / 1e9)
@@ -134,7 +140,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
 
 
 def one_rank_in_python(folder: Path) -> dict[str, Any]:
-    """With the tap that is there where the native one has not been built."""
+    """Run with the Python tap, which is used if the native one is not built."""
     tap_requirements.places = lambda: ()
     return one_rank(folder)
 
@@ -153,19 +159,22 @@ def reduced(recording: Recording) -> list[Any]:
 
 
 def test_kernel_times_are_recorded(ranks: list[dict[str, Any]]) -> None:
-    """Each all-reduce once, asynchronous as it is, with its kernel's time by the device."""
+    """Each asynchronous all-reduce is recorded once, with its kernel's time on the device."""
     for rank, told in enumerate(ranks):
         found = reduced(told["plugin"])
         assert [each.value1 & 0xFFFFFFFF for each in found] == list(range(ROUNDS))
         assert {each.flags for each in found} == {Flag.ASYNC | Flag.COMPLETED | Flag.DEVICE}
         planted_ns = TRANSFER_NS + (0 if rank == RANKS - 1 else LATE_NS)
         assert {each.duration_ns for each in found} == {planted_ns}
-        assert all(each.nested_ns < planted_ns for each in found)  # of the call
+        # Host time of the call.
+        assert all(each.nested_ns < planted_ns for each in found)
         assert told["mask"] == SEEN
 
 
 def test_the_late_rank_is_named(ranks: list[dict[str, Any]]) -> None:
-    """By the joined kernels: who came last, by how much, and what the transfer took once all were there."""
+    """Joined kernels give the last rank, its delay, and the transfer time after all ranks have
+    arrived.
+    """
     join = CollectiveJoin()
     for rank, told in enumerate(ranks):
         recording = told["plugin"]
@@ -181,8 +190,10 @@ def test_the_late_rank_is_named(ranks: list[dict[str, Any]]) -> None:
     assert any("a rank's kernel began" in text for text in row["cannot_tell"])
 
 
-def test_events_where_there_is_no_plugin(ranks: list[dict[str, Any]]) -> None:
-    """The end of what its caller waits for is known; an asynchronous one's is not, and the CPU's is the host's."""
+def test_events_replace_the_plugin(ranks: list[dict[str, Any]]) -> None:
+    """The end is known for operations that the caller waits for, unknown for asynchronous ones, and
+    the host's on CPUs.
+    """
     for told in ranks:
         waited_for, asynchronous, on_cpu = sorted(reduced(told["events"]), key=lambda each: each.value1 & 0xFFFFFFFF)
         assert (waited_for.flags, waited_for.duration_ns) == (Flag.COMPLETED | Flag.DEVICE, MILLISECOND)

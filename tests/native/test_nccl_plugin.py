@@ -1,4 +1,4 @@
-"""The NCCL plugin against an NCCL without a GPU: what becomes of each collective's record, and what is counted."""
+"""The NCCL plugin with an NCCL without a GPU: records of collectives, and counters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from torchlens_perf.run.ring import Flag
 pytestmark = pytest.mark.skipif(IDS[0] != "native", reason="the plugin is not built: there is no C compiler")
 
 TIMED = Flag.ASYNC | Flag.COMPLETED | Flag.DEVICE
-MAX_OPERATIONS, MAX_TIMED = 4096, 1024  # native/nccl_operations.c, native/collective_parts.c
+# The values in native/nccl_operations.c and native/collective_parts.c.
+MAX_OPERATIONS, MAX_TIMED = 4096, 1024
 NATIVE = Path(nccl_plugin.__file__).parents[1] / "native"
 
 
@@ -43,17 +44,20 @@ def make(nccl_library: Path, tmp_path: Path) -> Iterator[Callable[[int], NcclRig
 
 @pytest.fixture(params=INTERFACES)
 def rig(request: pytest.FixtureRequest, make: Callable[[int], NcclRig]) -> NcclRig:
-    """With each of the interfaces."""
+    """Return a rig for each interface."""
     return make(request.param)
 
 
 def ends(rig: NcclRig) -> list[tuple[int, Flag]]:
-    """Which operations were written since the last look, and with which flags."""
+    """Return the operations written since the last call, with their flags."""
     return [(sequence(each), Flag(each["flags"])) for each in rig.collectives()]
 
 
 def test_kernel_becomes_the_collectives_time(rig: NcclRig) -> None:
-    """From the first channel's start to the last one's end, on the host's line; the rest as the tap has it."""
+    """The time lasts from the first channel's start to the last one's end in host time.
+
+    The tap sets the other fields.
+    """
     issued_ns = rig.recorder.now_ns()
     task = rig.collective(7, channels=3)
     assert rig.collectives() == []
@@ -68,13 +72,14 @@ def test_kernel_becomes_the_collectives_time(rig: NcclRig) -> None:
 
     assert (record["flags"], record["duration_ns"], record["value0"]) == (TIMED, 5_002, 4096)
     assert issued_ns <= record["start_ns"] + record["duration_ns"] <= learnt_ns
-    assert 0 < record["nested_ns"] < learnt_ns - issued_ns  # the issuing call's own
+    # Host time of the issuing call.
+    assert 0 < record["nested_ns"] < learnt_ns - issued_ns
     assert [(each.issued, each.ended) for each in rig.reader.groups()] == [(8, 8)]
     assert rig.nccl.plugin.counters()._replace(communicators=0) == (0, 0, 0, 0, 0, 0, 0)
 
 
 def test_kernel_that_ends_before_the_call_returns(rig: NcclRig) -> None:
-    """A short one: the record waits for the call."""
+    """The record of a short kernel is written after the call returns."""
     issued = rig.issue(0)
     task = rig.nccl.collective(rig.context, 0, 1)
     on_thread(rig.kernel, task)
@@ -83,8 +88,8 @@ def test_kernel_that_ends_before_the_call_returns(rig: NcclRig) -> None:
     assert ends(rig) == [(0, TIMED & ~Flag.ASYNC)]
 
 
-def test_host_line(make: Callable[[int], NcclRig]) -> None:
-    """An end of which the host learns late is put where it was, by others of which it learnt at once."""
+def test_late_reported_end_is_placed_correctly(make: Callable[[int], NcclRig]) -> None:
+    """An end that is reported late is placed correctly by means of ends that were reported at once."""
     rig = make(6)
     for number in range(20):
         rig.kernel(rig.collective(number))
@@ -100,8 +105,10 @@ def test_host_line(make: Callable[[int], NcclRig]) -> None:
     assert {each["duration_ns"] for each in (*at_once, late)} == {1_000}
 
 
-def test_proxy_thread_out_of_order(rig: NcclRig) -> None:
-    """Two operations whose channels end in any order, told by another thread: each gets its own times."""
+def test_operations_may_end_in_any_order(rig: NcclRig) -> None:
+    """Two operations whose channels end in any order, reported by another thread, get their own
+    times.
+    """
     tasks = [rig.collective(number) for number in range(2)]
     base_ns, begun_ns = rig.device_ns(), rig.recorder.now_ns()
 
@@ -115,12 +122,13 @@ def test_proxy_thread_out_of_order(rig: NcclRig) -> None:
     on_thread(proxy)
     records = {sequence(each): each for each in rig.collectives()}
     assert {number: each["duration_ns"] for number, each in records.items()} == {0: 1_001, 1: 1_901}
-    drift_ns = (rig.recorder.now_ns() - begun_ns) / 2000 + 1  # of the line, between the two ends
+    # Drift of the clocks between the two ends.
+    drift_ns = (rig.recorder.now_ns() - begun_ns) / 2000 + 1
     assert abs(records[1]["start_ns"] - records[0]["start_ns"] - 100) <= drift_ns
 
 
-def test_stale_handles(rig: NcclRig) -> None:
-    """What is told of an operation that is over changes nothing, also when its place is another one's."""
+def test_stale_handles_change_nothing(rig: NcclRig) -> None:
+    """Reports about a finished operation change nothing, even if its place was reused."""
     task = rig.collective(0)
     rig.kernel(task)
     for _ in range(MAX_OPERATIONS - 1):
@@ -136,8 +144,11 @@ def test_stale_handles(rig: NcclRig) -> None:
     assert ends(rig) == [(2, TIMED)]
 
 
-def test_lost_operation(rig: NcclRig) -> None:
-    """One whose kernel tells of no end has none when its communicator ends; its group is not said to have ended."""
+def test_operation_without_reported_end_has_none(rig: NcclRig) -> None:
+    """An operation without a reported end has none when its communicator ends.
+
+    Its group does not count as ended.
+    """
     rig.kernel(rig.collective(0))
     rig.collective(1)
     rig.nccl.finalize(rig.context)
@@ -147,8 +158,11 @@ def test_lost_operation(rig: NcclRig) -> None:
     assert [(each.issued, each.ended) for each in rig.reader.groups()] == [(2, 1)]
 
 
-def test_more_under_way_than_are_remembered(rig: NcclRig) -> None:
-    """The oldest are recorded without an end, and counted; what ends later is another's business."""
+def test_oldest_running_operations_are_dropped(rig: NcclRig) -> None:
+    """The oldest operations are recorded without an end and counted.
+
+    Their later ends affect no other operation.
+    """
     tasks = [rig.collective(number, channels=1) for number in range(MAX_TIMED + 3)]
     assert ends(rig) == [(number, Flag.ASYNC) for number in range(3)]
     assert rig.recorder.lost_ends == 3
@@ -157,8 +171,8 @@ def test_more_under_way_than_are_remembered(rig: NcclRig) -> None:
     assert ends(rig) == [(number, TIMED) for number in range(3, MAX_TIMED + 3)]
 
 
-def test_more_launched_than_are_remembered(make: Callable[[int], NcclRig]) -> None:
-    """An all-to-all of so many ranks: the parts that were lost leave it without an end, once all others are over."""
+def test_operation_with_lost_parts_has_no_end(make: Callable[[int], NcclRig]) -> None:
+    """An all-to-all of many ranks whose parts were lost has no end, once all other parts are over."""
     rig = make(6)
     issued = rig.issue(0)
     rig.nccl.group_start()
@@ -176,8 +190,10 @@ def test_more_launched_than_are_remembered(make: Callable[[int], NcclRig]) -> No
     assert rig.recorder.lost_ends == 1
 
 
-def test_full_ring(rig: NcclRig) -> None:
-    """Records of the proxy thread overwrite the oldest as all others do, and readers count what they missed."""
+def test_full_ring_overwrites_oldest_records(rig: NcclRig) -> None:
+    """The proxy thread's records overwrite the oldest ones as usual, and readers count the lost
+    ones.
+    """
     for number in range(20_000):
         rig.kernel(rig.collective(number, channels=1))
     batch = rig.reader.read()
@@ -186,8 +202,11 @@ def test_full_ring(rig: NcclRig) -> None:
     assert (batch.records["flags"] == int(TIMED)).all()
 
 
-def test_off_and_on(rig: NcclRig) -> None:
-    """NCCL tells nothing of what is issued while it is off, and the record is as without the plugin."""
+def test_timing_can_be_switched(rig: NcclRig) -> None:
+    """Operations issued while timing is off are not reported by NCCL.
+
+    Their records are as without the plugin.
+    """
     seen, timed = (rig.nccl.expected_mask(timing=timing) for timing in (False, True))
     assert rig.nccl.mask == timed
     before = rig.collective(0)
@@ -197,7 +216,8 @@ def test_off_and_on(rig: NcclRig) -> None:
     assert ends(rig) == [(1, Flag.ASYNC)]
     rig.kernel(before)
     another = rig.nccl.communicator()
-    assert rig.nccl.mask == seen  # also in one that is made meanwhile
+    # A communicator created meanwhile has the same mask.
+    assert rig.nccl.mask == seen
     rig.nccl.plugin.switch(on=True)
     rig.kernel(rig.collective(2))
     assert ends(rig) == [(0, TIMED), (2, TIMED)]
@@ -207,8 +227,11 @@ def test_off_and_on(rig: NcclRig) -> None:
     assert rig.nccl.plugin.counters()._replace(communicators=0) == (0, 0, 0, 0, 0, 0, 0)
 
 
-def test_seen_before_it_is_attached(nccl_library: Path, tmp_path: Path) -> None:
-    """From NCCL's first communicator on, whoever watches: what the two sides count otherwise must not be missed."""
+def test_plugin_requests_events_before_a_watch(nccl_library: Path, tmp_path: Path) -> None:
+    """The plugin requests events from NCCL's first communicator on, also without a watch.
+
+    It must not miss the works that host and device count differently.
+    """
     nccl = FakeNccl(nccl_library, tmp_path, 6)
     os.environ[nccl_plugin.VARIABLE] = str(nccl.file)
     try:
@@ -220,8 +243,8 @@ def test_seen_before_it_is_attached(nccl_library: Path, tmp_path: Path) -> None:
     nccl.finalize(context)
 
 
-def test_mask_of_an_nccl_that_is_gone(make: Callable[[int], NcclRig]) -> None:
-    """After its last communicator NCCL's mask is left alone: it may have been unloaded."""
+def test_mask_of_an_unloaded_nccl_is_not_written(make: Callable[[int], NcclRig]) -> None:
+    """After its last communicator NCCL may have been unloaded, so its mask is not written."""
     rig = make(6)
     rig.nccl.finalize(rig.context)
     rig.nccl.plugin.switch(on=False)
@@ -229,28 +252,31 @@ def test_mask_of_an_nccl_that_is_gone(make: Callable[[int], NcclRig]) -> None:
 
 
 def test_several_kernels_of_one_collective(rig: NcclRig) -> None:
-    """A list of tensors, or a send to each peer: it lasts from the first one's start to the last one's end."""
+    """A list of tensors, or a send to each peer, lasts from the first kernel's start to the last
+    one's end.
+    """
     issued = rig.issue(0)
     rig.nccl.group_start()
     tasks = [rig.nccl.call(rig.context, peer, 2, 0) for peer in (1, 2, 3)]
     rig.nccl.group_end(rig.context, 0, 1)
     rig.recorder.returned(issued, int(End.UNKNOWN))
     began_ns = rig.device_ns()
-    time.sleep(0.02)  # no kernel begins before it was issued
+    # No kernel may begin before it was issued.
+    time.sleep(0.02)
     ended_ns = rig.device_ns()
     for index, task in enumerate(tasks):
         assert rig.collectives() == []
         rig.nccl.kernel(rig.context, task, began_ns + 100_000 * index, ended_ns - 1_000_000 * index)
     (record,) = rig.collectives()
-    # The first kernel's start and the last one's end are laid on the host's line when each is told: on a busy machine,
-    # some time apart.
+    # The first kernel's start and the last one's end are converted to host time when each is
+    # reported. On a busy machine these moments lie apart.
     assert record["duration_ns"] == pytest.approx(ended_ns - began_ns, rel=0.1)
     assert record["flags"] == Flag.COMPLETED | Flag.DEVICE
 
 
 @pytest.mark.parametrize("interface", [5, 6])
 def test_group_that_is_launched_later(interface: int, make: Callable[[int], NcclRig]) -> None:
-    """torch's coalescing: two calls in a group, launched together when neither is being issued any more."""
+    """torch's coalescing launches two calls of a group together, after both have returned."""
     rig = make(interface)
     rig.nccl.group_start()
     tasks = []
@@ -266,7 +292,10 @@ def test_group_that_is_launched_later(interface: int, make: Callable[[int], Nccl
 
 
 def test_group_that_is_launched_later_with_interface_4(make: Callable[[int], NcclRig]) -> None:
-    """Which tells of it only when it is launched: that is counted, and the records are as without the plugin."""
+    """Interface 4 reports the group only at its launch.
+
+    It is counted, and the records are as without the plugin.
+    """
     rig = make(4)
     rig.nccl.group_start()
     issued = rig.issue(0)
@@ -278,8 +307,11 @@ def test_group_that_is_launched_later_with_interface_4(make: Callable[[int], Ncc
 
 
 @pytest.mark.parametrize("interface", [5, 6])
-def test_what_runs_as_no_kernel_of_its_own(interface: int, make: Callable[[int], NcclRig]) -> None:
-    """Copy engines and symmetric memory: NCCL tells of the call and of no kernel. Nothing is waited for, or lost."""
+def test_operation_without_a_kernel_has_no_end(interface: int, make: Callable[[int], NcclRig]) -> None:
+    """With copy engines and symmetric memory, NCCL reports the call but no kernel.
+
+    Nothing waits or is lost.
+    """
     rig = make(interface)
     issued = rig.issue(0)
     rig.nccl.group_start()
@@ -292,8 +324,10 @@ def test_what_runs_as_no_kernel_of_its_own(interface: int, make: Callable[[int],
     assert ends(rig) == [(1, TIMED)]
 
 
-def test_issued_elsewhere(rig: NcclRig) -> None:
-    """Operations of another library, or of a thread that issues nothing of torch, are counted and not recorded."""
+def test_operations_of_other_libraries_are_not_recorded(rig: NcclRig) -> None:
+    """Operations of another library, or of a thread without torch operations, are counted and not
+    recorded.
+    """
     rig.kernel(int(rig.nccl.collective(rig.context, 0, 2)))
     issued = rig.issue(0)
     on_thread(rig.nccl.collective, rig.context, 0, 2)
@@ -304,8 +338,8 @@ def test_issued_elsewhere(rig: NcclRig) -> None:
 
 
 @pytest.mark.parametrize("interface", [5, 6])
-def test_more_in_a_group_than_are_remembered(interface: int, make: Callable[[int], NcclRig]) -> None:
-    """The 65th collective of one group of NCCL has no end, and is counted, once."""
+def test_collectives_beyond_64_in_a_group_have_no_end(interface: int, make: Callable[[int], NcclRig]) -> None:
+    """The 65th collective of one NCCL group has no end and is counted once."""
     rig = make(interface)
     rig.nccl.group_start()
     tasks = []
@@ -321,8 +355,8 @@ def test_more_in_a_group_than_are_remembered(interface: int, make: Callable[[int
     assert rig.nccl.plugin.counters().crowded == 2
 
 
-def test_device_without_a_clock(rig: NcclRig) -> None:
-    """The host's times of what NCCL told, which are not called the device's."""
+def test_host_times_replace_a_missing_device_clock(rig: NcclRig) -> None:
+    """Without a device clock, host times of NCCL's reports are used and not marked as device times."""
     task = rig.collective(0)
     before_ns = rig.recorder.now_ns()
     rig.nccl.kernel(rig.context, task, 0, 0)
@@ -331,15 +365,18 @@ def test_device_without_a_clock(rig: NcclRig) -> None:
     assert before_ns <= record["start_ns"] <= record["start_ns"] + record["duration_ns"] <= rig.recorder.now_ns()
 
 
-def test_end_without_a_clock(rig: NcclRig) -> None:
-    """A start by the device's clock and an end without one (nccl#1961) are no duration."""
+def test_end_without_a_clock_makes_no_duration(rig: NcclRig) -> None:
+    """A start by the device's clock and an end without one (nccl#1961) make no duration."""
     task = rig.collective(0, channels=1)
     rig.nccl.kernel(rig.context, task, rig.device_ns(), 0)
     assert ends(rig) == [(0, Flag.ASYNC)]
 
 
 def test_begun_kernels_show_in_the_ring(rig: NcclRig) -> None:
-    """As soon as NCCL tells of the first channel: who hangs has one that has not begun."""
+    """The ring shows a kernel at its first channel's start.
+
+    A hanging rank has a kernel that has not begun.
+    """
 
     def begun() -> list[int]:
         return [each.began for each in rig.reader.groups()]
@@ -352,18 +389,23 @@ def test_begun_kernels_show_in_the_ring(rig: NcclRig) -> None:
     rig.nccl.kernel_began(rig.context, first, 0, rig.device_ns())
     rig.nccl.kernel_began(rig.context, second, 0, rig.device_ns())
     assert begun() == [9]
-    rig.recorder.returned(rig.issue(9), int(End.BY_CALLBACK))  # of which NCCL tells nothing
+    # NCCL reports nothing about this operation.
+    rig.recorder.returned(rig.issue(9), int(End.BY_CALLBACK))
     assert begun() == [0], "the last one that is known says nothing of the last one that was issued"
     third = rig.collective(10)
     rig.nccl.kernel_began(rig.context, third, 0, rig.device_ns())
     assert begun() == [11]
-    rig.kernel(rig.collective(11), -1)  # impossible: timing is given up
+    # An impossible time stops timing.
+    rig.kernel(rig.collective(11), -1)
     assert begun() == [0]
 
 
 @pytest.mark.parametrize("wrong", ["began before it was issued", "ended before it began"])
-def test_times_of_another_kernel(wrong: str, rig: NcclRig) -> None:
-    """NCCL has lost count (nccl#2369): from then on none of its times is believed, and it is asked for none."""
+def test_impossible_times_stop_timing(wrong: str, rig: NcclRig) -> None:
+    """NCCL's count is wrong (nccl#2369).
+
+    From then on its times are not used and no longer requested.
+    """
     rig.kernel(rig.collective(0))
     earlier_ns = rig.device_ns() - 50_000_000
     task, under_way = rig.collective(1), rig.collective(2)
@@ -382,8 +424,11 @@ def test_times_of_another_kernel(wrong: str, rig: NcclRig) -> None:
     assert rig.nccl.mask == 0
 
 
-def test_lines_of_several_devices(make: Callable[[int], NcclRig]) -> None:
-    """Each communicator has its own device's clock: one that is a second behind, beside another or in its place."""
+def test_clocks_of_several_devices_are_separate(make: Callable[[int], NcclRig]) -> None:
+    """Each communicator uses its own device's clock.
+
+    Cases: another clock is a second behind, or replaces the first.
+    """
     rig = make(6)
 
     def behind(number: int) -> None:
@@ -403,9 +448,10 @@ def test_lines_of_several_devices(make: Callable[[int], NcclRig]) -> None:
     assert rig.nccl.plugin.counters().given_up == Cause.NOT_GIVEN_UP
 
 
-def test_host_line_after_a_gap(make: Callable[[int], NcclRig]) -> None:
-    """A second and more without an end: the next one may be told late, and is still put where it was, but for what the
-    clocks may have drifted apart meanwhile."""
+def test_late_end_after_a_gap_is_placed_correctly(make: Callable[[int], NcclRig]) -> None:
+    """After a second without an end, a late report is still placed correctly, except for possible
+    clock drift.
+    """
     rig = make(6)
     rig.kernel(rig.collective(0))
     idle = threading.Event()
@@ -420,8 +466,8 @@ def test_host_line_after_a_gap(make: Callable[[int], NcclRig]) -> None:
     assert abs(late["start_ns"] + late["duration_ns"] - ended_ns) < learnt_after_ns / 5
 
 
-def test_call_that_raises(rig: NcclRig) -> None:
-    """It is recorded at once, with what it raised, and its kernel says nothing more."""
+def test_failed_call_is_recorded_at_once(rig: NcclRig) -> None:
+    """The operation is recorded at once with its error, and its kernel adds nothing."""
     issued = rig.issue(0)
     task = rig.nccl.collective(rig.context, 0, 1)
     rig.recorder.returned(issued, int(End.UNKNOWN), int(Flag.EXCEPTION))
@@ -430,8 +476,11 @@ def test_call_that_raises(rig: NcclRig) -> None:
     assert rig.collectives() == []
 
 
-def test_watch_ends_first(rig: NcclRig) -> None:
-    """What is under way is recorded without an end; its kernel says nothing to the next watch, or to nobody."""
+def test_watch_may_end_before_the_kernel(rig: NcclRig) -> None:
+    """Running operations are recorded without an end.
+
+    Their kernels add nothing to the next watch.
+    """
     task = rig.collective(0)
     rig.recorder.close()
     assert ends(rig) == [(0, Flag.ASYNC)]
@@ -441,8 +490,8 @@ def test_watch_ends_first(rig: NcclRig) -> None:
     assert rig.collectives() == []
 
 
-def test_another_version_of_the_recorder(rig: NcclRig) -> None:
-    """A plugin and a recorder that were not built together do not write into each other."""
+def test_recorder_of_another_build_is_rejected(rig: NcclRig) -> None:
+    """A plugin and a recorder of different builds do not write into each other's memory."""
     import ctypes
 
     other = (ctypes.c_int * 32)(2)
@@ -451,8 +500,11 @@ def test_another_version_of_the_recorder(rig: NcclRig) -> None:
     assert ends(rig) == [(0, TIMED)]
 
 
-def test_cost(make: Callable[[int], NcclRig]) -> None:
-    """Against two readings of the clock and a store: for 1 and 32 channels, seen only, given up. Twice of it."""
+def test_cost_is_bounded(make: Callable[[int], NcclRig]) -> None:
+    """The cost is limited to twice that of two clock readings and a store.
+
+    Cases: 1 and 32 channels, timing off, stopped.
+    """
     found = {name: min(values) for name, values in costs_ns(make(6), rounds=15, calls=500).items()}
     floor_ns = min(IMPLEMENTATIONS[0].floor_ns(10_000) for _ in range(10)) / 10_000
     floors = {name: (found[name] - found[f"{name} idle"]) / floor_ns for name in ("1", "32", "between", "off")}
@@ -464,7 +516,10 @@ def test_cost(make: Callable[[int], NcclRig]) -> None:
 
 @pytest.mark.slow
 def test_thread_sanitizer(tmp_path: Path) -> None:
-    """Three communicators with a proxy thread each; one switches, makes others and gives up: all claims are told."""
+    """Three communicators have a proxy thread each.
+
+    One is switched, recreated and stopped. All claims are reported.
+    """
     compiler = shutil.which("gcc") or "cc"
     sources = [str(NATIVE / name) for name in ("nccl_profiler.c", "nccl_operations.c", "nccl_mask.c")]
     flags = ["-std=gnu11", "-g", "-O1", "-fsanitize=thread", "-fvisibility=hidden", "-shared", "-fPIC"]
@@ -480,4 +535,5 @@ def test_thread_sanitizer(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     claimed, told, lost = (int(word) for word in run.stdout.split()[1::2])
     assert claimed == told > 1_000
-    assert lost <= told // 100  # of those that another thread held just then: counted
+    # Operations that another thread was using are counted as lost.
+    assert lost <= told // 100

@@ -1,4 +1,8 @@
-"""Works that NCCL counts on the host and on the device, of which some only one of the two counts (fake_works.h)."""
+"""NCCL works that are counted on the host and on the device, including those counted on one side
+only.
+
+See fake_works.h.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +26,26 @@ RING = 64
 
 
 class Job:
-    """One rank of two, whose NCCL numbers its works, and a device that runs them in order."""
+    """One of two ranks with an NCCL that numbers its works and a device that runs them in order."""
 
     def __init__(self, rig: NcclRig) -> None:
         self.rig, self.number = rig, 0
         rig.nccl.number_works(rig.context)
 
     def run(self, task: int) -> int:
-        """The device runs it, and NCCL's thread looks once. How many works that waits for then."""
+        """Run the task, then poll once on NCCL's thread.
+
+        Return the number of works that it still waits for.
+        """
         now_ns = self.rig.device_ns()
         self.rig.nccl.run(self.rig.context, task, now_ns - 1_000, now_ns)
         return int(self.rig.nccl.progress(self.rig.context))
 
     def eager(self, times: int) -> list[int]:
-        """So many collectives, one after the other. What NCCL's thread waits for after each."""
+        """Run this many collectives in turn.
+
+        Return the number of works that NCCL's thread waits for after each.
+        """
         waits = []
         for _ in range(times):
             waits.append(self.run(self.rig.collective(self.number, channels=1)))
@@ -43,7 +53,7 @@ class Job:
         return waits
 
     def capture(self) -> int:
-        """A collective becomes part of a graph."""
+        """Capture a collective in a graph."""
         task = int(self.rig.nccl.call(self.rig.context, -1, 1, 1))
         self.rig.nccl.group_end(self.rig.context, 0, 1)
         return task
@@ -53,7 +63,7 @@ class Job:
         return self.run(task)
 
     def send(self, *peers: int) -> list[int]:
-        """An all-to-all's sends, in one group."""
+        """Issue the sends of an all-to-all in one group."""
         issued = self.rig.issue(self.number, flags=int(Flag.ASYNC))
         self.number += 1
         self.rig.nccl.group_start()
@@ -63,7 +73,7 @@ class Job:
         return tasks
 
     def posted(self) -> int:
-        """Works that NCCL's thread was ever given."""
+        """Return the number of works posted to NCCL's thread so far."""
         return int(self.rig.nccl.posted(self.rig.context))
 
     def ends(self) -> dict[int, Flag]:
@@ -89,7 +99,7 @@ def job(request: pytest.FixtureRequest, make: Callable[[int], Job]) -> Job:
 
 
 def given_up(job: Job) -> Cause:
-    """Why; and then nothing is posted or waited for any more, whatever follows."""
+    """Return the reason for stopping. Check that from then on no work is posted or waited for."""
     before = job.posted()
     job.rig.nccl.plugin.switch(on=True)
     assert job.rig.nccl.mask == 0
@@ -101,35 +111,38 @@ def given_up(job: Job) -> Cause:
     return Cause(job.rig.nccl.plugin.counters().given_up)
 
 
-def test_counted_alike(job: Job) -> None:
-    """Eager collectives: each work is posted, and each is told when it has run."""
+def test_eager_works_are_posted_and_reported(job: Job) -> None:
+    """Each work of eager collectives is posted, and reported when it has run."""
     assert set(job.eager(RING + 5)) == {0}
     assert set(job.ends().values()) == {TIMED}
     assert job.posted() == RING + 5
     assert job.rig.nccl.plugin.counters().given_up == Cause.NOT_GIVEN_UP
 
 
-def test_what_switching_off_in_a_capture_did(make: Callable[[int], Job]) -> None:
-    """The harness shows it with a plugin that does nothing: NCCL's thread waits for works that never come, or takes
-    others' times at once."""
+def test_switching_timing_in_a_capture_confuses_nccl(make: Callable[[int], Job]) -> None:
+    """With a plugin that does nothing, NCCL's thread waits for missing works, or takes another
+    work's times.
+    """
     job = make(6)
     job.rig.nccl.use_nothing(1)
     job.rig.nccl.set_mask(SEEN)
     graph = job.capture()
     job.rig.nccl.set_mask(ON)
-    assert job.eager(3) == [1, 1, 1]  # each ends with the next one's work
+    # Each work ends with the next one's.
+    assert job.eager(3) == [1, 1, 1]
     assert job.replay(graph) == 0
     assert job.replay(graph) == 0
     task = job.rig.collective(job.number, channels=1)
-    assert job.rig.nccl.progress(job.rig.context) == 0  # it has not run yet, and is said to have ended
+    # The work counts as ended although it has not run.
+    assert job.rig.nccl.progress(job.rig.context) == 0
     assert job.run(task) == 0
     job.rig.nccl.use_nothing(0)
 
 
 @pytest.mark.parametrize("interface", [5, 6])
 @pytest.mark.parametrize("timing", [True, False])
-def test_captured_operation(timing: bool, interface: int, make: Callable[[int], Job]) -> None:
-    """Whether NCCL was asked for times while it was captured, or a capture was known of: it is the end of timing."""
+def test_captured_operation_stops_timing(timing: bool, interface: int, make: Callable[[int], Job]) -> None:
+    """A capture stops timing, with NCCL timing on or off during the capture."""
     job = make(interface)
     assert set(job.eager(3)) == {0}
     job.rig.nccl.plugin.capture_begins()
@@ -145,8 +158,11 @@ def test_captured_operation(timing: bool, interface: int, make: Callable[[int], 
     assert len(ends) == job.number
 
 
-def test_capture_of_which_nothing_is_told(job: Job) -> None:
-    """Version 4 does not tell what is captured: any capture is the end. The others wait for what it holds."""
+def test_unreported_capture_stops_timing(job: Job) -> None:
+    """Version 4 does not report captured operations, so any capture stops timing.
+
+    Other versions wait for its contents.
+    """
     job.rig.nccl.plugin.capture_begins()
     if job.rig.nccl.interface == 4:
         assert given_up(job) == Cause.CAPTURE_BEGAN
@@ -155,16 +171,18 @@ def test_capture_of_which_nothing_is_told(job: Job) -> None:
         assert set(job.eager(2)) == {0}
 
 
-def test_unseen_graph(job: Job) -> None:
-    """A graph of which nobody knows what it holds."""
+def test_unknown_graph_stops_timing(job: Job) -> None:
+    """The contents of the graph are unknown."""
     assert set(job.eager(3)) == {0}
     job.rig.nccl.plugin.unseen_graph()
     assert given_up(job) == Cause.UNSEEN_GRAPH
 
 
 @pytest.mark.parametrize("timing", [True, False])
-def test_copy_to_oneself(timing: bool, job: Job) -> None:
-    """A rank's own part of an all-to-all, which the device counts alone; also where nothing is timed when it comes."""
+def test_copy_to_oneself_stops_timing(timing: bool, job: Job) -> None:
+    """A rank's own part of an all-to-all is counted only on the device, also if timing is off at
+    this moment.
+    """
     assert set(job.eager(3)) == {0}
     job.rig.nccl.plugin.switch(on=timing)
     tasks = job.send(1, 0)
@@ -178,17 +196,18 @@ def test_copy_to_oneself(timing: bool, job: Job) -> None:
     assert job.rig.recorder.lost_ends == 0
 
 
-def test_sends_to_others(job: Job) -> None:
-    """They are counted alike, and timed."""
+def test_sends_to_others_are_timed(job: Job) -> None:
+    """Sends to other ranks are counted on both sides, and timed."""
     for _ in range(3):
         assert [job.run(task) for task in job.send(1, 2)][-1] == 0
     assert set(job.ends().values()) == {TIMED}
     assert job.rig.nccl.plugin.counters().given_up == Cause.NOT_GIVEN_UP
 
 
-def test_more_communicators_than_are_looked_at(job: Job) -> None:
-    """One of those might send to itself, or be captured."""
-    has_room = shutil.disk_usage("/dev/shm").free >= 1024 * 2 * POOL_BYTES  # for two ranks
+def test_too_many_communicators_stop_timing(job: Job) -> None:
+    """An unobserved communicator might send to itself or be captured."""
+    # For two ranks.
+    has_room = shutil.disk_usage("/dev/shm").free >= 1024 * 2 * POOL_BYTES
     more = [job.rig.nccl.communicator() for _ in range(1023)]
     assert job.rig.nccl.mask == (job.rig.nccl.expected_mask(timing=True) if has_room else 0)
     assert job.rig.nccl.library.fake_communicator(2, 0) is None

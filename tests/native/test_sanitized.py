@@ -1,7 +1,8 @@
-"""The native recorder built with sanitizers: its tests again, and the fuzz.
+"""Run the native recorder's tests and the fuzzer again with sanitizers.
 
-What a plain build gets away with, a read beyond an array or of freed memory, ends the process there (AddressSanitizer
-and UndefinedBehaviorSanitizer), and so do two threads of which nothing orders the accesses (ThreadSanitizer).
+Errors that a plain build survives, such as a read beyond an array or of freed memory, end the
+process (AddressSanitizer and UndefinedBehaviorSanitizer). Unordered accesses of two threads do so
+too (ThreadSanitizer).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ TESTS = (
 )  # fmt: skip
 
 
-# Marks on several threads, with the GIL and without it. ThreadSanitizer sees our code, and the GIL's mutex.
+# Marks on several threads, with and without the GIL. ThreadSanitizer covers our code and the GIL's
+# mutex.
 THREADED = (
     "recorder/test_recorder.py", "recorder/test_recorder_collectives.py", "recorder/test_collective_marks.py",
     "recorder/test_watch_ends_in_a_mark.py", "recorder/test_section_tasks.py", "run/test_ring_interrupted.py",
@@ -34,7 +36,10 @@ THREADED = (
 
 
 def build(folder: Path, flags: str, *libraries: str) -> dict[str, str]:
-    """Makes a copy of the package there, with extensions that are built so; the environment to run it in."""
+    """Copy the package and build its extensions with these flags.
+
+    Return the environment to run it.
+    """
     paths = [
         subprocess.run(["cc", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
         for name in libraries
@@ -56,24 +61,28 @@ def build(folder: Path, flags: str, *libraries: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A copy of the package with sanitized extensions, and the environment to run it in."""
+    """Return a copy of the package with sanitized extensions and the environment to run it."""
     folder = tmp_path_factory.mktemp("sanitized")
     environment = {
         **build(folder, SANITIZE, "libasan.so", "libubsan.so"),
-        # Python keeps some until its end, and takes signals of its own.
+        # Python frees some memory only at its end, and handles signals itself.
         "ASAN_OPTIONS": "detect_leaks=0:handle_segv=1:abort_on_error=0:exitcode=77",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        "PYTHONMALLOC": "malloc",  # so that objects of ours that are freed are seen too
+        "PYTHONMALLOC": "malloc",  # detects freed objects of ours too
     }
     return folder, environment
 
 
 @pytest.fixture(scope="module")
 def raced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """The same with ThreadSanitizer; where it does not start, as on kernels that lay memory out otherwise, none."""
+    """Return the same with ThreadSanitizer.
+
+    Skip if it does not start, as on kernels with another memory layout.
+    """
     folder = tmp_path_factory.mktemp("raced")
     suppressions = folder / "suppressions"
-    # glibc frees the thread-local memory of a library when the thread's stack is used again: unseen by the sanitizer.
+    # glibc frees a library's thread-local memory when the thread's stack is reused, which the
+    # sanitizer cannot follow.
     suppressions.write_text("race:_dl_deallocate_tls\n")
     environment = {
         **build(folder, f"{THREADS} -Wno-tsan", "libtsan.so"),
@@ -97,7 +106,7 @@ def run(sanitized: tuple[Path, dict[str, str]], *arguments: str) -> str:
     return finished.stdout
 
 
-def test_sanitizers_are_in(sanitized: tuple[Path, dict[str, str]]) -> None:
+def test_sanitizers_are_enabled(sanitized: tuple[Path, dict[str, str]]) -> None:
     program = "import torchlens_perf._native as n; print(n.__file__, 'libasan' in open('/proc/self/maps').read())"
     file, is_in = run(sanitized, "-c", program).split()
     assert Path(file).is_relative_to(sanitized[0])
@@ -106,7 +115,7 @@ def test_sanitizers_are_in(sanitized: tuple[Path, dict[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("file", TESTS)
-def test_native_tests_again(sanitized: tuple[Path, dict[str, str]], file: str) -> None:
+def test_native_tests_pass_with_sanitizers(sanitized: tuple[Path, dict[str, str]], file: str) -> None:
     marked = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not compile", f"tests/{file}"]
     assert "passed" in run(sanitized, *marked)
 
@@ -116,15 +125,15 @@ def test_fuzz(sanitized: tuple[Path, dict[str, str]], seed: int) -> None:
     assert run(sanitized, "tests/native/fuzz_recorder.py", str(seed), "100000").startswith("100000 ")
 
 
-def test_thread_sanitizer_is_in(raced: tuple[Path, dict[str, str]]) -> None:
+def test_thread_sanitizer_is_enabled(raced: tuple[Path, dict[str, str]]) -> None:
     file = run(raced, "-c", "import torchlens_perf._native as n; print(n.__file__)").strip()
     assert Path(file).is_relative_to(raced[0])
     assert b"__tsan_write8" in Path(file).read_bytes()
 
 
 @pytest.mark.parametrize("file", THREADED)
-def test_threaded_tests_again(raced: tuple[Path, dict[str, str]], file: str) -> None:
-    """No two threads of theirs race in the recorder."""
+def test_threaded_tests_pass_with_thread_sanitizer(raced: tuple[Path, dict[str, str]], file: str) -> None:
+    """No two threads of these tests race in the recorder."""
     folder, environment = raced
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not compile"]
     finished = subprocess.run(

@@ -1,4 +1,6 @@
-"""Ctrl-C that comes while the native tap runs Python: it is raised in the user's loop, and no operation is harmed."""
+"""A KeyboardInterrupt while the native tap runs Python is raised in the user's loop, and harms no
+operation.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,10 @@ os._exit(0)  # gloo's threads may abort a process that ends while they work, see
 
 @pytest.mark.parametrize("place", ["describe", "timing"])
 def test_interruption_reaches_the_loop(place: str, tmp_path: Path) -> None:
-    """Raised once; what it came in is asked again by the next operation, and recorded from then on."""
+    """The exception is raised once.
+
+    The next operation repeats the interrupted query, and recording continues.
+    """
     if native_tap.load() is None:
         pytest.skip("the native tap is not built")
     run = [sys.executable, "-X", "faulthandler", "-W", "ignore", "-c", PROGRAM, str(tmp_path), place]

@@ -1,4 +1,6 @@
-"""Watches begin and end while other threads issue collectives: no operation of the job is ever touched by that."""
+"""Watches begin and end while other threads issue collectives, without an effect on any of the
+job's operations.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from tests.support.long import long
 from tests.support.processes import ROOT
 from torchlens_perf.recorder import native_tap
 
-# Without the stay of the tap, one of some ten thousand ends raised "fallthrough_kernel was executed" in an all_reduce.
+# When the end of a watch removed the tap, one of some ten thousand ends raised "fallthrough_kernel was executed"
+# in an all_reduce.
 PROGRAM = """
 import os, sys, threading
 from pathlib import Path
@@ -60,7 +63,7 @@ dist.destroy_process_group()
 print(*done)
 """
 
-# The same with the tap in Python: a call that is inside of it when the watch ends comes to its end there.
+# The same with the Python tap: a call inside it at the end of the watch completes there.
 PYTHON_PROGRAM = """
 import os, sys, threading, time
 from contextlib import ExitStack
@@ -117,8 +120,8 @@ print(*done)
 @pytest.mark.parametrize(
     ("tap", "watches"), [("native", 3_000), ("python", 1_000), *long(("native", 100_000), ("python", 20_000))]
 )
-def test_other_threads_issue_meanwhile(tap: str, watches: int, tmp_path: Path) -> None:
-    """Each operation of theirs succeeds, and a child that is forked meanwhile ends its watch."""
+def test_watches_do_not_harm_operations_of_other_threads(tap: str, watches: int, tmp_path: Path) -> None:
+    """Each operation of the threads succeeds, and a child that is forked meanwhile ends its watch."""
     if tap == "native" and native_tap.load() is None:
         pytest.skip("the native tap is not built")
     program = PROGRAM if tap == "native" else PYTHON_PROGRAM

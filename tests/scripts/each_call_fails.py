@@ -1,10 +1,14 @@
-"""each_call_fails.py FOLDER SIDECAR PHASE ERRNO...: calls to the system fail in turn, in one phase of a watch.
+"""Make system calls fail in turn in one phase of a watch, and compare with a process without the
+package.
 
-Started with failing_calls.c. PHASE: start or end. The first call of each line of the package fails. With CASES=all each
-call fails, and with CASES=NUMBER that many calls fail, each call several times with different errors.
+    usage: each_call_fails.py FOLDER SIDECAR PHASE ERRNO...
 
-Prints a line of JSON for each case: the call that failed, and the differences from a process without the package. The
-last line has the number of calls.
+Started with failing_calls.c. PHASE is start or end. The first call of each line of the package
+fails. With CASES=all each call fails, and with CASES=NUMBER that many calls fail, each call several
+times with different errors.
+
+Prints a line of JSON for each case: the call that failed, and the differences from a process
+without the package. The last line has the number of calls.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ class Lines(logging.Handler):
 
 
 class Places:
-    """A profile function that finds the first call to the system of each line of the package."""
+    """A profile function that finds the first system call of each line of the package."""
 
     def __init__(self, calls: FailingCalls) -> None:
         self._calls, self._before = calls, 0
@@ -59,7 +63,7 @@ class Places:
 
 
 def trained(model: nn.Module) -> str:
-    """Three steps; the parameters, to the last bit."""
+    """Train three steps. Return the exact parameters."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.ones_(parameter)
@@ -72,7 +76,10 @@ def trained(model: nn.Module) -> str:
 
 
 def case(calls: FailingCalls, model: nn.Module, expected: str, nth: int, error: int) -> dict[str, Any]:
-    """A watch in which one call fails. What it has changed, by name; nothing where all is well."""
+    """Run a watch in which one call fails.
+
+    Return the differences by name, which are empty if it was harmless.
+    """
     lines.clear()
     found: dict[str, Any] = {}
     before = state()
@@ -121,9 +128,11 @@ def main() -> None:
     logger.propagate = False
     calls, model = FailingCalls(), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     expected = trained(model)
-    for _ in range(2):  # what is imported at a first use
+    # The first run imports modules.
+    for _ in range(2):
         case(calls, model, expected, 0, 0)
-    gc.freeze()  # to collect among all that torch has made would take half of the test's time
+    # Exclude torch's objects from collections, which would take half of the test's time.
+    gc.freeze()
     wanted = os.environ.get("CASES", "")
     places = Places(calls)
     sys.setprofile(None if wanted else places)
@@ -132,7 +141,7 @@ def main() -> None:
     turns = list(places.first.values()) if not wanted else range(1, (count if wanted == "all" else int(wanted)) + 1)
     for number, turn in enumerate(turns):
         nth, rounds = (turn - 1) % count + 1, (turn - 1) // count
-        # Each round gives a call another error. So does each place where the calls are few.
+        # Each round uses another error for a call. If there are few calls, so does each place.
         error = int(errors[((nth if wanted else number) + rounds) % len(errors)])
         print(json.dumps({"nth": nth, "errno": error, **case(calls, model, expected, nth, error)}), flush=True)
     print(json.dumps({"calls": count, "afterwards": case(calls, model, expected, 0, 0)}))

@@ -1,10 +1,12 @@
-"""All-reduces under watch(), in a job whose ranks leave, fail or come back: elastic_ranks.py [--leaves RANK] [...]
+"""All-reduces under watch() in a job whose ranks leave, fail or return.
 
-Each step sums a tensor whose size and values are that step's alone. Prints, on rank 0, a checksum of all sums.
+    usage: elastic_ranks.py [--leaves RANK] [--fails RANK] [--shrinks]
 
---leaves RANK: after five steps that rank ends its process; the others go on in a group of their own.
---fails RANK: in its first attempt that rank raises after five steps.
---shrinks: in a world of several ranks it trains until one is gone, and makes its steps in what is left.
+Each step sums a tensor with a unique size and unique values. Rank 0 prints a checksum of all sums.
+
+- --leaves RANK: this rank ends its process after five steps. The others continue in a new group.
+- --fails RANK: this rank raises after five steps of its first attempt.
+- --shrinks: train in a world of several ranks until one is gone, then make the steps in the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import torchlens_perf as perf
 
 STEPS, BEFORE = 12, 5
 SMALLEST = 16
-MAX_S = 60  # until the other rank must be gone
+# Limit for the end of the other rank.
+MAX_S = 60
 
 
 def step(w: perf.Watch, number: int, group: dist.ProcessGroup | None = None) -> bytes:

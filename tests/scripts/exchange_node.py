@@ -1,4 +1,6 @@
-"""The exchange of one node: posts a number ten times a second, prints what it collects, closes when its input ends."""
+"""One node of an exchange: posts a number ten times a second, prints collected messages, and closes
+at end of input.
+"""
 
 from __future__ import annotations
 

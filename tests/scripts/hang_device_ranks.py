@@ -1,7 +1,9 @@
-"""Trains under watch() with DDP on the asynchronous device. In step HANG_AT, a kernel of rank HANG_RANK does not end.
+"""Train with DDP under watch() on the asynchronous device.
 
-ITEM: the rank that waits for its loss in each step, as scripts do that print it, or all. The others go on for some
-steps, and wait then.
+A kernel of rank HANG_RANK never ends in step HANG_AT.
+
+ITEM is the rank that reads its loss in each step, as scripts that print it do, or all. The other
+ranks continue for some steps and then wait.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Trains with DDP over gloo, and knows nothing of us: as users' scripts do, it takes its rank from whatever launcher.
+"""Train with DDP over gloo without using the package.
 
-STEPS: how many. SLOW_RANK sleeps 15 ms in each step from step 40 on. FAIL_RANK: in its first life that rank fails after
-FAIL_AFTER steps, and leaves the file FAILED. Rank 0 prints the last loss.
+The rank comes from any launcher, as in users' scripts.
+
+STEPS is the number of steps. SLOW_RANK sleeps 15 ms in each step from step 40 on. FAIL_RANK fails
+after FAIL_AFTER steps of its first attempt and creates the file FAILED. Rank 0 prints the last
+loss.
 """
 
 from __future__ import annotations
@@ -30,12 +33,13 @@ def train(rank: int, world_size: int) -> None:
     loss = train_with(rank)
     if rank == 0:
         print("loss", loss, flush=True)
-    time.sleep(0.2)  # see train.py
+    # train.py explains the reason.
+    time.sleep(0.2)
     dist.destroy_process_group()
 
 
 def train_with(rank: int) -> str:
-    """In the process group that there is. Returns the last loss."""
+    """Train in the existing process group. Return the last loss."""
     torch.set_num_threads(1)
     torch.manual_seed(7)
     model = nn.Sequential(*(nn.Linear(192, 192) for _ in range(4)))

@@ -1,6 +1,8 @@
-"""launched.py under Ray Train, two workers on each of two nodes; it starts their cluster too. Needs root.
+"""Run launched.py under Ray Train with two workers on each of two nodes, and start their cluster.
 
-All of it is in a network of its own, as Ray listens on every address.
+Needs root.
+
+Everything runs in a separate network namespace, because Ray listens on every address.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ def enter_own_network() -> None:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[None]:
-    """Two nodes with two processors each."""
+    """Run two nodes with two processors each."""
     import ray
 
-    temporary = tempfile.mkdtemp(prefix="ray")  # the names of its sockets have a limit
+    # The names of its sockets have a limited length.
+    temporary = tempfile.mkdtemp(prefix="ray")
     of_nodes = {
         "node-a": ("--head", "--port=6379", "--node-ip-address=127.0.0.1", f"--temp-dir={temporary}"),
         "node-b": (f"--address={ADDRESS}", "--node-ip-address=127.0.0.2"),
@@ -65,7 +68,8 @@ def cluster() -> Iterator[None]:
     finally:
         ray.shutdown()
         for each in reversed(nodes):
-            each.send_signal(signal.SIGTERM)  # it ends what it has started
+            # The signal also ends the processes that it has started.
+            each.send_signal(signal.SIGTERM)
         for each in nodes:
             each.wait(30)
         shutil.rmtree(temporary)
@@ -80,13 +84,14 @@ def until_started(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def given() -> dict[str, dict[str, str]]:
-    """What workers are given: their nodes were not started for this job."""
+    """Return the variables that workers need, because their nodes were not started for this job."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(GIVEN)}
     return {"env_vars": {**variables, "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{HERE}"}}
 
 
 def train_func() -> None:
-    os.chdir(FOLDER)  # workers start in a folder of Ray's
+    # Workers start in one of Ray's folders.
+    os.chdir(FOLDER)
     import launched
     import torch.distributed as dist
 

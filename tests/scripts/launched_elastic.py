@@ -1,7 +1,11 @@
-"""Trains with DDP under torchrun until the file `stop` is there, and does what files in the working directory say.
+"""Train with DDP under torchrun until the file `stop` exists, controlled by files in the working
+directory.
 
-fail-RANK: that rank takes the file away and fails. hang-RANK: that rank sleeps in a step as long as the file is there.
-slow-RANK: it sleeps 15 ms in each step. It knows nothing of us. On rank 0, each start prints the world's size.
+- fail-RANK: this rank removes the file and fails.
+- hang-RANK: this rank sleeps in a step as long as the file exists.
+- slow-RANK: this rank sleeps 15 ms in each step.
+
+The script does not use the package. Each start prints the world size on rank 0.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ while not stop:
             fail.unlink()
             sys.exit(3)
     step += 1
-    stop[0] = float(step % 8 == 0 and Path("stop").exists())  # rarely: each look is one at a file
+    # Check rarely, because each check reads the file system.
+    stop[0] = float(step % 8 == 0 and Path("stop").exists())
     dist.all_reduce(stop)
-time.sleep(0.2)  # see train.py
+# train.py explains the reason.
+time.sleep(0.2)
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Trains with Lightning Fabric, whose own launcher starts the other rank of each of two nodes."""
+"""Train with Lightning Fabric, whose own launcher starts the other rank of each of two nodes."""
 
 from __future__ import annotations
 

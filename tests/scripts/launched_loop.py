@@ -1,4 +1,6 @@
-"""Starts launched.py twice, as a loop in a shell does: launched_loop.py FIRST_RANK; no variable says what is local."""
+"""Start launched.py twice like a shell loop, without variables for local ranks: launched_loop.py
+FIRST_RANK
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""launched.py's training, by torch.multiprocessing: launched_spawn.py FIRST_RANK WORLD_SIZE, two ranks here."""
+"""Run launched.py's training by torch.multiprocessing with two ranks: launched_spawn.py FIRST_RANK
+WORLD_SIZE
+"""
 
 from __future__ import annotations
 

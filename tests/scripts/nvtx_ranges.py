@@ -1,4 +1,7 @@
-"""Trains a little under watch(), for an NVTX tool to look at. usage: nvtx_ranges.py FOLDER native|twin"""
+"""Train a little under watch() for an NVTX tool.
+
+usage: nvtx_ranges.py FOLDER native|twin
+"""
 
 import contextlib
 import sys

@@ -1,6 +1,9 @@
-"""Runs a Python program on a node of its own: on_node.py NODE DELAY_S [-m] PROGRAM ARGS... needs root.
+"""Run a Python program on a simulated node: on_node.py NODE DELAY_S [-m] PROGRAM ARGS...
 
-A node is a pair of namespaces: a host name, and a shared memory. The program's children are on it too.
+Needs root.
+
+A node is a pair of namespaces with a separate host name and shared memory. The program's children
+run on it too.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ def enter(node: str) -> None:
 if __name__ == "__main__":
     _, name, delay_s, *program = sys.argv
     enter(name)
-    # Clocks of nodes may differ: one that names a run by its own time names it otherwise.
+    # Give each node another clock, so that run names made from local time would differ between
+    # nodes.
     os.environ["TZ"] = f"NODE-{1 + sum(name.encode()) % 12}"
     time.tzset()
     time.sleep(float(delay_s))

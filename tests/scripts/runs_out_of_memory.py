@@ -1,4 +1,4 @@
-"""Trains under watch() on the CPU, until its device's memory runs out: torch's allocator of CUDA is stood in for."""
+"""Train under watch() on the CPU until a fake CUDA allocator runs out of memory."""
 
 from __future__ import annotations
 

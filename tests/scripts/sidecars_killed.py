@@ -1,7 +1,9 @@
-"""sidecars_killed.py FOLDER KILLS SEED: sidecars of one run, one after the other, each killed at a random moment.
+"""Kill the sidecars of one run one after the other at random moments: sidecars_killed.py FOLDER
+KILLS SEED
 
-Between two kills the run's rank makes some steps. The sidecars write a segment and their state all the time, so that
-many are killed while they do. Prints a line of JSON: what became of the rank's records in the end.
+Between two kills the run's rank makes some steps. The sidecars write a segment and their state all
+the time, so many kills come during a write. Prints a line of JSON about the final state of the
+rank's records.
 """
 
 from __future__ import annotations
@@ -25,10 +27,13 @@ from torchlens_perf.sidecar import schedule
 from torchlens_perf.sidecar.loop import run_sidecar
 
 folder, kills, draw = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
-schedule._SAVE_S = schedule._ACCOUNT_S = 0.002  # states without their segments, too
+# Also write states without their segments.
+schedule._SAVE_S = schedule._ACCOUNT_S = 0.002
 schedule._KEEP_S = schedule._LATEST_KEEP_S = 0.008
-LONGEST_S = 0.12  # that one lives
-START_S = 10.0  # until one writes
+# Maximum life of a sidecar.
+LONGEST_S = 0.12
+# Limit for the first write of a sidecar.
+START_S = 10.0
 
 
 def one(run_directory: RunDirectory) -> None:
@@ -40,7 +45,7 @@ def one(run_directory: RunDirectory) -> None:
 
 
 def saved(run_directory: RunDirectory) -> int | None:
-    """When its state was last saved, if it was."""
+    """Return the time at which its state was last saved, or None."""
     try:
         return run_directory.node_state("node-a").stat().st_mtime_ns
     except FileNotFoundError:
@@ -48,7 +53,7 @@ def saved(run_directory: RunDirectory) -> int | None:
 
 
 def half_written(run_directory: RunDirectory) -> set[tuple[str, int]]:
-    """Files of it that are being written, or were when a sidecar was killed, and when they were begun."""
+    """Return its incomplete files and the times of their creation."""
     found = set()
     for folder_name, _, names in os.walk(run_directory.path):
         for name in names:
@@ -69,8 +74,8 @@ with run_without_traces(folder) as run:
                 one(run)
             finally:
                 os._exit(9)
-        # A half of them at any moment from their start on. The others, which have time to begin on a busy machine too,
-        # in the middle of writing.
+        # Kill half of them at a random moment after their start. Kill the other half in the middle
+        # of a write, for which a slow start on a busy machine leaves time.
         writes, state, before = number % 2 == 0, saved(run), half_written(run)
         until_s = time.monotonic() + (START_S if writes else draw.uniform(0, LONGEST_S))
         due_s = 0.0

@@ -1,4 +1,4 @@
-"""Starts two ranks by multiprocessing, without a launcher: no rank in the environment."""
+"""Start two ranks by multiprocessing without a launcher, so that no variable has the rank."""
 
 import sys
 import tempfile
@@ -19,7 +19,8 @@ def rank_main(rank, store):
         model(torch.ones(4, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    time.sleep(0.2)  # see train.py
+    # train.py explains the reason.
+    time.sleep(0.2)
     dist.destroy_process_group()
 
 

@@ -1,8 +1,10 @@
-"""storm_of_forks.py FOLDER FORKS: a watched process forks, one child after the other, while a thread of it marks.
+"""A watched process forks children one after the other while one of its threads marks:
+storm_of_forks.py FOLDER FORKS
 
-An interpreter of its own: libraries that a test's process has loaded may begin threads in each child. Each child counts
-its threads, those that are not Python's too, trains a step and counts them again. Prints a line of JSON: how often
-children ended with each code, the steps of the parent, and its run directory.
+It needs a separate interpreter, because libraries of the test's process may start threads in each
+child. Each child counts its threads, including native ones, trains a step, and counts them again.
+Prints a line of JSON: the number of children by exit code, the parent's steps, and its run
+directory.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from torch import nn
 import torchlens_perf as perf
 from torchlens_perf.watch import running
 
-ENDS_WITHIN_S = 60  # what waits for a lock that nobody holds does not end at all
+# A child that waits for a lost lock never ends.
+ENDS_WITHIN_S = 60
 STEPS = 10
 RECORDED, HAD_THREADS, RAISED, GOT_THREADS, HUNG = "recorded", "had threads", "raised", "got threads", "hung"
 CODES = {0: "well", 1: RECORDED, 2: HAD_THREADS, 3: RAISED, 4: GOT_THREADS}
@@ -34,12 +37,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def threads() -> int:
-    """By the kernel's account."""
+    """Return the kernel's count of this process's threads."""
     return len(os.listdir("/proc/self/task"))
 
 
 def in_child(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What a child of a job may do. The exit code."""
+    """Do the work of a job's child. Return the exit code."""
     if running() is not None:
         return 1
     if threads() != 1:
@@ -49,7 +52,7 @@ def in_child(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def ended(child: int) -> str:
-    """How; a child that does not end is killed."""
+    """Return the exit status of the child. A child that does not end is killed."""
     deadline_s = time.monotonic() + ENDS_WITHIN_S
     while (found := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline_s:

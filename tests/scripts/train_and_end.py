@@ -1,4 +1,4 @@
-"""Trains eight steps and ends in the way that is asked for; does not know of torchlens_perf.
+"""Train eight steps and end in the requested way, without using torchlens_perf.
 
 usage: train_and_end.py normally | crash | exit | SIGTERM | everything [no-autoload]
 """
@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 
-importlib.util.find_spec("torch")  # as transformers does, to see whether there is one
+# transformers checks for torch in this way.
+importlib.util.find_spec("torch")
 if "no-autoload" in sys.argv:
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
@@ -44,7 +45,7 @@ def other_rank(rank, queue):
 
 
 def everything(model):
-    """What finds __main__ again: checkpoints, spawned ranks, and the compiler."""
+    """Use features that look up __main__ again: checkpoints, spawned ranks, and the compiler."""
     file = io.BytesIO()
     torch.save(Checkpoint(model, 3), file)
     file.seek(0)

@@ -1,5 +1,7 @@
-"""Trains under watch() with DDP on the asynchronous device, until killed. From step SLOW_FROM on, a kernel of rank
-SLOW_RANK takes 15 ms more in each forward pass."""
+"""Train with DDP under watch() on the asynchronous device until killed.
+
+From step SLOW_FROM on, a kernel of rank SLOW_RANK takes 15 ms longer in each forward pass.
+"""
 
 from __future__ import annotations
 

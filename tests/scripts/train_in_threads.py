@@ -1,4 +1,7 @@
-"""Train in two threads at once. Arguments: how gradients are made, how it is watched, steps of a trial."""
+"""Train in two threads at once.
+
+Arguments: the way to make gradients, the way to watch, and the steps of a trial.
+"""
 
 import contextlib
 import sys
@@ -39,7 +42,7 @@ def train(model, optimizer, batches):
 
 
 def trial(seed):
-    """A model, an optimizer and data of its own, as hyperparameter searches have them."""
+    """Train a separate model with its own optimizer and data, as in hyperparameter searches."""
     generator = torch.Generator().manual_seed(seed)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
     for parameter in model.parameters():
@@ -58,7 +61,8 @@ trials = [trial(seed) for seed in range(4 if LIKE != "federated" else 2)]
 models, optimizers, _ = zip(*trials, strict=True)
 with watch(list(models), list(optimizers)) if WATCHED == "all" else contextlib.nullcontext():
     if LIKE == "federated":
-        # Every round, other threads train the same models, and in the first one the main thread does.
+        # In every round, new threads train the same models. In the first round the main thread
+        # trains too.
         losses = [run(number) for number in range(2)]
         for _ in range(4):
             with ThreadPoolExecutor(2) as pool:

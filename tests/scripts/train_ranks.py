@@ -1,6 +1,7 @@
-"""Trains under watch() with DDP over gloo. Rank SLOW_RANK computes more, from step SLOW_FROM on.
+"""Train with DDP over gloo under watch(). Rank SLOW_RANK computes more from step SLOW_FROM on.
 
-STEPS: how many; 0 for until killed. HANG_RANK sleeps for HANG_S after HANG_AFTER steps.
+STEPS is the number of steps, or 0 for a run until killed. HANG_RANK sleeps for HANG_S after
+HANG_AFTER steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""DDP over gloo with a data loader, sections and a slow rank: train_slow_rank.py STEPS.
+"""DDP over gloo with a data loader, sections and a slow rank: train_slow_rank.py STEPS
 
-Rank 1 sleeps in its forward pass, so that it is slow on a busy machine as on an idle one. In step 2, a section of rank
-0 ends in an exception. The name of another one has letters beyond ASCII.
+Rank 1 sleeps in its forward pass, so it is slow on busy and idle machines. In step 2, a section of
+rank 0 ends with an exception. Another section's name has non-ASCII letters.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import torchlens_perf as perf
 
 
 class Block(nn.Module):
-    """Two layers, after a nap."""
+    """Two layers after a sleep."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -50,7 +50,8 @@ def main(steps: int) -> None:
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        time.sleep(0.3)  # gloo's threads finish the last collective; without it torch aborts in some runs
+        # gloo's threads finish the last collective. Without the sleep torch aborts in some runs.
+        time.sleep(0.3)
     dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
-"""A training script with spans of its own, which does not know of torchlens_perf: train_traced.py [--watch] [STEPS].
+"""A training script with its own OpenTelemetry spans: train_traced.py [--watch] [STEPS]
 
---watch: it does. Prints the losses of rank 0, to the bit. Ranks are those that a launcher says.
+Only with --watch the script uses torchlens_perf. Rank 0 prints the exact losses. A launcher sets
+the ranks.
 """
 
 import contextlib
@@ -40,7 +41,8 @@ def main(steps: int, watch: bool) -> None:
                 if os.environ.get("RANK", "0") == "0":
                     print("loss", step, loss.item().hex())
     if several:
-        time.sleep(0.3)  # gloo's threads finish the last collective
+        # gloo's threads finish the last collective.
+        time.sleep(0.3)
         dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
-"""Trains the same DDP model twice under one watch, the second time once `go` is there; writes what it saw as JSON.
+"""Train the same DDP model twice under one watch, the second time once the file `go` exists.
 
-The file RANK.json has of both times: the parameters' digest, the processor time of each step in seconds, and the
-process's threads and sockets.
+The file RANK.json gets the parameters' digest of both times, the processor seconds of each step,
+and the process's threads and sockets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def train() -> dict[str, Any]:
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
     seconds = []
     for _ in range(STEPS):
-        begin = time.thread_time()  # of the processor: others may hold up the rank
+        # Use processor time, because other programs may delay the rank.
+        begin = time.thread_time()
         parallel(torch.randn(64, 256)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -58,7 +59,8 @@ def main() -> None:
     partial = Path(f"{dist.get_rank()}.partial")
     partial.write_text(json.dumps(told))
     partial.rename(f"{dist.get_rank()}.json")
-    time.sleep(0.3)  # see train_two_ranks.py
+    # train_two_ranks.py explains the reason.
+    time.sleep(0.3)
     dist.destroy_process_group()
 
 

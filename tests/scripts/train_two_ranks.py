@@ -1,4 +1,6 @@
-"""A small DistributedDataParallel run on gloo that does not know of torchlens_perf: train_two_ranks.py STEPS."""
+"""A small DistributedDataParallel run on gloo that does not use torchlens_perf: train_two_ranks.py
+STEPS
+"""
 
 import sys
 import time
@@ -19,8 +21,9 @@ def main(steps: int) -> None:
         model(torch.randn(16, 32)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    # torch itself aborts in one of four such short runs ("terminate called without an active exception", also without
-    # torchlens_perf) when the group ends while gloo's threads finish the last collective.
+    # torch itself aborts in one of four such short runs ("terminate called without an active
+    # exception", also without torchlens_perf) if the group ends while gloo's threads finish the
+    # last collective.
     time.sleep(0.3)
     dist.destroy_process_group()
 

@@ -1,7 +1,11 @@
-"""Forks one training process after another; each writes how many steps it has finished, until the test kills it.
+"""Fork training processes one after another.
 
-usage: train_until_killed.py FOLDER COUNT SEED [alone]. alone: without sidecars, which take more time than the rest.
-One line a process on stdout: its number and its finished steps.
+Each writes its number of finished steps until the test kills it.
+
+    usage: train_until_killed.py FOLDER COUNT SEED [alone]
+
+"alone" runs without sidecars, which take more time than the rest. Each process prints its number
+and its finished steps.
 """
 
 import mmap

@@ -1,4 +1,6 @@
-"""train_until_told.py FOLDER STOP [STEPS]: trains, some 300 steps a second, until the file STOP is there."""
+"""Train about 300 steps a second until the file STOP exists: train_until_told.py FOLDER STOP
+[STEPS]
+"""
 
 from __future__ import annotations
 

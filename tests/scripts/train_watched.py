@@ -1,6 +1,7 @@
-"""train_watched.py FOLDER STEPS [FLAG]: trains under a watch; makes the file FLAG after the last step, inside of it.
+"""Train under a watch, and create the file FLAG inside it after the last step: train_watched.py
+FOLDER STEPS [FLAG]
 
-Prints what it has trained, its process id, and its run directory.
+Prints its parameters, its process id, and its run directory.
 """
 
 from __future__ import annotations

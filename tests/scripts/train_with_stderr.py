@@ -1,6 +1,10 @@
-"""One training run after the other, each with another kind of stderr or of logging. Prints their run directories.
+"""Make training runs one after another, each with another kind of stderr or logging.
 
-train_with_stderr.py FOLDER KIND...: the name of a function below.
+Print their run directories.
+
+    usage: train_with_stderr.py FOLDER KIND...
+
+KIND is the name of a function below.
 """
 
 import io
@@ -18,21 +22,21 @@ LOG = logging.getLogger("torchlens_perf")
 
 
 class WriteOnly:
-    """Has no other method."""
+    """A stream with only write()."""
 
     def write(self, text):
         return len(text)
 
 
 class WriteAndFlush(WriteOnly):
-    """Has no isatty()."""
+    """A stream without isatty()."""
 
     def flush(self):
         pass
 
 
 class Raises(WriteAndFlush):
-    """Raises the same error whatever is asked of it."""
+    """An object that raises the same error on every access."""
 
     def __init__(self, error):
         self.error = error
@@ -47,14 +51,14 @@ class Raises(WriteAndFlush):
 
 
 class RaisesOnFlush(WriteOnly):
-    """Takes the text, and cannot pass it on."""
+    """A stream that accepts text and fails to flush it."""
 
     def flush(self):
         raise BrokenPipeError(32, "Broken pipe")
 
 
 class BrokenHandler(logging.Handler):
-    """Not as logging wants handlers: lets its errors pass."""
+    """A handler that raises its errors, unlike logging's own handlers."""
 
     def emit(self, record):
         raise RuntimeError("the user's handler")
@@ -118,7 +122,8 @@ def full_pipe():
         while True:
             os.write(write, b"x" * 4096)
     except BlockingIOError:
-        os.set_blocking(write, True)  # a write would wait for good
+        # A blocking write would wait forever.
+        os.set_blocking(write, True)
     return open(write, "w", closefd=False)
 
 
@@ -155,7 +160,8 @@ def broken_handler():
 
 def handler_on_closed_file():
     LOG.addHandler(logging.StreamHandler(closed_file()))
-    return io.BytesIO()  # upon which handleError() raises TypeError
+    # The stream makes handleError() raise TypeError.
+    return io.BytesIO()
 
 
 def handler_in_ascii():
@@ -179,7 +185,8 @@ def train(folder):
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with perf.watch(model, optimizer, dir=folder, config=perf.Config(_exit_timeout_s=0.2)) as watch:
-        swallowed.add("a hook that fails in a test \N{SNOWMAN}", ValueError("\N{SNOWMAN}"))  # which is logged
+        # The error is logged.
+        swallowed.add("a hook that fails in a test \N{SNOWMAN}", ValueError("\N{SNOWMAN}"))
         for _ in range(20):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()

@@ -1,6 +1,8 @@
-"""Trains with DDP over gloo, rank 1 slower than the others, until all ranks have heard of it, or for a minute.
+"""Train with DDP over gloo with a slow rank 1, until all ranks have received the verdict, or for a
+minute.
 
-Each rank prints what its callback has heard, how late, and what a summary says of it.
+Each rank prints the verdicts that its callback has received, their delays, and the verdicts of a
+summary.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torchlens_perf as perf
 
 
 class Slow(nn.Module):
-    """A forward pass of so many seconds, of which the processor has next to nothing."""
+    """A forward pass that takes this many seconds and almost no processor time."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()

@@ -1,11 +1,16 @@
-"""watch_waits.py FOLDER [FAULT...]: how long the training thread sleeps in a watch: at its start, in steps, at its end.
+"""Measure how long the training thread sleeps in a watch: watch_waits.py FOLDER [FAULT...]
 
-FAULT, some of: anonymous (there is no file system for the ring), alone (without a sidecar), no-answer (a child that is
-to make folders, or to be the sidecar, does nothing), late-answer (one that copies the ring says so late, and does not
-end), stopped or killed (the sidecar, after the last step), flag=FILE (which is made after the last step).
+Faults:
+- anonymous: no file system has room for the ring
+- alone: no sidecar
+- no-answer: a child that should make folders, or be the sidecar, does nothing
+- late-answer: a child that copies the ring reports it late and does not end
+- stopped, killed: happens to the sidecar after the last step
+- flag=FILE: create the file after the last step
 
-Prints a line of JSON: seconds asleep, by phase, and in how many of the steps the thread slept at all. A thread that
-sleeps waits for something; one that lacks a processor does not sleep, and one that computes does not.
+Prints a line of JSON: seconds asleep at the start, in steps and at the end, and the number of steps
+with any sleep. A sleeping thread waits for an event. A thread that computes or lacks a processor
+does not sleep.
 """
 
 from __future__ import annotations
@@ -33,13 +38,13 @@ folder, faults = Path(sys.argv[1]), dict(each.partition("=")[::2] for each in sy
 
 
 def asleep_s() -> float:
-    """Of this thread, since whenever: the time in which it neither ran nor waited for a processor."""
+    """Return the seconds in which this thread neither ran nor waited for a processor."""
     waited_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
     return (time.monotonic_ns() - time.thread_time_ns() - waited_ns) / 1e9
 
 
 def program(name: str, text: str) -> str:
-    """An interpreter of this Python that does something else, in an installation that is this program's."""
+    """Return a fake interpreter that runs the given text, in this program's own installation."""
     path = folder / name / "bin" / "python"
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.exec_prefix = str(folder / name)
@@ -49,7 +54,7 @@ def program(name: str, text: str) -> str:
 
 
 def sidecar_pid(run: Path) -> int:
-    """Of this run's, once there is one; else 0."""
+    """Return the pid of this run's sidecar, or 0 before its start."""
     deadline_s, pid = time.monotonic() + 60, 0
     while not pid and time.monotonic() < deadline_s:
         with contextlib.suppress(OSError):
@@ -70,7 +75,8 @@ def step() -> None:
 
 if "anonymous" in faults:
     directory.shutil.disk_usage = lambda path: types.SimpleNamespace(free=0)
-    memory.WITHOUT_SIGBUS = frozenset()  # nor can it lie in the run directory
+    # The ring cannot be in the run directory either.
+    memory.WITHOUT_SIGBUS = frozenset()
 if "no-answer" in faults:
     sys.executable = program("no-answer", "exec sleep 600")
 watch = perf.watch(model, optimizer, dir=str(folder / "disk" / "runs"), sidecar="alone" not in faults)

@@ -1,4 +1,7 @@
-"""Trains inside a watch, and tells what the watch adds to the process and when its body ended: watched_exit.py FILE."""
+"""Train inside a watch: watched_exit.py FILE.
+
+Report the watch's additions to the process, and its body's end.
+"""
 
 import contextlib
 import json
@@ -21,7 +24,8 @@ def threads() -> int:
 def sockets() -> int:
     found = 0
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of listdir itself
+        # The descriptor of listdir() itself is gone.
+        with contextlib.suppress(OSError):
             found += os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
     return found
 
@@ -36,12 +40,14 @@ def main(result: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    step()  # what torch itself starts, it starts here
+    # The first step starts torch's own threads.
+    step()
     before = threads(), sockets()
     with perf.watch(model, optimizer):
         for _ in range(STEPS):
             step()
-            time.sleep(0.02)  # so that the sidecar comes up and sends while this runs
+            # Give the sidecar time to start and to send.
+            time.sleep(0.02)
         inside = threads(), sockets()
         body_ended_s = time.monotonic()
     after = threads(), sockets()

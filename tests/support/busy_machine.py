@@ -21,8 +21,8 @@ while os.getppid() == parent:
 
 @contextmanager
 def busy_machine(programs: int = PROCESSORS) -> Iterator[None]:
-    """Run that many programs, each of which wants a whole processor. They are killed at the end."""
-    # A session of its own is a scheduling group of its own, as another user's program has.
+    """Run this many programs that each use a whole processor. Kill them at the end."""
+    # A session is a separate scheduling group, like another user's program.
     running = [subprocess.Popen([sys.executable, "-S", "-c", _SPIN], start_new_session=True) for _ in range(programs)]
     try:
         yield

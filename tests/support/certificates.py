@@ -1,4 +1,7 @@
-"""Certificates of tests, made by `openssl`: each signs itself, so that who trusts its file trusts it alone."""
+"""Self-signed test certificates, made with `openssl`.
+
+A client that trusts one file trusts only that certificate.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,17 @@ basicConstraints=CA:TRUE
 
 
 class Certificate(NamedTuple):
-    """PEM files."""
+    """Paths of the certificate's PEM files."""
 
     path: Path
     key: Path
 
 
 def certificate(folder: Path, names: str = "DNS:localhost,IP:127.0.0.1", *, expired: bool = False) -> Certificate:
-    """A certificate for these names, valid for a long time, or no more. folder: for it alone; it is made."""
+    """Create a certificate for these names in a new folder.
+
+    It is valid for a long time, or has expired.
+    """
     folder.mkdir()
     (folder / "configuration").write_text(_CONFIGURATION.format(names=names))
     (folder / "index").touch()

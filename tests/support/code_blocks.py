@@ -1,4 +1,4 @@
-"""Code blocks of the README and of docs/, fenced or indented, and the commands in those for a shell."""
+"""Code blocks of the README and docs/, fenced or indented, and the shell commands in them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _ASSIGNMENT = re.compile(r"[A-Z_][A-Z0-9_]*=.*")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One block of a page."""
+    """One code block of a page."""
 
     page: str
     line: int
     language: str
-    """As the fence says it; "indented" without one."""
+    """Language after the fence, or "indented" for an indented block."""
     text: str
 
     @property
@@ -29,7 +29,7 @@ class Block:
         return f"{self.page}:{self.line}"
 
     def commands(self) -> Iterator[Command]:
-        """Of a block for a shell: its lines, without comments."""
+        """Return the lines of a shell block without comments."""
         for line in self.text.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words:
@@ -40,7 +40,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One line for a shell: variables, and a program with its arguments."""
+    """One shell line: variables, and a program with its arguments."""
 
     block: Block
     variables: tuple[str, ...]
@@ -51,18 +51,19 @@ class Command:
 
 
 def pages() -> list[str]:
-    """The README and all pages of docs/, as paths from the repository's root."""
+    """Return the paths of the README and of all pages in docs/ below the repository's root."""
     return ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
 
 
 def blocks() -> list[Block]:
-    """All code blocks, by page and place."""
+    """Return all code blocks in the order of pages and lines."""
     found = []
     for page in pages():
         text = (ROOT / page).read_text()
         for match in _FENCED.finditer(text):
             found.append(Block(page, _line(text, match.start()), match[1] or "plain", match[2]))
-        # Lists have indented paragraphs too: those follow no blank line with four spaces in our pages.
+        # Lists also contain indented paragraphs, but ours never start with four spaces after a
+        # blank line.
         rest = _FENCED.sub(lambda match: re.sub(r"[^\n]", "", match[0]), text)
         for match in _INDENTED.finditer(rest):
             lines = [line[4:] for line in match[1].splitlines()]

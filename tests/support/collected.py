@@ -1,4 +1,4 @@
-"""What node 0 has collected from other nodes, by rank."""
+"""Access to messages that node 0 has collected from other nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torchlens_perf.sidecar.nodes.messages import Collected, Received
 
 
 def of_rank(collected: Collected, rank: int) -> list[tuple[Received, bytes]]:
-    """The posts that hold something of a rank, and what, in the order that they were posted in."""
+    """Return the posts that contain data of a rank, and this data, in the order of posting."""
     return [(post, post.payloads[rank]) for post in collected.posts if rank in post.payloads]
 
 

@@ -1,4 +1,6 @@
-"""A recorder that collects: what taps and timed waits do with it, in short words, over either implementation."""
+"""A collective recorder with short methods for the calls of taps and timed waits, over either
+implementation.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +18,30 @@ NAME = "allreduce group=0 dtype=float32"
 
 
 class CollectiveRig(Rig):
-    """A recorder that collects, and short words for what a tap and a timed wait do."""
+    """A recorder of collectives, with short methods for the calls of a tap and of a timed wait."""
 
     def __init__(self, implementation: ModuleType, folder: Path, **settings: Any) -> None:
         super().__init__(implementation, folder, **settings)
         self.recorder.start_collectives(self.ring.intern("wait"))
 
     def issue(self, sequence: int = 0, *, group: int = 0, name: str = NAME, flags: int = 0, size: int = 4096) -> Any:
-        """Before the operation."""
+        """Report that an operation is about to be issued."""
         return self.recorder.issue(self.ring.intern(name), group, sequence, flags, size)
 
     def call(self, sequence: int, end: End, *, call_ns: int = 5, **operation: Any) -> None:
-        """An operation whose issuing call takes `call_ns`."""
+        """Make an operation whose issuing call takes `call_ns`."""
         issued = self.issue(sequence, **operation)
         self.clock.advance(call_ns)
         self.recorder.returned(issued, int(end))
 
     def wait(self, nanoseconds: int) -> None:
-        """A wait of the calling thread."""
+        """Make the calling thread wait."""
         self.recorder.begin_wait()
         self.clock.advance(nanoseconds)
         self.recorder.end_wait()
 
     def collectives(self) -> list[dict[str, Any]]:
-        """The collectives that were written since the last look."""
+        """Return the collectives that were written since the last call."""
         return [each for each in self.records() if each["kind"] == Kind.COLLECTIVE]
 
 
@@ -48,7 +50,7 @@ def sequence(record: dict[str, Any]) -> int:
 
 
 def on_autograds_thread(function: Callable[..., Any], *args: Any) -> None:
-    """Runs it on a thread that has the name of those that autograd computes on for a device."""
+    """Run the function on a thread named like autograd's device threads."""
 
     def named() -> None:
         Path("/proc/thread-self/comm").write_text("pt_autograd_0")
@@ -58,7 +60,7 @@ def on_autograds_thread(function: Callable[..., Any], *args: Any) -> None:
 
 
 def on_thread(function: Callable[..., Any], *args: Any) -> None:
-    """Runs it on a thread that is not the recorder's owner."""
+    """Run the function on a thread other than the recorder's owner."""
     thread = threading.Thread(target=function, args=args)
     thread.start()
     thread.join()

@@ -25,12 +25,12 @@ class Issued(NamedTuple):
 
 
 def world(ranks: int) -> dict[str, dict[str, str]]:
-    """What ranks publish of the default group."""
+    """Return the groups that ranks publish: only the default group."""
     return {"0": {"ranks": f"0-{ranks - 1}", "description": "default_pg"}}
 
 
 def records(issued: Sequence[Issued], names: list[str] | None = None) -> tuple[np.ndarray, list[str]]:
-    """A ring's records, and its names: those it had, if given, and the new ones."""
+    """Return the records of a ring and its names. New names follow the given ones."""
     names = list(dict.fromkeys([*(names or ["(other)"]), *(each.name for each in issued)]))
     made = np.zeros(len(issued), record_dtype())
     for record, each in zip(made, issued, strict=True):
@@ -44,7 +44,7 @@ def records(issued: Sequence[Issued], names: list[str] | None = None) -> tuple[n
 def joined(
     by_rank: Mapping[int, Sequence[Issued]], groups: Mapping[str, Mapping[str, str]] | None = None, generation: int = 0
 ) -> CollectiveJoin:
-    """A join that was fed with all of it at once."""
+    """Return a join that received all records in one round."""
     join = CollectiveJoin()
     add(join, by_rank, groups if groups is not None else world(len(by_rank)), generation)
     return join
@@ -56,7 +56,7 @@ def add(
     groups: Mapping[str, Mapping[str, str]],
     generation: int = 0,
 ) -> None:
-    """One round: every rank's new records. A rank's names must be the same in every round."""
+    """Add every rank's new records in one round. A rank's names must be the same in every round."""
     join.set_ranks(by_rank, generation)
     for rank, issued in by_rank.items():
         join.add(rank, *records(issued), groups, generation)

@@ -1,4 +1,4 @@
-"""Ranks that train on the asynchronous device, each in a process of its own."""
+"""Ranks that train on the asynchronous device, each in a separate process."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ _P = ParamSpec("_P")
 
 
 class Trained(NamedTuple):
-    """What one rank has recorded of its device, and what it did to it."""
+    """Recording of one rank's device, and what the rank did."""
 
     spans: list[Record]
     """DEVICE records."""
     marks: int
-    """Of ours, in each of the last steps."""
+    """Events recorded by the watch in each of the last steps."""
     events: float
-    """That anybody recorded, in each of the last steps."""
+    """All events recorded in each of the last steps."""
     synchronizations: int
     loss: list[float]
     parameters: list[torch.Tensor]
     metadata: dict[str, Any]
     longer: float = 1.0
-    """Times as long as it was asked to, the device has worked. Times below are divided by that."""
+    """Factor by which the device works longer than requested. The times below are divided by it."""
 
     def of(self, kind: Kind, name: str | None = None) -> list[Record]:
-        """The spans of what is of that kind."""
+        """Return the spans of this kind."""
         return [each for each in self.spans if each.value0 == kind and name in (None, each.name)]
 
     def stalls_ms(self, step: int, name: str | None = None) -> float:
-        """How long the compute stream waited in a step."""
+        """Return how long the compute stream waited in a step."""
         return sum(each.duration_ns for each in self.of(Kind.WAIT, name) if each.step == step) / self._ms
 
     def work_ms(self) -> dict[int, float]:
-        """The device's own work, by step."""
+        """Return the device's own work by step."""
         return {each.step: each.duration_ns / self._ms - self.stalls_ms(each.step) for each in self.of(Kind.STEP)}
 
     @property
@@ -56,10 +56,12 @@ class Trained(NamedTuple):
 
 
 def host_is_ahead(test: Callable[_P, None]) -> Callable[_P, None]:
-    """For tests that need a host that issues its work before the device has done the last: on a busy machine it may
-    not, and then the device waits for it. They are run again there with a device that works six times as long.
+    """Repeat a test whose host must issue work before the device has done the last, with a slower
+    device.
 
-    tmp_path: by its name; each try has its own.
+    On a busy machine the host may be late, and then the device waits for it. The second try uses a
+    device that works six times as long. `tmp_path` must be passed by name, and each try gets a
+    folder in it.
     """
 
     @functools.wraps(test)
@@ -82,9 +84,11 @@ def host_is_ahead(test: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def begin(folder: Path) -> None:
-    """Makes the device the accelerator of this process, and the default group one for both.
+    """Make the device the accelerator of this process, and create a default group for CPU and
+    device.
 
-    The clock's first anchor is waited for: on a busy machine the stream's thread may be late by some milliseconds.
+    Waits longer than usual for the clock's first anchor, because a busy machine can delay the
+    stream's thread.
     """
     clock._FIRST_TIMEOUT_NS = 5_000_000_000
     device.load()
@@ -98,9 +102,12 @@ def train(
     folder: Path, make: Callable[[], tuple[Any, Any]], step: Callable[[Any, Any, int], torch.Tensor],
     *, steps: int = 24, watched: bool = True, **settings: Any,
 ) -> Trained:  # fmt: skip
-    """Trains for some steps, watched or not, and waits for the device every eighth one, as scripts do that print.
+    """Train with or without a watch.
 
-    make: the model and its optimizer. step: one step with them, by its number; returns the loss.
+    Wait for the device every eighth step, as scripts that print do.
+
+    `make` returns the model and its optimizer. `step` makes the step with this number and returns
+    the loss.
     """
     torch.manual_seed(7)
     model, optimizer = make()
@@ -128,7 +135,8 @@ def train(
         with recorded(folder / f"rank-{os.environ['RANK']}", model, optimizer, **settings) as recording:
             loop()
             torch.accelerator.synchronize()
-            for _ in range(2):  # what has happened is read at a step's end
+            # Events are read at the end of a step.
+            for _ in range(2):
                 assert recording.watch is not None
                 recording.watch.step()
                 time.sleep(0.05)
@@ -147,13 +155,13 @@ def train(
 
 
 def parameter_of(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part, on the CPU."""
+    """Return this rank's part of the parameter, on the CPU."""
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return local.detach().cpu()
 
 
 def marks(recording: Recording) -> int:
-    """How many events the clock of the watch has recorded, without its anchors."""
+    """Return the number of events that the watch's clock has recorded, without its anchors."""
     if recording.watch is None:
         return 0
     return int(getattr(recording.watch._session.clocks.current, "marked", 0))  # type: ignore[union-attr]

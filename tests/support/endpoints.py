@@ -23,7 +23,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """An HTTP server on a free port, for as long as the context; its address."""
+    """Run an HTTP server on a free port. Yield its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
@@ -54,7 +54,7 @@ class _Quiet(BaseHTTPRequestHandler):
 
 
 def answering(status: int, body: bytes = b"", after_s: float = 0.0, **headers: str) -> type[_Quiet]:
-    """A handler that gives every request the same answer, after some time, and counts them."""
+    """Return a handler that counts requests and gives each the same answer after some time."""
 
     class Endpoint(_Quiet):
         requests = 0
@@ -70,14 +70,14 @@ def answering(status: int, body: bytes = b"", after_s: float = 0.0, **headers: s
 
 @contextmanager
 def silent() -> Iterator[str]:
-    """A TCP port that accepts connections and never answers."""
+    """Yield a TCP port that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 @contextmanager
 def dropping() -> Iterator[str]:
-    """A TCP port that does not answer at all: its queue is full, so that the kernel drops who knocks."""
+    """Yield a TCP port that does not react: its queue is full, so the kernel drops new connections."""
     with ExitStack() as held:
         server = held.enter_context(socket.socket())
         server.bind(("127.0.0.1", 0))
@@ -96,19 +96,19 @@ def dropping() -> Iterator[str]:
 
 @contextmanager
 def refusing() -> Iterator[str]:
-    """A port that nobody listens on. It is held meanwhile, so that nobody gets it."""
+    """Yield a port that refuses connections. It stays bound, so no other program can use it."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 class Spans(TraceServiceServicer):
-    """A gRPC endpoint for spans that gives every request the same answer, after some time."""
+    """A gRPC endpoint for spans that gives every request the same answer after some time."""
 
     def __init__(self, status: grpc.StatusCode, after_s: float = 0.0) -> None:
         self._status, self._after_s = status, after_s
         self.seen: list[str] = []
-        """The metadata of each request."""
+        """Metadata of each request."""
 
     def Export(self, request: ExportTraceServiceRequest, context: grpc.ServicerContext) -> ExportTraceServiceResponse:
         self.seen.append(repr(context.invocation_metadata()))
@@ -119,13 +119,13 @@ class Spans(TraceServiceServicer):
 
 
 def add_spans(spans: Spans, server: grpc.Server) -> None:
-    """Has the server answer by it."""
+    """Register `spans` with the server."""
     add_TraceServiceServicer_to_server(spans, server)
 
 
 @contextmanager
 def grpc_answering(status: grpc.StatusCode, after_s: float = 0.0) -> Iterator[str]:
-    """A gRPC endpoint for spans that gives every request the same answer, after some time."""
+    """Run a gRPC endpoint for spans that gives every request the same answer after some time."""
     server = grpc.server(ThreadPoolExecutor(4))
     add_spans(Spans(status, after_s), server)
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,9 +1,9 @@
-/* Makes calls to the system fail, or never return: loaded with LD_PRELOAD, so that real code paths run without mocks.
+/* Make system calls fail, or never return. Loaded with LD_PRELOAD, so real code paths run without mocks.
  *
- * In the process, by ctypes: arm(paths, nth, error) makes the nth call on one of these paths fail; see failing_calls.py.
- * In the process and its children, by the environment: calls on FAILING_PATHS fail with the errno FAILING_WITH, or do not
- * return if that is "hang", as long as the file FAILING_WHILE exists, if it is set. FAILING_LOG: a file that gets a line
- * with the process's id for each of them.
+ * In the process, by ctypes: arm(paths, nth, error) makes the nth call on one of these paths fail (failing_calls.py).
+ * In the process and its children, by the environment: calls on FAILING_PATHS fail with the errno FAILING_WITH. If
+ * FAILING_WITH is "hang", they do not return. If FAILING_WHILE is set, both last only as long as this file exists.
+ * Each affected call adds a line with the process's id to the file FAILING_LOG.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -32,7 +32,7 @@ static int armed_error, armed;
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
-/* paths: prefixes, joined by ':'; "*" for all calls. nth: from 1; 0 for none, -1 for each. */
+/* `paths` are prefixes joined by ':', or "*" for all calls. `nth` counts from 1. 0: no call, -1: each call. */
 void arm(const char *paths, long nth, int error)
 {
     snprintf(armed_paths, sizeof armed_paths, "%s", paths);
@@ -43,7 +43,7 @@ void arm(const char *paths, long nth, int error)
     armed = 1;
 }
 
-/* Returns how many calls were counted since arm(). */
+/* Return the number of calls since arm(). */
 long counted(void)
 {
     return seen;
@@ -55,7 +55,7 @@ long disarm(void)
     return seen;
 }
 
-/* The call that failed, as "name path". */
+/* Return the failed call as "name path". */
 const char *failed_call(void)
 {
     return first_call;
@@ -78,7 +78,7 @@ static int there(const char *path)
     return syscall(SYS_faccessat, AT_FDCWD, path, F_OK) == 0;
 }
 
-/* As a disk whose server is gone: whatever signal comes, only SIGKILL ends it, or that the server is back. */
+/* Block like a disk whose server is gone: only SIGKILL, or the server's return, ends the call. */
 static int hang(const char *while_there)
 {
     while (!while_there || there(while_there)) {
@@ -94,7 +94,7 @@ static int fail(int error)
     return 1;
 }
 
-/* Whether this call is to fail; errno is set then. */
+/* Return true and set errno if this call must fail. */
 static int fails(const char *name, const char *path)
 {
     if (armed && matches(armed_paths, path)) {
@@ -121,7 +121,7 @@ static int fails(const char *name, const char *path)
     return 0;
 }
 
-/* The path of an open file, for calls on descriptors and relative to them. */
+/* Return the path of an open file, for calls on descriptors and relative to them. */
 static const char *path_of(int descriptor, const char *path, char *buffer, size_t size)
 {
     char link[64];
@@ -270,7 +270,7 @@ ssize_t read(int descriptor, void *data, size_t size)
     return fails("read", AT(descriptor, "")) ? -1 : (ssize_t)REAL(read)(descriptor, data, size);
 }
 
-/* These have no path: they are counted where the paths are "*" or hold their name. */
+/* These calls have no path. They are counted if the paths are "*" or contain their name. */
 char *getcwd(char *text, size_t size)
 {
     return fails("getcwd", "getcwd") ? NULL : REAL(getcwd)(text, size);
@@ -302,7 +302,7 @@ pid_t fork(void)
     return fails("fork", "fork") ? -1 : REAL(fork)();
 }
 
-/* A function between would return twice in one frame: so it is a fork, which costs more and does the same. */
+/* A wrapper of vfork() would return twice in one frame, so use fork(), which costs more and does the same. */
 pid_t vfork(void)
 {
     return fails("fork", "fork") ? -1 : REAL(fork)();

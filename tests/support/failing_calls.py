@@ -1,4 +1,4 @@
-"""Calls to the system that fail, or never return, where a test wants it: failing_calls.c, loaded with LD_PRELOAD."""
+"""System calls that fail or never return on demand: failing_calls.c, loaded with LD_PRELOAD."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EACH = -1
 
 @cache
 def library() -> Path:
-    """Built once in the life of a process."""
+    """Compile the library once per process."""
     folder = tempfile.mkdtemp(prefix="failing-calls-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     built = Path(folder) / "failing_calls.so"
@@ -29,7 +29,7 @@ def library() -> Path:
 
 
 class FailingCalls:
-    """In a process that was started with the library: makes one of its calls fail."""
+    """Makes a call fail, in a process that was started with the library."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
@@ -39,7 +39,10 @@ class FailingCalls:
         self._library.failed_call.restype = ctypes.c_char_p
 
     def arm(self, paths: Sequence[str], nth: int, error: int) -> None:
-        """paths: prefixes, or "*", or "fork", "getcwd", "gethostname". nth: from 1; 0 for none; EACH."""
+        """Make the nth call fail. `paths` are prefixes, or "*", "fork", "getcwd" or "gethostname".
+
+        `nth` counts from 1. 0 stands for no call and EACH for all calls.
+        """
         self._library.arm(":".join(paths).encode(), nth, error)
 
     def counted(self) -> int:
@@ -47,13 +50,15 @@ class FailingCalls:
         return self._library.counted()
 
     def disarm(self) -> tuple[int, str]:
-        """How many calls there were, and which one failed."""
+        """Return the number of calls and the name of the failed one."""
         return self._library.disarm(), self._library.failed_call().decode()
 
 
 @contextlib.contextmanager
 def everything_ended(mark: str) -> Iterator[None]:
-    """On leaving, kills every process that has this text in its environment: what hangs does not end by itself."""
+    """At the end, kill every process with this text in its environment, because hanging ones never
+    end.
+    """
     try:
         yield
     finally:

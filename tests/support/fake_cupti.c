@@ -1,4 +1,4 @@
-/* CUPTI's callbacks without a device: calls what has subscribed, for the functions that it has asked for. */
+/* CUPTI's callbacks without a device: call the subscriber for the functions that it has enabled. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -17,7 +17,7 @@ static char enabled[4][16];
 int cuptiSubscribe(void **subscriber, Callback function, void *data)
 {
     if (callback != NULL) {
-        return 39; /* one subscriber only */
+        return 39; /* there can be only one subscriber */
     }
     callback = function, userdata = data, *subscriber = &callback;
     return 0;
@@ -45,7 +45,7 @@ int cuptiEnableCallback(uint32_t enable, void *subscriber, int domain, uint32_t 
     return 0;
 }
 
-/* As a call of that function. */
+/* Simulate a call of this function. */
 void fake_call(int domain, uint32_t number)
 {
     if (!enabled[domain][number]) {

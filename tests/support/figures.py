@@ -1,7 +1,9 @@
-"""Write the counts of long tests into docs/internals/reliability.md, where `make test-long` sets FIGURES.
+"""Write the counts of long tests into docs/internals/reliability.md.
 
-Without FIGURES nothing is written. SHARE, from 0 to 1, makes the long forms shorter; the number that was run is in the
-table, beside the full one.
+`make test-long` sets FIGURES.
+
+Without FIGURES nothing is written. SHARE, from 0 to 1, makes the long forms shorter. The table
+shows the number of runs next to the full number.
 """
 
 from __future__ import annotations
@@ -18,18 +20,22 @@ HEAD = ["| long form | run | of | seed | counted | minutes | date |", "|---|---|
 
 
 def share(full: int) -> int:
-    """How much of it is to be run, as SHARE says."""
+    """Return the number of runs for a full number, according to SHARE."""
     return max(1, round(full * float(os.environ.get("SHARE", "1"))))
 
 
 def note(form: str, run: int, full: int, counted: str, took_s: float, seed: int | None = None) -> None:
-    """Replaces this form's row of the table. form: its name, and where it is. run: the number that was run."""
+    """Replace the table row of this form.
+
+    `form` is its name and place, and `run` the number of actual runs.
+    """
     if not os.environ.get("FIGURES"):
         return
     today = datetime.date.today().isoformat()
     row = f"| {form} | {run:,} | {full:,} | {'' if seed is None else seed} | {counted} | {took_s / 60:.1f} | {today} |"
     with open(FIGURES, "r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # tests run side by side
+        # Tests run in parallel.
+        fcntl.flock(file, fcntl.LOCK_EX)
         before, _, rest = file.read().partition(BEGIN)
         block, _, after = rest.partition(END)
         rows = [line for line in block.splitlines() if line.startswith("| ") and line not in HEAD]

@@ -1,4 +1,4 @@
-"""Findings made by hand, for what is made of them."""
+"""Findings made by hand, as input for code that uses findings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ PLACES = {rank: Placement(f"node-{'ab'[rank // 4]}", "same") for rank in range(8
 
 
 def episode(rank: int = 3, since: int = 100, until: int | None = None, **changed: Any) -> Episode:
-    """A rank that is 20 ms slower than the others' 60 ms in the backward pass, of steps that last 100 ms."""
+    """Return an episode: a rank takes 20 ms longer than the 60 ms of other ranks in backward, in
+    steps of 100 ms.
+    """
     values: dict[str, Any] = {
         "rank": rank, "phase": "backward", "judged_from_step": since, "from_start": False, "last_step": since + 50,
         "until_step": until, "named_step": since + 12, "excess_ns": 20 * MS, "phase_excess_ns": 18 * MS,
@@ -31,13 +33,13 @@ def episode(rank: int = 3, since: int = 100, until: int | None = None, **changed
 
 
 def findings(*episodes: Episode, **changed: Any) -> Findings:
-    """What a judge of eight ranks says."""
+    """Return the findings of a job with eight ranks."""
     values = {"rows": 64, "step_ns": 100 * MS, "detectable_ns": 3 * MS, "compared": 8, "last_step": 200, **changed}
     return dataclasses.replace(NOTHING, episodes=episodes, **values)
 
 
 def slow_links(*groups: tuple[int, ...]) -> JudgedVerdict:
-    """On slow links between the ranks of these groups, the costliest first."""
+    """Return findings with slow links between the ranks of these groups, the costliest first."""
     links = tuple(
         SlowLink(str(group), "", group, False, "allreduce", "float32", 1e6, 50, 2e6, 1e6, 1e9, 2e9, 3, 1e6, 5e7, False)
         for group in groups
@@ -47,7 +49,7 @@ def slow_links(*groups: tuple[int, ...]) -> JudgedVerdict:
 
 
 def hang(step: int = 57, kind: str = "missing", ranks: tuple[int, ...] = (2,), since_s: float = 12.0) -> OpenHang:
-    """A hang as the node's state has it."""
+    """Return a hang in the form of the node's state."""
     text = f"No step for {since_s:.0f} s. Rank 2 did not enter it. Next: look at it."
     return OpenHang(kind, since_s, step, ranks, waiting=(0, 1), stacks={}, text=text)
 

@@ -1,4 +1,6 @@
-"""Several real ranks over gloo: processes that run a function of a test module and send back what it returns."""
+"""Several real ranks over gloo: processes that run a function of a test module and send back its
+result.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ import torch.distributed as dist
 from tests.support.warm_python import WarmPython
 from torchlens_perf.errors import RAISE, swallowed
 
-LONGEST_S = 250.0  # below what a test may take; on a busy machine a pair took 100 s
+# Below the time limit of a test. On a busy machine a pair took 100 s.
+LONGEST_S = 250.0
 
 
 def run_ranks(function: Callable[[Path], Any], folder: Path, ranks: int = 2) -> list[Any]:
-    """What `function(folder)` returned on each rank. The function is found by its name, so it belongs to a module."""
+    """Return the result of `function(folder)` on each rank.
+
+    Ranks find the function by its module and name.
+    """
     environment = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "PYTHONPATH": os.pathsep.join(sys.path)}
     processes = [
         WarmPython(
@@ -42,7 +48,7 @@ def run_ranks(function: Callable[[Path], Any], folder: Path, ranks: int = 2) -> 
 
 
 def main() -> None:
-    """One rank."""
+    """Run one rank."""
     module, function, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     unraisable: list[str] = []
@@ -59,7 +65,8 @@ def main() -> None:
     data = io.BytesIO()
     torch.save(result, data)
     (folder / f"result-{rank}").write_bytes(data.getvalue())
-    # To take down an interpreter with torch costs half a second of processor time. Other tests look at how jobs end.
+    # Skip the interpreter's shutdown, which takes half a second of processor time with torch
+    # loaded.
     sys.stderr.flush()
     os._exit(0)
 

@@ -1,6 +1,6 @@
-"""A /metrics with all that a node with GPUs has, at values that a test chooses: no GPU is needed.
+"""A /metrics page of a node with GPUs, with values that a test sets. It needs no GPU.
 
-It stands in for the hardware, and not for what reads it: tests/exporters/test_otlp_hardware.py goes from NVML on.
+It replaces the hardware only. tests/exporters/test_otlp_hardware.py covers the way from NVML on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GpuTarget:
         return str(self._exporter.address)
 
     def goes_on(self) -> None:
-        """One step of each rank, one sample of each GPU and port."""
+        """Add one step of each rank and one sample of each GPU and port."""
         self._steps += 1
         for rank in range(GPUS):
             identity = identity_of(self._run, rank, GPUS)

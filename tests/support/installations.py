@@ -1,7 +1,9 @@
-"""The wheel and the sdist, made by the tools that users have, and empty environments that they are installed into.
+"""The wheel and the sdist, made with users' tools, and empty environments in which they are
+installed.
 
-Nothing of the test environment is in those but torch and what the wheel declares, with what these need: they are lent,
-because installing torch anew takes minutes. What the wheel needs and does not declare is missing there.
+The environments get only torch, the wheel's declared requirements, and their dependencies from the
+test environment, because installing torch takes minutes. A requirement that the wheel does not
+declare is missing in them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _HIDDEN_OR_BUILT = ("build", "dist", "__pycache__", "torchlens-perf")
 
 
 def tree() -> list[Path]:
-    """The repository's files, relative to its root: tracked ones and new ones, nothing that is built."""
+    """Return the repository's files relative to its root: tracked and new ones, no built ones."""
     if (ROOT / ".git").exists():
         command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
@@ -37,7 +39,7 @@ def tree() -> list[Path]:
 
 
 def _unpacked(folder: Path) -> Iterator[Path]:
-    """The same for an sdist that was unpacked, and perhaps tested in."""
+    """Return the same for an unpacked sdist, in which tests may have run."""
     for path in folder.iterdir():
         if path.name.startswith(".") or path.name in _HIDDEN_OR_BUILT or path.suffix in (*_BUILT, ".egg-info"):
             continue
@@ -48,7 +50,7 @@ def _unpacked(folder: Path) -> Iterator[Path]:
 
 
 class Environment(NamedTuple):
-    """An empty environment, a home of its own, and an empty folder that everything is run in."""
+    """An empty environment with a separate home and an empty working folder."""
 
     folder: Path
     home: Path
@@ -60,11 +62,11 @@ class Environment(NamedTuple):
 
     @property
     def package(self) -> Path:
-        """Where the package was installed. Whether it is imported from there is the tests' to see."""
+        """Return the package's installation folder. Tests check that it is imported from there."""
         return _site(self.folder) / PACKAGE
 
     def environ(self, **changed: str) -> dict[str, str]:
-        """Without what this process was told: variables of ours, compilers, and where else Python looks."""
+        """Return an environment without our variables, compilers, and Python's other search paths."""
         dropped = ("TORCHLENS", "OTEL_", "XDG_", "PYTHON", "CXX", "CC", "VIRTUAL_ENV", "COV_", "PYTEST")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
@@ -73,7 +75,7 @@ class Environment(NamedTuple):
     def run(
         self, *command: str | Path, folder: Path | None = None, timeout_s: float = 300, **changed: str
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a program of the environment in the empty folder, or in another one."""
+        """Run a program of the environment in the empty folder, or in another one."""
         program = [str(self.folder / "bin" / command[0]), *map(str, command[1:])]
         return subprocess.run(
             program, cwd=folder or self.work, env=self.environ(**changed), capture_output=True, text=True,
@@ -81,19 +83,19 @@ class Environment(NamedTuple):
         )  # fmt: skip
 
     def run_warm(self, *command: str | Path, folder: Path, **changed: str) -> subprocess.CompletedProcess[str]:
-        """The same of its Python, which has loaded torch already."""
+        """Run a Python program of the environment with torch already loaded."""
         program = [str(self.python), *map(str, command)]
         return warm_python.run(program, 110, cwd=folder, env=self.environ(**changed))
 
     def succeeds(self, *command: str | Path, **options: str) -> str:
-        """Runs it, and returns what it printed."""
+        """Run the program and return its output. Fail unless it succeeds."""
         done = self.run(*command, **options)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
 
 def empty_environment(folder: Path) -> Environment:
-    """One with nothing in it, not even pip."""
+    """Create an environment that contains no packages, not even pip."""
     venv.create(folder / "venv", with_pip=False)
     made = Environment(folder / "venv", folder / "home", folder / "empty")
     made.home.mkdir()
@@ -102,20 +104,25 @@ def empty_environment(folder: Path) -> Environment:
 
 
 def install(what: Path, environment: Environment, **changed: str) -> None:
-    """Has pip install a wheel or an sdist, with its dependencies, which are there already: pip sees for itself."""
+    """Install a wheel or an sdist with pip.
+
+    Its dependencies are already present, which pip checks itself.
+    """
     done = pip(environment, "install", "-q", "--no-compile", str(what), **changed)
     assert done.returncode == 0, done.stderr
 
 
 def pip(environment: Environment, *arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
-    """The test environment's pip, working on an environment that has none."""
+    """Return the command of the test environment's pip for an environment without pip."""
     command = [sys.executable, "-m", "pip", "--python", str(environment.python), *arguments]
     environ = environment.environ(**changed)
     return subprocess.run(command, cwd=environment.work, env=environ, capture_output=True, text=True)
 
 
 def lend(environment: Environment, requirements: Iterable[str]) -> None:
-    """Lets an environment have torch and these requirements, from the test environment, with what they need."""
+    """Make torch, these requirements and their dependencies from the test environment available in
+    an environment.
+    """
     lent = environment.folder / "lent"
     lent.mkdir()
     for distribution in _closure(["torch", *requirements]):
@@ -149,7 +156,7 @@ def _site(folder: Path) -> Path:
 
 
 def copy_tree(to: Path) -> Path:
-    """The repository's files without anything that is built."""
+    """Copy the repository's files without built ones."""
     for file in tree():
         (to / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, to / file)
@@ -157,24 +164,25 @@ def copy_tree(to: Path) -> Path:
 
 
 def make_sdist(source: Path, out: Path) -> Path:
-    """As a release is made. Leaves the source as `python -m build` leaves it."""
+    """Build the sdist as for a release. The source stays as `python -m build` leaves it."""
     _make([sys.executable, "-m", "build", "--sdist", "--outdir", str(out), str(source)])
     (made,) = out.glob("*.tar.gz")
     return made
 
 
 def make_wheel(source: Path, out: Path) -> Path:
-    """As `pip install FOLDER` makes it."""
+    """Build the wheel in the same way as `pip install FOLDER`."""
     _make([sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--wheel-dir", str(out), str(source)])
     (made,) = out.glob("*.whl")
     return made
 
 
 def _make(command: list[str]) -> None:
-    # Python's own variables would be the test's; PIP_* ones say where packages come from.
+    # Remove Python's variables, which are the test's. Keep PIP_* ones, which set where packages
+    # come from.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    # setuptools takes it all the same, until it does not.
+    # setuptools still accepts it.
     assert "it is absent from setuptools' `packages` configuration" not in said, said

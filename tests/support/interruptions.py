@@ -1,4 +1,7 @@
-"""An exception, or other work, in the middle of our code, at each line or call in turn: as a signal's handler does."""
+"""Run a handler at each line or call of our code in turn, as a signal handler could.
+
+It may raise.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Any
 
 
 class Interruption(BaseException):
-    """What the handler raises, as Ctrl-C does."""
+    """Exception that the handler raises, similar to that of Ctrl-C."""
 
 
 def lines_of(codes: set[CodeType], work: Callable[[], object]) -> int:
-    """How many lines of these functions run in `work`."""
+    """Return how many lines of these functions run in `work`."""
     count = 0
 
     def counted() -> None:
@@ -28,9 +31,10 @@ def lines_of(codes: set[CodeType], work: Callable[[], object]) -> int:
 def interrupted_at_each_line(
     codes: set[CodeType], work: Callable[[], object], handler: Callable[[], object]
 ) -> Iterator[int]:
-    """Runs `work` again and again, the handler before its first line in these functions, before its second one, ...
+    """Run `work` repeatedly, with the handler before its first line in these functions, then its
+    second one, and so on.
 
-    Yields the line's number each time. An Interruption that the handler raises ends that work.
+    Yields each line number. An Interruption raised by the handler ends that run of `work`.
     """
     for wanted in range(lines_of(codes, work)):
         left = wanted
@@ -59,7 +63,7 @@ def _traced(codes: set[CodeType], work: Callable[[], object], at_line: Callable[
 
 
 def functions_called(work: Callable[[], object], file_prefix: str) -> list[CodeType]:
-    """The functions of these files that run in `work`, in the order of their first calls."""
+    """Return the functions of these files that run in `work`, in the order of their first calls."""
     found: dict[CodeType, None] = {}
 
     def on_call(frame: FrameType, event: str, argument: Any) -> None:
@@ -81,7 +85,10 @@ def _with_trace(trace: Callable[[FrameType, str, Any], Any], work: Callable[[], 
 
 @contextlib.contextmanager
 def failing(code: CodeType, error: BaseException) -> Iterator[list[None]]:
-    """The function's first call raises this error at once. Yields a list that is not empty once it has."""
+    """Make the function's first call raise this error.
+
+    Yield a list that is not empty after the call.
+    """
     raised: list[None] = []
 
     def on_call(frame: FrameType, event: str, argument: Any) -> None:

@@ -1,4 +1,4 @@
-"""A real JupyterLab on the loopback interface, with settings, kernels and notebooks of its own, for a browser."""
+"""A real JupyterLab on loopback for a browser, with separate settings, kernels and notebooks."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ STARTS_WITHIN_S = 90.0
 
 
 class JupyterLab:
-    """Entered, it serves `folder`; left, it and its kernels have ended."""
+    """Serves `folder` inside the context. The server and its kernels end with the context."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "notebooks"
         self._settings, self._runtime = folder / "settings", folder / "runtime"
         self._log = folder / "log"
         self.folder.mkdir()
-        self.set("notification", fetchNews="false", checkForUpdates=False)  # no window over the notebook
+        # Suppress the dialog over the notebook.
+        self.set("notification", fetchNews="false", checkForUpdates=False)
 
     def set(self, name: str, **values: object) -> None:
-        """Settings of the front end, for what is opened from now on."""
+        """Change settings of the front end for notebooks that are opened from now on."""
         path = self._settings / "@jupyterlab" / "apputils-extension" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values))
 
     def write(self, name: str, cells: Sequence[str]) -> None:
-        """A notebook of these cells, not yet run."""
+        """Write a notebook of these cells that has not run."""
         code = [
             {"cell_type": "code", "execution_count": None, "id": f"cell-{number}", "metadata": {}, "outputs": [],
              "source": source} for number, source in enumerate(cells)
@@ -45,7 +46,7 @@ class JupyterLab:
         (self.folder / name).write_text(text)
 
     def url(self, name: str) -> str:
-        """Of a notebook, in a workspace that has nothing else open."""
+        """Return the notebook's address in a workspace without other open documents."""
         return f"{self.origin}/lab/tree/{name}?token={TOKEN}&reset"
 
     def __enter__(self) -> JupyterLab:
@@ -72,5 +73,6 @@ class JupyterLab:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.kill(self._process.pid, signal.SIGTERM)  # which ends its kernels too
+        # SIGTERM also ends its kernels.
+        os.kill(self._process.pid, signal.SIGTERM)
         self._process.wait(60)

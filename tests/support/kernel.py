@@ -1,4 +1,4 @@
-"""A Jupyter kernel and its front end, as far as tests need one: cells that are run one after the other."""
+"""A Jupyter kernel and a minimal front end that runs cells one after the other."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from tests.support.processes import ROOT, clean_environ
 
 
 class Output:
-    """What a cell has put out, as a front end has it at the end."""
+    """A cell's final output, as shown by a front end."""
 
     def __init__(self, messages: list[tuple[str, dict[str, Any]]]) -> None:
         self.messages = messages
         self.text = "".join(content["text"] for kind, content in messages if kind == "stream")
         self.errors = [content["ename"] for kind, content in messages if kind == "error"]
         self.shown: dict[str, dict[str, str]] = {}
-        """By display id, or by number where it has none: MIME types."""
+        """MIME types and data by display id, or by number without an id."""
         self.updated: dict[str, dict[str, str]] = {}
-        """Those of other cells."""
+        """Updates of other cells' displays."""
         for number, (kind, content) in enumerate(messages):
             name = content.get("transient", {}).get("display_id", str(number))
             if kind in ("display_data", "execute_result"):
@@ -28,18 +28,18 @@ class Output:
 
     @property
     def reports(self) -> list[dict[str, str]]:
-        """What is to be seen of displays."""
+        """Return the displays with visible content."""
         return [data for data in self.shown.values() if data["text/plain"]]
 
     def only(self) -> dict[str, str]:
-        """The one report, as text and as HTML."""
+        """Return the only report, as text and as HTML."""
         (data,) = self.reports
         assert set(data) == {"text/plain", "text/html"}
         return data
 
 
 class Kernel:
-    """A Jupyter kernel, and a front end that runs cells in it, one after the other."""
+    """A Jupyter kernel with a front end that runs cells in it, one after the other."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
         from jupyter_client.manager import KernelManager
@@ -53,7 +53,7 @@ class Kernel:
         self.client.wait_for_ready(timeout=120)
 
     def run(self, code: str, interrupt_at: str = "", timeout_s: float = 120) -> Output:
-        """A cell. interrupt_at: once it has printed this, it is interrupted."""
+        """Run a cell. Interrupt it once it has printed `interrupt_at`."""
         request = self.client.execute(code)
         messages: list[tuple[str, dict[str, Any]]] = []
         while True:

@@ -1,7 +1,7 @@
-"""Jobs on two nodes of this machine, under any launcher: what they print, and the one run that they leave.
+"""Jobs on two nodes of this machine, under any launcher: their output, and the run that they leave.
 
-A node is a pair of namespaces: a host name and a shared memory of its own. The nodes share the working directory, as
-on a cluster's disk, and the network.
+A node is a pair of namespaces with a separate host name and shared memory. The nodes share the
+working directory, as on a cluster's disk, and the network.
 """
 
 from __future__ import annotations
@@ -26,15 +26,21 @@ from torchlens_perf.verdicts import node_state
 
 SCRIPT = str(SCRIPTS / "launched.py")
 NODES = ("node-a", "node-b")
-RANKS, SLOW_RANK = 4, 3  # of the second node
+# The slow rank is on the second node.
+RANKS, SLOW_RANK = 4, 3
 ON_NODE = str(SCRIPTS / "on_node.py")
 SHELL_NODE = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-STEPS = 1200  # of 15 ms and more: nodes meet some six seconds after the start, on a busy machine later
-_LATER_S = 2.0  # so that the second node, on its own, calls the run otherwise than the first
+# Steps of at least 15 ms. Nodes connect about six seconds after the start, on a busy machine later.
+STEPS = 1200
+# Long enough for the second node to choose another run name on its own.
+_LATER_S = 2.0
 
 
 def on_nodes(*programs: list[str]) -> list[list[str]]:
-    """Python programs, the first on the first node; the next one begins a little later."""
+    """Return commands of Python programs, one per node.
+
+    Each starts a little later than the one before.
+    """
     return [
         on_node(node, number * _LATER_S, *program)
         for number, (node, program) in enumerate(zip(NODES, programs, strict=True))
@@ -42,17 +48,17 @@ def on_nodes(*programs: list[str]) -> list[list[str]]:
 
 
 def on_node(node: str, delay_s: float, *program: str) -> list[str]:
-    """A Python program, on that node, after some time."""
+    """Return the command of a Python program on this node, which starts after a delay."""
     return [sys.executable, ON_NODE, node, str(delay_s), *program]
 
 
 def by_shell(node: str, *command: str) -> list[str]:
-    """Any command, run on that node."""
+    """Return the command prefix that runs any command on this node."""
     return ["unshare", "--uts", "--mount", "sh", "-c", SHELL_NODE, node, *command]
 
 
 def why_no_nodes() -> str:
-    """Why there can be no second node here; empty if there can."""
+    """Return the reason why this machine cannot have a second node, or an empty string."""
     if os.geteuid():
         return "namespaces with names and mounts of their own need root"
     done = subprocess.run(by_shell("node-x", "true"), capture_output=True, text=True)
@@ -77,12 +83,12 @@ class Done:
 
     @property
     def runs(self) -> list[RunDirectory]:
-        """The run directories, without other names of theirs."""
+        """Return the run directories without links to them."""
         found = sorted((self.folder / "torchlens-perf").glob("*/nodes"))
         return [RunDirectory(path.parent) for path in found if not path.parent.is_symlink()]
 
     def report(self) -> dict[str, Any]:
-        """On the one run."""
+        """Return the report on the only run."""
         (run,) = self.runs
         return checked(build(run.run_id, node_state.load_all(run)))
 
@@ -92,7 +98,10 @@ class Done:
 
 
 def run(folder: Path, *commands: list[str], watched: bool = True, timeout_s: float = 150, **environment: str) -> Done:
-    """Runs the commands side by side, each of which starts a part of the job, and waits for its sidecars."""
+    """Run the commands in parallel, each of which starts a part of the job.
+
+    Wait for its sidecars.
+    """
     folder.mkdir(exist_ok=True)
     environ = clean_environ(
         {
@@ -122,7 +131,7 @@ def run(folder: Path, *commands: list[str], watched: bool = True, timeout_s: flo
 
 
 def sidecars_ended(folder: Path, timeout_s: float = 60) -> None:
-    """Waits for those of this folder's runs, whichever node they are on."""
+    """Wait for the sidecars of this folder's runs on all nodes."""
     deadline_s = time.monotonic() + timeout_s
     while pids := _sidecars(folder):
         if time.monotonic() > deadline_s:
@@ -143,5 +152,5 @@ def _sidecars(folder: Path) -> list[int]:
 
 
 def torchrun(*arguments: str) -> list[str]:
-    """For on_nodes(): two ranks a node."""
+    """Return the torchrun command for on_nodes(), with two ranks per node."""
     return ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *arguments]

@@ -1,4 +1,6 @@
-"""What this process's runs have left on its node, and in a folder of run directories; and ending their sidecars."""
+"""Find and remove files that this process's runs left on the node and in a folder, and end their
+sidecars.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from pathlib import Path
 from torchlens_perf.run import make_folders
 from torchlens_perf.run.processes import process_started
 
-# In the names of this process's runs; the second one, where it cannot read when it began.
+# Part of the names of this process's runs. The second one is used if the start time cannot be read.
 _DIGESTS = [
     hashlib.sha256(f"{socket.gethostname()}/{os.getpid()}/{started}".encode()).hexdigest()[:8]
     for started in (process_started(os.getpid()), None)
@@ -25,7 +27,10 @@ _DIGESTS = [
 
 
 def places(runs: Path) -> list[Path]:
-    """Other processes' runs lie beside them, and are none of ours; links stay until their launcher has ended."""
+    """Return this process's local folders and all run directories.
+
+    Excludes other processes' runs, and links, which stay until their launcher has ended.
+    """
     parents = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     local = [path for parent in parents for path in parent.glob(f"torchlens-perf-{os.getuid()}/*")]
     ours = [path for path in local if is_of_this_process(path) and not path.is_symlink()]
@@ -33,21 +38,25 @@ def places(runs: Path) -> list[Path]:
 
 
 def is_of_this_process(path: Path) -> bool:
-    """Whether the name is that of a run which this process has begun."""
+    """Return True if the name is that of a run of this process."""
     return any(digest in path.name for digest in _DIGESTS)
 
 
 def left_behind(runs: Path, timeout_s: float = 60) -> list[str]:
-    """Once the children have ended that make folders: one that nobody waits for makes its folders, and removes them."""
+    """Return the remaining folders, once the child processes that make folders have ended.
+
+    A child whose caller gave up still makes its folders and then removes them.
+    """
     deadline_s, looks_without = time.monotonic() + timeout_s, 0
-    while looks_without < 3 and time.monotonic() < deadline_s:  # one may miss a child, proc(5)
+    # Reading the children once may miss one, see proc(5).
+    while looks_without < 3 and time.monotonic() < deadline_s:
         looks_without = 0 if _children(make_folders.__file__) else looks_without + 1
         time.sleep(0.01)
     return [f"{place}: {os.listdir(place)}" for place in places(runs)]
 
 
 def remove(runs: Path) -> None:
-    """Takes everything away; others may do so too."""
+    """Remove all places. Other processes may remove some of them at the same time."""
     deadline_s = time.monotonic() + 10
     while (found := places(runs)) and time.monotonic() < deadline_s:
         for place in found:
@@ -56,9 +65,9 @@ def remove(runs: Path) -> None:
 
 
 def remove_local(said: str) -> None:
-    """Of the runs whose directories, DIR/runs/ID, a text names: what they have in this node's memory.
+    """Remove the node-local files of the runs whose directories, DIR/runs/ID, appear in a text.
 
-    For processes that were killed with their sidecar, which would have removed it.
+    For processes that were killed together with their sidecar, which would have removed the files.
     """
     for run_id in set(re.findall(r"/runs/([\w.-]*\w)", said)):
         for parent in ("/dev/shm", tempfile.gettempdir()):
@@ -71,7 +80,10 @@ def remove_local(said: str) -> None:
 
 
 def end_sidecars() -> None:
-    """Those of this process's runs, by SIGKILL: a sidecar's beginning takes a second. They are nobody's children."""
+    """Kill the sidecars of this process's runs.
+
+    They are orphans, and starting up takes them a second.
+    """
     if not (pids := _sidecars()):
         return
     for pid in pids:
@@ -91,7 +103,7 @@ def _sidecars() -> list[int]:
 
 
 def _children(argument: str) -> list[int]:
-    """Children of this process that run with this argument."""
+    """Return the child processes with this argument."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         children = [int(pid) for pid in file.read().split()]
     found = []
@@ -103,7 +115,7 @@ def _children(argument: str) -> list[int]:
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
-    """Wait for the condition, and return whether it is true."""
+    """Wait for the condition. Return whether it became true."""
     deadline_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline_s:
         time.sleep(0.02)

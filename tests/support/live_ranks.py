@@ -1,6 +1,7 @@
-"""Ranks that train until they are ended, with their live sidecars: on this machine, or on nodes made of namespaces.
+"""Ranks that train until they are ended, with live sidecars, on this machine or on nodes made of
+namespaces.
 
-Everything is ended by its pid when the context is left, also what a test has stopped.
+At the end of the context all processes are ended by pid, including stopped ones.
 """
 
 from __future__ import annotations
@@ -26,22 +27,30 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 
 SCRIPT = str(SCRIPTS / "train_ranks.py")
-# Its own name and shared memory: what tells one machine from another to a rank and its sidecar.
+# Separate host name and shared memory, which make a node look like another machine to a rank and
+# its sidecar.
 NODE = 'hostname "$NODE" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 
 
 class LiveRanks:
-    """The ranks of one job. Entered, they run; left, they and their sidecars are gone."""
+    """The ranks of one job.
+
+    They run inside the context, and they and their sidecars are gone after it.
+    """
 
     def __init__(
         self, folder: Path, ranks: int, nodes: tuple[str, ...] = (), script: str = SCRIPT, **environment: str
     ) -> None:
-        """nodes: their names, each with an equal share of the ranks; () for this machine."""
+        """Set up the job.
+
+        `nodes` are names of nodes with an equal share of the ranks each, or () for this machine.
+        """
         self.run_id = f"live-{uuid.uuid4().hex[:12]}"
         self._folder, self._nodes, self._environment = folder, nodes, environment
         self._count, self._script = ranks, script
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._pids: dict[int, int] = {}  # by rank, where this process has started them
+        # Pids of the ranks that this process has started.
+        self._pids: dict[int, int] = {}
 
     def __enter__(self) -> LiveRanks:
         environ = clean_environ()
@@ -77,24 +86,33 @@ class LiveRanks:
         return self
 
     def folder(self, node: str = "") -> Path:
-        """The working directory of a node's ranks."""
+        """Return the working directory of a node's ranks."""
         return self._folder / node if node else self._folder
 
     def run_directory(self, node: str = "") -> RunDirectory:
-        """Each node has its own: they share no disk."""
+        """Return the node's run directory.
+
+        Each node has a separate one, because the nodes share no disk.
+        """
         return RunDirectory(self.folder(node) / "torchlens-perf" / self.run_id)
 
     def report(self, node: str = "") -> dict[str, Any]:
-        """What `torchlens-perf report --json` shows there just now."""
+        """Return the current `torchlens-perf report --json` on the node."""
         value: dict[str, Any] = as_json(build(self.run_id, node_state.load_all(self.run_directory(node))))
         return value
 
     def compared(self, node: str = "") -> int:
-        """How many ranks the node's sidecar compares: all of the job once it has heard of the others'."""
+        """Return how many ranks the node's sidecar compares.
+
+        It is the whole job once other nodes have reported.
+        """
         return max(state.findings.compared for state in node_state.load_all(self.run_directory(node)))
 
     def wait_for(self, wanted: Callable[[dict[str, Any]], Any], timeout_s: float, node: str = "") -> Any:
-        """The first true answer about a report. Raises AssertionError with what the report says instead."""
+        """Return the first true answer about a report.
+
+        Raises AssertionError with the report otherwise.
+        """
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             told = list(self.run_directory(node).nodes.glob("*.json"))
@@ -107,15 +125,15 @@ class LiveRanks:
         raise AssertionError(f"not within {timeout_s} s: {verdicts}; {self._said()}")
 
     def rank_pids(self) -> dict[int, int]:
-        """By rank, once all of them run."""
+        """Wait until all ranks run. Return their pids by rank."""
         return self._pids or {int(told.partition(" ")[0]): pid for pid, told in self._ours("RANK=")}
 
     def sidecar_pids(self, node: str = "") -> list[int]:
-        """A sidecar belongs to its run directory."""
+        """Return the pids of the sidecars of the node's run directory."""
         return [pid for pid, told in self._ours("") if f" sidecar {self.run_directory(node).path}" in told]
 
     def _ours(self, variable: str) -> list[tuple[int, str]]:
-        """Processes of this job, with the value of a variable if it is asked for, and their command lines."""
+        """Return this job's processes with their command lines and the value of `variable`."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():

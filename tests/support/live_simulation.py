@@ -1,4 +1,6 @@
-"""A simulated run that goes on for as long as a test wants: its ring files, and a sidecar that writes when told to."""
+"""A simulated run that continues as long as a test needs: its ring files, and a sidecar that writes
+on demand.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from torchlens_perf.simulate.simulation import BLOCK, Simulation, Topology
 
 
 class LiveSimulation:
-    """Entered, its run is live; left, it has ended."""
+    """The run is live inside the context and has ended after it."""
 
     def __init__(
         self,
@@ -27,8 +29,12 @@ class LiveSimulation:
         total_steps: int = 0,
         seconds_ago: int = 600,
     ) -> None:
-        """stages: of a pipeline; the ranks are data parallel in each. total_steps: that the run says it will make.
-        seconds_ago: when it began.
+        """Create the run.
+
+        `stages` is the number of pipeline stages, with data parallelism in each stage.
+
+        `total_steps` is the run's configured number of steps, and `seconds_ago` the age of its
+        start.
         """
         self.name = path.name
         self.run = RunDirectory(path)
@@ -46,11 +52,11 @@ class LiveSimulation:
 
     @property
     def steps(self) -> int:
-        """That each rank has made."""
+        """Number of steps that each rank has made."""
         return BLOCK * self._blocks
 
     def goes_on(self, blocks: int = 1) -> None:
-        """So many blocks of 32 steps, judged and written."""
+        """Add this many blocks of 32 steps, then judge and write them."""
         for _ in range(blocks):
             timeline = Timeline.of(self._simulation.block(self._blocks))
             self._blocks += 1
@@ -62,7 +68,7 @@ class LiveSimulation:
         self.sidecar.save()
 
     def ends(self) -> None:
-        """All ranks leave their watch. Again is harmless."""
+        """Make all ranks leave their watch. A second call has no effect."""
         if not self.ranks:
             return
         for rank in self.ranks:

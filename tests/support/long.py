@@ -1,4 +1,6 @@
-"""Cases that `make test` leaves to `make test-long`: more of a kind of which it has one, and what is rare or slow."""
+"""Markers for cases that run only in `make test-long`: rare or slow cases, and repetitions of a
+kind.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,14 @@ import pytest
 
 
 def long(*cases: Any) -> list[Any]:
-    """These cases of a parametrized test, left to make test-long. A tuple has the values of several parameters."""
+    """Mark these cases of a parametrized test for `make test-long`.
+
+    A tuple contains several parameters' values.
+    """
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in cases]
 
 
 def long_but(names: Collection[str], cases: Iterable[str]) -> list[Any]:
-    """All of the cases; those that are not among the names are left to make test-long."""
+    """Mark all cases except the named ones for `make test-long`. Return all cases."""
     assert set(names) <= set(cases)
     return [case if case in names else pytest.param(case, marks=pytest.mark.long) for case in cases]

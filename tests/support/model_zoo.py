@@ -1,7 +1,7 @@
-"""Small models and training loops of the many kinds that people have: what a watch must not change.
+"""Small models and training loops of many kinds, which a watch must not change.
 
-Each case is a function that is given a context, in which it trains. It returns everything that the watch could have
-changed; tests/jobs/test_bit_equality.py runs it with and without a watch.
+Each case is a function that receives a context and trains in it. It returns all values that a watch
+could change. tests/jobs/test_bit_equality.py runs it with and without a watch.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ STEPS = 4
 
 
 class Watching(Protocol):
-    """Makes the context around a training loop: a watch of these models, or nothing."""
+    """Makes the context around a training loop: a watch of these models, or an empty one."""
 
     def __call__(self, *models: nn.Module, optimizers: Iterable[Any] = ()) -> AbstractContextManager[Any]: ...
 
 
 class Outcome(NamedTuple):
-    """What is left of a run."""
+    """Results of a run."""
 
     models: list[nn.Module]
     optimizers: list[Any]
@@ -45,7 +45,10 @@ class Outcome(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A model and its loop; `steps` is how many steps a watch counts, with every optimizer and model its own."""
+    """A model and its loop.
+
+    `steps` is the number of steps that a watch counts if it gets all optimizers and models.
+    """
 
     run: Callable[[Watching], Outcome]
     steps: int
@@ -55,13 +58,13 @@ CASES: dict[str, Case] = {}
 
 
 def case(run: Callable[[Watching], Outcome]) -> Callable[[Watching], Outcome]:
-    """Puts a case of STEPS steps into the zoo, under its function's name."""
+    """Register a case of STEPS steps under its function's name."""
     CASES[run.__name__] = Case(run, STEPS)
     return run
 
 
 def case_of(steps: int) -> Callable[[Callable[[Watching], Outcome]], Callable[[Watching], Outcome]]:
-    """Puts a case of another number of steps into the zoo."""
+    """Register a case of another number of steps."""
 
     def put(run: Callable[[Watching], Outcome]) -> Callable[[Watching], Outcome]:
         CASES[run.__name__] = Case(run, steps)
@@ -71,7 +74,10 @@ def case_of(steps: int) -> Callable[[Callable[[Watching], Outcome]], Callable[[W
 
 
 def batches(shape: tuple[int, ...] = (4, 8), count: int = STEPS) -> Iterator[Tensor]:
-    """Random inputs. They come from the global generator, so that a watch that draws from it is found out."""
+    """Return random inputs.
+
+    They use the global generator, so a watch that draws from it is detected.
+    """
     for _ in range(count):
         yield torch.randn(shape)
 
@@ -83,7 +89,10 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     shape: tuple[int, ...] = (4, 8),
 ) -> Outcome:
-    """The plainest loop. `call` makes the loss from a batch; without it the model's result is squared."""
+    """Run the plainest loop.
+
+    `call` returns the loss of a batch. By default the result is squared.
+    """
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -98,7 +107,7 @@ def train(
 
 
 def mlp() -> nn.Sequential:
-    """Two layers."""
+    """Train a model of two layers."""
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
 
@@ -130,7 +139,7 @@ def inplace_residual(watching: Watching) -> Outcome:
 
 
 class Views(nn.Module):
-    """Returns views of one tensor; the caller writes into one of them."""
+    """Returns views of one tensor. The caller writes into one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +167,7 @@ def inplace_on_views(watching: Watching) -> Outcome:
 
 
 class Parts(nn.Module):
-    """A trunk and two heads, in a container of the result that the subclass chooses."""
+    """A trunk and two heads. The subclass chooses the container of the result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +209,7 @@ def dataclass_result(watching: Watching) -> Outcome:
 
 
 class ModelOutput(OrderedDict):
-    """The way of Hugging Face transformers: an ordered dict that is indexed by name, by position and by attribute."""
+    """An ordered dict with indexes, positions and attributes, as in Hugging Face transformers."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -241,7 +250,7 @@ def keyword_arguments(watching: Watching) -> Outcome:
 
 
 class Recursive(nn.Module):
-    """Calls itself, and one of its layers twice."""
+    """Calls itself, and calls one of its layers twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,13 +307,14 @@ def sparse_embedding(watching: Watching) -> Outcome:
 @case
 def batch_norm(watching: Watching) -> Outcome:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(5))
-    model(torch.randn(2, 3, 6, 6))  # the lazy layer gets its shape
+    # The lazy layer gets its shape.
+    model(torch.randn(2, 3, 6, 6))
     return train(watching, model, shape=(4, 3, 6, 6))
 
 
 @case
 def lazy_layers(watching: Watching) -> Outcome:
-    """Layers that change their class in the first call, inside the watch."""
+    """Layers change their class in the first call, inside the watch."""
     model = nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.Linear(6, 2))
     optimizer = torch.optim.SGD([*model[2].parameters()], lr=0.1)
     return train(watching, model, optimizer=optimizer)
@@ -324,7 +334,9 @@ def attention(watching: Watching) -> Outcome:
 
 @case_of(6)
 def encoder_fast_path(watching: Watching) -> Outcome:
-    """In eval mode, without gradients, TransformerEncoderLayer is one fused operator, if it sees no hook."""
+    """In eval mode without gradients and without hooks, TransformerEncoderLayer is one fused
+    operator.
+    """
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
     results, fused = [], []
@@ -345,7 +357,7 @@ def recurrent(watching: Watching) -> Outcome:
 
 @case
 def reparametrized(watching: Watching) -> Outcome:
-    """Weights that are computed in hooks of torch's own."""
+    """Hooks of torch compute the weights."""
     linear, normed = nn.Linear(8, 8), nn.Linear(8, 8)
     nn.utils.parametrizations.spectral_norm(normed)
     nn.utils.parametrizations.weight_norm(linear)
@@ -426,7 +438,7 @@ def autocast(watching: Watching) -> Outcome:
 
 @case_of(5)
 def gradient_scaler(watching: Watching) -> Outcome:
-    """The third of five steps is skipped, because its gradient is infinite."""
+    """The third of five steps is skipped because its gradient is infinite."""
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -446,7 +458,7 @@ def gradient_scaler(watching: Watching) -> Outcome:
 
 @case
 def not_a_number(watching: Watching) -> Outcome:
-    """The first loss is infinite, the others are NaN, and so are the parameters then."""
+    """The first loss is infinite. The others and the parameters become NaN."""
     model = mlp()
     scales = iter([float("inf"), *[float("nan")] * STEPS])
     return train(watching, model, lambda batch: model(batch).square().mean() * next(scales))
@@ -473,7 +485,7 @@ def closure(watching: Watching) -> Outcome:
 
 @case
 def two_optimizers(watching: Watching) -> Outcome:
-    """A GAN: two models, two optimizers, two backward passes a step."""
+    """A GAN has two models, two optimizers and two backward passes per step."""
     generator, critic = mlp(), nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(inplace=True), nn.Linear(8, 1))
     of_critic = torch.optim.RMSprop(critic.parameters())
     of_generator = torch.optim.NAdam(generator.parameters())
@@ -495,7 +507,7 @@ def two_optimizers(watching: Watching) -> Outcome:
 
 @case
 def double_backward(watching: Watching) -> Outcome:
-    """A gradient penalty: the gradient of a gradient, through the watched modules."""
+    """A gradient penalty takes the gradient of a gradient through the watched modules."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def loss(batch: Tensor) -> Tensor:
@@ -508,7 +520,7 @@ def double_backward(watching: Watching) -> Outcome:
 
 @case
 def functional(watching: Watching) -> Outcome:
-    """torch.func: per-sample gradients of a functional call."""
+    """torch.func computes per-sample gradients of a functional call."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = [name for name, _ in model.named_parameters()]
@@ -530,7 +542,7 @@ def functional(watching: Watching) -> Outcome:
 
 @case_of(6)
 def generation(watching: Watching) -> Outcome:
-    """Sampling token by token, as in `generate`."""
+    """Sample token by token, as `generate` does."""
     model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16)).eval()
     tokens = torch.zeros(1, 1, dtype=torch.long)
     with watching(model), torch.inference_mode():
@@ -542,7 +554,7 @@ def generation(watching: Watching) -> Outcome:
 
 @case
 def caught_exception(watching: Watching) -> Outcome:
-    """A batch that makes a module raise; the loop goes on with the next one."""
+    """A batch makes a module raise, and the loop continues with the next batch."""
     model = nn.Sequential(nn.Linear(8, 8), Refuses(), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     losses, refused = [], []
@@ -573,7 +585,7 @@ class Refuses(nn.Module):
 
 @case
 def moving_average(watching: Watching) -> Outcome:
-    """A deep copy, made inside the watch, that follows the model and is evaluated."""
+    """A deep copy made inside the watch follows the model and is evaluated."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -594,7 +606,9 @@ def moving_average(watching: Watching) -> Outcome:
 
 @case
 def saving(watching: Watching) -> Outcome:
-    """Checkpoints of everything, inside the watch; also of a result, which carries our gradient hook."""
+    """Save checkpoints of everything inside the watch, including a result that carries our gradient
+    hook.
+    """
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     losses, saved = [], []
@@ -618,7 +632,7 @@ def as_bytes(value: Any) -> bytes:
 
 
 class First(nn.Module):
-    """The first of several results."""
+    """A module that returns the first of several results."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -629,7 +643,7 @@ class First(nn.Module):
 
 
 class OwnState(nn.Module):
-    """Says itself what is pickled and copied, as nn.GRU and DistributedDataParallel do."""
+    """A module with its own __getstate__, as nn.GRU and DistributedDataParallel have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -664,7 +678,7 @@ def own_state(watching: Watching) -> Outcome:
 
 @case
 def graph_module(watching: Watching) -> Outcome:
-    """torch.fx copies the dictionary of a module, and not what __getstate__ says."""
+    """torch.fx copies a module's dictionary without calling __getstate__."""
     model = torch.fx.symbolic_trace(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -684,14 +698,15 @@ def graph_module(watching: Watching) -> Outcome:
 
 @case
 def torchscript(watching: Watching) -> Outcome:
-    """Tracing and scripting a model inside the watch."""
+    """Trace and script a model inside the watch."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     with watching(model, optimizers=[optimizer]):
         for batch in batches():
             traced, scripted = torch.jit.trace(model, batch), torch.jit.script(model)
-            with torch.jit.optimized_execution(False):  # else what it does depends on earlier calls in the process
+            # Otherwise the result depends on earlier calls in the process.
+            with torch.jit.optimized_execution(False):
                 loss = model(batch).square().mean() + traced(batch).mean() + scripted(batch).mean()
             loss.backward()
             optimizer.step()
@@ -703,7 +718,7 @@ def torchscript(watching: Watching) -> Outcome:
 
 @case
 def replicas(watching: Watching) -> Outcome:
-    """What nn.DataParallel does on several GPUs: replicas with parameters of their own, on threads."""
+    """Emulate nn.DataParallel on several GPUs: replicas with separate parameters, on threads."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -727,7 +742,7 @@ def on_thread(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def replicate(model: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
-    """torch.nn.parallel.replicate, on the CPU."""
+    """Emulate torch.nn.parallel.replicate on the CPU."""
     replica = model._replicate_for_data_parallel()
     for name, child in model._modules.items():
         replica._modules[name] = replicate(child, change)
@@ -738,7 +753,7 @@ def replicate(model: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module
 
 @case
 def users_hooks(watching: Watching) -> Outcome:
-    """The user's own hooks of every kind, which change what passes."""
+    """The user's own hooks of every kind change the values that pass."""
     model = mlp()
     seen = []
     model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
@@ -753,7 +768,7 @@ def users_hooks(watching: Watching) -> Outcome:
 
 @case
 def optimizer_in_backward(watching: Watching) -> Outcome:
-    """One optimizer per parameter, stepped as soon as its gradient is there."""
+    """Each parameter has an optimizer that steps as soon as the gradient is there."""
     model = mlp()
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
     losses = []
@@ -797,7 +812,7 @@ def own_autograd_function(watching: Watching) -> Outcome:
 
 @case
 def saved_tensor_hooks(watching: Watching) -> Outcome:
-    """Activations packed for the time until the backward pass, and the anomaly detection on."""
+    """Activations are packed until the backward pass, and anomaly detection is on."""
     model = mlp()
 
     def loss(batch: Tensor) -> Tensor:
@@ -810,14 +825,14 @@ def saved_tensor_hooks(watching: Watching) -> Outcome:
 
 @case
 def frozen_layers(watching: Watching) -> Outcome:
-    """Fine-tuning: the first layers need no gradient, the last one does."""
+    """Fine-tuning: only the last layers need a gradient."""
     model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 4))
     return train(watching, model, optimizer=torch.optim.Adagrad(model[2].parameters()))
 
 
 @case
 def data_loader(watching: Watching) -> Outcome:
-    """A shuffling loader with workers, whose samples use all three generators."""
+    """A shuffling loader has workers whose samples use all three generators."""
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     data = TensorDataset(torch.randn(8 * STEPS, 8))
@@ -837,7 +852,7 @@ def noisy(samples: list[tuple[Tensor]]) -> list[Tensor]:
 
 
 class Logged(Tensor):
-    """A tensor that notes what is done to it."""
+    """A tensor that logs the operations on it."""
 
     log: ClassVar[list[str]] = []
 
@@ -849,7 +864,7 @@ class Logged(Tensor):
 
 @case
 def tensor_subclass(watching: Watching) -> Outcome:
-    """Tensors of the user's own class, which see every function that is called with them, also getters."""
+    """Tensors of a user's class log every function that is called with them, including getters."""
     Logged.log.clear()
     model = nn.Sequential(nn.Linear(8, 8), Residual())
     outcome = train(watching, model, lambda batch: model(batch.as_subclass(Logged)).square().mean().as_subclass(Tensor))
@@ -878,7 +893,10 @@ class OperatorLog(TorchDispatchMode):
 
 @case
 def users_modes(watching: Watching) -> Outcome:
-    """Tools of the user's own that see every function and every operator: ours are not among them."""
+    """The user's own modes log every function and every operator.
+
+    Ours must not appear among them.
+    """
     with FunctionLog() as functions, OperatorLog() as operators:
         outcome = train(watching, nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Residual()))
     return outcome._replace(extra=[functions.seen, operators.seen])
@@ -886,7 +904,7 @@ def users_modes(watching: Watching) -> Outcome:
 
 @case
 def scripted_model(watching: Watching) -> Outcome:
-    """A model in TorchScript, as the whole and as a part."""
+    """A TorchScript model is the whole model, or a part of it."""
     with torch.jit.optimized_execution(False):
         return train(watching, nn.Sequential(nn.Linear(8, 8), torch.jit.script(mlp())))
 
@@ -911,7 +929,7 @@ compiled_case("inductor")
 
 @case
 def compiled_in_place(watching: Watching) -> Outcome:
-    """module.compile(), before the watch."""
+    """module.compile() is called before the watch."""
     model = nn.Sequential(nn.Linear(8, 8), Residual())
     model.compile(backend="aot_eager")
     return train(watching, model)
@@ -919,7 +937,7 @@ def compiled_in_place(watching: Watching) -> Outcome:
 
 @case
 def compiled_in_place_inside(watching: Watching) -> Outcome:
-    """module.compile(), inside the watch."""
+    """module.compile() is called inside the watch."""
     model = nn.Sequential(nn.Linear(8, 8), Residual())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -937,7 +955,7 @@ def compiled_in_place_inside(watching: Watching) -> Outcome:
 
 @case
 def compiled_blocks(watching: Watching) -> Outcome:
-    """Regional compilation: each block by itself, in an eager model."""
+    """Regional compilation: each block of an eager model is compiled separately."""
     model = nn.Sequential(nn.Linear(8, 8), Residual(), Residual())
     model[1] = torch.compile(model[1], backend="aot_eager")
     model[2].compile(backend="aot_eager")
@@ -946,7 +964,10 @@ def compiled_blocks(watching: Watching) -> Outcome:
 
 @case
 def compiled_loop_body(watching: Watching) -> Outcome:
-    """The whole step is compiled: Dynamo sees the calls of the model, of backward() and of the optimizer."""
+    """The whole step is compiled.
+
+    Dynamo traces the calls of the model, of backward() and of the optimizer.
+    """
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []

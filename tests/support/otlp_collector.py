@@ -1,4 +1,4 @@
-"""An OTLP endpoint inside of the test: takes requests, or does not, and hands back what was in them."""
+"""An in-process OTLP endpoint that accepts or rejects requests and returns their contents."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ DELIVERED = Answer(Outcome.DELIVERED)
 
 
 class Collector:
-    """One signal's transport."""
+    """Transport of one signal."""
 
     def __init__(
         self, signal: str, answer: Callable[[int], Answer] | Answer = DELIVERED, *, opened: bool = True
     ) -> None:
-        """answer: to each request, or by the number of items in it. opened: else requests wait until they are let
-        in."""
+        """Set the answer to each request, or a function of its number of items.
+
+        With opened=False, requests wait until `self.opened` is set.
+        """
         self.signal, self.answer = signal, answer
         self.opened = threading.Event()
         if opened:
@@ -49,11 +51,11 @@ class Collector:
         return [span for each in self._decoded() for span in spans_of(each)]
 
     def points(self) -> list[ReceivedPoint]:
-        """Of all requests."""
+        """Return the points of all requests."""
         return [point for each in self._decoded() for point in points_of(each)]
 
     def last(self, metric: str) -> list[ReceivedPoint]:
-        """A metric's points in the last request."""
+        """Return a metric's points in the last request."""
         *_, newest = [{}, *self._decoded()]
         return [point for point in points_of(newest) if point.metric == metric]
 
@@ -69,7 +71,10 @@ def exporter_to(
     collectors: Mapping[str, Collector], environ: Mapping[str, str] | None = None, meter: Meter | None = None,
     batch_items: int = 512, clock: Callable[[], float] | None = None,
 ) -> OtlpExporter:  # fmt: skip
-    """An exporter whose endpoints are these, by signal. Nothing waits on a disk; metrics come at its end."""
+    """Return an exporter with these endpoints by signal.
+
+    It spools nothing, and sends metrics at its end.
+    """
     signals = {
         name: Signal(Outbox(None, "node-a", name, batch_items, 3600.0), collector, 3600.0)
         for name, collector in collectors.items()

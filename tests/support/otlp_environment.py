@@ -1,4 +1,4 @@
-"""Exporters for variables that only they see."""
+"""Exporters that see only given environment variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchlens_perf.run.directory import RunDirectory
 
 @contextmanager
 def variables(told: Mapping[str, str]) -> Iterator[None]:
-    """This process's environment, with these of OpenTelemetry's variables and no others."""
+    """Yield with these OpenTelemetry variables, and no others, in this process's environment."""
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         del os.environ[name]
@@ -29,7 +29,7 @@ def variables(told: Mapping[str, str]) -> Iterator[None]:
 
 
 def exporter_for(told: Mapping[str, str], run: RunDirectory | None = None, owner: str = "") -> Exporter:
-    """The exporter that these variables ask for."""
+    """Return the exporter for these variables."""
     with variables(told):
         made = exporter_from_environment(run, owner)
     assert made is not None
@@ -37,13 +37,13 @@ def exporter_for(told: Mapping[str, str], run: RunDirectory | None = None, owner
 
 
 def transport_for(protocol: str, signal: str = "traces", **told: str) -> sdk_exporters.SdkTransport:
-    """told: variables, without OTEL_EXPORTER_OTLP_."""
+    """Return the transport for these variables, whose names lack OTEL_EXPORTER_OTLP_."""
     with variables({f"OTEL_EXPORTER_OTLP_{name}": value for name, value in told.items()}):
         return sdk_exporters.over_grpc(signal) if protocol == GRPC else sdk_exporters.over_http(signal)
 
 
 def sent(protocol: str, items: Sequence[Item], signal: str = "traces", **told: str) -> Answer:
-    """What one try of a request has come to."""
+    """Return the answer to one try of a request."""
     transport = transport_for(protocol, signal, **told)
     try:
         return transport.send(items)

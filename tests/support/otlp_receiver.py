@@ -1,7 +1,7 @@
-"""A real OTLP receiver for tests: Datadog's test agent, in an environment of its own, on loopback.
+"""A real OTLP receiver for tests on loopback: Datadog's test agent in a separate environment.
 
-It decodes what it gets over HTTP or gRPC and hands it back as JSON: ids in base64, keys in snake_case, integers as
-strings.
+It decodes requests over HTTP or gRPC and returns them as JSON: ids in base64, keys in snake_case,
+integers as strings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class ReceivedSpan:
-    """A span as the receiver got it."""
+    """A received span."""
 
     trace_id: int
     span_id: int
@@ -49,7 +49,7 @@ class ReceivedSpan:
 
 @dataclasses.dataclass(frozen=True)
 class ReceivedPoint:
-    """A metric point as the receiver got it."""
+    """A received metric point."""
 
     metric: str
     unit: str
@@ -61,21 +61,21 @@ class ReceivedPoint:
     resource: dict[str, Any]
     count: int
     value: float
-    """A histogram's sum."""
+    """The value, or the sum of a histogram."""
     bounds: tuple[float, ...]
     buckets: tuple[int, ...]
     scale: int
-    """Of an exponential histogram, as is the number of its first bucket."""
+    """Scale of an exponential histogram. The number of its first bucket follows."""
     offset: int
     exemplars: tuple[tuple[int, int, float], ...]
     """Trace id, span id and value."""
     monotonic: bool = False
-    """Of a sum."""
+    """True for a monotonic sum."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReceivedEvent:
-    """A log record with an event's name, as the receiver got it."""
+    """A received log record with an event's name."""
 
     name: str
     body: str
@@ -85,7 +85,7 @@ class ReceivedEvent:
     resource: dict[str, Any]
     scope: str
     trace_id: int
-    """0 if it has none."""
+    """0 without a trace."""
     span_id: int
 
 
@@ -93,7 +93,7 @@ class Receiver:
     """The running agent."""
 
     def __init__(self, folder: Path, http_port: int | None = None, grpc_port: int | None = None) -> None:
-        """Starts it and waits until it answers. folder: for its log."""
+        """Start the agent and wait until it answers. Its log goes into `folder`."""
         self.http_port, self.grpc_port = http_port or free_port(), grpc_port or free_port()
         command = [
             str(PROGRAM), "--host", "127.0.0.1", "--port", str(free_port()), "--web-ui-port", str(free_port()),
@@ -110,33 +110,33 @@ class Receiver:
             raise
 
     def endpoint(self, protocol: str) -> str:
-        """What OTEL_EXPORTER_OTLP_ENDPOINT must be for the protocol."""
+        """Return the value of OTEL_EXPORTER_OTLP_ENDPOINT for the protocol."""
         return f"http://127.0.0.1:{self.grpc_port if protocol == 'grpc' else self.http_port}"
 
     def spans(self) -> list[ReceivedSpan]:
-        """All spans since the last clear(), in no order: versions of the agent differ in that of requests."""
+        """Return all spans since the last clear(). Their order depends on the agent's version."""
         return [span for request in self._get("traces") for span in spans_of(request)]
 
     def batches(self) -> list[int]:
-        """How many spans each request held."""
+        """Return the number of spans in each request."""
         return [sum(1 for _ in spans_of(request)) for request in self._get("traces")]
 
     def points(self) -> list[ReceivedPoint]:
-        """All metric points since the last clear(), by time."""
+        """Return all metric points since the last clear(), ordered by time."""
         points = (point for request in self._get("metrics") for point in points_of(request))
         return sorted(points, key=lambda point: point.time_ns)
 
     def events(self) -> list[ReceivedEvent]:
-        """All log records since the last clear(), by time."""
+        """Return all log records since the last clear(), ordered by time."""
         events = (event for request in self._get("logs") for event in events_of(request))
         return sorted(events, key=lambda event: event.time_ns)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Discard everything received so far."""
         self._get("clear")
 
     def close(self) -> None:
-        """Ends the agent. Again is harmless."""
+        """End the agent. A second call has no effect."""
         self._process.terminate()
         try:
             self._process.wait(5)
@@ -159,7 +159,7 @@ class Receiver:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
+    """Return a free TCP port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -167,7 +167,7 @@ def free_port() -> int:
 
 
 def wait_for(found: Callable[[], _T], timeout_s: float) -> _T:
-    """Asks until the answer is true, for at most so long; the last answer."""
+    """Poll until the answer is true or the time is over. Return the last answer."""
     deadline_s = time.monotonic() + timeout_s
     while not (answer := found()) and time.monotonic() < deadline_s:
         time.sleep(0.02)

@@ -1,4 +1,6 @@
-"""Contents of pages of any size, made from those of a small run: for what only large ones or rare ones show."""
+"""Page contents of any size, derived from those of a small run, for effects that only large or rare
+runs show.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,25 @@ from torchlens_perf.view.rank_tables import rank_table
 
 NODE_SIZE, TENSOR_PARALLEL = 8, 4
 STEP_S, EXCESS, SAMPLED_EVERY, CHECKPOINT_EVERY, EVALUATION_EVERY, WARM_UP = 0.25, 0.2, 16, 100, 250, 3
-LATE_RANK, LATE_STEPS = 9, 24  # what it did in its first steps is not known
+# The data of this rank's first steps is missing.
+LATE_RANK, LATE_STEPS = 9, 24
 MAX_REPORTED, MAX_MEMORY_COLUMNS, TELEMETRY_POINTS = 64, 256, 240
+# Shares of STEP_S. The rest is waiting.
 _SHARES = {
     "data": 0.02,
     "forward": 0.28,
     "backward": 0.46,
     "optimizer": 0.08,
     "host": 0.04,
-}  # of STEP_S; the rest waits
+}
 
 
 def enlarged(small: Contents, ranks: int, steps: int, slow_rank: int, since: int, *, devices: bool = False) -> Contents:
-    """The page of a larger job: one rank's forward pass takes longer from a step on. small: of a simulated run."""
+    """Return the page of a larger job, in which one rank's forward pass takes longer from a step
+    on.
+
+    `small` is the page of a simulated run.
+    """
     made: Any = copy.deepcopy(small)
     made["steps"] = _matrices(ranks, steps, slow_rank, since, devices=devices)
     report = made["report"]
@@ -111,7 +119,7 @@ def _quantile(values: npt.NDArray[np.float64], share: float) -> list[float | Non
 
 
 def _telemetry(ranks: list[int], slow_rank: int, end_s: float) -> list[Any]:
-    """A GPU's clock and temperature: the slow rank's is hot and slow."""
+    """Return a GPU's clock and temperature. The slow rank's GPU is hot and slow."""
     time_s = np.linspace(0, end_s, TELEMETRY_POINTS)
     draw = np.random.default_rng(2)
     found = []

@@ -1,4 +1,4 @@
-"""The matrices of a page's contents, decoded as its scripts decode them."""
+"""Matrices of a page's contents, decoded in the same way as in its scripts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def decoded(matrix: Matrix, ranks: int) -> npt.NDArray[np.float64]:
-    """What encoded() was given, to within half of log_step; NaN is what was not measured. Raises ValueError."""
+    """Return the input of encoded(), exact to half of log_step.
+
+    NaN stands for missing values. Raises ValueError.
+    """
     codes = np.frombuffer(zlib.decompress(base64.b64decode(matrix["codes"])), "<u2").reshape(ranks, -1)
     values: npt.NDArray[np.float64] = matrix["smallest_s"] * np.exp(
         (codes.astype(np.float64) - _FIRST) * matrix["log_step"]
@@ -39,7 +42,7 @@ class Steps:
         self.ranks = [place["rank"] for place in of["places"]]
 
     def step_s(self) -> Floats:
-        """[ranks, columns], NaN where not measured; so the others."""
+        """[ranks, columns], NaN for missing values. The other matrices have the same form."""
         return decoded(self._of["step"], len(self.ranks))
 
     @functools.cached_property
@@ -47,6 +50,6 @@ class Steps:
         return decoded(self._of["work"], len(self.ranks))
 
     def excess(self) -> Floats:
-        """Of each rank's work, above the median of the other ranks' that do the same, as a share of that."""
+        """Return each rank's work above the median of comparable ranks, as a share of this median."""
         excess: Floats = self.work_s / decoded(self._of["others"], len(self.ranks)) - 1
         return excess

@@ -1,4 +1,4 @@
-"""The live page's server in a process of its own, and clients that speak plain HTTP with it."""
+"""The live page's server in a separate process, and clients that use plain HTTP."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from urllib.parse import urlencode, urlsplit
 from tests.support.processes import ROOT, clean_environ
 from torchlens_perf.serve.access import TOKEN_HEADER
 
-ENDS_WITHIN_S = 240  # what takes a moment: readers have the lowest priority, so a busy machine leaves them little
+# Usually a moment. But readers have the lowest priority, so they are slow on a busy machine.
+ENDS_WITHIN_S = 240
 IS_READ = "This run is being read"
 
 
 class Answer:
-    """What the server has said."""
+    """Answer of the server."""
 
     def __init__(self, answer: http.client.HTTPResponse) -> None:
         self.status = answer.status
@@ -39,7 +40,7 @@ class Answer:
 
 
 class Stranger:
-    """Knows the address, and no token."""
+    """A client that has the address but no token."""
 
     def __init__(self, address: str) -> None:
         self.address = urlsplit(address)
@@ -47,7 +48,10 @@ class Stranger:
         self.token = ""
 
     def ask(self, path: str, method: str = "GET", body: str = "", **headers: str) -> Answer:
-        """The path is sent as it is. headers: underscores for hyphens; "" leaves out what would be sent."""
+        """Send the path as it is.
+
+        Header names have underscores for hyphens, and "" omits a default header.
+        """
         given = {"Host": self.host, TOKEN_HEADER: self.token}
         given |= {name.replace("_", "-"): value for name, value in headers.items()}
         connection = http.client.HTTPConnection(self.host, timeout=ENDS_WITHIN_S)
@@ -66,7 +70,7 @@ class Stranger:
 
 
 class Viewer(Stranger):
-    """Has the token of the address that was printed."""
+    """A client with the token of the printed address."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -79,7 +83,7 @@ class Viewer(Stranger):
         return answer.json
 
     def list(self) -> str:
-        """The list, once it has read the runs that it shows: until then it says that some are being read."""
+        """Return the list once all shown runs are read."""
         deadline_s = time.monotonic() + ENDS_WITHIN_S
         while "runs are being read" in (text := self.ask("/").text):
             assert time.monotonic() < deadline_s, "they were not read"
@@ -87,7 +91,7 @@ class Viewer(Stranger):
         return text
 
     def page(self, run: str) -> str:
-        """The run's page."""
+        """Return the run's page."""
         answer = self.answer_of_page(f"/runs/{run}/", accept_encoding="gzip")
         assert answer.status == 200, answer.text
         return gzip.decompress(answer.body).decode()
@@ -106,12 +110,12 @@ class Viewer(Stranger):
         return self.ask(f"{path}?{urlencode(fields)}", "POST", Origin=f"http://{self.host}")
 
     def news(self, run: str) -> News:
-        """What the server reports of a run, each change once."""
+        """Return the server's news about a run, each change once."""
         return News(self, f"/runs/{run}/api/news")
 
 
 class News:
-    """Asks again and again, as the page's script does."""
+    """Polls as the page's script does."""
 
     def __init__(self, viewer: Viewer, path: str) -> None:
         self._viewer, self._path = viewer, path
@@ -135,10 +139,10 @@ class News:
 
 
 class PageServer:
-    """One server. Its process is ended when the context is left."""
+    """One server, whose process ends with the context."""
 
     def __init__(self, folder: Path, *arguments: str, cwd: Path = ROOT, script: str = "", **environment: str) -> None:
-        """script: in place of `-m torchlens_perf`."""
+        """Set up the server. `script` replaces `-m torchlens_perf`."""
         self.folder = folder
         command = [
             sys.executable,
@@ -165,12 +169,12 @@ class PageServer:
         return Stranger(self.address)
 
     def children(self) -> list[int]:
-        """Its readers."""
+        """Return the pids of the readers."""
         pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(pid) for pid in pids]
 
     def said(self) -> str:
-        """What it has said on stderr, once it has ended."""
+        """Return its stderr once it has ended."""
         _, text = self.process.communicate(timeout=ENDS_WITHIN_S)
         return str(text)
 
@@ -183,10 +187,10 @@ class PageServer:
 
 
 def _python_path() -> str:
-    """This checkout before what the caller has."""
+    """Put this checkout before the caller's PYTHONPATH."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
 
 
 def links(page: str, prefix: str) -> list[str]:
-    """The addresses in a page that begin so."""
+    """Return the addresses in a page that begin with the prefix."""
     return [found for found in re.findall(r'href="([^"]*)"', page) if found.startswith(prefix)]

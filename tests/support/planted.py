@@ -1,4 +1,4 @@
-"""Jobs made by hand for the judge: rows of all ranks of a synchronous job, with what is planted in some of them."""
+"""Synthetic jobs for the judge: rows of all ranks of a synchronous job, with planted faults."""
 
 from __future__ import annotations
 
@@ -19,25 +19,33 @@ from torchlens_perf.verdicts.stragglers.window import BinBatch
 MS = 1e6
 WORK_MS = {"data": 10.0, "forward": 60.0, "recompute": 0.0, "backward": 110.0, "optimizer": 15.0, "host": 5.0}
 WORK_NS = sum(WORK_MS.values()) * MS
-TRANSFER_NS = 4 * MS  # how long the gradients travel once all ranks have arrived
+# Transfer time of the gradients once all ranks have arrived.
+TRANSFER_NS = 4 * MS
 COMPUTE = [OWN_PARTS.index("forward"), OWN_PARTS.index("backward")]
 
 
 @dataclasses.dataclass
 class Job:
-    """Rows of all ranks. Whoever works least waits most: a row lasts as long on all ranks as on the slowest."""
+    """Rows of all ranks.
+
+    A row lasts as long as the slowest rank's work, and the other ranks wait.
+    """
 
     parts_ns: np.ndarray
-    """[ranks, rows, len(OWN_PARTS)]"""
+    """Shape [ranks, rows, len(OWN_PARTS)]."""
     ready_ns: np.ndarray
-    """[ranks, rows]: NaN where it is not measured."""
+    """Shape [ranks, rows], NaN if not measured."""
     workload: np.ndarray
     flags: np.ndarray
 
     @classmethod
     def of(cls, ranks: int, rows: int, *, seed: int = 0, noise: float = 0.01, deviations: Any = None) -> Job:
-        """A healthy job. noise: standard deviation of a rank's work from row to row, as a share of it; deviations,
-        [ranks, rows] in standard deviations: its shape, if it shall not be normal."""
+        """Return a healthy job.
+
+        `noise` is the relative standard deviation of a rank's work between rows.
+
+        `deviations`, [ranks, rows] in standard deviations, replaces the normal distribution.
+        """
         if deviations is None:
             deviations = np.random.default_rng([ranks, rows, seed]).standard_normal((ranks, rows))
         usual = np.array([WORK_MS[part] for part in OWN_PARTS]) * MS
@@ -54,21 +62,27 @@ class Job:
         return self.parts_ns.shape[1]
 
     def slow(self, rank: int, excess_ms: float, phase: str = "forward", rows: Any = slice(None)) -> Job:
-        """Plants it, in place: these rows of the rank take so much longer. "compute": forward and backward alike."""
+        """Make these rows of the rank longer, in place.
+
+        "compute" is spread over forward and backward.
+        """
         shares = {"forward": 6 / 17, "backward": 11 / 17} if phase == "compute" else {phase: 1.0}
         for part, share in shares.items():
             self.parts_ns[rank, rows, OWN_PARTS.index(part)] += share * excess_ms * MS
         return self
 
     def load(self, lengths: np.ndarray, *, told: bool) -> Job:
-        """Forward and backward in proportion to these lengths, [ranks, rows], which the job tells or not."""
+        """Scale forward and backward by these lengths, [ranks, rows].
+
+        `told`: the job also reports them.
+        """
         self.parts_ns[:, :, COMPUTE] *= lengths[:, :, None]
         if told:
             self.workload = np.round(4096 * lengths)
         return self
 
     def block(self, ranks: Sequence[int] | None = None, rows: slice = slice(None)) -> BinBatch:
-        """Rows of some ranks, by their number in the job."""
+        """Return a batch with the rows of these ranks."""
         chosen = np.arange(self.ranks) if ranks is None else np.array(ranks)
         own_ns = self.parts_ns.sum(axis=2) + np.nan_to_num(self.ready_ns)
         duration_ns = np.broadcast_to(own_ns.max(axis=0) + TRANSFER_NS, own_ns.shape)
@@ -86,7 +100,7 @@ class Job:
         )
 
     def rows_of(self, rank: int, rows: slice = slice(None)) -> StepBins:
-        """The same of one rank, as its StepBinMaker makes them."""
+        """Return one rank's rows in the form of its StepBinMaker."""
         block = self.block([rank], rows)
         return StepBins(
             width=block.width,
@@ -103,14 +117,14 @@ class Job:
         )
 
     def judged(self) -> Findings:
-        """What a judge says of all of it, when it has ended."""
+        """Return the judge's findings on all rows after the end."""
         judge = StragglerDetector()
         judge.add_block("", self.block())
         return judge.judge(final=True)
 
 
 def wider(rows: StepBins, width: int) -> StepBins:
-    """Means over `width` steps of rows of one step each, that begin with a multiple of it."""
+    """Return means over `width` rows of one step each, aligned to multiples of `width`."""
     count = len(rows) // width
     values = {
         name: getattr(rows, name)[: count * width].reshape(count, width, *getattr(rows, name).shape[1:]).mean(axis=1)
@@ -130,13 +144,16 @@ def wider(rows: StepBins, width: int) -> StepBins:
 
 
 def part_of(rows: StepBins, first: int, end: int) -> StepBins:
-    """Some rows, by their position."""
+    """Return some rows by position."""
     fields = {field.name: getattr(rows, field.name) for field in dataclasses.fields(StepBins)}
     return StepBins(**{name: value if name == "width" else value[first:end] for name, value in fields.items()})
 
 
 def places(ranks: int, node_size: int = 8, **coordinates: Sequence[int]) -> dict[int, Placement]:
-    """Ranks on nodes of that size, "node-0" first; coordinates: of each rank, by dimension."""
+    """Place ranks on nodes of this size, starting with "node-0".
+
+    `coordinates` is a list per dimension.
+    """
     return {
         rank: Placement(f"node-{rank // node_size}", "", {name: values[rank] for name, values in coordinates.items()})
         for rank in range(ranks)

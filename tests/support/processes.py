@@ -1,4 +1,4 @@
-"""Running real training processes, and waiting for the sidecars that they leave to finish."""
+"""Run real training processes, and wait for their sidecars to finish."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from torchlens_perf.verdicts import node_state
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
 TRAIN = str(SCRIPTS / "train.py")
-QUIET_START_S = 0.06  # of an interpreter, on the machines on which time limits were set
+# Start time of an interpreter on the machines for which time limits were set.
+QUIET_START_S = 0.06
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 def run(
     command: list[str], folder: Path, timeout_s: float = 90, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command in `folder`, with one thread per process and what is given of the environment added."""
+    """Run a command in `folder` with one thread per process and these additional variables."""
     environ = clean_environ(environment)
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout_s)
 
@@ -36,20 +37,27 @@ def run(
 def run_warm(
     command: list[str], folder: Path, timeout_s: float = 90, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """The same of a Python program, torchrun too, that has torch loaded already: where it is not about the start."""
+    """Run a Python program, or torchrun, with torch already loaded.
+
+    For tests that are not about the start.
+    """
     return warm_python.run(command, timeout_s, cwd=folder, env=clean_environ(environment))
 
 
 def clean_environ(added: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Ours without settings of ours and of OpenTelemetry, with one OpenMP thread, and what is added. Our errors are
-    raised, and runs have no page unless it is asked for."""
+    """Return this environment without our settings and OpenTelemetry's, plus `added`.
+
+    It sets one OpenMP thread, raises our internal errors, and disables the page by default.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHLENS", "OTEL_"))}
     ours = {"OMP_NUM_THREADS": "1", RAISE: "1", "TORCHLENS_PERF_REPORT": "text"}
     return {**inherited, **ours, **(added or {})}
 
 
 def slowdown() -> float:
-    """How many times longer than on a quiet machine an interpreter takes to start just now; 1 at the least."""
+    """Return how many times longer an interpreter's start now takes than on an idle machine, at
+    least 1.
+    """
     began_s = time.monotonic()
     for _ in range(5):
         subprocess.run([sys.executable, "-c", ""], check=True)
@@ -57,12 +65,12 @@ def slowdown() -> float:
 
 
 def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
-    """A torchrun command line."""
+    """Return a torchrun command line."""
     return [*TORCHRUN, "--nproc-per-node", str(ranks), *arguments]
 
 
 def runs(folder: Path) -> list[RunDirectory]:
-    """The run directories that were made in `folder`, oldest first, once their sidecars have ended."""
+    """Wait for the sidecars in `folder`. Return its run directories, oldest first."""
     found = [
         RunDirectory(path.parent)
         for path in sorted((folder / "torchlens-perf").glob("*/nodes"))
@@ -74,7 +82,7 @@ def runs(folder: Path) -> list[RunDirectory]:
 
 
 def wait_for_sidecar(run_directory: RunDirectory, timeout_s: float = 60) -> None:
-    """Waits until no sidecar of this run lives on this node."""
+    """Wait until no sidecar of this run is left on this node."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         lock = SidecarLock(sidecar_lock(run_directory.run_id))
@@ -100,11 +108,11 @@ def read_by_hand(run_directory: Path, folder: Path) -> subprocess.CompletedProce
 
 
 def report(run_directory: RunDirectory) -> dict[str, Any]:
-    """The report on a run."""
+    """Return the report on a run."""
     return checked(build(run_directory.run_id, node_state.load_all(run_directory)))
 
 
 def only_report(folder: Path) -> dict[str, Any]:
-    """The report on the one run that was made in `folder`."""
+    """Return the report on the only run in `folder`."""
     (one,) = runs(folder)
     return report(one)

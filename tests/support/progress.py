@@ -1,4 +1,4 @@
-"""Ranks of a job that may hang, made by hand, and what is found of them."""
+"""Synthetic progress of the ranks of a job that may hang, and the findings about them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ FORWARD = ("forward GPT", "blocks.3")
 
 
 def rank(number: int, **changed: Any) -> Progress:
-    """A rank that has entered allreduce 57 and waits in it, in the backward pass, since its last step 12 s ago."""
+    """Return a rank that has waited in allreduce 57 in its backward pass since its last step 12 s
+    ago.
+    """
     values: dict[str, Any] = {
         "rank": number, "host": f"node-{'abcdefgh'[number // 2]}", "step": 100, "since_step_s": SINCE_S,
         "report_age_s": 0.0, "usual_step_s": USUAL_S, "issued": {WORLD: 57},
@@ -25,13 +27,15 @@ def rank(number: int, **changed: Any) -> Progress:
 
 
 def behind(number: int, **changed: Any) -> Progress:
-    """A rank that is stuck in its forward pass and has not entered allreduce 57."""
+    """Return a rank that is stuck in its forward pass and has not entered allreduce 57."""
     values: dict[str, Any] = {"issued": {WORLD: 56}, "inside": FORWARD, "operations": {WORLD: {56: "allreduce"}}}
     return rank(number, **{**values, **changed})
 
 
 def job(*ranks: Progress, count: int = 4, groups: Mapping[str, tuple[int, ...]] | None = None) -> Hang | None:
-    """What is found in a job of `count` ranks that wait, but for those that are given."""
+    """Return the finding on a job of `count` waiting ranks, some of which are replaced by the given
+    ones.
+    """
     progress = {number: rank(number) for number in range(count)} | {each.rank: each for each in ranks}
     return find_hang(progress, groups or {})
 
@@ -51,5 +55,5 @@ def every(count: int, **changed: Any) -> list[Progress]:
 
 
 def on_silent_node(number: int, report_age_s: float, since_s: float = 0.05, **changed: Any) -> Progress:
-    """A rank of a node that tells nothing any more."""
+    """Return a rank of a node that has stopped reporting."""
     return rank(number, report_age_s=report_age_s, since_step_s=since_s, since_mark_s=0.0, **changed)

@@ -1,4 +1,7 @@
-"""A real Prometheus, with the rules that we ship: on loopback, its data in a folder, ended with its context."""
+"""A real Prometheus on loopback with our shipped rules.
+
+Its data is in a folder, and it ends with its context.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,13 @@ IS_THERE = shutil.which("prometheus") is not None and shutil.which("promtool") i
 
 
 class Prometheus:
-    """Entered, it runs, and scrapes every second."""
+    """Runs inside the context and scrapes every second."""
 
     def __init__(self, folder: Path, *targets: str, scrape_configs: str = "") -> None:
-        """targets: as "127.0.0.1:9464". scrape_configs: instead of them, as prometheus.yml has it."""
+        """Set up the server. `targets` are addresses such as "127.0.0.1:9464".
+
+        `scrape_configs` in the form of prometheus.yml replaces them.
+        """
         self._folder, self._port = folder, free_port()
         given = ", ".join(f'"{target}"' for target in targets)
         scraped = scrape_configs or f"  - job_name: training\n    static_configs:\n      - targets: [{given}]\n"
@@ -58,7 +64,10 @@ class Prometheus:
             self._process.wait(5)
 
     def api(self, path: str, **query: str) -> Any:
-        """What /api/v1/PATH has as its data. Raises AssertionError with what it says of a query that is wrong."""
+        """Return the data of /api/v1/PATH.
+
+        Raises AssertionError with the message if a query is wrong.
+        """
         address = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         try:
             with urllib.request.urlopen(address, timeout=20) as answer:
@@ -67,19 +76,19 @@ class Prometheus:
             raise AssertionError(f"{query}: {error.read().decode()}") from None
 
     def query(self, expression: str) -> list[tuple[Mapping[str, str], float]]:
-        """Labels and values at this moment."""
+        """Return the labels and values of an expression now."""
         found = self.api("query", query=expression)
         if found["resultType"] == "scalar":
             return [({}, float(found["result"][1]))]
         return [(each["metric"], float(each["value"][1])) for each in found["result"]]
 
     def firing(self) -> dict[str, Any]:
-        """Alerts that fire, by name."""
+        """Return the firing alerts by name."""
         alerts = self.api("alerts")["alerts"]
         return {each["labels"]["alertname"]: each for each in alerts if each["state"] == "firing"}
 
     def wait_for(self, found: Callable[[], Any], timeout_s: float) -> Any:
-        """The first true answer."""
+        """Return the first true answer."""
         answer = wait_for(found, timeout_s)
         assert answer, f"alerts: {self.api('alerts')}; targets: {self.api('targets')}"
         return answer

@@ -1,4 +1,6 @@
-"""A rank without a training job: a real session and ring file, marks at times that the test chooses."""
+"""A rank without a training job: a real session and ring file, with marks at times that the test
+chooses.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ KINDS = {
 
 
 def identity_of(run: RunDirectory, rank: int, world_size: int = 2, **changed: Any) -> Identity:
-    """A rank on HOST; its process is this one, so it lives."""
+    """Return the identity of a live rank on HOST. Its process is this one."""
     values: dict[str, Any] = {
         "run_id": run.run_id, "rank": rank, "local_rank": rank, "world_size": world_size,
         "local_world_size": world_size, "attempt": 0, "host": HOST, "pid": os.getpid(),
@@ -43,8 +45,12 @@ class Rank:
     """One rank of a run, driven by hand."""
 
     def __init__(self, run: RunDirectory, rank: int, world_size: int = 2, **settings: Any) -> None:
-        """registered: whether this node's sidecar is to read it. identity: what is not as in identity_of().
-        first_step: the step that recording begins with."""
+        """Create the rank.
+
+        `registered`: this node's sidecar reads it. `identity` overrides fields of identity_of().
+
+        `first_step` is the step in which recording begins.
+        """
         changed, registered = settings.pop("identity", {}), settings.pop("registered", True)
         first_step = settings.pop("first_step", 0)
         config = Config(**{"ring_records": 4096, "report": "text", **settings})
@@ -62,7 +68,7 @@ class Rank:
         return self.ring.path
 
     def steps(self, count: int, **parts_ms: float) -> None:
-        """That many steps, with these phases (ms) and `host` ms outside of them."""
+        """Make this many steps with these phases (ms) and `host` ms outside them."""
         recorder = self.session.recorder
         for _ in range(count):
             for part, milliseconds in parts_ms.items():
@@ -76,17 +82,17 @@ class Rank:
             recorder.next_step(0, 123_000_000, 1)
 
     def begin(self, kind: Kind, name: str) -> None:
-        """A span that stays open."""
+        """Begin a span that stays open."""
         self.session.recorder.begin(kind, self.session.intern(name))
 
     def close(self, **report: Any) -> None:
-        """Ends the rank as leaving its watch would."""
+        """End the rank as if it left its watch."""
         self.session.close(report)
 
 
 @contextlib.contextmanager
 def run_without_traces(folder: Path) -> Iterator[RunDirectory]:
-    """An empty run directory, whose rings' folders are removed afterwards with all that is left in them."""
+    """Yield an empty run directory. The folders of its rings are removed afterwards."""
     made = make_run(folder)
     yield made
     for local in local_folders(made.run_id):
@@ -97,20 +103,23 @@ def run_without_traces(folder: Path) -> Iterator[RunDirectory]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDirectory]:
-    """An empty run directory."""
+    """Yield an empty run directory."""
     with run_without_traces(tmp_path) as made:
         yield made
 
 
 def make_run(folder: Path, name: str = "") -> RunDirectory:
-    """An empty run directory; its name is also that of its rings' folder in shared memory, so it is unique."""
+    """Create an empty run directory.
+
+    Its unique name also names its rings' folder in shared memory.
+    """
     run = RunDirectory(folder / (name or f"test-{uuid.uuid4().hex[:12]}"))
     run.create()
     return run
 
 
 def read_to_end(run: RunDirectory) -> None:
-    """Have a sidecar read what the ranks have recorded, and keep it."""
+    """Run a sidecar that reads and stores everything that the ranks have recorded."""
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
     sidecar.poll()
     sidecar.account()

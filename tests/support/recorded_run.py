@@ -1,4 +1,4 @@
-"""A receiver, and a recorded run of two ranks whose ring files no sidecar has read yet."""
+"""A receiver, and a recorded run of two ranks whose ring files have not been read by a sidecar."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ STEPS = 12
 """Optimizer steps of a recorded run. The first is not measured, because recording begins with it."""
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-"""What a recorded run found in its environment: the trace of whoever started it."""
+"""Trace context in the environment of a recorded run."""
 
 
 def environment(folder: Path, told: Mapping[str, str]) -> dict[str, str]:
-    """What a process of the tests is started with; runs go into `folder`."""
+    """Return the environment of test processes. Runs go into `folder`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "TORCHLENS_PERF"))}
     ours = {"TORCHLENS_PERF_DIR": str(folder), "OMP_NUM_THREADS": "1", "TORCHLENS_PERF_REPORT": "text"}
     return {**inherited, **ours, **told}
@@ -38,7 +38,7 @@ def environment(folder: Path, told: Mapping[str, str]) -> dict[str, str]:
 def train(
     folder: Path, told: Mapping[str, str], steps: int = STEPS, script: Path = SCRIPTS / "train_two_ranks.py"
 ) -> RunDirectory:
-    """Trains two ranks under torchrun's flag, and returns the one run directory that this made."""
+    """Train two ranks under torchrun's flag. Return the only run directory."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "--logs-specs", "torchlens_perf", str(script), str(steps),
@@ -50,10 +50,14 @@ def train(
 
 
 def spans_of(run: RunDirectory, every: int) -> int:
-    """How many spans a run makes: its sampled steps' records, a root for each step of rank 0, and one for all of it
-    where somebody handed a trace over."""
+    """Return the number of a run's spans.
+
+    They are the sampled steps' records, a root for each step of rank 0, and one for the run with a
+    trace context.
+    """
     rows = pq.read_table(run.path / "spans", columns=["rank", "step", "kind"]).to_pylist()
-    rows = [row for row in rows if row["kind"] != "thread_time"]  # counters, no spans
+    # Counters are not spans.
+    rows = [row for row in rows if row["kind"] != "thread_time"]
     ended = {(row["rank"], row["step"]) for row in rows if row["kind"] == "step"}
     sampled = traced_steps([step for _, step in ended], every)
     records = sum((row["rank"], row["step"]) in ended and row["step"] in sampled for row in rows)
@@ -63,7 +67,7 @@ def spans_of(run: RunDirectory, every: int) -> int:
 
 
 def wait_for_sidecar(run: RunDirectory, timeout_s: float) -> float:
-    """Waits until no sidecar works on the run any more, and returns for how long."""
+    """Wait until no sidecar reads the run. Return the seconds of waiting."""
     started_s = time.monotonic()
     assert wait_for(lambda: not _sidecars(run), timeout_s), run.node_log(node_name()).read_text()
     return time.monotonic() - started_s
@@ -75,19 +79,20 @@ def _sidecars(run: RunDirectory) -> list[str]:
         try:
             arguments = (process / "cmdline").read_bytes().split(b"\0")
         except OSError:
-            continue  # it has ended meanwhile
+            # The process has ended in the meantime.
+            continue
         if b"sidecar" in arguments and str(run.path).encode() in arguments:
             found.append(process.name)
     return found
 
 
 class Sidecar:
-    """A sidecar process that the test has started, as the user would by hand, and that has ended."""
+    """A sidecar process that the test has started by hand, and that has ended."""
 
     def __init__(
         self, run: RunDirectory, folder: Path, told: Mapping[str, str], timeout_s: float = 60, then: str = ""
     ) -> None:
-        """then: Python code that the process runs at its end."""
+        """Run the sidecar. `then` is Python code that the process runs at its end."""
         code = f"import sys, torchlens_perf.commands.cli as cli\ncode = cli.main(sys.argv[1:])\n{then}\nsys.exit(code)"
         started_s = time.monotonic()
         done = subprocess.run(
@@ -103,7 +108,7 @@ class Sidecar:
 
     @property
     def report(self) -> str:
-        """The report that it left."""
+        """Return the report that the sidecar left."""
         return self.run.report.read_text()
 
 
@@ -118,7 +123,7 @@ def _one_receiver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiver
 
 @pytest.fixture
 def receiver(_one_receiver: Receiver) -> Receiver:
-    """The receiver, empty."""
+    """Return the receiver after clear()."""
     _one_receiver.clear()
     return _one_receiver
 
@@ -131,7 +136,7 @@ def _recorded(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 @pytest.fixture
 def recorded(_recorded: RunDirectory, tmp_path: Path) -> RunDirectory:
-    """A run of two ranks that have ended; nobody has read their ring files. All its steps are to be traced."""
+    """Return a finished run of two ranks whose ring files are unread. All its steps are traced."""
     run = RunDirectory(tmp_path / "runs" / _recorded.run_id)
     shutil.copytree(_recorded.path, run.path)
     rings = run.node_rings(node_name())
@@ -141,7 +146,7 @@ def recorded(_recorded: RunDirectory, tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture
 def sidecar(recorded: RunDirectory, tmp_path: Path) -> Callable[..., Sidecar]:
-    """Runs a sidecar over the recorded run with the variables given as keywords; again: a replay."""
+    """Run a sidecar over the recorded run with these variables. A second call is a replay."""
 
     def run(timeout_s: float = 60, then: str = "", **told: str) -> Sidecar:
         return Sidecar(recorded, tmp_path, {"TORCHLENS_PERF_TRACE_EVERY": "1", **told}, timeout_s, then)

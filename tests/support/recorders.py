@@ -1,4 +1,4 @@
-"""The two recorder implementations, and a ring to write into: what the tests of the recorder run over."""
+"""The two recorder implementations, and a ring for them: parameters of the recorder's tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDS = [module.__name__.rpartition("_")[2] for module in IMPLEMENTATIONS]
 
 
 class FakeClock:
-    """A clock that the test moves."""
+    """A clock that the test sets."""
 
     def __init__(self, now_ns: int = 1_000) -> None:
         self.now_ns = now_ns
@@ -32,7 +32,7 @@ class FakeClock:
 
 
 class Rig:
-    """A recorder of one implementation on a ring file of its own, and a reader of that file."""
+    """A recorder of one implementation with a separate ring file, and a reader of this file."""
 
     def __init__(self, implementation: ModuleType, folder: Path, *, capacity: int = 1024, clock: Any = "fake") -> None:
         self.implementation = implementation
@@ -42,7 +42,7 @@ class Rig:
         self.reader = Reader(self.ring.path)
 
     def records(self) -> list[dict[str, Any]]:
-        """What was written since the last call, with names and kinds in words."""
+        """Return the records since the last call, with names and kinds as text."""
         names = self.reader.names()
         batch = self.reader.read()
         rows = []
@@ -54,14 +54,14 @@ class Rig:
         return rows
 
     def span(self, kind: Kind, name: str, nanoseconds: int) -> None:
-        """A closed span of that length."""
+        """Write a closed span of this length."""
         name_id = self.ring.intern(name)
         self.recorder.begin(kind, name_id)
         self.clock.advance(nanoseconds)
         self.recorder.end(kind, name_id)
 
     def close(self) -> None:
-        """Ends the recorder and unmaps the file; again is harmless."""
+        """Close the recorder and unmap the file. A second call has no effect."""
         self.recorder.close()
         self.ring.close()
         self.reader.close()

@@ -1,4 +1,4 @@
-"""Watching something with every hook on, and reading back from the ring file what was recorded."""
+"""Watch a model with all hooks enabled, and read the recording back from the ring file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from torchlens_perf import Watch, watch
 from torchlens_perf.run.ring import HEAD, INTERNAL_ERRORS, UNBALANCED, Flag, GroupProgress, Kind, Reader, record_dtype
 
-# Settings under which every module is timed, and its backward pass in every step.
+# Settings that time every module in every step, including its backward pass.
 EVERYTHING: dict[str, Any] = {"modules": "all", "backward_every": 1}
 
 
 class Record(NamedTuple):
-    """One record of the ring file, in words."""
+    """One record of the ring file, with names as text."""
 
     kind: Kind
     name: str
@@ -36,7 +36,7 @@ class Record(NamedTuple):
 
 
 class Recording:
-    """What one rank has recorded."""
+    """Recording of one rank."""
 
     def __init__(self) -> None:
         self.watch: Watch | None = None
@@ -49,7 +49,7 @@ class Recording:
         self.internal_errors = 0
 
     def load(self, ring: Path) -> None:
-        """Reads a ring file from its beginning; all of it must still be there."""
+        """Read a ring file from its beginning. No record may have been overwritten."""
         reader = Reader(ring)
         names = reader.names()
         batch = reader.read(final=True)
@@ -67,16 +67,16 @@ class Recording:
         reader.close()
 
     def of(self, kind: Kind, name: str | None = None) -> list[Record]:
-        """The records of a kind, and of a name if one is given, in the order of their ends."""
+        """Return the records of a kind, and of a name if given, ordered by their ends."""
         return [each for each in self.records if each.kind == kind and name in (None, each.name)]
 
     def names(self, kind: Kind) -> list[str]:
-        """The names of the records of a kind, in the order of their ends."""
+        """Return the names of the records of a kind, ordered by their ends."""
         return [each.name for each in self.of(kind)]
 
     @property
     def notes(self) -> list[str]:
-        """What is not measured, and why."""
+        """Return the reasons for missing measurements."""
         return self.metadata["notes"]
 
     @property
@@ -85,18 +85,19 @@ class Recording:
 
 
 def ring_of_this_process(run_dir: Path) -> Path:
-    """Ranks have one run directory, with a ring file each."""
+    """Return this process's ring file. All ranks share one run directory."""
     (ring,) = (run_dir / "rings").glob(f"*-{os.getpid()}-*.ring")
     return ring
 
 
 @contextmanager
 def recorded(folder: Path, model: Any = None, optimizer: Any = None, **settings: Any) -> Iterator[Recording]:
-    """A watch in this process, without a sidecar. The recording is filled when the context is left."""
+    """Watch in this process without a sidecar. The recording is complete when the context ends."""
     recording = Recording()
     settings = {"sidecar": False, "report": "off", "dir": str(folder), **settings}
     with watch(model, optimizer, **settings) as recording.watch:
-        del model, optimizer  # the test may want to see them freed
+        # The test may check that both are freed.
+        del model, optimizer
         assert recording.watch.run_dir is not None
         ring = ring_of_this_process(recording.watch.run_dir)
         yield recording
@@ -105,7 +106,7 @@ def recorded(folder: Path, model: Any = None, optimizer: Any = None, **settings:
 
 
 def records_of(recording: Recording) -> Any:
-    """As they were in the ring."""
+    """Return the records in the order of the ring."""
     import numpy as np
 
     made = np.zeros(len(recording.records), record_dtype())

@@ -1,4 +1,4 @@
-"""Reports that are held against their schema, as `torchlens-perf report --schema` prints it."""
+"""Validate reports against the schema of `torchlens-perf report --schema`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ _KEYWORDS = {
 
 
 def as_json(report: Any) -> Any:
-    """What `torchlens-perf report --json` prints of it, read again."""
+    """Return the parsed output of `torchlens-perf report --json`."""
     file = io.StringIO()
     report_json.write(report, file)
     return json.loads(file.getvalue())
 
 
 def checked(report: Any) -> Any:
-    """The same report, once its JSON is known to be as the schema says."""
+    """Return the report after validating its JSON against the schema."""
     found = problem(as_json(report))
     assert not found, found
     return report
 
 
 def problem(value: Any) -> str:
-    """Where this is not as the schema says: a field that is missing, one too many, another type. "" for nowhere."""
+    """Return the first place that violates the schema (missing or unknown field, wrong type), or
+    "".
+    """
     return _problem(value, {"$ref": _schema()["$ref"]}, "report")
 
 
@@ -44,7 +46,10 @@ def _schema() -> dict[str, Any]:
 
 
 def _problem(value: Any, schema: dict[str, Any], at: str, *, closed: bool = False) -> str:
-    """closed: there is nothing but its properties. JSON schemas allow more; ours name all that a class has."""
+    """Return the first violation below `at`.
+
+    `closed` rejects unknown properties, which JSON schemas allow.
+    """
     assert set(schema) <= _KEYWORDS, f"{at}: not looked at: {set(schema) - _KEYWORDS}"
     if "$ref" in schema:
         return _problem(value, _schema()["$defs"][schema["$ref"].removeprefix("#/$defs/")], at, closed=True)

@@ -1,4 +1,4 @@
-"""Values as the next sidecar, or a report, finds them."""
+"""Values after a round trip through a state file, as the next sidecar or a report reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 def saved(value: _T) -> _T:
-    """The value as it comes back from a state file. Written once more, it must give the same bytes."""
+    """Return the value after a round trip. Writing it again must give the same bytes."""
     text = encode(value)
     back = decode(text, type(value))
     assert encode(back) == text

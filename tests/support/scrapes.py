@@ -1,4 +1,4 @@
-"""/metrics as a test asks for it, and reads it: with prometheus_client's own parser of OpenMetrics."""
+"""Requests to /metrics, parsed with prometheus_client's OpenMetrics parser."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Scrape:
     families: dict[str, Metric]
 
     def samples(self, name: str, **labels: str) -> list[Sample]:
-        """Those of that name that have these labels."""
+        """Return the samples of this name with these labels."""
         return [each for each in self.all() if each.name == name and labels.items() <= each.labels.items()]
 
     def value(self, name: str, **labels: str) -> float:
-        """Of the one sample."""
+        """Return the value of the only sample."""
         (sample,) = self.samples(name, **labels)
         return sample.value
 
@@ -40,7 +40,7 @@ class Scrape:
 
 
 def scrape(address: object, accept: str = OPEN_METRICS) -> Scrape:
-    """Asks once. Raises what the parser raises."""
+    """Send one request. Raises the parser's errors."""
     asked = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": accept})
     with urllib.request.urlopen(asked, timeout=20) as answer:
         text = answer.read().decode()
@@ -48,14 +48,14 @@ def scrape(address: object, accept: str = OPEN_METRICS) -> Scrape:
 
 
 class ScrapedSimulation:
-    """A simulated run that goes on, with its sidecar's port open."""
+    """A simulated run that continues, with its sidecar's metrics port open."""
 
     def __init__(self, folder: Path, ranks: int, *faults: str, **simulated: Any) -> None:
         self.simulation = LiveSimulation(folder / f"scraped-{folder.name}", ranks, *faults, **simulated)
         self.port = MetricsPort()
 
     def goes_on(self, blocks: int = 1) -> None:
-        """So many blocks of 32 steps, and shown."""
+        """Add this many blocks of 32 steps and export them."""
         for _ in range(blocks):
             self.simulation.goes_on()
             self.opened()
@@ -69,7 +69,7 @@ class ScrapedSimulation:
         self.port.update(sidecar)
 
     def scraped(self) -> Scrape:
-        """What is shown now."""
+        """Return the current metrics."""
         assert self.port.address is not None
         return scrape(self.port.address)
 

@@ -1,4 +1,4 @@
-"""Simulated jobs for the tests: eight ranks on two hosts, unless told otherwise."""
+"""Simulated jobs for the tests: eight ranks on two hosts by default."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torchlens_perf.verdicts.stragglers.findings import Findings
 
 
 def simulation(*faults: str, topology: Topology | None = None, **settings: Any) -> Simulation:
-    """A job with these faults."""
+    """Return a job with these faults."""
     return Simulation(
         topology or Topology(4, 2, node_size=4), faults=[parse_fault(text) for text in faults], **settings
     )
 
 
 def judged(run: Simulation, steps: int) -> Findings:
-    """What the judge says of a run, from its rows."""
+    """Return the judge's findings on the run's rows."""
     judge = StragglerDetector()
     for part in run.steps(steps):
         for population, block in part.blocks(1):
@@ -32,13 +32,16 @@ def judged(run: Simulation, steps: int) -> Findings:
 
 
 def wait_ns(steps: Steps) -> npt.NDArray[np.float64]:
-    """Shape [ranks, steps]: the rest of each step, blocked in communication."""
+    """Return the rest of each step, which is blocked in communication, in the shape [ranks, steps]."""
     found: npt.NDArray[np.float64] = steps.duration_ns - steps.parts_ns.sum(axis=2, dtype=np.float64)
     return found
 
 
 def table_of(steps: Steps, rank: int, start_ns: int = 0) -> StepTable:
-    """The steps of one rank as the sidecar sees them, the first one beginning at start_ns."""
+    """Return the steps of one rank in the form that the sidecar reads.
+
+    The first one begins at start_ns.
+    """
     duration_ns = np.round(steps.duration_ns).astype(np.int64)
     count = len(steps)
     parts_ns = np.zeros((count, len(PARTS)), np.int64)

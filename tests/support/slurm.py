@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine: real daemons, in namespaces of their own."""
+"""A Slurm cluster of two nodes on this machine: real daemons in separate namespaces."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from tests.support.launched import NODES, by_shell, free_port
 
 @contextlib.contextmanager
 def cluster(folder: Path, settings: str = "") -> Iterator[dict[str, str]]:
-    """Runs until it is left. Gives what srun needs in its environment. settings: further lines of slurm.conf.
+    """Run the cluster.
 
-    Skips the test where Slurm does not start.
+    Yield the variables that srun needs. `settings` are additional lines of slurm.conf.
+
+    Skips the test if Slurm does not start.
     """
     folder.mkdir(mode=0o755)
     control, host = free_port(), socket.gethostname()

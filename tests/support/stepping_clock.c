@@ -1,4 +1,4 @@
-/* The wall clock, CLOCK_STEP_S seconds off as long as the file CLOCK_STEP_FILE exists: loaded with LD_PRELOAD. */
+/* Shift the wall clock by CLOCK_STEP_S seconds as long as the file CLOCK_STEP_FILE exists. Loaded with LD_PRELOAD. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdlib.h>

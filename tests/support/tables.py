@@ -1,4 +1,4 @@
-"""Step tables and records made by hand, for the parts that compute on them."""
+"""Step tables and records made by hand, as input for computations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MS = 1_000_000
 
 
 def step_table(parts_ms: Sequence[dict[str, float]], first_step: int = 0, flags: int = 0, memory: int = 0) -> StepTable:
-    """Steps from their parts in ms; a step lasts as long as its parts."""
+    """Return steps with these parts in ms. A step lasts as long as the sum of its parts."""
     parts_ns = np.array([[round(step.get(part, 0) * MS) for part in PARTS] for step in parts_ms], np.int64)
     parts_ns = parts_ns.reshape(len(parts_ms), len(PARTS))
     count = len(parts_ms)
@@ -37,10 +37,10 @@ def step_table(parts_ms: Sequence[dict[str, float]], first_step: int = 0, flags:
 
 
 def mixed_table(steps: Sequence[dict[str, Any]], first_step: int = 0, noise: float = 0.0) -> StepTable:
-    """Steps that differ: parts in ms, "flags", and "cpu" for the lack of a CPU, which is in their forward part,
-    or in the part that "cpu_in" names.
+    """Return steps that vary: parts in ms, "flags", and "cpu" for CPU contention.
 
-    noise: standard deviation of the logarithm of a step's duration.
+    CPU contention lies in the forward part, or in the part named by "cpu_in". `noise` is the
+    standard deviation of the logarithm of a step's duration.
     """
     scales = np.exp(noise * np.random.default_rng(0).standard_normal(len(steps)))
     made = step_table(
@@ -57,7 +57,7 @@ def mixed_table(steps: Sequence[dict[str, Any]], first_step: int = 0, noise: flo
 
 
 def records(rows: Sequence[tuple[Kind, int, int, int]]) -> np.ndarray:
-    """Records from (kind, name_id, step, duration_ns)."""
+    """Return records from (kind, name_id, step, duration_ns)."""
     made = np.zeros(len(rows), record_dtype())
     for record, (kind, name_id, step, duration_ns) in zip(made, rows, strict=True):
         record["kind"], record["name_id"], record["step"], record["duration_ns"] = kind, name_id, step, duration_ns

@@ -1,4 +1,6 @@
-"""Native taps that are built at once: a tiny extension in the real one's place, and compilers that copy it."""
+"""Native taps that build at once: a tiny extension instead of the real one, and compilers that copy
+it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def compiled_with_cxx11_abi():
 
 
 def tiny_tap(folder: Path) -> Path:
-    """An extension of the tap's name that does nothing but leave the file TINY_TAP_TRACE when it is loaded."""
+    """Compile an extension with the tap's name.
+
+    It only writes the file TINY_TAP_TRACE when it is loaded.
+    """
     source, built = folder / "tiny.c", folder / "tiny.so"
     source.write_text(_TINY)
     include = f"-I{sysconfig.get_path('include')}"
@@ -59,7 +64,10 @@ def tiny_tap(folder: Path) -> Path:
 
 
 def tiny_torch(folder: Path) -> Path:
-    """A torch that is imported at once, with what building a tap needs of one. Returns what PYTHONPATH must have."""
+    """Create a torch that imports at once and suffices to build a tap.
+
+    Return the PYTHONPATH entry.
+    """
     package = folder / "torch"
     (package / "include" / "torch").mkdir(parents=True)
     (package / "include" / "torch" / "library.h").touch()
@@ -69,25 +77,31 @@ def tiny_torch(folder: Path) -> Path:
 
 
 def compiler(path: Path, script: str) -> Path:
-    """A compiler that is this shell script. "$out" is the file that it is to write, as a real one would."""
+    """Create a compiler from a shell script. "$out" is its output file."""
     path.write_text(f'#!/bin/sh\nall="$*"\nwhile [ "$1" != -o ]; do shift; done; out="$2"\n{script}\n')
     path.chmod(0o755)
     return path
 
 
 def copying(path: Path, tap: Path, before: str = "") -> Path:
-    """A compiler that gives this tap. before: what it does first. It counts its runs, a line each, in PATH.runs."""
+    """Create a compiler that copies this tap after running `before`.
+
+    It adds a line per run to PATH.runs.
+    """
     return compiler(path, f'echo "$all" >> {path}.runs\n{before}\nrm -f "$out"; cat {tap} > "$out"')
 
 
 def runs(path: Path) -> list[str]:
-    """The arguments of each run of a copying compiler."""
+    """Return the arguments of each run of a copying compiler."""
     counted = Path(f"{path}.runs")
     return counted.read_text().splitlines() if counted.exists() else []
 
 
 def empty_places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package and a home of their own, without a tap. Returns the folder for taps in that home's cache, made."""
+    """Use a separate package folder and home without a tap.
+
+    Return the tap folder in the home's cache.
+    """
     monkeypatch.setattr(tap_requirements, "SOURCES", copy_of_sources(folder / "package" / "native"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("CXX", raising=False)
@@ -98,27 +112,31 @@ def empty_places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def copy_of_sources(to: Path) -> Path:
-    """The native sources, without what is built of them."""
+    """Copy the native sources without built files."""
     return Path(
         shutil.copytree(tap_requirements.SOURCES, to, ignore=shutil.ignore_patterns("*.so", "*.lock", ".build-*"))
     )
 
 
 def tap_name(site: Path) -> str:
-    """The file name of the tap for the torch that lies in `site`."""
+    """Return the file name of the tap for the torch in `site`."""
     asked = [sys.executable, "-c", "from torchlens_perf.recorder import native_tap; print(native_tap.file_name())"]
     return subprocess.run(asked, env=with_torch(site), capture_output=True, text=True, check=True).stdout.strip()
 
 
 def with_torch(site: Path, **changed: str) -> dict[str, str]:
-    """The environment in which that torch is found, and this package."""
+    """Return the environment that finds this torch and this package."""
     return {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{_ROOT}", **changed}
 
 
 @contextlib.contextmanager
 def hurried(home: Path) -> Iterator[None]:
-    """Gives builds of that home the usual priority again, where we are allowed to: on a busy machine they would take
-    minutes. They still lower it, which is tested by what a compiler sees at its begin."""
+    """Raise the priority of this home's builds to normal if permitted.
+
+    On a busy machine they would take minutes.
+
+    Builds still lower their priority. Tests check this from the compiler's view at its start.
+    """
     ended = threading.Event()
     thread = threading.Thread(target=_hurry, args=(f"HOME={home}".encode(), ended))
     thread.start()
@@ -140,7 +158,7 @@ def _hurry(wanted: bytes, ended: threading.Event) -> None:
 
 
 def has_ended(pid: int, within_s: float = 60) -> bool:
-    """Whether a process ends within that time, or has ended."""
+    """Return True if the process ends within this time."""
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
         if process_started(pid) is None:
@@ -154,20 +172,21 @@ def has_ended(pid: int, within_s: float = 60) -> bool:
 
 @pytest.fixture(scope="module")
 def tap(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny tap, in no place where one is looked for."""
+    """Compile a tiny tap, outside the places that are searched."""
     return tiny_tap(tmp_path_factory.mktemp("tap"))
 
 
 @pytest.fixture(autouse=True)
 def load_anew() -> Iterator[None]:
-    """load() remembers what it has found. The Python tap would stay, and hide the native one from later tests."""
+    """Reset load()'s cache. A remembered Python tap would hide the native one from later tests."""
     native_tap.load.cache_clear()
     yield
     native_tap.load.cache_clear()
-    python_tap._libraries.clear()  # nobody issues collectives just now
+    # No collectives are issued at this moment.
+    python_tap._libraries.clear()
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache: empty, as is the folder beside the package."""
+    """Return the user's empty cache. The package's tap folder is also empty."""
     return empty_places(tmp_path, monkeypatch)

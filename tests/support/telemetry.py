@@ -1,4 +1,4 @@
-"""What the files of telemetry hold, as the samples that were written."""
+"""Read the samples in telemetry files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchlens_perf.store.samples import GPUS, LINKS
 
 
 def read_gpus(run: RunDirectory, host: str) -> dict[str, list[GpuSample]]:
-    """A node's samples by GPU, in order."""
+    """Return a node's samples by GPU, in order."""
     samples: dict[str, list[GpuSample]] = {}
     for row in _rows(run, GPUS, host):
         own = samples.setdefault(row["uuid"], [])
@@ -23,7 +23,7 @@ def read_gpus(run: RunDirectory, host: str) -> dict[str, list[GpuSample]]:
 
 
 def read_links(run: RunDirectory, host: str) -> dict[str, list[LinkSample]]:
-    """A node's samples by port, in order."""
+    """Return a node's samples by port, in order."""
     samples: dict[str, list[LinkSample]] = {}
     for row in _rows(run, LINKS, host):
         own = samples.setdefault(f"{row['device']}/{row['port']}", [])

@@ -1,4 +1,4 @@
-"""A pseudo-terminal that a program is run on, and all that it has written there."""
+"""A pseudo-terminal that runs a program and collects its output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.processes import ROOT, clean_environ
 
 
 class OnTerminal:
-    """Entered, the program runs on a terminal of so many columns and lines; left, it has ended."""
+    """The program runs on a terminal of this size inside the context and has ended after it."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str] | None = None, size: tuple[int, int] = (80, 24)
@@ -35,7 +35,10 @@ class OnTerminal:
         self.written = b""
 
     def wait_for(self, what: str | Callable[[str], bool], timeout_s: float = 60) -> str:
-        """Until that is written; returns all that was. Raises AssertionError with what it was instead."""
+        """Wait until this text is written.
+
+        Return all output. Raises AssertionError with the output.
+        """
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             text = self.written.decode(errors="replace")
@@ -51,7 +54,7 @@ class OnTerminal:
         os.write(self._master, keys.encode())
 
     def end(self, timeout_s: float = 60) -> int:
-        """Waits for its end, reading what it still writes. Returns the exit code."""
+        """Wait for the program's end, reading its output. Return the exit code."""
         deadline_s = time.monotonic() + timeout_s
         while self.process.poll() is None and time.monotonic() < deadline_s:
             self._read(0.1)
@@ -60,7 +63,7 @@ class OnTerminal:
         return self.process.wait(0.1)
 
     def modes_now(self) -> list[object]:
-        """What the terminal does with keys: as `modes`, once a program has restored it."""
+        """Return the terminal's key modes. They equal `modes` once a program has restored them."""
         return list(termios.tcgetattr(self._slave))
 
     def _read(self, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""A program that is forked holds what it was given, and nothing of the process that it was forked from."""
+"""A forked program inherits only what it was given, and nothing else from its parent."""
 
 import sys
 
@@ -14,7 +14,9 @@ print([number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")
 """
 
 
-def test_no_descriptor_is_held_that_another_may_get() -> None:
-    """A socket object that outlived its descriptor closed one of gloo's as the program ended."""
+def test_no_socket_object_outlives_its_descriptor() -> None:
+    """A socket object that outlived its descriptor closed one of gloo's descriptors at the
+    program's end.
+    """
     finished = run([sys.executable, "-c", _HELD])
     assert finished.stdout.splitlines() == ["[]", "[]"], finished

@@ -1,4 +1,4 @@
-"""A shell in tmux: a real terminal of a size that the test chooses, which can be changed, and looked at."""
+"""A shell in tmux: a real terminal whose size and contents tests can read and change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ PROMPT = "prompt> "
 
 
 class Tmux:
-    """Entered, a shell waits for commands; left, it and all that runs in it are gone. A server of its own."""
+    """Inside the context a shell waits for commands.
+
+    After it, the shell and its programs are gone. Uses a separate server.
+    """
 
     def __init__(self, columns: int = 80, lines: int = 24, environment: Mapping[str, str] | None = None) -> None:
         if shutil.which("tmux") is None:
@@ -30,18 +33,21 @@ class Tmux:
         self._size = str(columns), str(lines)
 
     def type(self, *keys: str) -> None:
-        """Keys by tmux's names: Enter, Escape, C-c, or text."""
+        """Type keys by tmux's names (Enter, Escape, C-c), or text."""
         self._tmux("send-keys", "-t", "0", *keys)
 
     def resize(self, columns: int, lines: int) -> None:
         self._tmux("resize-window", "-t", "0", "-x", str(columns), "-y", str(lines))
 
     def lines(self, *, styled: bool = False) -> list[str]:
-        """What is on the screen; styled: with escape sequences for colours."""
+        """Return the lines on the screen, with escape sequences for colours if `styled`."""
         return self._tmux("capture-pane", "-p", "-t", "0", *(["-e"] if styled else [])).rstrip("\n").split("\n")
 
     def sees(self, what: str | Callable[[list[str]], object], timeout_s: float = 60) -> list[str]:
-        """Waits until that is on the screen, with single spaces. Raises AssertionError with what is there instead."""
+        """Wait until this text is on the screen, ignoring repeated spaces.
+
+        Raises AssertionError with the screen.
+        """
         deadline_s = time.monotonic() + timeout_s
         while True:
             lines = self.lines()
@@ -51,7 +57,7 @@ class Tmux:
             time.sleep(0.05)
 
     def pid(self) -> int:
-        """Of what runs in the foreground of the shell."""
+        """Return the pid of the shell's foreground program."""
         shell = self._tmux("list-panes", "-F", "#{pane_pid}").strip()
         children = subprocess.run(["ps", "-o", "pid=", "--ppid", shell], capture_output=True, text=True).stdout.split()
         return int(children[-1])

@@ -1,10 +1,11 @@
-"""Python programs that need not import torch: forked from a process that has, as Popen starts them else.
+"""Run Python programs by forking a process that has already imported torch, with Popen's interface.
 
-To import torch and what an optimizer needs of it takes four seconds of processor time, more than most of these programs
-take for the rest. Otherwise they are as usual: a process and child of the test's own, with the arguments, environment,
-folder and streams that it is given. What only an interpreter that starts obeys, it does not: PYTHON*, but PYTHONPATH
-and PYTHONUNBUFFERED, and variables that torch reads when it is loaded; and it has no workers by `spawn`. Tests of how
-a program starts use `subprocess`.
+Importing torch and the parts that an optimizer needs takes four seconds of processor time, more
+than the rest of most of these programs. Otherwise the programs behave as usual: each is a child
+process of the test with the given arguments, environment, folder and streams. They ignore settings
+that only a starting interpreter reads: PYTHON* variables other than PYTHONPATH and
+PYTHONUNBUFFERED, and variables that torch reads when it is loaded. They cannot use workers by
+`spawn`. Tests of a program's start use `subprocess`.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ _THREADS = "OMP_NUM_THREADS"
 _MAX_MESSAGE_BYTES = 1 << 17
 
 _servers: dict[tuple[str, str], socket.socket] = {}
-"""To the processes that have torch loaded, by interpreter and by what was preloaded. They end when this one does."""
+"""Connections to the processes with torch loaded, by interpreter and preloaded modules.
+
+These end with this process.
+"""
 
 
 class WarmPython(subprocess.Popen[Any]):
-    """Popen([PYTHON, ...], ...), of a script, -m MODULE or -c CODE; with one OpenMP thread."""
+    """Popen([PYTHON, ...], ...) of a script, -m MODULE or -c CODE, with one OpenMP thread."""
 
-    def _execute_child(  # of Python 3.10 to 3.14
+    # The method exists in Python 3.10 to 3.14.
+    def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
         startupinfo: Any, creationflags: Any, shell: Any, *descriptors_and_more: Any,
     ) -> None:  # fmt: skip
@@ -63,7 +68,10 @@ class WarmPython(subprocess.Popen[Any]):
 
 
 def run(command: list[str], timeout_s: float = 90, **options: Any) -> subprocess.CompletedProcess[str]:
-    """subprocess.run() of such a program; with its output, as text. Raises subprocess.TimeoutExpired."""
+    """Run such a program as subprocess.run() does.
+
+    Capture its output as text. Raises subprocess.TimeoutExpired.
+    """
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with WarmPython(command, **{**streams, **options}) as process:
         try:
@@ -75,11 +83,12 @@ def run(command: list[str], timeout_s: float = 90, **options: Any) -> subprocess
 
 
 def _fork(python: str, request: dict[str, Any], descriptors: list[int]) -> int:
-    """Has the program started, and returns its process id. It is a child of this process."""
+    """Start the program and return its process id. It is a child of this process."""
     kind = python, request["environ"].get("LD_PRELOAD", "")
     server = _servers.get(kind) or _servers.setdefault(kind, _start_server(*kind))
     libc = ctypes.CDLL(None)
-    # What the server starts is orphaned at once, and so becomes a child of the nearest process that adopts orphans.
+    # The server's child is orphaned at once, so it becomes a child of the nearest process that
+    # adopts orphans.
     assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     try:
         socket.send_fds(server, [json.dumps(request).encode()], descriptors)
@@ -94,7 +103,7 @@ def _start_server(python: str, preloaded: str) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     dropped = ("TORCHLENS", "OTEL_", "PYTHON")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    # Entry points are loaded by the programs themselves, with the variables that they are given.
+    # The programs load entry points themselves, with the variables that they are given.
     environ |= {_THREADS: "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LD_PRELOAD": preloaded}
     subprocess.Popen([python, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environ, cwd="/")
     theirs.close()
@@ -103,7 +112,10 @@ def _start_server(python: str, preloaded: str) -> socket.socket:
 
 
 def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Forks a process for each request, in which it returns the request and its three descriptors."""
+    """Fork a process for each request.
+
+    In the fork, return the request and its three descriptors.
+    """
     while True:
         message, descriptors, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 3)
         if not message:
@@ -113,9 +125,11 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             parent = os.getpid()
             program = os.fork()
             if program == 0:
-                while os.getppid() == parent:  # programs ask who has started them
+                # Wait for the adoption, because programs may ask for their parent's pid.
+                while os.getppid() == parent:
                     time.sleep(0.001)
-                # Its number is soon another's, of gloo for one: the end of this object must not close that.
+                # Another object, for example gloo's, may soon have this number, and the end of this
+                # object must not close it.
                 os.close(connection.detach())
                 return json.loads(message), list(descriptors)
             connection.send(str(program).encode())
@@ -127,7 +141,7 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Takes on what the program was given."""
+    """Take over the program's environment, folder and streams."""
     if request["session"]:
         os.setsid()
     for number, descriptor in enumerate(descriptors):
@@ -140,19 +154,22 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", buffering, closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
-    tempfile.tempdir = None  # what the server has found by its own variables
+    # The server's value comes from the server's own variables.
+    tempfile.tempdir = None
     sys.orig_argv = [sys.executable, *request["arguments"]]
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         import torch
 
-        torch._import_device_backends()  # as the end of `import torch` does
+        # The end of `import torch` does this.
+        torch._import_device_backends()
 
 
 def _execute(arguments: list[str]) -> None:
-    """What the interpreter does with its command line."""
+    """Run a command line as the interpreter does."""
     kind, *rest = arguments
-    if kind == "-u":  # as torchrun asks for: PYTHONUNBUFFERED, here
+    # torchrun passes -u, which stands for PYTHONUNBUFFERED here.
+    if kind == "-u":
         sys.stdout.reconfigure(line_buffering=True)
         kind, *rest = rest
     main = types.ModuleType("__main__")
@@ -174,7 +191,7 @@ def _execute(arguments: list[str]) -> None:
 
 
 def _serve_torchrun() -> None:
-    """Has torchrun start its ranks in the same way, from a server of this program's own."""
+    """Make torchrun start its ranks in the same way, from a server of this program."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -188,7 +205,7 @@ def _serve_torchrun() -> None:
 
 
 def _run_programs(connection: socket.socket) -> None:
-    """Serves, and in each process that is forked runs its program."""
+    """Serve requests, and run the program in each forked process."""
     request, descriptors = _serve(connection)
     _become(request, descriptors)
     if request["arguments"][:2] == ["-m", "torch.distributed.run"]:
@@ -197,10 +214,13 @@ def _run_programs(connection: socket.socket) -> None:
 
 
 def _main() -> None:
-    import torch._dynamo  # an optimizer does, as it is made
+    # An optimizer's creation imports this.
+    import torch._dynamo
     import torch.distributed.run  # noqa: F401
 
-    gc.freeze()  # what all programs have in common: each would look through it as it ends, and copy it for that
+    # Exclude the common objects from garbage collection. Each program would otherwise visit and
+    # copy them at its end.
+    gc.freeze()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.send(b"ready")
     _run_programs(connection)

@@ -1,7 +1,8 @@
-"""Accelerate with DeepSpeed: backward() steps the engine, optimizer.step() does nothing; two ranks, ZeRO 1 on CPUs.
+"""Accelerate with DeepSpeed on two ranks, ZeRO 1 on CPUs. backward() steps the engine, and
+optimizer.step() does nothing.
 
-Without a GPU Accelerate takes each process for the only one: the ranks are DeepSpeed's, and the examples of each are
-chosen here.
+Without a GPU Accelerate treats each process as the only one. So DeepSpeed makes the ranks, and the
+job selects the examples of each rank.
 """
 
 import logging

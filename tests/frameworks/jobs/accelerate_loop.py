@@ -1,4 +1,6 @@
-"""Accelerate: everything goes through prepare(), gradients of two batches are accumulated; two ranks by DDP."""
+"""Accelerate on two DDP ranks: prepare() wraps all objects, and gradients of two batches are
+accumulated.
+"""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,6 @@
-"""torch.distributed.checkpoint: saved in the background every ten steps, and once in the foreground; two ranks."""
+"""torch.distributed.checkpoint on two ranks: saved in the background every ten steps, and once in
+the foreground.
+"""
 
 import os
 import tempfile
@@ -20,7 +22,8 @@ losses, saved = Losses(), None
 names = [tempfile.mkdtemp()]
 dist.broadcast_object_list(names, 0)
 folder = names[0]
-saving = dist.new_group()  # in the background a save has collectives of its own
+# A save in the background has its own collectives.
+saving = dist.new_group()
 # -- paste
 import torchlens_perf as perf
 

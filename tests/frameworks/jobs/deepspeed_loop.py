@@ -1,4 +1,4 @@
-"""DeepSpeed on CPUs: ZeRO stage 1, accumulation over two batches by the engine; two ranks."""
+"""DeepSpeed on CPUs with two ranks: ZeRO stage 1. The engine accumulates over two batches."""
 
 import logging
 

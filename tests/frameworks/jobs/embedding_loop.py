@@ -1,4 +1,6 @@
-"""A recommender as in TorchRec: each rank holds half of the tables, and rows travel by all-to-all; two ranks."""
+"""A recommender as in TorchRec on two ranks: each rank has half of the tables, and all-to-all
+exchanges rows.
+"""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ mine = nn.ModuleList(nn.EmbeddingBag(ROWS, WIDTH) for _ in range(TABLES // WORLD
 
 
 class Recommender(nn.Module):
-    """Sparse features go to the rank that holds their table, and come back as vectors."""
+    """Sends sparse features to the rank that has their table, and receives vectors."""
 
     def __init__(self):
         super().__init__()

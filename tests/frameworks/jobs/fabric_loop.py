@@ -1,4 +1,4 @@
-"""Fabric: setup() and its own backward; two ranks by DDP."""
+"""Fabric on two DDP ranks: setup() and Fabric's own backward()."""
 
 import logging
 

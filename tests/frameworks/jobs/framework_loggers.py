@@ -1,7 +1,10 @@
-"""Frameworks with loggers of their own, which get our figures by one argument: framework_loggers.py WAY [breaks]
+"""Frameworks whose own loggers receive our figures by one argument.
 
-WAY: trainer, lightning, fabric or accelerate; each writes a loss a step into TensorBoard, in its own place. With
-"breaks", everything that a callback calls of ours raises, as a defect of ours would.
+    usage: framework_loggers.py WAY [breaks]
+
+WAY is trainer, lightning, fabric or accelerate. Each way writes a loss per step into TensorBoard in
+its own folder. With "breaks", all our functions that a callback calls raise, as with a defect in
+them.
 """
 
 import logging
@@ -17,7 +20,8 @@ import torchlens_perf as perf
 from torchlens_perf.watch import Watch
 
 WAY, BREAKS = sys.argv[1], sys.argv[2:] == ["breaks"]
-STEPS = 200  # 32 ms each: the sidecar takes a while to start
+# Steps of 32 ms. The sidecar takes some time to start.
+STEPS = 200
 warnings.filterwarnings("ignore")
 torch.manual_seed(0)
 losses = Losses()

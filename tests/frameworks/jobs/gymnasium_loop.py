@@ -1,4 +1,6 @@
-"""Reinforcement learning in gymnasium: actor and critic, an update for sixteen actions; the environment is slow."""
+"""Reinforcement learning in gymnasium: actor and critic, one update per sixteen actions, and a slow
+environment.
+"""
 
 import gymnasium
 import torch

@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer on a tiny BERT: accumulation over two batches, evaluation, saving; two ranks by DDP."""
+"""Hugging Face's Trainer on a tiny BERT with two DDP ranks: accumulation over two batches,
+evaluation, saving.
+"""
 
 import tempfile
 

@@ -1,4 +1,6 @@
-"""The optimizer inside of the backward pass: one for each parameter, stepped as soon as its gradient is whole."""
+"""Optimizers inside the backward pass: one per parameter, stepped as soon as its gradient is
+complete.
+"""
 
 import torch
 from job import STEPS, Examples, Losses, classifier

@@ -1,8 +1,9 @@
-"""What the jobs of this folder share: a small model, its data with a planted fault, and what they print.
+"""Common code of the jobs in this folder: a small model, its data with a planted fault, and the
+output.
 
-The fault: examples are slow to come, on rank 1 of two ranks, or where there is one rank alone. What lies between
-"paste" and "end" is what docs/guides/frameworks.md shows. Without us, a job runs with tests/frameworks/without in our
-place.
+The fault is a slow loader on rank 1 of two ranks, or on the only rank. docs/guides/frameworks.md
+shows the code between "paste" and "end". A run without recording imports tests/frameworks/without
+instead of the package.
 """
 
 from __future__ import annotations
@@ -21,24 +22,25 @@ RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_S
 IS_SLOW = RANK == WORLD_SIZE - 1
 WIDTH, CLASSES = 32, 4
 STEPS = 50
-SLOW_S = 0.008  # an example
+# Seconds per example.
+SLOW_S = 0.008
 
 
 def planted_fault() -> None:
-    """What makes one rank slow: it comes with each example."""
+    """Delay each example on the slow rank."""
     if IS_SLOW:
         time.sleep(SLOW_S)
 
 
 def classifier() -> nn.Module:
-    """Two layers and a head."""
+    """Return two layers and a head."""
     return nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)
     )
 
 
 class Examples(Dataset):  # type: ignore[type-arg]
-    """Random ones, the same in every run; slow to come where the fault is planted."""
+    """Random examples, the same in every run. They load slowly where the fault is planted."""
 
     def __init__(self, count: int, *, slow: bool = True) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -73,22 +75,22 @@ class Tokens(Dataset):  # type: ignore[type-arg]
 
 
 class Losses:
-    """The losses of this rank, bit by bit."""
+    """The exact losses of this rank."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
         self.count = 0
 
     def add(self, loss: Tensor | float) -> None:
-        """One more."""
+        """Append one loss."""
         self._digest.update(float(loss).hex().encode())
         self.count += 1
 
     def facts(self, steps: int, **facts: Any) -> dict[str, Any]:
-        """What is compared. steps: as the framework has counted them."""
+        """Return the values to compare. `steps` is the framework's count."""
         return {"losses": self._digest.hexdigest(), "count": self.count, "steps": steps, **facts}
 
     def print(self, steps: int, **facts: Any) -> None:
-        """The last line of rank 0."""
+        """Print the last line of rank 0."""
         if RANK == 0:
             print(json.dumps(self.facts(steps, **facts)))

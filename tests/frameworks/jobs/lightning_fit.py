@@ -1,4 +1,6 @@
-"""Lightning's Trainer: accumulation over two batches, validation, a checkpoint; two ranks by its DDP under torchrun."""
+"""Lightning's Trainer on two ranks, by its DDP under torchrun: accumulation over two batches,
+validation, a checkpoint.
+"""
 
 import logging
 import tempfile

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with the profiler alone: its steps are those of the optimizer."""
+"""Lightning's Trainer with only the profiler, whose steps are those of the optimizer."""
 
 import logging
 import tempfile

@@ -1,6 +1,9 @@
-"""A loop with four loggers at once: TensorBoard, W&B offline, MLflow into a folder, a function. Its data is slow.
+"""A loop with four loggers at once: TensorBoard, W&B offline, MLflow in a folder, and a function.
 
-It goes on until the function has had three rows: the sidecar takes a while to start.
+Its data is slow.
+
+It continues until the function has received three rows, because the sidecar takes some time to
+start.
 """
 
 import os
@@ -14,7 +17,8 @@ from job import Examples, Losses, classifier
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
-MAX_STEPS = 3000  # some two minutes
+# About two minutes.
+MAX_STEPS = 3000
 torch.manual_seed(0)
 model = classifier()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""A pipeline of two stages by ScheduleGPipe, with four microbatches; the second stage is slow."""
+"""A pipeline of two stages by ScheduleGPipe with four microbatches. The second stage is slow."""
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,8 @@ with perf.watch(part, optimizer) as w:
         optimizer.step()
         optimizer.zero_grad()
         # -- end
-        # Rank 0 prints, and the loss is on the last rank: the first one's weights depend on it as much.
+        # Rank 0 prints, but the loss is on the last rank. The weights of the first rank depend on
+        # it just as much.
         losses.add(part[0].weight.sum().detach())
 losses.print(steps=STEPS)
 dist.destroy_process_group()

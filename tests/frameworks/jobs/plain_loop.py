@@ -1,4 +1,6 @@
-"""A loop as in nanoGPT: no DataLoader, micro-batches, gradients clipped, evaluation in between; two ranks by DDP."""
+"""A loop as in nanoGPT on two DDP ranks: no DataLoader, micro-batches, gradient clipping,
+evaluation between steps.
+"""
 
 import contextlib
 

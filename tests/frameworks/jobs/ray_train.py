@@ -1,4 +1,4 @@
-"""Ray Train: a TorchTrainer with two workers, which write what they find to files."""
+"""Ray Train: a TorchTrainer with two workers, which write their results to files."""
 
 import json
 import os
@@ -14,7 +14,7 @@ FOLDER, HERE = os.getcwd(), os.path.dirname(__file__)
 
 
 def train_func():
-    # Workers start in a folder of Ray's.
+    # Workers start in one of Ray's folders.
     os.chdir(FOLDER)
     sys.path.insert(0, HERE)
     import job

@@ -1,4 +1,6 @@
-"""A loop as in torchtitan: several optimizers behind one, FSDP2, microbatches, garbage collected by hand; two ranks."""
+"""A loop as in torchtitan on two ranks: several optimizers in one, FSDP2, microbatches, manual
+garbage collection.
+"""
 
 import gc
 
@@ -19,7 +21,7 @@ losses = Losses()
 
 
 class OptimizersContainer:
-    """One optimizer for each part of the model, stepped as one."""
+    """One optimizer per part of the model, stepped together."""
 
     def __init__(self, parts):
         self.optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in parts]

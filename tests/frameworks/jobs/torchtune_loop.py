@@ -1,4 +1,6 @@
-"""torchtune's parts in a loop as its recipes have it: a tiny Llama 3, its loss in chunks, its scheduler; two ranks."""
+"""Parts of torchtune in a loop as in its recipes on two ranks: a tiny Llama 3, its chunked loss,
+its scheduler.
+"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,6 @@
-"""TRL's SFTTrainer with a LoRA of PEFT on a tiny GPT-2: accumulation over two batches; two ranks by DDP."""
+"""TRL's SFTTrainer with a LoRA of PEFT on a tiny GPT-2 and two DDP ranks: accumulation over two
+batches.
+"""
 
 import tempfile
 

@@ -1,4 +1,6 @@
-"""Vision as timm's train.py has it: an averaged copy of the weights, mixed labels, validation in between; two ranks."""
+"""Vision training as in timm's train.py on two ranks: an averaged copy of the weights, mixed
+labels, validation.
+"""
 
 import torch
 import torch.distributed as dist

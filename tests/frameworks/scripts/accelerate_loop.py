@@ -1,4 +1,6 @@
-"""A plain loop with Accelerate: everything goes through prepare(), gradients are accumulated over two batches."""
+"""A plain loop with Accelerate: prepare() wraps all objects, and gradients are accumulated over two
+batches.
+"""
 
 import torch
 from accelerate import Accelerator

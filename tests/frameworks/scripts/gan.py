@@ -1,4 +1,6 @@
-"""A GAN as the DCGAN example has it: the critic's two losses, then the generator's, on variables of the script."""
+"""A GAN as in the DCGAN example: two losses of the critic, then the generator's, in variables of
+the script.
+"""
 
 import torch
 from script import WIDTH, Losses, batches, watched

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: a validation of five batches inside of every tenth step, and losses logged."""
+"""Lightning's Trainer: a validation of five batches inside every tenth step, and logged losses."""
 
 import logging
 import warnings

@@ -1,4 +1,4 @@
-"""No optimizer at all: the parameters are updated by hand."""
+"""A loop without an optimizer, which updates the parameters by hand."""
 
 import torch
 from script import Losses, batches, classifier, watched

@@ -1,7 +1,7 @@
-"""The shape of soft actor-critic.
+"""The structure of soft actor-critic.
 
-An actor that is called by a method of its own, two critics of one class, a temperature that is no module, target
-networks without gradients, and the actor's update in every second step.
+It has an actor that is called by a method of its own, two critics of one class, a temperature that
+is no module, target networks without gradients, and an update of the actor in every second step.
 """
 
 import copy

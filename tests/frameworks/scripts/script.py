@@ -1,4 +1,6 @@
-"""What the scripts of this folder share: a small model, its data, and how a run is watched."""
+"""Common code of the scripts in this folder: a small model, its data, and the way in which a run is
+watched.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,23 @@ WIDTH, CLASSES = 64, 4
 
 
 def classifier() -> nn.Module:
-    """Three layers and a head."""
+    """Return three layers and a head."""
     layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
 
 
 def examples(count: int) -> TensorDataset:
-    """Random ones, the same in every run."""
+    """Return random examples, the same in every run."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(count, WIDTH, generator=generator)
     return TensorDataset(inputs, torch.randint(CLASSES, (count,), generator=generator))
 
 
 def watched(*arguments: Any) -> AbstractContextManager[Any]:
-    """perf.watch(), as the README writes it, where the test asks for it; else the script knows nothing of us."""
+    """Return perf.watch() as in the README if the test requests it.
+
+    Otherwise the script does not use the package.
+    """
     if os.environ.get("SCRIPT_WATCHES") != "1":
         return contextlib.nullcontext()
     import torchlens_perf as perf
@@ -40,25 +45,25 @@ def watched(*arguments: Any) -> AbstractContextManager[Any]:
 
 
 class Losses:
-    """The losses of a run, bit by bit."""
+    """The exact losses of a run."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
         self._count = 0
 
     def add(self, loss: Tensor | float) -> None:
-        """One more."""
+        """Append one loss."""
         value = float(loss)
         self._digest.update(value.hex().encode())
         self._count += 1
 
     def print(self, **facts: Any) -> None:
-        """The last line of a script: the losses, and what it knows of its steps."""
+        """Print the script's last line: the losses and its own count of steps."""
         print(json.dumps({"losses": self._digest.hexdigest(), "count": self._count, **facts}))
 
 
 def batches(count: int, size: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
-    """So many batches, without a DataLoader."""
+    """Yield this many batches without a DataLoader."""
     inputs, labels = examples(count * size).tensors
     for start in range(0, count * size, size):
         yield inputs[start : start + size], labels[start : start + size]

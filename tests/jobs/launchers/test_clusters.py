@@ -1,4 +1,4 @@
-"""srun, mpirun, DeepSpeed's launcher and Ray as they are installed, on two nodes of this machine."""
+"""Jobs under the installed srun, mpirun, DeepSpeed launcher and Ray, on two nodes of this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def need(*programs: str) -> None:
 
 
 def check_numbers(done: Done, launcher: str) -> None:
-    """Rank, local rank and how many are on a node are those of the launcher's row."""
+    """Check that rank, local rank and local world size have the values of the launcher's row."""
     (made,) = done.runs
     found = sorted(
         (each.identity.rank, each.identity.local_rank, each.identity.local_world_size, each.identity.launcher)
@@ -44,7 +44,7 @@ def check_numbers(done: Done, launcher: str) -> None:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> str:
-    """What mpirun takes for ssh: runs a command on a node of this machine."""
+    """Return an ssh replacement for mpirun that runs a command on a node of this machine."""
     path = tmp_path / "agent"
     path.write_text(
         '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nnode=$1; shift\n'
@@ -54,8 +54,7 @@ def agent(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_open_mpi(tmp_path: Path, agent: str) -> None:
-    """mpirun of Open MPI."""
+def test_open_mpi_mpirun(tmp_path: Path, agent: str) -> None:
     need("mpirun.openmpi")
     command = [
         "mpirun.openmpi", "--allow-run-as-root", "--mca", "plm_rsh_agent", agent, "--mca", "oob_tcp_if_include", "lo",
@@ -68,7 +67,7 @@ def test_open_mpi(tmp_path: Path, agent: str) -> None:
 
 
 def test_mpich(tmp_path: Path, agent: str) -> None:
-    """mpirun of MPICH, by Hydra, as Intel MPI's: nothing in the environment names the job."""
+    """MPICH's mpirun (Hydra), which Intel MPI's resembles, sets no variable that names the job."""
     need("mpirun.mpich")
     command = [
         "mpirun.mpich", "-launcher", "ssh", "-launcher-exec", agent, "-localhost", "127.0.0.1", "-hosts",
@@ -79,7 +78,7 @@ def test_mpich(tmp_path: Path, agent: str) -> None:
 
 
 def test_intel_mpi(tmp_path: Path, agent: str) -> None:
-    """mpiexec of Intel MPI names the job."""
+    """mpiexec of Intel MPI sets a variable that names the job."""
     root = os.environ.get("I_MPI_ROOT", "")
     if not os.path.exists(f"{root}/bin/mpiexec.hydra"):
         pytest.skip("Intel MPI is not installed; `make test-launchers` does that, and I_MPI_ROOT may name it")
@@ -94,14 +93,14 @@ def test_intel_mpi(tmp_path: Path, agent: str) -> None:
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """What srun needs in its environment, for a cluster of two nodes on this machine, which ends with the test."""
+    """Run a cluster of two nodes on this machine. Return the variables that srun needs."""
     need("slurmctld", "slurmd", "srun", "munged")
     with cluster(tmp_path / "slurm") as environ:
         yield environ
 
 
 def test_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
-    """Each task is a rank; job and step name the run, the same on all nodes."""
+    """Each task is a rank. Job id and step id name the run, which is the same on all nodes."""
     command = ["srun", "-N2", "-n4", "--ntasks-per-node=2", "--unbuffered", sys.executable, SCRIPT]
     done = run_both(tmp_path, command, **slurm, **store())
     check_numbers(done, "srun")
@@ -109,7 +108,10 @@ def test_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
 
 
 def test_srun_of_shells(tmp_path: Path, slurm: dict[str, str]) -> None:
-    """Each task is a shell that starts the rank: ranks of a node have no parent in common. Cyclic: 0 and 2, 1 and 3."""
+    """Each task is a shell that starts the rank, so ranks of a node share no parent.
+
+    The cyclic distribution puts ranks 0 and 2 on one node, and 1 and 3 on the other.
+    """
     command = [
         "srun",
         "-N2",
@@ -125,7 +127,7 @@ def test_srun_of_shells(tmp_path: Path, slurm: dict[str, str]) -> None:
 
 
 def python_with(package: str) -> str:
-    """A Python that has it; else the test is skipped."""
+    """Return a Python that has the package, or skip the test."""
     python = os.environ.get("FRAMEWORKS_PYTHON", sys.executable)
     found = f"import importlib.util; raise SystemExit(importlib.util.find_spec({package!r}) is None)"
     if subprocess.run([python, "-c", found]).returncode:
@@ -134,20 +136,21 @@ def python_with(package: str) -> str:
 
 
 def test_ray(tmp_path: Path) -> None:
-    """Ray Train, on a cluster of two nodes. Workers are children of Ray's daemons."""
+    """Ray Train runs on a cluster of two nodes. Its workers are children of Ray's daemons."""
     python = python_with("ray")
     done = run_both(tmp_path, [python, str(SCRIPTS / "launched_by_ray.py")])
     check_numbers(done, "Ray Train")
-    # A worker that ends kills its children, and has no time for anything else.
+    # A worker that ends kills its children at once.
     (made,) = done.runs
     assert made.report.exists()
     assert all(rank["steps"] >= STEPS - 1 for rank in done.report()["ranks"])
 
 
 def test_deepspeed(tmp_path: Path) -> None:
-    """DeepSpeed's launcher, which runs once on each node."""
+    """DeepSpeed's launcher runs once on each node."""
     python = python_with("deepspeed")
-    where = "eyJub2RlLWEiOiBbMCwgMV0sICJub2RlLWIiOiBbMCwgMV19"  # {"node-a": [0, 1], "node-b": [0, 1]}
+    # Decodes to {"node-a": [0, 1], "node-b": [0, 1]}.
+    where = "eyJub2RlLWEiOiBbMCwgMV0sICJub2RlLWIiOiBbMCwgMV19"
     given = store()
     commands = [
         by_shell(

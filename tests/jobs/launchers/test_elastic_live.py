@@ -1,6 +1,7 @@
-"""An elastic job on two nodes while it runs: after a failure, and as nodes leave and join, all that worked works on.
+"""A live elastic job on two nodes: every feature still works after a failure, and when nodes leave
+and join.
 
-Its nodes share a disk, and a rendezvous that neither of them hosts: each may leave.
+Its nodes share a disk and a rendezvous that runs on neither of them, so each node may leave.
 """
 
 from __future__ import annotations
@@ -37,15 +38,19 @@ pytestmark = [
 ]  # fmt: skip
 SCRIPT = str(SCRIPTS / "launched_elastic.py")
 WITHIN_S = 180.0
-# torchrun's own store keeps the addresses of the first attempt, where gloo then knocks in vain: with or without us.
+# torchrun's own store keeps the addresses of the first attempt, and gloo then fails to connect,
+# with or without a watch.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class ElasticJob:
-    """Agents of torchrun, one a node, each with two ranks. Entered, two run; left, all have ended."""
+    """torchrun agents, one per node, each with two ranks.
+
+    Two run inside the context, and all have ended after it.
+    """
 
     def __init__(self, folder: Path, nodes: str, **environment: str) -> None:
-        """nodes: as for --nnodes."""
+        """Set up the job. `nodes` is the value of --nnodes."""
         self.folder, self._nodes = folder, nodes
         self._environ = clean_environ(
             {
@@ -63,7 +68,7 @@ class ElasticJob:
         return self
 
     def join(self, node: str) -> None:
-        """A node's agent begins."""
+        """Start a node's agent."""
         meeting = "is_host=0,last_call_timeout=6,keep_alive_interval=2,keep_alive_max_attempt=5"
         command = on_node(
             node, 0.0, "-m", "torch.distributed.run", f"--nnodes={self._nodes}", "--nproc-per-node=2",
@@ -77,19 +82,19 @@ class ElasticJob:
             )
 
     def leave(self, node: str) -> None:
-        """Its agent ends, and its ranks with it."""
+        """End a node's agent together with its ranks."""
         agent = self._agents.pop(node)
         agent.send_signal(signal.SIGTERM)
         agent.wait(60)
 
     def tell(self, what: str) -> Path:
-        """Makes a file that the ranks look for."""
+        """Create a file that the ranks poll for."""
         path = self.folder / what
         path.touch()
         return path
 
     def stop(self) -> None:
-        """The job ends as it should."""
+        """End the job regularly."""
         self.tell("stop")
         for agent in self._agents.values():
             assert agent.wait(60) == 0, self.said()
@@ -104,14 +109,14 @@ class ElasticJob:
         return [RunDirectory(path.parent) for path in found if not path.parent.is_symlink()]
 
     def report(self) -> dict[str, Any]:
-        """What the command shows of the run just now; nothing before there is one."""
+        """Return the command's current report on the run, or nothing without a run."""
         if len(self.runs) != 1 or not list(self.runs[0].nodes.glob("*.json")):
             return {}
         value: dict[str, Any] = as_json(build(self.runs[0].run_id, node_state.load_all(self.runs[0])))
         return value
 
     def wait_for(self, wanted: Callable[[dict[str, Any]], Any], what: str) -> dict[str, Any]:
-        """The first report that is as wanted."""
+        """Return the first report that meets the condition."""
         deadline_s = time.monotonic() + WITHIN_S
         while time.monotonic() < deadline_s:
             with contextlib.suppress(OSError):
@@ -135,7 +140,7 @@ class ElasticJob:
 
 
 def trains(attempt: int, ranks: int, steps: int = 60) -> Callable[[dict[str, Any]], bool]:
-    """Whether so many ranks of that attempt, and no others, make steps."""
+    """Return True if exactly these ranks of that attempt make steps."""
 
     def wanted(report: dict[str, Any]) -> bool:
         return [(rank["rank"], rank["attempt"], rank["state"]) for rank in report["ranks"]] == [
@@ -146,7 +151,7 @@ def trains(attempt: int, ranks: int, steps: int = 60) -> Callable[[dict[str, Any
 
 
 def verdict(report: dict[str, Any], kind: str) -> dict[str, Any] | None:
-    """One that holds, or that held for a while: those have kinds of their own."""
+    """Return the first verdict of this kind. Ended verdicts have separate kinds."""
     return next((each for each in report["verdicts"] if each["kind"] == kind), None)
 
 
@@ -155,7 +160,10 @@ def hang_of(rank: int) -> Callable[[dict[str, Any]], bool]:
 
 
 def traced(bodies: list[bytes]) -> dict[tuple[int, int], set[int]]:
-    """By attempt and step, whose spans are in its one trace."""
+    """Return the ranks whose spans are in a step's trace, by attempt and step.
+
+    Each step must have one trace.
+    """
     ranks, traces = defaultdict(set), defaultdict(set)
     for body in bodies:
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
@@ -172,7 +180,10 @@ def traced(bodies: list[bytes]) -> dict[tuple[int, int], set[int]]:
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A job on two nodes, of which a worker of the second has failed: what is seen of it before and after."""
+    """Run a job on two nodes in which a worker of the second one fails.
+
+    Return data from before and after.
+    """
     bodies: list[bytes] = []
 
     class Collector(answering(200)):  # type: ignore[misc]
@@ -207,8 +218,8 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return seen
 
 
-def test_all_go_on_after_a_failure(failed: dict[str, Any]) -> None:
-    """One run, in which all ranks are of the second attempt."""
+def test_all_ranks_continue_after_a_failure(failed: dict[str, Any]) -> None:
+    """One run contains all ranks of the second attempt."""
     assert len(failed["runs"]) == 1
     assert [(rank["rank"], rank["attempt"], rank["state"]) for rank in failed["end"]["ranks"]] == [
         (rank, 1, "closed") for rank in range(4)
@@ -217,14 +228,14 @@ def test_all_go_on_after_a_failure(failed: dict[str, Any]) -> None:
 
 
 def test_captures_after_a_failure(failed: dict[str, Any]) -> None:
-    """Of a rank on either node, in the second attempt."""
+    """A rank on either node can be captured in the second attempt."""
     assert failed["codes"] == [0, 0]
     assert [(row["rank"], row["attempt"], row["ended"]) for row in failed["captures"]] == [(0, 1, ""), (3, 1, "")]
     assert all(row["last_step"] == row["first_step"] + 1 for row in failed["captures"])
 
 
 def test_traces_after_a_failure(failed: dict[str, Any]) -> None:
-    """A step's spans of all ranks meet in one trace, in both attempts."""
+    """The spans of all ranks of a step are in one trace, in both attempts."""
     whole = {attempt for (attempt, _), ranks in failed["traces"].items() if ranks == {0, 1, 2, 3}}
 
     assert whole == {0, 1}
@@ -239,7 +250,10 @@ def test_slow_rank_after_a_failure(failed: dict[str, Any]) -> None:
 
 
 def test_hang_after_a_failure(failed: dict[str, Any]) -> None:
-    """It is said who the others wait for; that the first attempt's processes have ended is no hang."""
+    """The verdict names the rank that other ranks wait for.
+
+    The ended processes of the first attempt are no hang.
+    """
     found = verdict(failed["hang"], "hang")
     assert found is not None
     assert found["evidence"]["kind"] == "missing"
@@ -250,7 +264,10 @@ def test_hang_after_a_failure(failed: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A job of one or two nodes: the node with rank 0 leaves, comes back, and the job goes on each time."""
+    """Run a job of one or two nodes.
+
+    The node with rank 0 leaves and returns, and the job continues each time.
+    """
     seen: dict[str, Any] = {"hosts": []}
     folder = tmp_path_factory.mktemp("moved")
     with ElasticJob(folder, "1:2") as job:
@@ -275,7 +292,10 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_rank_0_moves_to_the_other_node(moved: dict[str, Any]) -> None:
-    """The node that stays has rank 0, and judges; the ranks that have left are not missing."""
+    """The remaining node gets rank 0 and judges.
+
+    The ranks that have left are not reported as missing.
+    """
     assert {rank["host"] for rank in moved["two"]["ranks"]} == set(NODES)
     (host,) = {rank["host"] for rank in moved["one"]["ranks"]}
     assert host != moved["two"]["ranks"][0]["host"]
@@ -287,7 +307,7 @@ def test_rank_0_moves_to_the_other_node(moved: dict[str, Any]) -> None:
 
 
 def test_node_that_joins(moved: dict[str, Any]) -> None:
-    """It is of the same run and attempt as the other one, and compared with it."""
+    """The node has the same run and attempt as the other one, and is compared with it."""
     assert {rank["host"] for rank in moved["again"]["ranks"]} == set(NODES)
     found = verdict(moved["slow"], "straggler")
     assert found is not None

@@ -1,4 +1,7 @@
-"""A worker fails on one of two nodes: its agent counts a restart and the other does not, and all goes on as one job."""
+"""A worker fails on one of two nodes.
+
+Only its agent counts a restart, but the job continues as one run.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ from torchlens_perf.verdicts import node_state
 
 REASON = why_no_nodes()
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
-# torchrun's own store keeps the addresses of the first attempt, where gloo then knocks in vain: with or without us.
+# torchrun's own store keeps the addresses of the first attempt, and gloo then fails to connect,
+# with or without a watch.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @pytest.mark.long
 def test_worker_fails(tmp_path: Path) -> None:
-    """The exchange goes on after it: node 0 judges all ranks, of the same attempt, in one run."""
+    """The exchange continues afterwards: node 0 judges all ranks of the same attempt in one run."""
     job = c10d(free_port(), "--max-restarts=2")
     environment = {
         "SLOW_RANK": str(SLOW_RANK),
@@ -39,8 +43,9 @@ def test_worker_fails(tmp_path: Path) -> None:
     nodes = node_state.load_all(made)
     processes = [each.identity for node in nodes for each in node.processes.values()]
     assert sorted((each.attempt, each.rank) for each in processes) == [(n, rank) for n in range(2) for rank in range(4)]
-    # What the launchers have counted is mostly not the same on both nodes: the point of it all. It is where the other
-    # node's ranks, whose peer is gone, fail before their agent has heard of it.
+    # The launchers' restart counts usually differ between the nodes, which is the reason for this
+    # test. They are equal if the other node's ranks fail, having lost their peer, before their
+    # agent is informed.
     assert {each.restarts for each in processes if each.attempt == 1} in ({0, 1}, {1})
     assert max(node.findings.compared for node in nodes) == 4
     assert done.straggler() is not None, value["verdicts"]

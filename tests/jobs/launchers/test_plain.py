@@ -1,4 +1,7 @@
-"""Launchers that say little: loops, torch.multiprocessing, Accelerate, Lightning. One run over both nodes."""
+"""Launchers that set few variables: shell loops, torch.multiprocessing, Accelerate, Lightning.
+
+Both nodes must share one run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def store() -> dict[str, str]:
 
 @pytest.mark.long
 def test_loop(tmp_path: Path) -> None:
-    """MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE alone: which ranks are on a node is seen there."""
+    """Only MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE are set.
+
+    Each node finds out which ranks are local.
+    """
     loops = ([str(SCRIPTS / "launched_loop.py"), first] for first in ("0", "2"))
     done = run_both(tmp_path, *on_nodes(*loops), **store())
     (made,) = done.runs
@@ -33,14 +39,16 @@ def test_loop(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_spawn(tmp_path: Path) -> None:
-    """torch.multiprocessing: torch.distributed alone knows rank and world size."""
+    """Only torch.distributed has the rank and the world size, as torch.multiprocessing sets no
+    variables.
+    """
     script = str(SCRIPTS / "launched_spawn.py")
     run_both(tmp_path, *on_nodes(*([script, first, "4"] for first in ("0", "2"))), **store(), START_METHOD="fork")
 
 
 @pytest.mark.long
 def test_loop_in_a_shell(tmp_path: Path) -> None:
-    """With fresh interpreters, each in a shell of its own."""
+    """Each rank is a fresh interpreter in a separate shell."""
     loop = 'for i in 0 1; do (export RANK=$(($2 + i)); "$0" "$1"; true) & done; wait'
     commands = [
         by_shell(node, "sh", "-c", loop, sys.executable, SCRIPT, first)
@@ -51,7 +59,7 @@ def test_loop_in_a_shell(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_spawn_of_fresh_interpreters(tmp_path: Path) -> None:
-    """mp.spawn's own way."""
+    """mp.spawn starts fresh interpreters."""
     script = str(SCRIPTS / "launched_spawn.py")
     commands = [
         by_shell(node, sys.executable, script, first, "4") for node, first in (("node-a", "0"), ("node-b", "2"))
@@ -61,7 +69,7 @@ def test_spawn_of_fresh_interpreters(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_accelerate(tmp_path: Path) -> None:
-    """`accelerate launch` on two machines."""
+    """`accelerate launch` runs on two machines."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     port = free_port()
     options = ["--multi_gpu", "--num_machines=2", "--num_processes=4", "--main_process_ip=127.0.0.1",
@@ -73,7 +81,7 @@ def test_accelerate(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_lightning(tmp_path: Path) -> None:
-    """Its own launcher: rank 0 of a node is the script, which starts the others."""
+    """Lightning's own launcher: rank 0 of a node is the script, which starts the other ranks."""
     pytest.importorskip("lightning", reason="lightning is not installed")
     script = str(SCRIPTS / "launched_lightning.py")
     commands = [

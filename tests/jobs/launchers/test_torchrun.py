@@ -1,4 +1,6 @@
-"""torchrun's ways to bring two nodes together: one run over both, and the slow rank of the second named."""
+"""torchrun's rendezvous types on two nodes: one run includes both, and the slow rank of the second
+is named.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ REASON = why_no_nodes()
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
 
-C10D = {"PET_RDZV_BACKEND": "c10d"}  # as --rdzv-backend=c10d
+# Same as --rdzv-backend=c10d.
+C10D = {"PET_RDZV_BACKEND": "c10d"}
 
 
 def static(port: int, *arguments: str) -> list[list[str]]:
@@ -44,7 +47,7 @@ def c10d(port: int, *arguments: str) -> list[list[str]]:
 
 
 def check(done: Done) -> None:
-    """One run over both nodes, which names the slow rank of the second."""
+    """Check that one run includes both nodes and names the slow rank of the second one."""
     value = done.report()
     assert value["run"]["nodes"] == sorted(NODES)
     assert [rank["rank"] for rank in value["ranks"]] == [0, 1, 2, 3]
@@ -53,8 +56,10 @@ def check(done: Done) -> None:
 
 
 def run_both(folder: Path, *commands: list[str], **environment: str) -> Done:
-    """Runs a job with a slow rank, which is named in the one run of all nodes; and without us, which computes the same,
-    to the bit."""
+    """Run a job with a slow rank with and without recording.
+
+    Check its run, and that all results are bit-equal.
+    """
     done = run(folder, *commands, SLOW_RANK=str(SLOW_RANK), **environment)
     check(done)
     plain = run(folder / "unwatched", *commands, watched=False, SLOW_RANK="-1", **environment)
@@ -64,14 +69,20 @@ def run_both(folder: Path, *commands: list[str], **environment: str) -> Done:
 
 
 @pytest.mark.long
-def test_static(tmp_path: Path) -> None:
-    """Its run id is "none" and its port is known beforehand: nodes learn from node 0 what the run is called."""
+def test_static_rendezvous(tmp_path: Path) -> None:
+    """The run id is "none" and the port is fixed in advance.
+
+    Nodes learn the run's name from node 0.
+    """
     run_both(tmp_path, *static(free_port()))
 
 
 @pytest.mark.long
 def test_reused_id_is_a_new_run(tmp_path: Path) -> None:
-    """The same static rendezvous, with the same id, in the same folder: no run has processes of both."""
+    """A static rendezvous with the same id in the same folder makes a new run.
+
+    No run mixes processes of both.
+    """
     job = static(free_port(), "--rdzv-id=100")
     run(tmp_path, *job, STEPS="20")
     done = run(tmp_path, *job, STEPS="20")
@@ -82,6 +93,6 @@ def test_reused_id_is_a_new_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_c10d(tmp_path: Path) -> None:
+def test_c10d_rendezvous(tmp_path: Path) -> None:
     """All nodes know node 0's address and port, which name the run."""
     run_both(tmp_path, *c10d(free_port()), **C10D)

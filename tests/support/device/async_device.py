@@ -1,6 +1,8 @@
-"""The asynchronous device as merging needs it: a driver whose kernels are their twins in NumPy, in stream order.
+"""The asynchronous device as needed for merging: its driver runs the kernels' NumPy twins in stream
+order.
 
-What it has in common with hooks/on_device/cuda_device.py are the methods; rings, buffers and merges are the real ones.
+It implements the methods of hooks/on_device/cuda_device.py. Rings, buffers and merges are the real
+ones.
 """
 
 from __future__ import annotations
@@ -23,19 +25,23 @@ from torchlens_perf.cuda.reduction import ROW_WIDTHS, SUM_ROW
 from torchlens_perf.cuda.stamps import DeviceRing
 
 NAMES = ("stamp", "reduce_window", "merged_quantiles", "rank_scores")
-_ring: list[DeviceRing] = []  # for the life of the process
+# Lives as long as the process.
+_ring: list[DeviceRing] = []
 _aside: list[torch.Stream] = []
 
 
 def array(address: Any, kind: Any, *shape: int) -> np.ndarray[Any, Any]:
-    """What lies at an address of this device, which is the host's."""
+    """Return the memory at an address of this device, which is memory of the host."""
     size = int(np.prod(shape)) * np.dtype(kind).itemsize
     buffer: Any = (ctypes.c_uint8 * size).from_address(int(address))
     return np.frombuffer(buffer, kind).reshape(shape)
 
 
 class TwinDriver:
-    """The methods of cuda/driver.py: streams are torch's, by their ids, and what is enqueued runs on their threads."""
+    """The methods of cuda/driver.py.
+
+    Streams are torch's, by their ids, and their threads run the enqueued work.
+    """
 
     def __init__(self) -> None:
         self.streams: dict[int, Any] = {}
@@ -46,14 +52,14 @@ class TwinDriver:
         self.launches = 0
 
     def current(self) -> int:
-        """The current stream."""
+        """Return the current stream."""
         return self._known(torch.accelerator.current_stream())
 
     def _known(self, stream: Any) -> int:
         return int(self.streams.setdefault(stream.stream_id, stream).stream_id)
 
     def tensor(self, address: int, words: int) -> torch.Tensor:
-        """The memory that allocate() gave."""
+        """Return the memory that allocate() has returned."""
         return self._memory[address][:words]
 
     def allocate(self, size: int) -> int:
@@ -82,7 +88,8 @@ class TwinDriver:
 
     def copy_to_device(self, address: int, values: np.ndarray[Any, Any], stream: int) -> None:
         pinned = any(each <= values.ctypes.data < each + made.nbytes for each, made in list(self._memory.items()))
-        kept = values if pinned else values.copy()  # other memory may change as soon as this has returned
+        # Unpinned memory may change as soon as this call has returned.
+        kept = values if pinned else values.copy()
         device.call(stream, lambda _: ctypes.memmove(address, kept.ctypes.data, kept.nbytes))
 
     def clear(self, address: int, size: int, stream: int) -> None:
@@ -156,7 +163,7 @@ def _merged_quantiles(now_ns: int, grid: int, *values: Any) -> None:
 
 
 def _rank_scores(now_ns: int, grid: int, *values: Any) -> None:
-    """grid: of the slots, the first ones."""
+    """Compute the scores. `grid` is the number of slots, starting with the first one."""
     times, ranks, slots, min_spread, middle, worst = values
     flat = array(times, np.int64, (ranks - 1) * slots + grid)
     table = np.stack([flat[rank * slots : rank * slots + grid] for rank in range(ranks)])
@@ -174,14 +181,14 @@ _driver: list[TwinDriver] = []
 
 
 def driver() -> TwinDriver:
-    """The process's."""
+    """Return the process's driver."""
     if not _driver:
         _driver.append(TwinDriver())
     return _driver[0]
 
 
 class AsyncDevice:
-    """In the place of cuda_device.Device."""
+    """Stands in for cuda_device.Device."""
 
     def stream(self) -> int:
         return driver().current()

@@ -1,8 +1,10 @@
-"""torch's CUDA allocator where there is none: what it tells, in the structures of torch 2.13.
+"""A replacement for torch's CUDA allocator on a machine without CUDA, with the structures of torch
+2.13.
 
-The keys are those of THCPModule_memoryStats and THCPModule_memorySnapshot (torch/csrc/cuda/Module.cpp), documented in
-torch/cuda/memory.py by memory_stats() (line 231) and _snapshot() (line 1027). Frames are real: torch gathers and
-symbolizes them here as it does for a snapshot.
+The keys are those of THCPModule_memoryStats and THCPModule_memorySnapshot
+(torch/csrc/cuda/Module.cpp), documented in torch/cuda/memory.py by memory_stats() (line 231) and
+_snapshot() (line 1027). Frames are real: torch gathers and symbolizes them here as it does for a
+snapshot.
 """
 
 from __future__ import annotations
@@ -30,20 +32,20 @@ _COUNTERS = (
 
 
 def frames() -> list[dict[str, Any]]:
-    """The Python stack of the caller, as torch would keep it with a block that is allocated here."""
+    """Return the caller's Python stack in the form that torch stores with an allocated block."""
     (stack,) = symbolize_tracebacks([gather_traceback(python=True, script=True, cpp=False)])
     return list(stack[1:])
 
 
 def block(size: int, state: str = "active_allocated", stack: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """A block; its address is given by segment()."""
+    """Return a block. segment() sets its address."""
     return {"address": 0, "size": size, "requested_size": size, "state": state, "frames": stack or []}
 
 
 def segment(
     blocks: list[dict[str, Any]], device: int = 0, address: int = 0x7F0000000000, **changed: Any
 ) -> dict[str, Any]:
-    """A segment that is made of these blocks."""
+    """Return a segment that consists of these blocks."""
     at = address
     for each in blocks:
         each["address"], at = at, at + each["size"]
@@ -57,7 +59,7 @@ def segment(
 
 
 def snapshot(segments: list[dict[str, Any]], traces: list[list[dict[str, Any]]] | None = None) -> dict[str, Any]:
-    """A snapshot; traces: by device."""
+    """Return a snapshot. `traces` is a list per device."""
     return {
         "segments": segments,
         "device_traces": traces or [],
@@ -67,7 +69,7 @@ def snapshot(segments: list[dict[str, Any]], traces: list[list[dict[str, Any]]] 
 
 
 class FakeAllocator:
-    """What torch.cuda and torch._C tell of the allocator of one device."""
+    """The functions of torch.cuda and torch._C that report the allocator of one device."""
 
     def __init__(self) -> None:
         self.initialized = True
@@ -83,13 +85,13 @@ class FakeAllocator:
         self.held = snapshot([])
 
     def uses(self, allocated: int, reserved: int, inactive: int = 0) -> None:
-        """So many bytes from now on."""
+        """Set the bytes that are reported from now on."""
         for name, value in (("allocated", allocated), ("reserved", reserved), ("inactive_split", inactive)):
             total = self.stats[f"{name}_bytes"]["all"]
             total["current"], total["peak"] = value, max(value, total["peak"])
 
     def runs_out(self, asked: int, free: int, limit: int = 80 * GB, device: int = 0) -> None:
-        """As malloc() does before it raises OutOfMemoryError."""
+        """Report an out-of-memory event as malloc() does before it raises OutOfMemoryError."""
         for observer in self.observers:
             observer(device, asked, limit, free)
 
@@ -110,10 +112,11 @@ class _Properties:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
-    """The allocator, in the place of torch's, which a build for CPUs does not have."""
+    """Replace torch's allocator, which a CPU build does not have."""
     fake = FakeAllocator()
     monkeypatch.setattr(hooks_memory, "has_devices", lambda: True)
-    monkeypatch.setattr(torch.version, "cuda", None)  # no other hook is to look for a device, whatever the build
+    # Keep other hooks from looking for a device, whatever the build.
+    monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(out_of_memory, "relay", out_of_memory._Relay())
     for name, function in {
         "is_initialized": lambda: fake.initialized,

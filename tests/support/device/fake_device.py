@@ -1,4 +1,4 @@
-"""A device without a GPU: the fake driver, and what tests do to it."""
+"""A device without a GPU: the fake driver, with methods that tests use to control it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MORE = {
 
 
 def compile_driver(target: Path) -> Path:
-    """Compiles the fake driver. Raises CalledProcessError."""
+    """Compile the fake driver. Raises CalledProcessError."""
     flags = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
     command = [str(COMPILER), *flags, "-o", str(target), str(HERE / "fake_driver.cpp"), "-ldl"]
     subprocess.run(command, check=True, capture_output=True, text=True)
@@ -44,10 +44,13 @@ def compile_driver(target: Path) -> Path:
 
 
 class FakeDevice:
-    """One device of its own: each library that is loaded has its own clock, streams and counters."""
+    """A separate device. Each loaded library has its own clock, streams and counters."""
 
     def __init__(self, library: Path, kernels: Path) -> None:
-        """library: what compile_driver() made, a copy for each device; kernels: what compile_kernels() made."""
+        """Load the fake driver.
+
+        `library` is a copy of compile_driver()'s file, and `kernels` is compile_kernels()'s file.
+        """
         os.environ["FAKE_DRIVER_KERNELS"] = str(kernels)
         self.driver = Driver(str(library))
         self._library = ctypes.CDLL(str(library))
@@ -60,88 +63,94 @@ class FakeDevice:
         self._module = self.call_for_handle("cuModuleLoadData", None)
 
     def call_for_handle(self, name: str, *arguments: Any) -> int:
-        """Calls a function whose first parameter is where it writes a handle."""
+        """Call a function that writes a handle to its first parameter. Return the handle."""
         handle = ctypes.c_void_p()
         assert getattr(self._library, name)(ctypes.byref(handle), *arguments) == 0, name
         return handle.value or 0
 
     def functions(self, *names: str) -> dict[str, int]:
-        """Kernels' handles by name."""
+        """Return the kernels' handles by name."""
         return {
             name: self.call_for_handle("cuModuleGetFunction", ctypes.c_void_p(self._module), name.encode())
             for name in names
         }
 
     def new_stream(self) -> int:
-        """Another stream than the default one, which is 0."""
+        """Return a new stream. The default stream is 0."""
         return self.call_for_handle("cuStreamCreate", 0)
 
     def advance(self, duration_ns: int) -> None:
-        """Lets time pass, on the host and on the device."""
+        """Advance the clocks of the host and the device."""
         self._library.fake_advance(duration_ns)
 
     def now_ns(self) -> int:
-        """The host's clock and the device's, which are the same."""
+        """Return the time of the host's and the device's clock, which are equal."""
         return int(self._library.fake_now_ns())
 
     @property
     def synchronizations(self) -> int:
-        """How often somebody has waited for the device."""
+        """Return the number of waits for the device."""
         return int(self._library.fake_synchronizations())
 
     @property
     def live_bytes(self) -> int:
-        """Device memory that is allocated."""
+        """Return the bytes of allocated device memory."""
         return int(self._library.fake_device_bytes())
 
     def calls(self, name: str) -> int:
-        """How often a function of the driver was called."""
+        """Return the number of calls of a driver function."""
         return int(self._library.fake_calls(name.encode()))
 
     def synchronize(self) -> None:
-        """What a user's loss.item() does."""
+        """Wait for the device, as a user's loss.item() does."""
         self._library.cuCtxSynchronize()
 
     def spin(self, duration_ns: int, stream: int = 0) -> None:
-        """Enqueues work of that duration."""
+        """Enqueue work of this duration."""
         function = self.functions("spin")["spin"]
         self.driver.launch(function, 1, 32, 0, stream, Arguments([np.uint64(duration_ns)]))
 
     def begin_capture(self, stream: int) -> None:
-        """From here on, what is enqueued on the stream becomes part of a graph."""
+        """Start to record the stream's work as a graph."""
         assert self._library.cuStreamBeginCapture_v2(stream, 0) == 0
 
     def end_capture(self, stream: int) -> int:
-        """The graph."""
+        """Return the graph."""
         graph = ctypes.c_void_p()
         assert self._library.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
         return graph.value or 0
 
     def replay(self, graph: int, stream: int = 0) -> None:
-        """Enqueues the graph."""
+        """Enqueue the graph."""
         assert self._library.cuGraphLaunch(graph, stream) == 0
 
 
 class FakeEvent:
-    """torch.cuda.Event(enable_timing=True), on the fake driver."""
+    """torch.cuda.Event(enable_timing=True) on the fake driver."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._library = device._library
         self._handle = device.call_for_handle("cuEventCreate", 0)
 
     def record(self, stream: int = 0) -> None:
-        """Enqueues the event."""
+        """Enqueue the event."""
         assert self._library.cuEventRecord(self._handle, stream) == 0
 
     def query(self) -> bool:
-        """Whether the device has reached it. Raises RuntimeError during a capture, as torch does."""
+        """Return True if the device has reached the event.
+
+        Raises RuntimeError during a capture, as torch does.
+        """
         status = self._library.cuEventQuery(self._handle)
         if status not in (0, 600):
             raise RuntimeError(f"CUDA error {status}")
         return bool(status == 0)
 
     def elapsed_time(self, later: FakeEvent) -> float:
-        """Milliseconds from this event to a later one. Raises RuntimeError where one has not been reached."""
+        """Return the milliseconds until a later event.
+
+        Raises RuntimeError if one has not been reached.
+        """
         milliseconds = ctypes.c_float()
         status = self._library.cuEventElapsedTime_v2(ctypes.byref(milliseconds), self._handle, later._handle)
         if status:
@@ -150,7 +159,9 @@ class FakeEvent:
 
 
 class FakeEvents:
-    """What events.CudaEvents is on a GPU: a current stream, which tests change, and a stream of our own."""
+    """Stands in for events.CudaEvents, with a current stream that tests change and a separate
+    stream.
+    """
 
     name = "CUDA events"
 
@@ -159,7 +170,8 @@ class FakeEvents:
         self.stream = 0
         self.aside = device.new_stream()
         self.made = 0
-        self.fast = 0.0  # by how much of a second the device's clock gains on the host's each second
+        # Fraction of a second that the device's clock gains on the host's each second.
+        self.fast = 0.0
 
     def new(self) -> FakeEvent:
         self.made += 1
@@ -187,19 +199,20 @@ class FakeEvents:
         return self.device.driver.relaxed_captures()
 
     def now_ns(self) -> int:
-        """The host's clock, which goes on by 200 ns with each reading."""
+        """Return the host's clock, which advances by 200 ns with each reading."""
         self.device.advance(200)
         return self.device.now_ns()
 
 
 class FakeTorchDevice:
-    """What hooks.stamps.Device is on a GPU."""
+    """Stands in for hooks.stamps.Device."""
 
     def __init__(self, device: FakeDevice, slots: int = 4, places: int = 64) -> None:
         self.device, self.current_stream, self.slots, self.places = device, 0, slots, places
         self.index = 0
         self.aside_stream = 0
-        self.used = True  # torch has memory there
+        # True: torch has memory on the device.
+        self.used = True
         self.made: DeviceRing | None = None
         self.missing = ""
 
@@ -227,12 +240,12 @@ class FakeTorchDevice:
         return self.made
 
     def now_ns(self) -> int:
-        """The host's clock, which goes on with each reading."""
+        """Return the host's clock, which advances with each reading."""
         self.device.advance(1000)
         return self.device.now_ns()
 
     def group(self) -> Any:
-        """With gloo, which reduces this device's memory, as it is the host's."""
+        """Create a gloo group, which can reduce this device's memory because it is host memory."""
         return dist.new_group()
 
     def merge(self, ring: DeviceRing, group: Any) -> DeviceAggregate:
@@ -242,7 +255,9 @@ class FakeTorchDevice:
         reduce = merging._steps.reduce
 
         def reduce_at_once(*given: Any) -> bool:
-            """The host's torch does not wait for the fake device's streams, as a device's would."""
+            """Finish the device's work first, because the host's torch does not wait for the fake
+            device's streams.
+            """
             reduced = reduce(*given)
             self.device.advance(10_000_000_000)
             return reduced
@@ -257,8 +272,10 @@ class FakeTorchDevice:
 
     @contextmanager
     def aside(self) -> Iterator[int]:
-        """gloo does not wait for streams: what is enqueued is done before. In a capture, wait_stream() would make the
-        other stream a part of it."""
+        """Finish enqueued work first, because gloo does not wait for streams.
+
+        In a capture, wait_stream() would make the other stream a part of it.
+        """
         assert not self.capturing(), "forked from a capture, and never joined"
         self.device.advance(10_000_000_000)
         yield self.aside_stream

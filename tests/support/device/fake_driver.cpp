@@ -31,10 +31,10 @@ struct Event {
     bool timed = true;
     bool happened = false;
     Nanoseconds at = 0;
-    uint64_t generation = 0; /* counts its records: only the newest counts */
+    uint64_t generation = 0; /* number of its records, of which only the newest is valid */
 };
 
-/* Says when it ends, given when it may start; false while it has to wait for another stream. */
+/* Return the end of the work for its earliest start, or false while it must wait for another stream. */
 using Work = std::function<bool(Nanoseconds start, Nanoseconds *end)>;
 
 struct Graph {
@@ -42,7 +42,7 @@ struct Graph {
 };
 
 struct Stream {
-    std::deque<std::pair<Nanoseconds, Work>> queue; /* with the time of its enqueuing */
+    std::deque<std::pair<Nanoseconds, Work>> queue; /* with the time at which it was enqueued */
     Nanoseconds idle_since = 0;
     Graph *capturing = nullptr;
 };
@@ -61,7 +61,7 @@ Stream *stream_of(void *handle)
     return handle == nullptr ? &default_stream : static_cast<Stream *>(handle);
 }
 
-/* Always the work that starts first, so that streams meet in memory in the order of time. */
+/* Always run the work that starts first, so that streams access memory in the order of time. */
 bool run_first(Nanoseconds limit)
 {
     std::vector<std::pair<Nanoseconds, Stream *>> ready;
@@ -109,7 +109,7 @@ int enqueue(Stream *stream, Work work)
 
 int capture_mode; /* of the thread: 0 global, 2 relaxed */
 
-/* Whether a question to the device would end a capture: this thread's own, or one of another thread's in global mode. */
+/* Return true if a device query would end a capture of this thread, or another thread's in global mode. */
 bool refused()
 {
     return capture_mode == 0 && std::any_of(streams.begin(), streams.end(), [](Stream *stream) { return stream->capturing != nullptr; });
@@ -135,7 +135,7 @@ void load_kernels()
     reinterpret_cast<void (*)(uint64_t (*)())>(dlsym(library, "shim_set_clock"))(device_clock_ns);
 }
 
-/* As a driver does, copies the arguments at the launch. */
+/* Copy the arguments at the launch, as a driver does. */
 Work kernel_work(const std::string &name, unsigned grid, unsigned threads, size_t shared_bytes, void **arguments)
 {
     size_t sizes[16];
@@ -294,7 +294,7 @@ API int cuStreamSynchronize(void *handle)
     COUNT;
     synchronizations++;
     Stream *stream = stream_of(handle);
-    while (!stream->queue.empty()) { /* others go on meanwhile */
+    while (!stream->queue.empty()) { /* other streams continue meanwhile */
         now = std::max(now + 1, std::max(stream->idle_since, stream->queue.front().first));
         run_until(now);
     }
@@ -322,7 +322,7 @@ API int cuEventRecord(void *handle, void *stream_handle)
     auto *event = static_cast<Event *>(handle);
     Stream *stream = stream_of(stream_handle);
     if (stream->capturing != nullptr) {
-        return SUCCESS; /* an edge of the graph: it never happens outside of it */
+        return SUCCESS; /* an edge of the graph, which never happens outside it */
     }
     const uint64_t generation = ++event->generation;
     event->happened = false;

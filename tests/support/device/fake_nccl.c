@@ -127,7 +127,7 @@ static const ProfilerV4 *v4;
 static const ProfilerV5 *v5;
 static int event_mask; /* NCCL's own, which the plugin writes */
 
-/* One operation between its call and the end of its kernel. */
+/* An operation from its call to the end of its kernel. */
 typedef struct {
     int type, channels, peer, mask, captured, to_oneself;
     void *api, *handle;
@@ -147,7 +147,7 @@ static void log_nothing(int level, unsigned long flags, const char *file, int li
     (void)level, (void)flags, (void)file, (void)line, (void)format;
 }
 
-/* Loads the plugin as NCCL of that interface does, which asks for the newest first. Returns which it found; 0: none. */
+/* Load the plugin as an NCCL of this interface does, which tries the newest one first. Return the interface, or 0. */
 int fake_load(int newest)
 {
     const char *name = getenv("NCCL_PROFILER_PLUGIN");
@@ -184,7 +184,7 @@ static int record_nothing(void *handle, int state, StateArguments *arguments)
     return 0;
 }
 
-/* A plugin that does nothing, to see what NCCL's side of the calls costs; 0: the one that was loaded. */
+/* Use a plugin that does nothing, to measure NCCL's side of the calls. 0: use the loaded plugin. */
 void fake_use_nothing(int nothing)
 {
     static const ProfilerV5 *loaded;
@@ -229,7 +229,7 @@ static void stop(void *handle)
     }
 }
 
-/* A call of NCCL's API: an all-reduce, or a send to a peer (peer >= 0). Launched when its group ends. */
+/* Call NCCL's API: an all-reduce, or a send to a peer (peer >= 0). It is launched when its group ends. */
 Task *fake_call(void *context, int peer, int channels, int captured)
 {
     Task *task = calloc(1, sizeof *task);
@@ -260,16 +260,16 @@ Task *fake_call(void *context, int peer, int channels, int captured)
         task->api = group.coll_api;
     }
     if (v5 != NULL) {
-        stop(group.coll_api); /* also what an earlier call has left there, as NCCL does */
+        stop(group.coll_api); /* also that of an earlier call, as NCCL does */
     }
-    task->mask = group.mask; /* read before the plugin was told of the call */
+    task->mask = group.mask; /* read before the plugin was notified of the call */
     if (group.queued < MAX_QUEUED) {
         group.tasks[group.queued++] = task;
     }
     return task;
 }
 
-/* On the thread that launches. */
+/* Runs on the launching thread. */
 static void start_task(void *context, int rank, Task *task)
 {
     if (!(task->mask & (task->type | KERNEL_CH))) {
@@ -285,7 +285,7 @@ static void start_task(void *context, int rank, Task *task)
         v5->start(context, &task->handle, &event);
     } else {
         EventV4 event;
-        memset(&event, 0xa5, sizeof event); /* what lies between the fields is not NCCL's to set */
+        memset(&event, 0xa5, sizeof event); /* NCCL does not set the padding between the fields */
         event.type = (uint8_t)task->type, event.rank = rank;
         if (task->type == P2P) {
             event.p2p = (struct p2p_v4){.func = "Send", .peer = task->peer, .channels = (uint8_t)task->channels};
@@ -301,7 +301,7 @@ void fake_group_start(void)
     group.depth++;
 }
 
-/* Launches what was called since the group began. kernels: whether it runs as kernels that are timed. */
+/* Launch the calls since the group began. `kernels` is true if they run as timed kernels. */
 void fake_group_end(void *context, int rank, int kernels)
 {
     if (group.depth > 0) {
@@ -338,7 +338,7 @@ void fake_group_end(void *context, int rank, int kernels)
     group.queued = 0;
 }
 
-/* A call outside of any group of the caller's: NCCL makes one. */
+/* A call outside any group of the caller, for which NCCL creates one. */
 Task *fake_collective(void *context, int rank, int channels)
 {
     fake_group_start();
@@ -347,7 +347,7 @@ Task *fake_collective(void *context, int rank, int channels)
     return task;
 }
 
-/* A graph is replayed: its tasks start again on a thread of CUDA's. */
+/* Replay a graph: its tasks start again on one of CUDA's threads. */
 void fake_replay(void *context, int rank, Task *task)
 {
     task->handle = NULL;
@@ -356,7 +356,7 @@ void fake_replay(void *context, int rank, Task *task)
     works_replayed(context, task);
 }
 
-/* On the proxy thread: the kernel has begun on a channel. */
+/* Runs on the proxy thread: the kernel has begun on a channel. */
 void fake_kernel_began(void *context, Task *task, int channel, uint64_t p_timer)
 {
     if (!(task->mask & KERNEL_CH)) {
@@ -371,7 +371,7 @@ void fake_kernel_began(void *context, Task *task, int channel, uint64_t p_timer)
     }
 }
 
-/* On the proxy thread: it has ended there. The handle stays, for a test that tells it again. */
+/* Runs on the proxy thread: the kernel has ended. The handle stays, for a test that reports the end again. */
 void fake_kernel_ended(Task *task, int channel, uint64_t p_timer)
 {
     void *handle = task->kernels[channel];
@@ -382,7 +382,7 @@ void fake_kernel_ended(Task *task, int channel, uint64_t p_timer)
     }
 }
 
-/* On the proxy thread, which looks at what is posted in order. Returns how many works it still waits for. */
+/* Runs on the proxy thread, which checks posted works in order. Return how many works it still waits for. */
 int fake_progress(void *context)
 {
     Works *works = works_of(context);
@@ -407,7 +407,7 @@ int fake_progress(void *context)
     return left;
 }
 
-/* All channels of an operation, which begin and end one after the other. */
+/* Begin and end all channels of an operation one after the other. */
 void fake_kernel(void *context, Task *task, uint64_t first_ns, uint64_t last_ns)
 {
     for (int channel = 0; channel < task->channels; channel++) {
@@ -466,7 +466,7 @@ double fake_cost_ns(void *context, const Marks *marks, int channels, int rounds)
             group.mask = fake_mask();
             task.mask = group.mask;
             task.api = NULL, task.handle = NULL;
-            if (v5 != NULL && group.mask != 0) { /* each mask that is asked for here has calls */
+            if (v5 != NULL && group.mask != 0) { /* each mask used here has calls */
                 EventV5 grouped = {.type = GROUP_API}, called = {.type = COLL_API};
                 v5->start(context, &group.api, &grouped);
                 v5->record(group.api, GROUP_START_API_STOP, NULL);
@@ -492,7 +492,7 @@ double fake_cost_ns(void *context, const Marks *marks, int channels, int rounds)
 }
 
 #ifdef PROGRAM
-/* Marks that count, called by several threads as the recorder is. */
+/* Marks that count. Several threads call them, as they do with the recorder. */
 static _Atomic uint64_t claimed, told;
 static __thread uint64_t ticket;
 static uint64_t claim(void)

@@ -1,4 +1,6 @@
-"""NCCL without a GPU, from Python: fake_nccl.c with a plugin of its own, around operations of a real recorder."""
+"""NCCL without a GPU, controlled from Python: fake_nccl.c with a separate plugin and a real
+recorder.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,17 @@ from torchlens_perf.run.ring import Flag
 
 HERE = Path(__file__).parent
 INTERFACES = {4: (2, 27, 7), 5: (2, 28, 9), 6: (2, 29, 7)}
-SEEN, SEEN_V4 = 4 | 512 | 1024, 4  # P2p, CollApi, P2pApi
-TIMED = 2 | 64  # Coll, KernelCh
+# P2p, CollApi, P2pApi
+SEEN, SEEN_V4 = 4 | 512 | 1024, 4
+# Coll, KernelCh
+TIMED = 2 | 64
 ON = SEEN | TIMED
-NCCL_S_CLOCK_NS = 1_700_000_000_000_000_000  # what a device's clock is ahead of the host's
+# Offset of a device's clock from the host's.
+NCCL_S_CLOCK_NS = 1_700_000_000_000_000_000
 
 
 def compile_nccl(target: Path, *flags: str) -> Path:
-    """Compiles fake_nccl.c. Raises CalledProcessError."""
+    """Compile fake_nccl.c. Raises CalledProcessError."""
     compiler = shutil.which("gcc") or "cc"
     command = [compiler, "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", *flags, "-o", str(target)]
     command += [str(HERE / "fake_nccl.c"), "-ldl", "-lpthread"]
@@ -34,10 +39,13 @@ def compile_nccl(target: Path, *flags: str) -> Path:
 
 
 class FakeNccl:
-    """One NCCL, with a copy of the plugin: each copy has a state of its own."""
+    """One NCCL with a copy of the plugin. Each copy has a separate state."""
 
     def __init__(self, library: Path, folder: Path, interface: int) -> None:
-        """library: what compile_nccl(..., "-shared", "-fPIC") made. interface: the newest that this NCCL knows."""
+        """Load NCCL. `library` is the file of compile_nccl(..., "-shared", "-fPIC").
+
+        `interface` is the newest plugin interface that this NCCL knows.
+        """
         built = nccl_plugin.path()
         assert built is not None
         self.file = folder / "plugin.so"
@@ -65,31 +73,31 @@ class FakeNccl:
         self.library.fake_cost_ns.restype = ctypes.c_double
 
     def load(self) -> int:
-        """As at the first communicator: which of the plugin's interfaces it takes."""
+        """Load the plugin as for the first communicator. Return the chosen interface."""
         return int(self.library.fake_load(self.interface))
 
     def communicator(self, ranks: int = 2, rank: int = 0) -> int:
-        """The plugin's context of a new communicator."""
+        """Create a communicator. Return the plugin's context of it."""
         context = self.library.fake_communicator(ranks, rank)
         assert context
         return int(context)
 
     def expected_mask(self, *, timing: bool) -> int:
-        """What this interface is asked for until timing is given up."""
+        """Return the event mask that this interface requests until the plugin stops timing."""
         return (SEEN_V4 if self.interface == 4 else SEEN) | (TIMED if timing else 0)
 
     @property
     def mask(self) -> int:
-        """Which events NCCL tells of."""
+        """Return the mask of the events that NCCL reports."""
         return int(self.library.fake_mask())
 
     def __getattr__(self, name: str) -> Any:
-        """fake_collective() as collective(), and so on."""
+        """Map collective() to fake_collective(), and so on."""
         return getattr(self.library, f"fake_{name}")
 
 
 class NcclRig(CollectiveRig):
-    """A recorder on the host's real clock, and an NCCL whose plugin writes into it."""
+    """A recorder on the host's real clock, and an NCCL whose plugin writes to it."""
 
     def __init__(self, implementation: ModuleType, folder: Path, library: Path, interface: int) -> None:
         rings = folder / "rings"
@@ -107,18 +115,18 @@ class NcclRig(CollectiveRig):
         self.ring.add_group("0")
 
     def device_ns(self, since_now_ns: int = 0) -> int:
-        """The device's clock."""
+        """Return the time of the device's clock."""
         return self.recorder.now_ns() + NCCL_S_CLOCK_NS + since_now_ns
 
     def collective(self, number: int, channels: int = 2, *, flags: int = int(Flag.ASYNC)) -> int:
-        """A collective of torch that is one of NCCL; what NCCL has under way of it."""
+        """Issue a collective in torch and NCCL. Return NCCL's running task."""
         issued = self.issue(number, flags=flags)
         task = self.nccl.collective(self.context, 0, channels)
         self.recorder.returned(issued, int(End.UNKNOWN))
         return int(task)
 
     def kernel(self, task: int, duration_ns: int = 1000) -> None:
-        """It runs, and ends just now."""
+        """Run the kernel so that it ends now."""
         now_ns = self.device_ns()
         self.nccl.kernel(self.context, task, now_ns - duration_ns, now_ns)
 

@@ -332,7 +332,7 @@ EXPORT int nvmlDeviceGetFieldValues(Gpu *gpu, int count, FieldValue *values)
         values[i].code = code ? (uint32_t)*code : found ? SUCCESS : NOT_SUPPORTED;
         if (values[i].code)
             continue;
-        /* As the driver does: small unsigned values in one type, counters in another. */
+        /* Use the driver's types: one for small unsigned values, another one for counters. */
         values[i].type = *found < 4e9 ? 1 : 3;
         if (values[i].type == 1)
             values[i].value.small = (uint32_t)*found;
@@ -382,7 +382,7 @@ EXPORT int nvmlEventSetWait_v2(void *set, EventData *data, unsigned timeout_ms)
     (void)set;
     ENTER(NULL);
     if (timeout_ms)
-        abort(); /* nobody may wait */
+        abort(); /* no caller may wait */
     for (int i = 0; i < gpu_count; i++)
         if (registered & 1u << i && find(&gpus[i], "lost"))
             return LOST;
@@ -463,7 +463,7 @@ EXPORT int nvmlGpmMetricsGet(Metrics *request)
     return SUCCESS;
 }
 
-/* For the tests: how often a function was called, and what is still allocated. */
+/* For the tests: the number of a function's calls, and the current allocations. */
 
 EXPORT long fake_calls(const char *function)
 {

@@ -1,4 +1,4 @@
-"""NVML without a GPU: the fake library under the real pynvml, and what tests let it answer."""
+"""NVML without a GPU: a fake library under the real pynvml, with answers set by tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.device.shim_kernels import COMPILER, HERE
 
 UUIDS = tuple(f"GPU-00000000-0000-0000-0000-{index:012d}" for index in range(4))
 MS = 1_000_000
-# What a Hopper GPU at work tells, in the words of fake_nvml.c.
+# Readings of a busy Hopper GPU, in the keywords of fake_nvml.c.
 HOPPER = {
     "temperature": 61, "sm_mhz": 1700, "sm_max_mhz": 1980, "memory_mhz": 3201, "reasons": 4, "busy": 97,
     "memory_used": 100 << 30, "memory_total": 141 << 30,
@@ -26,13 +26,14 @@ HOPPER = {
     **{f"field {number}.{link}": 0 for number in (161, 162, 163) for link in range(18)},
     "gpm 1": 98, "gpm 2": 80, "gpm 3": 40, "gpm 5": 55, "gpm 10": 30,
 }  # fmt: skip
-# Ampere: no GPM, no counters of throttling that the driver for Hopper brought, NVLink's errors as sums.
+# Ampere has no GPM and lacks newer throttling counters. NVLink errors are sums.
 AMPERE = {
     name: value
     for name, value in HOPPER.items()
     if not name.startswith(("gpm", "field 161", "field 162", "field 163", "field 269", "field 27"))
 } | {"field 52": 3, "field 59": 1, "field 38": 0, "field 45": 2}
-# A workstation's GPU: no ECC, no NVLink, no memory temperature, power by its own function.
+# A workstation's GPU has no ECC, no NVLink and no memory temperature. Power has a separate
+# function.
 WORKSTATION = {
     "temperature": 70, "sm_mhz": 2500, "sm_max_mhz": 3000, "memory_mhz": 10_000, "reasons": 0x20, "busy": 50,
     "memory_used": 8 << 30, "memory_total": 24 << 30, "power_mw": 310_500,
@@ -40,7 +41,7 @@ WORKSTATION = {
 
 
 def compile_nvml(target: Path) -> Path:
-    """Compiles the fake library. Raises CalledProcessError."""
+    """Compile the fake library. Raises CalledProcessError."""
     command = [
         str(COMPILER),
         "-x",
@@ -58,10 +59,12 @@ def compile_nvml(target: Path) -> Path:
 
 
 class FakeNvml:
-    """A script for the library, and the library itself where it is loaded into this process."""
+    """A script with the library's answers, and the library itself once it is loaded into this
+    process.
+    """
 
     def __init__(self, script: Path) -> None:
-        """script: where the library finds its answers; the caller puts it into FAKE_NVML."""
+        """Set the file with the library's answers. The caller puts its path into FAKE_NVML."""
         self.script = script
         self.gpus: list[dict[str, Any]] = []
         self.lines: list[str] = []
@@ -69,7 +72,9 @@ class FakeNvml:
         self._library: Any = None
 
     def load(self, library: Path) -> None:
-        """Puts the library under pynvml, in this process. library: a copy of its own, as it has a state."""
+        """Load a separate copy of the library under pynvml in this process, because the library has
+        a state.
+        """
         self._library = ctypes.CDLL(str(library))
         self._library.fake_calls.argtypes = [ctypes.c_char_p]
         self._library.fake_calls.restype = self._library.fake_allocated.restype = ctypes.c_long
@@ -77,26 +82,27 @@ class FakeNvml:
         pynvml._nvmlGetFunctionPointer_cache.clear()
 
     def unload(self) -> None:
-        """Leaves pynvml as if nobody had used it."""
+        """Restore pynvml to its state before the first use."""
         pynvml.nvmlLib = None
         pynvml._nvmlGetFunctionPointer_cache.clear()
 
     def write(self, *lines: str) -> None:
-        """Makes the library answer what self.gpus hold, and these lines besides."""
+        """Make the library return the values in self.gpus, and these additional lines."""
         text = [f"gpus {len(self.gpus)}"]
         for index, gpu in enumerate(self.gpus):
             text += [f"gpu {index} {name} {value}" for name, value in gpu.items()]
         partial = self.script.with_suffix(".partial")
         partial.write_text("\n".join([*text, *lines, ""]))
         self._written += 1
-        os.utime(partial, ns=(self._written, self._written))  # a time that it has not seen
+        # Set a new modification time, so that the library reads the file again.
+        os.utime(partial, ns=(self._written, self._written))
         os.replace(partial, self.script)
 
     def calls(self, function: str) -> int:
-        """How often a function was called."""
+        """Return the number of calls of a function."""
         return int(self._library.fake_calls(function.encode()))
 
     @property
     def allocated(self) -> int:
-        """GPM samples and event sets that nobody has freed."""
+        """Return the GPM samples and event sets that were not freed."""
         return int(self._library.fake_allocated())

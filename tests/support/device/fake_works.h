@@ -36,7 +36,7 @@ static Works *works_of(void *context)
     return NULL;
 }
 
-/* From here on this communicator's works are numbered. */
+/* Number this communicator's works from now on. */
 void fake_number_works(void *context)
 {
     for (int i = 0; i < MAX_COUNTED; i++) {
@@ -84,7 +84,7 @@ static void works_replayed(void *context, Task *task)
     }
 }
 
-/* The device runs it, whoever looks on. */
+/* Run the work on the device, whether or not it is observed. */
 void fake_run(void *context, Task *task, uint64_t first_ns, uint64_t last_ns)
 {
     Works *works = works_of(context);
@@ -95,7 +95,7 @@ void fake_run(void *context, Task *task, uint64_t first_ns, uint64_t last_ns)
     }
 }
 
-/* How many works were ever posted to the proxy thread, on all channels. */
+/* Return the number of works posted to the proxy thread so far, on all channels. */
 int fake_posted(void *context)
 {
     Works *works = works_of(context);

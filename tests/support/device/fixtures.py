@@ -1,4 +1,4 @@
-"""A device for each test, without a GPU."""
+"""Fixtures with a device for each test, without a GPU."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from tests.support.device.shim_kernels import compile_kernels
 
 @pytest.fixture(scope="session")
 def shim_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels for this CPU."""
+    """Compile the kernels for this CPU."""
     return compile_kernels(tmp_path_factory.mktemp("shim") / "kernels.so")
 
 
 @pytest.fixture(scope="session")
 def driver_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fake driver."""
+    """Compile the fake driver."""
     return compile_driver(tmp_path_factory.mktemp("driver") / "libcuda.so")
 
 
 @pytest.fixture(scope="session")
 def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fake NVML."""
+    """Compile the fake NVML."""
     return compile_nvml(tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1")
 
 
 @pytest.fixture(scope="session")
 def nccl_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An NCCL without a GPU."""
+    """Compile the fake NCCL."""
     return compile_nccl(tmp_path_factory.mktemp("nccl") / "libnccl.so", "-shared", "-fPIC")
 
 
 @pytest.fixture
 def device(shim_library: Path, driver_library: Path, tmp_path: Path) -> FakeDevice:
-    """A device whose clock stands still until the test lets time pass."""
-    own = tmp_path / "libcuda.so"  # a library is loaded once a path: a copy has a state of its own
+    """Yield a device whose clock only advances when the test advances it."""
+    # A path is loaded only once per process, so a copy gets a separate state.
+    own = tmp_path / "libcuda.so"
     shutil.copy(driver_library, own)
     return FakeDevice(own, shim_library)

@@ -1,11 +1,16 @@
-"""A rank whose device sections are merged with the others': merging_rank.py DRIVER KERNELS FOLDER [OPTION]
+"""A rank whose device sections are merged with those of other ranks.
 
---other-order: rank 1 enters its sections in another order. --unable: rank 1 has no CuPy. --off: rank 1 does not record.
---evaluates: rank 0 has made five forward passes before it trains. --captures: rank 1 captures where a window falls due,
-the last time at the end of the run's last step. --broken-steps: the parts of rank 1's steps cannot be reduced.
+    usage: merging_rank.py DRIVER KERNELS FOLDER [OPTION]
 
-Writes, as JSON into FOLDER, the durations that it planted in each window, of sections and of the device's steps, what
-is merged in its recording, and how often somebody waited for the device.
+- --other-order: rank 1 enters its sections in another order.
+- --unable: rank 1 has no CuPy.
+- --off: rank 1 does not record.
+- --evaluates: rank 0 makes five forward passes before it trains.
+- --captures: rank 1 captures a graph when a window is due, the last time at the run's last step.
+- --broken-steps: the parts of rank 1's steps cannot be reduced.
+
+Writes JSON into FOLDER: the planted durations of sections and device steps in each window, the
+merged values in the recording, and the number of waits for the device.
 """
 
 from __future__ import annotations
@@ -34,7 +39,10 @@ WINDOWS = 3
 
 
 def device_step(forward_ns: int) -> list[int]:
-    """A step of 5 ms more than its forward pass, of which it waits 2 ms and has nothing to do for 1 ms."""
+    """Run a step that takes 5 ms more than its forward pass.
+
+    It waits for 2 ms of this and is idle for 1 ms.
+    """
     phases = [(Kind.FORWARD, 0, forward_ns), (Kind.BACKWARD, forward_ns, 4_000_000)]
     stall = (Kind.WAIT, forward_ns + 1_500_000, 2_000_000)
     return rows_of([(int(kind), start, duration) for kind, start, duration in (*phases, stall)], forward_ns + 5_000_000)
@@ -65,7 +73,8 @@ def main() -> None:
             session.attach([StampHook(torch_device, torch_device.now_ns, aggregate=True, known=known)])
         if "--evaluates" in options and rank == 0:
             for _ in range(5):
-                session.step.end(int(Flag.INFERENCE))  # as a model's forward passes do before it has trained
+                # A model's forward passes before training end steps of this kind.
+                session.step.end(int(Flag.INFERENCE))
         synchronizations = device.synchronizations
         for step in range(WINDOWS * MERGE_STEPS):
             if step % MERGE_STEPS == 0:

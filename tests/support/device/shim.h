@@ -57,11 +57,11 @@ struct Fiber {
     State state;
     bool started;
     unsigned thread;
-    /* Of the warp operation that it waits in. */
+    /* The warp operation in which the lane waits. */
     int operation;
     unsigned mask;
     unsigned participants;
-    /* What it shows the others; two, so that a fast lane does not overwrite what a slow one has yet to read. */
+    /* Values for other lanes. There are two, so a fast lane does not overwrite a value that a slow one still has to read. */
     uint64_t shown[2];
     int turn;
 };
@@ -101,7 +101,7 @@ inline void run_thread()
     _longjmp(block.scheduler, 1);
 }
 
-/* From the scheduler: runs a fiber until it waits or returns. */
+/* Called by the scheduler: run a fiber until it waits or returns. */
 inline void resume(unsigned index)
 {
     Fiber &fiber = block.fibers[index];
@@ -138,7 +138,7 @@ inline std::vector<unsigned> first_order(unsigned count, unsigned schedule)
     return items;
 }
 
-/* Runs one warp until all its living lanes wait at a barrier of the block, or have returned. */
+/* Run one warp until all its live lanes wait at a barrier of the block, or have returned. */
 inline void run_warp(unsigned warp, unsigned schedule, std::mt19937 &random)
 {
     const unsigned first = warp * WARP, count = static_cast<unsigned>(block.fibers.size());
@@ -272,7 +272,7 @@ inline int launch(const char *name, unsigned grid, unsigned threads, size_t shar
     return 0;
 }
 
-/* All movement of data inside a warp: shows a value, waits for the others, and takes the one of lane `from`. */
+/* Exchange data inside a warp: publish a value, wait for the other lanes, and return that of lane `from`. */
 template <class Value>
 Value exchange(int operation, unsigned mask, Value value, unsigned from, bool taken)
 {
@@ -361,7 +361,7 @@ Value atomicMax(Value *at, Operand operand)
 
 inline void __threadfence()
 {
-    /* One processor: what is stored is seen. */
+    /* There is only one processor, so each store is visible at once. */
 }
 
 inline int __clzll(long long value)

@@ -1,4 +1,4 @@
-/* The kernels as a library for a CPU, with what a test or fake_driver.cpp calls them through. */
+/* The kernels as a library for a CPU, with the functions by which tests and fake_driver.cpp call them. */
 #include "../../../torchlens_perf/cuda/kernels.cu"
 
 #define KERNEL(name) static shim::Register register_##name(#name, name)
@@ -7,7 +7,7 @@ KERNEL(reduce_window);
 KERNEL(merged_quantiles);
 KERNEL(rank_scores);
 
-/* Occupies the stream: the fake driver lets its clock go on for so long. */
+/* Occupy the stream: the fake driver advances its clock by this time. */
 static void spin(u64 duration_ns)
 {
     (void)duration_ns;
@@ -20,7 +20,7 @@ extern "C" int shim_launch(const char *name, unsigned grid, unsigned threads, si
     return shim::launch(name, grid, threads, shared_bytes, arguments, schedule);
 }
 
-/* How many arguments the kernel takes, and how many bytes each has; -1 for an unknown one. */
+/* Return the number of the kernel's arguments and the bytes of each, or -1 for an unknown kernel. */
 extern "C" int shim_arguments(const char *name, size_t *bytes, int most)
 {
     auto found = shim::kernels().find(name);

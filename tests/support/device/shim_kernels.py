@@ -1,4 +1,4 @@
-"""The kernels, compiled for this CPU, and NumPy arrays as their arguments."""
+"""The kernels compiled for this CPU, with NumPy arrays as arguments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).parent
-# scripts/mutate_kernels.py puts changed kernels in their place.
+# scripts/mutate_kernels.py replaces the kernels by changed ones.
 KERNELS = Path(os.environ.get("MUTATED_KERNELS", HERE.parents[2] / "torchlens_perf" / "cuda" / "kernels.cu"))
 COMPILER = shutil.which("g++")
 WITHOUT_COMPILER = "the kernels run on a CPU through g++, which is not here"
 _FLAGS = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC")
-# setjmp and longjmp between fibers look like a smashed stack to the fortified longjmp.
+# The fortified longjmp takes jumps between fibers for a smashed stack.
 _FIBERS = ("-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
 # Several such libraries are loaded in one process, and each must have its own kernels.
 _APART = ("-fno-gnu-unique",)
@@ -26,7 +26,7 @@ UNDEFINED_BEHAVIOUR = ("-fsanitize=undefined", "-fno-sanitize-recover=undefined"
 
 
 def compile_kernels(target: Path, *flags: str, kernels: Path = KERNELS) -> Path:
-    """Compiles kernels.cu, or a changed copy of it, through the shim. Raises CalledProcessError."""
+    """Compile kernels.cu, or a changed copy of it, through the shim. Raises CalledProcessError."""
     source = (HERE / "shim_kernels.cpp").read_text().replace("../../../torchlens_perf/cuda/kernels.cu", str(kernels))
     copy = target.with_suffix(".cpp")
     copy.write_text(source)
@@ -41,10 +41,15 @@ def compile_kernels(target: Path, *flags: str, kernels: Path = KERNELS) -> Path:
 
 
 class ShimKernels:
-    """Launches kernels of a library that compile_kernels() made, under one schedule of threads."""
+    """Launches kernels of a library made by compile_kernels(), under one schedule of threads."""
 
     def __init__(self, path: Path, schedule: int = 0) -> None:
-        """schedule: 0 runs blocks, warps and lanes in ascending order, 1 descending, others are seeds of a shuffle."""
+        """Load the library.
+
+        Schedule 0 runs blocks, warps and lanes in ascending order, and 1 in descending order.
+
+        Other values are seeds of a shuffle.
+        """
         self._library = ctypes.CDLL(str(path))
         self._library.shim_launch.argtypes = [
             ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint,
@@ -53,13 +58,13 @@ class ShimKernels:
         self._clock: Any = None
 
     def set_clock(self, now_ns: Callable[[], int] | None) -> None:
-        """The device's clock from now on; None: it ticks with each reading."""
+        """Set the device's clock. None: it advances with each reading."""
         kind = ctypes.CFUNCTYPE(ctypes.c_uint64)
         self._clock = kind() if now_ns is None else kind(now_ns)
         self._library.shim_set_clock(self._clock)
 
     def launch(self, name: str, grid: int, threads: int, arguments: Sequence[Any], shared_bytes: int = 0) -> None:
-        """Runs the kernel. Arrays are passed by their address, NumPy scalars by value."""
+        """Run the kernel. Arrays are passed by address, NumPy scalars by value."""
         values = [
             ctypes.c_void_p(each.ctypes.data)
             if isinstance(each, np.ndarray)

@@ -1,4 +1,4 @@
-"""The kernels of cuda/kernels.cu in NumPy, which they are held against: the same, bit for bit."""
+"""NumPy versions of the kernels in cuda/kernels.cu. Tests compare both bit for bit."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ import numpy.typing as npt
 from torchlens_perf.cuda.reduction import BUCKETS, ROW_WIDTHS, Exact, Largest, Reduced, Sum
 from torchlens_perf.run.sketch import bucket_bounds
 
-NO_SMALLEST = -(2**63 - 1)  # of `largest`, where a window is empty
-ROBUST_DEVIATION = np.float32(1.4826)  # times the MAD: the standard deviation, if values are normal
-FEWEST_RANKS = 2  # with a time, for a score
+# Value of `largest` in an empty window.
+NO_SMALLEST = -(2**63 - 1)
+# Factor from the MAD to the standard deviation of normal values.
+ROBUST_DEVIATION = np.float32(1.4826)
+# Minimum number of ranks with a time for a score.
+FEWEST_RANKS = 2
 
 
 class Scores(NamedTuple):
-    """Ranks against each other."""
+    """Scores of ranks relative to each other."""
 
     middle: npt.NDArray[np.float32]
     """Shape [slots, 2]: lower median and median absolute deviation of the ranks' times, in ns."""
     worst: npt.NDArray[np.uint64]
-    """Shape [ranks]: the bits of the rank's highest score as float32, over the slot; 0 without one."""
+    """Shape [ranks]: bits of the rank's highest score over the slots as float32. 0 without a score.
+    """
 
 
 def reduce_window(
@@ -30,13 +34,17 @@ def reduce_window(
     head: npt.NDArray[np.uint32],
     tail: npt.NDArray[np.uint32],
 ) -> Reduced:
-    """What each slot's ring [slots, places] holds between `tail` and `head`, which count stamps modulo 2**32."""
+    """Reduce the entries between `tail` and `head` of each slot's ring [slots, places].
+
+    `head` and `tail` count stamps modulo 2**32.
+    """
     slots, places = duration_ns.shape
     reduced = Reduced(*(np.zeros((slots, width), np.int64) for width in ROW_WIDTHS))
     for slot in range(slots):
         newest = int(head[slot])
         written = (newest - int(tail[slot])) % (1 << 32)
-        count = min(written, places - 1)  # another stream may be stamping in the oldest place
+        # Skip the oldest place, because another stream may be writing to it.
+        count = min(written, places - 1)
         at = (newest - count + np.arange(count)) % places
         _reduce(duration_ns[slot, at], *(table[slot] for table in reduced))
         reduced.sums[slot, Sum.LOST] = written - count
@@ -52,7 +60,7 @@ def _reduce(
     largest: npt.NDArray[np.int64],
     exact: npt.NDArray[np.int64],
 ) -> None:
-    """Fills one slot's rows."""
+    """Fill the rows of one slot."""
     count = len(values)
     largest[Largest.MINUS_SMALLEST] = NO_SMALLEST
     if not count:
@@ -72,12 +80,12 @@ def _reduce(
 
 
 def _limbs_of_squares(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """The sums of the squares' bits 0 to 31, 32 to 63, and 64 and above."""
+    """Return the sums of the squares' bits 0 to 31, 32 to 63, and from 64 on."""
     half = np.uint64(32)
     low_bits = np.uint64(0xFFFFFFFF)
     high, low = values >> half, values & low_bits
-    # The square is high**2 * 2**64 + 2 * high * low * 2**32 + low**2; what does not fit into 64 bits wraps, and is
-    # carried by hand.
+    # The square is high**2 * 2**64 + 2 * high * low * 2**32 + low**2. 64-bit sums wrap, so carries
+    # are added by hand.
     middle = high * low
     lowest = low * low
     carry = (lowest >> half) + ((middle << np.uint64(1)) & low_bits)
@@ -87,9 +95,10 @@ def _limbs_of_squares(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
 
 
 def merged_quantiles(sums: npt.NDArray[np.int64], parts: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
-    """The buckets in which quantiles of merged rows of sums lie, [slots, quantiles]; -1 for an empty row.
+    """Return the buckets of the quantiles of merged sums, [slots, quantiles]. -1 stands for an
+    empty row.
 
-    parts: the quantiles in units of 2**-16.
+    `parts` are the quantiles in units of 2**-16.
     """
     buckets = np.full((len(sums), len(parts)), -1, np.int32)
     for slot, row in enumerate(sums):
@@ -101,9 +110,12 @@ def merged_quantiles(sums: npt.NDArray[np.int64], parts: npt.NDArray[np.uint32])
 
 
 def rank_scores(times_ns: npt.NDArray[np.int64], min_spread: float) -> Scores:
-    """Ranks' times [ranks, slots], 0 where a rank has none, against their median in each slot.
+    """Score ranks' times [ranks, slots] against their median in each slot.
 
-    A score is (time - median) / max(1.4826 MAD, min_spread * median). Only above zero, and of FEWEST_RANKS at least.
+    A time of 0 means no time.
+
+    A score is (time - median) / max(1.4826 MAD, min_spread * median). Only positive scores count,
+    and only in slots with at least FEWEST_RANKS times.
     """
     ranks, slots = times_ns.shape
     scores = Scores(np.zeros((slots, 2), np.float32), np.zeros(ranks, np.uint64))

@@ -1,4 +1,4 @@
-"""Stands in for the package where a job runs without it: same names, nothing behind them."""
+"""Stands in for the package in runs without it: the same names without a function."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Watch:
 
 
 def watch(*arguments: Any, **settings: Any) -> Watch:
-    """Of the same form."""
+    """Return a watch that records nothing."""
     return Watch()
 
 
 def section(name: str) -> Any:
-    """Times nothing."""
+    """Time nothing."""
     return contextlib.nullcontext()

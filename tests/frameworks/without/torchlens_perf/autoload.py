@@ -1,5 +1,5 @@
-"""torch calls this when it is imported, where the package is installed."""
+"""The function that torch calls at import if the package is installed."""
 
 
 def autoload() -> None:
-    """Does nothing."""
+    """Do nothing."""

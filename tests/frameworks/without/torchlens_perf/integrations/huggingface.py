@@ -7,4 +7,4 @@ from transformers import TrainerCallback
 
 class TorchlensCallback(TrainerCallback):
     def __init__(self, **settings: Any) -> None:
-        """Takes what the real one takes."""
+        """Accept the real callback's arguments."""

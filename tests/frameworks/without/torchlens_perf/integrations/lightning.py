@@ -8,10 +8,10 @@ from lightning.pytorch.profilers import PassThroughProfiler
 
 class TorchlensCallback(Callback):
     def __init__(self, **settings: Any) -> None:
-        """Takes what the real one takes."""
+        """Accept the real callback's arguments."""
 
 
 class TorchlensProfiler(PassThroughProfiler):
     def __init__(self, **settings: Any) -> None:
-        """Takes what the real one takes."""
+        """Accept the real profiler's arguments."""
         super().__init__()
