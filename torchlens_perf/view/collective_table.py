@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 _FIRST_ROWS = 6
 _MIN_BANDWIDTH_BYTES = 1 << 16
-"""Smaller operations take their latency: a bandwidth would say nothing of the link."""
+"""Operations below this size have no bandwidth in the table: latency dominates their duration."""
 _LEAST, _MOST, _ABOUT = ">= ", "<= ", "~ "
 
 
 def collective_table(report: Report) -> Table | None:
-    """Return the operations by group and type: those that wait for a slow rank first, then those with most bytes."""
+    """Return a row per operation, group and dtype: first those that wait for a slow rank, then by bytes."""
     late = slow_ranks(report)
     rows = sorted(report["collectives"], key=lambda row: row["slowest_rank"] not in late)
     if not rows or report["run"]["world_size"] == 1:
@@ -81,7 +81,10 @@ def ranks_words(row: Collective) -> str:
 
 
 def _wait(row: Collective) -> tuple[str, float | None]:
-    """Return a rank's mean wait: the median would not show a rank that is late only now and then."""
+    """Return a rank's mean wait and its mark.
+
+    The median would hide a rank that is late only occasionally.
+    """
     least, most = row["wait_s"]["mean_s"], row["wait_upper_bound_s"]["mean_s"]
     if least is None or most is None:
         return "", None
@@ -98,7 +101,7 @@ def _transfer(row: Collective) -> tuple[str, float | None]:
 
 
 def _bus(row: Collective) -> tuple[str, float | None]:
-    """Return the bus bandwidth; None for small operations, and where the transfer may be mostly waiting."""
+    """Return the bus bandwidth and its mark; None for small operations and if the transfer may be mostly waiting."""
     least, most = row["wait_s"]["mean_s"], row["wait_upper_bound_s"]["mean_s"]
     mostly_waiting = row["pair"] is None and least is not None and most is not None and most > 1.1 * least
     if row["busbw"] is None or mostly_waiting or (row["bandwidth_at_bytes"] or 0) < _MIN_BANDWIDTH_BYTES:
@@ -114,7 +117,7 @@ def _last(row: Collective) -> tuple[int | None, float | None]:
 
 
 def _notes(rows: Sequence[Collective]) -> list[str]:
-    """Return what these rows cannot show, and why."""
+    """Return notes on values that these rows lack or only estimate, with the reasons."""
     notes = []
     if any(row["asynchronous"] and row["joined"] for row in rows):
         on_device = any(row["by_device"] for row in rows)

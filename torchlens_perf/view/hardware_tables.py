@@ -15,7 +15,7 @@ _FIRST_ROWS = 8
 _REASONS = {"hw_slowdown": "hardware", "sync_boost": "sync boost", "board_limit": "board limit"}
 _RECOVERY = {1: "needs a reset", 2: "needs a reboot"}
 _MIN_SHARE = 0.005
-"""Share of the run from which a reason for throttling is shown."""
+"""Smallest share of the run for which a throttling reason is shown."""
 _Counter = Literal[
     "xids", "ecc_uncorrected", "remapped_rows", "pcie_replays", "nvlink_errors", "nvlink_replays", "nvlink_recoveries"
 ]
@@ -29,7 +29,7 @@ _ERRORS: tuple[tuple[str, tuple[_Counter, ...]], ...] = (
 
 
 def gpu_table(report: Report) -> Table | None:
-    """Return a row for each GPU, with means over the run; those with the lowest clocks first."""
+    """Return a row for each GPU with means over the run, lowest clocks first."""
     gpus = sorted(report["gpus"], key=lambda gpu: gpu["signals"].get("sm_clock_share", 1.0))
     if not gpus:
         return None
@@ -64,7 +64,7 @@ def _throttled(shares: dict[str, float]) -> str | None:
 
 
 def _errors(gpu: Gpu) -> str | None:
-    """Return the errors during the run; None for a GPU that counts none of them."""
+    """Return the number of errors during the run; None if the GPU has no error counters."""
     counts = {words: [count for field in fields if (count := gpu[field]) is not None] for words, fields in _ERRORS}
     if not any(counts.values()):
         return None

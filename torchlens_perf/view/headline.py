@@ -56,7 +56,7 @@ _STALLS = "STALLS"
 
 @dataclasses.dataclass(frozen=True)
 class Headline:
-    """What a reader needs first of one verdict."""
+    """One verdict in short: status, location, cost, sentence, cause and action."""
 
     kind: str
     status: str
@@ -70,25 +70,28 @@ class Headline:
     """
     cost_s_per_step: float | None
     cost_share: float | None
-    """Of the time of a step; both are None where the cost is not known or there is none."""
+    """The cost as a share of the step time.
+
+    Both cost fields are None if the cost is zero or not known.
+    """
     sentence: str
-    """The finding in words, without the cost where that is in the fields above."""
+    """The finding in words. The cost is left out if the fields above have it."""
     cause: str
-    """Why, or what was checked in vain; "" where no cause was looked for."""
+    """The cause, or the checks that found none; "" if no cause was looked for."""
     action: str
-    """What to do, in a sentence; "" where there is nothing to do."""
+    """The recommended action as a sentence; "" if nothing is recommended."""
     command: str
-    """A shell command to copy; "" where none helps."""
+    """A shell command to copy; "" if no command helps."""
     is_over: bool
 
     @property
     def per_step(self) -> str:
-        """What the cost per step is: "lost per step", or "per step" for a part of the step that does its work."""
+        """The label of the cost: "lost per step", or "per step" for a bottleneck whose time is not pure loss."""
         return "per step" if self.kind in WASTE else "lost per step"
 
     @property
     def cost(self) -> str:
-        """The cost in words; "" where there is none."""
+        """The cost in words; "" if the verdict has no cost."""
         if not self.cost_s_per_step or self.cost_share is None:
             return ""
         return f"{duration(self.cost_s_per_step)} per step = {percent(self.cost_share)} of step time"
@@ -100,9 +103,9 @@ def headlines(report: Report, run_dir: str = "") -> list[Headline]:
 
 
 def overall(found: Sequence[Headline]) -> Headline | None:
-    """Return the headline whose status is the run's: the first that holds and is not OK, else the first that is OK.
+    """Return the headline that gives the run its status: the first current problem, else the first that is OK.
 
-    None where the report has no verdict that holds.
+    Return None if the report has no current verdict.
     """
     now = [each for each in found if not each.is_over]
     wrong = [each for each in now if each.severity in (BAD, WARNING)]
@@ -110,7 +113,7 @@ def overall(found: Sequence[Headline]) -> Headline | None:
 
 
 def headline(row: VerdictRow, report: Report, run_dir: str = "") -> Headline:
-    """Return the headline of one row. run_dir: as the command to copy should name it."""
+    """Return the headline of one row. run_dir: the path to use in the command to copy."""
     status, severity = _status(row)
     sentence, action = sentence_and_action(row["text"])
     return Headline(
@@ -145,7 +148,7 @@ def _status(row: VerdictRow) -> tuple[str, str]:
 
 
 def _facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
-    """Return what a verdict is about, as name and text."""
+    """Return the facts of a verdict, each as name and text."""
     kind, evidence, ranks, held = row["kind"].removesuffix(OVER), row["evidence"], ranks_of(row), row["held"]
     found: list[tuple[str, str]] = []
     if ranks:
@@ -159,8 +162,9 @@ def _facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
         found.append(("waits for" if kind == "lack_of_cpu" else "in", where))
     elif row["phase"] is not None and kind != "long_steps":
         found.append(("phase", phase_words(row["phase"])))
+    # These verdicts describe the whole run, so they have no first step.
     if kind in ("none", "compute_bound", "not_compared"):
-        return []  # nothing began
+        return []
     modules = getattr(evidence, "modules", ())
     if modules:
         found.append(("module" if len(modules) == 1 else "modules", ", ".join(modules)))
@@ -188,7 +192,7 @@ def phase_words(phase: str) -> str:
 
 
 def _command(row: VerdictRow, report: Report, run_dir: str) -> str:
-    """Return the command that shows more of a finding: a profile of the rank, now or in the next run."""
+    """Return the command that investigates a finding: it profiles the rank, now or in the next run."""
     if row["is_over"] or row["kind"] not in ("straggler", "long_steps", "compute_bound", *WASTE):
         return ""
     rank = row["rank"] if row["rank"] is not None else min((each["rank"] for each in report["ranks"]), default=0)

@@ -1,4 +1,4 @@
-"""Headlines, tables, sections and figures as HTML, which needs no scripts. Pure."""
+"""Headlines, tables, sections and figures as HTML that works without scripts. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def status_chip(headline: Headline) -> Element:
 def card(headline: Headline, key: str, *more: Child) -> Element:
     """Return a verdict in full: the cost as a number, each fact as a chip, the sentence, and what to do.
 
-    key: its id in the page. more: shown below.
+    key: the id in the page. more: elements to show below.
     """
     cost, share = headline.cost_s_per_step, headline.cost_share
     number = None
@@ -48,7 +48,10 @@ def card(headline: Headline, key: str, *more: Child) -> Element:
 
 
 def line(headline: Headline, key: str, *more: Child) -> Element:
-    """Return a verdict as one line that opens: its status, facts and cost, then what `card` says below."""
+    """Return a verdict as one expandable line with status, facts and cost.
+
+    Opening it shows the content of card().
+    """
     facts = ", ".join(fact_text(*fact) for fact in headline.facts)
     summary = tag(
         "summary", status_chip(headline), " ", tag("span", facts or headline.sentence), " ", tag("b", headline.cost)
@@ -79,9 +82,9 @@ def _advice(headline: Headline) -> list[Element | None]:
 
 
 def table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None) -> Element:
-    """Return a table that scrolls by itself. Its first rows are shown; a checkbox shows the others.
+    """Return a table that scrolls horizontally. A checkbox shows the rows after the first ones.
 
-    cells: elements to show in place of text, by the title of their column.
+    cells: elements to show in place of text, by column title.
     """
     of, spec = spec.rows, spec.head(_MAX_ROWS)
     texts: list[Sequence[Child]] = [
@@ -132,7 +135,7 @@ def _class(column: Column) -> str | None:
 
 
 def shortened(text: str, longest: int) -> Child:
-    """Return a text; a long one loses its middle, and has the whole of it in a title."""
+    """Return a text. The middle of a long text is cut out, and its tooltip has the full text."""
     if len(text) <= longest:
         return text
     half = longest // 2
@@ -140,18 +143,21 @@ def shortened(text: str, longest: int) -> Child:
 
 
 def section(key: str, title: str, *children: Child) -> Element:
-    """Return a landmark with a fragment link. key: its id."""
+    """Return a section element with a heading that links to it. key: the id."""
     heading = tag("h2", title, " ", tag("a", "#", class_="here", href=f"#{key}", aria_label=f"link to {title}"))
     heading.set("id", f"{key}-title")
     return tag("section", heading, *children, id=key, aria_labelledby=f"{key}-title")
 
 
 def figure(chart: str | None, title: str, caption: Child, *inside: Child, **data: str) -> Element:
-    """Return a figure with its title and one sentence. chart: what scripts draw between the two; None for others."""
+    """Return a figure with its title and a caption.
+
+    chart: the kind of chart that scripts draw in it; None for others.
+    """
     note = tag("p", "This chart needs JavaScript.", class_="note unscripted") if chart is not None else None
     return tag("figure", tag("h3", title), note, *inside, tag("figcaption", caption), data_chart=chart, **data)
 
 
 def details(summary: Child, *children: Child) -> Element:
-    """Return elements that a click on the summary shows."""
+    """Return a collapsed element that shows its children after a click on the summary."""
     return tag("details", tag("summary", summary), *children)

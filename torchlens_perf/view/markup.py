@@ -1,4 +1,4 @@
-"""HTML and SVG as elements. Text and attributes are escaped and made printable here. Pure."""
+"""HTML and SVG elements. This module escapes text and attributes and makes them printable. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Child = Element | str | None | Iterable["Child"]
 def tag(name: str, /, *children: Child, **attributes: str | float | None) -> Element:
     """Return an element. Children and attributes that are None are left out.
 
-    A trailing underscore of an attribute's name is dropped, others become hyphens: class_, data_chart.
+    A trailing underscore in an attribute's name is dropped, other underscores become hyphens:
+    class_, data_chart.
     """
     made = ElementTree.Element(name)
     for key, value in attributes.items():
@@ -47,7 +48,10 @@ def number(value: float) -> str:
 
 
 def raw(name: str, text: str, **attributes: str) -> Element:
-    """Return a script or style element, whose text is not escaped and must not end it."""
+    """Return a script or style element.
+
+    Its text is not escaped, so it must not contain the closing tag.
+    """
     assert f"</{name}" not in text.lower()
     made = tag(name, **attributes)
     made.text = text
@@ -55,5 +59,5 @@ def raw(name: str, text: str, **attributes: str) -> Element:
 
 
 def html(element: Element) -> str:
-    """Return the element as text. Scripts and styles are written as they are."""
+    """Return the element as text. The content of scripts and styles is not escaped."""
     return ElementTree.tostring(element, encoding="unicode", method="html")

@@ -1,4 +1,4 @@
-"""Tables with a row for each rank: where a step goes by the host's and the device's clock, CPUs, and memory. Pure."""
+"""Tables with a row for each rank: step times by the host's and the device's clock, CPUs, and memory. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 FIRST_ROWS = 8
 _FIRST_SLOW, _FIRST_EQUAL = 5, 4
-_MOST = 0.5
-_WORTH_A_COLUMN = 0.02
-"""Share of a step."""
+_MIN_SECTION_SHARE = 0.5
+_MIN_COLUMN_SHARE = 0.02
+"""Smallest share of a step for which a part has a column."""
 _SHOWN_PARTS = tuple(part for part in RECORDED_PARTS if part != "tool")
 _COMPUTE = "Step time without communication wait and CPU contention."
 _DEVICE_HELP = {
@@ -35,7 +35,7 @@ _HOST_HELP = {
 
 
 def slow_ranks(report: Report) -> dict[int, int]:
-    """Return the ranks that are slow now, with the place of the verdict that is about each."""
+    """Return the ranks that are slow now, each with the index of its verdict."""
     slow: dict[int, int] = {}
     for place, row in enumerate(report["verdicts"]):
         if row["kind"] == "straggler" and not row["is_over"]:
@@ -44,7 +44,7 @@ def slow_ranks(report: Report) -> dict[int, int]:
 
 
 def leading(report: Report) -> list[int]:
-    """Return the slowest rank of each verdict on slow ranks, the costliest first."""
+    """Return the slowest rank of each current verdict on slow ranks, costliest first."""
     rows = [row for row in report["verdicts"] if row["kind"] == "straggler" and not row["is_over"]]
     return [row["rank"] for row in rows if row["rank"] is not None]
 
@@ -61,7 +61,8 @@ def rank_table(report: Report) -> Table | None:
     columns = _rank_columns(ranks) if several else []
     columns.append(Column("step", steps_s, unit_of=unit_of, optional=0.15, help="The mean of the typical steps."))
     notes: list[str] = []
-    by_host = report["run"]["judged_by"] != DEVICE  # a device's work is not part of the host's step
+    # The work of a device is not part of the host's step, so the host table has no compute column then.
+    by_host = report["run"]["judged_by"] != DEVICE
     if by_host:
         columns.append(Column("compute", [compute_s(rank) for rank in ranks], unit_of=unit_of, help=_COMPUTE))
         notes.append(_compute_note(report, {rank["rank"]: compute_s(rank) for rank in ranks}))
@@ -76,7 +77,7 @@ def rank_table(report: Report) -> Table | None:
             )
         )
     contention_s = [_contention_s(rank) for rank in ranks]
-    if any((seconds or 0) >= _WORTH_A_COLUMN * step_s for seconds, step_s in zip(contention_s, steps_s, strict=True)):
+    if any((seconds or 0) >= _MIN_COLUMN_SHARE * step_s for seconds, step_s in zip(contention_s, steps_s, strict=True)):
         help_ = "Time in which the thread was runnable but not scheduled. It is in no other column."
         columns.append(Column(PARTS["cpu"].name, contention_s, unit_of=unit_of, optional=0.3, help=help_))
     if several and any(rank["arrived_last"] for rank in ranks):
@@ -95,9 +96,10 @@ def rank_table(report: Report) -> Table | None:
 
 
 def _compute_note(report: Report, compute_s: Mapping[int, float | None]) -> str:
-    """Return how the verdict on a slow rank and the table differ: by the mean of its slow steps and a typical step.
+    """Return a note if the verdict on a slow rank and the table show different compute times.
 
-    compute_s: by rank, as the table has it.
+    The verdict uses the mean of the slow steps, the table a typical step. compute_s: the table's
+    values by rank.
     """
     for row in report["verdicts"]:
         evidence, rank, since = row["evidence"], row["rank"], row["held"] and row["held"]["since_step"]
@@ -156,7 +158,7 @@ def device_table(report: Report) -> Table | None:
 
 
 def cpu_table(report: Report) -> Table | None:
-    """Return who uses the CPUs of each rank; None where no rank waits for one."""
+    """Return the CPU use of each rank and of other processes; None if no rank waits for a CPU."""
     users = {rank["rank"]: rank["cpu"] for rank in report["ranks"] if rank["cpu"] is not None}
     shares = {rank: cpu["others_share"] for rank, cpu in users.items() if cpu["others_share"] is not None}
     if not shares:
@@ -177,7 +179,7 @@ def cpu_table(report: Report) -> Table | None:
 
 
 def memory_table(report: Report) -> Table | None:
-    """Return the device allocator's numbers of each rank, those with most reserved memory first."""
+    """Return the device allocator's numbers of each rank, most reserved memory first."""
     readings = {rank["rank"]: device for rank in report["ranks"] if (device := rank["memory"]["device"]) is not None}
     if not readings:
         return None
@@ -210,11 +212,11 @@ def memory_table(report: Report) -> Table | None:
 def _ordered(
     ranks: Sequence[Rank], place: Mapping[int, int], size: Callable[[Rank], float]
 ) -> tuple[list[Rank], frozenset[int], int | None]:
-    """Return the ranks with the slow ones first and then the largest, the slow rows, and how many rows matter.
+    """Return the ranks in display order, the indexes of slow rows, and how many rows to show at first.
 
-    place: as slow_ranks() returns it.
-
-    Of many slow ranks some come after a few others, so that the first rows hold both.
+    Slow ranks come first, then ranks of larger size. If many ranks are slow, only a few of them
+    precede some healthy ranks, so the rows shown at first contain both. place: the result of
+    slow_ranks().
     """
     last = max(place.values(), default=0) + 1
     found = sorted(ranks, key=lambda rank: (place.get(rank["rank"], last), -size(rank), rank["rank"]))
@@ -229,7 +231,7 @@ def _ordered(
 
 
 def _rank_columns(ranks: Sequence[Rank]) -> list[Column]:
-    """Return the columns that name a rank: its number, its host where there are several, its state if it died."""
+    """Return the columns that identify a rank: its number, its host if there are several, its state if a rank died."""
     columns = [Column("rank", [rank["rank"] for rank in ranks], Quantity.TEXT)]
     if len({rank["host"] for rank in ranks}) > 1:
         columns.append(Column("host", [rank["host"] for rank in ranks], Quantity.TEXT, 0.6))
@@ -239,7 +241,10 @@ def _rank_columns(ranks: Sequence[Rank]) -> list[Column]:
 
 
 def compute_s(rank: Rank) -> float:
-    """Return the compute time of a typical step, else the step without communication wait; 0 where there is none."""
+    """Return the compute time of a typical step; 0 if the rank has no typical step.
+
+    If CPU contention was not measured, return the step time without communication wait.
+    """
     typical = rank["typical"]
     if typical is None:
         return 0.0
@@ -252,14 +257,20 @@ def _contention_s(rank: Rank) -> float | None:
 
 
 def _phase(rank: Rank, part: str) -> Value:
-    """Return the time of a phase without CPU contention, which has its own column: the columns add up to the step."""
+    """Return the time of a phase without CPU contention.
+
+    Contention has its own column, so columns add up to the step.
+    """
     if part not in rank["phases"]:
         return NOT_MEASURED if part in rank["not_measured"] else None
     return host_parts(rank)[part]
 
 
 def host_parts(rank: Rank) -> dict[str, float]:
-    """Return the parts of a rank's typical step in seconds, with CPU contention apart from them as `cpu`."""
+    """Return the parts of a rank's typical step in seconds.
+
+    CPU contention is a separate part, `cpu`.
+    """
     typical = rank["typical"]
     if typical is None:
         return {}
@@ -276,7 +287,10 @@ def step_parts(rank: Rank, *, by_device: bool) -> dict[str, float]:
 
 
 def parts_by_rank(report: Report, *, by_device: bool | None = None) -> dict[int, dict[str, float]]:
-    """Return the parts of each rank's typical step. by_device: None for the clock that ranks are judged by."""
+    """Return the parts of each rank's typical step.
+
+    by_device: None selects the clock that ranks are judged by.
+    """
     if by_device is None:
         by_device = report["run"]["judged_by"] == DEVICE
     found = {rank["rank"]: step_parts(rank, by_device=by_device) for rank in report["ranks"]}
@@ -284,14 +298,17 @@ def parts_by_rank(report: Report, *, by_device: bool | None = None) -> dict[int,
 
 
 def largest_section(report: Report, seconds: float) -> str:
-    """Return the user's section that takes at least half of this time of host code; "" where none does."""
+    """Return the user's section that takes at least half of this host code time; "" if no section does."""
     found = ((each["host_s_per_typical_step"] or 0.0, each["name"]) for each in report["sections"])
     most_s, name = max(found, default=(0.0, ""))
-    return name if most_s and most_s >= _MOST * seconds else ""
+    return name if most_s and most_s >= _MIN_SECTION_SHARE * seconds else ""
 
 
 def part_name(report: Report, part: str, seconds: float) -> str:
-    """Return the name of a part of the step, with the section that host code is mostly in. seconds: of the part."""
+    """Return the name of a part; for host code, with the section that takes most of it.
+
+    seconds: length of the part.
+    """
     section = largest_section(report, seconds) if part == "host" else ""
     return f"{PARTS[part].name} (section {section})" if section else PARTS[part].name
 

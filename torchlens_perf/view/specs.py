@@ -13,7 +13,7 @@ NOT_MEASURED = "not measured"
 EMPTY = "-"
 
 _LONGEST_TEXT = 2000
-"""Characters of one text: a name may have millions."""
+"""Most characters of one text. A name from a run directory may have millions."""
 
 
 def inert(text: str, longest: int = _LONGEST_TEXT) -> str:
@@ -23,7 +23,10 @@ def inert(text: str, longest: int = _LONGEST_TEXT) -> str:
 
 
 class Quantity(enum.Enum):
-    """What the values of a column are. Durations are seconds, shares between 0 and 1, rates bytes per second."""
+    """The quantity of a column.
+
+    Durations are in seconds, shares between 0 and 1, rates in bytes per second.
+    """
 
     TEXT = "text"
     NUMBER = "number"
@@ -40,28 +43,31 @@ Value = float | int | str | None
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column with all its values. A text value stands for itself in a column of numbers."""
+    """A column with all its values. A text value in a column of numbers is shown as it is."""
 
     title: str
     values: Sequence[Value]
     quantity: Quantity = Quantity.DURATION
     optional: float = 0.0
-    """0 for a column that is always shown; of the others, the largest is left out first where there is no room."""
+    """0 if the column is always shown.
+
+    If there is no room, the column with the largest value is left out first.
+    """
     help: str = ""
-    """What the title means, in a sentence, for a reader who asks."""
+    """A sentence that explains the title, shown as a tooltip."""
     unit_of: float = 0.0
-    """A duration whose unit the column takes, as the columns beside it do; 0: of its own largest value."""
+    """A duration that sets the unit, so that related columns share one; 0: the largest value of the column sets it."""
     marks: Sequence[str] = ()
-    """What is written before each value: ">= " for a lower bound, "~ " for an estimate."""
+    """A prefix for each value: ">= " for a lower bound, "~ " for an estimate."""
 
     @property
     def is_text(self) -> bool:
-        """Whether the values are names, which are flush left."""
+        """True if the values are names, which are aligned left."""
         return self.quantity is Quantity.TEXT and any(isinstance(value, str) for value in self.values)
 
     @property
     def unit(self) -> str:
-        """The one unit of a column of durations; "" for other quantities, which carry theirs."""
+        """The common unit of a column of durations; "" for other quantities, whose cells include the unit."""
         return self._scale()[1] if self.quantity is Quantity.DURATION else ""
 
     @property
@@ -70,7 +76,7 @@ class Column:
         return f"{self.title} {self.unit}".strip()
 
     def texts(self) -> list[str]:
-        """Return the cells as text, all in the column's one unit, with three digits of the largest value."""
+        """Return the cells as text in the column's unit, with three digits of the largest value."""
         scale, _ = self._scale()
         largest = max((abs(value) for value in self.values if isinstance(value, (int, float))), default=0.0) / scale
         digits = 0 if largest >= 100 else 1 if largest >= 10 else 2
@@ -105,7 +111,8 @@ class Column:
             return f"{value:,}" if isinstance(value, int) else rounded(value)
         smallest = 10.0**-digits
         if 0 < abs(value) / scale < smallest / 2:
-            return f"<{smallest:.{digits}f}"  # a measured value is not shown as zero
+            # A measured value must not look like zero.
+            return f"<{smallest:.{digits}f}"
         return f"{value / scale:.{digits}f}"
 
 
@@ -114,19 +121,22 @@ class Table:
     """A table of a report. All columns have one value for each row."""
 
     key: str
-    """A short name, unique in a report: the anchor in the page, and the name of a CSV file."""
+    """A short name, unique in a report.
+
+    It is the anchor in the page and the name of the CSV file.
+    """
     title: str
     columns: Sequence[Column]
     slow: frozenset[int] = frozenset()
-    """Rows, by index, that a verdict is about."""
+    """Indexes of the rows that a verdict is about."""
     first: int | None = None
-    """How many rows matter at most; the rest is behind "show all". None: all of them."""
+    """Number of rows to show at first; the others are behind "show all". None: show all rows."""
     note: str = ""
     """Sentences below the table."""
     noun: str = "row"
-    """What a row is, in the singular."""
+    """Noun for a row, in the singular."""
     ranged: str = ""
-    """The title of the column whose range describes rows that are not shown."""
+    """Title of the column whose range describes the hidden rows."""
 
     @property
     def rows(self) -> int:
@@ -142,7 +152,7 @@ class Table:
         return dataclasses.replace(self, columns=columns, slow=frozenset(row for row in self.slow if row < rows))
 
     def rest(self, shown: int) -> str:
-        """Return a line on the rows after the first ones, "56 more ranks, compute 245 to 251 ms"; "" for none."""
+        """Return a line on the hidden rows, "56 more ranks, compute 245 to 251 ms"; "" if all rows are shown."""
         left = self.rows - shown
         if left <= 0:
             return ""
@@ -159,12 +169,12 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A stacked bar: seconds by part, in the order to draw."""
+    """A stacked bar: seconds by part, in drawing order."""
 
     label: str
     seconds: Mapping[str, float]
     rank: int | None = None
-    """The rank that a click chooses."""
+    """The rank that a click on the bar selects."""
     slow: bool = False
     heading: str = ""
     """Text above this bar and those that follow."""
@@ -175,7 +185,10 @@ class Bar:
         return sum(self.seconds.values())
 
     def segments(self, longest: float) -> list[tuple[str, float, float]]:
-        """Return each part that takes time, where it begins, and its length, as shares of the longest bar."""
+        """Return name, start and length of each part that takes time.
+
+        Start and length are shares of `longest`.
+        """
         found, begin = [], 0.0
         for part, seconds in self.seconds.items():
             if seconds > 0:

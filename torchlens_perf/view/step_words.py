@@ -20,7 +20,7 @@ def steps_made(report: Report) -> str:
 
 
 def step_words(report: Report) -> list[str]:
-    """Return how long steps take, how many there are a second, and whether that changes."""
+    """Return the step time, the steps per second, and the trend in words."""
     steps = report["steps"]
     if steps["p50_s"] is None:
         every = "all of them " if steps["count"] > 1 else ""

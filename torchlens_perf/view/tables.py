@@ -27,12 +27,12 @@ _MIN_SHARE = 0.001
 _MAX_STEPS = 5
 """Step numbers in a cell."""
 _OUTLIER = 5.0
-"""Robust deviations above the ranks' median, of which so many are rare by chance."""
+"""Robust standard deviations above the ranks' median at which a value is marked: rare by chance."""
 _ModuleTimes = Literal["by_rank", "backward_by_rank", "device_own_by_rank"]
 
 
 def tables(report: Report) -> list[Table]:
-    """Return the tables that there is data for."""
+    """Return the tables that have data."""
     ranks = [rank_table, device_table]
     if report["run"]["judged_by"] == DEVICE:
         ranks.reverse()
@@ -44,13 +44,13 @@ def tables(report: Report) -> list[Table]:
 
 
 def module_table(report: Report) -> Table | None:
-    """Return the modules' times per step: of the slow rank beside the others where there is one, else of all ranks."""
+    """Return the modules' times per step: the slow rank compared with the others, or all ranks if none is slow."""
     slow = next((row for row in report["verdicts"] if row["kind"] == "straggler" and not row["is_over"]), None)
     return (_compared_modules(report, slow) if slow is not None else None) or _all_modules(report)
 
 
 def _compared_modules(report: Report, slow: VerdictRow) -> Table | None:
-    """Return the slow rank's modules beside the median of the others, the largest difference first."""
+    """Return the slow rank's modules compared with the median of the other ranks, largest difference first."""
     rank, evidence = str(slow["rank"]), slow["evidence"]
     if not isinstance(evidence, StragglerEvidence):
         return None
@@ -122,7 +122,7 @@ def _name(module: Module) -> str:
 
 
 def section_table(report: Report) -> Table | None:
-    """Return the user's sections, those with the largest share of a typical step first."""
+    """Return the user's sections, largest share of a typical step first."""
     rows, step_s = report["sections"], report["steps"]["p50_s"]
     if not rows:
         return None
@@ -188,7 +188,7 @@ def _outlier(window: Mapping[str, float] | None) -> str | None:
 
 
 def step_class_table(report: Report) -> Table | None:
-    """Return the classes of steps that are longer than the typical one, the costliest first, then shorter ones."""
+    """Return the classes of steps longer than the typical step, costliest first, then the classes of shorter steps."""
     steps = report["steps"]
     rows = [*steps["long"], *steps["short"]]
     if not rows:
@@ -224,7 +224,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def cause_table(report: Report) -> Table | None:
-    """Return what was measured of the first slow rank while it is slow, beside the median of the other ranks."""
+    """Return the measurements of the first slow rank while it is slow, compared with the median of the other ranks."""
     for row in report["verdicts"]:
         evidence = row["evidence"]
         diagnosis = evidence.diagnosis if isinstance(evidence, StragglerEvidence) else None
@@ -238,7 +238,7 @@ def cause_table(report: Report) -> Table | None:
 def signal_table(
     key: str, rank: int | None, signals: Mapping[str, float], others: Mapping[str, float], note: str = ""
 ) -> Table:
-    """Return the signals of a slow rank, beside the median of the other ranks."""
+    """Return the signals of a slow rank, compared with the median of the other ranks."""
     columns = [
         Column("signal", [name.replace("_", " ") for name in signals], Quantity.TEXT),
         Column(f"rank {rank}", list(signals.values()), Quantity.NUMBER),

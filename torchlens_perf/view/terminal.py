@@ -1,4 +1,4 @@
-"""A report as lines of a terminal, or as plain text: the whole report, and the short one that rank 0 prints."""
+"""Render a report for a terminal or as plain text: the full report, and the short one that rank 0 prints."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _PLAIN_WIDTH = 118
 _LABEL = 12
 _ALSO, _EARLIER, _NOTES, _PROFILES = 2, 4, 20, 2
 _MIN_NAME, _STACK_LINES = 12, 10
-_DIFFERENCE = 0.1
-"""Spread of the ranks' compute time from which the short report shows the ranks without a verdict on one."""
+_NOTABLE_SPREAD = 0.1
+"""Relative spread of compute times above which the short report lists the ranks even if no verdict names one."""
 _SHADES = "█▓▒░▚/=:·"
-"""Parts of a bar where there are no colours."""
+"""Characters that tell the parts of a bar apart on a terminal without colours."""
 _HEAT_SHADES, _HEAT_RANKS, _HEAT_COLUMNS = "·░▒▓█", 8, 64
 _ASCII = str.maketrans("█▓▒░▚·│…", "#%+-x.|~")
 
@@ -62,12 +62,15 @@ def show(report: Report, file: IO[str], run_dir: str) -> None:
 
 
 def render(report: Report, run_dir: str, *, columns: int, color: bool) -> str:
-    """Return the whole report as text for a terminal of `columns`, 0 for none, with its escape sequences if `color`."""
+    """Return the full report as text, `columns` wide (0: not a terminal), with colour escape sequences if `color`."""
     return as_text(_whole(report, run_dir, columns or _PLAIN_WIDTH, color=color), color=color)
 
 
 def render_short(report: Report, run_dir: str, *, columns: int, color: bool, page: str = "") -> str:
-    """Return what rank 0 prints at the end of a run. page: the run's page, if one will be written."""
+    """Return the short report that rank 0 prints at the end of a run.
+
+    page: path of the run's page, if one is written.
+    """
     return as_text(short_lines(report, run_dir, columns or _PLAIN_WIDTH, color=color, page=page), color=color)
 
 
@@ -88,7 +91,8 @@ def short_lines(report: Report, run_dir: str, width: int, *, color: bool, page: 
     main = overall(found)
     now = [each for each in found if not each.is_over and each is not main]
     if main is not None and main.severity == GOOD:
-        now = [each for each in now if each.kind != "compute_bound"]  # the bar of the step has its figures
+        # The bar of the step already shows the figures of this verdict.
+        now = [each for each in now if each.kind != "compute_bound"]
     lines = [_title(report), Text("")]
     if main is not None:
         row = report["verdicts"][found.index(main)]
@@ -110,7 +114,7 @@ def short_lines(report: Report, run_dir: str, width: int, *, color: bool, page: 
     ranks = next((table for key, table in made.items() if key in ("device_times", "ranks")), None)
     if ranks is not None and ranks.rows > 1 and (_are_slow(found) or _differ(ranks)):
         note = list(_wrapped(ranks.note, width, 2, "dim")) if ranks.note else []
-        # Besides the rows: an empty line, title and headings, and the line on the rest.
+        # 4 lines are not rows: an empty line, the title, the headings, and the line that sums up hidden rows.
         rows = min(ranks.first or ranks.rows, SHORT_LINES - len(lines) - len(end) - len(note) - 4)
         lines += [Text(""), *table_lines(ranks, width, rows), *note] if rows > 0 else []
     return [*lines, *end]
@@ -156,7 +160,7 @@ def _whole(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator
 
 
 def _title(report: Report) -> Text:
-    """Return the run: program, ranks, steps, and whether it runs."""
+    """Return the title line: program, ranks, steps, and the state of the run."""
     run = report["run"]
     words = [ranks_words(run), steps_made(report)]
     words += [f"attempt {run['attempt']}"] if run["attempt"] else []
@@ -182,7 +186,7 @@ def _lasted_s(report: Report) -> float | None:
 def verdict_lines(head: Headline, width: int, held: str = "") -> list[Text]:
     """Return a verdict with one line for each question: who and where, how much, why, what next.
 
-    held: since when it has held, for a report that has room for it.
+    held: words on how long the verdict has been true; "" to leave them out.
     """
     style, facts, places = SEVERITIES[head.severity].terminal, dict(head.facts), _places(head)
     lines = _pieces(head.status, places, width, style, "bold") if places else []
@@ -199,7 +203,7 @@ def verdict_lines(head: Headline, width: int, held: str = "") -> list[Text]:
 
 
 def _places(head: Headline) -> list[str]:
-    """Return where something is: the rank, the phase and the modules, and the steps."""
+    """Return the rank, phase, modules and steps of a verdict."""
     facts = dict(head.facts)
     ranks = [f"{name} {facts[name]}" for name in ("rank", "ranks") if name in facts]
     parts = [facts[name] for name in ("phase", "in", "waits for", "module", "modules") if name in facts]
@@ -212,9 +216,9 @@ def _cost(head: Headline) -> str:
 
 
 def headline_line(head: Headline, width: int, label: str = "", more: str = "") -> Text:
-    """Return a verdict that is not the most important one in a line: where it is and its cost, or its sentence.
+    """Return a secondary verdict as one line: its location and cost, or its sentence if it has neither.
 
-    label: of the line, instead of the status. more: words at its end.
+    label: shown in place of the status. more: words at the end of the line.
     """
     places = _places(head)
     if label and places and not {"in", "waits for"}.intersection(dict(head.facts)):
@@ -247,7 +251,7 @@ def stack_lines(row: VerdictRow, width: int) -> Iterator[Text]:
 
 
 def _profiles(report: Report, run_dir: str) -> list[Text]:
-    """Return where the newest profiles are."""
+    """Return lines with the paths of the newest profiles."""
     paths = [each["files"][TRACE]["path"] for each in report["captures"] if TRACE in each["files"]]
     return [_labelled("profile", printable(f"{run_dir}/{path}")) for path in paths[-_PROFILES:]]
 
@@ -259,7 +263,7 @@ def _steps(report: Report, width: int) -> list[Text]:
 def bar_lines(report: Report, main: Headline | None, width: int, *, color: bool, each: int = 0) -> list[Text]:
     """Return the parts of a typical step as bars: the mean of all ranks, or the slow rank that `main` is about.
 
-    each: up to how many ranks have a bar each.
+    each: the largest number of ranks for which every rank has its own bar.
     """
     parts = parts_by_rank(report)
     slow = next((rank for rank in leading(report) if rank in parts), None)
@@ -298,19 +302,19 @@ def bar_lines(report: Report, main: Headline | None, width: int, *, color: bool,
 
 
 def _are_slow(found: Sequence[Headline]) -> bool:
-    """Return whether ranks are slow, or have too much work."""
+    """Return True if a current verdict says that ranks are slow or have too much work."""
     return any(each.kind in ("straggler", "imbalance") for each in found)
 
 
 def _differ(table: Table) -> bool:
-    """Return whether the compute times of the ranks differ."""
+    """Return True if the compute times of the ranks spread by more than _NOTABLE_SPREAD."""
     column = next((column for column in table.columns if column.title == table.ranged), None)
     values = [value for value in column.values if isinstance(value, float)] if column is not None else []
-    return len(values) > 1 and max(values) - min(values) > _DIFFERENCE * statistics.median(values)
+    return len(values) > 1 and max(values) - min(values) > _NOTABLE_SPREAD * statistics.median(values)
 
 
 def _lost(report: Report) -> list[Text]:
-    """Return what was lost; nothing where all was recorded."""
+    """Return a line on lost records; no line if everything was recorded."""
     quality = report["quality"]
     whole = not (quality["lost"] or quality["too_deep"]) and (quality["coverage"] >= 1 or not report["steps"]["count"])
     return [] if whole else [_labelled("data lost", _records(report), "bold yellow")]
@@ -323,9 +327,9 @@ def _records(report: Report) -> str:
 
 
 def table_lines(table: Table, width: int, rows: int) -> list[Text]:
-    """Return a table with its first rows, and the columns that there is room for.
+    """Return the first rows of a table, with as many columns as fit.
 
-    Where all times have one unit, it is in the title instead of the headings.
+    If all durations have the same unit, the title shows it instead of the headings.
     """
     shown = table.head(rows)
     units = {column.unit for column in shown.columns if column.unit}
@@ -363,7 +367,7 @@ def _row(texts: Sequence[str], columns: Sequence[tuple[str, Column]], widths: Se
 
 
 def _heat(heat: Heat | None, width: int) -> Iterator[Text]:
-    """Yield each rank's excess compute time over the run: of the slow ranks, and those with most excess."""
+    """Yield a row of excess compute time over the run for each slow rank, then for the ranks with the most excess."""
     if heat is None or len(heat["first_steps"]) < 4:
         return
     shown = sorted(heat["ranks"], key=lambda rank: (not rank["slow"], -_excess(rank), rank["rank"]))[:_HEAT_RANKS]
@@ -402,7 +406,7 @@ def _labelled(label: str, text: str, style: str = "dim", text_style: str = "") -
 
 
 def _field(label: str, text: str, width: int, style: str = "dim", text_style: str = "") -> list[Text]:
-    """Return a label and the text beside it, in as many lines as it takes."""
+    """Return a label followed by its text, wrapped to the width."""
     begin = max(_LABEL, len(label) + 2)
     first, *rest = textwrap.wrap(inert(text), max(20, width - 2 - begin), break_on_hyphens=False) or [""]
     lines = [_labelled(label, first, style, text_style)]
@@ -413,7 +417,7 @@ def _field(label: str, text: str, width: int, style: str = "dim", text_style: st
 
 
 def _pieces(label: str, pieces: Sequence[str], width: int, style: str = "dim", text_style: str = "") -> list[Text]:
-    """Return a label and short texts beside it, each of them on one line."""
+    """Return a label followed by short texts, none of which is broken across lines."""
     room = width - 2 - max(_LABEL, len(label) + 2)
     gap = "   " if len("   ".join(pieces)) <= room else "  "
     texts = [""]

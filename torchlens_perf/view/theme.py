@@ -38,7 +38,10 @@ PARTS: Mapping[str, Part] = {
     "cpu": Part("CPU contention", Color("#6f42c1", "#a37eea", "bright_magenta")),
     "tool": Part("torchlens_perf", Color("#8a7a00", "#b3a125", "bright_yellow")),
 }
-"""By the names in run.records.PARTS. `cpu`: runnable but not scheduled; `host`: Python and other host code."""
+"""Parts of a step by their names in run.records.PARTS.
+
+`cpu` is time runnable but not scheduled, `host` is Python and other host code between the phases.
+"""
 
 BAD, WARNING, GOOD, NEUTRAL = "bad", "warning", "good", "neutral"
 SEVERITIES: Mapping[str, Color] = {
@@ -48,7 +51,7 @@ SEVERITIES: Mapping[str, Color] = {
     NEUTRAL: Color("#555e68", "#a2abb5", "bold"),
 }
 SLOWER = Color("#d55e00", "#ff8f3f", "red")
-"""More compute time than other ranks. Nothing else is orange."""
+"""Colour of more compute time than other ranks. Nothing else is orange."""
 FASTER = Color("#3b7fc4", "#6fb1f0", "blue")
 SURFACES: Mapping[str, Color] = {
     "ground": Color("#f6f7f9", "#12161b", ""),
@@ -58,16 +61,22 @@ SURFACES: Mapping[str, Color] = {
     "rule": Color("#dde2e7", "#343d47", ""),
     "link": Color("#0550ae", "#79b8ff", ""),
 }
-"""Of pages only: a terminal has colours of its own."""
+"""Colours of page backgrounds, text and lines. A terminal has its own."""
 EXCESS_BOUNDS = (0.03, 0.06, 0.12, 0.25)
-"""Share of excess compute time from which a cell in a terminal is one shade darker."""
+"""Relative excess compute time at which a heat map cell in a terminal becomes one shade darker."""
 EXCESS_STYLES = ("dim", "", "yellow", "red", "bold red")
 MIN_EXCESS, FULL_EXCESS = 0.03, 0.30
-"""Share of excess compute time at which colour begins, where no detectable excess is known, and at which it is full."""
+"""Relative excess compute time at which colour begins and at which it is full.
+
+Colour begins at MIN_EXCESS only if the smallest detectable excess is not known.
+"""
 
 
 def style_sheet() -> str:
-    """Return the colours as CSS custom properties: --part-data, --bad, --slower and so on. Paper is light."""
+    """Return the colours as CSS custom properties: --part-data, --bad, --slower and so on.
+
+    Print uses the light ones.
+    """
     colors = {f"part-{key}": part.color for key, part in PARTS.items()}
     colors |= {**SURFACES, **SEVERITIES, "slower": SLOWER, "faster": FASTER}
     light = " ".join(f"--{key}: {color.light};" for key, color in colors.items())
