@@ -1,1 +1,4 @@
-"""The report on a run: the facts of its nodes as one value, which screens, JSON and other programs are made from."""
+"""The report on a run: one value built from its nodes' state files.
+
+Screens and JSON output are made from it.
+"""

@@ -1,6 +1,8 @@
-"""The report as one value, made from the nodes' state files. Everything that shows a report starts here.
+"""Build the report, one value, from the nodes' state files.
 
-The top level is stable: `schema` counts up when a field changes its meaning or goes away.
+Everything that shows a report starts here.
+
+The top level is stable: `schema` is incremented when a field is removed or changes its meaning.
 """
 
 from __future__ import annotations
@@ -74,9 +76,11 @@ MARK_NS = 400.0
 
 
 def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ()) -> Report:
-    """The report on a run, live or finished. Of a run that was restarted, its last attempt.
+    """Return the report on a live or finished run.
 
-    captures: of the run directory, see captures.py.
+    If the run was restarted, it covers the last attempt.
+
+    captures: the result of captures() in captures.py.
     """
     processes = latest_attempt(nodes)
     judged_windows = {rank: process.judged_windows() for rank, process in processes.items()}
@@ -131,7 +135,7 @@ def build(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ())
 
 
 def _records(nodes: list[NodeState], run: Run) -> FindingRecords:
-    """Return the findings of the node that judges, of the attempt that is reported."""
+    """Return the finding records of the reported attempt, from the node that judges stragglers."""
     found = (node.records for node in nodes if node.records.attempt == run["attempt"])
     return max(found, key=lambda records: len(records.findings), default=FindingRecords())
 
@@ -139,8 +143,11 @@ def _records(nodes: list[NodeState], run: Run) -> FindingRecords:
 def _step_time(
     processes: dict[int, ProcessState], windows: dict[int, Windows], step: int, rank: int | None
 ) -> str | None:
-    """When a step began on a rank, or on the first one where that is not here. Between two windows' first steps, by
-    their distance; after the last of them, by a usual step's duration. None where no window tells."""
+    """Return the time at which a step began on a rank, or on the first known rank if that one has no data here.
+
+    The time is interpolated between the first steps of windows. After the last window it is
+    extrapolated with the step duration of that window. Return None if there is no window.
+    """
     with_windows = [each for each in sorted(windows) if len(windows[each].first_step)]
     if not with_windows:
         return None
@@ -155,8 +162,10 @@ def _step_time(
 
 
 def _where(each: JudgedVerdict, processes: dict[int, ProcessState]) -> dict[str, str] | None:
-    """Who knows the rank of a verdict by which name: host, scheduler, container, cloud; None without a rank, or for
-    one of a node that shares no disk with this one."""
+    """Return the names of a verdict's rank by host, scheduler, container and cloud.
+
+    Return None if the verdict has no rank, or if the rank's node shares no disk with this one.
+    """
     if each.rank is None or each.rank not in processes:
         return None
     identity = processes[each.rank].identity
@@ -164,7 +173,10 @@ def _where(each: JudgedVerdict, processes: dict[int, ProcessState]) -> dict[str,
 
 
 def for_alerts(nodes: list[NodeState]) -> SlowRankContext:
-    """What sentences on slow ranks take from the report, which alerts need no other part of."""
+    """Return the facts that sentences on slow ranks need.
+
+    Alerts need no other part of the report.
+    """
     processes = latest_attempt(nodes)
     last = came_last(collective_rows(newest_joins(nodes)))
     return SlowRankContext(module_rows(processes), _device(processes), _judged_by(processes), last)
@@ -227,16 +239,21 @@ def _total_steps(processes: dict[int, ProcessState]) -> int | None:
 
 
 def _node_names(nodes: list[NodeState]) -> list[str]:
-    """By their hosts; two nodes of one host, as pods on its network are, by their names in the run directory."""
+    """Return the nodes' host names.
+
+    Several nodes can have one host name, for example pods on the host's network. They are listed by
+    their names in the run directory.
+    """
     hosts = [host_of(node.host) for node in nodes]
     return sorted(node.host if hosts.count(host) > 1 else host for node, host in zip(nodes, hosts, strict=True))
 
 
 def _device(processes: dict[int, ProcessState]) -> str | None:
-    """What the ranks compute on, if that is another device than the CPU: "GPU", or torch's name of its kind."""
+    """Return the kind of device that ranks compute on: "GPU" or torch's name; None for the CPU."""
     kinds = {process.compute_device for process in processes.values()} - {"", "cpu"}
     if not kinds and any(process.statistics.device.steps for process in processes.values()):
-        kinds.add("cuda")  # no model was found
+        # No model was found, but kernels were timed.
+        kinds.add("cuda")
     kind = min(kinds, default=None)
     return "GPU" if kind == "cuda" else kind
 
@@ -255,10 +272,11 @@ def _time(unix_ns: int) -> str:
 
 
 def _steps(processes: dict[int, ProcessState], windows: dict[int, Windows], findings: Findings) -> Steps:
-    """Step times without the first WARM_UP_STEPS of each rank, which `warm_up_max_s` tells of.
+    """Return step times without the first WARM_UP_STEPS of each rank; `warm_up_max_s` describes those.
 
-    windows: of the steps that each rank is judged by. Of a device that the host is ahead of, the host's steps are as
-    long as it takes to issue them, and those in which it waits, for a loss to print, have the time of all.
+    windows: each rank's windows by the clock that it is judged by. If the host runs ahead of the
+    device, host step times mislead: most steps last as long as issuing their kernels, and a step
+    that synchronizes, for example to print a loss, includes the device time of all steps before it.
     """
     warm_up = merged(process.statistics.warm_up for process in processes.values())
     by_device = bool(processes) and all(process.judged_by == DEVICE for process in processes.values())
@@ -280,7 +298,7 @@ def _steps(processes: dict[int, ProcessState], windows: dict[int, Windows], find
 
 
 def _made_steps(process: ProcessState) -> int:
-    """Return how many steps a rank made, recorded or not: by its counter, or by its records after a replay."""
+    """Return the number of steps a rank made, recorded or not: its counter, or its records if the run was replayed."""
     newest = process.statistics.last_step
     return max(process.made_steps, 0 if newest is None else newest + 1)
 
@@ -295,7 +313,7 @@ def _warm_up_parts(processes: dict[int, ProcessState]) -> dict[str, float]:
 
 
 def _is_inference(process: ProcessState) -> bool:
-    """Whether most of its steps are forward passes."""
+    """Return True if most steps of the process are forward passes."""
     kinds = process.statistics.mix.by_flags()
     counts = {flags: sum(each.count for each in bins) for flags, bins in kinds.items()}
     inference = sum(count for flags, count in counts.items() if flags & Flag.INFERENCE)
@@ -305,7 +323,7 @@ def _is_inference(process: ProcessState) -> bool:
 
 
 def _trend(windows: dict[int, Windows]) -> Trend | None:
-    """Median step time of the first and the last third of the run, without warm-up; None for a short run."""
+    """Return the median step times of the first and the last third of the run; None for a short run."""
     usable = [w.duration_ns[1:] for w in windows.values() if len(w.duration_ns) >= 7]
     if not usable:
         return None
@@ -357,7 +375,7 @@ def _rank(rank: int, process: ProcessState, last: ArrivedLast | None) -> Rank:
 
 
 def _cpu(process: ProcessState) -> CpuFacts | None:
-    """Return what is known of a rank's CPUs and of those who use them, from the sidecar's samples and from the rank."""
+    """Return a rank's CPUs and their users, from the sidecar's samples and from the rank; None without data."""
     found = process.cpu_users
     if not found.cpus and not process.threads:
         return None
@@ -422,7 +440,10 @@ def _overhead_share(processes: dict[int, ProcessState]) -> float | None:
 
 
 def _count_notes(*counts: tuple[object, str], about: str = "") -> list[str]:
-    """Return a note for each count that is not 0. counts: how many, and of what."""
+    """Return a note for each count that is not 0.
+
+    counts: pairs of count and description. about: a prefix.
+    """
     return [f"{about}{count} {what}" for count, what in counts if count]
 
 

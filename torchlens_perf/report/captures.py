@@ -1,4 +1,4 @@
-"""What was captured: which ranks, which steps, and where the files are."""
+"""Captures in the report: ranks, steps and paths of the files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 def captures(run: RunDirectory, unusable: list[str] | None = None) -> list[Capture]:
-    """A row for each rank that was captured, or asked for that, oldest first. Files are paths inside the run directory.
+    """Return a row for each rank with the outcome of a capture request, oldest first.
 
-    unusable: gets a line for each request that cannot be read.
+    unusable: receives a line for each request that cannot be read.
 
-    `first_step` and `last_step` are null where no step was; `ended` tells why not all was that was asked.
+    File paths are relative to the run directory. `first_step` and `last_step` are null if no step
+    was captured. `ended` is the reason if fewer steps than requested were captured.
     """
     rows: list[Capture] = []
     requests, unreadable = capture_files.read_requests(run.captures)

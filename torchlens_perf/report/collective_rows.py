@@ -19,18 +19,21 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import ArrivedLast, Collective
 
 _DEVIATIONS = 3.0
-"""Standard deviations beyond chance from which a rank comes last too often."""
+"""Standard deviations above the expected count at which a rank is last to arrive too often."""
 _TIMES = tuple(name for name in TOTALS if name.endswith("_ns"))
 _Place = tuple[GroupKey, tuple[int, int] | None]
 
 
 def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
-    """One row for each operation, dtype and group, or pair of ranks; most bytes first.
+    """Return a row for each operation, dtype and group (or pair of ranks), most bytes first.
 
-    joins: one of each node, see newest_joins(). `count` and `bytes` are sums over the records of all ranks, `joined`
-    counts operations that were compared between ranks: all of them if `joined_whole`, else each node's own, so that
-    nobody is known to have come last. Times are in seconds, bandwidths in bytes per second; null is
-    not known. `groups_operations` counts what became of all operations of the row's group, not of the row's alone.
+    joins: one per node, see newest_joins().
+
+    - `count` and `bytes` are sums over the records of all ranks.
+    - `joined` counts operations that were compared between ranks. If `joined_whole` is false, each node compared only
+      its own ranks, so the last rank to arrive is not known.
+    - `groups_operations` counts the outcomes of all operations of the row's group, not only of this row.
+    - Times are in seconds, bandwidths in bytes per second. A value that is not known is null.
     """
     nodes = list(joins)
     counts: dict[_Place, Counts] = {}
@@ -45,7 +48,11 @@ def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
 
 
 def arrived_last(rows: Iterable[Collective]) -> dict[int, ArrivedLast]:
-    """By rank, how often it came last. Where another rank's end does not show who came last, nobody did."""
+    """Return how often each rank was last to arrive.
+
+    Only operations in which every rank waits for all others count: in others, end times do not show
+    the last rank.
+    """
     counts: dict[int, list[int]] = {}
     for row in rows:
         if row["joined_whole"] and row["joined"] and semantics_of(row["operation"]).waits is Waits.ALL:
@@ -57,9 +64,9 @@ def arrived_last(rows: Iterable[Collective]) -> dict[int, ArrivedLast]:
 
 
 def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessState]) -> list[str]:
-    """For nodes where collectives were tapped from Python: what that means, and what becomes of the native tap.
+    """Return notes on nodes that recorded collectives from Python, and on the prospects of the native tap there.
 
-    processes: those that the report is about.
+    processes: the processes of the reported attempt.
     """
     hosts = {
         process.identity.node or process.identity.host
@@ -72,7 +79,10 @@ def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessStat
 
 
 def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole: bool) -> Collective:
-    """whole: all of its ranks are on one node. Those of several were compared on each node alone."""
+    """Return one row.
+
+    whole: one node has all ranks of the operation; otherwise each node compared its own ranks.
+    """
     key, size = statistics.key, statistics.main_size()
     bandwidth = None if size is None else statistics.bandwidth(size)
     by_rank = statistics.totals()
@@ -126,7 +136,7 @@ def _row(statistics: OperationStatistics, counts: dict[_Place, Counts], *, whole
 
 
 def is_chance(last: float, joined: int, lags_ns: Mapping[int, float], rank: int) -> bool:
-    """Whether a rank comes last about as often as any other would by chance, and has not most of the lag either."""
+    """Return True if a rank is last about as often as chance predicts, and does not have most of the lag."""
     even = 1 / max(2, len(lags_ns))
     often = last > joined * even + _DEVIATIONS * math.sqrt(joined * even * (1 - even))
     most = lags_ns[rank] >= (1 + even) / 2 * sum(lags_ns.values())

@@ -12,7 +12,7 @@ from torchlens_perf.verdicts.node_state import ProcessState
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import DeviceSection, DeviceTimes
 
-# Why marks on the device are missing, by the counters of hooks/on_device/sections.py.
+# Reasons for missing device marks, by the names of the counters in hooks/on_device/sections.py.
 _NOT_TIMED = {
     "captured": "marks on the device were left out while a CUDA graph was captured; a replayed graph has no phases",
     "skipped": "marks on the device were left out, as it was too far behind, its clock could not be anchored, or it "
@@ -28,7 +28,10 @@ _NOT_TIMED = {
 
 
 def device_times(process: ProcessState) -> DeviceTimes | None:
-    """Return a rank's times by the device's clock; None if there are none. `parts` are of a typical step."""
+    """Return a rank's times by the device's clock; None if no step was timed.
+
+    `parts` describe a typical step.
+    """
     device = process.statistics.device
     if not device.steps:
         return None
@@ -54,10 +57,10 @@ def device_times(process: ProcessState) -> DeviceTimes | None:
 
 
 def own_device_times(process: ProcessState) -> dict[str, float]:
-    """By module, seconds of a rank's device in a typical step without those of the modules inside of it.
+    """Return each module's own device seconds in a typical step, without the time of inner modules.
 
-    Modules that the device has not timed are left out. What it times is a whole call, in sampled steps. The calls are
-    those of all usual steps.
+    The device times whole calls in sampled steps. Their mean is multiplied by the calls per usual
+    step. Modules without device times are left out.
     """
     statistics = process.statistics
     if not statistics.usual_steps:
@@ -67,7 +70,8 @@ def own_device_times(process: ProcessState) -> dict[str, float]:
         for name, sketch in statistics.device.modules.items()
         if sketch.count and name in statistics.modules
     }
-    only_root = process.root_modules[0] if len(process.root_modules) == 1 else None  # all others are inside of it
+    # If there is one root module, it contains all others, though their names do not begin with its name.
+    only_root = process.root_modules[0] if len(process.root_modules) == 1 else None
     own_s = {}
     for name, seconds in whole_s.items():
         inside = [each for each in whole_s if each != name and (name == only_root or each.startswith(f"{name}."))]
@@ -77,8 +81,11 @@ def own_device_times(process: ProcessState) -> dict[str, float]:
 
 
 def device_sections(processes: dict[int, ProcessState]) -> list[DeviceSection]:
-    """Device sections by their time, most first; by_rank: mean seconds of one, of the ranks whose records are here;
-    over_all_ranks: the last window of all ranks, where they were merged on the device."""
+    """Return the device sections, most time first.
+
+    `by_rank` has the mean seconds of one call on each rank whose records are here. `over_all_ranks`
+    is the last window of all ranks, if ranks were merged on the device.
+    """
     rows: list[DeviceSection] = []
     for name in dict.fromkeys(name for process in processes.values() for name in process.statistics.device.stamped):
         stamped = {rank: process.statistics.device.stamped for rank, process in processes.items()}
@@ -100,7 +107,7 @@ def device_sections(processes: dict[int, ProcessState]) -> list[DeviceSection]:
 
 
 def device_losses(process: ProcessState) -> list[tuple[object, str]]:
-    """Return how often something of a rank's device times is missing, and what."""
+    """Return counts of a rank's missing device times, each with its reason."""
     device = process.statistics.device
     return [
         (device.stamped_lost, "times of device sections were overwritten"),

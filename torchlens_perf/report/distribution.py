@@ -1,4 +1,4 @@
-"""A sketch as the report shows it. Pure."""
+"""Quantiles, maximum and mean of a sketch for the report. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def distribution(sketch: Sketch) -> Distribution:
-    """p50_s, p95_s, p99_s, max_s and mean_s; null where there is no value."""
+    """Return p50_s, p95_s, p99_s, max_s and mean_s; None if the sketch is empty."""
     if not sketch.count:
         return {"p50_s": None, "p95_s": None, "p99_s": None, "max_s": None, "mean_s": None}
     return {

@@ -26,7 +26,7 @@ _GROWN = (
 
 
 def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list[Gpu]:
-    """GPUs that there are samples of, by rank: means, the most there was, and growth; None is what was not measured."""
+    """Return the sampled GPUs in the order of their ranks, with means, maxima and growth; None: not measured."""
     rows: list[Gpu] = []
     for node in nodes:
         telemetry = node.telemetry
@@ -57,7 +57,7 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
 
 
 def link_rows(nodes: list[NodeState]) -> list[Link]:
-    """Ports of InfiniBand or RoCE adapters, with what they counted during the run."""
+    """Return the ports of InfiniBand and RoCE adapters with their counts during the run."""
     rows: list[Link] = []
     for node in nodes:
         for name, totals in sorted(node.telemetry.links.items()):

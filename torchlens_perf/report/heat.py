@@ -21,12 +21,15 @@ TAGS = {
 
 
 def heat(windows: RunWindows | None, findings: Findings, places: Mapping[int, Placement]) -> Heat | None:
-    """The report's `heat`: its windows, the same for all ranks. None if there is nobody to compare, or if devices
-    hide what their hosts do: a rank that waits for others then has little work by its device's clock.
+    """Return the report's `heat`: excess compute time by rank and window. All ranks have the same windows.
 
-    `excess` is a rank's work in a window, above the median of the other ranks that do the same, as a share of that
-    median; null where it, or all others, have no work there that can be compared. `slow` holds since and until which
-    step it was a straggler, null for still. `tags` has for each window what else any rank did in it.
+    Return None if no two ranks can be compared, or if devices hide the delays of their hosts: a
+    rank that waits for others then has little work by its device's clock.
+
+    - `excess`: a rank's work in a window relative to the median of the other ranks in its population, minus 1. It is
+      null if the rank, or all other ranks, have no comparable work in the window.
+    - `slow`: pairs of first step and end step of the rank's straggler episodes; the end is null if it is still slow.
+    - `tags`: for each window, other activity of any rank in it.
     """
     if windows is None or any(each.own and each.own.is_hidden for each in findings.usual):
         return None

@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report_memory import DeviceMemory, Memory, Retries
 
 _LAST_STEPS = 1000
-"""Steps whose retries of the allocator are reported."""
+"""Number of last steps whose allocator retries are reported."""
 
 
 def memory_of(process: ProcessState) -> Memory:
-    """A rank's memory: resident on a CPU; on a device the allocator's, whose numbers are in `device`."""
+    """Return a rank's memory: resident memory on a CPU, allocator memory on a device.
+
+    `device` has the allocator numbers.
+    """
     statistics = process.statistics
     return {
         "last_bytes": statistics.memory_bytes or None,
@@ -49,7 +52,7 @@ def _device(memory: MemoryStatistics, last_step: int | None) -> DeviceMemory | N
 
 
 def _retries(memory: MemoryStatistics) -> Retries | None:
-    """Retries of the last steps; None where there was none, or where nothing tells."""
+    """Return the allocator retries of the last steps; None if there were none or they were not counted."""
     counted = [(each.step, each.alloc_retries) for each in memory.readings if each.alloc_retries is not None]
     recent = [each for each in counted if each[0] >= counted[-1][0] - _LAST_STEPS]
     if len(recent) < 2 or recent[-1][1] == recent[0][1]:
@@ -58,7 +61,10 @@ def _retries(memory: MemoryStatistics) -> Retries | None:
 
 
 def memory_notes(rank: Rank) -> list[str]:
-    """What a rank's memory says that is worth doing something about. rank: a row of the report."""
+    """Return notes on memory problems of a rank that a user can act on.
+
+    rank: a row of the report.
+    """
     notes: list[str] = []
     device, growth = rank["memory"]["device"], rank["memory"]["growth"]
     if device is not None and device["retries_in"] is not None:
@@ -82,5 +88,6 @@ def memory_notes(rank: Rank) -> list[str]:
 
 def _share_now(device: DeviceMemory | None) -> str:
     if device is None or device["allocated_bytes"] is None or not device["limit_bytes"]:
-        return ""  # the newest reading was lost in part
+        # The newest reading may be incomplete.
+        return ""
     return f" ({percent(device['allocated_bytes'] / device['limit_bytes'])} of the device now)"

@@ -1,4 +1,4 @@
-"""What the report says of modules and of the user's sections."""
+"""Modules and user sections in the report: rows of the JSON."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
-    """Return all timed modules, those with the most own forward time first.
+    """Return all timed modules, most own time first: device time if it was measured, else forward time.
 
-    `by_rank`: each rank's own time in a typical step. `backward_by_rank`: each rank's median backward time in the
-    sampled steps, with the modules inside it. `device_own_by_rank`: each rank's own device time in a typical step.
+    `by_rank`: each rank's own time in a typical step. `backward_by_rank`: each rank's median
+    backward time in the sampled steps, with the modules inside it. `device_own_by_rank`: each
+    rank's own device time in a typical step.
     """
     rows: list[Module] = []
     own_s = {rank: _own_s_of_modules(process) for rank, process in processes.items()}
@@ -59,7 +60,10 @@ def _own_s_of_modules(process: ProcessState) -> dict[str, float]:
 
 
 def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
-    """Return all sections, those that take the most of a typical step first, then the others by their whole time."""
+    """Return all sections, largest time per typical step first.
+
+    Sections outside typical steps follow by total time.
+    """
     rows: list[Section] = []
     alike = {rank: process.statistics.typical_length() for rank, process in processes.items()}
     whole_ns: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The report as JSON text, and the schema of that."""
+"""The report as JSON text, and its JSON schema."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ from torchlens_perf.verdicts.words.report import Facts, Report, VerdictFacts, Ve
 
 
 def write(value: Mapping[str, Any], file: IO[str]) -> None:
-    """A report, or its schema. Raises ValueError for a number that JSON does not have."""
+    """Write a report or its schema.
+
+    Raise ValueError for NaN and infinity, which JSON does not have.
+    """
     json.dump(value, file, indent=1, allow_nan=False, default=plain)
     file.write("\n")
 
 
 def plain(value: object) -> Any:
-    """Convert dataclasses, Structs and what they hold to JSON's types; NumPy's numbers to Python's."""
+    """Convert dataclasses, Structs and NumPy numbers, also nested ones, to JSON types."""
     return msgspec.to_builtins(value, enc_hook=lambda number: number.item(), str_keys=True)
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a report. A row of `verdicts` has the evidence of its kind.
+    """Return the JSON schema of a report.
 
-    msgspec takes no union of several classes without a tag in their JSON: those are put together here.
+    The schema of a verdict's evidence depends on the verdict's kind.
+
+    msgspec rejects unions of classes without a tag field in their JSON, so this function builds
+    these unions.
     """
     classes = list(dict.fromkeys(each for of_kind in EVIDENCE.values() for each in of_kind))
     (_, _, *evidence), definitions = msgspec.json.schema_components(
@@ -44,7 +50,7 @@ def schema() -> dict[str, Any]:
 
 
 def _with(definition: dict[str, Any], kind: type, **more: dict[str, Any]) -> dict[str, Any]:
-    """The definition of a class from that of its base, and its own properties."""
+    """Return the definition of a class: the one of its base class with additional properties."""
     return {
         **definition,
         "title": kind.__name__,

@@ -1,4 +1,4 @@
-"""The report on a run directory: what the command line shows, and what the sidecar writes for rank 0."""
+"""The report on a run directory, for the command line and for the sidecar, which writes it for rank 0."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 
 def run_report(run: RunDirectory) -> Report:
-    """The report as its files tell it now. A node's file that cannot be used costs that node only, and is noted.
+    """Return the report on the current state files.
 
-    Raises RunStoreError if there are none, or none can be used.
+    An unusable file is noted, and only its node is left out.
+
+    Raise RunStoreError if there is no file, or no usable one.
     """
     return report_and_states(run)[0]
 
@@ -29,16 +31,21 @@ def run_report(run: RunDirectory) -> Report:
 def report_and_states(
     run: RunDirectory, advanced: Callable[[int, int], object] = lambda done, total: None
 ) -> tuple[Report, list[NodeState]]:
-    """run_report(), and the nodes' states that it is made of. Raises RunStoreError likewise.
+    """Return the report and the node states it was made from.
 
-    advanced: called with the number of nodes' files that are read, and of all.
+    Raise RunStoreError like run_report().
+
+    advanced: called with the number of files read so far and the total.
     """
     unusable: list[str] = []
     return report_of(run, node_state.load_all(run, unusable, advanced), unusable)
 
 
 def report_of(run: RunDirectory, states: list[NodeState], unusable: Sequence[str]) -> tuple[Report, list[NodeState]]:
-    """The same of nodes' states that are loaded. unusable: why each of the others could not be."""
+    """Return the report and the usable states of already loaded ones.
+
+    unusable: the reason for each unloadable file.
+    """
     unusable, requests = list(unusable), list[str]()
     captured = captures(run, requests)
     try:
@@ -53,13 +60,14 @@ def report_of(run: RunDirectory, states: list[NodeState], unusable: Sequence[str
         states = [state for state in states if state.host not in broken]
         report = build(run.run_id, states, captured)
     notes = report["quality"]["notes"]
-    notes += [each for each in requests if each not in notes]  # the sidecar notes those that it has seen
+    # The sidecar may already have noted some of the unreadable requests.
+    notes += [each for each in requests if each not in notes]
     notes += [f"{each}: the ranks of that node are missing here" for each in unusable]
     return report, states
 
 
 def _problem(run: RunDirectory, state: NodeState) -> str:
-    """Why no report can be made of this node; "" if one can."""
+    """Return the reason why this node's state cannot be reported; "" if it can."""
     try:
         build(run.run_id, [state])
     except DAMAGED_DATA as error:

@@ -1,4 +1,4 @@
-"""The report's classes of steps and each rank's typical step (statistics/step_mix.py)."""
+"""Classes of steps and each rank's typical step in the report (see statistics/step_mix.py)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> AlikeAndLong:
-    """Return the classes of all ranks' steps. by_device: by the devices' clocks.
+    """Return the classes of all ranks' steps. by_device: use the devices' clocks.
 
-    Counts and times are of a rank: the mean over the ranks.
+    Counts and times are means over the ranks.
     """
     mixes = {each.identity.rank: each.statistics.device_mix if by_device else each.statistics.mix for each in processes}
     found, waits, all_ranks = classify(list(mixes.values())), Waits(mixes), list(mixes)
@@ -64,7 +64,10 @@ def step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> Alike
 
 
 def _joined_stalls(rows: list[LongSteps]) -> list[LongSteps]:
-    """One row for the steps of the ranks that waited and of the one that they waited for, the costliest first."""
+    """Join rows that describe one stall: the steps of the stalled rank and of the ranks that waited for it.
+
+    Return the costliest row first.
+    """
     found: list[LongSteps] = []
     for row in rows:
         place = next((place for place, other in enumerate(found) if _same_stalls(row, other)), None)
@@ -80,7 +83,7 @@ def _joined_stalls(rows: list[LongSteps]) -> list[LongSteps]:
 
 
 def _of_job(row: LongSteps, whole_s: float) -> LongSteps:
-    """Return the row with what the job lost: all ranks wait in a step in which one stalls, also if few are long."""
+    """Return the row with the time that the whole job lost: if one rank stalls, all ranks wait in that step."""
     if row["waited_for"] is None or row["kinds"]:
         return row
     total_s = max(row["total_s"], row["count"] * row["more_s"])
@@ -88,7 +91,10 @@ def _of_job(row: LongSteps, whole_s: float) -> LongSteps:
 
 
 def _same_stalls(row: LongSteps, other: LongSteps) -> bool:
-    """Whether both are about stalls of one rank in the same steps. Of many steps, each knows the newest only."""
+    """Return True if both rows describe stalls of one rank in the same steps.
+
+    Rows list only their newest steps.
+    """
     if row["waited_for"] is None or row["waited_for"] != other["waited_for"] or row["kinds"] or other["kinds"]:
         return False
     steps, others = set(row["steps"]), set(other["steps"])
@@ -96,9 +102,11 @@ def _same_stalls(row: LongSteps, other: LongSteps) -> bool:
 
 
 def typical_step(statistics: RankStatistics) -> TypicalStep | None:
-    """Return a rank's typical step in seconds, and its lack of a CPU in each part that ever occurs. The parts add up.
+    """Return a rank's typical step in seconds, and the CPU contention in each part.
 
-    None until there is a step after the warm-up.
+    The parts add up to the step.
+
+    Return None until there is a step after the warm-up.
     """
     typical = classify([statistics.mix]).typical
     if typical is None:
@@ -117,7 +125,7 @@ def typical_step(statistics: RankStatistics) -> TypicalStep | None:
 
 
 def own_step(findings: Findings) -> OwnStep | None:
-    """Return the own time of the ranks that have most of it; None where it is not known."""
+    """Return the largest own time of all populations; None if it is not known."""
     own = max((each.own for each in findings.usual if each.own), key=lambda own: sum(own.parts_ns), default=None)
     if own is None:
         return None
@@ -131,7 +139,7 @@ def own_step(findings: Findings) -> OwnStep | None:
 
 
 def other_threads(statistics: RankStatistics) -> dict[str, float]:
-    """Seconds per step of the phases that ran on threads other than the recorded one."""
+    """Return the seconds per step of phases that ran on threads other than the recorded one."""
     steps = max(1, statistics.step.count)
     return {phase: total_ns / 1e9 / steps for phase, total_ns in statistics.other_threads_ns.items()}
 
@@ -150,7 +158,9 @@ def phases(statistics: RankStatistics, typical: TypicalStep) -> dict[str, Phase]
 
 
 def sampled_lack_of_cpu(processes: Iterable[ProcessState]) -> float | None:
-    """Share of the time in which the ranks' main threads were ready and had no CPU, as the sidecar sampled it once a
-    second; None without samples."""
+    """Return the share of time in which the ranks' main threads were runnable but not scheduled.
+
+    The sidecar samples it once a second. Return None without samples.
+    """
     sums = [process.cpu_wait for process in processes if process.cpu_wait[1]]
     return sum(waited / samples for waited, samples in sums) / len(sums) if sums else None

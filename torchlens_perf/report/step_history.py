@@ -1,4 +1,4 @@
-"""How long steps took over the run: for pictures."""
+"""Step times over the run, for charts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def step_history(windows: Mapping[int, Windows]) -> StepHistory | None:
-    """The report's `history`: windows as those of `heat`. None where no step but the warm-up is known."""
+    """Return the report's `history`, in windows like those of `heat`; None if only warm-up steps are known."""
     warm = {rank: each.first_step >= (each.warm_from or 0) for rank, each in windows.items()}
     of_ranks = {rank: windows[rank] for rank, rows in warm.items() if rows.any()}
     if not of_ranks:

@@ -1,4 +1,4 @@
-"""The rank that all others waited for in long steps, found by what each rank did in them. Pure."""
+"""Find the rank that all others waited for in long steps, by comparing the parts of each rank's step. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _WAITS = ("communication", "backward")
-"""Parts in which a rank waits for others. Autograd hooks wait inside of the backward pass."""
+"""Parts in which a rank waits for others.
+
+Autograd hooks (such as DDP's) wait inside the backward pass.
+"""
 MAX_STEPS = 7
-"""Of a class: of more, the oldest numbers may be missing (step_mix.py)."""
-_MUCH = 0.5  # of a class's additional time, that a rank has to have in the same step
+"""Largest number of steps of a class to compare.
+
+If there are more, the oldest may be lost (step_mix.py).
+"""
+# A rank takes part in a long step if it has at least this share of the class's additional time.
+_MIN_SHARE = 0.5
 
 
 class WaitedFor(NamedTuple):
@@ -25,11 +32,11 @@ class WaitedFor(NamedTuple):
 
     rank: int
     part: str
-    """What took it longer."""
+    """The part of the step that took longer on this rank."""
 
 
 class Waits:
-    """Looks for such ranks in the steps of a run. Each rank's typical step is made once, when it is asked for."""
+    """Find such ranks in the steps of a run. Each rank's typical step is computed on first use."""
 
     def __init__(self, mixes: Mapping[int, StepMix]) -> None:
         """mixes: each rank's steps."""
@@ -37,9 +44,9 @@ class Waits:
         self._typical: dict[int, TypicalStep | None] = {}
 
     def waited_for(self, steps: Sequence[int], more_ns: float) -> WaitedFor | None:
-        """Return the rank for which all others waited in each of these steps; None where it is not one and the same.
+        """Return the rank that all others waited for in all of these steps; None if the ranks differ between steps.
 
-        more_ns: how much longer than the typical step they took.
+        more_ns: additional time of these steps over the typical step.
         """
         if len(self._mixes) < 2 or not steps:
             return None
@@ -50,7 +57,7 @@ class Waits:
         busy = []
         for rank in self._mixes:
             more = self._more(step, rank)
-            if more is None or more.sum() < _MUCH * more_ns:
+            if more is None or more.sum() < _MIN_SHARE * more_ns:
                 return None
             part = PARTS[int(np.argmax(more))]
             if part not in _WAITS:
@@ -60,18 +67,18 @@ class Waits:
         return busy[0] if len(busy) == 1 else None
 
     def _bin(self, step: int, rank: int) -> Bin | None:
-        """Return the steps of a rank that a step is counted with; None where it is not known any more."""
+        """Return the bin of a rank's steps that includes this step; None if its number was dropped."""
         return next((each for each in self._mixes[rank].bins.values() if step in each.steps), None)
 
     def _lacks_cpu(self, step: int, rank: int, more_ns: float) -> bool:
-        """Return whether a rank had no CPU for most of what a step took longer."""
+        """Return True if CPU contention explains most of a step's additional time on a rank."""
         its = self._bin(step, rank)
         if its is None or not its.measured:
             return False
-        return float(its.ready_ns.sum()) / its.measured >= _MUCH * more_ns
+        return float(its.ready_ns.sum()) / its.measured >= _MIN_SHARE * more_ns
 
     def _more(self, step: int, rank: int) -> npt.NDArray[np.float64] | None:
-        """How much longer each part of a step took than in the rank's typical step, in ns; None: not known."""
+        """Return each part's additional time in ns, compared with the rank's typical step; None if it is not known."""
         its = self._bin(step, rank)
         if its is None:
             return None
