@@ -1,1 +1,1 @@
-"""The page: a run as one HTML file, and its pieces for the live page and notebooks."""
+"""The page: a run as one HTML file, and parts of it for the live page and notebooks."""

@@ -1,8 +1,8 @@
-"""What a page holds, as JSON: the contract between what gathers it and the scripts that draw it. Types only.
+"""Types of the page's data: the contract between the Python code that gathers it and the scripts that draw it.
 
-The page's file holds it as inert JSON in `<script type="application/json" id="contents">`; the live page serves the
-same.
-Names end in their units, as in the report: `_s` seconds, `_bytes`. None is what was not measured, never 0.
+A page file contains the data as JSON in `<script type="application/json" id="contents">`. The live
+page serves the same JSON. Names end in their units, as in the report: `_s` seconds, `_bytes`. A
+value that was not measured is None, never 0.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ SCHEMA = 1
 
 
 class Matrix(TypedDict):
-    """Durations of [ranks, columns] as codes of 16 bits: row by row, little-endian, deflated (zlib), in base64.
+    """Durations of shape [ranks, columns] as 16-bit codes: row by row, little-endian, deflated (zlib), in base64.
 
-    Code 0 is "not measured", 1 is 0 s, and a larger one is `smallest_s * exp((code - 2) * log_step)` seconds. So a
-    value is off by at most half of log_step, whatever its size.
+    Code 0 means "not measured" and code 1 means 0 s. A larger code means `smallest_s * exp((code -
+    2) * log_step)` seconds, so the relative error is at most half of log_step.
     """
 
     smallest_s: float
@@ -29,28 +29,28 @@ class Matrix(TypedDict):
 
 
 class Columns(TypedDict):
-    """The columns of all matrices: windows of `width` steps, the same for all ranks. Width 1: each step is one."""
+    """The columns of all matrices: windows of `width` steps, the same for all ranks."""
 
     width: int
     first_steps: list[int]
     started_s: list[float | None]
-    """When the window began, in seconds since the run's first step; the median of the ranks."""
+    """Start of the window in seconds since the run's first step; the median of the ranks."""
     flags: list[list[str]]
-    """What any rank did in it: checkpoint, evaluation, compile, capture, garbage collection."""
+    """Other activity of any rank in the window: checkpoint, evaluation, compile, capture, garbage collection."""
 
 
 class Place(TypedDict):
-    """Where a rank is: to group ranks by."""
+    """The location of a rank, by which ranks can be grouped."""
 
     rank: int
     host: str
     local_rank: int | None
     mesh: dict[str, int]
-    """Its coordinate in each dimension of the device mesh, where process groups tell it: {"dp": 1, "tp": 0}."""
+    """The rank's coordinates in the device mesh, as far as process groups reveal them: {"dp": 1, "tp": 0}."""
 
 
 class StepBands(TypedDict):
-    """Of each column, quantiles of the durations of all single steps of all ranks in it, in seconds."""
+    """Quantiles of step durations for each column, over all steps of all ranks in the column."""
 
     p5_s: list[float | None]
     p50_s: list[float | None]
@@ -59,7 +59,10 @@ class StepBands(TypedDict):
 
 
 class SlowTime(TypedDict):
-    """A time in which a rank was named as slow: steps [since_step, until_step); None for still."""
+    """Steps [since_step, until_step) in which a rank was reported as slow.
+
+    until_step is None if it is still slow.
+    """
 
     rank: int
     phase: str
@@ -68,67 +71,86 @@ class SlowTime(TypedDict):
 
 
 class StepMatrices(TypedDict):
-    """Each rank's steps. Means over a window's steps, where it has several; excess is of work."""
+    """Each rank's step times: means over the steps of each window."""
 
     columns: Columns
     places: list[Place]
     """The rows, sorted by rank."""
     is_compared: bool
-    """Whether any rank has an excess of work over others that do the same."""
+    """True if the work of any rank can be compared with that of others in its population."""
     step: Matrix
     bands: StepBands
     slow: list[SlowTime]
     work: Matrix
-    """Own time without lack of CPU; what ranks are compared by. Of steps that are compared: without the warm-up, and
-    without steps that evaluate, save, compile, are sampled or captured; so it may be "not measured" where step is not.
-    By the device's clock for ranks that are judged by it."""
+    """Own time without CPU contention, by which ranks are compared.
+
+    Only comparable steps count: no warm-up steps, and no steps with evaluation, checkpoint,
+    compilation, sampling or capture. So work may be "not measured" in a column that has a step
+    time. Ranks that are judged by their device have device times here.
+    """
     others: Matrix
-    """What work is compared with: the median of the other ranks of the population. Excess is work / others - 1."""
+    """Median work of the other ranks in the population. Excess is work / others - 1."""
     parts: dict[str, Matrix]
-    """By part (run.records.PARTS), in the order to stack them in. A part that no step has is left out."""
+    """Time by part (run.records.PARTS), in stacking order.
+
+    A part that occurs in no step is left out.
+    """
     device_parts: dict[str, Matrix]
-    """The same by the devices' clocks; empty without devices."""
+    """Time by part by the devices' clocks; empty without devices."""
     memory_bytes: list[list[int | None]] | None
-    """[ranks, at most 256 columns], over the same steps in equal groups."""
+    """Peak memory of shape [ranks, at most 256 columns].
+
+    The columns divide the same steps into equal groups.
+    """
 
 
 class SpanRow(TypedDict):
-    """One lane's spans as columns of equal length; lengths in microseconds from the step's start on that rank."""
+    """One lane's spans as lists of equal length.
+
+    Starts are microseconds since the step's start on that rank.
+    """
 
     lane: str
-    """host, collectives, other threads, device, collectives on the device: what does not nest with the others has a
-    lane of its own. Only in `host` are spans of a step's parts; spans inside of others have a larger depth there. In
-    the other lanes depth keeps apart what overlaps."""
+    """One of: host, collectives, other threads, device, collectives on the device.
+
+    Spans that do not nest with others have a lane of their own. The parts of a step are in `host`,
+    where depth is the nesting level. In the other lanes depth separates overlapping spans.
+    """
     kind: list[str]
-    """Of records: data, forward, backward, optimizer, wait, module, module_backward, section, collective, ..."""
+    """Kinds of records: data, forward, backward, optimizer, wait, module, module_backward, section, collective, ..."""
     name: list[int]
-    """Index into StepTraces.names."""
+    """Indexes into StepTraces.names."""
     start_us: list[float]
     duration_us: list[float]
     depth: list[int]
     number: list[int] | None
-    """Of collectives, their sequence numbers: with the group in the name, what ties them to CollectiveJoined. 0 for
-    other spans; None where all are others."""
+    """Sequence numbers of collectives; 0 for other spans; None if the lane has no collectives.
+
+    Together with the group in the name, a number identifies the CollectiveJoined.
+    """
 
 
 class CollectiveJoined(TypedDict):
-    """One collective of the step, joined over the ranks of its group: who came when, and who waited how long."""
+    """One collective of the step, joined over the ranks of its group: arrival and waiting time of each rank."""
 
     name: str
     """Operation and dtype: "allreduce float32"."""
     group: str
-    """The group's description, as "mesh_dp", or else its name."""
+    """The group's description, such as "mesh_dp", or else its name."""
     group_name: str
-    """As spans of collectives have it: "allreduce group=0 dtype=float32"."""
+    """The name of the collective's spans: "allreduce group=0 dtype=float32"."""
     number: int
-    """Its sequence number in the group: with the group, the flight recorder's id."""
+    """The sequence number in the group.
+
+    Group and number together are the id in PyTorch's flight recorder.
+    """
     bytes: int | None
     asynchronous: bool
-    """Then a wait is how much earlier a rank has issued it, not time that it was blocked."""
+    """If true, `wait_us` is how much earlier a rank issued the collective, not time that it was blocked."""
     last_rank: int | None
-    """Who arrived last; None where that cannot be known."""
+    """The rank that arrived last; None if it is not known."""
     arrival_us: dict[str, float | None]
-    """By rank: how long after the first rank each arrived; None where no clock compares them."""
+    """Arrival of each rank after the first one; None if their clocks cannot be compared."""
     wait_us: dict[str, float | None]
 
 
@@ -137,39 +159,42 @@ class RankTrace(TypedDict):
 
     rank: int
     offset_us: float | None
-    """Its start after that of the first rank, by the wall clock; None where that cannot be compared."""
+    """Start of the step relative to the first rank, by the wall clock; None if clocks cannot be compared."""
     duration_us: float
     rows: list[SpanRow]
 
 
 class StepTraceRow(TypedDict):
-    """One step with all of its ranks, or with those that fit."""
+    """One step with all of its ranks, or as many as fit."""
 
     step: int
     why: str
-    """Why this step is in the page: "slowest", "first slow step of rank 3", "typical", "evaluation", ..."""
+    """The reason why the page has this step: "slowest", "first slow step of rank 3", "typical", ..."""
     clock: str
-    """A sentence: how the clocks of several nodes were aligned, and how exactly; "" for one node."""
+    """A sentence on the alignment of the nodes' clocks and its accuracy; "" for one node."""
     ranks: list[RankTrace]
     ranks_left_out: int
     collectives: list[CollectiveJoined]
 
 
 class StepTraces(TypedDict):
-    """The steps that the page holds whole. names: each name once, as the names of modules repeat in each step."""
+    """The steps that the page has span by span.
+
+    names: each name once, since module names repeat in each step.
+    """
 
     names: list[str]
     steps: list[StepTraceRow]
 
 
 class Series(TypedDict):
-    """One quantity over time: of a GPU, a link, a process."""
+    """One quantity of a GPU, link or process over time."""
 
     title: str
     unit: str
-    """A unit as UCUM writes it: s, By, By/s, W, Cel, Hz, %, and 1 for a count."""
+    """A UCUM unit: s, By, By/s, W, Cel, Hz, %, or 1 for a count."""
     where: str
-    """Whose: "rank 3", "node17 GPU 0", "node17 mlx5_0 port 1"."""
+    """The measured object: "rank 3", "node17 GPU 0", "node17 mlx5_0 port 1"."""
     rank: int | None
     time_s: list[float]
     """Seconds since the run's first step."""
@@ -177,27 +202,36 @@ class Series(TypedDict):
 
 
 class Thinned(TypedDict):
-    """What was left out to keep the page below its budget, each in a sentence that the page shows."""
+    """Sentences, shown in the page, on data that was left out to keep the page below its budget."""
 
     budget_bytes: int
     sentences: list[str]
 
 
 class Contents(TypedDict):
-    """All that a page shows. The JSON also has `named_ranks` and `prominent_ranks`, see document.html.as_json()."""
+    """All data of a page.
+
+    The JSON also has `named_ranks` and `prominent_ranks`, see document.html.as_json().
+    """
 
     schema: int
     report: Report
-    """As `report --json`."""
+    """The report of `report --json`."""
     thinned_report: Report
-    """The report that the JSON has: without its heat map, as the matrices have more, and as small as it must be."""
+    """The report in the page's JSON, thinned to fit.
+
+    It has no heat map, since the matrices are more detailed.
+    """
     steps: StepMatrices | None
     traces: StepTraces
     telemetry: list[Series]
     headlines: list[Headline]
-    """Of each of the report's verdicts, in the same order. Not in the JSON, nor are `tables`."""
+    """The headline of each verdict, in the report's order.
+
+    `headlines` and `tables` are not in the JSON.
+    """
     tables: list[Table]
     thinned: Thinned
     written: str
-    """When, UTC."""
+    """Time of writing in UTC."""
     version: str

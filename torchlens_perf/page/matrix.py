@@ -1,4 +1,4 @@
-"""Durations as codes of 16 bits on a logarithmic scale, in text that JSON can hold; see contents.Matrix. Pure."""
+"""Encode durations as 16-bit codes on a logarithmic scale, in text for JSON; see contents.Matrix. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 SMALLEST_S = 1e-9
-LOG_STEP = 0.004  # a value is off by 0.2 % at most: less than steps differ anyway, and their noise packs into few bits
+# The error is at most 0.2 %, less than the noise of steps. A coarse scale also compresses better.
+LOG_STEP = 0.004
 _NOT_MEASURED, _ZERO, _FIRST = 0, 1, 2
 _LAST = (1 << 16) - 1
 
 
 def encoded(values_s: npt.NDArray[np.floating]) -> Matrix:
-    """The durations, in seconds, shape [ranks, columns]; NaN is what was not measured. Below SMALLEST_S is 0 s."""
+    """Encode durations in seconds of shape [ranks, columns].
+
+    NaN means not measured; below SMALLEST_S means 0 s.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(values_s / SMALLEST_S) / LOG_STEP
     codes = np.full(values_s.shape, _NOT_MEASURED, "<u2")

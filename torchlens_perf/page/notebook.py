@@ -1,8 +1,8 @@
-"""A run in a notebook's cell: the verdicts as headlines, two small charts, and the numbers of the run.
+"""A run in a notebook cell: the verdicts as headlines, two small charts, and the numbers of the run.
 
-A notebook that is not trusted, GitHub and viewers remove scripts and style sheets. The cell is therefore plain HTML
-with few inline styles and the charts as images, without class, id, script, frame or link. Text has the colour of the
-notebook's theme.
+Untrusted notebooks, GitHub and notebook viewers remove scripts and style sheets. The cell is
+therefore plain HTML with few inline styles and charts as images, without class, id, script, frame
+or link. Text has the colour of the notebook's theme.
 """
 
 from __future__ import annotations
@@ -36,19 +36,22 @@ if TYPE_CHECKING:
     from torchlens_perf.view.headline import Headline
 
 MAX_BYTES = 64 << 10
-"""Of the HTML, whatever is in a run: a notebook keeps each output, and a live one gets it once a second."""
+"""Largest size of the HTML.
+
+A notebook file stores every output, and a live cell is updated once a second.
+"""
 _MAX_VERDICTS, _MAX_NOTES, _MAX_CHARACTERS = 6, 8, 600
 _ATTRIBUTES = ("alt", "open", "src", "style")
 
 
 def results_of(run: RunDirectory) -> str:
-    """results() of what the run's nodes have saved. Raises RunStoreError where there is nothing."""
+    """Return results() of the nodes' saved state. Raise RunStoreError if no state can be read."""
     report = run_report(run)
     return results(report, str(run.path), render(report, str(run.path), columns=0, color=False))
 
 
 def results(report: Report, run_dir: str, text: str) -> str:
-    """What a watch shows of itself (results/ask.py), as JSON: for people as text and HTML, for programs as a summary.
+    """Return the results of a watch (results/ask.py) as JSON: text and HTML for people, a summary for programs.
 
     text: the report without colours.
     """
@@ -57,7 +60,7 @@ def results(report: Report, run_dir: str, text: str) -> str:
 
 
 def cell(report: Report, run_dir: str) -> str:
-    """The HTML of a cell; less than MAX_BYTES."""
+    """Return the HTML of a cell, smaller than MAX_BYTES."""
     run = report["run"]
     program = f"{run['program']}, " if run["program"] else ""
     title = f"{program}run {run['id']}: {ranks_words(run)}, {state_words(run)}"
@@ -90,7 +93,7 @@ def _verdict(headline: Headline, *, is_open: bool) -> Element:
 
 
 def _charts(report: Report) -> list[tuple[str, str]]:
-    """By the clock that ranks are judged by."""
+    """Return the charts by the clock that ranks are judged by, each with its alternative text."""
     on_device = report["run"]["judged_by"] == DEVICE
     charts = []
     if report["history"] is not None:

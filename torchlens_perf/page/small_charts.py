@@ -1,7 +1,8 @@
-"""Two small pictures of a run, as static SVG: for notebooks, which run no script of a notebook that is not trusted.
+"""Two small charts of a run as static SVG, for notebooks: an untrusted notebook runs no scripts.
 
-Each is a whole document, put in as an image: nothing in it acts on the page around it, and none of that page's styles
-on it. An image cannot know the notebook's theme: it is transparent, in greys that can be read on white and on black.
+Each chart is a complete document, embedded as an image, so chart and notebook cannot affect each
+other's styles. An image does not inherit the notebook's theme: it is transparent, with greys that
+are readable on white and on black.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ WIDTH = 620
 MAX_BARS = 8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 12, 24, 20
 _PLOT_HEIGHT, _BAR, _BAR_GAP = 84, 14, 6
-_LETTER = 6.2  # width of one, in pixels: for what is to fit
+# Estimated width of a character of the legend, whose entries are placed without measuring text.
+_LETTER_PX = 6.2
 _STYLE = (
     "text{font:11px system-ui,sans-serif;fill:#777777}.t{font-weight:600}.g{stroke:#77777755}"
     f".l{{fill:none;stroke:{FASTER.light};stroke-width:1.6}}.b{{fill:{FASTER.light};fill-opacity:.3}}"
@@ -33,15 +35,16 @@ _STYLE = (
 
 
 def image(svg: str, says: str) -> Element:
-    """An <img> with the picture in it. says: the same in words."""
+    """Return an <img> that contains the chart. says: its alternative text."""
     data = base64.b64encode(svg.encode()).decode()
     return tag("img", alt=says, src=f"data:image/svg+xml;base64,{data}", style="max-width: 100%")
 
 
 def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
-    """How long steps took over the run: the ranks' median, and the range of all ranks. Returns SVG, and it in words.
+    """Return a chart of step time over the run as SVG, and its alternative text.
 
-    where: by whose clock, to follow "step time".
+    It shows the median and the range of the ranks. where: words after "step time", such as " on the
+    device".
     """
     steps, median_s, fastest_s, slowest_s = (
         history["first_steps"], history["median_s"], history["fastest_s"], history["slowest_s"],
@@ -83,10 +86,10 @@ def step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
 def parts_chart(
     known: Mapping[int, Mapping[str, float]], title: str, first: Sequence[int] = (), *, labelled: bool = True
 ) -> tuple[str, str] | None:
-    """What a step of each rank is spent on, of MAX_BARS ranks at most. Returns SVG, and it in words.
+    """Return bars of a step's parts for at most MAX_BARS ranks as SVG, and their alternative text.
 
-    known: by rank, the seconds of each part. first: ranks to show before others. labelled: with the ranks' numbers.
-    None where no rank is known.
+    known: seconds of each part, by rank. first: ranks to prefer. labelled: show rank numbers.
+    Return None if `known` is empty.
     """
     shown = _chosen(list(known), [rank for rank in first if rank in known])
     if not shown:
@@ -106,7 +109,7 @@ def parts_chart(
         drawn.append(_text(_LEFT + width * bar.total / longest_s + 5, y + 11, duration(bar.total)))
     y, x = _TOP + len(bars) * (_BAR + _BAR_GAP) + 12, float(_LEFT)
     for part in [part for part in PARTS if any(part in bar.seconds for bar in bars)]:
-        taken = 13 + _LETTER * len(PARTS[part].name)
+        taken = 13 + _LETTER_PX * len(PARTS[part].name)
         if x + taken > WIDTH:
             x, y = float(_LEFT), y + 16
         drawn += [_placed(swatch(part), x, y - 8, 9, 9), _text(x + 13, y, PARTS[part].name)]
@@ -116,7 +119,7 @@ def parts_chart(
 
 
 def _chosen(ranks: list[int], first: list[int]) -> list[int]:
-    """MAX_BARS of them at most: those to show first, and others evenly; sorted."""
+    """Return at most MAX_BARS ranks, sorted: preferred ones, and an even sample of the others."""
     if len(ranks) <= MAX_BARS:
         return sorted(ranks)
     chosen = list(dict.fromkeys(first))[: MAX_BARS // 2]

@@ -1,1 +1,1 @@
-"""The page as one file, and who writes it."""
+"""The page as one HTML document, and the function that writes it."""

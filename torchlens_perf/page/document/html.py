@@ -1,4 +1,4 @@
-"""A run's page as one file: no network, and no scripts to be read."""
+"""A run's page as one HTML file. It needs no network, and its text and tables need no scripts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _MAX_LINES = 16
 
 
 def _policy(style: str, script: str, form: str, *more: str) -> str:
-    """Return a content security policy. Arguments: the sources of each kind that are allowed."""
+    """Return a content security policy. style, script, form: the allowed sources of each kind."""
     own = (f"style-src {style}", f"script-src {script}", f"form-action {form}")
     return "; ".join(["default-src 'none'", "img-src data:", "base-uri 'none'", *own, *more])
 
 
 LIVE_POLICY = _policy("'self'", "'self'", "'self'", "connect-src 'self'")
-"""Of pages that a server sends: they fetch from that server only."""
+"""Content security policy of pages that a server sends: they may fetch from that server only."""
 _ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path d="M2 4h7M2 8h12M2 12h7" stroke-width="3" '
     f'stroke="{FASTER.light}"/><path d="M9 8h5" stroke-width="3" stroke="{SLOWER.light}"/></svg>'
@@ -40,18 +40,18 @@ _ICON = (
 
 
 class LivePart(NamedTuple):
-    """What a server adds to the page, and the addresses of styles and scripts that a file would hold."""
+    """Additions of a server to the page, and the addresses of styles and scripts that a file has inline."""
 
     version: str
-    """The version of the run; the server reports another one when there is something newer."""
+    """The version of the run data. The server reports another version when it has newer data."""
     elements: Sequence[Child]
-    """Shown above the verdicts."""
+    """Elements to show above the verdicts."""
     styles: Sequence[str]
     scripts: Sequence[str]
 
 
 def document(contents: Contents, live: LivePart | None = None) -> str:
-    """Return the page. live: what a server adds; None for a file."""
+    """Return the page. live: additions of a server; None for a file."""
     report = contents["report"]
     run, status = report["run"], overall(contents["headlines"])
     sections = [(key, label, section(contents)) for key, label, section in SECTIONS]
@@ -99,13 +99,13 @@ def icon() -> Element:
 
 
 def _in_file() -> tuple[str, Child, Child]:
-    """Return policy, styles and scripts of a page that holds all of them."""
+    """Return policy, styles and scripts of a page that has styles and scripts inline."""
     style, script = page_style(), page_script()
     return _policy(_digest(style), _digest(script), "'none'"), [icon(), raw("style", style)], raw("script", script)
 
 
 def _by_address(live: LivePart) -> tuple[str, Child, Child]:
-    """Return the same of a page that a server sends."""
+    """Return policy, styles and scripts of a page that loads them from a server."""
     return LIVE_POLICY, by_address(live.styles), [tag("script", src=each) for each in live.scripts]
 
 
@@ -115,9 +115,10 @@ def by_address(styles: Sequence[str]) -> list[Element]:
 
 
 def as_json(contents: Contents) -> str:
-    """Return what scripts need of the contents. ASCII: U+2028 and its like are escaped.
+    """Return the parts of the contents that scripts need, as ASCII, so line separators such as U+2028 are escaped.
 
-    `named_ranks` are those that verdicts are about. `prominent_ranks` have lines in charts.
+    `named_ranks` are the ranks that verdicts are about. `prominent_ranks` are the ranks with lines
+    in charts.
     """
     data = {key: value for key, value in contents.items() if key not in ("headlines", "tables", "thinned_report")}
     data["report"] = contents["thinned_report"]
@@ -127,7 +128,7 @@ def as_json(contents: Contents) -> str:
 
 
 def inert(text: str) -> str:
-    """Return JSON that no HTML parser and no script sees as anything else."""
+    """Return JSON with escaped angle brackets and ampersands, which cannot end a script element."""
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

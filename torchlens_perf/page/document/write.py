@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def write_page(run: RunDirectory, path: Path, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> int:
-    """Write the page whole or not at all, and return its size in bytes.
+    """Write the page atomically and return its size in bytes.
 
-    Raises RunStoreError where there is no run, or the file cannot be written.
+    Raise RunStoreError if there is no run, or the file cannot be written.
     """
     text = document(contents(run, budget_bytes)).encode("utf-8", "replace")
     partial = path.parent / f".{path.name}.partial"

@@ -1,1 +1,1 @@
-"""Reads a run directory into what a page holds."""
+"""Read a run directory into the data of a page."""

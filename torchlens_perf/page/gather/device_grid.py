@@ -1,4 +1,4 @@
-"""Steps by the devices' clocks, of ranks that are judged by those: from their records, as the judge makes them."""
+"""Steps by the devices' clocks, computed from records in the same way as for verdicts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
     from torchlens_perf.verdicts.node_state import ProcessState
 
-MAX_STEPS = 100_000  # of all ranks together: each takes tens of microseconds
+# Limit for all ranks together: a step takes tens of microseconds. Beyond it, windows are shown instead of steps.
+MAX_STEPS = 100_000
 _KINDS = (
     Kind.STEP, Kind.DATA, Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT, Kind.RECOMPUTE, Kind.CLOSURE,
     Kind.THREAD_TIME, Kind.DEVICE,
@@ -41,11 +42,11 @@ def device_grid(
     *,
     hidden: bool,
 ) -> StepGrid | None:
-    """The steps of the processes that are judged by their devices; None where none is.
+    """Return the steps of the processes that are judged by their devices; None if no process is.
 
-    node_of: each rank's node, as in names of files. empty: a grid of all ranks' rows without steps. notes: gets a line
-    for each file that cannot be read. hidden: devices hide what their hosts do, so work is known only where each step
-    of all ranks is.
+    node_of: each rank's node, as in file names. empty: a grid with rows for all ranks and no data.
+    notes: receives a line for each file that cannot be read. hidden: devices hide the delays of
+    their hosts, so work is known only if single steps of all ranks are known.
     """
     processes = {rank: each for rank, each in processes.items() if each.judged_by == DEVICE}
     if not processes:
@@ -93,11 +94,11 @@ def _batch(table: StepTable, row: int, work_ns: npt.NDArray[np.int64]) -> Batch:
 
 
 def _batch_of_windows(process: ProcessState, row: int, column_width: int, *, hidden: bool) -> Batch:
-    """One step for each window. A window that is wider than a column of the grid has a step in each of its columns."""
+    """Return a step for each window, or for each column that a window covers if it is wider than a column."""
     windows = process.judged_windows()
     offsets = np.arange(0, windows.width, column_width)
     at = np.repeat(np.arange(len(windows.first_step)), len(offsets))
-    # The last step of each window and column: the first ones may be warm-up.
+    # Use the last step of each window and column, since the first ones may belong to the warm-up.
     step = windows.first_step[at] + np.tile(offsets, len(windows.first_step)) + min(windows.width, column_width) - 1
     known = windows.work_steps > 0
     work_ns = np.divide(windows.work_sum_ns, windows.work_steps, out=np.zeros(len(known)), where=known)

@@ -1,4 +1,4 @@
-"""Series over time that are not step times: processes, GPUs, network, device memory, CPU contention."""
+"""Time series other than step times: processes, GPUs, network, device memory, CPU contention."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 NO_CPU_TITLE = "CPU contention (runnable but not scheduled)"
-MAX_POINTS = 240  # of a series: means over stretches of time
-_WORTH_SHOWING = 0.01  # share of a step without a CPU
+# Longer series are averaged over intervals.
+MAX_POINTS = 240
+# A rank's CPU contention is shown if it reaches this share in any column.
+_MIN_CONTENTION = 0.01
 _GAUGE, _LEVEL, _RATE, _SHARE, _COUNT = range(5)
 
 
@@ -33,8 +35,14 @@ class _Quantity(NamedTuple):
     title: str
     unit: str
     how: int
-    """_GAUGE as it is; _LEVEL a share, in percent; _RATE growth a second; _SHARE growth in ns, in percent of the time;
-    _COUNT growth since the first sample. The last two only where there is any."""
+    """Conversion of the samples:
+
+    - _GAUGE: unchanged.
+    - _LEVEL: a share, to percent.
+    - _RATE: a counter, to growth per second.
+    - _SHARE: a counter of ns, to percent of the elapsed time; left out if it never grows.
+    - _COUNT: a counter, to growth since the first sample; left out if it never grows.
+    """
 
 
 _GPU = {
@@ -83,7 +91,7 @@ def hardware_series(
 ) -> list[Series]:
     """Return series of these ranks' processes and GPUs, and of their nodes' network.
 
-    notes: gets a line for each file that cannot be read.
+    notes: receives a line for each file that cannot be read.
     """
     nodes = {node_of[rank] for rank in ranks}
     rank_of = {gpu["uuid"]: rank for rank in ranks for gpu in processes[rank].gpus}
@@ -99,7 +107,8 @@ def hardware_series(
     ):
         if int(rank) in ranks:
             found += _series(table, _PROCESS, f"rank {rank}", int(rank), begin_unix_ns)
-        if host not in hosts:  # ranks of one node share its interfaces
+        # Ranks of one node share its network interfaces, so the first rank's samples stand for the node.
+        if host not in hosts:
             hosts.add(host)
             found += _series(table, _NAMESPACE, host, None, begin_unix_ns)
     return found
@@ -108,7 +117,7 @@ def hardware_series(
 def rank_series(
     grid: StepGrid, columns: Columns, processes: Mapping[int, ProcessState], ranks: Sequence[int]
 ) -> list[Series]:
-    """Of each rank: its lack of a CPU, if any, and its device's memory."""
+    """Return each rank's CPU contention, if it has any, and its device memory."""
     row_of = {rank: row for row, rank in enumerate(sorted(processes))}
     started = np.array([np.nan if each is None else each for each in columns["started_s"]])
     first_steps = np.array(columns["first_steps"])
@@ -116,7 +125,7 @@ def rank_series(
     found: list[Series] = []
     for rank in ranks:
         shares = grid.no_cpu_share(row_of[rank])
-        if np.nanmax(shares, initial=0.0) >= _WORTH_SHOWING:
+        if np.nanmax(shares, initial=0.0) >= _MIN_CONTENTION:
             found.append(_one(NO_CPU_TITLE, "%", f"rank {rank}", rank, started, 100 * shares))
         readings = processes[rank].statistics.memory.readings
         if not readings or not known.any():
@@ -133,7 +142,11 @@ def rank_series(
 
 
 def within(series: Sequence[Series], budget_bytes: int, notes: list[str]) -> list[Series]:
-    """The first quantities of each thing come before the later ones; notes: gets a sentence on what is left out."""
+    """Return as many series as fit the budget. notes: receives a sentence if some are left out.
+
+    The first quantity of every object has priority over the second quantity of any object, and so
+    on.
+    """
     places: dict[str, int] = defaultdict(int)
     order = []
     for each in series:
@@ -152,7 +165,7 @@ def within(series: Sequence[Series], budget_bytes: int, notes: list[str]) -> lis
 def _tables(
     files: Files, named_by: str, quantities: Collection[str]
 ) -> Iterator[tuple[tuple[str, str], dict[str, Floats]]]:
-    """By host and name, columns of numbers in the order of time."""
+    """Yield the columns of numbers in time order for each pair of host and name."""
     needed = ["host", named_by, "time"]
     tables = list(files.read(lambda file: file.table([*needed, *(set(file.names) & {"port", *quantities})])))
     if not tables:
@@ -181,7 +194,8 @@ def _series(
         if how == _LEVEL:
             values = 100 * values
         elif how != _GAUGE:
-            grown = np.maximum(np.diff(values, prepend=np.nan), 0)  # a counter that was reset begins anew
+            # A decrease means that the counter was reset.
+            grown = np.maximum(np.diff(values, prepend=np.nan), 0)
             if how != _RATE and not np.nansum(grown):
                 continue
             gone_s = np.diff(time_s, prepend=np.nan)
@@ -196,7 +210,10 @@ def _series(
 
 
 def _one(title: str, unit: str, where: str, rank: int | None, time_s: Floats, values: Floats) -> Series:
-    """With at most MAX_POINTS points, each the mean of what is known in a stretch of time."""
+    """Return a series with at most MAX_POINTS points.
+
+    If there are more samples, points are means of intervals.
+    """
     known = np.isfinite(time_s)
     time_s, values = time_s[known], values[known]
     if len(values) > MAX_POINTS:

@@ -1,7 +1,8 @@
-"""The clocks of several nodes, laid together by collectives: one that blocks ends everywhere at about the same time.
+"""Align the clocks of several nodes by collectives: a blocking collective ends at about the same time on all ranks.
 
-Ranks of one node have one clock. Those of several have wall clocks, which are milliseconds apart: more than what is to
-be seen in a step. So the ends of collectives that ranks of both nodes have issued show how far two clocks are apart.
+Ranks of one node share a clock. Wall clocks of different nodes can be milliseconds apart, more than
+the details of a step. The ends of collectives that ranks of both nodes took part in show the offset
+between two clocks.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import ProcessGroup
     from torchlens_perf.store.segments import Records
 
-MIN_ENDS = 3  # of collectives that two nodes share, from which on their clocks are known
-_NEAREST = 9  # of them in time, as clocks drift
-_MAX_SPREAD_NS = 5_000_000  # of those ends: clocks that are known no better tell nothing
+# Two nodes' clocks can be aligned if the nodes share at least this many collectives.
+MIN_ENDS = 3
+# Only the collectives nearest in time are used, since clocks drift.
+_MAX_ENDS = 9
+# If the offsets deviate more than this, the alignment is too inaccurate to be useful.
+_MAX_SPREAD_NS = 5_000_000
 
 
 class RankRecords(NamedTuple):
@@ -32,23 +36,26 @@ class RankRecords(NamedTuple):
     rank: int
     node: str
     unix_offset_ns: int
-    """What to add to its times to have them on the wall clock of its node."""
+    """Offset from the times in the records to the wall clock of the node."""
     groups: Mapping[str, ProcessGroup]
     records: Records
 
 
 class CommonClock(NamedTuple):
-    """What to add to each rank's times to have them on one line; ranks that cannot be laid there are missing."""
+    """Offsets from each rank's times to a common clock.
+
+    Ranks whose clocks cannot be aligned are missing.
+    """
 
     offset_ns: dict[int, int]
     words: str
 
 
 class NodeClocks:
-    """How far the nodes' wall clocks are apart, as known from the steps that were read."""
+    """Offsets between the nodes' wall clocks, measured in the steps that were read."""
 
     def __init__(self, steps: Iterable[Collection[RankRecords]], uncomparable: Collection[str]) -> None:
-        """uncomparable: names of groups whose sequence numbers do not compare."""
+        """uncomparable: names of groups whose sequence numbers differ between ranks."""
         ends: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for step in steps:
             if len({each.node for each in step}) > 1:
@@ -60,13 +67,13 @@ class NodeClocks:
         ]
 
     def of(self, ranks: Collection[RankRecords]) -> CommonClock:
-        """For one step."""
+        """Return the common clock for one step of these ranks."""
         nodes = list(dict.fromkeys(each.node for each in ranks))
         if len(nodes) < 2:
             offset_ns = {each.rank: each.unix_offset_ns for each in ranks}
             return CommonClock(offset_ns, "")
         at_ns = min(_begin_ns(each) for each in ranks)
-        shift_ns, spread_ns, fewest = {nodes[0]: 0}, 0.0, _NEAREST
+        shift_ns, spread_ns, fewest = {nodes[0]: 0}, 0.0, _MAX_ENDS
         for node in nodes[1:]:
             apart = self._apart(nodes[0], node, at_ns)
             if len(apart) >= MIN_ENDS:
@@ -86,10 +93,10 @@ class NodeClocks:
         return CommonClock(offset_ns, words + (f" Those of {left} others cannot be compared." if left else ""))
 
     def _apart(self, one: str, other: str, at_ns: int) -> npt.NDArray[np.float64]:
-        """By how much the other's clock is ahead, by each of the collectives nearest to this time."""
+        """Return how far the other node's clock is ahead, by each of the collectives nearest to this time."""
         shared = [each for each in self._ends if one in each and other in each]
         shared.sort(key=lambda each: abs(each[one] - at_ns))
-        return np.array([each[other] - each[one] for each in shared[:_NEAREST]])
+        return np.array([each[other] - each[one] for each in shared[:_MAX_ENDS]])
 
 
 def _begin_ns(each: RankRecords) -> int:
@@ -97,7 +104,7 @@ def _begin_ns(each: RankRecords) -> int:
 
 
 def _ends(each: RankRecords, uncomparable: Collection[str]) -> list[tuple[tuple[str, int], int]]:
-    """Of its blocking collectives that end everywhere together: name and number, and when they ended."""
+    """Return name, sequence number and end of each of a rank's blocking collectives that end together on all ranks."""
     records, names = each.records
     rows = records[(records["kind"] == Kind.COLLECTIVE) & ((records["flags"] & Flag.COMPLETED) != 0)]
     found = []

@@ -1,4 +1,4 @@
-"""contents(): start here. All that a page shows, from a run directory, within a budget of bytes; one_step()."""
+"""Gather all data of a page from a run directory, within a size budget. Start with contents()."""
 
 from __future__ import annotations
 
@@ -27,15 +27,20 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState, ProcessState
     from torchlens_perf.verdicts.words.report import Report
 
-DEFAULT_BUDGET_BYTES = 1_200_000  # with pictures and the charts' library, a page is then below 3 MB
-_REPORT, _MATRICES, _SERIES = 0.25, 0.45, 0.12  # shares of it at most; whole steps have what is left
-_OF_WHAT_IS_LEFT = 1.5  # where the report takes more
+# With static charts and the chart library, a page is then smaller than 3 MB.
+DEFAULT_BUDGET_BYTES = 1_200_000
+# Maximal shares of the budget. Steps shown span by span get the rest.
+_REPORT, _MATRICES, _SERIES = 0.25, 0.45, 0.12
+# If the report exceeds its share, the matrices' share applies to the remaining budget times this factor.
+_REMAINDER_FACTOR = 1.5
 
 
 def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Contents:
-    """What the run's page holds, live or finished; as JSON it has at most about so many bytes.
+    """Return the data of a live or finished run's page.
 
-    Raises RunStoreError as run_report(). Any process but a training process; one thread.
+    budget_bytes: approximate limit of its size as JSON.
+
+    Raise RunStoreError like run_report(). Not for training processes, and not thread-safe.
     """
     report, states = report_and_states(run)
     processes, node_of, slow, uncomparable = _ranks_of(states)
@@ -50,7 +55,7 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
     series: list[Series] = hardware_series(run, processes, node_of, ranks, begin_ns, notes)
     traces: StepTraces = {"names": [], "steps": []}
     if grid is not None:
-        room = int(_MATRICES * min(budget_bytes, _OF_WHAT_IS_LEFT * (budget_bytes - size_bytes(shown))))
+        room = int(_MATRICES * min(budget_bytes, _REMAINDER_FACTOR * (budget_bytes - size_bytes(shown))))
         own = plain["steps"]["own_time"]
         hidden = own is not None and own["is_hidden"]
         grid.device = device_grid(run, processes, node_of, grid.empty(), notes, hidden=hidden)
@@ -79,9 +84,11 @@ def contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> Con
 
 
 def one_step(run: RunDirectory, step: int) -> StepTraces:
-    """Return any one step with the ranks that the page shows, for a live page; no steps where its records are missing.
+    """Return one step, of the ranks that the page shows, for a live page.
 
-    Raise RunStoreError as run_report().
+    Without records the result has no steps.
+
+    Raise RunStoreError like run_report().
     """
     report, states = report_and_states(run)
     processes, node_of, slow, uncomparable = _ranks_of(states)
@@ -93,7 +100,7 @@ def one_step(run: RunDirectory, step: int) -> StepTraces:
 def _ranks_of(
     states: list[NodeState],
 ) -> tuple[dict[int, ProcessState], dict[int, str], list[SlowTime], set[str]]:
-    """Return by rank its process and its node, when ranks were slow, and groups whose numbers do not compare."""
+    """Return processes and nodes by rank, slow times, and groups whose sequence numbers differ between ranks."""
     processes = latest_attempt(states)
     node_by_key = {key: state.host for state in states for key in state.processes}
     node_of = {rank: node_by_key[each.identity.key] for rank, each in processes.items()}
@@ -103,6 +110,6 @@ def _ranks_of(
 
 
 def _named(report: Report, slow: list[SlowTime]) -> set[int]:
-    """Ranks that verdicts and slow times are about."""
+    """Return the ranks that verdicts and slow times are about."""
     named = {verdict["rank"] for verdict in report["verdicts"]} | {each["rank"] for each in slow}
     return {rank for rank in named if rank is not None}

@@ -1,4 +1,4 @@
-"""Which steps the page holds whole, and of which ranks: those that tell most. Pure."""
+"""Choose the steps and ranks that the page shows span by span. Pure."""
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Rank, Report
 
 MAX_STEPS = 64
-MAX_RANKS = 16  # of a larger job: those that are slow, those that wait for them, and usual ones
+# If the job is larger, the page shows slow ranks, ranks that wait for them, and usual ones.
+MAX_RANKS = 16
 _SLOW, _WAITING, _USUAL = 6, 4, 3
 _MAX_SLOW_TIMES = 8
-_RECENT = 10  # the newest steps are one part in so many of all
+# The newest steps are the last 1/10 of all recorded steps.
+_NEWEST_FRACTION = 10
 
 
 def chosen_steps(
     grid: StepGrid, slow: Sequence[SlowTime], warm_from: int, kept: tuple[int, int] | None
 ) -> list[tuple[int, str]]:
-    """Steps and why, the most telling first. kept: from which step to which one records are there; None: of none."""
+    """Return the chosen steps with reasons, most informative first.
+
+    kept: the first and last step with records; None if there are no records.
+    """
     if kept is None:
         return []
     numbers = grid.first_single + np.arange(len(grid.single_ns))
@@ -58,7 +63,7 @@ def chosen_steps(
     if len(ends):
         add(there & (numbers == ends[0]), "first")
         add(there & (numbers == ends[-1]), "last")
-        add(there & (numbers > ends[-1] - max(1, len(ends) // _RECENT)), "longest of the newest")
+        add(there & (numbers > ends[-1] - max(1, len(ends) // _NEWEST_FRACTION)), "longest of the newest")
         for number in np.unique(ends[np.linspace(0, len(ends) - 1, MAX_STEPS).astype(np.int64)]).tolist():
             found.setdefault(number, "one of many")
     return list(found.items())[:MAX_STEPS]
@@ -76,8 +81,12 @@ def _nearest_to_median(values: npt.NDArray[np.float64], of: npt.NDArray[np.bool_
 
 
 def chosen_ranks(report: Report, slow: Sequence[SlowTime], node_of: Mapping[int, str]) -> list[int]:
-    """At most MAX_RANKS, ascending: all of a small job; else slow ones, on their nodes those that wait most, and usual
-    ones. node_of: each rank's node, as few of which are read as will do."""
+    """Return at most MAX_RANKS ranks in ascending order.
+
+    A small job shows all ranks. Otherwise the choice is slow ranks, the ranks on their nodes that
+    wait most, and usual ranks. Most chosen ranks are on two nodes, since the files of each further
+    node must be read too.
+    """
     rows = {rank["rank"]: rank for rank in report["ranks"]}
     if len(rows) <= MAX_RANKS:
         return sorted(rows)

@@ -1,7 +1,7 @@
-"""Single steps' collectives, joined over their ranks: who came when, and who waited how long.
+"""Join the collectives of single steps over their ranks: arrival and waiting time of each rank.
 
-A blocking collective ends everywhere at about the same time. So the surplus of a rank's duration over the shortest one
-is waiting, which no clock is needed for.
+A blocking collective ends at about the same time on all ranks. A rank's wait is therefore its
+duration minus the shortest one, for which no common clock is needed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 def joined_by_step(
     ranks: Collection[RankRecords], shown: Collection[int], uncomparable: Collection[str]
 ) -> dict[int, list[CollectiveJoined]]:
-    """By step, the collectives that several of these ranks have issued, in the order of their ends.
+    """Return the collectives of each step that several of these ranks issued, sorted by end.
 
-    Who came last is known where all ranks of the group are among `ranks`. shown: of them, those whose arrival and
-    waiting is wanted. uncomparable: names of groups whose sequence numbers do not compare.
+    The last rank to arrive is known if `ranks` has all ranks of the group. shown: the ranks whose
+    arrival and wait are returned. uncomparable: names of groups whose sequence numbers differ
+    between ranks.
     """
     one_clock = len({each.node for each in ranks}) == 1
     known, wanted = {each.rank for each in ranks}, set(shown)
@@ -49,7 +50,8 @@ def joined_by_step(
     join.set_ranks([each.rank for each in ranks])
     for each in ranks:
         records = each.records.records
-        if not one_clock:  # so that none is asked for: all ends lie together
+        # Without a common clock, shift all records so that every collective ends at time 0.
+        if not one_clock:
             records = records.copy()
             records["start_ns"] = -records["duration_ns"]
         join.add(each.rank, records, each.records.names, each.groups, 0, str(each.rank))
@@ -58,7 +60,10 @@ def joined_by_step(
 
 
 def _places(ranks: Collection[RankRecords]) -> Mapping[tuple[int, str, int], tuple[int, int]]:
-    """By rank, group and number of an operation: its step, and when it ended, by the rank's own clock."""
+    """Return step and end of each operation by rank, group and sequence number.
+
+    Ends are by the rank's own clock.
+    """
     found = {}
     for each in ranks:
         records, names = each.records

@@ -1,6 +1,7 @@
-"""Steps of all ranks, added up in windows that are the same for all: what the matrices are made from. Pure.
+"""Sums of all ranks' steps in windows common to all ranks, from which the page's matrices are made. Pure.
 
-Memory is bounded by the number of ranks and windows, not by that of steps: steps come in batches and are let go.
+Memory depends on the number of ranks and windows, not of steps: steps arrive in batches and are not
+kept.
 """
 
 from __future__ import annotations
@@ -20,29 +21,33 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 MAX_COLUMNS = 4096
-MAX_CELLS = 1_500_000  # ranks times columns
+# A cell is a rank in a column.
+MAX_CELLS = 1_500_000
 QUANTILES = {"p5_s": 0.05, "p50_s": 0.5, "p95_s": 0.95}
-_BIN = 0.01  # of the logarithm of a duration, in the counts that quantiles are taken from
+# Quantiles come from counts in bins of this width on the logarithm of the duration.
+_BIN_WIDTH = 0.01
 _SMALLEST_NS = 1e3
-_BINS = 3000  # up to 10^13 ns
-_MAX_SINGLE_STEPS = 1 << 22  # of which the longest rank's duration is kept, the newest
+# The bins cover durations up to 1e16 ns.
+_BINS = 3000
+# For the newest steps, the grid also keeps each step's duration on its slowest rank.
+_MAX_SINGLE_STEPS = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Steps of any ranks, in any order: columns of equal length. Times in ns."""
+    """Steps of any ranks, in any order, as columns of equal length. Times are in ns."""
 
     row: Integers
-    """The rank's place among the grid's rows."""
+    """Index of the rank's row in the grid."""
     step: Integers
     start_ns: Integers
-    """After the run's first step began, by the wall clock."""
+    """Time since the start of the run's first step, by the wall clock."""
     duration_ns: Integers
     work_ns: Integers
     parts_ns: Integers
     """Shape [steps, parts]."""
     ready_ns: Integers
-    """Ready to run without a CPU; -1 where that was not measured."""
+    """Time runnable but not scheduled; -1 where it was not measured."""
     memory_bytes: Integers
     flags: Integers
 
@@ -51,7 +56,10 @@ class StepGrid:
     """Sums over windows of `width` steps, a power of two. Row i is the i-th rank."""
 
     def __init__(self, ranks: Sequence[int], warm_from: Integers, first: int, last: int, parts: int) -> None:
-        """warm_from: of each rank, its first step that is no warm-up. first, last: of the steps of all ranks."""
+        """warm_from: each rank's first step after the warm-up.
+
+        first, last: range of all ranks' steps.
+        """
         self._range = ranks, warm_from, first, last, parts
         self.row_of = {rank: row for row, rank in enumerate(ranks)}
         most = max(1, min(MAX_COLUMNS, MAX_CELLS // max(1, len(ranks))))
@@ -74,22 +82,22 @@ class StepGrid:
         self._counts = np.zeros((columns, _BINS), np.int32)
         self.first_single = max(first, last - _MAX_SINGLE_STEPS + 1)
         self.single_ns = np.zeros(last - self.first_single + 1)
-        """Of each step from `first_single` on, the longest duration of a rank; 0 where there is none."""
+        """Each step's duration on its slowest rank, from step `first_single` on; 0 if the step is missing."""
         self.single_flags = np.zeros(len(self.single_ns), np.int64)
         self.device: StepGrid | None = None
-        """The steps by the devices' clocks, of ranks that are judged by those; None where no rank is."""
+        """Steps by the devices' clocks, of the ranks that are judged by these; None if no rank is."""
 
     def empty(self) -> StepGrid:
-        """One of the same ranks and steps, without any; before it is widened."""
+        """Return a grid for the same ranks and steps that contains no data, with the original width."""
         return StepGrid(*self._range)
 
     @property
     def first_steps(self) -> Integers:
-        """Of each column."""
+        """The first step of each column."""
         return self.first + np.arange(len(self.flags)) * self.width
 
     def add(self, batch: Batch) -> None:
-        """Steps that are not in the grid's range are left out."""
+        """Add steps. Steps outside the grid's range are ignored."""
         _, _, first, last, _ = self._range
         inside = (batch.step >= first) & (batch.step <= last)
         if not inside.all():
@@ -115,25 +123,25 @@ class StepGrid:
         at_step = batch.step[single] - self.first_single
         np.maximum.at(self.single_ns, at_step, batch.duration_ns[single])
         np.bitwise_or.at(self.single_flags, at_step, batch.flags[single])
-        bins = np.log(np.maximum(batch.duration_ns, _SMALLEST_NS) / _SMALLEST_NS) / _BIN
+        bins = np.log(np.maximum(batch.duration_ns, _SMALLEST_NS) / _SMALLEST_NS) / _BIN_WIDTH
         np.add.at(self._counts, (column, np.minimum(bins.astype(np.int64), _BINS - 1)), 1)
 
     def quantile_s(self, share: float) -> Floats:
-        """Of each column, that quantile of all its steps, to within half a percent; NaN where there is no step."""
+        """Return a quantile of each column's step durations, to within 0.5 %; NaN if the column has no step."""
         reached = self._counts.cumsum(axis=1)
         total = reached[:, -1]
         found = (reached >= np.maximum(1, np.ceil(share * total))[:, None]).argmax(axis=1)
-        seconds = _SMALLEST_NS * np.exp((found + 0.5) * _BIN) / 1e9
+        seconds = _SMALLEST_NS * np.exp((found + 0.5) * _BIN_WIDTH) / 1e9
         return np.where(total > 0, np.minimum(seconds, np.nan_to_num(self.longest_ns, nan=np.inf) / 1e9), np.nan)
 
     def no_cpu_share(self, row: int) -> Floats:
-        """Of each column, the share of the rank's time in which it was ready and had no CPU; NaN: not measured."""
+        """Return the share of a rank's time that it was runnable but not scheduled, by column; NaN: not measured."""
         of_ns = self.ready_of_ns[row]
         share: Floats = np.divide(self.ready_ns[row], of_ns, out=np.full(len(of_ns), np.nan), where=of_ns > 0)
         return share
 
     def widened(self) -> StepGrid:
-        """The same with windows twice as wide."""
+        """Return the same grid with windows twice as wide."""
         wider = StepGrid.__new__(StepGrid)
         wider.width = 2 * self.width
         wider.first = self.first // wider.width * wider.width

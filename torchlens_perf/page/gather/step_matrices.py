@@ -1,4 +1,4 @@
-"""Each rank's steps, read from their files a batch at a time, as matrices for the page."""
+"""Read each rank's steps from files, in batches, into matrices for the page."""
 
 from __future__ import annotations
 
@@ -30,24 +30,28 @@ if TYPE_CHECKING:
 MAX_MEMORY_COLUMNS = 256
 _PARTS = tuple(f"{part}_ns" for part in PARTS)
 _COLUMNS = ("process", "step", "start_ns", "duration_ns", "own_ns", "ready_ns", "memory_bytes", "flags", *_PARTS)
-_WORK = "work_ns"  # missing in run directories of earlier versions
+# Run directories of earlier versions lack this column.
+_WORK = "work_ns"
 _NO_WORK = "Recorded by an earlier version: what is shown as work may hold lack of a CPU."
 _FLAGS = {**TAGS, "garbage collection": Flag.COLLECTED}
 
 
 def unix_offset_ns(process: ProcessState) -> int:
-    """What to add to a time of the process's node to have it on the wall clock."""
+    """Return the offset from the monotonic clock of the process's node to the wall clock."""
     return process.anchor.unix_ns - process.anchor.monotonic_ns
 
 
 def begin_unix_ns(processes: Mapping[int, ProcessState]) -> int:
-    """When the run's first step began; 0 if there is none."""
+    """Return the start of the run's first step; 0 if no step was made."""
     starts = ((each.statistics.started_ns, unix_offset_ns(each)) for each in processes.values())
     return min((start + offset for start, offset in starts if start is not None), default=0)
 
 
 def step_grid(run: RunDirectory, processes: Mapping[int, ProcessState], notes: list[str]) -> StepGrid | None:
-    """The steps of these processes, by rank; None where there are none. notes: gets a line for each unreadable file."""
+    """Return a grid of the steps of these processes; None if there are no steps.
+
+    notes: receives a line for each unreadable file.
+    """
     ranks = sorted(processes)
     firsts = [processes[rank].statistics.first_step for rank in ranks]
     lasts = [processes[rank].statistics.last_step for rank in ranks]
@@ -73,7 +77,11 @@ def step_grid(run: RunDirectory, processes: Mapping[int, ProcessState], notes: l
 
 
 def _batch(rows: Any, work: str, row_of: Mapping[str, int], begin_ns: Mapping[str, int]) -> Batch:
-    """The steps of these processes. row_of, begin_ns: by key, the grid's row, and when the run began by its clock."""
+    """Return the rows that belong to these processes.
+
+    row_of: the grid's row, by process key. begin_ns: the start of the run by the process's clock,
+    by process key.
+    """
     row = coded(rows.column("process"), row_of, -1)
     ours = row >= 0
 
@@ -96,7 +104,7 @@ def _batch(rows: Any, work: str, row_of: Mapping[str, int], begin_ns: Mapping[st
 
 
 def step_matrices(grid: StepGrid, processes: Mapping[int, ProcessState], slow: list[SlowTime]) -> StepMatrices:
-    """The grid as the page holds it."""
+    """Return the grid as data of the page."""
     ranks = sorted(processes)
     work = _work_s(grid, [row for row, rank in enumerate(ranks) if processes[rank].judged_by == DEVICE])
     device_parts = {} if grid.device is None else _mean_parts_s(grid.device)
@@ -120,7 +128,10 @@ def step_matrices(grid: StepGrid, processes: Mapping[int, ProcessState], slow: l
 
 
 def _work_s(grid: StepGrid, by_device: list[int]) -> Floats:
-    """[ranks, columns]: mean work of the steps that are compared; of these rows by the device's clock."""
+    """Return the mean work of comparable steps, shape [ranks, columns].
+
+    by_device: rows to take from the device's clock.
+    """
     sums, counts = grid.work_ns.copy(), grid.compared.copy()
     if grid.device is not None:
         sums[by_device], counts[by_device] = grid.device.work_ns[by_device], grid.device.compared[by_device]
@@ -128,7 +139,7 @@ def _work_s(grid: StepGrid, by_device: list[int]) -> Floats:
 
 
 def _others_s(work: Floats, populations: Sequence[str]) -> Floats:
-    """[ranks, columns]: the work that each value is compared with, which is the median of the other ranks."""
+    """Return the median work of the other ranks in each rank's population, shape [ranks, columns]."""
     others = np.full(work.shape, np.nan)
     for population in dict.fromkeys(populations):
         rows = [row for row, each in enumerate(populations) if each == population]
@@ -138,12 +149,12 @@ def _others_s(work: Floats, populations: Sequence[str]) -> Floats:
 
 
 def _mean_parts_s(grid: StepGrid) -> dict[str, Floats]:
-    """By part that occurs, [ranks, columns]."""
+    """Return the mean seconds of each part that occurs, shape [ranks, columns]."""
     return {part: _mean_s(grid.parts_ns[at], grid.steps) for at, part in enumerate(PARTS) if grid.parts_ns[at].any()}
 
 
 def _mean_s(sums_ns: Floats, counts: npt.NDArray[np.integer[Any]]) -> Floats:
-    """NaN where nothing was counted."""
+    """Return means in seconds; NaN where the count is 0."""
     means: Floats = np.divide(sums_ns, counts, out=np.full(sums_ns.shape, np.nan), where=counts > 0) / 1e9
     return means
 
@@ -172,7 +183,7 @@ def _place(rank: int, process: ProcessState) -> Place:
 
 
 def slow_times(findings: Findings) -> list[SlowTime]:
-    """In which ranks were named as slow, the earliest first."""
+    """Return the times in which ranks were reported as slow, earliest first."""
     return [
         {"rank": each.rank, "phase": each.phase, "since_step": each.since_step, "until_step": each.until_step}
         for each in sorted(findings.episodes, key=lambda episode: (episode.since_step, episode.rank))
@@ -180,7 +191,10 @@ def slow_times(findings: Findings) -> list[SlowTime]:
 
 
 def _memory(grid: StepGrid) -> list[list[int | None]] | None:
-    """The most in each of at most MAX_MEMORY_COLUMNS groups of steps. 0 is what nobody has read."""
+    """Return peak memory in at most MAX_MEMORY_COLUMNS groups of steps.
+
+    Values of 0 or -1 were not measured.
+    """
     if (grid.memory_bytes <= 0).all():
         return None
     together = -(-grid.memory_bytes.shape[1] // MAX_MEMORY_COLUMNS)
@@ -191,5 +205,5 @@ def _memory(grid: StepGrid) -> list[list[int | None]] | None:
 
 
 def _rounded(values: Floats | Sequence[float]) -> list[float | None]:
-    """Six figures, None for what is not known."""
+    """Return the values rounded to six digits, with None for NaN."""
     return [float(f"{value:.6g}") if value == value else None for value in np.asarray(values, np.float64).tolist()]

@@ -1,4 +1,4 @@
-"""One rank's records of one step as rows of spans, and names as numbers."""
+"""Convert one rank's records of one step to rows of spans, with names as indexes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ if TYPE_CHECKING:
 
 HOST, DEVICE = "host", "device"
 _LANES = (HOST, "collectives", "other threads", DEVICE, "collectives on the device")
-_NUMBER = 0xFFFFFFFF  # the lower half of a collective's second value
+# The lower 32 bits of a collective record's value1 are its sequence number.
+_NUMBER = 0xFFFFFFFF
 _ROUNDED_US = 0.1
-MAX_SPANS = 600  # of one rank and step: the longest
+# Each rank keeps its longest spans of a step.
+MAX_SPANS = 600
 
 
 def rank_trace(
     rank: int, of: Records, index_of: dict[str, int], offset_us: float | None
 ) -> tuple[RankTrace, int] | None:
-    """Return the step that these records are of, and how many spans are left out; None if its end is not among them.
+    """Return the trace of the step in these records and the number of left-out spans.
 
-    index_of: the number of each name; new ones are added.
+    Return None if the records lack the end of the step. index_of: index of each name; new names are
+    added.
     """
     records = of.records
     ends = records[records["kind"] == Kind.STEP]
@@ -65,7 +68,8 @@ def _lanes(spans: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
 
 
 def _row(lane: str, spans: npt.NDArray[np.void], texts: list[str], index_of: dict[str, int], begin_ns: int) -> SpanRow:
-    on_device = spans["kind"] == Kind.DEVICE  # its own kind is what the span is on the host
+    # A DEVICE record has the kind of the host span that it belongs to in value0.
+    on_device = spans["kind"] == Kind.DEVICE
     kinds = np.where(on_device, spans["value0"].astype(np.int64), spans["kind"].astype(np.int64)).tolist()
     start_us = np.round((spans["start_ns"] - begin_ns) / 1e3, 1)
     duration_us = np.round(np.maximum(spans["duration_ns"], 0) / 1e3, 1)
@@ -84,9 +88,13 @@ def _row(lane: str, spans: npt.NDArray[np.void], texts: list[str], index_of: dic
 
 
 def _apart(start: npt.NDArray[np.float64], end: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """For spans in the order of their starts, the lowest row in which each overlaps no other."""
+    """Return for each span the lowest row in which it overlaps no other span.
+
+    Spans are sorted by start.
+    """
     found = np.zeros(len(start), np.int64)
-    busy: list[tuple[float, int]] = []  # until when, and which row
+    # A heap of (end of the span, row).
+    busy: list[tuple[float, int]] = []
     free: list[int] = []
     rows = 0
     for index, (begins, ends) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):

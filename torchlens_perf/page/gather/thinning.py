@@ -1,4 +1,4 @@
-"""What is left out where a page would become too large, each with a sentence that says so. Pure."""
+"""Reduce data where a page would become too large, and add a sentence on each reduction. Pure."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ _T = TypeVar("_T")
 
 
 def size_bytes(value: Any) -> int:
-    """As JSON in the page, in about so many bytes."""
+    """Return the approximate size of a value as JSON in the page."""
     return len(json.dumps(value, separators=(",", ":")))
 
 
 def thinned_grid(
     grid: StepGrid, made_of: Callable[[StepGrid], _T], budget_bytes: int, notes: list[str]
 ) -> tuple[StepGrid, _T]:
-    """The grid with as wide windows as it takes for what is made of it to fit, and that."""
+    """Widen the grid's windows until the data made from it fits the budget.
+
+    Return the grid and this data.
+    """
     made = made_of(grid)
     narrow = grid.width
     while (size := size_bytes(made)) > budget_bytes and len(grid.flags) > 1:
-        # Twice the width gives about half the size. Widths that are sure not to fit are skipped: each takes seconds.
+        # Doubling the width halves the size. Widths that cannot fit are skipped, since each attempt takes seconds.
         for _ in range(max(1, int(math.log2(size / max(1, budget_bytes))))):
             grid = grid.widened() if len(grid.flags) > 1 else grid
         made = made_of(grid)
@@ -41,7 +44,10 @@ def thinned_grid(
 
 
 def thinned_report(report: Report, named: Collection[int], budget_bytes: int, notes: list[str]) -> Report:
-    """The report with the rows that matter most. named: ranks that must stay. Its verdicts stay whole."""
+    """Return the report with its most important rows and all verdicts.
+
+    named: ranks that must stay.
+    """
     if size_bytes(report) <= budget_bytes:
         return report
     modules = report["modules"]
@@ -69,7 +75,8 @@ def _of_ranks(report: Report, kept: Collection[int]) -> Report:
     names = {str(rank) for rank in kept}
 
     def only(row: Any) -> Any:
-        shown = {*names, str(row.get("slowest_rank"))}  # sentences on a collective quote that rank's numbers
+        # Sentences on a collective quote the numbers of its slowest rank.
+        shown = {*names, str(row.get("slowest_rank"))}
         return {
             key: {rank: each for rank, each in value.items() if rank in shown}
             if key in ("by_rank", "backward_by_rank", "device_own_by_rank") and isinstance(value, Mapping)

@@ -1,4 +1,4 @@
-"""The steps that the page holds whole: chosen, read, and cut down until they fit."""
+"""Read the chosen steps span by span, as many as fit into the page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.verdicts.node_state import ProcessState
 
-MAX_SPAN_BYTES = 1 << 30  # of span files, up to which those of ranks that are not shown are read too, for collectives
+# If the span files are not larger, collectives of ranks that are not shown are read too, to find the last to arrive.
+MAX_SPAN_BYTES = 1 << 30
 
 
 def whole_steps(
@@ -36,11 +37,14 @@ def whole_steps(
     *,
     with_others: bool,
 ) -> StepTraces:
-    """Return as many of these steps as fit into the budget, from the first on. notes: gets what is left out.
+    """Return as many of these steps as fit into the budget, in order.
 
-    node_of: each rank's node, as in names of files. ranks: those that are shown. steps: and why each is shown.
-    uncomparable: groups whose sequence numbers do not compare. with_others: read the other ranks' collectives too, so
-    that the last to arrive is known.
+    notes: receives sentences on left-out data.
+
+    node_of: each rank's node, as in file names. ranks: the ranks to show. steps: step numbers, each
+    with the reason for showing it. uncomparable: groups whose sequence numbers differ between
+    ranks. with_others: also read the collectives of other ranks, so that the last rank to arrive is
+    known.
     """
     wanted = [step for step, _ in steps]
     of_ranks = _rank_records(run, processes, node_of, ranks, wanted, notes)
@@ -87,7 +91,7 @@ def _rank_records(
     notes: list[str],
     kinds: Collection[Kind] = SPANS,
 ) -> list[RankRecords]:
-    """Return the records of these ranks in these steps, without ranks that have none. notes: as in whole_steps()."""
+    """Return the records of these ranks in these steps. Ranks without records are left out."""
     keys = {rank: processes[rank].identity.key for rank in ranks}
     read = records_of(run, {keys[rank]: node_of[rank] for rank in ranks}, steps, noted_in(notes), kinds)
     return [
@@ -98,7 +102,7 @@ def _rank_records(
 
 
 def _by_step(read: Records) -> dict[int, Records]:
-    """Of steps whose end is among the records."""
+    """Return the records by step, for steps whose end is among the records."""
     steps, ends = read.records["step"], read.records["kind"] == int(Kind.STEP)
     return {step: Records(read.records[steps == step], read.names) for step in np.unique(steps[ends]).tolist()}
 
@@ -106,7 +110,7 @@ def _by_step(read: Records) -> dict[int, Records]:
 def _step_row(
     step: int, why: str, ranks: Sequence[RankRecords], world_size: int, index_of: dict[str, int], clocks: NodeClocks
 ) -> StepTraceRow | None:
-    """Without its collectives."""
+    """Return the row of a step without its collectives; None if no rank has records."""
     if not ranks:
         return None
     clock = clocks.of(ranks)

@@ -1,1 +1,1 @@
-"""The page's sections: each is a fragment that stands alone."""
+"""The page's sections. Each is an independent HTML fragment."""

@@ -1,6 +1,7 @@
-"""Horizontal bars as SVG: one row per bar, drawn once, for pages with and without scripts, and for notebooks. Pure.
+"""Horizontal bars as static SVG, one row per bar, for pages and notebooks. Pure.
 
-A bar is an SVG as wide as its place, whose lengths are per cent: the page's policy allows no inline styles.
+A bar is an SVG that fills its container, with lengths in percent: the page's content security
+policy forbids inline styles.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from torchlens_perf.view.specs import Bar, inert
 from torchlens_perf.view.theme import PARTS
 
 _LABELLED = 0.09
-"""Share of the width from which a segment shows its share."""
+"""Smallest width of a segment, relative to the longest bar, that has room for a percentage."""
 _NAMES = {key: part.name for key, part in PARTS.items()}
 
 
 def bars(key: str, title: str, rows: Sequence[Bar], caption: str, *, names: Mapping[str, str] = _NAMES) -> Element:
     """Return a figure with bars on one scale.
 
-    key: the id of the figure. caption: the sentence below. names: by part what the legend calls it. Only parts of a
-    step show their shares: other totals have no parts that are compared.
+    key: the id of the figure. caption: the sentence below. names: names of the parts in the legend.
+    Percentages are shown only for the parts of a step (the default `names`).
     """
     longest = max((row.total for row in rows), default=0.0) or 1.0
     seen = list(dict.fromkeys(part for row in rows for part, _, _ in row.segments(longest)))
@@ -51,7 +52,10 @@ def _row(row: Bar, longest: float, names: Mapping[str, str]) -> list[Element]:
 def stacked(
     bar: Bar, longest: float, names: Mapping[str, str] = _NAMES, *, shares: bool = True, look: str = "bar"
 ) -> Element:
-    """Return one bar. longest: the total of a bar that is as wide as the place. look: the class of the SVG."""
+    """Return one bar.
+
+    longest: the total of a bar that fills the width. look: the CSS class of the SVG.
+    """
     segments = []
     for part, begin, width in bar.segments(longest):
         share = percent(bar.seconds[part] / bar.total)
@@ -69,11 +73,11 @@ def stacked(
 
 
 def parts_words(bar: Bar, names: Mapping[str, str] = _NAMES) -> str:
-    """Return the same in words: "data 1.00 ms, forward 4.00 ms"."""
+    """Return the parts of a bar in words: "data 1.00 ms, forward 4.00 ms"."""
     return ", ".join(f"{names[part]} {duration(seconds)}" for part, seconds in bar.seconds.items() if seconds > 0)
 
 
 def swatch(part: str) -> Element:
-    """Return the colour of a part for a legend."""
+    """Return a legend's colour swatch for a part."""
     rect = tag("rect", width="100%", height="100%", class_=f"part-{part}")
     return tag("svg", rect, class_="swatch", aria_hidden="true")

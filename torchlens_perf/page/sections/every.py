@@ -1,4 +1,4 @@
-"""All sections in the order of the page. A section is None where there is nothing to show."""
+"""All sections in the order of the page. A section is None if it has nothing to show."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents, Series, SlowTime
     from torchlens_perf.verdicts.words.report import Report
 
-_FEWEST_RANKS = 5
-"""Fewer are compared by lines."""
+_MIN_HEAT_RANKS = 5
+"""Fewest ranks for a heat map. Fewer ranks are compared in a line chart."""
 _MAX_TIMES, _MAX_CHARTS = 3, 16
 _UNITS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "By": ("bytes", lambda value: amount(value, "B")),
@@ -30,14 +30,14 @@ _UNITS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "Hz": ("MHz", lambda value: f"{value / 1e6:.0f} MHz"),
     "1": ("count", rounded),
 }
-"""By UCUM unit: its name beside an axis, and a value in words."""
+"""The axis label of each UCUM unit, and a function that formats its values."""
 
 
 def _heat(contents: Contents) -> Element | None:
     matrices = contents["steps"]
     if matrices is None or not matrices["is_compared"]:
         return None
-    few = len(matrices["places"]) < _FEWEST_RANKS
+    few = len(matrices["places"]) < _MIN_HEAT_RANKS
     chart, title = (
         ("compute", "Compute time per step") if few else ("heat", "Compute time compared with the other ranks")
     )
@@ -60,7 +60,7 @@ def _steps(contents: Contents) -> Element | None:
 
 
 def _ranks(contents: Contents) -> Element | None:
-    """A single process has its tables with its phases."""
+    """Return the section; None for a single process, whose tables are in the section on phases."""
     if contents["report"]["run"]["world_size"] == 1:
         return None
     return _of_tables(contents, "ranks", "Ranks", *RANK_TABLES)
@@ -114,7 +114,7 @@ def _telemetry(contents: Contents) -> Element | None:
 
 
 def _series_chart(title: str, of: Sequence[Series]) -> Element:
-    """Return the place of a line chart of one quantity."""
+    """Return the figure in which scripts draw the line chart of one quantity."""
     unit = of[0]["unit"]
     label, show = _UNITS.get(unit, (unit, lambda value: f"{rounded(value)} {unit}"))
     return figure("telemetry", title, _mean_words(of, show), data_title=title, data_unit=label)
@@ -153,4 +153,4 @@ SECTIONS: tuple[tuple[str, str, Callable[[Contents], Element | None]], ...] = (
     ("telemetry", "Hardware", _telemetry),
     ("quality", "Data quality", quality),
 )
-"""Fragment, label, and what makes the section."""
+"""Fragment, label, and function of each section."""

@@ -1,4 +1,4 @@
-"""Modules and the user's sections: where the time of forward and backward goes."""
+"""Modules and the user's sections: where forward and backward time goes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from torchlens_perf.page.contents import Contents
 
 _MAX_BARS, _FEW_RANKS = 6, 4
-_VISIBLE_GAP = 0.1  # Share of the largest gap from which a module of the slow rank is marked.
-_VISIBLE = 0.01  # Share of the longest bar. Shorter ones are in the table only.
+# Share of the largest gap above which a module of the slow rank is marked.
+_MIN_MARKED_GAP = 0.1
+# Share of the longest bar below which a module is shown only in the table.
+_MIN_BAR = 0.01
 
 
 class _Module(NamedTuple):
@@ -27,7 +29,7 @@ class _Module(NamedTuple):
     slowest: int
     slowest_s: float
     others_s: float
-    """The median of the other ranks; of a single rank, its own time."""
+    """The median of the other ranks. If there is one rank, its own time."""
 
     @property
     def gap_s(self) -> float:
@@ -35,7 +37,7 @@ class _Module(NamedTuple):
 
 
 def modules(contents: Contents) -> Element | None:
-    """Return the section; None where neither modules nor sections were timed."""
+    """Return the section; None if neither modules nor sections were timed."""
     report = contents["report"]
     found = tables_of(contents, "modules", "sections", "device_sections")
     if not found:
@@ -59,9 +61,12 @@ def _module(name: str, by_rank: Mapping[int, float]) -> _Module:
 
 
 def _bars(rows: Sequence[_Module], named: Sequence[int], title: str) -> Element:
-    """Draw each module: a bar per rank where they are few, else its slowest rank and the median of the others."""
+    """Draw each module with a bar per rank.
+
+    If there are many ranks, draw the slowest one and the others' median.
+    """
     longest_s = max(row.slowest_s for row in rows)
-    rows = [row for row in rows if row.slowest_s >= _VISIBLE * longest_s]
+    rows = [row for row in rows if row.slowest_s >= _MIN_BAR * longest_s]
     most = max(rows, key=lambda row: row.gap_s)
     several = any(len(row.by_rank) > 1 for row in rows)
     made: list[Bar] = []
@@ -73,7 +78,7 @@ def _bars(rows: Sequence[_Module], named: Sequence[int], title: str) -> Element:
             slowest = (f"rank {row.slowest} (slowest)", row.slowest_s, row.slowest)
             shown = [slowest, ("median of the others", row.others_s, None)]
         for at, (label, own_s, rank) in enumerate(shown):
-            slow = rank in named and rank == row.slowest and row.gap_s >= _VISIBLE_GAP * most.gap_s
+            slow = rank in named and rank == row.slowest and row.gap_s >= _MIN_MARKED_GAP * most.gap_s
             made.append(Bar(label, {"slower" if slow else "module": own_s}, rank, slow, "" if at else row.name))
     caption = "Self time: without the modules inside."
     if len(most.by_rank) > 1:

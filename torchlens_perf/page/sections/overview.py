@@ -1,4 +1,4 @@
-"""The head of the page: what ran, where and when, its status, and its key figures."""
+"""The head of the page: program, place and time of the run, its status, and its key figures."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 _COMPUTE = ("forward", "recompute", "backward", "optimizer")
 _SMALLEST_NAMED = 0.005
-"""Share of the step from which a part is named below the bar."""
+"""Smallest share of the step for which the legend below the bar names a part."""
 
 
 def header(report: Report, status: Headline | None) -> Element:
-    """Return the program, the status, and the facts of the run."""
+    """Return the page header: program, status, and facts of the run."""
     run = report["run"]
     facts = [
         ranks_words(run),
@@ -46,7 +46,7 @@ def header(report: Report, status: Headline | None) -> Element:
 
 
 def key_figures(report: Report, status: Headline | None) -> Element | None:
-    """Return a tile for each key figure, and where the time of a step goes."""
+    """Return a tile for each key figure, and a bar of a step's time by part."""
     steps = report["steps"]
     if steps["p50_s"] is None:
         return None
@@ -69,7 +69,7 @@ def key_figures(report: Report, status: Headline | None) -> Element | None:
 
 
 def _of_step_time(status: Headline) -> str:
-    """Return what the share of the step is: a loss, or the part that the step spends most time in."""
+    """Return the label of the cost share: the part that the step spends most time in, or lost time."""
     facts = dict(status.facts)
     place = facts.get("in") or facts.get("waits for")
     return f"of step time in {place}" if place else "of step time lost"
@@ -124,12 +124,12 @@ def _state(run: Run) -> str:
 
 
 def minute(text: str) -> str:
-    """Return a time of the report as people read it."""
+    """Return a time of the report in a readable form, to the minute."""
     return f"{_time(text):%Y-%m-%d %H:%M} UTC"
 
 
 def _time(text: str) -> datetime.datetime:
-    """Return a time of the report in UTC; the earliest one for a text that is none."""
+    """Return a time of the report in UTC; the earliest possible time if the text is not a time."""
     try:
         found = datetime.datetime.fromisoformat(text)
     except ValueError:

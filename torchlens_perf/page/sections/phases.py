@@ -1,4 +1,4 @@
-"""Phases: what a typical step of each rank is made of."""
+"""Phases: the parts of each rank's typical step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Rank, Report
 
 _MAX_BARS = 8
-_NOTICEABLE = 0.01  # Share of the slow rank's step from which a gap is worth a sentence.
+# Share of the slow rank's step above which the caption reports the gap to the other ranks.
+_MIN_GAP = 0.01
 _HIDDEN = "A device that waits for other ranks hides what its host does."
 
 
 def phases(contents: Contents) -> Element | None:
-    """Return the section; None where no rank has a typical step."""
+    """Return the section; None if no rank has a typical step."""
     report = contents["report"]
     rows = [rank for rank in by_prominence(report) if rank["typical"] is not None]
     if not rows:
@@ -56,9 +57,9 @@ def _bars(report: Report, ranks: list[Rank], *, by_device: bool, hidden: bool) -
 
 
 def _words(rows: list[Bar], report: Report, *, hidden: bool) -> str:
-    """Return the largest part, or what takes longer on the slow rank.
+    """Return the caption: the part that takes longest on the slow rank compared with others, or the largest part.
 
-    hidden: devices that wait hide what their hosts do, so that this clock cannot tell.
+    hidden: devices wait for other ranks, so their clocks cannot show which host is slow.
     """
     if hidden:
         return _HIDDEN
@@ -72,7 +73,7 @@ def _words(rows: list[Bar], report: Report, *, hidden: bool) -> str:
         usual = {part: sum(row.seconds.get(part, 0.0) for row in others) / len(others) for part in parts}
         own = [part for part in parts if part != "communication"]
         more = max(own, key=lambda part: slow.seconds.get(part, 0.0) - usual[part], default=None)
-        if more is not None and slow.seconds.get(more, 0.0) - usual[more] > _NOTICEABLE * sum(slow.seconds.values()):
+        if more is not None and slow.seconds.get(more, 0.0) - usual[more] > _MIN_GAP * sum(slow.seconds.values()):
             return (
                 f"Largest gap: {slow.label} spends {duration(slow.seconds[more])} in {NAMES[more].name}; the others "
                 f"average {duration(usual[more])}."

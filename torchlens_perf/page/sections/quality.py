@@ -1,4 +1,4 @@
-"""Data quality, and what recording cost."""
+"""Data quality and the cost of recording."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def quality(contents: Contents) -> Element:
-    """Return the section with the figures of recording, the notes, and what the page leaves out."""
+    """Return the section with recording counts, notes, and sentences on data that the page leaves out."""
     thinned = contents["thinned"]
     budget = amount(thinned["budget_bytes"], "B")
     bounds = f"Charts hold at most {budget} of data, exact to {LOG_STEP / 2:.1%}. The run directory has all records."

@@ -1,4 +1,4 @@
-"""What several sections use: tables of the report, and the order of its ranks."""
+"""Helpers of several sections: tables of the report, and the order of its ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMED = ("straggler", "hang", "out_of_memory", "hang_ended", "straggler_transie
 
 
 def tables_of(contents: Contents, *keys: str) -> list[Element]:
-    """Return the tables of the report that have these keys, in the order of the keys."""
+    """Return the report's tables with these keys, in the order of the keys."""
     known = {each.key: each for each in contents["tables"]}
     return [table(known[key]) for key in keys if key in known]
 

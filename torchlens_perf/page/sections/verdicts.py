@@ -1,4 +1,4 @@
-"""The verdicts: the one that counts in full, the others as a line each, and those that are over behind one line."""
+"""The verdicts: the main one in full, other current ones as a line each, and ended ones behind one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import VerdictRow
 
 _MAX_STACKS = 8
-# The facts of a card have the host; the others are the same on all ranks.
+# Attributes to leave out of a verdict's details: the card shows the host, and the others are equal on all ranks.
 _OTHER_PLACES = ("host.name", "torch.elastic.", "slurm.job.", "slurm.step.")
 
 
@@ -48,7 +48,7 @@ def _more(key: str, row: VerdictRow) -> list[Child]:
 
 
 def _diagnosis(key: str, rank: int | None, diagnosis: Mapping[str, Any] | None) -> Element | None:
-    """Return what explains a slow rank, what was checked, and the measurements behind it."""
+    """Return the cause of a slow rank, the checked explanations, and the measurements behind them."""
     if diagnosis is None:
         return None
     causes = [

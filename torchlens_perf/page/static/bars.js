@@ -1,6 +1,6 @@
-// Bars are drawn in Python (page/sections/bars.py): here they get export buttons, and choose a rank by a click.
+// Adds export buttons to the bars that Python draws (page/sections/bars.py), and selects a rank at a click on its bar.
 {
-  // The picture of bars as they are on the screen.
+  // Draws the bars as they look on the screen to a canvas.
   function picture(figure) {
     const ratio = torchlens.exportRatio();
     const colours = torchlens.colours();

@@ -1,9 +1,11 @@
-// The base of all charts: one uPlot figure with title, legend, tip, export buttons, and gestures on its plot area.
+// Base class of all charts: a uPlot figure with title, legend, tooltip, export buttons, and gestures on its plot area.
 {
   const { element, short } = torchlens;
-  const NEAR = "600px"; // Charts this close to the viewport are drawn.
+  // Charts are drawn when they come this close to the viewport.
+  const NEAR = "600px";
   const NARROW = 560;
-  const DRAG = 5; // Pixels before a press becomes a drag.
+  // Distance in pixels at which a press becomes a drag.
+  const DRAG = 5;
   const INCREMENTS = Array.from({ length: 27 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** (power - 12))).flat();
 
   const measure = document.createElement("canvas").getContext("2d");
@@ -13,7 +15,7 @@
     return new Proxy({}, { get: (_, name) => style.getPropertyValue(`--${name}`).trim() });
   };
 
-  // Red, green and blue of a colour of the theme, "#1b7f5a".
+  // Returns red, green and blue of a theme colour such as "#1b7f5a".
   torchlens.channels = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
 
   torchlens.isDark = (colour) => {
@@ -25,7 +27,7 @@
   document.body.append(tip);
   addEventListener("scroll", () => torchlens.showTip(null), { passive: true });
 
-  // Shows lines of text near a point of the window. lines: null for none.
+  // Shows lines of text near a point of the window. lines: null hides the tooltip.
   torchlens.showTip = (lines, [x, y] = [0, 0]) => {
     tip.hidden = !lines;
     if (!lines) return;
@@ -44,7 +46,7 @@
     setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
   };
 
-  // Spreadsheets evaluate text that begins like a formula: such names get an apostrophe.
+  // Spreadsheets evaluate text that begins like a formula, so such names get an apostrophe.
   torchlens.csv = (rows) => {
     const cell = (value) => {
       if (typeof value === "number") return Number.isFinite(value) ? String(value) : "";
@@ -58,10 +60,10 @@
     torchlens.save(`${name}.csv`, new Blob([torchlens.csv(rows)], { type: "text/csv" }));
   };
 
-  // Pixels of a picture for one of the page.
+  // Returns the pixels of an exported picture per CSS pixel.
   torchlens.exportRatio = () => Math.max(2, devicePixelRatio || 1);
 
-  // The title and the legend above a picture. legend: [colour, text] each; picture: a canvas of this pixel ratio.
+  // Draws title and legend above a picture. legend: entries [colour, text]; picture: a canvas with this pixel ratio.
   torchlens.framed = (title, legend, picture, ratio) => {
     const colours = torchlens.colours();
     const made = element("canvas");
@@ -96,7 +98,7 @@
     return made;
   };
 
-  // Buttons beside the title of a figure. rows() returns a table, picture() a canvas or the promise of one.
+  // Adds export buttons after the title of a figure. rows() returns a table, picture() a canvas or a promise of one.
   torchlens.exports = (figure, rows, picture) => {
     const heading = figure.querySelector("h3");
     const name = () => (heading.textContent.toLowerCase().match(/[a-z0-9]+/g) ?? ["chart"]).join("-").slice(0, 60);
@@ -115,7 +117,7 @@
     return exports;
   };
 
-  // -- what steps did besides training
+  // -- other activity in steps than training
 
   const FLAGS = new Map([
     ["checkpoint", ["S", "saved a checkpoint"]],
@@ -126,7 +128,7 @@
 
   // -- charts
 
-  // A light ground of a colour.
+  // Fills a background in a translucent colour.
   torchlens.shade = (ctx, colour, opacity, left, top, width, height) => {
     ctx.globalAlpha = opacity;
     ctx.fillStyle = colour;
@@ -134,8 +136,9 @@
     ctx.globalAlpha = 1;
   };
 
-  // A chart in a figure of the page. A subclass has options(): data, series, axes and what is painted; shape(): a text,
-  // upon whose change it is built anew; selectedWords(): a caption for a selection; hover(), click(), brush().
+  // A chart in a figure of the page. A subclass implements options() (data, series, axes and paint functions), shape()
+  // (a text; when it changes, the chart is rebuilt), selectedWords() (a caption for a selection), hover(), click() and
+  // brush().
   class Chart {
     constructor(page, figure) {
       this.page = page;
@@ -147,7 +150,8 @@
       this.heading.after(this.place, this.legend);
       this.exports = torchlens.exports(figure, () => this.rows(), () => this.picture());
       this.exports.hidden = true;
-      this.asked = new Set(["theme"]); // What has changed since the last drawing.
+      // View settings that have changed since the last drawing.
+      this.asked = new Set(["theme"]);
       this.isNear = false;
       this.observer = new IntersectionObserver(
         ([entry]) => {
@@ -160,7 +164,7 @@
       this.renewed();
     }
 
-    // The page's sentence about the whole run. It stays until a selection has one of its own.
+    // Stores the page's caption about the whole run, which is shown unless a selection has its own caption.
     renewed() {
       this.caption = this.figure.querySelector("figcaption");
       this.found = this.caption?.textContent ?? "";
@@ -218,7 +222,7 @@
       if (this.plot) this.gestures(this.plot.over);
     }
 
-    // size: times the size on the screen.
+    // size: scale factor relative to the screen.
     made({ data, series, bands, x, y, height, under, over }, place, size = 1) {
       const { colours } = this;
       const font = `${12 * size}px ${this.font}`;
@@ -234,7 +238,8 @@
         grid: { show: hasGrid, stroke: colours.rule, width: size },
         values: (_, found) => {
           const texts = found.map((value) => (value === null ? "" : text(value)));
-          return texts.map((each, at) => (each === texts[at - 1] ? "" : each)); // two ticks never read the same
+          // Rounded tick labels can repeat: show each one once.
+          return texts.map((each, at) => (each === texts[at - 1] ? "" : each));
         },
         splits,
         incrs: incrs ?? INCREMENTS,
@@ -267,12 +272,13 @@
         hooks: { drawClear: painted(under), draw: painted(over) },
       };
       const plot = new uPlot(options, data, place);
-      plot.over.style.touchAction = "pan-y pinch-zoom"; // A finger scrolls the page over it.
+      // A finger on the plot area still scrolls the page.
+      plot.over.style.touchAction = "pan-y pinch-zoom";
       return plot;
     }
 
-    // Paints inside of the plot area, in pixels of the screen from its corner. paint: gets ctx and the area, whose x()
-    // and y() turn values into places.
+    // Paints inside the plot area, in CSS pixels from its corner. paint() receives ctx and the area, whose x() and y()
+    // convert values to positions.
     clipped(plot, size, paint) {
       const { ctx, bbox } = plot;
       const ratio = uPlot.pxRatio * size;
@@ -302,18 +308,20 @@
       this.exports.hidden = true;
     }
 
-    // Drawn anew for export, with at least two pixels for one of the page.
+    // Redraws the chart for export, with at least two pixels per CSS pixel.
     async picture() {
       const size = Math.max(1, torchlens.exportRatio() / uPlot.pxRatio);
       const plot = this.made(this.drawn, element("div"), size);
-      await null; // uPlot draws in a microtask.
+      // uPlot draws in a microtask.
+      await null;
       const made = torchlens.framed(this.heading.textContent, this.entries, plot.ctx.canvas, uPlot.pxRatio * size);
       plot.destroy();
-      this.plot.redraw(false); // A chart remembers what it has painted last.
+      // Painting stored positions of the export in this chart: repaint to restore those of the screen.
+      this.plot.redraw(false);
       return made;
     }
 
-    // entries: [colour, text] each; null is no colour.
+    // Shows the legend. entries: [colour, text]; the colour may be null.
     explain(entries) {
       this.entries = entries;
       this.legend.replaceChildren(
@@ -373,7 +381,8 @@
         },
         dblclick: () => this.whole(),
         wheel: (event) => {
-          if (!event.ctrlKey && !event.metaKey) return; // Without a key, the page scrolls.
+          // Without a modifier key, the wheel scrolls the page.
+          if (!event.ctrlKey && !event.metaKey) return;
           event.preventDefault();
           this.zoomBy(event.deltaY < 0 ? 0.8 : 1.25, placeOf(event).x);
         },
@@ -405,7 +414,7 @@
 
     // -- the keyboard
 
-    // Makes the chart reachable by keys. keys: by the name of each, what it does.
+    // Makes the chart usable by keyboard. keys: an action for each key name.
     onKeys(role, hint, more) {
       const attributes = { tabindex: "0", role: "application", "aria-roledescription": role, "aria-label": hint };
       for (const [key, value] of Object.entries(attributes)) this.place.setAttribute(key, value);
@@ -431,12 +440,12 @@
       };
     }
 
-    // What is selected, on the horizontal axis.
+    // Returns the selected range on the horizontal axis.
     selected() {
       return this.isOverSteps ? this.view.steps : null;
     }
 
-    // The options of a chart whose rows are painted by itself. labels: by their places from the top.
+    // Returns options of a chart that paints its own rows. labels: texts by their position from the top.
     ofRows(begin, end, x, bottom, labels, height) {
       return {
         data: [[begin, end], [0, bottom]],
@@ -459,7 +468,7 @@
       return [...FLAGS].filter(([flag]) => found.has(flag)).map(([, words]) => [null, words.join(": ")]);
     }
 
-    // Letters at the bottom of the plot; where they are too dense, every so many.
+    // Paints letters for flags at the bottom of the plot. Where they are too dense, it skips some.
     paintFlags(ctx, { x: at, height }) {
       const { steps } = this;
       let last = -Infinity;
@@ -476,7 +485,7 @@
       ctx.textAlign = "start";
     }
 
-    // The selected steps, and the chosen one.
+    // Marks the selected steps and the chosen step.
     paintSelection(ctx, { x, height }) {
       const { steps, view, colours } = this;
       const selected = this.selected();

@@ -1,8 +1,8 @@
-// The page's contents (contents.py): decoding, and what is computed from them. Draws nothing.
+// Decodes the page's contents (contents.py) and computes values from them. Draws nothing.
 {
   const { duration, signed } = torchlens;
 
-  // Seconds of a matrix. NaN is what was not measured.
+  // Decodes a matrix to seconds. NaN means not measured.
   async function decoded({ codes, smallest_s, log_step }) {
     const packed = atob(codes);
     const bytes = new Uint8Array(packed.length);
@@ -17,7 +17,7 @@
     return seconds;
   }
 
-  // The index of the last of the ascending values that is not above this one; 0 where all are.
+  // Returns the index of the last of the ascending values that does not exceed `value`; 0 if all exceed it.
   torchlens.indexOf = (ascending, value) => {
     let low = 0;
     let high = ascending.length - 1;
@@ -29,10 +29,11 @@
     return low;
   };
 
-  // [ranks, columns] of all that is known of steps.
+  // Step data of shape [ranks, columns].
   class Steps {
     constructor(steps, matrices) {
-      Object.assign(this, matrices); // step, work, others, parts, device_parts
+      // The fields are step, work, others, parts and device_parts.
+      Object.assign(this, matrices);
       this.places = steps.places;
       this.ranks = steps.places.length;
       this.rowOf = new Map(steps.places.map((place, row) => [place.rank, row]));
@@ -63,30 +64,30 @@
       return step !== null && step >= this.begin && step < this.end;
     }
 
-    // "step 7", or the steps of a wider column.
+    // Returns "step 7", or the range of steps if the column is wider.
     words(column) {
       return torchlens.steps(this.first[column], this.first[column] + this.width);
     }
 
-    // A rank's values, with null for what was not measured.
+    // Returns a rank's values, with null where they were not measured.
     row(values, row) {
       const found = values.subarray(row * this.columns, (row + 1) * this.columns);
       return Array.from(found, (value) => (value === value ? value : null));
     }
 
-    // The column that a step is in; the nearest one where it is in none.
+    // Returns the column that contains a step, or the nearest column.
     column(step) {
       return torchlens.indexOf(this.first, step);
     }
 
-    // Columns [from, until) of the steps [since, end); all without a selection.
+    // Returns the columns [from, until) of the selected steps [since, end); all columns without a selection.
     range(selection) {
       if (!selection) return [0, this.columns];
       const from = this.column(selection[0]);
       return [from, Math.max(from, this.column(selection[1] - 1)) + 1];
     }
 
-    // The mean of a row over columns; NaN where nothing was measured.
+    // Returns the mean of a row over columns; NaN if nothing was measured.
     mean(values, row, [from, until]) {
       let sum = 0;
       let count = 0;
@@ -100,19 +101,19 @@
       return count ? sum / count : NaN;
     }
 
-    // The mean of each row.
+    // Returns the mean of each row.
     means(values, range) {
       return this.places.map((_, row) => this.mean(values, row, range));
     }
 
-    // Compares two rows: those in `slow` come first, then those with the larger of these means.
+    // Returns a comparison function for sorting rows: rows in `slow` first, then by decreasing mean.
     bySlowness(slow, means) {
       const down = (value) => (value === value ? value : -Infinity);
       return (one, other) =>
         slow.has(other) - slow.has(one) || down(means[other]) - down(means[one]) || one - other;
     }
 
-    // Of all ranks' steps in these columns: how many there are, quantiles, and the longest with its place.
+    // Returns count, quantiles and the longest (with rank and step) of all ranks' steps in these columns.
     spread([from, until]) {
       const found = [];
       let longest = -1;
@@ -151,7 +152,7 @@
     });
   };
 
-  // What the heat map can show, in words.
+  // Names of the quantities that the heat map can show.
   const WORDS = new Map([["excess", "excess over the other ranks"], ["step", "step time"], ["work", "compute"]]);
   torchlens.quantityWords = (key) => {
     if (WORDS.has(key)) return WORDS.get(key);

@@ -1,13 +1,15 @@
-// Ranks by steps: any quantity as coloured cells; grouped, ordered, selected, zoomed, and walked through by keys.
+// Heat map of ranks by steps: quantities as coloured cells, with grouping, ordering, selection, zoom and keyboard use.
 {
   const { signed, short, element } = torchlens;
   const ROW = 16;
   const MOST_HEIGHT = 560;
   const LABEL_ROOM = 14;
-  const [FEWEST_ROWS, MOST_ROWS] = [8, 16]; // Of more ranks, only those that matter are shown at first.
+  // If there are more ranks, only the most important ones are shown at first.
+  const [FEWEST_ROWS, MOST_ROWS] = [8, 16];
   const { min_excess: MIN_EXCESS, full_excess: FULL_SCALE } = TORCHLENS_THEME;
   const LEVELS = 8;
-  const NOISE = 4 * 1.4826; // Times the median deviation: four standard deviations of a healthy rank's single steps.
+  // Multiplied by the median deviation, this gives four standard deviations of a healthy rank's single steps.
+  const NOISE = 4 * 1.4826;
   const SAMPLED = 1 << 16;
 
   // -- from a value to its colour
@@ -33,7 +35,7 @@
     return sorted[sorted.length >> 1];
   }
 
-  // Where colour begins: at the smallest excess that a verdict would report, and above the noise of single steps.
+  // Returns the excess at which colour begins: the smallest one that a verdict would report, but above step noise.
   function smallestExcess(report, steps) {
     const detectable = report.verdicts.find(({ kind }) => kind === "none")?.evidence?.detectable_s;
     const least = detectable ? detectable / middle(steps.work) : MIN_EXCESS;
@@ -41,8 +43,9 @@
     return Math.min(FULL_SCALE / 2, Math.max(least || MIN_EXCESS, noise || 0));
   }
 
-  // at(): the pixel of a value; legend: [colour, text] of each entry. Excess: orange is slower, blue faster, from the
-  // smallest excess on. Other quantities: the darker, the more. What was not measured is a chequered grey.
+  // Returns at(), which converts a value to a pixel, and legend entries [colour, text]. Excess is orange for slower and
+  // blue for faster, beginning at the smallest excess. Other quantities are darker for larger values. Cells that were
+  // not measured are chequered grey.
   function scaleOf(quantity, values, colours, smallest) {
     const { percent } = torchlens;
     const ramp = (colour, levels, least, most) =>
@@ -81,7 +84,8 @@
     );
   }
 
-  // From the 2nd to the 98th percentile, which rare steps do not move; from 0 unless the values lie close together.
+  // Returns the 2nd and the 98th percentile, which rare steps do not affect. The range begins at 0 unless values differ
+  // little.
   function usual(values) {
     const sorted = sampled(values);
     if (!sorted.length) return [0, 1];
@@ -91,8 +95,8 @@
     return [low < 0.3 * high ? 0 : low, high > low ? high : low * 1.001];
   }
 
-  // The pixels of rows [top, bottom) of `order` and columns [from, until), at most so many. Where several cells share a
-  // pixel, it shows the largest. rows and columns: where each pixel's value is from.
+  // Returns the pixels of the rows in `order` and the columns [from, until), at most `most`. If several cells share a
+  // pixel, it shows the largest value. rows and columns: the cell of each pixel's value.
   torchlens.heatPixels = (values, columns, order, [from, until], most, scale) => {
     const down = Math.max(1, Math.ceil(order.length / most.rows));
     const across = Math.max(1, Math.ceil((until - from) / most.columns));
@@ -152,7 +156,7 @@
       this.keys();
     }
 
-    // What can be chosen: [key, words] each.
+    // Returns the alternatives of each menu: [key, words].
     alternatives() {
       const { steps } = this;
       const dimensions = [...new Set(steps.places.flatMap(({ mesh }) => Object.keys(mesh)))];
@@ -177,7 +181,7 @@
       return this.steps.quantities.has(this.view.quantity) ? this.view.quantity : "excess";
     }
 
-    // Of a row: its node, or its coordinate in a dimension of the mesh.
+    // Returns the group of a row: its node, or its coordinate in a mesh dimension.
     groupOf(row) {
       const { group } = this.view;
       const place = this.steps.places[row];
@@ -187,7 +191,7 @@
       return Object.hasOwn(place.mesh, dimension) ? `${dimension} ${place.mesh[dimension]}` : `no ${dimension}`;
     }
 
-    // Rows from the top: slow ranks first, then by mean excess, or by rank; inside of their groups.
+    // Returns the rows from the top, within their groups: slow ranks first, then by mean excess; or all by rank.
     sorted() {
       const { steps, view } = this;
       const rows = Array.from(steps.places.keys());
@@ -239,7 +243,7 @@
       return this.ofRows(steps.begin, steps.end, this.stepAxis(), count, labels, height + 16);
     }
 
-    // The cells in sight, frames around slow times, lines between groups, and what is selected.
+    // Paints the visible cells, frames around slow times, lines between groups, and the selection.
     paint(ctx, { x, y, width, height }) {
       const { steps, order, colours } = this;
       const [start, end] = this.page.window;
@@ -288,7 +292,7 @@
       return group === null ? `rank ${rank}` : `${short(group, 15)} \u00b7 ${rank}`;
     }
 
-    // The cell whose value is seen at this place.
+    // Returns the cell whose value is visible at this position.
     at(x, y) {
       const { steps, shown } = this;
       if (!shown || !(steps.has(x) && y >= 0 && y < this.order.length)) return null;
@@ -346,7 +350,8 @@
         "Ranks by step. Left and right arrows choose a step, up and down a rank, with Shift a range of steps; " +
         "Enter opens the step; plus and minus zoom, 0 shows all; Escape clears the selection.";
       const clamp = (value, most) => Math.max(0, Math.min(most, value));
-      let anchor = null; // The step from which Shift selects.
+      // The step at which a selection with Shift begins.
+      let anchor = null;
 
       const walk = (across, down) => ({ shiftKey: isSelecting }) => {
         const { steps } = page;

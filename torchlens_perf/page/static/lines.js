@@ -1,7 +1,8 @@
 // Line charts: step time with its band, compute time of few ranks, memory, and hardware.
 {
   const { duration, short } = torchlens;
-  const HEADROOM = 1.6; // Times the highest 95th percentile. Longer steps leave the chart at its top.
+  // The axis ends at the highest 95th percentile times this. Longer steps are cut off at the top.
+  const HEADROOM = 1.6;
   const MOST_LINES = 16;
   const MOST_IN_TIP = 6;
   const FEW = [
@@ -61,7 +62,7 @@
       };
     }
 
-    // The warm-up as a grey ground, and slow times as labelled bars at the top.
+    // Paints the warm-up as a grey background, and slow times as labelled bars at the top.
     paintTimes(ctx, { x: at, height }) {
       const { steps, colours } = this;
       ctx.fillStyle = colours.raised;
@@ -116,7 +117,8 @@
 
   // -- one line for each rank, GPU or port
 
-  // A subclass has lines(): {label, rank, x, y} each; axis(): of x; label: of y; text(): a value with its unit.
+  // A subclass implements lines() (objects {label, rank, x, y}), axis() (the x axis), label (of the y axis) and text()
+  // (a value with its unit).
   class Lines extends torchlens.Chart {
     isOverSteps = true;
     othersText = "other ranks";
@@ -165,7 +167,7 @@
       return this.steps.words(this.steps.column(x));
     }
 
-    // From zero, or where the values lie close together, around them.
+    // Returns the range of the y axis: from zero, or only around the values if they differ little.
     range(low, high) {
       const from = low < 0.5 * high ? Math.min(0, low) : low - 0.3 * (high - low || high * 0.1);
       return [from, high + 0.18 * (high - from || 10)];
@@ -182,7 +184,7 @@
       ctx.fillText(text, Math.max(2, Math.min(left - 4, area.width - ctx.measureText(text).width - 4)), top - 7);
     }
 
-    // The lines nearest to the pointer.
+    // Shows the values of the lines nearest to the pointer.
     hover(x, y) {
       const found = this.data
         .map(({ label, x: xs, y: ys }) => {
@@ -208,7 +210,7 @@
     }
   }
 
-  // Compute time of two to four ranks: a heat map of so few rows tells less.
+  // Compute time of two to four ranks. For so few rows, lines show more than a heat map.
   class Compute extends Lines {
     label = "compute";
 
@@ -279,7 +281,7 @@
       return `${x.toFixed(1)} s`;
     }
 
-    // The time of the selected steps.
+    // Returns the time range of the selected steps.
     selected() {
       const { steps, view } = this;
       if (!steps || !view.steps) return null;

@@ -1,4 +1,4 @@
-// Which step the timeline shows, in words and tables: as page/sections/step.py does for the first one.
+// Chooses the step that the timeline shows, and describes it in words and tables.
 {
   const { duration, short, element } = torchlens;
   const MOST_COLLECTIVES = 24;
@@ -7,16 +7,17 @@
   const us = (value) => (typeof value === "number" ? duration(value / 1e6) : "not known");
   const most = (values) => values.reduce((one, other) => (one === null || other > one ? other : one), null);
 
-  // In its waits on the training thread.
+  // Returns the time that a rank was blocked in waits on its training thread.
   function blockedUs({ rows }) {
     const host = rows.filter(({ lane }) => lane === "host");
     const waits = host.flatMap(({ kind, duration_us }) => duration_us.filter((_, at) => kind[at] === "wait"));
     return waits.reduce((sum, wait) => sum + wait, 0);
   }
 
-  // Who was waited for, and how long.
+  // Returns a sentence on the duration of the step and the longest wait for another rank.
   torchlens.stepFinding = ({ step, ranks, collectives }) => {
-    const blocked = new Map(); // by the rank that arrived last
+    // The blocked time by the rank that arrived last.
+    const blocked = new Map();
     for (const { last_rank, asynchronous, wait_us } of collectives) {
       if (last_rank === null || asynchronous) continue;
       if (!blocked.has(last_rank)) blocked.set(last_rank, new Map());
@@ -38,7 +39,7 @@
     return `${text}.`;
   };
 
-  // Why this step is shown, and how its times were laid on one line.
+  // Returns the reason for showing this step, and the alignment of its clocks.
   torchlens.stepNotes = (trace, { step: wanted, steps, rank: chosen }) => {
     const text = [];
     if (wanted !== null && wanted !== trace.step) {
@@ -59,13 +60,14 @@
     return text.join(" ");
   };
 
-  // Chooses among the steps that are there whole; on the live page it asks the server for any other.
+  // Lets the user choose among the steps in the page. The live page requests other steps from the server.
   class StepPicker {
     constructor(page, chart) {
       this.page = page;
       this.chart = chart;
       this.fetched = new Map();
-      this.missing = new Map(); // what was asked for and not recorded, by which version of the contents
+      // Requested steps that were not recorded, with the version of the contents at that time.
+      this.missing = new Map();
       const set = (step) => page.view.set({ step });
       this.choice = torchlens.choice("Step", "recorded-step", (value) => set(Number(value)));
       this.before = torchlens.button("\u2039 Previous recorded step", () => this.next(-1));
@@ -88,11 +90,13 @@
       );
     }
 
-    // What the view asks for: the chosen step or the nearest one; else the most telling one of the selected, or of all.
+    // Returns the chosen step or the nearest one. Without a chosen step, returns the most informative selected step, or
+    // the most informative one of all.
     async trace() {
       const { step: wanted, steps } = this.page.view.now;
       const own = this.page.contents.traces.steps;
-      const isSelected = ({ step }) => step >= steps[0] && step < steps[1]; // the most telling ones come first
+      // Steps are sorted by how informative they are, so the first match is the best one.
+      const isSelected = ({ step }) => step >= steps[0] && step < steps[1];
       if (wanted === null) return (steps && own.find(isSelected)) ?? own[0] ?? null;
       if (this.page.isLive) await this.ask(wanted);
       const near = (one, other) => (Math.abs(other.step - wanted) < Math.abs(one.step - wanted) ? other : one);
@@ -108,7 +112,7 @@
         if (steps.length) this.fetched.set(step, { ...steps[0], names });
         else this.missing.set(step, this.page.version);
       } catch {
-        /* the server is gone: the nearest step that is here is shown, and the words say so */
+        // The server cannot be reached. The nearest step in the page is shown, with a note.
       }
     }
 
@@ -172,7 +176,7 @@
     ]);
   }
 
-  // The tables of a step below its timeline.
+  // Returns the tables below the timeline of a step.
   torchlens.stepTables = (trace) => {
     const made = element("div");
     if (trace.ranks.length < 2) return made;

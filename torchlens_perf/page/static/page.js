@@ -1,4 +1,4 @@
-// Start here: draws the charts into the page's figures, and keeps all of them showing the same view.
+// Entry point: draws the charts into the page's figures, and keeps their views synchronized.
 {
   const FEWEST_COLUMNS = 4;
   const CHARTS = {
@@ -19,7 +19,8 @@
       this.view = new torchlens.View();
       this.charts = [];
       this.work = null;
-      this.version = 0; // of the contents
+      // Incremented with each renewal of the contents.
+      this.version = 0;
       this.window = this.zoomed();
       document.querySelector("header h1")?.after(torchlens.share(this.view));
       this.bar = new torchlens.SelectionBar(this);
@@ -32,12 +33,14 @@
         torchlens.applyTheme(theme);
         for (const chart of this.charts) if (chart.plot) chart.build();
       };
-      addEventListener("beforeprint", () => printed("light")); // Paper is white.
+      // Paper is white, so printing uses the light theme.
+      addEventListener("beforeprint", () => printed("light"));
       addEventListener("afterprint", () => printed(this.view.now.theme));
       let width = innerWidth;
       let waiting;
       addEventListener("resize", () => {
-        if (innerWidth === width) return; // a phone's address bar
+        // On phones, showing or hiding the address bar changes only the height.
+        if (innerWidth === width) return;
         width = innerWidth;
         clearTimeout(waiting);
         waiting = setTimeout(redrawn, 150);
@@ -55,7 +58,7 @@
       });
     }
 
-    // Finds figures and tables; again when the page's own parts have been renewed.
+    // Finds figures and tables, at first and after each renewal of the page's parts.
     settle() {
       for (const figure of document.querySelectorAll("figure[data-chart]")) {
         if (!this.steps && !WITHOUT_STEPS.has(figure.dataset.chart)) continue;
@@ -77,7 +80,7 @@
       this.bar.show();
     }
 
-    // From a verdict to the steps and the rank that it is about.
+    // Adds a button to each verdict that selects its steps and rank.
     verdictButtons() {
       if (!this.steps) return;
       for (const [at, { rank, since_step }] of this.contents.report.verdicts.entries()) {
@@ -110,7 +113,7 @@
       this.draw();
     }
 
-    // What somebody looks at or works with stays where it is, when something above it grows.
+    // Returns the top of the element in use, so that hold() can keep it in place when content above it grows.
     heldTop() {
       const { held } = this;
       const box = held?.isConnected ? held.getBoundingClientRect() : null;
@@ -127,7 +130,7 @@
       this.held = document.getElementById(section);
     }
 
-    // Draws what is near to what is seen, one after the other; the others when they come near.
+    // True if all charts near the viewport are drawn. Others are drawn when they come near.
     get isDrawn() {
       return this.work === null && !this.charts.some(({ isDue }) => isDue);
     }
@@ -139,7 +142,7 @@
       return this.work;
     }
 
-    // What is to be drawn and nearest to the middle of what is seen.
+    // Returns the undrawn chart that is nearest to the middle of the viewport.
     next() {
       const far = ({ figure }) => {
         const { top, bottom } = figure.getBoundingClientRect();
@@ -163,8 +166,8 @@
       }
     }
 
-    // Takes over a newer page of the same run, as the live page gets it; what is selected stays. newer: the page as
-    // HTML, or its contents alone, with which words, tables and pictures stay as they were.
+    // Replaces the page's data by a newer page of the same run, and keeps the selection. newer: the page as HTML, or
+    // only its contents; then words, tables and static pictures stay as they are.
     async update(newer) {
       const page = typeof newer === "string" ? new DOMParser().parseFromString(newer, "text/html") : null;
       const contents = page ? JSON.parse(page.getElementById("contents").textContent) : newer;
@@ -175,7 +178,8 @@
       this.steps = steps;
       this.version++;
       if (page) torchlens.renew(this, page);
-      this.window = this.zoomed(); // Where all steps were seen, they still are.
+      // If all steps were visible before, they still are.
+      this.window = this.zoomed();
       this.settle();
       for (const chart of this.charts) chart.ask(["contents"]);
       this.rankTable?.follow(new Set(["contents"]));
@@ -185,13 +189,13 @@
 
     // -- steps
 
-    // The steps of the columns that a selection touches.
+    // Extends a selection to whole columns.
     whole(selection) {
       const [from, until] = this.steps.range(selection);
       return [this.steps.first[from], this.steps.first[until - 1] + this.steps.width];
     }
 
-    // A brush over steps; what is less than a column is none.
+    // Selects the steps under a brush. A brush narrower than a column clears the selection.
     select(low, high) {
       const { begin, end, width } = this.steps;
       const since = Math.max(begin, Math.floor(low));
@@ -207,7 +211,7 @@
         : [begin, end];
     }
 
-    // A wheel turns often: the charts follow once a frame.
+    // Wheel events are frequent, so charts are redrawn once a frame.
     zoom(start, end) {
       const { begin, end: last, width } = this.steps;
       const window = torchlens.inside([start, end], [begin, last], FEWEST_COLUMNS * width);
@@ -221,7 +225,7 @@
       });
     }
 
-    // The steps in sight as the address has them.
+    // Returns the visible steps in the format of the address.
     zoomText() {
       const [start, end] = this.window;
       return start <= this.steps.begin && end >= this.steps.end
@@ -229,7 +233,7 @@
         : [Math.max(0, Math.floor(start)), Math.ceil(end)];
     }
 
-    // at: the step that stays in its place; by default the chosen one, or the middle.
+    // at: the step that keeps its position; by default the chosen step, or the middle.
     zoomBy(factor, at) {
       const [start, end] = this.window;
       const { step } = this.view.now;
@@ -252,7 +256,7 @@
       document.querySelector("figure[data-chart=step] .chart")?.focus({ preventScroll: true });
     }
 
-    // What is known of a rank in a column, in words.
+    // Returns a rank's values in a column, in words.
     figures(row, column, quantity) {
       const { steps } = this;
       const at = row * steps.columns + column;
@@ -273,5 +277,6 @@
     dispatchEvent(new Event("torchlensready"));
   }
 
-  begin().catch((error) => console.error(error)); // The tables are there.
+  // If charts fail, the page still has its tables.
+  begin().catch((error) => console.error(error));
 }

@@ -1,9 +1,9 @@
-// The page of a run that goes on: what is not a chart is taken from a newer page.
+// Renews the page of a running job: replaces everything but charts with parts of a newer page.
 {
-  // Which figure of the page this is.
+  // Returns a name that identifies a figure in both pages.
   torchlens.figureName = ({ dataset }) => dataset.title ?? dataset.chart;
 
-  // Puts the focus back to where it is now, in whatever has come there by then.
+  // Returns a function that restores focus to the same position in the section after a renewal.
   function placeOf(element) {
     const section = element?.closest?.("main section");
     if (!section) return null;
@@ -17,7 +17,7 @@
     };
   }
 
-  // Takes all words, tables and bars from the newer page; charts stay where they are, and so does the focus.
+  // Replaces words, tables and bars by those of the newer page. Charts stay in place, and focus is kept.
   torchlens.renew = (page, newer) => {
     const main = document.querySelector("main");
     const focused = placeOf(document.activeElement);

@@ -1,4 +1,4 @@
-// What is selected, in words that are read out, and how it is taken back; copying, and the theme.
+// Describes the selection for screen readers and clears it; also buttons for copying and for the theme.
 {
   const { short, element } = torchlens;
   class SelectionBar {
@@ -62,7 +62,7 @@
     else document.documentElement.dataset.theme = theme;
   };
 
-  // Copies a text. Pages from files in old browsers have no clipboard: there a selected text field is copied.
+  // Copies a text. Old browsers have no clipboard API on pages from files, so a selected text field is copied there.
   async function copy(text) {
     try {
       await navigator.clipboard.writeText(text);
@@ -76,7 +76,7 @@
     }
   }
 
-  // text: what is copied at a press, or a function that returns it.
+  // text: the text to copy, or a function that returns it.
   torchlens.copyButton = (label, text) => {
     const pressed = async () => {
       await copy(typeof text === "function" ? text() : text);
@@ -87,7 +87,7 @@
     return button;
   };
 
-  // A link to this very view, and the theme.
+  // Returns the buttons for a link to the current view and for the theme.
   torchlens.share = (view) => {
     const options = Object.entries({ system: "System theme", light: "Light theme", dark: "Dark theme" });
     const { select, show } = torchlens.choice("", "theme", (theme) => view.set({ theme }));

@@ -1,10 +1,11 @@
-// Tables: made as view/html.py makes them, sorted by a click, saved as CSV; and the ranks' means over selected steps.
+// Tables with the markup of view/html.py, sorting and CSV export; and the table of ranks' means over selected steps.
 {
   const { duration, percent, signed, short, element } = torchlens;
   const FIRST_RANKS = 8;
   let made = 0;
 
-  // columns: [title, text of a row, class] each; isSlow: whether a verdict is about a row; first: rows shown at once.
+  // columns: [title, function from row to text, class]; isSlow: true if a verdict is about a row; first: rows shown at
+  // first.
   torchlens.table = (title, rows, columns, { isSlow = () => false, first = rows.length } = {}) => {
     const heads = columns.map(([text, , className]) => element("th", { className, text, scope: "col" }));
     const body = rows.map((row) => {
@@ -34,7 +35,7 @@
     return whole;
   };
 
-  // Rows after the first ones are behind "Show all".
+  // Hides the rows after the first ones behind "Show all".
   function shorten(table) {
     const first = Number(table.closest("[data-first]")?.dataset.first ?? Infinity);
     for (const [at, row] of [...table.tBodies[0].rows].entries()) row.classList.toggle("rest", at >= first);
@@ -68,7 +69,8 @@
     const tools = table.closest(".table")?.querySelector(".tools");
     if (!tools || tools.querySelector(".csv")) return;
     const title = table.caption.textContent;
-    const written = (cell) => cell.querySelector("span[title]")?.title ?? cell.textContent; // a shortened name
+    // A shortened name has its full text in the tooltip.
+    const written = (cell) => cell.querySelector("span[title]")?.title ?? cell.textContent;
     const save = () => torchlens.saveTable(title, [...table.rows].map((row) => [...row.cells].map(written)));
     tools.append(torchlens.button("CSV", save, { className: "csv", "aria-label": `Save "${short(title)}" as CSV` }));
     if (table.tBodies[0].rows.length < 2) return;
@@ -84,7 +86,7 @@
     }
   };
 
-  // The table of ranks. Without a selection it is the page's; with one, it gives way to means over those steps.
+  // The table of ranks. A selection replaces the page's table with means over the selected steps.
   torchlens.RankTable = class {
     constructor(page, section) {
       this.page = page;

@@ -1,10 +1,12 @@
-// One step of all ranks: what each did when, on the host and on the device, and who waited for whom.
+// Timeline of one step: the spans of all ranks on host and device, and the waits between ranks.
 {
   const { duration, short, element, us } = torchlens;
   const ROW = 15;
   const GAP = 6;
-  const DEEPEST = 12; // Deeper spans are left out.
-  const LABEL = 44; // A span of so many pixels has its name in it.
+  // Spans with a larger depth are left out.
+  const DEEPEST = 12;
+  // Smallest width in pixels of a span that shows its name.
+  const LABEL = 44;
   const LETTER = 6.3;
   const ON_DEVICE = "collectives on the device";
   const PARTS = { wait: "communication", closure: "host", module_backward: "module-backward" };
@@ -12,14 +14,14 @@
     "Left and right arrows go from one collective to the next; W and S or plus and minus zoom, A and D move, 0 shows " +
     "the whole step; Page Up and Page Down go to the recorded step before and after.";
 
-  // A span's key in CollectiveJoined: "allreduce dp-0 7".
+  // Returns the key that connects a span with its CollectiveJoined: "allreduce dp-0 7".
   function keyOf(name, number) {
     const found = /^(\S+) group=(.*?)(?: dtype=\S+)?(?: (?:root|peer)=\d+)?$/.exec(name);
     return found ? `${found[1]} ${found[2]} ${number}` : "";
   }
   const joinedKey = ({ name, group_name, number }) => `${name.split(" ")[0]} ${group_name} ${number}`;
 
-  // Where everything lies: x in ms since the first rank began, y in pixels from the top.
+  // Returns the layout: x in ms since the first rank began, y in pixels from the top.
   function laidOut(trace, names, isNarrow) {
     const found = { spans: [], ranks: [], labels: new Map(), byKey: new Map(), begin: 0, end: 1e-3 };
     let height = 2;
@@ -54,7 +56,8 @@
       const spans = found.byKey.get(key) ?? [];
       const timed = new Set(spans.filter(({ lane }) => lane === ON_DEVICE).map(({ rank }) => rank));
       for (const span of spans) {
-        if (timed.has(span.rank) && span.lane !== ON_DEVICE) continue; // Its kernel was timed.
+        // If the collective's kernel was timed, mark only the span on the device.
+        if (timed.has(span.rank) && span.lane !== ON_DEVICE) continue;
         if (last_rank === span.rank) span.isLast = true;
         else if (wait_us[span.rank] > 0 && !asynchronous) {
           span.waitUntil = Math.min(span.right, span.left + wait_us[span.rank] / 1e3);
@@ -89,7 +92,7 @@
       });
     }
 
-    // The live page can ask for any step; a file has what it has.
+    // The live page may fetch the step from the server. A page file shows only the steps that it contains.
     async draw() {
       this.trace = await this.steppicker.trace();
       await super.draw();
@@ -109,7 +112,8 @@
     options() {
       const { trace, colours } = this;
       if (!trace) return null;
-      const isSame = this.step === trace.step && this.laid; // A renewal keeps zoom and pin.
+      // If the step is the same after a renewal, zoom and pinned collective are kept.
+      const isSame = this.step === trace.step && this.laid;
       const before = this.window;
       this.laid = laidOut(trace, trace.names ?? this.page.contents.traces.names, this.isNarrow);
       this.step = trace.step;
@@ -184,7 +188,7 @@
       if (chosen) ctx.strokeRect(...box(chosen.begin, chosen.end, chosen.top - 1, chosen.bottom + 1));
     }
 
-    // The name of a span in so many pixels. Of modules, the end of the name tells them apart.
+    // Returns as much of a span's name as fits. Module names differ at the end, so they lose their beginning.
     fitting({ kind, key, name }, room) {
       const text = kind === "wait" ? "wait" : key ? key.split(" ")[0] : short(name, 200);
       const most = Math.floor((room - 6) / LETTER);
@@ -205,9 +209,9 @@
       return ctx.createPattern(made, "repeat");
     }
 
-    // -- what is pointed at
+    // -- pointing at spans
 
-    // The shortest span at this place: short ones are drawn wider than they are.
+    // Returns the shortest span at this position, since short spans are drawn wider than they are and cover others.
     spanAt(x, y) {
       const near = (1.5 * (this.window[1] - this.window[0])) / this.width;
       return this.laid.spans
@@ -245,7 +249,7 @@
       return found;
     }
 
-    // Frames a collective on all ranks, and joins its arrivals.
+    // Frames a collective on all ranks, and draws a line through its arrivals.
     point(key) {
       if (this.pointed === key) return;
       this.pointed = key;
@@ -285,7 +289,7 @@
       this.status.textContent = `${short(name)} of ${short(group, 30)}, number ${number}: ${last}; longest wait ${longest}.`;
     }
 
-    // at: what stays in its place; by default the pinned collective or the middle.
+    // at: the time that keeps its position; by default the pinned collective or the middle.
     zoomBy(factor, at) {
       const [start, end] = this.window;
       const spans = this.pinned ? (this.laid.byKey.get(this.pinned) ?? []) : [];

@@ -1,5 +1,5 @@
-// What is looked at: section, selected steps, zoom, step, rank, quantity, grouping, order, rows, theme. All of it is
-// in the address, so that a link leads to the very view; nothing is kept anywhere else.
+// State of the view: section, selected steps, zoom, step, rank, quantity, grouping, order, rows, theme. The address
+// contains all of it, so a link restores the view. It is stored nowhere else.
 {
   const DEFAULTS = {
     section: "",
@@ -14,11 +14,12 @@
     theme: "system",
   };
   const ONE_OF = { order: ["rank", "slowness"], rows: ["few", "all"], theme: ["system", "light", "dark"] };
-  const QUIET_MS = 350; // browsers let a page write its address some hundred times in half a minute
+  // Browsers limit how often a page may change its address: about 100 times in 30 s.
+  const QUIET_MS = 350;
 
   const whole = (text) => (/^\d{1,15}$/.test(text) ? Number(text) : null);
 
-  // Steps are written with the last one, and held without: [since, until).
+  // The address includes the last step, while code uses half-open ranges [since, until).
   function steps(text) {
     const [first, last] = text.split("-").map(whole);
     return Number.isInteger(first) && Number.isInteger(last) && first <= last ? [first, last + 1] : null;
@@ -57,7 +58,7 @@
       });
     }
 
-    // Calls back with the view and what has changed in it.
+    // Registers a listener, which receives the view and its changed keys.
     watch(listener) {
       this.listeners.push(listener);
     }
@@ -67,12 +68,12 @@
       this.write();
     }
 
-    // The address of this very view.
+    // Returns the address of the current view.
     address() {
       return new URL(written(this.now), location.href).href;
     }
 
-    // A section that somebody went to: one can go back from there.
+    // Goes to a section, with a history entry so that the browser's back button returns.
     go(section) {
       this.now = { ...this.now, section };
       history.pushState(null, "", written(this.now));

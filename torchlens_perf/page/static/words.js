@@ -1,6 +1,7 @@
-"use strict"; // for all of the page's scripts: they are put one behind the other, in the order of document/scripts.py
+"use strict";
+// The directive applies to all of the page's scripts, which document/scripts.py concatenates.
 
-// What the page's scripts share, and quantities as text, as analysis/statistics/quantities.py writes them.
+// Helpers of the page's scripts, and quantities as text in the format of analysis/statistics/quantities.py.
 const torchlens = {};
 
 {
@@ -16,7 +17,7 @@ const torchlens = {};
     return `${(seconds * 1e9).toFixed(0)} ns`;
   };
 
-  // On an axis: without zeros at the end.
+  // Returns a function for axis labels, without trailing zeros.
   torchlens.tick = (text) => (value) =>
     value === 0
       ? "0"
@@ -29,7 +30,7 @@ const torchlens = {};
     return `${(share * 100).toFixed(Math.abs(share) >= 0.1 ? 0 : 1)}%`;
   };
 
-  // More or less than the others.
+  // Returns a signed percentage, compared with other ranks.
   torchlens.signed = (share) => {
     if (Number.isNaN(share)) return "not compared";
     if (Math.abs(share) < 0.0005) return "0.0%";
@@ -46,7 +47,7 @@ const torchlens = {};
     }
   };
 
-  // A value of telemetry, with its unit, which is UCUM's.
+  // Returns a telemetry value with its UCUM unit.
   torchlens.measured = (value, unit) => {
     if (value === null || value === undefined || Number.isNaN(value)) return "not measured";
     if (unit === "By") return torchlens.amount(value, "B");
@@ -57,8 +58,8 @@ const torchlens = {};
     return unit === "1" ? String(figures) : `${figures} ${unit}`;
   };
 
-  // What somebody has named: one line of bounded length, in which nothing turns letters round. A long one loses its
-  // middle. It becomes text of an element or of a canvas, never markup.
+  // Returns a user-chosen name as one line of bounded length, without characters that reverse the text direction. A
+  // long name loses its middle. The result is used as text of an element or canvas, never as markup.
   torchlens.short = (text, longest = 60) => {
     const plain = String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}]/gu, "?");
     if (plain.length <= longest) return plain;
@@ -66,13 +67,13 @@ const torchlens = {};
     return `${plain.slice(0, half)}\u2026${plain.slice(-half)}`;
   };
 
-  // "step 7" or "steps 8 to 15", of [since, until).
+  // Returns "step 7" or "steps 8 to 15" for the range [since, until).
   torchlens.steps = (since, until) => (until - since > 1 ? `steps ${since} to ${until - 1}` : `step ${since}`);
 
-  // A range that is resized around a place, which stays where it is.
+  // Returns a range scaled around `at`, which keeps its relative position.
   torchlens.zoomed = ([start, end], factor, at) => [at - (at - start) * factor, at + (end - at) * factor];
 
-  // A range moved and resized to lie inside of another one.
+  // Returns a range moved and resized to lie inside another one.
   torchlens.inside = ([start, end], [first, last], least) => {
     const size = Math.min(last - first, Math.max(least, end - start));
     const from = Math.max(first, Math.min(last - size, start));
@@ -84,7 +85,7 @@ const torchlens = {};
   const collator = new Intl.Collator("en", { numeric: true });
   torchlens.compare = (one, other) => collator.compare(String(one), String(other));
 
-  // An element with this text, and what is in it.
+  // Creates an element with text, attributes and children.
   torchlens.element = (name, { className, text, ...attributes } = {}, ...children) => {
     const made = document.createElement(name);
     if (className) made.className = className;
@@ -100,7 +101,7 @@ const torchlens = {};
     return made;
   };
 
-  // A select with its label. show() takes options, [value, text] each, and which of them is chosen.
+  // Creates a select element with its label. show() receives options [value, text] and the chosen value.
   torchlens.choice = (label, name, chosen) => {
     const { element, short } = torchlens;
     const select = element("select", { name });
