@@ -1,1 +1,1 @@
-"""A live run in a terminal: reads the run directory again and again, and nothing else. The job notices nothing."""
+"""A live run in a terminal. It only rereads the run directory, so it does not affect the job."""

@@ -1,4 +1,4 @@
-"""The application: a thread that reads the run directory, and screens, each of which draws its lines for its size."""
+"""The terminal application: a thread that reads the run directory, and screens that draw lines for their size."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _HELP = (
     "the other ranks that do the same work. latest excess, its bar, and over the run: this difference as a share, in "
     "the latest window of steps and in all windows; 30 % is a full block.",
     "All figures come from the run directory, which a sidecar on each node updates every few seconds, of many ranks "
-    "more rarely. The time beside LIVE is that of the newest update.",
+    "more rarely. The time after LIVE is that of the newest update.",
     "The time left is shown if the run reports its total number of steps, as the callbacks for Lightning and the "
     "Hugging Face Trainer do: the steps left times the mean step time, or the recent one where that differs.",
 )
@@ -63,7 +63,9 @@ class Top(App[None]):
     ]
 
     def __init__(self, run: RunDirectory | None, folder: Path, terminal: Terminal, *, look_s: float = LOOK_S) -> None:
-        """run: None to choose one, or to open the next live one in the folder. folder: of the runs to list.
+        """run: None to choose a run, or to open the next live one.
+
+        folder: the folder whose runs are listed.
 
         look_s: time between two looks at the files.
         """
@@ -71,7 +73,7 @@ class Top(App[None]):
         self.terminal, self.folder = terminal, folder
         self.view, self.runs = View(""), list[RunRow]()
         self.opens_next = run is None
-        """Whether no run is shown yet, and the next live one will be."""
+        """True until a run is shown: the next live run is then opened automatically."""
         self._look_s = look_s
         self._reader: RunReader | None = None
         self._awake, self._has_ended = threading.Event(), False
@@ -87,7 +89,7 @@ class Top(App[None]):
         self.push_screen(OverviewScreen(self))
         if self.opens_next:
             self.push_screen(RunsScreen(self))
-        # A daemon, so that quitting does not wait for a disk that does not answer.
+        # A daemon thread, so that quitting does not wait for a hanging disk.
         threading.Thread(target=self._keep_looking, name="reading the run directory", daemon=True).start()
 
     def on_unmount(self) -> None:
@@ -103,22 +105,24 @@ class Top(App[None]):
         self._show()
 
     def _looked(self, reader: RunReader | None, view: View | None, runs: list[RunRow]) -> None:
-        """Show what a look found. view: None for an unchanged view."""
+        """Show the result of a look. view: None if the view has not changed."""
         self.runs = runs
         if reader is not self._reader:
-            return  # another run was chosen meanwhile
+            # The user has chosen another run in the meantime.
+            return
         self.view = view or self.view
         now_live = live(runs)
         if self.opens_next and len(now_live) == 1:
             self.open_run(now_live[0].path)
-        self.opens_next &= not now_live  # of several live runs, the user chooses one
+        # If several runs are live, the user must choose one.
+        self.opens_next &= not now_live
         self._show()
 
     def _fail(self, error: Exception) -> None:
         raise error
 
     def look_now(self) -> None:
-        """Do not wait for the next look."""
+        """Start the next look now."""
         self._awake.set()
 
     def _show(self) -> None:
@@ -127,7 +131,10 @@ class Top(App[None]):
                 screen.update_view()
 
     def _keep_looking(self) -> None:
-        """Read in a thread: a look takes milliseconds, seconds for a large job, or for ever on a disk that hangs."""
+        """Read the run repeatedly.
+
+        It needs a thread: a look takes seconds for a large job, or hangs with the disk.
+        """
         shown: View | None = None
         runs: list[RunRow] = []
         while not self._has_ended:
@@ -138,7 +145,8 @@ class Top(App[None]):
                 lists_runs = reader is None or isinstance(self.screen, RunsScreen)
                 found = runs_in(self.folder) if lists_runs else runs
             except Exception as error:
-                self.call_later(self._fail, error)  # nothing on the screen would be true any more
+                # Without new looks the screen would become wrong, so the application ends.
+                self.call_later(self._fail, error)
                 return
             if view is not shown or found != runs:
                 self.call_later(self._looked, reader, view if view is not shown else None, found)
@@ -147,7 +155,7 @@ class Top(App[None]):
 
 
 class Canvas(Widget):
-    """The whole screen."""
+    """A widget that fills the screen."""
 
     def render(self) -> Text:
         screen = self.screen
@@ -156,7 +164,7 @@ class Canvas(Widget):
 
 
 class Shown(Screen[None]):
-    """A screen of lines, and a line of keys below."""
+    """A screen of lines with a line of keys at the bottom."""
 
     BINDINGS: ClassVar[list[Any]] = [
         *(Binding(key, f"move({by})", show=False) for key, by in _MOVES.items()),
@@ -168,13 +176,13 @@ class Shown(Screen[None]):
     def __init__(self, top: Top) -> None:
         super().__init__()
         self.top, self.at = top, 0
-        """at: the row that is chosen, or the first line that is shown."""
+        """at: the selected row, or the first visible line."""
 
     def compose(self) -> ComposeResult:
         yield Canvas()
 
     def update_view(self) -> None:
-        """Draw what is known now."""
+        """Draw the current data."""
         for canvas in self.query(Canvas):
             canvas.refresh()
 
@@ -201,7 +209,7 @@ class Shown(Screen[None]):
 
 
 class OverviewScreen(Shown):
-    """The run at a glance."""
+    """The first screen: an overview of the run."""
 
     KEYS = (
         ("?", "help"), ("Enter", "open rank"), ("v", "findings"), ("c", "copy"), ("o", "order"), ("n", "notes"),
@@ -217,7 +225,10 @@ class OverviewScreen(Shown):
         self.update_view()
 
     def update_view(self) -> None:
-        """Draw the newest view. The cursor stays on its rank, or on the first row."""
+        """Draw the newest view.
+
+        The cursor stays on its rank; a cursor on the first row stays there.
+        """
         rank = self._ranks[self.at] if self.at else None
         self._table, self._ranks = rank_list(self.top.view, by_number=self._by_number)
         self.at = self._ranks.index(rank) if rank in self._ranks else 0
@@ -236,7 +247,7 @@ class OverviewScreen(Shown):
             self._open(f"rank {rank}", lambda view, width: rank_lines(view, rank, width))
 
     def action_back(self) -> None:
-        """Stay: no screen is below this one."""
+        """Do nothing, since this is the bottom screen."""
 
     def key_v(self) -> None:
         self._open("findings", overview.all_findings)

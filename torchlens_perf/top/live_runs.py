@@ -1,4 +1,4 @@
-"""The runs in a folder, and which of them are live."""
+"""Find the runs in a folder, and the live ones among them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.words.run_state import DIED
 from torchlens_perf.view.specs import Column, Quantity, Table, inert
 
-_RECENT_S = 900.0  # older runs are listed without reading their files: a folder may hold hundreds
+# Older runs are listed without reading their files, since a folder may have hundreds of runs.
+_MAX_READ_AGE_S = 900.0
 _MOST, _MAX_NAME, _MAX_ABOUT = 50, 32, 60
 _OLD, _STARTING, _LIVE, _ENDED, _DAMAGED = "old", "starting", "live", "ended", "damaged"
 
@@ -26,20 +27,23 @@ class RunRow:
     changed_unix_s: float
     state: str = _OLD
     about: str = ""
-    """The program, or why the run cannot be read."""
+    """The program, or the reason why the run cannot be read."""
     ranks: int | None = None
     steps: int | None = None
 
 
 def default_folder() -> Path:
-    """Return the folder of runs by the settings."""
+    """Return the folder of runs from the environment or the default settings."""
     from torchlens_perf.config import Config
 
     return Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir))
 
 
 def runs_in(folder: Path) -> list[RunRow]:
-    """Return the newest runs in a folder, the newest first. Raises nothing that a folder can cause."""
+    """Return the newest runs in a folder, newest first.
+
+    Problems of the folder raise no exception.
+    """
     found: list[tuple[float, Path]] = []
     try:
         for path in folder.iterdir():
@@ -48,7 +52,7 @@ def runs_in(folder: Path) -> list[RunRow]:
     except OSError:
         return []
     rows = [RunRow(path, changed) for changed, path in sorted(found, reverse=True)[:_MOST]]
-    return [_read(row) if time.time() - row.changed_unix_s < _RECENT_S else row for row in rows]
+    return [_read(row) if time.time() - row.changed_unix_s < _MAX_READ_AGE_S else row for row in rows]
 
 
 def live(rows: list[RunRow]) -> list[RunRow]:
@@ -72,7 +76,7 @@ def run_table(rows: list[RunRow]) -> Table:
 
 
 def _changed(path: Path) -> float | None:
-    """Return when a node last wrote; None if this is no run directory."""
+    """Return the time at which a node last wrote its state; None if this is not a run directory."""
     try:
         with os.scandir(path / "nodes") as entries:
             times = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
@@ -82,7 +86,7 @@ def _changed(path: Path) -> float | None:
 
 
 def _read(row: RunRow) -> RunRow:
-    """Return the row with what one node's file has: the files of other nodes have the same."""
+    """Return the row with data from the first node's file."""
     paths = sorted(RunDirectory(row.path).nodes.glob("*.json"))
     if not paths:
         return dataclasses.replace(row, state=_STARTING)

@@ -1,4 +1,4 @@
-"""The first screen as lines: the run, its findings, step times, the ranks, and the report's tables below."""
+"""The lines of the first screen: the run, its findings, step times, the ranks, and other tables of the report."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Report
 
 _DAY_S = 86_400
-_MAX_OTHERS, _MAX_RANKS, _MIN_RANKS, _MAX_CHART, _MIN_TABLE = 3, 32, 3, 4, 3  # lines
+# Numbers of lines.
+_MAX_OTHERS, _MAX_RANKS, _MIN_RANKS, _MAX_CHART, _MIN_TABLE = 3, 32, 3, 4, 3
 _FEW_RANKS = 4
 
 
 def overview(view: View, width: int, height: int, terminal: Terminal, ranks: Table, cursor: int) -> list[Text]:
-    """Return the screen in at most `height` lines. cursor: a row of the table of ranks, which is in view."""
+    """Return the screen in at most `height` lines.
+
+    cursor: the selected row of `ranks`, which is always visible.
+    """
     report = view.report
     lines = terminal.lines([title_line(view, width), *trouble(view)], width)
     if report is None:
@@ -40,7 +44,8 @@ def overview(view: View, width: int, height: int, terminal: Terminal, ranks: Tab
     stacks = [each for row in report["verdicts"][:1] for each in stack_lines(row, width)]
     lines += stacks if len(lines) + len(stacks) <= height // 2 else []
     bars = bar_lines(report, overall(view.headlines), width, color=terminal.color, each=_FEW_RANKS)
-    rows, room = ranks.rows + 2, height - len(lines) - 2  # below the rates and one line of step times
+    # The rates and at least one line of step times take 2 lines.
+    rows, room = ranks.rows + 2, height - len(lines) - 2
     below = bars if room >= min(rows, _MIN_RANKS + 2) + len(bars) else []
     room -= len(below)
     chart = 1 + max(0, min(room - rows, _MAX_CHART - 1))
@@ -51,7 +56,7 @@ def overview(view: View, width: int, height: int, terminal: Terminal, ranks: Tab
 
 
 def _more(report: Report, width: int, room: int) -> list[Text]:
-    """Return the report's other tables that there is room for, and the data quality."""
+    """Return as many of the report's other tables as fit, and the data quality."""
     lines = list[Text]()
     for table in tables(report) if room > _MIN_TABLE + 4 else ():
         rows = min(table.first or table.rows, room - len(lines) - 6)
@@ -61,7 +66,7 @@ def _more(report: Report, width: int, room: int) -> list[Text]:
 
 
 def frame(view: View, width: int, terminal: Terminal) -> list[Text]:
-    """Return the run as one frame with all findings, as long as it takes, for scripts and logs."""
+    """Return the run with all findings as one frame of any length, for scripts and logs."""
     texts = [title_line(view, width), *trouble(view)]
     if view.report is not None:
         ranks, _ = rank_list(view)
@@ -77,7 +82,7 @@ def frame(view: View, width: int, terminal: Terminal) -> list[Text]:
 
 
 def title_line(view: View, width: int) -> Text:
-    """Return which run it is, and whether it is live."""
+    """Return the title line with the name and the state of the run."""
     report, (state, style) = view.report, run_state(view)
     left = f"torchlens-perf top  {view.run_id}"
     if report is not None:
@@ -105,7 +110,7 @@ def run_state(view: View) -> tuple[str, str]:
 
 
 def trouble(view: View) -> list[Text]:
-    """Return why there is nothing newer to show; nothing where all is well."""
+    """Return lines on the reason why the view is not up to date; no line if it is."""
     if not view.trouble:
         return []
     text = view.trouble + ("" if view.has_ended else ". Looking again every second.")
@@ -113,7 +118,7 @@ def trouble(view: View) -> list[Text]:
 
 
 def clock_time(time: str, now_s: float | None = None) -> str:
-    """Return a time of the report in this terminal's time zone, with the day where it is not of the last 24 hours."""
+    """Return a time of the report in the local time zone, with the day if it is older than 24 hours."""
     at = datetime.datetime.fromisoformat(time).astimezone()
     now = datetime.datetime.now().timestamp() if now_s is None else now_s
     return at.strftime("%H:%M:%S" if abs(now - at.timestamp()) < _DAY_S else "%Y-%m-%d %H:%M")
@@ -144,7 +149,10 @@ def all_findings(view: View, width: int) -> list[Text]:
 
 
 def subject(of: Headline) -> Sequence[object]:
-    """Return what tells one finding from another: not its figures, which change from look to look."""
+    """Return a key that identifies a finding.
+
+    It excludes the figures, which change with every look.
+    """
     facts = dict(of.facts)
     return of.kind, facts.get("rank"), facts.get("ranks"), of.is_over, of.is_over and facts.get("steps")
 
@@ -171,7 +179,7 @@ def pace_lines(view: View, width: int, height: int) -> list[Text]:
 
 
 def quality_line(report: Report, width: int) -> Text:
-    """Return what was lost, and the overhead."""
+    """Return a line on lost data and overhead."""
     quality = report["quality"]
     count = len(quality["notes"])
     parts = [

@@ -1,4 +1,4 @@
-"""How far a run is, how fast it is, and the time left where the run says how many steps it makes."""
+"""Progress and speed of a run, and the time left if the total number of steps is known."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ from torchlens_perf.verdicts.words.hang import HangEvidence
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Report
 
-_CHANGED = 0.1  # a pace that differs this much from the run's mean gives a second estimate of the time left
-_RECENT = 8  # the newest of so many parts of the curve
+# If the recent step time differs more than this from the run's mean, it gives a second estimate of the time left.
+_NOTABLE_CHANGE = 0.1
+# The recent step time is the mean over the last 1/8 of the windows.
+_RECENT_FRACTION = 8
 _SEEN_NS, _MIN_SEEN_NS = 60_000_000_000, 3_000_000_000
 
 
 def pace_words(report: Report, seen_s: float | None) -> list[str]:
-    """Return progress, rates and step times. A run that makes no steps has no rate. seen_s: from SeenSteps."""
+    """Return progress, rates and step times in words.
+
+    A hanging or ended run has no rate. seen_s: from SeenSteps.
+    """
     steps, total, windows_s = report["steps"], report["run"]["total_steps"], step_times(report)
     made = max((rank["last_step"] + 1 for rank in report["ranks"] if rank["last_step"] is not None), default=0)
     words = [progress(made, total) if made else "no step yet"]
@@ -39,12 +44,12 @@ def pace_words(report: Report, seen_s: float | None) -> list[str]:
 
 
 def step_times(report: Report) -> Sequence[float]:
-    """Return step times in windows of consecutive steps, the oldest first."""
+    """Return step times in windows of consecutive steps, oldest first."""
     return report["history"]["median_s"] if report["history"] is not None else ()
 
 
 def progress(made: int, total: int | None) -> str:
-    """Return the steps in words, as "1,240 of 10,000 steps (12%)"."""
+    """Return the progress in words, such as "1,240 of 10,000 steps (12%)"."""
     if total is None:
         return f"{made:,} step{'s' if made != 1 else ''}"
     if made > total:
@@ -53,26 +58,33 @@ def progress(made: int, total: int | None) -> str:
 
 
 def left_s(made: int, total: int | None, mean_s: float | None, windows_s: Sequence[float]) -> tuple[float, ...]:
-    """Return the time left by the mean step, and by the newest windows where these differ. Empty: not known."""
+    """Return estimates of the time left: by the mean step, and by the newest windows if these differ.
+
+    Return an empty tuple if the time left is not known.
+    """
     if total is None or not mean_s or not 0 < made <= total:
         return ()
-    newest = windows_s[-max(1, len(windows_s) // _RECENT) :]
+    newest = windows_s[-max(1, len(windows_s) // _RECENT_FRACTION) :]
     recent_s = sum(newest) / len(newest) if newest else mean_s
-    means = (mean_s, recent_s) if abs(recent_s / mean_s - 1) > _CHANGED else (mean_s,)
+    means = (mean_s, recent_s) if abs(recent_s / mean_s - 1) > _NOTABLE_CHANGE else (mean_s,)
     return tuple((total - made) * each for each in means)
 
 
 class SeenSteps:
-    """The rate of one rank over the last minute. Windows of a long run are longer than that."""
+    """The step rate of one rank over the last minute.
+
+    In a long run, the report's windows are longer than that.
+    """
 
     def __init__(self) -> None:
         self._process = ""
         self._made: deque[tuple[int, int]] = deque()
 
     def add(self, process: str, last_step: int, ended_ns: int) -> float | None:
-        """Return the seconds per step since the oldest look; None where that look was too short ago.
+        """Return the seconds per step since the oldest observation; None if that was too recent.
 
-        process: another process starts the count anew. ended_ns: end of its last step, by its node's monotonic clock.
+        process: key of the process; a new process resets the count. ended_ns: end of the last step,
+        by the node's monotonic clock.
         """
         made = self._made
         if process != self._process or (made and last_step < made[-1][0]):
@@ -98,15 +110,18 @@ def time_left(seconds: float) -> str:
 
 
 def curve(values: Sequence[float], width: int, height: int = 1) -> list[str]:
-    """Return `height` lines of `width` blocks. The lowest value is the lowest block; the text beside has the scale.
+    """Return `height` lines of `width` blocks.
 
-    Where there are more values than columns, a block is the mean of neighbours.
+    The curve has no axis: the lowest value is the lowest block.
+
+    If there are more values than columns, a block is the mean of neighbouring values.
     """
     if not values or width < 1:
         return [""] * height
     means = np.array([group.mean() for group in np.array_split(np.array(values), min(width, len(values)))])
     low, high, levels = means.min(), means.max(), np.ones(len(means), int)
-    if high - low >= 0.02 * high:  # less than that is no change
+    # Variation below 2 % is drawn as a flat line.
+    if high - low >= 0.02 * high:
         levels += np.round((means - low) / (high - low) * (8 * height - 1)).astype(int)
     levels = levels[np.arange(width) * len(levels) // width]
     rows = (np.clip(levels - 8 * row, 0, 8).tolist() for row in reversed(range(height)))

@@ -1,4 +1,4 @@
-"""A live run as lines, one after the other: for terminals that cannot be drawn on, pipes and logs."""
+"""A live run as consecutive lines, for pipes, logs and terminals without cursor control."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _PACE_EVERY_S = 10.0
 
 
 class PlainTop:
-    """Frames and news of a run, for one thread. A reader that has gone is a BrokenPipeError."""
+    """Print frames and news of a run.
+
+    Not thread-safe. Raise BrokenPipeError if the output pipe is closed.
+    """
 
     def __init__(self, file: IO[str], width: int, terminal: Terminal) -> None:
         self._file, self._width, self._terminal = file, width, terminal
@@ -30,9 +33,9 @@ class PlainTop:
         self._print(overview.frame(view, self._width, self._terminal))
 
     def follow(self, look: Callable[[], View], rest: Callable[[], object] = lambda: time.sleep(1.0)) -> None:
-        """Print a frame, then what is new, and a frame when the run has ended.
+        """Print a frame, then news, and a last frame when the run has ended.
 
-        look: RunReader.look. rest: waits until the next look.
+        look: returns the current view, see RunReader.look(). rest: waits until the next look.
         """
         shown: View | None = None
         pace_due_s = time.monotonic()
@@ -53,7 +56,10 @@ class PlainTop:
             shown = view
 
     def _news(self, view: View, before: View) -> Iterable[Text]:
-        """Yield what is wrong, and findings that are new. Figures of a finding change from look to look."""
+        """Yield problems and new findings.
+
+        A finding is not new if only its figures have changed.
+        """
         if view.trouble != before.trouble:
             yield from overview.trouble(view)
         shown = {overview.subject(each) for each in before.headlines}

@@ -1,4 +1,4 @@
-"""The screen of one rank: what it is doing now, and its step, modules and collectives beside other ranks."""
+"""The screen of one rank: its current activity, and its step, modules and collectives compared with other ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_MODULES = 12
 
 
 def rank_lines(view: View, number: int, width: int) -> list[Text]:
-    """Return all that is known of a rank."""
+    """Return all data of a rank as lines."""
     report = view.report
     rank = None if report is None else next((each for each in report["ranks"] if each["rank"] == number), None)
     if report is None or rank is None:
@@ -71,7 +71,7 @@ def _of_rank(rank: Rank, report: Report) -> Iterator[Table | None]:
 
 
 def _position(rank: Rank, report: Report) -> Iterator[str]:
-    """Yield who the rank is, what it does now, and how its steps went."""
+    """Yield lines on the rank's identity, its current activity, and its steps."""
     local = "" if rank["local_rank"] is None else f" (local rank {rank['local_rank']})"
     attempt = f", attempt {rank['attempt']}" if rank["attempt"] else ""
     yield f"rank {rank['rank']}{local} on {rank['host']}, pid {rank['pid']}{attempt}: {rank['state']}"
@@ -93,7 +93,7 @@ def _position(rank: Rank, report: Report) -> Iterator[str]:
 
 
 def _step(rank: Rank, report: Report, others: set[int]) -> Table | None:
-    """Return the parts of a rank's typical step beside the median of other ranks, the largest difference first."""
+    """Return the parts of a rank's typical step compared with the median of other ranks, largest difference first."""
     by_device = report["run"]["judged_by"] == DEVICE
     by_rank = {each["rank"]: parts for each in report["ranks"] if (parts := step_parts(each, by_device=by_device))}
     here = by_rank.get(rank["rank"])
@@ -113,7 +113,10 @@ def _step(rank: Rank, report: Report, others: set[int]) -> Table | None:
 
 
 def _compared(key: str, title: str, what: str, rows: list[tuple[str, float, float | None]], whole_s: float) -> Table:
-    """Return a table of times here and on other ranks, the largest difference first. whole_s: of all rows."""
+    """Return a table of times on this rank and others, largest difference first.
+
+    whole_s: total time of all rows.
+    """
     rows.sort(key=lambda row: (row[2] - row[1] if row[2] is not None else 0.0, -row[1]))
     unit_of = max((max(row[1], row[2] or 0.0) for row in rows), default=0.0)
     columns = [
@@ -134,7 +137,7 @@ def _median(values: Iterable[float]) -> float | None:
 
 
 def _modules(report: Report, number: int, others: set[int]) -> Table | None:
-    """Return forward times of modules without inner modules, beside the median of other ranks."""
+    """Return the modules' own forward times, compared with the median of other ranks."""
     rows = [
         (module["name"], here, _median(seconds for rank, seconds in module["by_rank"].items() if int(rank) in others))
         for module in report["modules"]

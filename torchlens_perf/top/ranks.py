@@ -1,4 +1,4 @@
-"""The report's table of ranks, the slowest first, with the difference of each rank to other ranks. Pure."""
+"""The report's table of ranks, slowest first, with each rank's difference from other ranks. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torchlens_perf.top.reading import View
     from torchlens_perf.verdicts.words.report import Report
 
-_BAR, _HISTORY, _INSIDE = 12, 16, 40  # columns
+# Widths in terminal columns.
+_BAR, _HISTORY, _INSIDE = 12, 16, 40
 _MIN_SHOWN = 0.005
 
 
@@ -45,7 +46,8 @@ def rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list[int]]
     ranks = [*(rank for rank in known if isinstance(rank, int)), *missing]
     columns = [Column("rank", ranks, Quantity.TEXT)]
     for column in (each for each in table.columns if each.title != "rank"):
-        blank = len(missing) * [None]  # these ranks have no typical step yet
+        # Missing ranks have no typical step yet.
+        blank = len(missing) * [None]
         marks = [*column.marks, *len(missing) * [""]] if column.marks else ()
         columns.append(dataclasses.replace(column, values=[*column.values, *blank], marks=marks))
         if column.title == "compute" and len(ranks) > 1:
@@ -62,7 +64,10 @@ def rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list[int]]
 def _excess_columns(
     ranks: Sequence[int], compute: Column, populations: Mapping[int, str], report: Report
 ) -> list[Column]:
-    """Return compute time above the other ranks': of a typical step, and lately, as a rank may be slow for a while."""
+    """Return columns of excess compute time in a typical step and over the run.
+
+    A rank can be slow only for a while.
+    """
     excess, heat = _excess(ranks, compute.values, populations), report["heat"]
     windows = {row["rank"]: row["excess"] for row in heat["ranks"]} if heat is not None else {}
     latest = [next((share for share in windows.get(rank, ())[:-3:-1] if share is not None), None) for rank in ranks]
@@ -104,7 +109,7 @@ def blocks(excess: Sequence[float | None], width: int) -> str:
 
 
 def _inside(ranks: Sequence[int], report: Report) -> list[Column]:
-    """Return what each rank is inside of now, or was when it died."""
+    """Return the open spans of each rank, now or at the time when it died."""
     of = {rank["rank"]: (rank["now"]["inside"] if rank["now"] else rank["inside"])[-2:] for rank in report["ranks"]}
     inside = [" > ".join(of[rank])[:_INSIDE] or "not timed" for rank in ranks]
     return [Column("inside", inside, Quantity.TEXT, 0.02)] if any(of.values()) else []

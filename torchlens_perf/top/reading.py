@@ -1,4 +1,4 @@
-"""Read a run directory again and again, and of it what has changed. Nothing is written, and no process is asked."""
+"""Reread the changed files of a run directory. Nothing is written, and no process is contacted."""
 
 from __future__ import annotations
 
@@ -22,35 +22,36 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState, ProcessState
     from torchlens_perf.verdicts.words.report import Report
 
-_IDLE_RATIO = 4.0  # idle time after a look, as a multiple of what it took: of large jobs, a fifth of a processor
+# Idle time after a look, relative to its duration. For large jobs this limits the CPU use to a fifth of a core.
+_IDLE_RATIO = 4.0
 _Stamp = tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A run as its files show it at one look."""
+    """The state of a run according to its files at one time."""
 
     run_id: str
     report: Report | None = None
-    """The newest that could be made; None while there is none."""
+    """The newest report; None until a report could be made."""
     headlines: tuple[Headline, ...] = ()
     """A headline for each of the report's verdicts, in the same order."""
     seen_s: float | None = None
-    """The present step time, from SeenSteps."""
+    """The current step time, from SeenSteps."""
     trouble: str = ""
-    """The reason why nothing newer is shown; "" where nothing is wrong."""
+    """The reason why the view is not up to date; "" if it is."""
     populations: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """By rank: ranks with the same text do the same work, and are compared."""
+    """The population of each rank. Ranks of one population do the same work and are compared."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether the run has ended."""
+        """True if the run has ended."""
         return self.report is not None and not self.report["run"]["live"]
 
 
 @dataclasses.dataclass
 class _Node:
-    """One node's file. Seconds are of the monotonic clock."""
+    """One node's file. Times in seconds are by the monotonic clock."""
 
     stamp: _Stamp
     state: NodeState | None
@@ -61,7 +62,7 @@ class _Node:
 
 
 class RunReader:
-    """The reader of one run, for one thread."""
+    """Read one run. Not thread-safe."""
 
     def __init__(
         self,
@@ -71,19 +72,23 @@ class RunReader:
         unix: Callable[[], float] = time.time,
     ) -> None:
         self._run, self._name = run, str(run.path)
-        with contextlib.suppress(OSError, ValueError):  # shorter in commands to copy
+        # A relative path makes the commands to copy shorter.
+        with contextlib.suppress(OSError, ValueError):
             self._name = str(run.path.relative_to(Path.cwd()))
         self._monotonic, self._unix = monotonic, unix
         self._nodes: dict[Path, _Node] = {}
         self._view = View(run.run_id)
-        self._is_made = False  # whether the view has all that was loaded
+        # True if the view includes all loaded files.
+        self._is_made = False
         self._due_s = float("-inf")
         self._seen = SeenSteps()
 
     def look(self) -> View:
-        """Return the run as it is now: the same object as before where nothing changed, at one stat() per node.
+        """Return the current view.
 
-        Raises nothing that a run directory can cause: `trouble` of the view has it.
+        If no file has changed, return the same object, at the cost of a stat() per node.
+
+        Problems of the run directory raise no exception. They are in the view's `trouble`.
         """
         began_s = self._monotonic()
         if began_s < self._due_s:
@@ -98,7 +103,8 @@ class RunReader:
             trouble = str(error)
         except OSError as error:
             trouble = f"{self._run.path} cannot be read: {error.strerror or error}"
-        except DAMAGED_DATA as error:  # files of several nodes that do not fit together
+        # Each file can be valid, but files of several nodes may not fit together.
+        except DAMAGED_DATA as error:
             trouble = f"no report can be made of {self._run.path}: {type(error).__name__}: {error}"
         if made is not self._view or trouble != made.trouble:
             self._view = dataclasses.replace(made, trouble=trouble)
@@ -106,7 +112,7 @@ class RunReader:
         return self._view
 
     def _load_changed(self, now_s: float) -> None:
-        """Load files that changed. Raises RunStoreError where there is no file."""
+        """Load changed files. Raise RunStoreError if there are no files."""
         stamps = self._stamps()
         if not stamps:
             self._nodes.clear()
@@ -138,14 +144,17 @@ class RunReader:
         )
 
     def _seen_s(self, processes: Mapping[int, ProcessState]) -> float | None:
-        """Return the present step time of the first rank: all ranks make their steps together."""
+        """Return the current step time of the first rank.
+
+        Other ranks have about the same, since ranks step together.
+        """
         process = processes[min(processes)] if processes else None
         if process is None or process.statistics.last_step is None or process.statistics.ended_ns is None:
             return None
         return self._seen.add(process.identity.key, process.statistics.last_step, process.statistics.ended_ns)
 
     def _stamps(self) -> dict[Path, _Stamp]:
-        """Return what changes when a node's file is replaced, by file."""
+        """Return a stamp for each node's file that changes when the file is replaced."""
         found = {}
         try:
             with os.scandir(self._run.nodes) as entries:
@@ -166,13 +175,14 @@ class RunReader:
         changed_s, longest_s = now_s, 0.0
         if before is not None:
             longest_s = max(before.longest_s, now_s - before.changed_s)
-        else:  # A clock of another node may be ahead.
+        else:
+            # The clock of another node may be ahead, which would make the age negative.
             saved_s = state.saved_unix_ns / 1e9 if state is not None and state.saved_unix_ns else stamp[1] / 1e9
             changed_s -= max(0.0, self._unix() - saved_s)
         self._nodes[path] = _Node(stamp, state, problem, changed_s, longest_s)
 
     def _silent(self, now_s: float) -> str:
-        """Return words on nodes with running ranks that have written nothing for long."""
+        """Return a warning about nodes with running ranks that have not written for a long time, or ""."""
         silent = {
             node.state.host: now_s - node.changed_s
             for node in self._nodes.values()
@@ -188,7 +198,7 @@ class RunReader:
         return f"{words}: the sidecar has ended, or cannot write. The figures are old"
 
     def _unreadable(self) -> str:
-        """Return words on files that cannot be used, where others can."""
+        """Return a warning about unusable files; "" if all files are usable."""
         problems = [node.problem for node in self._nodes.values() if node.problem]
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         return f"{problems[0]}{more}: the ranks of that node are missing" if problems else ""

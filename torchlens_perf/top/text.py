@@ -1,4 +1,4 @@
-"""Lines for any terminal: of its width, and in the characters that it can show."""
+"""Lines that fit a terminal's width and character set."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ _console = Console(width=80)
 
 @dataclasses.dataclass(frozen=True)
 class Terminal:
-    """What a terminal can show."""
+    """The capabilities of a terminal."""
 
     ascii_only: bool = False
     color: bool = True
 
     def lines(self, texts: Iterable[Text], width: int) -> list[Text]:
-        """Return texts as lines that are no wider than the terminal. Texts with `no_wrap` are cut off."""
+        """Return texts as lines that are at most `width` wide.
+
+        Texts with `no_wrap` are cut off, others are wrapped.
+        """
         lines = []
         for text in texts:
             for line in [text] if text.no_wrap else _wrapped(text, max(1, width)):
@@ -41,7 +44,7 @@ class Terminal:
 
 
 def _wrapped(text: Text, width: int) -> Iterable[Text]:
-    """Yield the lines of a text, all of them indented as the first."""
+    """Yield the lines of a text, indented like its first line."""
     indent = min(len(text.plain) - len(text.plain.lstrip(" ")), width // 2)
     for line in text[indent:].wrap(_console, width - indent):
         line.pad_left(indent)
@@ -49,18 +52,21 @@ def _wrapped(text: Text, width: int) -> Iterable[Text]:
 
 
 def line(*parts: str | tuple[str, str] | Text) -> Text:
-    """Return a line that is cut off, rather than wrapped, where there is no room for all of it."""
+    """Return a line that is cut off instead of wrapped if it is too long."""
     return Text.assemble(*parts, no_wrap=True)
 
 
 def bar(columns: float) -> str:
-    """Return a bar that is exact to an eighth of a column; at least that for a value above 0."""
+    """Return a bar with a resolution of 1/8 column. A value above 0 has at least 1/8 column."""
     whole, rest = divmod(max(1, round(columns * 8)) if columns > 0 else 0, 8)
     return "█" * whole + _EIGHTHS[rest].rstrip()
 
 
 def signed(title: str, values: Sequence[float | None], unit_of: float, help: str = "") -> Column:
-    """Return a column of differences. A value that is below what the column can show has no sign."""
+    """Return a column of differences.
+
+    A value that the column rounds to "<0.01" or the like has no sign.
+    """
     column = Column(title, values, unit_of=unit_of, help=help)
     pairs = zip(values, column.texts(), strict=True)
     return dataclasses.replace(
@@ -69,7 +75,7 @@ def signed(title: str, values: Sequence[float | None], unit_of: float, help: str
 
 
 def fitting(parts: Sequence[str], width: int) -> str:
-    """Return as many of these parts as there is room for, in their order."""
+    """Return the parts that fit the width, in their order."""
     text = ""
     for part in filter(None, parts):
         longer = f"{text}   {part}" if text else part
@@ -79,7 +85,7 @@ def fitting(parts: Sequence[str], width: int) -> str:
 
 
 def part(table: Table, rows: Sequence[int]) -> Table:
-    """Return a table with these rows only, in this order. Columns of durations keep their unit."""
+    """Return a table with only these rows, in this order. Columns of durations keep their unit."""
     columns = [
         dataclasses.replace(
             column,
@@ -95,7 +101,7 @@ def part(table: Table, rows: Sequence[int]) -> Table:
 
 
 def cursor_lines(table: Table, width: int, height: int, at: int) -> list[Text]:
-    """Return a table with as many rows as there is room for, among them the chosen one with a mark."""
+    """Return a table with as many rows as fit, including the selected row, which is marked."""
     rows = min(table.rows, height - 2)
     while rows > 0:
         first = max(0, min(at - rows // 2, table.rows - rows))
@@ -105,21 +111,23 @@ def cursor_lines(table: Table, width: int, height: int, at: int) -> list[Text]:
         shown = dataclasses.replace(shown, title=title, columns=[mark, *shown.columns])
         heading, *lines = table_lines(shown, width + 3, rows)
         if len(lines) < height or rows == 1:
-            # The mark takes the place of the margin.
+            # The column of marks replaces the table's left margin.
             return [heading, *(line(each.plain[2], each[4:]) for each in lines)][:height]
-        rows = max(1, rows * (height - 1) // len(lines))  # fewer rows where names are folded
+        # Long names are folded to several lines, so fewer rows fit.
+        rows = max(1, rows * (height - 1) // len(lines))
     return []
 
 
 def rule(title: str, width: int) -> Text:
-    """Return a line between two parts of the screen, with the title of the lower part."""
+    """Return a separator line with the title of the part below it."""
     found = line(("── ", "dim"), (inert(title), "bold"), " ")
     return found.append("─" * max(0, width - found.cell_len), style="dim")
 
 
 def of_environment() -> Terminal:
-    """Return what this process's terminal can show: Unicode only where the locale says so, and NO_COLOR."""
-    try:  # as the process was started: Python may have replaced the C locale by UTF-8
+    """Return the capabilities of this process's terminal, from the locale (Unicode only for UTF-8) and NO_COLOR."""
+    # Python may have replaced the C locale by UTF-8 in os.environ, so read the environment at process start.
+    try:
         lines = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
         environ = dict(line.partition("=")[::2] for line in lines)
     except OSError:
