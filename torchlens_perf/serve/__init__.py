@@ -1,1 +1,4 @@
-"""The live page: runs under a folder, each as its page, which follows it. Reads run directories and nothing else."""
+"""The web server: the runs in a folder, each as a page that follows the run.
+
+It reads only run directories.
+"""

@@ -1,13 +1,15 @@
-"""Who may look: a viewer that sends the token, to a name of this server's, from a page of its own.
+"""Access control: requests need the token, one of this server's host names and, to change anything, its own origin.
 
-The token is in the fragment of the address that is printed, which a browser sends to no server. The script of the
-page that opens there (static/open.js) keeps the token for its origin, which is host and port, and sends it in a header
-with each request. A cookie would not do: browsers send cookies to every port of a host. The header is one of our own,
-so a proxy that wants Authorization for itself can stand in front.
+The token is in the fragment of the printed address, which browsers send to no server. The script of
+the opening page (static/open.js) keeps the token for its origin (host and port) and sends it in a
+header with each request. A cookie would be unsafe, since browsers send cookies to every port of a
+host. The header is not Authorization, so a proxy in front of the server can use that header for
+itself.
 
-Without the token there are only pages that hold nothing but that script, and the scripts and styles themselves. The
-Host header must name this server: a foreign name that resolves to this machine is refused. A request that changes
-anything must come from this server's own page (Origin) as well.
+Without the token the server sends only the opening page, which contains no data, and static scripts
+and styles. The Host header must name this server: otherwise a foreign name that resolves to this
+machine could be used to read data (DNS rebinding). A request that changes anything must also have
+this server's own Origin.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 TOKEN_HEADER = "torchlens-perf-token"
 LET_IN = "torchlens_perf.let_in"
-"""In the state of a request that had the token."""
+"""Key in the state of a request that had the token."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -56,10 +58,10 @@ def new_token() -> str:
 
 
 class Guard:
-    """Lets requests through that may pass, and adds HEADERS to all answers that do not have them."""
+    """ASGI middleware that refuses requests without permission, and adds missing HEADERS to all responses."""
 
     def __init__(self, app: ASGIApp, token: str, names: Collection[str]) -> None:
-        """names: this server's, besides IP addresses."""
+        """names: this server's host names. IP addresses are always accepted."""
         self._app, self._token = app, token
         self._names = frozenset(name.lower() for name in names)
 
@@ -78,7 +80,7 @@ class Guard:
         await (self._app if answer is None else answer)(scope, receive, with_headers)
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        """The answer in place of the requested one; None where the request may pass."""
+        """Return the response that refuses a request; None if the request is permitted."""
         host, reads = headers.get("host", "").lower(), scope["method"] in _READS
         if not self._is_ours(host):
             return PlainTextResponse(_OTHER_NAME, 421)
@@ -94,20 +96,27 @@ class Guard:
         return None
 
     def _is_ours(self, host: str) -> bool:
-        """Whether a Host header may be ours. Any port is accepted: a tunnel to here may begin at any."""
+        """Return True if a Host header names this server.
+
+        Any port is accepted, since a tunnel can use any port.
+        """
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         try:
             ipaddress.ip_address(name)
         except ValueError:
             return name in self._names
-        return True  # an address needs no name server, which could lie
+        # A literal address cannot be a foreign name that a malicious name server resolves to this machine.
+        return True
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode("utf-8", "surrogateescape"), self._token.encode())
 
 
 def _opening_page(scope: Scope) -> Response:
-    """The same for every address, whether there is something or not: it asks for the page with the token."""
+    """Return the opening page, whose script requests the address again with the token.
+
+    It is the same for every address, so it does not reveal which runs exist.
+    """
     root = "../" * (scope["raw_path"].count(b"/") - 1)
     script = tag("script", src=static_address(OPENING_SCRIPT, root))
     body = tag("body", tag("main", tag("p", _NEEDS_TOKEN, id="needs-token")), script)

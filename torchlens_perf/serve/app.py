@@ -1,15 +1,16 @@
-"""What can be asked of the server: start here.
+"""The server's addresses. Start here.
 
 ::
 
-    /                               the runs
-    /runs/ID/                       one as its page
-    /runs/ID/api/contents           the same as JSON, see page/contents.py
-    /runs/ID/api/news               the newest page's version, and problems, see follow.py
+    /                               the list of runs
+    /runs/ID/                       the page of a run
+    /runs/ID/api/contents           the page's data as JSON, see page/contents.py
+    /runs/ID/api/news               the version of the newest page, and problems, see follow.py
     /runs/ID/api/step/N             any step, span by span
-    /runs/ID/api/captures           POST ?ranks=&steps=: asks for a capture; /ID: what came of it
-    /runs/ID/captures/ID/RANK/FILE  its files
-    /api/counts                     what the server has read so far
+    /runs/ID/api/captures           POST ?ranks=&steps=: requests a capture
+    /runs/ID/api/captures/ID        the results of a capture
+    /runs/ID/captures/ID/RANK/FILE  a file of a capture
+    /api/counts                     how often the server has looked at and read each run
     /static/FILE                    styles and scripts
 """
 
@@ -39,19 +40,29 @@ from torchlens_perf.serve.static_files import NAMES, STYLE, digest, packed
 
 if TYPE_CHECKING:
     from starlette.requests import Request
-_QUICK, _SLOW, _LISTING = 2, 2, 1  # readers for what takes milliseconds, for whole runs, and for the list
-_PATIENCE_S = 3.0  # of who opens a run that takes long to read
-_MAX_FOLLOWED = 16  # runs of which the newest page is held ready, besides those that somebody looks at
+# Numbers of readers for calls of milliseconds, for whole runs, and for the list: slow calls must not delay quick ones.
+_QUICK, _SLOW, _LISTING = 2, 2, 1
+# After this time, a viewer who opens a run receives a page that asks for patience.
+_FIRST_PAGE_TIMEOUT_S = 3.0
+# The server keeps the newest page of so many runs that no viewer has open.
+_MAX_IDLE_FOLLOWERS = 16
 _STEP_WITHIN_S, _CAPTURE_WITHIN_S, _BLOCK_WITHIN_S = 60.0, 30.0, 30.0
-_STEP = re.compile(r"[0-9]{1,18}")  # what fits into a column of the files
+# Step numbers are stored as 64-bit integers.
+_STEP = re.compile(r"[0-9]{1,18}")
 _FOR_EVER = "private, max-age=31536000, immutable"
 
 
 class Server:
-    """The runs of a folder, for any number of viewers. On the event loop's thread; it touches no disk."""
+    """The runs of a folder, for any number of viewers.
+
+    Runs on the event loop's thread and accesses no disk.
+    """
 
     def __init__(self, folder: str, found: Sequence[Found], *, is_one: bool) -> None:
-        """folder: of runs, or a run if is_one; with no link in it. found: by find_runs() just now."""
+        """folder: the folder of runs, or a run if is_one; without links.
+
+        found: the result of find_runs().
+        """
         self._folder, self._is_one = folder, is_one
         self._quick, self._slow, self._listing = Readers(_QUICK), Readers(_SLOW), Readers(_LISTING)
         self._list = RunList(folder, self._listing, found)
@@ -88,7 +99,7 @@ class Server:
         return HTMLResponse(list_page(self._folder, listed, search, sort), headers=PAGE_HEADERS)
 
     async def _page(self, request: Request) -> Response:
-        now = await self._follower(request).page(_PATIENCE_S)
+        now = await self._follower(request).page(_FIRST_PAGE_TIMEOUT_S)
         if now is None:
             words = "This run is being read. It is large or its disk is slow. It is shown as soon as it is read."
             page = message_page("Reading", words, ROOT, reloads=True)
@@ -116,7 +127,7 @@ class Server:
         }
         return JSONResponse({"runs": runs})
 
-    # -- a run that goes on
+    # -- following a run
 
     async def _news(self, request: Request) -> Response:
         return JSONResponse(self._follower(request).news())
@@ -135,12 +146,15 @@ class Server:
             follower = self._followers[path] = Follower(path, self._quick, self._slow)
         self._followers.move_to_end(path)
         idle = [each for each, of in self._followers.items() if not of.is_needed and each != path]
-        for each in idle[: max(0, len(idle) - _MAX_FOLLOWED)]:
+        for each in idle[: max(0, len(idle) - _MAX_IDLE_FOLLOWERS)]:
             del self._followers[each]
         return follower
 
     def _run(self, request: Request) -> str:
-        """The path of the run that is asked for, which may not be there. Raises ReadError for what is no name."""
+        """Return the path of the requested run, which may not exist.
+
+        Raise ReadError if the name is invalid.
+        """
         name = name_in(request.scope["raw_path"])
         if not name or (self._is_one and name != os.path.basename(self._folder)):
             raise ReadError(404, f"There is no run {printable(name)[:100]} here.")
@@ -165,7 +179,10 @@ class Server:
         return JSONResponse(await call)
 
     async def _file(self, request: Request) -> Response:
-        """A block at a time, by a reader: a file may have a gigabyte, and its disk may hang."""
+        """Stream a file.
+
+        A reader reads each block separately, since files can be large and the disk can hang.
+        """
         parts = tuple(request.path_params[key] for key in ("capture", "rank", "file"))
         run = self._run(request)
 
@@ -183,13 +200,17 @@ class Server:
 
         headers = {
             "content-length": str(identity[-1]),
-            "content-disposition": f'attachment; filename="{parts[-1]}"',  # one of few known names
+            # The name needs no escaping: block() accepts only known names.
+            "content-disposition": f'attachment; filename="{parts[-1]}"',
         }
         return StreamingResponse(blocks(), media_type="application/octet-stream", headers=headers)
 
 
 def _packed(request: Request, packed: bytes, media_type: str, headers: dict[str, str] | None = None) -> Response:
-    """packed: by gzip, which whoever cannot read that is spared."""
+    """Return a response with gzip-compressed content.
+
+    It is decompressed for clients that do not accept gzip.
+    """
     given = {**(headers or {}), "vary": "accept-encoding"}
     if "gzip" in request.headers.get("accept-encoding", ""):
         return Response(packed, media_type=media_type, headers={**given, "content-encoding": "gzip"})
@@ -207,7 +228,7 @@ async def _problem(request: Request, error: Exception) -> Response:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    """A page for a viewer that opens this address, else one line."""
+    """Return a 404 response: a page for browsers, a line of text for other clients."""
     words = printable(str(error)) if isinstance(error, ReadError) else "There is no page at this address."
     if "text/html" not in request.headers.get("accept", ""):
         return PlainTextResponse(f"{words}\n", 404)

@@ -1,4 +1,7 @@
-"""Captures: requests to the ranks of a live run, their results, and their files. In a reader."""
+"""Captures: requests to the ranks of a live run, their results, and their files.
+
+Runs in a reader.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ _INSIDE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEX
 
 
 class NotReadYetError(ConfigError):
-    """The run may be captured soon: its sidecar has not read the first steps yet."""
+    """The run cannot be captured yet, since its sidecar has not read the first steps."""
 
 
 # -- requests
@@ -46,9 +49,10 @@ def ask_capture(
 ) -> Request:
     """Write a request into the run directory, where the sidecars find it.
 
-    texts: ranks, such as 5, 0-3 or 0,5. python: with Python frames in the trace. force: more ranks than MAX_RANKS, and
-    more than MAX_KEPT_BYTES of captures. Raises ConfigError for an invalid request, NotReadYetError for one that is too
-    early, and RunStoreError.
+    texts: ranks, such as 5, 0-3 or 0,5. python: record Python frames in the trace. force: allow
+    more ranks than MAX_RANKS, and more than MAX_KEPT_BYTES of captures. Raise ConfigError if the
+    request is invalid, NotReadYetError if it is too early, and RunStoreError if it cannot be
+    written.
     """
     try:
         asked = tuple(sorted({rank for text in texts for rank in parse_ranges(text)}))
@@ -79,7 +83,10 @@ def ask_capture(
 
 
 def _next_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, int]:
-    """Return the attempt, and a step that no rank has begun. Raises ConfigError if these ranks cannot be captured."""
+    """Return the attempt, and a step that no rank has reached.
+
+    Raise ConfigError if these ranks cannot be captured.
+    """
     states = list(run.nodes.glob("*.json"))
     report = run_report(run) if states else None
     not_yet = f"the sidecar of {run.run_id} has not read the first steps yet: ask again in some seconds"
@@ -115,7 +122,7 @@ def _next_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, int]:
 
 
 def ask(path: str, texts: str, steps: int, python: bool, force: bool) -> dict[str, Any]:
-    """Request a capture for a viewer. Raises as ask_capture()."""
+    """Request a capture for a viewer. Raise the errors of ask_capture()."""
     made = ask_capture(run_directory(path), [texts], steps, python=python, force=force)
     return {"id": made.id, "ranks": list(made.ranks), "from_step": made.from_step, "steps": made.steps}
 
@@ -124,7 +131,7 @@ def ask(path: str, texts: str, steps: int, python: bool, force: bool) -> dict[st
 
 
 def progress(path: str, capture: str) -> dict[str, Any]:
-    """Return the results of a request so far: `outcomes` by rank, the ranks that are `waiting`, and `is_over`."""
+    """Return the results of a request so far: `outcomes` by rank, the ranks still `waiting`, and `is_over`."""
     run = run_directory(path)
     request = next((each for each in capture_files.read_requests(run.captures)[0] if each.id == capture), None)
     if request is None:
@@ -148,7 +155,7 @@ def captured_words(row: Capture) -> str:
 
 
 def captured_files(row: Capture) -> list[dict[str, Any]]:
-    """Return the files of one rank, with addresses as seen from the run's page."""
+    """Return the files of one rank, with addresses relative to the run's page."""
     folder = f"captures/{address(row['id'])}/{row['rank']}"
     return [
         {"name": name, "bytes": file["bytes"], "address": f"{folder}/{address(name)}"}
@@ -164,8 +171,8 @@ def block(
 ) -> tuple[bytes, tuple[int, ...]]:
     """Return BLOCK_BYTES of a file from `at` on, and the file's identity: its device, inode and size.
 
-    known: the identity that the file had before, (): any. Follows no link in the run. Raises NoSuchError, also if the
-    identity has changed; OSError.
+    known: the identity from the first block, () for the first block. Links in the run are not
+    followed. Raise NoSuchError if the file is missing or its identity has changed, or OSError.
     """
     if not _RANK.fullmatch(rank) or file not in _FILES or not capture_files.is_id(capture):
         raise NoSuchError("there is no such file")

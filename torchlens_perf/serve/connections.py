@@ -1,4 +1,4 @@
-"""Connections that a stranger cannot hold for long: limits for a request's head, and for those without a token."""
+"""Connection limits against clients without the token: a time limit for request heads, and a maximal number."""
 
 from __future__ import annotations
 
@@ -10,49 +10,53 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from torchlens_perf.serve.access import LET_IN
 
 HEAD_S = 10.0
-"""Between the begin of a connection, or of a request on it, and the end of the request's head."""
+"""Time limit from the start of a connection, or of a request on it, to the end of the request's head."""
 MAX_STRANGERS = 128
-"""Connections that have sent no request with the token. The oldest is closed for a new one."""
+"""Maximal number of connections that have sent no request with the token.
+
+A new one closes the oldest.
+"""
 
 
 class Connection(H11Protocol):
-    """One connection, on the event loop's thread."""
+    """A connection. Used only on the event loop's thread."""
 
     _open: ClassVar[dict[Connection, None]] = {}
-    """All of this process, the oldest first."""
+    """All open connections of this process, oldest first. The dict is used as an ordered set."""
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._open[self] = None
-        strangers = [each for each in self._open if not each._is_let_in()]
+        strangers = [each for each in self._open if not each._has_token()]
         for each in strangers[: max(0, len(strangers) - MAX_STRANGERS)]:
             each.transport.abort()
-        self._expect_head()
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._open.pop(self, None)
-        self._expect_nothing()
+        self._stop_head_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._expect_nothing()
+            self._stop_head_timer()
         elif self._head_timer is None:
-            self._expect_head()
+            self._start_head_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._expect_nothing()  # uvicorn's own limit holds until the next request begins
+        # Until the next request begins, uvicorn's keep-alive limit applies.
+        self._stop_head_timer()
 
-    def _is_let_in(self) -> bool:
+    def _has_token(self) -> bool:
         return self.scope is not None and bool(self.scope.get("state", {}).get(LET_IN))
 
-    def _expect_head(self) -> None:
+    def _start_head_timer(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_S, self._close)
 
-    def _expect_nothing(self) -> None:
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

@@ -1,7 +1,8 @@
-"""Keeps the newest page of a run for all viewers, who ask once a second whether there is a newer one.
+"""Keep the newest page of a run for all viewers, who ask once a second for a newer one.
 
-A look opens one folder, at most once a second. The run is read only if a node has written its state since then, for a
-quarter of the time at most. While no viewer asks, nothing is looked at.
+A look opens one folder, at most once a second. The run is read only if a node has written its state
+since the last look. Reading takes at most a quarter of the time. If no viewer asks, the server does
+not look.
 """
 
 from __future__ import annotations
@@ -20,29 +21,34 @@ if TYPE_CHECKING:
     from torchlens_perf.serve.readers import Readers
 
 LOOK_INTERVAL_S = 1.0
-_ENDED_LOOK_INTERVAL_S = 5.0  # a run that has ended may begin again
+# An ended run can be restarted, so the server continues to look at it.
+_ENDED_LOOK_INTERVAL_S = 5.0
 _MIN_IDLE_RATIO, _MIN_IDLE_RATIO_ON_ERROR = 3, 1
-_TIMEOUT_S = 1.0  # then a viewer is shown the page before
+# A viewer waits at most this long for a newer page, and then receives the previous one.
+_TIMEOUT_S = 1.0
 _LOOK_WITHIN_S, _READ_WITHIN_S = 5.0, 300.0
 _GONE = 404
 _WATCHED_S = 10.0
 
 
 def look(path: str) -> tuple[str, float]:
-    """Return a text that changes with each state that a node writes, and the state's age in seconds. In a reader."""
+    """Return a version that changes whenever a node writes its state, and the state's age.
+
+    Runs in a reader.
+    """
     changed = changed_ns(path)
     return f"{changed:x}", max(0.0, time.time() - changed / 1e9)
 
 
 class Follower:
-    """One run. On the event loop's thread; readers touch the disk."""
+    """Follow one run. Used only on the event loop's thread. Readers access the disk."""
 
     def __init__(self, path: str, quick: Readers, slow: Readers, clock: Callable[[], float] = time.monotonic) -> None:
-        """quick, slow: for looks, and for reading a whole run."""
+        """quick: readers for looks. slow: readers for whole runs."""
         self.rendered: Rendered | None = None
         """The newest page."""
         self.problem: ReadError | None = None
-        """Why the last look failed."""
+        """The reason why the last look failed."""
         self.looks = self.readings = 0
         self._path, self._quick, self._slow, self._clock = path, quick, slow, clock
         self._looking: asyncio.Task[None] | None = None
@@ -50,13 +56,13 @@ class Follower:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a viewer has the run open, or waits for it."""
+        """True if a viewer has the run open or waits for it."""
         return self._looking is not None or self._clock() - self._asked_s < _WATCHED_S
 
     async def page(self, patience_s: float = _READ_WITHIN_S) -> Rendered | None:
-        """Return the run as it was a moment ago, or None if it is still being read after patience_s.
+        """Return a recent page of the run, or None if the first page is not ready after patience_s.
 
-        Raises ReadError if the run is gone, or could never be read.
+        Raise ReadError if the run was removed, or has never been readable.
         """
         looking = self._look_if_due()
         if looking is not None:
@@ -66,9 +72,10 @@ class Follower:
         return self.rendered
 
     def news(self) -> dict[str, object]:
-        """Return what is known now. What has changed since the last look follows in the next second.
+        """Return the state of the last look, and start another one if it is due.
 
-        version: of the newest page, "" before there is one. problem: why the run cannot be read, or that it is silent.
+        `version` is the version of the newest page, "" before the first one. `problem` is the
+        reason why the run cannot be read, or a note that it has no new data.
         """
         self._look_if_due()
         is_live = self.rendered is None or self.rendered.is_live
@@ -82,7 +89,7 @@ class Follower:
         return {"version": version, "is_live": is_live, "problem": problem}
 
     def _look_if_due(self) -> asyncio.Task[None] | None:
-        """Return the look that is under way, if any."""
+        """Start a look if it is due, and return the running look, if any."""
         self._asked_s = self._clock()
         if self._looking is None and self._asked_s >= self._next_s:
             self._looking = asyncio.create_task(self._look())

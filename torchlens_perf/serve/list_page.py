@@ -1,4 +1,4 @@
-"""The page that lists the runs, and pages of one sentence."""
+"""The page that lists the runs, and pages with a single message."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
 from torchlens_perf.view.markup import Child, Element, html, tag
 
 ROOT = "../../"
-"""The list's address as seen from a run's page."""
+"""The list's address relative to a run's page."""
 _COLUMNS = (
     ("status", "Status"), ("program", "Program"), ("cost", "Cost"), ("verdict", "Verdict"), ("step", "Step p50"),
     ("ranks", "Ranks"), ("hosts", "Hosts"), ("steps", "Steps"), ("state", "State"), ("started", "Started (UTC)"),
 )  # fmt: skip
-"""CSS class, which is also the key in SORTS, and heading."""
+"""CSS class and heading of each column. The class is also the key in SORTS."""
 
 
 def list_page(folder: str, listed: Listed, search: str, sort: str) -> str:
-    """Return the list as HTML. search, sort: as for RunList.page()."""
+    """Return the list as HTML. search, sort: the arguments of RunList.page()."""
     now_s = time.time()
     looked = time.strftime("%H:%M:%S", time.localtime(listed.looked_unix_s))
     which = f"{listed.matching} of {listed.total} runs match" if search else f"{listed.total} runs"
@@ -69,7 +69,10 @@ def list_page(folder: str, listed: Listed, search: str, sort: str) -> str:
 
 
 def message_page(title: str, words: str, root: str, *, reloads: bool = False) -> str:
-    """Return a page of one sentence with a link to the list. root: the list's address as seen from this page."""
+    """Return a page with a message and a link to the list.
+
+    root: the list's address relative to this page.
+    """
     link = tag("p", tag("a", "All runs", href=root or "./"))
     body = tag("body", tag("header", tag("h1", title)), tag("main", tag("p", words, role="status"), link))
     again = tag("meta", http_equiv="refresh", content="2") if reloads else None
@@ -77,14 +80,14 @@ def message_page(title: str, words: str, root: str, *, reloads: bool = False) ->
 
 
 def whole_page(title: str, body: Element, root: str, more: Child = None) -> str:
-    """Return a page as HTML. more: for its head."""
+    """Return a page as HTML. more: additional elements of its head."""
     styles = [more, by_address([static_address(STYLE, root)])]
     whole = tag("html", head(f"{title} \u00b7 torchlens_perf", LIVE_POLICY, styles), body, lang="en")
     return f"<!DOCTYPE html>\n{html(whole)}\n"
 
 
 def _tick(line: RunLine) -> Element:
-    """Return the cell to choose a run for a comparison of step times (list.js)."""
+    """Return the cell with the checkbox that selects a run for a comparison of step times (list.js)."""
     box = tag(
         "input",
         type="checkbox",

@@ -1,4 +1,7 @@
-"""A run's page on the server: that of the file, with its state, and a form to profile a few steps. In a reader."""
+"""A run's page on the server: the file's page with the run's state and a form to request captures.
+
+Runs in a reader.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ from torchlens_perf.view.specs import Column, Quantity, Table
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Capture
 
-_LEVEL = 1  # of gzip, the fastest: a live page is packed every few seconds
+# The fastest level, since a live page is compressed every few seconds.
+_GZIP_LEVEL = 1
 _MAX_CAPTURES = 32
 _ABOUT = (
     "Records the next steps of some ranks with torch.profiler, with Python stacks, the flight recorder and, on a GPU, "
@@ -33,7 +37,7 @@ _ABOUT = (
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """A run at one time, compressed by gzip."""
+    """A run's page at one time, compressed by gzip."""
 
     version: str
     html: bytes
@@ -43,10 +47,14 @@ class Rendered:
 
 
 def rendered(path: str, version: str) -> Rendered:
-    """Return the run's page. version: the follower's. Raises TorchlensPerfError if there is nothing to show."""
+    """Return the run's page.
+
+    version: a name for its data. Raise TorchlensPerfError if there is nothing to show.
+    """
     held = contents(run_directory(path))
     is_live = held["report"]["run"]["live"]
-    state = "Live. Reload this page to see newer steps." if is_live else "Ended"  # until the script replaces it
+    # The script replaces this text.
+    state = "Live. Reload this page to see newer steps." if is_live else "Ended"
     status = tag(
         "div",
         tag("p", state, id="live-status", role="status"),
@@ -60,17 +68,20 @@ def rendered(path: str, version: str) -> Rendered:
 
 
 def step_as_json(path: str, number: int) -> bytes:
-    """Return one step as StepTraces in JSON, compressed by gzip. It has no steps if that one was not recorded."""
+    """Return one step as StepTraces in JSON, compressed by gzip.
+
+    Its list is empty if the step was not recorded.
+    """
     step = one_step(run_directory(path), number)
     return _packed(json.dumps(step, separators=(",", ":"), allow_nan=False))
 
 
 def _packed(text: str) -> bytes:
-    return gzip.compress(text.encode("utf-8", "replace"), _LEVEL)
+    return gzip.compress(text.encode("utf-8", "replace"), _GZIP_LEVEL)
 
 
 def _captures(rows: Sequence[Capture], *, is_live: bool) -> Element | None:
-    """Return the form, and the last captures with links to their files."""
+    """Return the form for captures, and the last captures with links to their files."""
     if not is_live and not rows:
         return None
     shown = rows[-_MAX_CAPTURES:][::-1]

@@ -1,8 +1,8 @@
-"""What the server reads, it reads in processes of their own: start here for how a disk that hangs is kept from it.
+"""Reader processes, in which the server reads all files, so that a hanging disk cannot block it.
 
-The server's own process touches no run directory once it listens. A reader that does not answer in time is killed, and
-whoever asked hears so; the number of readers is bounded, and so is what a disk can hold up. Readers give way to every
-other process of the node: training may run on it.
+Once it listens, the server's own process accesses no run directory. A reader that does not answer
+in time is killed, and the caller receives an error. The number of readers is limited. They have the
+lowest CPU priority, since training may run on the same node.
 """
 
 from __future__ import annotations
@@ -25,34 +25,40 @@ from torchlens_perf.store.without_pandas import hide_pandas
 
 _LOWEST_PRIORITY = 19
 _START_S = 60.0
-"""Of a new process, besides the time that a call may take."""
+"""Time limit for starting a process, in addition to the time limit of a call."""
 _MAX_BYTES = 8 << 30
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _T = TypeVar("_T")
 
 
 class Readers:
-    """Some processes that call functions of this package. On the event loop's thread."""
+    """A pool of processes that call functions of this package.
+
+    Used only on the event loop's thread.
+    """
 
     def __init__(self, most: int) -> None:
-        """most: so many calls at a time; others wait."""
+        """most: number of concurrent calls. Further calls wait."""
         self._free = asyncio.Semaphore(most)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def call(
         self, function: Callable[..., _T], *arguments: object, within_s: float, late: str = "its disk did not answer"
     ) -> _T:
-        """What function(*arguments) returns in a reader; all must be picklable, and the function at a module's top.
+        """Return function(*arguments), called in a reader.
 
-        within_s: for a reader to be free, and then for its answer. late: what is said where that takes longer. Raises
-        ReadError then, and for whatever the function raises.
+        Arguments, result and function must be picklable.
+
+        within_s: time limit for a reader to become free, and again for its answer. late: error text
+        if the answer takes longer. Raise ReadError if a limit is exceeded, or the function raises
+        any exception.
         """
         loop = asyncio.get_running_loop()
         begun, ready = loop.create_future(), loop.create_future()
         task = asyncio.ensure_future(self._called_in_reader(begun, ready, function, arguments))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
-        # Not wait_for(): that waits until the reader is gone, and one that sleeps in the kernel survives a kill.
+        # wait_for() would wait until the killed reader has exited, but a reader blocked in the kernel survives a kill.
         for reached, limit_s, problem in (
             (begun, within_s, "all readers are busy; ask again in a moment"),
             (ready, _START_S, "no process could be started to read it"),
@@ -76,7 +82,7 @@ class Readers:
     ) -> _T:
         async with self._free:
             begun.set_result(None)
-            # The process that has ended its last call takes the next one.
+            # anyio reuses an idle process of an earlier call.
             await to_process.run_sync(_start, function.__module__, cancellable=True, limiter=CapacityLimiter(1))
             ready.set_result(None)
             return await to_process.run_sync(_called, function, arguments, cancellable=True, limiter=CapacityLimiter(1))
@@ -84,17 +90,19 @@ class Readers:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # somebody has heard of it, or nobody waits any more
+            # Mark the exception as retrieved, or asyncio would log it. The caller has raised it, or no longer waits.
+            task.exception()
 
     def close(self) -> None:
-        """End what still reads. Calls raise asyncio.CancelledError."""
+        """Cancel running calls, which raise asyncio.CancelledError."""
         for task in list(self._tasks):
             task.cancel()
 
 
 def _start(module: str) -> None:
-    """In the reader: what the call needs is imported, and other processes of the machine come first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's
+    """Prepare the reader process: limit its memory, import the module of the call, and lower the priority."""
+    # Ctrl-C is handled by the server, which ends its readers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     limit_memory()
     hide_pandas()
     importlib.import_module(module)
@@ -103,7 +111,7 @@ def _start(module: str) -> None:
 
 
 def _called(function: Callable[..., _T], arguments: tuple[object, ...]) -> _T:
-    """In the reader. Not every exception can be unpickled; ReadError can."""
+    """Call the function in the reader, and convert exceptions to ReadError: others may fail to unpickle."""
     try:
         return function(*arguments)
     except NoSuchError as error:
@@ -115,19 +123,24 @@ def _called(function: Callable[..., _T], arguments: tuple[object, ...]) -> _T:
     except MemoryError:
         gib = limit_memory() / (1 << 30)
         status, words = 503, f"it takes more than {gib:.1f} GiB of memory to read, the limit of a reader"
-    except Exception as error:  # this run cannot be shown, others can
+    # An unexpected error affects only this run.
+    except Exception as error:
         status, words = 500, f"this cannot be read: {type(error).__name__}: {error}"
     raise ReadError(status, printable(words))
 
 
 def limit_memory() -> int:
-    """Limit this process to half of the machine's or the container's memory, and to 8 GiB. Return the limit in bytes.
+    """Limit this process to half of the machine's or the container's memory, and to 8 GiB.
 
-    More raises MemoryError. The limit counts what can be written (RLIMIT_DATA): libraries reserve far more addresses
-    than they use. A lower limit of the user's stays.
+    Return the limit in bytes.
+
+    Larger allocations raise MemoryError. The limit is on writable memory (RLIMIT_DATA), since
+    libraries reserve far more address space than they use. A lower limit that the user has set
+    remains.
     """
     limits = [_MAX_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
-    with contextlib.suppress(OSError, ValueError):  # "max", or no such file
+    # The file may be missing, or contain "max".
+    with contextlib.suppress(OSError, ValueError):
         limits.append(int(_CGROUP_LIMIT.read_text()) // 2)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = min(limits + [each for each in (soft, hard) if each != resource.RLIM_INFINITY])

@@ -1,4 +1,7 @@
-"""The runs of a folder and a line on each. Readers find and read runs; the server keeps the lines for all viewers."""
+"""The list of runs in a folder.
+
+Readers find and read runs; the server keeps the lines for all viewers.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,13 @@ ROWS = 50
 _SEVERITIES = (BAD, WARNING, NEUTRAL, GOOD)
 _MAX_PROBLEM = 300
 _LOOK_INTERVAL_S = 3.0
-_MIN_IDLE_RATIO = 4  # looking at the folder takes a quarter of the time at most
-_TIMEOUT_S = 1.0  # then a viewer is shown what is known
+# Idle time after a look at the folder, relative to the look's duration.
+_MIN_IDLE_RATIO = 4
+# A viewer waits at most this long, and then receives the known lines.
+_TIMEOUT_S = 1.0
 _FIND_WITHIN_S, _READ_WITHIN_S = 120.0, 60.0
-_READ_S = 0.5  # of one call to a reader
+# A call to a reader reads runs for about this long.
+_BATCH_S = 0.5
 
 
 class Found(NamedTuple):
@@ -32,26 +38,29 @@ class Found(NamedTuple):
 
     name: str
     changed_ns: int
-    """UNIX time by the disk's clock at which a node last wrote its state; 0 if the folder cannot be looked at."""
+    """UNIX time by the disk's clock at which a node last wrote its state; 0 if the folder cannot be read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunLine:
-    """What the list shows of a run."""
+    """A line of the list: a run with its verdict and key figures."""
 
     name: str
     changed_ns: int = -1
-    """As in Found: another value means that the run must be read again."""
+    """The value of Found when the run was read.
+
+    If Found has another value, the run must be read again.
+    """
     status: str = "READING"
     severity: str = NEUTRAL
     sentence: str = ""
-    """The verdict, or why the run cannot be read."""
+    """The verdict, or the reason why the run cannot be read."""
     cost: str = ""
     cost_share: float | None = None
     step_s: float | None = None
     ranks: int | None = None
     seen: int = 0
-    """How many of the ranks are in the report."""
+    """Number of ranks in the report."""
     hosts: int | None = None
     steps: int | None = None
     is_live: bool = False
@@ -71,7 +80,7 @@ SORTS: Mapping[str, Callable[[RunLine], object]] = {
     "state": lambda line: (not line.is_live, line.state),
     "started": lambda line: line.started or None,
 }
-"""The columns to sort by. A run whose value is None stands last."""
+"""Sort keys of the columns. A run whose key is None comes last."""
 LARGEST_FIRST = ("cost", "step", "ranks", "hosts", "steps", "started")
 
 
@@ -81,20 +90,23 @@ class Listed:
 
     lines: list[RunLine]
     page: int
-    """From 0."""
+    """Index of the page, from 0."""
     pages: int
     matching: int
-    """Runs that match the filter."""
+    """Number of runs that match the filter."""
     total: int
     unread: int
-    """Runs of this page that are not read yet or, if the list is sorted by a column, of all matching ones."""
+    """Number of unread runs on this page or, if the list is sorted by a column, among all matching runs."""
     looked_unix_s: float
     problem: str
-    """Why the last look at the folder failed. The runs of the look before are shown."""
+    """The reason why the last look at the folder failed.
+
+    The list then shows the runs of the previous look.
+    """
 
 
 class RunList:
-    """All runs of a folder. On the event loop's thread."""
+    """All runs of a folder. Used only on the event loop's thread."""
 
     def __init__(self, folder: str, readers: Readers, found: Sequence[Found]) -> None:
         """found: the result of find_runs() a moment ago."""
@@ -106,7 +118,9 @@ class RunList:
         self._reading: asyncio.Task[None] | None = None
 
     async def page(self, page: int, search: str = "", sort: str = "") -> Listed:
-        """Return one page of the runs that match, the last changed first. Runs that take long to read follow later.
+        """Return one page of the matching runs, most recently changed first.
+
+        Runs that take long to read appear later.
 
         sort: a key of SORTS, with a hyphen in front for the opposite order.
         """
@@ -135,7 +149,7 @@ class RunList:
         return Listed(lines, page, pages, len(found), len(self._found), len(unread), self._looked_unix_s, self._problem)
 
     def _line(self, found: Found) -> RunLine:
-        """Return the newest line. The run may have changed since."""
+        """Return the newest line of a run, which may have changed since then."""
         return self._lines.get(found.name) or RunLine(found.name)
 
     def _matches(self, found: Found, words: str) -> bool:
@@ -163,11 +177,14 @@ class RunList:
             self._looking = None
 
     async def _read(self, runs: Sequence[Found]) -> None:
-        """Read some runs in their order. A disk that does not answer costs one line."""
+        """Read runs in this order.
+
+        If a disk does not answer, only the run on it is shown as unreadable.
+        """
         try:
             while runs:
                 try:
-                    lines = await self._readers.call(lines_of, self._folder, runs, _READ_S, within_s=_READ_WITHIN_S)
+                    lines = await self._readers.call(lines_of, self._folder, runs, _BATCH_S, within_s=_READ_WITHIN_S)
                 except ReadError as error:
                     lines = [_unreadable(runs[0], error)]
                 self._lines |= {line.name: line for line in lines}
@@ -180,9 +197,9 @@ class RunList:
 
 
 def find_runs(folder: str, advanced: Callable[[int, int | None], object] = lambda done, total: None) -> list[Found]:
-    """Return the runs directly in the folder, the last changed first, or the folder itself if it is a run.
+    """Return the runs directly in the folder, most recently changed first, or the folder itself if it is a run.
 
-    Follows no links. Raises RunStoreError for a folder that cannot be read.
+    Links are not followed. Raise RunStoreError if the folder cannot be read.
     """
     try:
         if is_run(folder):
@@ -204,9 +221,11 @@ def find_runs(folder: str, advanced: Callable[[int, int | None], object] = lambd
 
 
 def changed_ns(path: str) -> int:
-    """Return when a node of the run last wrote its state. A state is renamed into place, which changes the folder.
+    """Return the time at which a node last wrote its state.
 
-    Raises NoSuchError, OSError.
+    Writing renames a file, which changes the folder's time.
+
+    Raise NoSuchError or OSError.
     """
     descriptor = opened(path)
     try:
@@ -216,9 +235,9 @@ def changed_ns(path: str) -> int:
 
 
 def lines_of(folder: str, found: Sequence[Found], budget_s: float) -> list[RunLine]:
-    """Return lines on the first of these runs, as many as can be read in the time, and at least one.
+    """Return the lines of the first of these runs: at least one, and as many as can be read in budget_s.
 
-    folder: as for find_runs().
+    folder: the folder of find_runs().
     """
     began_s, lines = time.monotonic(), list[RunLine]()
     is_one = is_run(folder)
@@ -242,7 +261,8 @@ def _read_line(path: str, found: Found) -> RunLine:
             return RunLine(*found, "STARTING", NEUTRAL, waiting, is_live=True, state="starting")
         report = run_report(run)
         verdict = overall(headlines(report))
-    except (TorchlensPerfError, OSError, *DAMAGED_DATA) as error:  # the other lines are shown
+    # One unreadable run must not hide the others.
+    except (TorchlensPerfError, OSError, *DAMAGED_DATA) as error:
         return _unreadable(found, error)
     about, steps = report["run"], report["steps"]
     return RunLine(

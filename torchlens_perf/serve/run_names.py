@@ -1,4 +1,7 @@
-"""Runs by name: what a name may be, its address, and its folder. Names come from disks and from viewers."""
+"""Run names: validation, addresses and folders.
+
+Names are untrusted: they come from disks and from viewers.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class ReadError(TorchlensPerfError):
-    """Why there is no answer, in words for the viewer, with a status of HTTP."""
+    """The reason why a request has no result, in words for the viewer, with an HTTP status."""
 
     def __init__(self, status: int, text: str) -> None:
-        super().__init__(status, text)  # all arguments: it is pickled
+        # Unpickling calls the class with these arguments.
+        super().__init__(status, text)
         self.status = status
 
     def __str__(self) -> str:
@@ -29,22 +33,24 @@ class NoSuchError(TorchlensPerfError):
 
 
 def address(name: str) -> str:
-    """A name as a part of an address; any bytes that a disk has."""
+    """Return a name as a part of an address. The name may have any bytes, as on disk."""
     return quote(os.fsencode(name), safe="")
 
 
 def name_in(raw_path: bytes) -> str:
-    """The run's name in the path of a request, /runs/NAME/... as it was sent; "" if that is no name of a folder."""
+    """Return the run's name from the raw path of a request, /runs/NAME/...; "" if it cannot be a folder's name."""
     parts = raw_path.split(b"/")
     name = os.fsdecode(unquote_to_bytes(parts[2])) if len(parts) > 2 else ""
     return "" if name in (".", "..") or "/" in name or "\0" in name or len(name) > 255 else name
 
 
 def opened(path: str) -> int:
-    """A descriptor of the folder of a run's states, whatever the run's name is; no link to it is followed. In a reader.
+    """Open the folder of a run's states and return its descriptor.
 
-    Opened anew each time: only then does a network disk ask its server instead of answering from memory. Raises
-    NoSuchError where there is no run, OSError.
+    Runs in a reader, and does not follow a linked run.
+
+    The folder is opened on each call, since a network file system asks its server only then,
+    instead of using its cache. Raise NoSuchError if there is no run, or OSError.
     """
     try:
         run = os.open(path, _FOLDER | os.O_NOFOLLOW)
@@ -60,13 +66,16 @@ def opened(path: str) -> int:
 
 
 def run_directory(path: str) -> RunDirectory:
-    """The run, once it is known to be one. In a reader. Raises as opened()."""
+    """Return the run directory if the path is a run.
+
+    Runs in a reader. Raise the errors of opened().
+    """
     os.close(opened(path))
     return RunDirectory(Path(path))
 
 
 def is_run(path: str) -> bool:
-    """Raises OSError where that cannot be known."""
+    """Return True if the path is a run. Raise OSError if it cannot be read."""
     try:
         os.close(opened(path))
     except NoSuchError:

@@ -1,4 +1,4 @@
-"""Runs the server until Ctrl-C or SIGTERM."""
+"""Run the server until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -20,32 +20,37 @@ from torchlens_perf.serve.access import Guard, new_token
 from torchlens_perf.serve.app import Server
 from torchlens_perf.serve.connections import Connection
 
-_EXIT_S = 1  # of answers that are under way when the server ends
-_LAST_S = 2.0
+# Time for running responses to finish when the server ends.
+_GRACEFUL_EXIT_S = 1
+# After this time the process exits even if a reader cannot be killed.
+_FORCED_EXIT_S = 2.0
 
 
 def serve(server: Server, listening: socket.socket, host: str) -> None:
-    """Prints the address with the token, and answers until it is ended. host: as it was asked for."""
+    """Print the address with the token, and serve until a signal ends the process.
+
+    host: the value of --host.
+    """
     port, token = listening.getsockname()[1], new_token()
     names = {"localhost", host} if is_loopback(host) else {"localhost", host, socket.gethostname(), socket.getfqdn()}
     guard = Guard(server.app(), token, names)
     config = uvicorn.Config(
         guard, log_config=None, lifespan="off", access_log=False, proxy_headers=False, server_header=False,
-        date_header=False, timeout_graceful_shutdown=_EXIT_S, http=Connection, ws="none",
+        date_header=False, timeout_graceful_shutdown=_GRACEFUL_EXIT_S, http=Connection, ws="none",
     )  # fmt: skip
-    logging.getLogger("uvicorn.error").addFilter(_said_by_us)
+    logging.getLogger("uvicorn.error").addFilter(_is_own_error)
     shown = socket.gethostname() if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
-    # Readers are Python processes that look for modules where they are started: not in whatever folder this is.
+    # Readers are Python processes, which would import modules from the current folder. It may belong to another user.
     os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     os.chdir("/")
-    _Ended(config, server, f"http://{shown}:{port}/#token={token}").run(sockets=[listening])
+    _StoppableServer(config, server, f"http://{shown}:{port}/#token={token}").run(sockets=[listening])
 
 
-class _Ended(uvicorn.Server):
-    """Ends at the first SIGINT or SIGTERM, with exit code 0: that is how it is meant to end."""
+class _StoppableServer(uvicorn.Server):
+    """A uvicorn server that ends at the first SIGINT or SIGTERM with exit code 0, since this is its normal end."""
 
     def __init__(self, config: uvicorn.Config, server: Server, address: str) -> None:
-        """address: printed as soon as it can be ended so."""
+        """address: the text to print as soon as the signal handlers are installed."""
         super().__init__(config)
         self._server, self._address = server, address
 
@@ -59,7 +64,8 @@ class _Ended(uvicorn.Server):
             yield
         finally:
             self._server.close()
-            last = threading.Timer(_LAST_S, os._exit, (0,))  # a reader that sleeps in the kernel outlives being killed
+            # A reader blocked in the kernel survives a kill, and would keep this process alive.
+            last = threading.Timer(_FORCED_EXIT_S, os._exit, (0,))
             last.daemon = True
             last.start()
 
@@ -68,13 +74,17 @@ class _Ended(uvicorn.Server):
         self.should_exit = True
 
 
-def _said_by_us(record: logging.LogRecord) -> bool:
-    """Of what uvicorn logs, errors of ours: not that a viewer has spoken no HTTP, or that we end while one loads."""
+def _is_own_error(record: logging.LogRecord) -> bool:
+    """Return True if a log record of uvicorn is an error of this package.
+
+    Other records are about clients that send invalid HTTP, or requests that are running when the
+    server ends.
+    """
     return record.levelno >= logging.ERROR and record.exc_info is not None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Return True if only this machine can reach the host address."""
     if host == "localhost":
         return True
     try:
@@ -84,10 +94,14 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """port: 0 for a free one. Raises ConfigError where that cannot be."""
+    """Return a listening socket.
+
+    port: 0 selects a free one. Raise ConfigError if that is not possible.
+    """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        both = family == socket.AF_INET6  # :: is all addresses, those of IPv4 too
+        # The address :: should include all IPv4 addresses.
+        both = family == socket.AF_INET6
         return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:
         reason = str(error).partition(" (while attempting")[0]
@@ -95,10 +109,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def warn(host: str) -> None:
-    """Of who can reach it."""
+    """Warn that other machines can reach the server."""
     print(
-        f"torchlens-perf: {host} can be reached from other machines, and nothing is encrypted: whoever hears the "
-        "address or a request on its way sees all runs here, and may ask for captures. An SSH tunnel needs no --host: "
-        "ssh -L 8000:127.0.0.1:PORT",
+        f"torchlens-perf: {host} can be reached from other machines, and traffic is not encrypted: anyone who sees "
+        "the address or a request on the network can read all runs here and request captures. An SSH tunnel needs no "
+        "--host: ssh -L 8000:127.0.0.1:PORT",
         file=sys.stderr,
     )

@@ -1,4 +1,7 @@
-"""Styles and scripts of the server's pages. Each address has the content's digest, so browsers keep a file forever."""
+"""Styles and scripts of the server's pages.
+
+Addresses contain the content's digest, so browsers can cache forever.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,19 @@ NAMES = (STYLE, PAGE_SCRIPT, LIVE_SCRIPT, LIST_SCRIPT, OPENING_SCRIPT)
 
 
 def static_address(name: str, root: str) -> str:
-    """Return the address of a file. root: the list's address as seen from the page."""
+    """Return the address of a file. root: the list's address relative to the page."""
     return f"{root}static/{name}?v={digest(name)}"
 
 
 @functools.cache
 def digest(name: str) -> str:
-    """Return a text that changes with the file's content."""
+    """Return a digest of the file's content."""
     return hashlib.sha256(_text(name).encode()).hexdigest()[:16]
 
 
 @functools.cache
 def packed(name: str) -> bytes:
-    """Return a file's content, compressed by gzip."""
+    """Return a file's gzip-compressed content."""
     return gzip.compress(_text(name).encode(), 9, mtime=0)
 
 

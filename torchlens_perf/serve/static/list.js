@@ -2,10 +2,11 @@
 {
   const READING_MS = 1000, USUAL_MS = 5000, TYPING_MS = 300;
   const form = document.querySelector("form[role=search]");
-  const ticked = new Map(); // The steps of at most two runs, by name, in the order of ticking.
+  // The steps of at most two selected runs, by name, in the order of selection.
+  const ticked = new Map();
   let typing = 0;
 
-  // The list is replaced when it is renewed, so ticks are kept here.
+  // A renewal replaces the list's elements, so the selection is kept here.
   function showTicks() {
     for (const box of document.querySelectorAll("main input")) box.checked = ticked.has(box.value);
     const runs = [...ticked].map(([name, { text }]) => `${name}: ${text ? `step p50 ${text}` : "no step time"}`);
@@ -36,7 +37,7 @@
   async function tryToRenew() {
     try {
       await renew();
-    } catch (error) { // the server has ended, or it has another token
+    } catch (error) { // The server has ended, or was restarted with another token.
       document.querySelector("main .problem")?.remove();
       const words = Object.assign(document.createElement("p"), { className: "problem", textContent: `This list is old: ${error.message}` });
       words.setAttribute("role", "status");
@@ -58,7 +59,8 @@
     for (;;) {
       const reading = document.querySelector("main").dataset.reading !== undefined;
       await new Promise((done) => setTimeout(done, reading ? READING_MS : USUAL_MS));
-      if (!document.hidden && getSelection().isCollapsed) await tryToRenew(); // not while text is marked
+      // A renewal would clear a text selection.
+      if (!document.hidden && getSelection().isCollapsed) await tryToRenew();
     }
   }
 

@@ -1,4 +1,4 @@
-// Follows a run: asks the server once a second whether there is a newer page, fetches it, and renews the parts that differ.
+// Follows a run: asks the server once a second for a newer page, fetches it, and renews the parts that differ.
 // Requests captures and shows their results.
 {
   const LEAST_GAP_MS = 1000, POLL_MS = 1000;
@@ -6,7 +6,7 @@
   const root = document.documentElement, status = document.getElementById("live-status");
   let shown = root.dataset.version, news = null, isFetching = false, isHeld = false, problem = "";
 
-  // -- what is said
+  // -- status text
 
   const hold = torchlens.button("Pause", () => {
     isHeld = !isHeld;
@@ -30,7 +30,7 @@
 
   // -- the page
 
-  // Somebody drags over a chart, or has marked a text to copy it: the page waits.
+  // The page is not renewed while the user drags over a chart or has selected text.
   let isPressed = false;
   addEventListener("pointerdown", () => { isPressed = true; }, true);
   for (const kind of ["pointerup", "pointercancel"]) addEventListener(kind, () => { isPressed = false; setTimeout(update, 0); }, true);
@@ -51,7 +51,7 @@
       await new Promise((done) => setTimeout(done, 5 * LEAST_GAP_MS));
     }
     say();
-    // A slow browser is given as much rest as its work takes.
+    // A slow browser rests for as long as the renewal took.
     await new Promise((done) => setTimeout(done, Math.max(LEAST_GAP_MS, performance.now() - began)));
     isFetching = false;
     update();
@@ -86,7 +86,7 @@
         }
         news = await answer.json();
         problem = "";
-      } catch { // the server has ended, or the connection to it
+      } catch { // The server or the connection to it has ended.
         problem = "the server does not answer";
       }
       say();

@@ -1,6 +1,6 @@
-// Opens the page at this address. The server gives it out for the token alone, which the address that it prints has in its
-// fragment: browsers send that to no server. The token is kept for this tab in sessionStorage, which belongs to the origin,
-// host and port. Tabs of the same origin that are open give it to new ones.
+// Opens the page at this address, which the server sends only with the token. The token is in the fragment of the printed
+// address, which browsers send to no server. It is kept for this tab in sessionStorage, which belongs to the origin (host
+// and port). Open tabs of the same origin pass it on to new tabs.
 {
   const HEADER = "torchlens-perf-token", IN_FRAGMENT = /^#token=([\w-]+)/, OTHER_TABS_MS = 500, AGAIN_MS = 2000;
   const root = new URL("..", document.currentScript.src).pathname, key = `torchlens_perf:${root}`;
@@ -20,7 +20,7 @@
     return true;
   }
 
-  // Of this server's addresses only: the page's policy allows no others.
+  // Requests an address of this server. The page's content security policy forbids others.
   function ask(address, options = {}) {
     return fetch(address, { ...options, headers: { ...options.headers, [HEADER]: token }, redirect: "error" });
   }
@@ -29,7 +29,7 @@
     if (data.wanted && token && data.not !== token) tabs.postMessage({ token });
   });
 
-  // A token of another tab; "" where none has one, or only this one that the server has refused.
+  // Returns the token of another tab; "" if no tab has one, or only the refused one.
   function fromOtherTabs(refused) {
     return new Promise((done) => {
       const waiting = setTimeout(() => done(""), OTHER_TABS_MS);
@@ -67,7 +67,7 @@
   const fileName = (address) => decodeURIComponent(new URL(address, location.href).pathname.split("/").pop());
   const isFile = (answer) => answer.headers.get("content-disposition")?.startsWith("attachment");
 
-  // A link to a file would be followed without the token.
+  // A plain link to a file would be requested without the token, so the script fetches the file.
   async function onClick(event) {
     const link = event.target.closest?.('a[href^="captures/"]');
     if (!link || event.button || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey) return;
@@ -85,7 +85,8 @@
 
   async function open() {
     const answer = await answerHere();
-    if (answer === null || answer.status === 403) return; // what the page says already
+    // The page already shows the reason.
+    if (answer === null || answer.status === 403) return;
     if (isFile(answer)) {
       say("The file is being saved.");
       return save(answer, fileName(location.href));
@@ -93,10 +94,12 @@
     const text = await answer.text();
     if (!answer.headers.get("content-type")?.startsWith("text/html")) {
       say(text);
-      if (answer.status === 503) setTimeout(start, AGAIN_MS); // a disk that is slow, or a busy machine
+      // The disk is slow or the machine is busy.
+      if (answer.status === 503) setTimeout(start, AGAIN_MS);
       return;
     }
-    document.open(); // takes away all listeners of this document and its window
+    // open() removes all listeners of this document and its window.
+    document.open();
     document.addEventListener("click", onClick);
     addEventListener("hashchange", () => { if (takeFromAddress()) location.reload(); });
     document.write(text);
