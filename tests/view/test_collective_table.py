@@ -1,4 +1,4 @@
-"""The table of collectives names the rank that arrives last, also where that is rank 0."""
+"""The table of collectives names the rank that arrives last, even if it is rank 0."""
 
 from __future__ import annotations
 

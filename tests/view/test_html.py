@@ -1,4 +1,4 @@
-"""Headlines and tables as HTML: each fact once, all rows there, hostile names as text."""
+"""Headlines and tables as HTML: each fact once, all rows present, hostile names as text."""
 
 from __future__ import annotations
 

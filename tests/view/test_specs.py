@@ -16,7 +16,7 @@ def test_measured_value_below_the_last_digit_is_not_shown_as_zero() -> None:
     assert Column("data", [0.248, 0.0002, 0.0]).texts() == ["248", "<1", "0"]
 
 
-def test_missing_value_is_told_from_one_that_does_not_apply() -> None:
+def test_missing_value_differs_from_one_that_does_not_apply() -> None:
     column = Column("backward", [0.01, NOT_MEASURED, None])
 
     assert column.texts() == ["10.0", "not measured", "-"]

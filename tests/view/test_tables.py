@@ -1,4 +1,4 @@
-"""The tables of reports on simulated runs: their rows, their order, and what they leave out."""
+"""The tables of reports on simulated runs: rows, order, and omitted data."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_few_of_many_equal_ranks_matter(clean: Report) -> None:
     assert table.rest(4).endswith(" ms")
 
 
-def test_first_rows_hold_a_few_others_beside_many_slow_ranks(tmp_path: Path) -> None:
+def test_first_rows_have_healthy_ranks_even_if_many_are_slow(tmp_path: Path) -> None:
     table = found(simulated(tmp_path, "node:node=1,share=0.15", ranks=16), "ranks")
 
     assert table.first == 8
@@ -71,7 +71,7 @@ def test_columns_of_a_rank_have_one_unit(slow: Report) -> None:
     assert units == {"ms"}
 
 
-def test_slow_ranks_modules_are_beside_those_of_the_others(slow: Report) -> None:
+def test_modules_of_the_slow_rank_are_compared_with_the_others(slow: Report) -> None:
     table = found(slow, "modules")
 
     assert [each.title for each in table.columns] == ["module", "rank 3", "other ranks", "difference", "share"]
@@ -121,7 +121,7 @@ def test_keys_are_unique_and_columns_have_all_rows(slow: Report) -> None:
 
 
 def test_columns_of_a_rank_add_up_to_its_step() -> None:
-    """CPU contention is a column of its own, and in no phase."""
+    """CPU contention has its own column and is in no phase."""
     steps = [{**BASE, "forward": 24.0, "cpu": 20.0}] * 60
     table = found(build("r", [node([steps])]), "ranks")
     seconds = {each.title: each.values[0] for each in table.columns if each.quantity is Quantity.DURATION}

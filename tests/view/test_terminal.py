@@ -1,4 +1,4 @@
-"""The short and the whole report in a terminal: the four answers, and how long they may be."""
+"""The short and the full report in a terminal: their content, and their largest size."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def with_all(state: NodeState) -> NodeState:
 
 
 class TestPlantedJobs:
-    """Who, where, how much and what next, of each job with a planted fault; and a clean one."""
+    """Reports of jobs with a planted fault, and of one without a fault."""
 
     def test_slow_rank(self, tmp_path: Path) -> None:
         report = simulated(tmp_path, "constant:rank=1,share=0.27,phase=forward", ranks=2)
@@ -92,7 +92,7 @@ class TestPlantedJobs:
         assert text.count("\n") <= SHORT_LINES_OK
 
     def test_slow_loader_of_two_ranks(self) -> None:
-        """What takes most of the step comes before the line that no rank is slow."""
+        """The bottleneck comes before the line that no rank is slow."""
         loops = [[{**BASE, "data": 14.0}] * 100] * 2
         text = short(node(loops, findings(last_step=99, compared=2)))
 
@@ -116,7 +116,7 @@ class TestPlantedJobs:
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("seed", range(8))
 def test_run_without_finding_is_short(seed: int, columns: int) -> None:
-    """Whatever the loop does: evaluation, noise, ranks that were slow, waits for a while, hangs that went by."""
+    """The loops have evaluation, noise, and slow ranks, waits and hangs that are over."""
     rng = np.random.default_rng(seed)
     loops = random_steps(rng, 300, 8)
     for loop in loops:
@@ -133,7 +133,7 @@ def test_run_without_finding_is_short(seed: int, columns: int) -> None:
     assert "\n  data lost " in text
 
 
-def test_nothing_is_shown_that_the_run_does_not_have() -> None:
+def test_missing_data_has_no_section() -> None:
     text = short(node([usual(60)] * 8, findings(last_step=59)), 120)
 
     assert text.count("\n") <= 12
@@ -152,8 +152,8 @@ def test_64_ranks_with_a_slow_one_fit_30_lines(tmp_path: Path) -> None:
     assert "\n  56 more ranks, compute " in whole
 
 
-def test_run_with_all_that_there_may_be_fits_30_lines() -> None:
-    """Fewer ranks are shown where other lines take the room."""
+def test_run_with_all_findings_fits_30_lines() -> None:
+    """Fewer ranks are shown if other lines take the room."""
     slow = [episode(rank, 20, last_step=159) for rank in range(4)]
     past = [episode(rank, 20, 50) for rank in range(4, 8)]
     seen = Diagnosis((), ("garbage collection", "memory pressure", "waits for a CPU", "waits for a disk"), (), {}, {})
@@ -199,7 +199,7 @@ def test_second_and_third_verdict_have_one_line() -> None:
     )
 
 
-def test_what_is_over_is_one_line() -> None:
+def test_ended_verdicts_are_one_line() -> None:
     over = [{**BASE, "data": 20.0 if step < 320 else 1.0} for step in range(400)]
     slow = findings(episode(3, 20, 50), episode(2, 60, 90), last_step=159)
     text = short(node([usual(160)] * 4, slow))
@@ -268,7 +268,7 @@ def test_run_that_ended_in_a_hang_is_one() -> None:
 
 @pytest.mark.parametrize("html", [True, False])
 def test_rank_0_gets_the_short_report(html: bool, run: RunDirectory, tmp_path: Path) -> None:
-    """As its terminal wants it; report.txt is whole, without colours."""
+    """Its colours follow its terminal. report.txt has the full report without colours."""
     rank = Rank(run, 0, 1)
     rank.steps(50, forward=4, backward=6)
     rank.close()
@@ -289,7 +289,7 @@ def test_rank_0_gets_the_short_report(html: bool, run: RunDirectory, tmp_path: P
 
 
 def test_colours_have_one_meaning(tmp_path: Path) -> None:
-    """The status has the colour of its severity, each part of the bars its own, and the slow row that of the status."""
+    """The status has the colour of its severity, each part of a bar its own, and the slow row that of the status."""
     report = simulated(tmp_path, "constant:rank=3,share=0.25,phase=forward")
     text = render_short(report, LONG, columns=80, color=True)
 
