@@ -1,4 +1,4 @@
-"""Collectives in the report: rows for the JSON, and their table."""
+"""Collectives in the report: rows of the JSON, and their table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 
 
 def cells(rows: list[dict[str, Any]], operation: str) -> dict[str, str]:
-    """The cells of the first row of an operation, by the heading of their column."""
+    """Return the cells of an operation's first row by column heading."""
     table = table_of(rows)
     row = list(table.columns[0].values).index(operation)
     return {column.heading: column.texts()[row] for column in table.columns}
@@ -47,8 +47,7 @@ def late(rank: int) -> CollectiveJoin:
     return joined(issued)
 
 
-def test_row() -> None:
-    """Keys that were there stay what they were; the others are in seconds and bytes per second."""
+def test_row_has_stable_keys_and_units() -> None:
     (row,) = collective_rows([saved(late(1))])
 
     assert (row["operation"], row["group"], row["count"], row["bytes"]) == ("allreduce", "0", 30, 90_000_000)
@@ -69,7 +68,10 @@ def test_row() -> None:
 
 
 def test_what_is_not_known_is_null() -> None:
-    """A lone rank's collectives have no waiting, no transfer, no bandwidth and no slowest rank: none is shown as 0."""
+    """Collectives of a single rank have no wait, transfer, bandwidth or slowest rank.
+
+    None of these is shown as 0.
+    """
     join = CollectiveJoin()
     add(join, {0: [Issued(NAME, 0, 10 * US)]}, world(2))
     rows = collective_rows([saved(join)])
@@ -82,8 +84,7 @@ def test_what_is_not_known_is_null() -> None:
     assert "no other rank of the group is on this node" in table_of(rows).note
 
 
-def test_nodes_and_attempts() -> None:
-    """Nodes are put together; one that has not come to the newest attempt does not count."""
+def test_nodes_of_the_newest_attempt_are_merged() -> None:
     halves = []
     for ranks in ((0, 1), (2, 3)):
         half = CollectiveJoin()
@@ -100,7 +101,10 @@ def test_nodes_and_attempts() -> None:
 
 
 def test_how_often_each_rank_came_last() -> None:
-    """Over all operations in which that shows; a rank that is never late has 0, and one without any has nothing."""
+    """Operations that show the last rank count.
+
+    A rank that is never last has 0, one without operations has no value.
+    """
     send = "broadcast group=0 dtype=float32 root=0"
     issued = {
         rank: [
@@ -119,7 +123,10 @@ def test_how_often_each_rank_came_last() -> None:
 
 
 def on_nodes(*nodes: tuple[int, ...], last: int) -> list[dict[str, Any]]:
-    """A group's all-reduces, of which each node has joined those of its ranks: on one that has `last`, it came last."""
+    """Return joins of a group's all-reduces on several nodes.
+
+    On a node with `last`, this rank came last.
+    """
     joins = []
     for ranks in nodes:
         join = CollectiveJoin()
@@ -132,9 +139,11 @@ def on_nodes(*nodes: tuple[int, ...], last: int) -> list[dict[str, Any]]:
     return collective_rows(joins)
 
 
-def test_a_group_on_several_nodes() -> None:
-    """No node sees all of its ranks: who came last on one of them was perhaps never last of all, so nobody is named;
-    the wait is at least what it is there, the transfer at most, and the table says so."""
+def test_last_rank_of_a_group_on_several_nodes_is_unknown() -> None:
+    """Each node sees only some ranks.
+
+    Its wait is a lower bound and its transfer an upper bound, as the table shows.
+    """
     (row,) = on_nodes((0, 1), (2, 3), last=3)
     found = cells([row], "allreduce")
 
@@ -147,8 +156,7 @@ def test_a_group_on_several_nodes() -> None:
     assert "waits are lower bounds" in table_of([row]).note
 
 
-def test_a_group_on_one_of_several_nodes() -> None:
-    """A group whose ranks are all on one node is told as in a job of one node, whatever the others have."""
+def test_group_on_one_of_several_nodes_is_fully_known() -> None:
     (row,) = collective_rows([saved(late(1)), saved(CollectiveJoin())])
 
     assert (row["joined_whole"], row["slowest_rank"], row["cannot_tell"]) == (True, 1, [])
@@ -157,8 +165,7 @@ def test_a_group_on_one_of_several_nodes() -> None:
     assert table_of([row]).note == ""
 
 
-def test_largest_first() -> None:
-    """Rows come by bytes, so that the terminal's few are those that matter."""
+def test_rows_are_sorted_by_bytes() -> None:
     join = joined(
         {rank: [Issued(NAME, 0, 10, 8), Issued("broadcast group=0 dtype=int8 root=0", 1, 10, 9)] for rank in range(2)}
     )
@@ -167,8 +174,7 @@ def test_largest_first() -> None:
     assert collective_rows([]) == []
 
 
-def test_table() -> None:
-    """A row shows which rank was last, how often, and what the transfer takes without the waiting."""
+def test_table_shows_last_rank_and_transfer_time() -> None:
     found = cells(collective_rows([saved(late(1))]), "allreduce")
 
     assert (found["ranks"], found["count"], found["bytes"], found["comm wait ms"]) == ("0-2", "30", "90.0 MB", "2.00")
@@ -176,8 +182,7 @@ def test_table() -> None:
     assert (found["last to arrive"], found["of operations"]) == ("1", "100%")
 
 
-def test_table_says_what_it_does_not_know() -> None:
-    """Bounds are shown as bounds, overlap as overlap, and the reasons for dashes are under the table."""
+def test_table_marks_bounds_and_explains_missing_values() -> None:
     broadcast = "broadcast group=0 dtype=float32 root=0"
     flags = int(Flag.COMPLETED | Flag.ASYNC)
     join = joined({rank: [
@@ -197,8 +202,8 @@ def test_table_says_what_it_does_not_know() -> None:
     assert "allreduce: the backend does not report the end" in note
 
 
-def test_table_of_kernels() -> None:
-    """By the device's clock nothing queues in a duration: the bandwidth is one, and waiting is the kernel's."""
+def test_kernel_times_give_exact_bandwidth_and_wait() -> None:
+    """Durations by the device's clock include no queueing."""
     flags = int(Flag.COMPLETED | Flag.ASYNC | Flag.DEVICE)
     join = joined({rank: [
         Issued("allgather group=0 dtype=int8", 1, (100, 200, 300)[rank] * US, flags=flags),
@@ -210,8 +215,8 @@ def test_table_of_kernels() -> None:
     assert "asynchronous: how much earlier its kernel began" in table_of([row]).note
 
 
-def test_table_of_many_rows() -> None:
-    """Few of them matter; names cannot write on the terminal."""
+def test_table_of_many_rows_is_shortened_and_safe() -> None:
+    """Names cannot control the terminal."""
     join = joined({rank: [Issued(f"op{n}\x1b[31m group=0", n, 10) for n in range(9)] for rank in range(2)})
     table = table_of(collective_rows([saved(join)]))
 
@@ -234,7 +239,7 @@ def test_table_of_many_rows() -> None:
 def test_rank_within_chance_is_not_the_slowest(
     ranks: int, joined_times: int, last: int, lag_ms: dict[int, float], named: bool
 ) -> None:
-    """One of two ranks is last in about half of all operations, whatever they do."""
+    """Each of two equal ranks is last in about half of all operations by chance alone."""
     assert len(lag_ms) == ranks
     lags_ns = {rank: round(each * 1e6) for rank, each in lag_ms.items()}
     assert is_chance(last, joined_times, lags_ns, ranks - 1) is not named

@@ -1,4 +1,4 @@
-"""Where CPUs are short: who takes them is named, other costs keep their place, and the advice can be followed."""
+"""CPU contention: the cause is named, other costs keep their order, and the advice is applicable."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_advice_can_be_followed(users: CpuUsers, threads: int, ranks: int, words
 
 
 @pytest.mark.parametrize("flag", [Flag.EVALUATION, Flag.CHECKPOINT, Flag.COMPILED])
-def test_what_else_costs_time_keeps_its_place(flag: Flag) -> None:
-    """Its long steps lack a CPU as well: that is no reason to drop them. Steps that only lack one get no verdict."""
+def test_long_steps_with_cpu_contention_keep_their_verdict(flag: Flag) -> None:
+    """Steps that are long only due to contention have no verdict."""
     loop = [dict(STARVED) for _ in range(200)]
     for step in range(20, 200, 20):
         loop[step] = {**STARVED, "forward": 224.0, "cpu": 150.0, "flags": int(flag)}
@@ -83,8 +83,8 @@ def test_what_else_costs_time_keeps_its_place(flag: Flag) -> None:
         ([55], " 1 other step waits 900 ms longer: 900 ms in all. Next: "),
     ],
 )
-def test_steps_that_lack_a_cpu_for_longer_are_counted(steps: Sequence[int], words: str) -> None:
-    """They have no verdict of their own, and the typical step is none of them."""
+def test_steps_with_longer_cpu_contention_are_counted(steps: Sequence[int], words: str) -> None:
+    """They have no verdict of their own, and are not typical steps."""
     more = 60.0 if len(steps) > 1 else 900.0
     loop = [dict(STARVED) for _ in range(100)]
     for step in steps:
@@ -94,8 +94,8 @@ def test_steps_that_lack_a_cpu_for_longer_are_counted(steps: Sequence[int], word
     assert words in row["text"]
 
 
-def test_waiting_for_a_cpu_is_not_ruled_out_below_the_verdict_that_says_it() -> None:
-    """Of a slow rank, whose work is without such waits, the other subjects are listed."""
+def test_cpu_contention_is_not_ruled_out_if_it_is_the_verdict() -> None:
+    """The slow rank's work excludes contention, so only the other explanations are listed as ruled out."""
     loops = [[{**STARVED, "backward": 8.0 + more} for _ in range(100)] for more in (0.0, 3.0)]
     slow = episode(1, 0, from_start=True, last_step=99, excess_ns=3 * MS, cost_ns=3 * MS)
     subjects = ("garbage collection", "waits for a CPU", "waits for a disk")

@@ -1,4 +1,4 @@
-"""Device times from the records to the report, the verdict and OTLP, from records as a run on a GPU leaves them."""
+"""Device times in the report, verdicts and OTLP, made from records like those of a run on a GPU."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 class Gpu(Rank):
-    """A rank whose device takes longer than its host; what it did is told a step later."""
+    """A rank whose device takes longer than its host. Its device times arrive one step later."""
 
     def timed_steps(self, count: int, behind_ns: int, scale: float = 1.0) -> None:
-        """Steps with their device times, which end so much after the host's."""
+        """Steps with device times that end behind_ns after the host's steps."""
         for _ in range(count):
             step = self.session.recorder.step
             self.steps(1, **HOST)
@@ -75,7 +75,7 @@ class Gpu(Rank):
             after_ns += duration_ns
 
     def late(self, kind: Kind, name: str, step: int, duration_ns: int, behind_ns: int, start_ns: int = 0) -> None:
-        """A span by the device. start_ns: after now."""
+        """A span by the device's clock. start_ns: time after now."""
         name_id = self.session.intern(name)
         self.session.recorder.record_completed(
             int(Kind.DEVICE), name_id, step, self.clock.now_ns + start_ns, duration_ns, 0, int(kind), behind_ns
@@ -94,7 +94,7 @@ class Gpu(Rank):
 
 
 def report_on(run: RunDirectory, ranks: list[Gpu]) -> dict[str, Any]:
-    """What the sidecar says of ranks that have ended, as the schema says."""
+    """Return the report that the sidecar makes of ended ranks, after checking it against the schema."""
     for rank in ranks:
         rank.close()
     sidecar = Sidecar(run, ranks[0].identity.host, None, lambda run, asked: None)
@@ -111,7 +111,7 @@ def text_of(report: dict[str, Any]) -> str:
 
 
 def test_device_times_of_each_rank(run: RunDirectory) -> None:
-    """Per step and phase by the device's clock, beside the host's; how good they are, and what is missing, said."""
+    """Times per step and phase by the device's clock, their quality, and notes on missing ones."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for rank, scale in zip(ranks, (1.0, 1.5), strict=True):
         rank.session.publish(
@@ -145,9 +145,11 @@ def test_device_times_of_each_rank(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["device times", "no device times"])
-def test_a_loss_that_is_printed_now_and_then(told: bool, run: RunDirectory) -> None:
-    """The host issues nine steps at once, and waits for all of them in the tenth: no step is long on the device, which
-    is what the times and classes of steps are of. Without its times, nothing is said of long steps."""
+def test_occasional_loss_printing_makes_no_long_steps(told: bool, run: RunDirectory) -> None:
+    """The host issues nine steps at once and waits in the tenth, but no step is long by the device's clock.
+
+    Without device times, long steps are not reported.
+    """
     rank = Gpu(run, 0, 1)
     rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000} if told else {})
     rank.session.metadata.add_modules({"0": False}, device="cuda", all_levels=True, unopened=[])
@@ -166,7 +168,7 @@ def test_a_loss_that_is_printed_now_and_then(told: bool, run: RunDirectory) -> N
 
 
 def test_two_kinds_of_steps_on_a_device(run: RunDirectory) -> None:
-    """The parts are of the typical step by the device's clock, and the other kind of steps is named."""
+    """The parts describe the typical step by the device's clock, and the other kind of steps is named."""
     rank = Gpu(run, 0, 1)
     rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
     rank.session.metadata.add_modules({"0": False}, device="cuda", all_levels=True, unopened=[])
@@ -187,7 +189,10 @@ def test_two_kinds_of_steps_on_a_device(run: RunDirectory) -> None:
     ("behind_ns", "waits"), [(20_000, True), (CAUGHT_UP_NS - 1, True), (CAUGHT_UP_NS, False), (30 * MS, False)]
 )
 def test_a_device_that_waits_for_launches(run: RunDirectory, behind_ns: int, waits: bool) -> None:
-    """It had no work left whenever the host had issued all: the verdict says so, and what to do, and no cost."""
+    """The device is idle whenever the host has issued all work.
+
+    The verdict has an action and no cost.
+    """
     rank = Gpu(run, 0, world_size=1)
     rank.timed_steps(40, behind_ns)
     report = report_on(run, [rank])
@@ -201,7 +206,7 @@ def test_a_device_that_waits_for_launches(run: RunDirectory, behind_ns: int, wai
 
 
 def test_modules_and_sections_by_the_device(run: RunDirectory) -> None:
-    """In the tables, beside the host's times; those without have a dash."""
+    """Tables show device times next to host times. Missing ones are dashes."""
     rank = Gpu(run, 0, world_size=1)
     rank.timed_steps(40, 30 * MS)
     for name in ("block", "head"):
@@ -219,7 +224,7 @@ def test_modules_and_sections_by_the_device(run: RunDirectory) -> None:
 
 
 def test_device_sections(run: RunDirectory) -> None:
-    """By the device's stamps: count and quantiles over all ranks, the slowest of them, and what was lost."""
+    """Count and quantiles over all ranks by the device's clock, the slowest rank, and losses."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for rank, duration_ns in zip(ranks, (MS, 3 * MS), strict=True):
         rank.timed_steps(10, 30 * MS)
@@ -237,8 +242,7 @@ def test_device_sections(run: RunDirectory) -> None:
     assert row_line.split()[-2:] == ["1", "3.00"]
 
 
-def test_a_job_without_a_device_has_nothing_of_it(run: RunDirectory) -> None:
-    """No empty table, no zero."""
+def test_job_without_a_device_has_no_device_tables(run: RunDirectory) -> None:
     rank = Gpu(run, 0, world_size=1)
     rank.steps(20, **HOST)
     report = report_on(run, [rank])
@@ -247,8 +251,7 @@ def test_a_job_without_a_device_has_nothing_of_it(run: RunDirectory) -> None:
     assert "device" not in text_of(report)
 
 
-def test_statistics_survive_their_file() -> None:
-    """Through JSON and back, and they go on counting."""
+def test_statistics_from_json_continue_to_count() -> None:
     records = np.zeros(4, record_dtype())
     records["kind"] = int(Kind.DEVICE)
     records["value0"] = [int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.MODULE), int(Kind.STEP)]
@@ -266,8 +269,8 @@ def test_statistics_survive_their_file() -> None:
     }  # fmt: skip
 
 
-def test_device_spans_lie_beside_the_hosts(run: RunDirectory) -> None:
-    """In a trace: a span of the device in a span of the device, never in one of the host that happens to contain it."""
+def test_device_spans_are_children_of_device_spans(run: RunDirectory) -> None:
+    """They are never children of a host span that happens to contain them."""
 
     def span(kind: str, name: str, start_ns: int, duration_ns: int, value0: int = 0, flags: int = 0) -> Span:
         return Span(kind, name, 0, start_ns, duration_ns, 1, flags, value0, 0)
@@ -300,8 +303,8 @@ def test_device_spans_lie_beside_the_hosts(run: RunDirectory) -> None:
     assert semantics.ON_DEVICE not in sent["issued"]
 
 
-def test_a_device_that_is_behind_is_what_limits_the_step(run: RunDirectory) -> None:
-    """Host code that waits for it (loss.item()) is not blamed, though it is most of the host's step."""
+def test_waiting_for_the_device_is_not_blamed_on_host_code(run: RunDirectory) -> None:
+    """loss.item() takes most of the host's step, but the device is the bottleneck."""
     rank = Gpu(run, 0, world_size=1)
     for _ in range(40):
         step = rank.session.recorder.step
@@ -315,8 +318,8 @@ def test_a_device_that_is_behind_is_what_limits_the_step(run: RunDirectory) -> N
     )
 
 
-def test_a_device_with_nothing_to_do_between_its_phases(run: RunDirectory) -> None:
-    """What the host did meanwhile is named, by how long the device waited for that, and not how long it took."""
+def test_idle_device_names_the_host_code_that_it_waits_for(run: RunDirectory) -> None:
+    """The cost is the idle time of the device, not the duration of the host code."""
     rank = Gpu(run, 0, world_size=1)
     for _ in range(40):
         step = rank.session.recorder.step
@@ -332,7 +335,7 @@ def test_a_device_with_nothing_to_do_between_its_phases(run: RunDirectory) -> No
 
 
 def test_ranks_are_compared_by_their_devices(run: RunDirectory) -> None:
-    """Their host times are the same: the slow one is named by what its device did."""
+    """Their host times are equal. The slow rank is found by its device times."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for rank, scale in zip(ranks, (1.0, 1.5), strict=True):
         rank.timed_steps(200, 30 * MS, scale)
@@ -344,8 +347,8 @@ def test_ranks_are_compared_by_their_devices(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("timed", [(), (0,)])
-def test_ranks_on_devices_that_tell_no_times(run: RunDirectory, timed: tuple[int, ...]) -> None:
-    """Host times equalise, and are not compared with a device's: nobody is said to stand out, and nobody not to."""
+def test_ranks_without_device_times_are_not_compared(run: RunDirectory, timed: tuple[int, ...]) -> None:
+    """Host times of such ranks are equal because each rank waits for its device."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for number, rank in enumerate(ranks):
         rank.session.metadata.add_modules({"layer": False}, device="cuda", all_levels=True, unopened=[])
@@ -362,7 +365,7 @@ def test_ranks_on_devices_that_tell_no_times(run: RunDirectory, timed: tuple[int
 
 
 def test_modules_by_device_time(run: RunDirectory) -> None:
-    """The largest on the device comes first, without what is inside of it, whatever it took to issue."""
+    """The largest own device time comes first, independent of the time to issue it."""
     rank = Gpu(run, 0, world_size=1)
     intern, recorder = rank.session.intern, rank.session.recorder
     times = {"embed": (3 * MS, 1 * MS), "layer": (1 * MS, 9 * MS), "layer.norm": (1 * MS, 1 * MS)}
@@ -391,7 +394,7 @@ def test_modules_by_device_time(run: RunDirectory) -> None:
 
 
 def test_narrow_terminals(run: RunDirectory) -> None:
-    """The table leaves columns out, without a word on it, and keeps the step."""
+    """The table leaves out columns, but keeps the step."""
     rank = Gpu(run, 0, world_size=1)
     rank.timed_steps(20, 0)
     report = report_on(run, [rank])
@@ -402,8 +405,11 @@ def test_narrow_terminals(run: RunDirectory) -> None:
     assert "starved passes" in text_of(report)
 
 
-def test_what_the_device_did_is_in_the_trace_of_its_step(run: RunDirectory) -> None:
-    """It is told a step later: the sidecar, which looks in between, waits for it, and loses no step at the end."""
+def test_late_device_spans_are_in_the_trace_of_their_step(run: RunDirectory) -> None:
+    """They arrive one step later.
+
+    A sidecar that reads in between waits for them, and loses no step at the end.
+    """
     exporter = InMemoryExporter()
     rank = Gpu(run, 0, world_size=1)
     rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
@@ -429,8 +435,8 @@ def test_what_the_device_did_is_in_the_trace_of_its_step(run: RunDirectory) -> N
         assert Counter(span.value0 for span in trace.spans if span.kind == "device") == Counter(map(int, DEVICE))
 
 
-def test_a_step_is_not_held_for_long(run: RunDirectory) -> None:
-    """The newest step is counted where the next one takes seconds: an evaluation, a checkpoint, a hang."""
+def test_last_step_is_counted_during_a_long_one(run: RunDirectory) -> None:
+    """The next step may take seconds (an evaluation, a checkpoint, a hang)."""
     rank = Gpu(run, 0, world_size=1)
     rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
     rank.session.publish()

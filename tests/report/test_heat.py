@@ -37,7 +37,7 @@ def on_one_grid(*ranks: Windows) -> RunWindows | None:
 
 
 def of(ranks: list[Windows], found: Findings = NOTHING, populations: str = "") -> dict[str, Any]:
-    """The heat of these ranks; populations: a letter for each."""
+    """Return the heat map of these ranks. populations: a letter for each rank."""
     places = {rank: Placement("node", letter) for rank, letter in enumerate(populations)}
     value = heat(on_one_grid(*ranks), found, places)
     assert value is not None
@@ -60,7 +60,7 @@ def test_excess_is_a_share_of_the_other_ranks_work() -> None:
 
 
 def test_one_of_two_is_compared_with_the_other() -> None:
-    """Of two ranks the slow one has all of the excess: their median would hide half of it."""
+    """The slow one of two ranks has all of the excess. The median of both would hide half of it."""
     value = of([windows(40), windows(40, extra_ms=50)])
     assert excess(value, 1) == [0.5] * 5
     assert excess(value, 0) == [-0.3333] * 5
@@ -86,7 +86,7 @@ def test_ranks_that_do_other_work_are_not_compared() -> None:
 
 
 def test_missing_is_not_zero() -> None:
-    """A window in which a rank was not seen, or nobody else was, has no value."""
+    """A window has no value if the rank, or all other ranks, are missing in it."""
     value = of([windows(32), windows(64), windows(24, first=40)])
     assert [[each is None for each in excess(value, rank)] for rank in range(3)] == [
         [False] * 4 + [True] * 4,

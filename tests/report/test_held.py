@@ -1,4 +1,4 @@
-"""Since when verdicts have held, and in how many windows of the run: held against what the steps were made of."""
+"""Duration of verdicts, and the windows in which they held, compared with the steps of made-up runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ SECOND_NS = 1_000_000_000
 
 
 def node(loops: Sequence[Sequence[dict[str, Any]]], found: Findings | None = None, **changed: Any) -> NodeState:
-    """A node whose ranks have made these steps. found: by its judge. changed: fields of the processes and the node."""
+    """Return a node whose ranks made these steps.
+
+    found: its findings. changed: fields of the processes and the node.
+    """
     of_node = {field.name: changed.pop(field.name) for field in dataclasses.fields(NodeState) if field.name in changed}
     states = [state_of(rank, len(loops), list(steps)) for rank, steps in enumerate(loops)]
     states = [dataclasses.replace(state, **changed) for state in states]
@@ -58,7 +61,7 @@ def usual(count: int) -> list[dict[str, Any]]:
 
 
 def seconds(at: str) -> float:
-    """Since the first step of these tests' runs, which is at the clock's zero."""
+    """Return seconds since the first step of the run, which is at clock time 0."""
     return datetime.datetime.fromisoformat(at).timestamp()
 
 
@@ -71,7 +74,10 @@ def seconds(at: str) -> float:
 )  # fmt: skip
 @settings(deadline=None, max_examples=60)
 def test_a_slow_rank_agrees_with_its_episode(since: int, length: int | None, from_start: bool, steps: int) -> None:
-    """First step, end and windows are the episode's, whatever they are; each window is counted on one side only."""
+    """First step, end and windows of the verdict equal those of the episode.
+
+    Each window counts once.
+    """
     since = min(since, steps - 20)
     until = None if length is None else min(since + length, steps)
     slow = episode(1, since, until, from_start=from_start, last_step=steps - 1)
@@ -93,16 +99,15 @@ def test_a_slow_rank_agrees_with_its_episode(since: int, length: int | None, fro
         assert seconds(held["until"]) == pytest.approx(until * STEP_S, abs=1e-3)
 
 
-def test_a_rank_of_another_nodes_disk() -> None:
-    """One that is slow and not here is held against the windows of those that are."""
+def test_slow_rank_without_data_here_uses_the_windows_of_others() -> None:
     found = rows(node([usual(80), usual(80)], findings(episode(7, 40, last_step=79))))
 
     assert found["straggler"]["held"]["windows_held"] == 5
     assert found["straggler"]["held"]["windows_judged"] == 10
 
 
-def test_nobody_is_slow_since_somebody_was() -> None:
-    """That no rank stands out holds since the last episode; what limits the step is judged in the other windows."""
+def test_no_slow_rank_holds_since_the_last_episode() -> None:
+    """The bottleneck is judged in the windows outside the episode."""
     found = rows(node([usual(160), usual(160)], findings(episode(1, 40, 80), last_step=159)))
     nobody, limit = found["none"]["held"], found["compute_bound"]["held"]
 
@@ -112,7 +117,7 @@ def test_nobody_is_slow_since_somebody_was() -> None:
     assert found["straggler_ended"]["held"]["until_step"] == 80
 
 
-def test_what_is_over_comes_last() -> None:
+def test_ended_verdicts_come_last() -> None:
     verdicts = build("r", [node([usual(160), usual(160)], findings(episode(1, 40, 80), last_step=159))])["verdicts"]
 
     assert [row["kind"] for row in verdicts] == ["none", "compute_bound", "straggler_ended"]
@@ -125,8 +130,8 @@ def slow_data(begin: int, end: int, count: int, data: float = 20.0) -> list[dict
     return [{**BASE, "data": data} if begin <= step < end else dict(BASE) for step in range(count)]
 
 
-def test_waiting_for_data_for_a_while() -> None:
-    """The run as a whole computes; that it waited for data from step 64 to 127 is there, with what it took."""
+def test_bottleneck_of_a_part_of_the_run_is_reported() -> None:
+    """The run as a whole computes, but waited for data from step 64 to 127."""
     found = rows(node([slow_data(64, 128, 400)] * 2))
     row = found["data_bound_ended"]
 
@@ -141,8 +146,8 @@ def test_waiting_for_data_for_a_while() -> None:
     assert (limit["since_step"], limit["until_step"], limit["windows_held"]) == (128, None, 34)
 
 
-def test_waiting_for_data_by_now() -> None:
-    """What limits the newest steps is said beside what limits the run."""
+def test_bottleneck_of_the_newest_steps_is_reported() -> None:
+    """The bottleneck of the whole run is reported as well."""
     found = rows(node([slow_data(320, 400, 400)] * 2))
 
     assert found["data_bound"]["text"].startswith(
@@ -152,8 +157,8 @@ def test_waiting_for_data_by_now() -> None:
     assert found["compute_bound"]["held"]["until_step"] == 320
 
 
-def test_lack_of_a_cpu_for_a_while() -> None:
-    """In which part of the step it was missing does not matter."""
+def test_cpu_contention_of_a_part_of_the_run_is_reported() -> None:
+    """The part of the step with contention does not matter."""
     starved = [{**BASE, "forward": 24.0, "cpu": 20.0 if 80 <= step < 160 else 0.0} for step in range(400)]
     for step in (*range(80), *range(160, 400)):
         starved[step]["forward"] = 4.0
@@ -162,8 +167,8 @@ def test_lack_of_a_cpu_for_a_while() -> None:
     assert row["text"].startswith("Waiting for a CPU took 56% (20.0 ms) of a step of 36.0 ms from step 80 to 159; ")
 
 
-def test_lack_of_a_cpu_that_is_not_measured_later_is_not_none() -> None:
-    """As in steps with very many phases: nothing is said of the rest of the run."""
+def test_cpu_contention_that_is_not_measured_later_is_unknown() -> None:
+    """Steps with very many phases are an example. Nothing is reported on the rest of the run."""
     lacking = {**BASE, "forward": 24.0, "host": 20.0}
     loop = [{**lacking, "cpu": 20.0} if step < 80 else dict(lacking) for step in range(400)]
     report = checked(build("r", [node([loop])]))
@@ -172,8 +177,11 @@ def test_lack_of_a_cpu_that_is_not_measured_later_is_not_none() -> None:
     assert not [row for row in report["verdicts"] if row["kind"].startswith("lack_of_cpu")]
 
 
-def test_lack_of_a_cpu_that_strikes_any_part_of_a_step() -> None:
-    """In each part it is missing in few steps, and in every step it is missing: the windows show what the run shows."""
+def test_cpu_contention_in_varying_parts_is_one_finding() -> None:
+    """Each part has contention in few steps, but every step has some.
+
+    The windows show the same as the run.
+    """
     rng = np.random.default_rng(4)
     parts = ("data", "forward", "backward", "optimizer", "host")
     loop = []
@@ -196,14 +204,14 @@ def test_lack_of_a_cpu_that_strikes_any_part_of_a_step() -> None:
     ],
     ids=["short", "below", "flicker", "alike"],
 )  # fmt: skip
-def test_little_is_not_named(loop: list[dict[str, Any]]) -> None:
-    """Neither what lasts for a few windows, nor what is much the same in the rest of the run."""
+def test_short_or_constant_bottlenecks_are_not_reported(loop: list[dict[str, Any]]) -> None:
+    """Some last for a few windows, others hardly differ from the rest of the run."""
     kinds = [row["kind"] for row in build("r", [node([loop] * 2)])["verdicts"] if row["kind"] != "long_steps"]
     assert sorted(kinds) in (["compute_bound", "not_compared"], ["data_bound", "not_compared"])
 
 
-def test_the_verdict_on_the_run_is_over() -> None:
-    """A run that waited for data in most of its steps, and now computes: the verdict says until when it held."""
+def test_bottleneck_that_ended_has_its_end() -> None:
+    """The run waited for data in most of its steps and now computes."""
     found = rows(node([slow_data(0, 320, 400)] * 2))
     held = found["data_bound"]["held"]
 
@@ -213,8 +221,7 @@ def test_the_verdict_on_the_run_is_over() -> None:
     assert "in 40 of 50 windows of 8 steps, from step 0 to 319 (" in text
 
 
-def test_while_a_rank_is_slow_the_others_waiting_is_its_doing() -> None:
-    """A wait of those steps is no finding of its own."""
+def test_waiting_for_a_slow_rank_is_not_a_bottleneck() -> None:
     waits = [{**BASE, "communication": 30.0} if 80 <= step < 160 else dict(BASE) for step in range(400)]
     slow = findings(episode(1, 80, 160), last_step=399)
 
@@ -222,8 +229,7 @@ def test_while_a_rank_is_slow_the_others_waiting_is_its_doing() -> None:
     assert "communication_bound_ended" not in rows(node([waits] * 2, slow))
 
 
-def test_steps_that_evaluated() -> None:
-    """The windows that held some of the long steps, by what the steps did."""
+def test_windows_with_long_evaluation_steps_are_counted() -> None:
     loop = usual(200)
     for step in (60, 100, 140):
         loop[step] = {**BASE, "host": 901.0, "flags": Flag.EVALUATION}
@@ -233,8 +239,8 @@ def test_steps_that_evaluated() -> None:
     assert held["until_step"] is None, "the next is due in step 180"
 
 
-def test_steps_that_are_named_hold_in_no_window() -> None:
-    """Windows count every step that evaluated, also one of the warm-up and those of another length."""
+def test_unusual_steps_are_counted_in_windows() -> None:
+    """Windows count every evaluation step, including those of the warm-up and of other lengths."""
     loop = usual(200)
     for step, host in ((1, 901.0), (60, 901.0), (150, 9001.0)):
         loop[step] = {**BASE, "host": host, "flags": Flag.EVALUATION}
@@ -245,7 +251,7 @@ def test_steps_that_are_named_hold_in_no_window() -> None:
 
 
 def test_what_cannot_be_known_is_null() -> None:
-    """No window says it: too few steps, samples of the sidecar, long steps of which nobody knows what they did."""
+    """Examples: too few steps, samples of the sidecar, and long steps without a known cause."""
     unknown = usual(200)
     unknown[60] = {**BASE, "host": 901.0}
     for state in (node([usual(2)]), node([usual(60)], cpu_wait=[12.0, 20.0]), node([usual(60)], compute_device="xpu")):
@@ -253,8 +259,7 @@ def test_what_cannot_be_known_is_null() -> None:
     assert rows(node([unknown]))["long_steps"]["held"] is None
 
 
-def test_another_stage_was_out_of_balance_before() -> None:
-    """Windows of the pipeline stage that has too much work now count, and no others."""
+def test_only_windows_of_the_current_slow_stage_count() -> None:
     work_ms = np.array([[40.0] * 10 + [10.0] * 10, [10.0] * 10 + [40.0] * 10, [10.0] * 20])
     windows = RunWindows(
         (0, 1, 2), 8, 8 * np.arange(20), work_ms * 1e6, *np.zeros((2, 3, 20, len(PARTS))), np.full((3, 20), 50e6),
@@ -272,8 +277,8 @@ def test_another_stage_was_out_of_balance_before() -> None:
 # -- what the sidecar has noted
 
 
-def test_a_hang_in_progress() -> None:
-    """Since when, by the alert: its time less for how long no step had been made then."""
+def test_hang_in_progress_has_its_start() -> None:
+    """The start is the alert's time minus the time without a step at that moment."""
     state = node([usual(57)] * 2, hang=hang(57), records=hung(), ended="")
     held = rows(state)["hang"]["held"]
 
@@ -282,8 +287,8 @@ def test_a_hang_in_progress() -> None:
     assert rows(node([usual(57)] * 2, hang=hang(57), ended=""))["hang"]["held"]["since_step"] == 57
 
 
-def test_a_hang_that_went_by_is_first_if_it_cost_most() -> None:
-    """With how long it lasted, its share of all steps' time, its rank, what to do, and the stacks read meanwhile."""
+def test_past_hang_is_first_if_it_cost_most() -> None:
+    """The verdict has the hang's duration, share of step time, rank, action, and stacks."""
     stacks = {2: RankStack(("train.py:7 in load",), "")}
     loop = usual(200)
     loop[57] = {**BASE, "host": 60_000.0}
@@ -306,7 +311,7 @@ def test_a_hang_that_went_by_is_first_if_it_cost_most() -> None:
     assert "  earlier " not in text
 
 
-def test_a_short_hang_that_went_by_is_listed_as_earlier() -> None:
+def test_short_past_hang_is_listed_as_earlier() -> None:
     loop = usual(20_000)
     loop[57] = {**BASE, "host": 12_000.0}
     report = checked(build("r", [node([loop], records=hung(12.0, over=True))]))
@@ -317,8 +322,8 @@ def test_a_short_hang_that_went_by_is_listed_as_earlier() -> None:
 
 @pytest.mark.parametrize("ended", ["closed", "died"])
 @pytest.mark.parametrize("seen_to_end", [True, False])
-def test_a_run_that_ended_in_a_hang(seen_to_end: bool, ended: str) -> None:
-    """The hang comes first with its next action, before the death of its ranks, also where nobody saw its end."""
+def test_hang_comes_before_the_death_of_its_ranks(seen_to_end: bool, ended: str) -> None:
+    """Even if its end was not observed."""
     report = build("r", [node([usual(57)] * 2, records=hung(60.0, over=seen_to_end), ended=ended)])
     row = report["verdicts"][0]
 
@@ -332,7 +337,7 @@ def test_a_run_that_ended_in_a_hang(seen_to_end: bool, ended: str) -> None:
     assert "The job hung in step 57" in text
 
 
-def test_a_slow_link_that_is_found_no_more() -> None:
+def test_slow_link_that_has_recovered() -> None:
     log, link = FindingLog("run"), slow_links((3, 4))
     log.changes(0, NOTHING, None, PLACES, 5 * SECOND_NS, last_step=40, verdicts=[link])
     for at_s in (6, 90):
@@ -344,16 +349,19 @@ def test_a_slow_link_that_is_found_no_more() -> None:
     assert (row["held"]["since_step"], row["held"]["until_step"]) == (40, 90)
 
 
-def test_of_another_attempt_nothing_is_said() -> None:
-    """The report is about the last one, whose steps have other numbers."""
+def test_findings_of_earlier_attempts_are_ignored() -> None:
+    """The report is about the last attempt, whose steps have other numbers."""
     assert "hang_ended" not in rows(node([usual(200)], records=hung(over=True, attempt=1)))
 
 
 # -- in words
 
 
-def test_in_words() -> None:
-    """Of windows, steps and times, each where it is known; a day that is not the run's first is named."""
+def test_held_words() -> None:
+    """Windows, steps and times appear if they are known.
+
+    A day is named if it is not the run's first.
+    """
     started = "2026-11-23T09:00:00.000+00:00"
     whole: Any = {
         "since_step": 64, "until_step": None, "windows_held": 14, "windows_judged": 15, "window_steps": 64,
@@ -374,7 +382,7 @@ def test_in_words() -> None:
 
 
 def test_earlier_in_this_run() -> None:
-    """The report shows what is over, the newest few, and how many more there are."""
+    """The report shows the newest few ended findings, and the number of others."""
     past: list[Episode] = [episode(1, 20 * place, 20 * place + 10) for place in range(6)]
     text = render(build("r", [node([usual(160)] * 2, findings(*past, last_step=159))]), "x", columns=110, color=False)
     words = " ".join(text.partition("  earlier ")[2].split())
@@ -385,8 +393,8 @@ def test_earlier_in_this_run() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=40))
-def test_longest(held: list[bool]) -> None:
-    """No other part has more windows in which it held, less those in which it did not; it begins and ends with one."""
+def test_longest_range_of_windows(held: list[bool]) -> None:
+    """No other range has a larger difference between windows in which the finding held and others."""
 
     def worth(begin: int, end: int) -> int:
         return sum(1 if each else -1 for each in held[begin:end])

@@ -1,4 +1,7 @@
-"""What a report on many ranks takes: it is made in the job's own memory. Whole: benchmarks/report_scale."""
+"""Memory of a report on many ranks, which is made in the job's memory.
+
+See also benchmarks/report_scale.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ print(len(report["ranks"]), tracemalloc.get_traced_memory()[1])
 """
 
 
-def test_memory_grows_with_ranks_by_little(tmp_path: Path) -> None:
-    """A rank's part of its node's file, and of the memory that a report takes while it is made."""
+def test_memory_per_rank_is_small(tmp_path: Path) -> None:
+    """This includes a rank's part of its node's file, and the memory that making a report needs."""
     run, ranks = tmp_path / "run", NODES * ON_A_NODE
     faults = ["--fault", "constant:rank=3,share=0.25,phase=forward"]
     assert main(["simulate", "--ranks", str(ON_A_NODE), "--steps", "300", "--out", str(run), *faults]) == 0

@@ -1,4 +1,4 @@
-"""Device memory in the report: its table, what to do about it, and the verdict on a rank that ran out of it."""
+"""Device memory in the report: its table, advice, and the verdict on a rank that ran out of memory."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ SHARE = {
 
 
 def ran_out(run: RunDirectory, rank: Rank, **changed: Any) -> None:
-    """The file that the rank's process would have left."""
+    """Write the file that the process of a rank leaves when it runs out of memory."""
     run.oom.mkdir(exist_ok=True)
     value = oom(process=rank.identity.key, rank=rank.identity.rank, **changed)
     run.oom_table(rank.identity.rank, value["step"]).write_text(json.dumps(value))
 
 
 def mark_memory(rank: Rank, **values: int | tuple[int, int]) -> None:
-    """One reading, as hooks/on_device/memory.py marks it."""
+    """Mark one memory reading in the same way as hooks/on_device/memory.py."""
     start_ns = rank.session.recorder.now_ns()
     for name, value in values.items():
         now, most = value if isinstance(value, tuple) else (value, 0)
@@ -102,8 +102,7 @@ def with_readings(run: RunDirectory, retries: int = 0, leak: int = 0) -> dict[st
     return report_on(run, [rank])
 
 
-def test_a_ranks_memory(run: RunDirectory) -> None:
-    """Numbers, their age, and the table; nothing is said to be wrong where nothing is."""
+def test_table_without_problems_has_no_notes(run: RunDirectory) -> None:
     report = with_readings(run)
     memory = report["ranks"][0]["memory"]
 
@@ -121,15 +120,15 @@ def test_a_ranks_memory(run: RunDirectory) -> None:
     assert not [note for note in report["quality"]["notes"] if "retries" in note or "grows" in note]
 
 
-def test_retries_are_worth_a_word(run: RunDirectory) -> None:
-    """How many, in how many steps, what each costs, and what helps."""
+def test_allocator_retries_are_noted(run: RunDirectory) -> None:
+    """The note has their number, the number of steps, their cost, and advice."""
     (note,) = [note for note in with_readings(run, retries=2)["quality"]["notes"] if "cudaMalloc" in note]
     assert "rank 0: 118 cudaMalloc retries in the last 944 steps" in note
     assert "expandable_segments:True" in note
 
 
-def test_growth_is_worth_a_word(run: RunDirectory) -> None:
-    """How fast, since when, and when the device will be full."""
+def test_memory_growth_is_noted(run: RunDirectory) -> None:
+    """The note has the rate, the first step, and the step at which the device will be full."""
     report = with_readings(run, leak=GB // 4)
     growth = report["ranks"][0]["memory"]["growth"]
     (note,) = [note for note in report["quality"]["notes"] if "allocated memory grows" in note]
@@ -138,8 +137,7 @@ def test_growth_is_worth_a_word(run: RunDirectory) -> None:
     assert growth["full_at_step"] == pytest.approx(60 * 64, rel=0.02)
 
 
-def test_without_a_device_nothing_is_shown(run: RunDirectory) -> None:
-    """On a CPU there is no allocator: no table, no numbers, no zeros."""
+def test_cpu_job_has_no_device_memory(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(40, **WORK)
     report = report_on(run, [rank])
@@ -149,7 +147,10 @@ def test_without_a_device_nothing_is_shown(run: RunDirectory) -> None:
 
 
 def test_a_rank_that_ran_out_of_memory_comes_first(run: RunDirectory) -> None:
-    """Before the straggler, which it made of the others: who, when, what for, what held it, and what to do."""
+    """The straggler verdict that it caused comes after it.
+
+    The verdict has rank, time, request, memory use and action.
+    """
     ranks = [Rank(run, rank) for rank in range(2)]
     ranks[0].steps(40, **WORK)
     ranks[1].steps(40, **{**WORK, "forward": 20})
@@ -172,8 +173,8 @@ def test_a_rank_that_ran_out_of_memory_comes_first(run: RunDirectory) -> None:
     assert "            train.py:40 main" in lines
 
 
-def test_memory_that_runs_out_in_the_first_step(run: RunDirectory) -> None:
-    """The most common case of all: no step was made, and that is not what there is to say."""
+def test_out_of_memory_in_the_first_step_is_the_verdict(run: RunDirectory) -> None:
+    """In this most common case, the missing steps are not the main problem."""
     rank = Rank(run, 0, 1)
     rank.session.recorder.record_span(Kind.SECTION, rank.session.intern("x"), 0, 5)
     ran_out(run, rank, step=0)
@@ -181,8 +182,8 @@ def test_memory_that_runs_out_in_the_first_step(run: RunDirectory) -> None:
     assert verdict["kind"] == "out_of_memory"
 
 
-def test_several_ranks_run_out(run: RunDirectory) -> None:
-    """The first of them is told of, and how many others there are."""
+def test_first_of_several_out_of_memory_ranks_is_reported(run: RunDirectory) -> None:
+    """The number of the others is reported too."""
     ranks = [Rank(run, rank, 3) for rank in range(3)]
     for rank, time_unix_ns in zip(ranks, (30, 10, 20), strict=True):
         rank.steps(40, **WORK)
@@ -194,7 +195,7 @@ def test_several_ranks_run_out(run: RunDirectory) -> None:
 
 
 def test_an_error_that_was_caught_is_a_note(run: RunDirectory) -> None:
-    """The rank went on: it is no verdict, and not forgotten."""
+    """The rank continued, so it is not a verdict."""
     rank = Rank(run, 0, 1)
     rank.steps(60, **WORK)
     ran_out(run, rank)
@@ -206,7 +207,7 @@ def test_an_error_that_was_caught_is_a_note(run: RunDirectory) -> None:
 
 
 def test_an_error_that_was_caught_after_the_last_step_is_a_note(run: RunDirectory) -> None:
-    """Of a run that ended as it should; of one that died it is the verdict."""
+    """This holds if the run ended normally. If the run died, it is the verdict."""
     for caught in (True, False):
         rank = Rank(run, 0, 1)
         rank.steps(40, **WORK)
@@ -218,7 +219,7 @@ def test_an_error_that_was_caught_after_the_last_step_is_a_note(run: RunDirector
 
 
 def test_an_error_without_a_table(run: RunDirectory) -> None:
-    """It came shortly after one that was caught: the verdict says what is known, and where the earlier table is."""
+    """The error came shortly after a caught one. The verdict refers to the earlier table."""
     rank = Rank(run, 0, 1)
     rank.steps(40, **WORK)
     ran_out(run, rank, step=3, time_unix_ns=1)
@@ -232,8 +233,7 @@ def test_an_error_without_a_table(run: RunDirectory) -> None:
     assert "when it ran out" not in shown(report)
 
 
-def test_words_of_a_share(run: RunDirectory) -> None:
-    """limit_bytes is what the process may take, free_bytes the device's: both are named."""
+def test_process_limit_and_free_device_memory_are_both_named(run: RunDirectory) -> None:
     rank = Rank(run, 0, 1)
     rank.steps(40, **WORK)
     ran_out(run, rank, free_bytes=38 * GB, **SHARE)
@@ -244,7 +244,7 @@ def test_words_of_a_share(run: RunDirectory) -> None:
 
 
 def test_readings_are_exported_and_kept(run: RunDirectory) -> None:
-    """Live and replayed: the newest one goes with the steps; in a trace it is no span; the state has all of them."""
+    """Live and in a replay: steps have the newest reading, traces have no span of it, and the state has all."""
     rank = Rank(run, 0, 1)
     for retries in range(3):
         mark_memory(rank, allocated=(GB, GB), reserved=(2 * GB, 2 * GB), alloc_retries=retries)
@@ -271,7 +271,10 @@ def test_readings_are_exported_and_kept(run: RunDirectory) -> None:
 
 
 def test_the_newest_table_is_kept_over_a_restart(run: RunDirectory) -> None:
-    """A second sidecar knows what the first has found, and what came since; another node's it leaves alone."""
+    """A second sidecar keeps the first one's findings and adds new ones.
+
+    It ignores those of other nodes.
+    """
     rank, elsewhere = Rank(run, 0), Rank(run, 1, identity={"host": "node-b"}, registered=False)
     rank.steps(50, **WORK)
     ran_out(run, rank, step=30, time_unix_ns=1)

@@ -1,4 +1,4 @@
-"""The order of the verdicts, by what each has cost the job, on every surface; and one verdict for one cause."""
+"""Verdicts are ordered by their cost on every screen, and one cause has one verdict."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def heads(report: dict[str, Any]) -> list[str]:
 
 
 def shown_in_order(text: str, parts: list[str]) -> bool:
-    """Whether all parts are in a text, one after the other."""
+    """Return True if the text contains all parts in this order."""
     words, places = " ".join(text.split()), []
     for part in parts:
         places.append(words.find(part))
@@ -43,7 +43,7 @@ def shown_in_order(text: str, parts: list[str]) -> bool:
 
 
 def several() -> NodeState:
-    """Two ranks that wait for data in each step, evaluate for longer in all, and save for less."""
+    """Two ranks wait for data in each step, have longer evaluations in total, and save for less time."""
     loop = [{**BASE, "data": 6.0} for _ in range(200)]
     for step in range(10, 200, 20):
         loop[step] = {**loop[step], "host": 300.0, "flags": int(Flag.EVALUATION)}
@@ -52,8 +52,8 @@ def several() -> NodeState:
     return node([loop] * 2, findings(last_step=199, compared=2))
 
 
-def test_every_surface_has_the_same_order() -> None:
-    """JSON, terminal, the short report, page, notebook, summary and `top`: what has cost most is first on each."""
+def test_every_screen_has_the_same_order() -> None:
+    """The costliest verdict is first in JSON, terminal, short report, page, notebook, summary and `top`."""
     report = report_on(several())
     kinds = [(row["kind"], row["phase"]) for row in report["verdicts"]]
     lost = [row["lost_s"] for row in report["verdicts"]]
@@ -77,7 +77,7 @@ def test_every_surface_has_the_same_order() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_lost_time_orders_random_mixes(seed: int) -> None:
-    """The loss of each verdict is what the loop was given: no other verdict with a larger loss stands below."""
+    """The loss of each verdict is what the loop was given, and verdicts are sorted by loss."""
     rng = np.random.default_rng(seed)
     loop = [{**BASE, "data": float(rng.choice([1.0, 10.0, 40.0]))} for _ in range(1)] * 300
     loop = [dict(step) for step in loop]
@@ -98,8 +98,8 @@ def test_lost_time_orders_random_mixes(seed: int) -> None:
         assert row["lost_s"] == pytest.approx(planted[kind], rel=0.05)
 
 
-def test_what_is_over_is_not_on_top() -> None:
-    """A run that waited for data in most of its steps and now computes says first that it computes."""
+def test_ended_verdicts_are_not_first() -> None:
+    """A run that waited for data in most of its steps and now computes is reported as computing."""
     report = report_on(node([slow_data(0, 320, 400)]))
 
     assert [row["kind"] for row in report["verdicts"]] == ["compute_bound", "data_bound"]
@@ -109,7 +109,7 @@ def test_what_is_over_is_not_on_top() -> None:
 
 
 def test_two_waits_that_take_the_same_time_both_hold_to_the_end() -> None:
-    """Which of the two is longer in a window is chance."""
+    """Their order within a window is random."""
     rng = np.random.default_rng(3)
     loop = [{**BASE, "data": 10 + rng.normal(), "host": 10 + rng.normal()} for _ in range(200)]
     (row,) = report_on(node([loop]))["verdicts"]
@@ -119,8 +119,11 @@ def test_two_waits_that_take_the_same_time_both_hold_to_the_end() -> None:
 
 
 class TestOneCause:
-    def test_a_part_of_the_run_is_not_named_beside_the_sentence_that_has_it(self) -> None:
-        """The run waited for a CPU and for data, and since a step mostly for data: one figure for the data."""
+    def test_bottleneck_of_a_part_is_not_reported_twice(self) -> None:
+        """The run waited for a CPU and for data, later mostly for data.
+
+        There is one figure for data.
+        """
         loop = [{**BASE, "forward": 24.0, "cpu": 20.0, "data": 14.0} for _ in range(200)]
         for step in range(120, 200):
             loop[step] = {**BASE, "forward": 14.0, "cpu": 10.0, "data": 22.0}
@@ -132,14 +135,14 @@ class TestOneCause:
         )
         assert heads(report)[1].endswith("of a typical step of 48.4 ms; computing 29% (14.0 ms).")
 
-    def test_a_part_of_the_run_is_not_named_while_the_run_as_a_whole_holds(self) -> None:
+    def test_bottleneck_of_a_part_is_not_reported_if_the_whole_run_has_it(self) -> None:
         loop = [{**BASE, "data": 10.0, "host": 12.0 if step < 300 else 30.0} for step in range(400)]
         for step in range(100, 150):
             loop[step]["data"] = 40.0
         assert len([head for head in heads(report_on(node([loop]))) if "aiting for data" in head]) == 1
 
-    def test_a_rank_without_a_cpu_where_all_lack_one(self) -> None:
-        """One verdict, which names the rank that waits for longest."""
+    def test_cpu_contention_of_all_ranks_is_one_verdict(self) -> None:
+        """The verdict names the rank that waits longest."""
         loops = [[{**BASE, "forward": 30.0 + more, "cpu": 26.0 + more} for _ in range(100)] for more in (0.0, 5.0)]
         slow = episode(1, 0, from_start=True, phase="cpu", last_step=99, excess_ns=5 * MS, cost_ns=5 * MS)
         report = report_on(node(loops, findings(slow, last_step=99, compared=2)))
@@ -148,8 +151,8 @@ class TestOneCause:
         assert heads(report)[0].endswith(" Rank 1 waits for the longest time.")
         assert report["verdicts"][0]["rank"] == 1
 
-    def test_a_rank_alone_without_a_cpu_is_a_slow_rank(self) -> None:
-        """What all lack on average is only what it lacks."""
+    def test_cpu_contention_of_one_rank_is_a_slow_rank(self) -> None:
+        """The mean contention over all ranks is only due to this rank."""
         loops = [[{**BASE, "forward": 4.0 + more, "cpu": more} for _ in range(100)] for more in (0.0, 20.0)]
         slow = episode(1, 0, from_start=True, phase="cpu", last_step=99, excess_ns=20 * MS, cost_ns=20 * MS)
         report = report_on(node(loops, findings(slow, last_step=99, compared=2)))
@@ -158,7 +161,7 @@ class TestOneCause:
 
     @pytest.mark.parametrize("until", [None, 180])
     def test_waiting_for_a_slow_rank_is_no_verdict_of_its_own(self, until: int | None) -> None:
-        """Neither while it is slow, nor after it was so for most of the run."""
+        """This holds while the rank is slow, and after it was slow for most of the run."""
         parts = {"communication": 20.0}, {"backward": 28.0}
         loops = [[{**BASE, **each} for _ in range(200)] for each in parts]
         for loop in loops:
@@ -169,8 +172,8 @@ class TestOneCause:
         assert "communication_bound" not in {row["kind"] for row in report["verdicts"]}
         assert not any("aiting in communication" in head for head in heads(report))
 
-    def test_waiting_for_another_model_is_no_verdict_of_its_own(self) -> None:
-        """A pipeline's stage with little to do waits for the one with most: larger buckets would not help."""
+    def test_waiting_for_another_pipeline_stage_is_no_verdict_of_its_own(self) -> None:
+        """Larger buckets would not help a stage with little work."""
         loops = [[{**BASE, **parts} for _ in range(100)] for parts in ({"communication": 30.0}, {"forward": 34.0})]
         usual_of = (Usual("first", "0", 16 * MS, 30 * MS), Usual("second", "1", 46 * MS, 1 * MS))
         report = report_on(node(loops, findings(last_step=99, compared=0, usual=usual_of, step_ns=46 * MS)))
@@ -180,8 +183,11 @@ class TestOneCause:
         assert "communication_bound" not in kinds
         assert any("Rank 1 has 46.0 ms of work a step" in head for head in heads(report))
 
-    def test_a_small_straggler_does_not_hide_what_all_lose(self) -> None:
-        """All wait for data for 30 ms, and one rank computes for 2 ms more: both are there, the data first."""
+    def test_small_straggler_does_not_hide_a_larger_loss_of_all_ranks(self) -> None:
+        """All wait 30 ms for data, and one rank computes 2 ms longer.
+
+        Both are reported, data first.
+        """
         loops = [[{**BASE, "data": 30.0, "backward": 8.0 + more} for _ in range(100)] for more in (0.0, 2.0)]
         for step in loops[0]:
             step["communication"] = 2.0
@@ -192,8 +198,8 @@ class TestOneCause:
 
 
 @pytest.mark.parametrize("parts", [{"data": 30.0, "host": 12.0}, {"forward": 40.0, "cpu": 30.0, "data": 20.0}, {}])
-def test_cost_is_that_of_what_the_sentence_is_about(parts: dict[str, float]) -> None:
-    """The cost on the page's card is the first figure of the sentence, and not a sum of several."""
+def test_cost_equals_the_first_figure_of_the_sentence(parts: dict[str, float]) -> None:
+    """The cost is not a sum of several figures."""
     (row,) = report_on(node([[{**BASE, **parts} for _ in range(60)]]))["verdicts"]
     share = float(row["text"].partition(" takes ")[2].partition("%")[0]) / 100
 

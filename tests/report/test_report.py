@@ -1,4 +1,4 @@
-"""The report: its JSON shape, its sentences, and how it looks in a terminal and out of one."""
+"""The report: its JSON, its sentences, and its look in a terminal and elsewhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def report_on(run: RunDirectory, ranks: list[Rank], exporter: Exporter | None = None) -> dict[str, Any]:
-    """The report once these ranks have ended, as its schema says."""
+    """Return the report once these ranks have ended, after checking it against the schema."""
     for rank in ranks:
         rank.close()
     sidecar = Sidecar(run, HOST, exporter, lambda run, asked: None)
@@ -105,8 +105,10 @@ def test_numbers(run: RunDirectory) -> None:
         ({"forward": 19, "host": 1}, "compute_bound", "forward", "largest by own time"),
     ],
 )
-def test_where_the_time_goes(run: RunDirectory, parts: dict[str, float], kind: str, phase: str, word: str) -> None:
-    """One rank alone hears what bounds its steps, with the share, the time and the next action."""
+def test_single_rank_has_a_bottleneck_verdict(
+    run: RunDirectory, parts: dict[str, float], kind: str, phase: str, word: str
+) -> None:
+    """The verdict has the share, the time and the action."""
     rank = Rank(run, 0, 1)
     rank.steps(60, **parts)
     (verdict,) = report_on(run, [rank])["verdicts"]
@@ -162,7 +164,10 @@ def test_straggler_with_its_module(run: RunDirectory) -> None:
 
 
 def test_sixty_short_steps_are_too_few(run: RunDirectory) -> None:
-    """Ranks that do the same work in steps of 1.4 ms are not said to do other work; as many steps as it asks for do."""
+    """Equal ranks with steps of 1.4 ms need more steps for a comparison.
+
+    With the requested number they are compared.
+    """
     ranks = [Rank(run, 0), Rank(run, 1)]
     short = {part: value / 10 for part, value in WORK.items()}
     for rank in ranks:
@@ -180,8 +185,7 @@ def test_sixty_short_steps_are_too_few(run: RunDirectory) -> None:
     assert report_on(again, ranks)["verdicts"][0]["text"].startswith(f"No slow rank in {needed} steps")
 
 
-def test_no_straggler_says_what_would_have_been_seen(run: RunDirectory) -> None:
-    """Equal ranks: a verdict too, with the smallest detectable slowdown."""
+def test_no_slow_rank_has_the_smallest_detectable_slowdown(run: RunDirectory) -> None:
     ranks = [Rank(run, 0), Rank(run, 1)]
     for rank in ranks:
         rank.steps(80, **WORK)
@@ -192,8 +196,8 @@ def test_no_straggler_says_what_would_have_been_seen(run: RunDirectory) -> None:
     assert verdict["evidence"].detectable_s == pytest.approx(0.1 / 57.6)
 
 
-def test_cost_of_the_tool_is_not_hidden_by_a_first_step_that_compiles(run: RunDirectory) -> None:
-    """It is a share of the steps as they are later: 0.1 ms in steps of 14 ms, though the first one took a minute."""
+def test_overhead_share_excludes_a_first_step_that_compiles(run: RunDirectory) -> None:
+    """The overhead is 0.1 ms in steps of 14 ms, and the first step takes a minute."""
     rank = Rank(run, 0)
     rank.steps(1, host=60_000)
     for _ in range(40):
@@ -205,8 +209,8 @@ def test_cost_of_the_tool_is_not_hidden_by_a_first_step_that_compiles(run: RunDi
 
 
 @pytest.mark.parametrize(("steps", "text"), [(0, "No step was seen."), (2, "Only 2 steps"), (12, "Too few steps")])
-def test_little_is_not_called_nothing(run: RunDirectory, steps: int, text: str) -> None:
-    """No steps, only warm-up, or too few to compare: said in words, with what to do; never shown as zero."""
+def test_few_or_no_steps_are_explained(run: RunDirectory, steps: int, text: str) -> None:
+    """Without steps, or with too few, the report has a sentence and an action, and no zeros."""
     ranks = [Rank(run, 0), Rank(run, 1)]
     for rank in ranks:
         rank.steps(steps, **WORK)
@@ -221,7 +225,7 @@ def test_little_is_not_called_nothing(run: RunDirectory, steps: int, text: str) 
 
 
 def test_inference_counts_forward_passes(run: RunDirectory) -> None:
-    """Without an optimizer the steps are forward passes, and are called so."""
+    """Without an optimizer, steps are forward passes and have this name."""
     rank = Rank(run, 0, 1)
     for _ in range(20):
         rank.clock.advance(1_000_000)
@@ -244,7 +248,7 @@ def test_trend(run: RunDirectory) -> None:
 
 
 def test_several_nodes(run: RunDirectory) -> None:
-    """Ranks of several nodes are one report, and shown with their hosts. Judged are those that sidecars told of."""
+    """Ranks of several nodes are in one report, with their hosts."""
     states = []
     for index, host in enumerate(("node-a", "node-b")):
         rank = Rank(run, index, identity={"host": host, "local_world_size": 1})
@@ -275,7 +279,10 @@ def test_newest_attempt_counts(run: RunDirectory) -> None:
 
 
 def test_ranks_that_an_elastic_job_no_longer_has(run: RunDirectory) -> None:
-    """torchrun counts no attempt when an agent leaves: the report is about the smaller world all the same."""
+    """torchrun does not increment the attempt when an agent leaves.
+
+    The report has only the remaining ranks.
+    """
     identities = [identity_of(run, 0, 2), identity_of(run, 1, 2, pid=11), identity_of(run, 0, 1, pid=12)]
     processes = [
         ProcessState(identity, Anchor(number, number, 0), RankStatistics())
@@ -312,7 +319,7 @@ class TestTerminal:
         assert "\x1b[1;31m" in text
 
     def test_bars_show_the_shares(self, run: RunDirectory) -> None:
-        """Of the slow rank and of the other one, with the same length for the same time."""
+        """The bars of the slow rank and of another one have the same scale."""
         lines = render(self.value(run), "/runs/1", columns=86, color=False).partition("Excess")[0].splitlines()
         bars = {line[2:13].strip(): line[14:] for line in lines if line.startswith(("  rank 1  ", "  rank 0  "))}
 
@@ -335,8 +342,8 @@ class TestTerminal:
         assert lines[header + 2].split()[0] == "0"
 
     @pytest.mark.parametrize("columns", [118, 90, 70, 50])
-    def test_cells_are_never_broken(self, run: RunDirectory, columns: int) -> None:
-        """Columns that have no room are left out without a word; every quantity stays whole, on its rank's line."""
+    def test_table_cells_are_not_broken_across_lines(self, run: RunDirectory, columns: int) -> None:
+        """Columns that do not fit are left out. Every quantity stays in its rank's line."""
         wide, narrow = (
             text.partition("Typical step of each rank, ms\n")[2].splitlines()[:3]
             for text in (render(self.value(run), "/r", columns=width, color=False) for width in (200, columns))
@@ -366,8 +373,8 @@ class TestTerminal:
         assert "[link=http://x]click[/link]" in text
         assert "[bold red]train.py" in text
 
-    def test_many_ranks_are_cut(self, run: RunDirectory) -> None:
-        """With many ranks, the table shows the slowest, and what the others take in a line."""
+    def test_table_of_many_ranks_is_shortened(self, run: RunDirectory) -> None:
+        """The table shows the slowest ranks, and the range of the others in a line."""
         ranks = [Rank(run, rank, 20, ring_records=1024) for rank in range(20)]
         for rank in ranks:
             rank.steps(10, **{**WORK, "forward": 4 + (rank.identity.rank == 13)})
@@ -381,13 +388,11 @@ class TestTerminal:
     ("seconds", "text"),
     [(0, "0 ns"), (5e-9, "5 ns"), (1.5e-6, "1.50 us"), (0.0123, "12.3 ms"), (0.999, "999 ms"), (75, "75.0 s")],
 )
-def test_durations_for_people(seconds: float, text: str) -> None:
-    """Three figures and the unit that suits."""
+def test_durations_have_three_digits_and_a_suitable_unit(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_shares_for_people() -> None:
-    """Small shares keep a decimal."""
+def test_small_shares_have_a_decimal() -> None:
     assert (percent(0.421), percent(0.0213)) == ("42%", "2.1%")
 
 
@@ -413,8 +418,7 @@ def test_quality_notes_name_every_loss(run: RunDirectory) -> None:
     assert "3 of 9 spans were not delivered" in notes
 
 
-def test_state_survives_its_file(run: RunDirectory) -> None:
-    """A report made from the saved state is the one made before saving."""
+def test_report_from_a_saved_state_is_the_same(run: RunDirectory) -> None:
     from torchlens_perf.verdicts import node_state
 
     rank = Rank(run, 0, 1)

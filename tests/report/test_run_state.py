@@ -1,4 +1,4 @@
-"""Sentences on a run as a whole: how it ended, how many ranks were seen, its start, and steps that are few or lost."""
+"""Sentences on a run as a whole: its end, missing ranks, a slow start, and few or lost steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def state_of(run: RunDirectory, ranks: list[Rank], closed: tuple[int, ...] = ()) -> NodeState:
-    """What the sidecar saves of these ranks. closed: those that close their watch."""
+    """Return the state that the sidecar saves of these ranks.
+
+    closed: the ranks that close their watch.
+    """
     for rank in ranks:
         if rank.identity.rank in closed:
             rank.close()
@@ -63,10 +66,10 @@ def report_of(run: RunDirectory, state: NodeState) -> dict[str, Any]:
         (3, [0, 1, 2], "3 ranks, all of them died"),
     ],
 )
-def test_rank_that_died_is_in_the_title_of_every_surface(
+def test_rank_that_died_is_in_the_title_of_every_screen(
     size: int, died: list[int], words: str, run: RunDirectory
 ) -> None:
-    """The report, the short report, the page, a notebook's cell, the list of runs, `top` and JSON agree."""
+    """The report, the short report, the page, a notebook cell, the list of runs, `top` and JSON agree."""
     ranks = [Rank(run, rank, size, identity=_GONE if rank in died else {}) for rank in range(size)]
     for rank in ranks:
         rank.steps(12, **WORK)
@@ -108,8 +111,8 @@ def test_rank_that_died_is_named_while_others_run(run: RunDirectory) -> None:
 @pytest.mark.parametrize(
     ("later_s", "words"), [(5, "running"), (200, "silent for 3 minutes"), (3 * 86_400, "silent for 3 days")]
 )
-def test_live_run_without_news_is_silent(later_s: int, words: str, run: RunDirectory) -> None:
-    """A node that lost its power ends no rank: nobody is left to write that it ended."""
+def test_live_run_without_updates_is_silent(later_s: int, words: str, run: RunDirectory) -> None:
+    """If a node loses its power, no process can write that its ranks ended."""
     rank = Rank(run, 0, 1)
     rank.steps(12, **WORK)
     report = report_of(run, state_of(run, [rank]))
@@ -119,7 +122,7 @@ def test_live_run_without_news_is_silent(later_s: int, words: str, run: RunDirec
 
 
 def test_ranks_that_were_not_seen_are_not_in_the_title(run: RunDirectory) -> None:
-    """RANK and WORLD_SIZE may be left in the environment by another job."""
+    """Another job may have left RANK and WORLD_SIZE in the environment."""
     rank = Rank(run, 0, 8)
     rank.steps(50, **WORK)
     report = report_of(run, state_of(run, [rank], (0,)))
@@ -150,7 +153,7 @@ def test_ranks_that_were_not_seen_are_not_in_the_title(run: RunDirectory) -> Non
 def test_long_start_is_a_verdict(
     before_s: float, compile_s: float, interactive: bool, first: str, words: str, run: RunDirectory
 ) -> None:
-    """Not a short one, and not the idle time of a notebook's kernel; the line is there in all of them."""
+    """A short start and the idle time of a notebook kernel are not. The line is in all reports."""
     rank = Rank(run, 0, 1)
     rank.steps(60, **WORK)
     state = state_of(run, [rank], (0,))
@@ -191,7 +194,7 @@ def test_start_that_lacked_cpus_is_not_blamed_on_imports(waited_s: float, advice
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_long_start_is_no_verdict_before_an_ordinary_step(steps: int, run: RunDirectory) -> None:
-    """One optimizer step may take a minute, as L-BFGS's do. What a usual step takes is not known then."""
+    """One optimizer step may take a minute (L-BFGS). The usual step time is not known then."""
     rank = Rank(run, 0, 1)
     rank.steps(steps, **{**WORK, "forward": 50_000.0})
     state = state_of(run, [rank], (0,))
@@ -205,8 +208,8 @@ def test_long_start_is_no_verdict_before_an_ordinary_step(steps: int, run: RunDi
     assert startup_words(report["run"]).startswith("startup 200 s")
 
 
-def test_start_is_unknown_of_simulated_clocks(run: RunDirectory) -> None:
-    """It is never shown as zero."""
+def test_start_with_simulated_clocks_is_unknown(run: RunDirectory) -> None:
+    """An unknown start is never shown as zero."""
     rank = Rank(run, 0, 1)
     rank.steps(12, **WORK)
     report = report_of(run, state_of(run, [rank], (0,)))
@@ -255,8 +258,8 @@ def test_lost_records_are_why_no_step_is_counted(run: RunDirectory) -> None:
     assert "watch()" not in verdict["text"]
 
 
-def test_only_step_before_recording_began_is_said_so(run: RunDirectory) -> None:
-    """`TORCHLENS_PERF=1` with a script of one iteration."""
+def test_note_on_a_single_step_before_recording_began(run: RunDirectory) -> None:
+    """This happens with `TORCHLENS_PERF=1` and a script of one iteration."""
     rank = Rank(run, 0, 1, first_step=1)
     report = report_of(run, state_of(run, [rank], (0,)))
 

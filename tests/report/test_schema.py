@@ -1,4 +1,4 @@
-"""The schema of the report's JSON: the command prints it, and real reports are as it says."""
+"""The schema of the report's JSON: the command prints it, and real reports conform to it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from torchlens_perf.verdicts.words import evidence
 from torchlens_perf.verdicts.words.hang import HangEvidence, OpenHang, RankStack
 
 
-def test_the_command_prints_it(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
-    """Without a run: a JSON schema with the fields of a report, all of them required, where each reference leads on."""
+def test_command_prints_the_schema(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
+    """No run is needed. All fields are required, and all references exist."""
     monkeypatch.chdir(tmp_path)
     assert main(["report", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
@@ -61,8 +61,8 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     )
 
 
-def test_a_check_that_can_fail() -> None:
-    """A field too many, one too few, and one of another type are each found."""
+def test_schema_check_finds_wrong_fields() -> None:
+    """The examples have an additional field, a missing one, and one of another type."""
     report = build("run", [])
     wrong_type = {**report, "steps": {**report["steps"], "count": "0"}}
     wrong = [{**report, "more": 1}, {key: report[key] for key in report if key != "links"}, wrong_type]
@@ -72,9 +72,10 @@ def test_a_check_that_can_fail() -> None:
 
 
 def node(parts: dict[str, Any] | None = None, ranks: int = 1, steps: int = 60, **changed: Any) -> NodeState:
-    """A node whose ranks make steps of these parts, in ms. changed: fields of the node, and of its processes.
+    """A node with ranks whose steps have these parts, in ms.
 
-    device_ms: by part, what its devices took for a step. caught_up: of 10 passes.
+    changed: fields of the node and of its processes.      device_ms: device time of each part of a
+    step. caught_up: number out of 10 passes.
     """
     of_node = {each.name: changed.pop(each.name) for each in dataclasses.fields(NodeState) if each.name in changed}
     other_threads_ns = changed.pop("other_threads_ns", {})
@@ -99,7 +100,7 @@ def node(parts: dict[str, Any] | None = None, ranks: int = 1, steps: int = 60, *
 
 
 def judged(slow: Episode) -> NodeState:
-    """A node that has found a slow rank, and why it is, or was, slow."""
+    """A node that has found a slow rank, with or without a known cause."""
     why = Diagnosis((Cause("gc", "it collects", "freeze it", 0.5, {"gc_share": 0.5}),), ("GPUs",), (), {"x": 1.0}, {})
     if slow.is_over:
         return node(ranks=2, findings=findings(slow, diagnoses=((slow.key, why),)))
@@ -108,7 +109,7 @@ def judged(slow: Episode) -> NodeState:
 
 
 def noted(kind: str) -> FindingRecords:
-    """The records of a run with a finding of a kind that is over."""
+    """Records of a run with a finding of a kind that has ended."""
     alert = Alert("id", "about", kind, "ended", "It is slow.", "see.", 9_000_000, 0, ranks=(1,))
     hung = OpenHang("missing", 60.0, 20, (1,), (0,), {}, text="") if kind == "hang" else None
     return FindingRecords(0, "", [Finding(alert, 20, 5_000_000, 31, 9_000_000, hang=hung)])
@@ -189,7 +190,7 @@ def test_all_kinds_of_verdicts_are_here() -> None:
 
 @pytest.mark.parametrize(("kind", "of"), STATES)
 def test_each_kind_of_verdict(run: RunDirectory, kind: str, of: Any) -> None:
-    """Its row is as the schema says, with each field of its evidence and no other, and not with another kind's."""
+    """Its row has exactly the fields of its evidence, and conforms to no other kind."""
     report = checked(build("run", [STATES[kind, of](run)]))
     places = enumerate(report["verdicts"])
     type_of = dict if issubclass(of, dict) else of
@@ -213,8 +214,8 @@ def test_each_kind_of_verdict(run: RunDirectory, kind: str, of: Any) -> None:
         assert problem(value) or only_warm_up, each
 
 
-def test_every_field_of_the_report_is_always_there() -> None:
-    """But for what tables of earlier recorders lack."""
+def test_all_fields_are_always_present() -> None:
+    """Exceptions are fields that tables of earlier recorders lack."""
     definitions = report_json.schema()["$defs"]
     lacking = {name: set(each["properties"]) - set(each["required"]) for name, each in definitions.items()}
     optional = {"device_bytes", "caught", "earlier", "file"}
@@ -225,7 +226,7 @@ def test_every_field_of_the_report_is_always_there() -> None:
 
 
 def test_an_empty_run(run: RunDirectory) -> None:
-    """Nothing but nulls and empty lists, and a rank that has made no step."""
+    """All values are null or empty lists, and there is a rank without a step."""
     checked(build("run", []))
     report_on(run, [Rank(run, 0, 1)])
 
@@ -323,7 +324,7 @@ def test_memory(run: RunDirectory) -> None:
 
 
 def test_hardware(run: RunDirectory, tmp_path: Path) -> None:
-    """A GPU that tells everything, one that tells next to nothing, and a network port with errors."""
+    """One GPU has all values, one has almost none, and a network port has errors."""
     folder, rig = port(tmp_path / "infiniband"), Rig(run, tmp_path / "infiniband")
     rig.gpus.values = {
         FIRST: {
@@ -350,7 +351,7 @@ def test_hardware(run: RunDirectory, tmp_path: Path) -> None:
 
 
 def test_captures(run: RunDirectory) -> None:
-    """One that is there, and one that was refused."""
+    """One capture exists, and one was refused."""
     request = capture_files.Request("a", capture_files.BY_USER, 1.0, 0, (0, 1), 5, 3)
     capture_files.ask(run.captures, request)
     files = {capture_files.TRACE: 17}

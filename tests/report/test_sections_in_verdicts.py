@@ -1,4 +1,4 @@
-"""The verdict names the user's own section where the step's time is in it, with the figure of the sections' table."""
+"""The verdict names the user's section that takes the step's time, with the figure of the sections' table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 60
 
 
 class Loop:
-    """A rank whose steps a test makes by hand."""
+    """A rank whose steps are made by the test."""
 
     def __init__(self, run: RunDirectory, rank: int = 0, ranks: int = 1) -> None:
         self.rank = Rank(run, rank, ranks)
@@ -58,7 +58,7 @@ def report_on(run: RunDirectory, *ranks: Loop) -> dict[str, Any]:
 
 
 def first(report: dict[str, Any]) -> str:
-    """The first verdict, whose figure on a section is held against the table's."""
+    """Return the first verdict, after comparing its figure on a section with the table."""
     text = report["verdicts"][0]["text"]
     named = re.match(r'Section "([^"]+)" takes \d+(?:\.\d+)?% \(([^)]+)\)', text)
     if named is not None:
@@ -111,7 +111,10 @@ def test_section_of_other_steps_takes_none_of_a_typical_step(run: RunDirectory) 
 
 @pytest.mark.parametrize(("inner", "named"), [(41.0, "tokenize"), (22.0, "prepare")])
 def test_nested_sections(run: RunDirectory, inner: float, named: str) -> None:
-    """The inner one where it has most of the outer one's time; else the outer one. Neither counts twice."""
+    """The inner section is named if it has most of the outer one's time, else the outer one.
+
+    None counts twice.
+    """
     loop = Loop(run)
     for _ in range(STEPS):
         loop.section("prepare", lambda: (loop.wait(43.0 - inner), loop.section("tokenize", inner))[-1])
@@ -122,7 +125,7 @@ def test_nested_sections(run: RunDirectory, inner: float, named: str) -> None:
 
 
 def test_several_sections_share_the_step(run: RunDirectory) -> None:
-    """None of them has most of it: both are named, and the figure is that of all host code."""
+    """None has most of it. Both are named, and the figure is that of all host code."""
     loop = Loop(run)
     for _ in range(STEPS):
         loop.section("load", 18.0)
@@ -138,7 +141,7 @@ def test_several_sections_share_the_step(run: RunDirectory) -> None:
 
 
 def test_a_section_around_phases_has_only_its_host_code(run: RunDirectory) -> None:
-    """One around the whole step, which waits for data and computes: what limits the step is still the loader."""
+    """If a section contains the whole step, the bottleneck is still the data loader."""
     loop = Loop(run)
 
     def step() -> None:
@@ -168,7 +171,7 @@ def test_a_section_inside_a_phase_is_no_host_code(run: RunDirectory) -> None:
 
 
 def test_a_section_of_few_steps_is_not_named(run: RunDirectory) -> None:
-    """Nor one whose mean a single call decides."""
+    """The same holds for a section whose mean depends on a single call."""
     loop = Loop(run)
     for number in range(STEPS):
         if number == 30:
@@ -180,8 +183,7 @@ def test_a_section_of_few_steps_is_not_named(run: RunDirectory) -> None:
     assert "validate" not in first(report_on(run, loop)).partition("of a typical step")[0]
 
 
-def test_a_section_that_is_open_over_the_end_of_the_step(run: RunDirectory) -> None:
-    """Its time is not more than the step has."""
+def test_section_over_the_end_of_a_step_is_cut_there(run: RunDirectory) -> None:
     loop = Loop(run)
     for _ in range(STEPS):
         loop.section("all", lambda: (loop.wait(20.0), loop.compute(5.0), loop.end_step())[-1])
@@ -190,7 +192,7 @@ def test_a_section_that_is_open_over_the_end_of_the_step(run: RunDirectory) -> N
     assert report["sections"][0]["host_s_per_typical_step"] <= report["ranks"][0]["typical"]["parts"]["host"] * 1.02
 
 
-def test_the_rest_of_the_host_code_is_named_too(run: RunDirectory) -> None:
+def test_remaining_host_code_is_named_too(run: RunDirectory) -> None:
     loop = Loop(run)
     for _ in range(STEPS):
         loop.section("tokenize", 24.0)

@@ -1,4 +1,4 @@
-"""Ranks that are slow at the same time: what they cost together is said wherever a cost is shown."""
+"""Several ranks are slow at the same time: each screen shows their joint cost."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def state(run: RunDirectory) -> NodeState:
     return state
 
 
-def test_each_alone_costs_next_to_nothing(state: NodeState) -> None:
-    """The job waits for the other slow rank, so what one of them costs alone is no headline."""
+def test_single_slow_rank_of_two_costs_almost_nothing(state: NodeState) -> None:
+    """The job waits for the other slow rank, so the cost of one alone is not in the headline."""
     now = {each.rank: each for each in state.findings.episodes if each.until_step is None}
 
     assert set(now) == set(SLOW)
@@ -51,8 +51,8 @@ def test_each_alone_costs_next_to_nothing(state: NodeState) -> None:
     assert all((each.shared_cost_ns or 0.0) > 0.7 * each.excess_ns for each in now.values())
 
 
-def test_every_surface_says_what_they_cost_together(run: RunDirectory, state: NodeState) -> None:
-    """Terminal, page, JSON and gauge give the joint cost, and none gives a single cost beside it."""
+def test_every_screen_shows_the_joint_cost(run: RunDirectory, state: NodeState) -> None:
+    """Terminal, page, JSON and gauge show no single cost."""
     report = build(run.run_id, [state])
     (joint_ns,) = {each.shared_cost_ns for each in state.findings.episodes}
     assert joint_ns is not None

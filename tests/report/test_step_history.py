@@ -1,4 +1,4 @@
-"""How long steps took over the run: windows that ranks share, without the warm-up."""
+"""Step times over the run in windows that ranks share, without the warm-up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchlens_perf.report.step_history import step_history
 
 
 def test_median_and_range_of_the_ranks() -> None:
-    """Steps of 150 ms on three ranks, of which one takes 60 ms more from step 40 on."""
+    """Steps take 150 ms on three ranks. One of them takes 60 ms more from step 40 on."""
     found = step_history({0: windows(80), 1: windows(80), 2: windows(80, extra_ms=60, since=40)})
     assert found is not None
     assert (found["width"], found["first_steps"]) == (8, list(range(8, 80, 8)))
@@ -22,8 +22,11 @@ def test_median_and_range_of_the_ranks() -> None:
     assert found["slowest_s"] == pytest.approx([0.21 if slow else 0.15 for slow in late])
 
 
-def test_the_warm_up_is_not_in_it() -> None:
-    """One compilation of a minute would hide all else; where there is nothing else, there is no history."""
+def test_warm_up_is_left_out() -> None:
+    """A compilation of a minute would hide all other steps.
+
+    A run that has only a warm-up has no history.
+    """
     assert WARM_UP_STEPS < 8
     assert step_history({0: windows(8)}) is None
     assert step_history({0: NO_WINDOWS}) is None
@@ -31,14 +34,14 @@ def test_the_warm_up_is_not_in_it() -> None:
 
 
 def test_windows_without_steps_are_left_out() -> None:
-    """A rank that began later, and steps that nobody has."""
+    """A rank began later, and no rank has some of the steps."""
     found = step_history({0: windows(32), 1: windows(16, first=64)})
     assert found is not None
     assert found["first_steps"] == [8, 16, 24, 72]
 
 
-def test_it_does_not_grow_with_the_run() -> None:
-    """A hundred thousand steps are as many windows as a picture can show, of medians that stay what they are."""
+def test_number_of_windows_is_bounded() -> None:
+    """A run of a hundred thousand steps has the same medians in at most as many windows as a chart can show."""
     found = step_history({0: windows(20_000), 1: windows(19_000)})
     assert found is not None
     assert MAX_COLUMNS // 2 < len(found["first_steps"]) <= MAX_COLUMNS

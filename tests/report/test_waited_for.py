@@ -1,4 +1,4 @@
-"""Long steps in which all ranks waited for one name it, from what each rank did in them."""
+"""Long steps in which all ranks waited for one rank name it, based on each rank's parts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_one_step() -> None:
 
 
 def test_rank_without_a_cpu_is_not_blamed() -> None:
-    """Nothing that it does would explain the step: it was ready to run."""
+    """No part of its step explains the delay, since it was runnable all the time."""
     loops = stalls("host", (90,))
     for loop in loops:
         for number, step in enumerate(loop):
@@ -65,8 +65,8 @@ def test_rank_without_a_cpu_is_not_blamed() -> None:
     assert not any("for rank 4" in text for text in long(report))
 
 
-def test_the_whole_is_not_less_than_its_parts() -> None:
-    """One of two ranks waits: the step is as much longer for the job."""
+def test_loss_of_the_job_includes_the_waiting_rank() -> None:
+    """One of two ranks waits, so the job loses the additional time of the step."""
     loops = [[dict(USUAL) for _ in range(128)] for _ in range(2)]
     loops[0][90] = {**USUAL, "communication": 374.0}
     loops[1][90] = {**USUAL, "host": 374.0}
@@ -88,8 +88,8 @@ def test_different_ranks_are_not_one() -> None:
 
 
 @pytest.mark.parametrize("loops", [stalls("host", (24,), wait="host"), stalls("communication", (24,))])
-def test_nobody_is_named_where_all_do_the_same(loops: list[list[dict[str, Any]]]) -> None:
-    """All ranks are busy, or all wait: no rank is behind the others."""
+def test_no_rank_is_named_if_all_behave_the_same(loops: list[list[dict[str, Any]]]) -> None:
+    """All ranks are busy, or all wait."""
     assert all(each["waited_for"] is None for each in report_on(loops)["steps"]["long"])
 
 
@@ -104,7 +104,7 @@ def test_steps_that_did_something_known_keep_their_name() -> None:
 
 @pytest.mark.parametrize("wait", ["communication", "backward"])
 def test_many_regular_stalls_are_one_sentence(wait: str) -> None:
-    """Each rank knows the numbers of the newest only."""
+    """Each rank keeps only the newest step numbers."""
     report = report_on(stalls("host", tuple(range(8, 128, 10)), wait=wait))
     (text,) = long(report)
 
@@ -113,8 +113,8 @@ def test_many_regular_stalls_are_one_sentence(wait: str) -> None:
     assert report["steps"]["long"][0]["count"] == 12
 
 
-def test_work_that_one_rank_does_while_all_others_wait() -> None:
-    """As a rank that saves: which one does it is said beside what it does."""
+def test_rank_that_works_while_others_wait_is_named() -> None:
+    """An example is a rank that saves a checkpoint."""
     loops = stalls("host", tuple(range(8, 128, 10)), rank=3)
     for step in range(8, 128, 10):
         loops[3][step]["flags"] = int(Flag.CHECKPOINT)
@@ -129,7 +129,7 @@ def test_work_that_one_rank_does_while_all_others_wait() -> None:
 
 
 @pytest.mark.parametrize("saving", [(3, 5), tuple(range(RANKS))])
-def test_work_of_several_ranks_is_no_ranks_own(saving: tuple[int, ...]) -> None:
+def test_work_of_several_ranks_names_no_single_rank(saving: tuple[int, ...]) -> None:
     loops = stalls("host", tuple(range(8, 128, 10)), rank=3)
     for rank in saving:
         for step in range(8, 128, 10):
