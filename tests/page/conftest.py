@@ -1,4 +1,4 @@
-"""Runs whose pages are looked at: simulated ones with a planted rank, and small ones that are written straight."""
+"""Runs for page tests: simulated ones with a planted slow rank, and small ones written directly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAULT = f"constant:rank={SLOW_RANK},share=0.3,phase=forward,since={SINCE_STEP}"
 def recorded(
     folder: Path, *faults: str, steps: int = STEPS, device: SimulatedDevice | None = None, **more: Any
 ) -> RunDirectory:
-    """A simulated run, as its sidecar leaves it."""
+    """Simulate a run and write its directory like a sidecar."""
     run = RunDirectory(folder / f"run-{uuid.uuid4().hex[:12]}")  # others simulate meanwhile: a run has one sidecar
     run.create()
     record(simulation(*faults, **more), steps, run, "simulated", device)
@@ -43,7 +43,7 @@ def shown(simulated: RunDirectory) -> Contents:
 
 @pytest.fixture(scope="session")
 def on_device(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """Four ranks whose work is on devices; one is slow there."""
+    """Four ranks that work on devices. One of them is slow there."""
     fault = "constant:rank=2,share=0.3,phase=backward"
     return recorded(
         tmp_path_factory.mktemp("device"), fault, steps=96, device=SimulatedDevice(), topology=Topology(4, node_size=4)

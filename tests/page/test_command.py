@@ -1,4 +1,4 @@
-"""`torchlens-perf report RUN --html FILE`: a file, one line on stderr, and exit code 2 for what cannot be."""
+"""`torchlens-perf report RUN --html FILE` writes a file and a line on stderr, or fails with exit code 2."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torchlens_perf.commands.cli import main
 from torchlens_perf.run.directory import RunDirectory
 
 
-def test_file_and_line(simulated: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The page is there, whole, for its user alone or as its folder is shared; stderr has its path and size."""
+def test_page_is_written_and_its_path_printed(
+    simulated: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file is private to its user, or shared like its folder."""
     tmp_path.chmod(0o700)
     page = tmp_path / "page.html"
     assert main(["report", str(simulated.path), "--html", str(page)]) == 0
@@ -38,10 +40,9 @@ def test_file_and_line(simulated: RunDirectory, tmp_path: Path, capsys: pytest.C
         ("", "folder", "folder cannot be written: Is a directory"),
     ],
 )
-def test_what_cannot_be(
+def test_failure_is_one_line_and_leaves_no_file(
     simulated: RunDirectory, tmp_path: Path, run: str, page: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line that names the file, and nothing left behind."""
     (tmp_path / "folder").mkdir()
     which = str(tmp_path / run) if run else str(simulated.path)
     assert main(["report", which, "--html", str(tmp_path / page)]) == 2

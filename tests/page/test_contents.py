@@ -1,4 +1,4 @@
-"""What a page holds is what the report says and what the run directory has: the same numbers, whoever reads them."""
+"""The data of a page have the same numbers as the report and the run directory."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def cells(matrix: Matrix) -> np.ndarray:
 
 
 def near(found: np.ndarray, expected: np.ndarray) -> bool:
-    """Within what a matrix promises; both know nothing of the same cells."""
+    """Return True if both are equal to within the matrix's accuracy, with the same missing cells."""
     assert (np.isnan(found) == np.isnan(expected)).all()
     known = np.isfinite(expected) & (expected > 1e-9)
     return bool((np.abs(np.log(found[known] / expected[known])) <= LOG_STEP / 2 * 1.001).all())
 
 
-def test_the_report_in_it_is_the_report(simulated: RunDirectory, shown: Contents) -> None:
-    """All but the heat map, which the matrices replace; as `report --json` has it."""
+def test_report_in_the_page_equals_report_json(simulated: RunDirectory, shown: Contents) -> None:
+    """The heat map is left out, since the matrices replace it."""
     expected = {**as_json(run_report(simulated)), "heat": None}
 
     assert json.loads(json.dumps(shown["thinned_report"])) == expected
 
 
 def test_matrices_are_the_steps_in_the_run_directory(simulated: RunDirectory, shown: Contents) -> None:
-    """Durations, parts and work of each step and rank are those of the Parquet files, to within the stated error."""
+    """Durations, parts and work of each step and rank equal those in the Parquet files, to within the stated error."""
     steps, matrices = table_of(simulated, "steps"), shown["steps"]
     assert matrices is not None
     assert matrices["columns"]["width"] == 1
@@ -74,8 +74,7 @@ def test_matrices_are_the_steps_in_the_run_directory(simulated: RunDirectory, sh
     assert near(cells(matrices["work"]), work)
 
 
-def test_places(shown: Contents) -> None:
-    """Hosts, and coordinates in the mesh, as process groups describe it."""
+def test_places_have_hosts_and_mesh_coordinates(shown: Contents) -> None:
     assert shown["steps"] is not None
     places = shown["steps"]["places"]
 
@@ -84,8 +83,7 @@ def test_places(shown: Contents) -> None:
     assert len({place["host"] for place in places}) == 2
 
 
-def test_the_planted_rank(shown: Contents) -> None:
-    """Named in the verdict, slow in the matrices' excess from then on, and its time as the judge has it."""
+def test_planted_slow_rank_is_in_verdict_and_matrices(shown: Contents) -> None:
     matrices = shown["steps"]
     assert matrices is not None
     (slow,) = matrices["slow"]
@@ -100,8 +98,7 @@ def test_the_planted_rank(shown: Contents) -> None:
     assert np.nanmean(excess[others]) < 0.05
 
 
-def test_work_is_compared_with_what_the_judgement_compares_it_with(shown: Contents) -> None:
-    """The median of the other ranks, to within what a matrix promises."""
+def test_work_is_compared_with_the_median_of_other_ranks(shown: Contents) -> None:
     matrices = shown["steps"]
     assert matrices is not None
     steps = Steps(matrices)
@@ -119,8 +116,7 @@ def test_ranks_of_other_populations_are_not_compared() -> None:
 
 
 def test_whole_steps_are_the_records(simulated: RunDirectory, shown: Contents) -> None:
-    """Each span of a step that the page holds is a record of that rank, with its kind, name, start and duration; and
-    none is missing."""
+    """Each record of the rank is a span with its kind, name, start and duration, and no span is missing."""
     spans, names = table_of(simulated, "spans"), shown["traces"]["names"]
     left_out = {"step", "thread_time", "memory"}
     for step in shown["traces"]["steps"][:6]:
@@ -143,9 +139,8 @@ def test_whole_steps_are_the_records(simulated: RunDirectory, shown: Contents) -
             assert found == expected
 
 
-def test_chosen_steps(simulated: RunDirectory, shown: Contents) -> None:
-    """The most telling first: a usual one while a rank is slow, then the slowest, and where the slowness begins; each
-    for the reason that it says."""
+def test_chosen_steps_have_the_stated_reasons(simulated: RunDirectory, shown: Contents) -> None:
+    """The most informative come first: a typical slow step, the slowest one, and the first slow one."""
     steps = table_of(simulated, "steps")
     longest = {step: steps["duration_ns"][steps["step"] == step].max() for step in range(3, STEPS)}
     found = {row["why"]: row["step"] for row in reversed(shown["traces"]["steps"])}
@@ -161,7 +156,10 @@ def test_chosen_steps(simulated: RunDirectory, shown: Contents) -> None:
 
 
 def test_collectives_of_whole_steps(simulated: RunDirectory, shown: Contents) -> None:
-    """Who came last has the shortest duration, and the others waited by how much theirs is longer."""
+    """The last rank has the shortest duration.
+
+    The wait of the others is their additional duration.
+    """
     spans = table_of(simulated, "spans")
     step = shown["traces"]["steps"][0]
     of_world = [each for each in step["collectives"] if each["group"] == "default_pg"]
@@ -186,8 +184,8 @@ def test_collectives_of_whole_steps(simulated: RunDirectory, shown: Contents) ->
 
 
 @pytest.mark.parametrize("budget_bytes", [48_000, 80_000, 150_000])
-def test_the_budget_is_kept_and_said(simulated: RunDirectory, budget_bytes: int) -> None:
-    """A small page has wider columns and fewer whole steps, says so, and has all verdicts still."""
+def test_small_budget_widens_columns_and_drops_steps(simulated: RunDirectory, budget_bytes: int) -> None:
+    """The page has a note, and still has all verdicts."""
     small = contents(simulated, budget_bytes)
     whole = contents(simulated)
     assert small["steps"] is not None
@@ -205,7 +203,7 @@ def test_the_budget_is_kept_and_said(simulated: RunDirectory, budget_bytes: int)
 
 
 def test_steps_by_the_devices_clock(on_device: RunDirectory) -> None:
-    """Where ranks are judged by their devices, work and device parts are by that clock: as the report has them."""
+    """Ranks that are judged by their devices have work and device parts by that clock, equal to the report."""
     shown = contents(on_device)
     matrices = shown["steps"]
     assert matrices is not None
@@ -225,8 +223,9 @@ def test_steps_by_the_devices_clock(on_device: RunDirectory) -> None:
     assert {"host", "device", "collectives on the device"} <= lanes
 
 
-def test_a_damaged_file_costs_what_is_in_it(simulated: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """It is named among what is left out, and the rest is shown."""
+def test_damaged_file_is_noted_and_the_rest_is_shown(
+    simulated: RunDirectory, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     copy = RunDirectory(tmp_path_factory.mktemp("damaged") / "run")
     shutil.copytree(simulated.path, copy.path)
     (copy.steps / "node-0000-000099.parquet").write_bytes(b"PAR1 and no more")
@@ -239,8 +238,8 @@ def test_a_damaged_file_costs_what_is_in_it(simulated: RunDirectory, tmp_path_fa
     assert any("node-0000-000099.parquet cannot be read" in each for each in shown["thinned"]["sentences"])
 
 
-def test_a_run_of_an_earlier_version(simulated: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Whose step files have no work: own time stands for it, which is said once."""
+def test_files_without_work_use_own_time(simulated: RunDirectory, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A single note says so."""
     copy = RunDirectory(tmp_path_factory.mktemp("earlier") / "run")
     shutil.copytree(simulated.path, copy.path)
     (path,) = copy.steps.glob("*.parquet")
@@ -253,14 +252,13 @@ def test_a_run_of_an_earlier_version(simulated: RunDirectory, tmp_path_factory: 
     assert shown["steps"]["work"] == before["steps"]["work"]  # there is no lack of a CPU in a simulation
 
 
-def test_without_a_run(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """An error of ours, with the folder's name."""
+def test_missing_run_is_an_error_with_its_path(tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(RunStoreError, match="is not a run directory"):
         contents(RunDirectory(tmp_path_factory.mktemp("empty")))
 
 
 def test_many_steps_by_the_devices_clock(on_device: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are too many to join each, the windows that the report is made of are shown, and that is said."""
+    """If there are too many steps to join, the report's windows are shown, with a note."""
     each = contents(on_device)
     monkeypatch.setattr(device_grid, "MAX_STEPS", 10)
     shown = contents(on_device)

@@ -1,4 +1,4 @@
-"""The page as a file: nothing from outside is markup, nothing is fetched, all is readable without scripts."""
+"""The page as a file: outside text is never markup, nothing is fetched, and it is readable without scripts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VOID = {"meta", "br", "link", "input", "img", "hr"}
 
 
 class Parsed(HTMLParser):
-    """A page's elements with their attributes, its text, and what was not closed."""
+    """A page's elements with attributes, its text, and unclosed elements."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -56,7 +56,7 @@ class Parsed(HTMLParser):
 
 
 def element_text(text: str) -> str:
-    """Return the text of a page in the order of the page."""
+    """Return the page's text in document order."""
     found: list[str] = []
 
     class Words(HTMLParser):
@@ -82,8 +82,7 @@ def page(text: str) -> Parsed:
     return Parsed(text)
 
 
-def test_it_is_whole(page: Parsed) -> None:
-    """Every element is closed, and ids are unique."""
+def test_elements_are_closed_and_ids_unique(page: Parsed) -> None:
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
 
     assert page.open == []
@@ -135,8 +134,8 @@ def test_bars_are_the_report_numbers(text: str, shown: Contents) -> None:
             assert words.endswith(f"({percent(each['parts'][part] / sum(each['parts'].values()))})")
 
 
-def test_it_says_what_the_report_says(text: str, shown: Contents) -> None:
-    """The first verdict in full, the key figures, and all ranks, of which the slow one comes first."""
+def test_page_has_the_facts_of_the_report(text: str, shown: Contents) -> None:
+    """These are the first verdict in full, the key figures, and all ranks, slow ones first."""
     page = " ".join(element_text(text).split())
     headline, steps = shown["headlines"][0], shown["report"]["steps"]
 
@@ -159,7 +158,7 @@ def test_it_says_what_the_report_says(text: str, shown: Contents) -> None:
 
 
 def test_single_process_has_no_ranks(alone: Contents) -> None:
-    """Neither sections, columns nor words of ranks."""
+    """There are no sections, columns or words on ranks."""
     text = document(alone)
     page = Parsed(text)
     sections = {attributes["id"] for tag, attributes in page.elements if tag == "section"}
@@ -175,7 +174,7 @@ def test_single_process_has_no_ranks(alone: Contents) -> None:
 
 
 def test_nothing_is_fetched(page: Parsed, text: str) -> None:
-    """No attribute leads out of the page, no style has a URL, and the policy forbids all of it."""
+    """No attribute leads out of the page, no style has a URL, and the policy forbids requests."""
     for tag, attributes in page.elements:
         for name, value in attributes.items():
             if name in ("href", "src", "action", "data", "poster", "srcset", "xlink:href", "ping", "background"):
@@ -188,8 +187,8 @@ def test_nothing_is_fetched(page: Parsed, text: str) -> None:
     assert not {"iframe", "object", "embed", "base", "form"} & {tag for tag, _ in page.elements}
 
 
-def test_policy(text: str) -> None:
-    """Nothing is allowed but what is in the page, by its hash: no scripts by others, no network."""
+def test_policy_allows_only_the_pages_own_scripts(text: str) -> None:
+    """They are allowed by hash, and there is no network access."""
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert policy is not None
     rules = dict(rule.strip().partition(" ")[::2] for rule in policy[1].split(";"))
@@ -220,7 +219,7 @@ def test_data_are_inert_json(text: str, shown: Contents) -> None:
 
 
 def hostile(value: Any, key: str = "") -> Any:
-    """The same with all texts from outside replaced: names, hosts, notes, sentences."""
+    """Return the same value with all outside texts replaced: names, hosts, notes, sentences."""
     if isinstance(value, dict):
         return {each: hostile(inner, each) for each, inner in value.items()}
     if isinstance(value, list):
@@ -243,8 +242,7 @@ def hostile(value: Any, key: str = "") -> Any:
 
 
 def test_hostile_texts_are_text(shown: Contents) -> None:
-    """Whatever names and sentences hold, there are the same elements as without, and nothing drives a terminal or
-    turns letters round."""
+    """The page has the same elements as without them, and no text controls a terminal or reverses letters."""
     expected = [tag for tag, _ in Parsed(document(shown)).elements]
     attacked = hostile(copy.deepcopy(shown))
     text = document(cast("Contents", attacked))
@@ -259,7 +257,7 @@ def test_hostile_texts_are_text(shown: Contents) -> None:
     text.encode("utf-8")
 
 
-def test_long_names_are_short_with_the_whole_in_a_title(shown: Contents) -> None:
+def test_long_names_are_shortened_with_a_tooltip(shown: Contents) -> None:
     """A module's name of ten thousand characters does not fill the page."""
     changed = copy.deepcopy(shown)
     changed["report"]["modules"][0]["name"] = "layer." * 1700
@@ -271,8 +269,8 @@ def test_long_names_are_short_with_the_whole_in_a_title(shown: Contents) -> None
     assert max(len(title or "") for title in titles) <= 2001
 
 
-def test_a_run_without_steps(shown: Contents) -> None:
-    """What is not there has no section, and is not shown as zero."""
+def test_run_without_steps_has_no_empty_sections(shown: Contents) -> None:
+    """Missing values are not shown as zero."""
     empty = copy.deepcopy(shown)
     empty["steps"], empty["traces"], empty["telemetry"] = None, {"names": [], "steps": []}, []
     empty["tables"] = []
@@ -287,8 +285,8 @@ def test_a_run_without_steps(shown: Contents) -> None:
     assert "of steps complete" not in words
 
 
-def test_cards_say_where(shown: Contents) -> None:
-    """A card names what is known of the rank's place; what is the same on all ranks is left out."""
+def test_cards_have_the_location_of_the_rank(shown: Contents) -> None:
+    """Values that are equal on all ranks are left out."""
     placed = copy.deepcopy(shown)
     places = {"host.name": "a", "torch.elastic.run_id": "x-1", "slurm.job.id": "77", "host.rack": "rack 12"}
     placed["report"]["verdicts"][0]["where"] = places
@@ -299,7 +297,7 @@ def test_cards_say_where(shown: Contents) -> None:
     assert "slurm.job.id" not in text
 
 
-def test_further_verdicts_are_a_line_each_and_those_that_are_over_come_last(shown: Contents) -> None:
+def test_further_verdicts_are_a_line_each_and_ended_ones_come_last(shown: Contents) -> None:
     several = copy.deepcopy(shown)
     row, headline = several["report"]["verdicts"][0], several["headlines"][0]
     over = dataclasses.replace(headline, is_over=True, severity="neutral")

@@ -1,4 +1,4 @@
-"""Telemetry in a page: what was sampled, as levels, rates and shares, on the run's line of time."""
+"""Telemetry in a page: samples as levels, rates and shares, over the run's time."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_levels_rates_and_shares(run: RunDirectory) -> None:
-    """Gauges as they are; counters as growth a second; throttling as a share of the time; what nobody measured has no
-    line, and neither has a GPU that no shown rank computes on."""
+    """Gauges are unchanged, counters are growth per second, and throttling is a share of time.
+
+    Quantities without samples, and GPUs of other ranks, have no line.
+    """
     samples = [
         gpu(
             uuid, second, sm_clock_hz=10**9 + second, temperature_c=60 + second,
@@ -76,8 +78,7 @@ def test_levels_rates_and_shares(run: RunDirectory) -> None:
     assert "GPU power" not in titles
 
 
-def test_ports_and_a_counter_that_begins_anew(run: RunDirectory) -> None:
-    """Of a port that was reset, nothing is negative."""
+def test_reset_counter_of_a_port_is_not_negative(run: RunDirectory) -> None:
     counts = [100, 300, 50, 150]
     links = [
         LinkSample(
@@ -92,8 +93,8 @@ def test_ports_and_a_counter_that_begins_anew(run: RunDirectory) -> None:
     assert found["Network port: link downs", f"{NODE} mlx5_0 port 1"]["value"] == [0, 0, 0, 1]
 
 
-def test_long_runs_are_means_over_stretches(run: RunDirectory) -> None:
-    """However many samples there are, a line has MAX_POINTS points, whose mean is that of the samples."""
+def test_long_runs_are_means_of_intervals(run: RunDirectory) -> None:
+    """A line has at most MAX_POINTS points, with the mean of the samples."""
     written(run, [gpu("GPU-0", second, power_w=float(second)) for second in range(2000)], [])
     power = series_of(run, [0])["GPU power", "rank 0"]
 
@@ -102,8 +103,8 @@ def test_long_runs_are_means_over_stretches(run: RunDirectory) -> None:
     assert power["time_s"] == sorted(power["time_s"])
 
 
-def test_what_does_not_fit_is_said(run: RunDirectory) -> None:
-    """First quantities of all come before later ones of some."""
+def test_series_beyond_the_budget_are_noted(run: RunDirectory) -> None:
+    """The first quantities of all objects have priority."""
     written(run, [gpu(f"GPU-{rank}", second, sm_clock_hz=1, power_w=1.0) for second in range(9) for rank in (0, 1)], [])
     every = list(series_of(run, [0, 1]).values())
     notes: list[str] = []
@@ -115,7 +116,10 @@ def test_what_does_not_fit_is_said(run: RunDirectory) -> None:
 
 
 def test_processes_and_their_node(run: RunDirectory) -> None:
-    """Each shown rank has its CPU time and memory. Ranks of one node share one series of its network."""
+    """Each shown rank has CPU time and memory.
+
+    Ranks of one node share one series of its network.
+    """
     samples = [
         ProcessSample(
             rank, second * SECOND, BEGIN_NS + second * SECOND, cpu_ns=3 * second * SECOND // 2,

@@ -1,4 +1,4 @@
-"""A job of many nodes: the page stays small and quick, is about those that matter, and says what it leaves out."""
+"""The page of a job of many nodes: small and fast, with the important ranks and notes on omitted data."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Contents:
     return contents(run, BUDGET_BYTES)
 
 
-def test_it_fits(many: Contents) -> None:
-    """Below the budget, with all verdicts, and all ranks in the matrices."""
+def test_page_is_within_the_budget(many: Contents) -> None:
+    """All verdicts are there, and the matrices have all ranks."""
     assert len(as_json(many)) <= BUDGET_BYTES
     assert many["steps"] is not None
     assert len(many["steps"]["places"]) == RANKS
@@ -36,7 +36,10 @@ def test_it_fits(many: Contents) -> None:
 
 
 def test_scripts_have_the_ranks_that_matter(many: Contents) -> None:
-    """The slow rank and every rank of the whole steps are left in the JSON; tables and figures have all ranks."""
+    """The JSON has the slow rank and all ranks of whole steps.
+
+    Tables and figures have all ranks.
+    """
     rows = {rank["rank"] for rank in many["thinned_report"]["ranks"]}
     shown = {trace["rank"] for trace in many["traces"]["steps"][0]["ranks"]}
 
@@ -51,7 +54,10 @@ def test_scripts_have_the_ranks_that_matter(many: Contents) -> None:
 
 
 def test_whole_steps_of_several_nodes(many: Contents) -> None:
-    """The slow rank, those that wait for it, usual ones, on one line of time; who came last is known of all 128."""
+    """They have the slow rank, ranks that wait for it, and usual ones, on one clock.
+
+    The last of all 128 ranks is known.
+    """
     step = many["traces"]["steps"][0]
     (row,) = step["collectives"]
 
@@ -63,8 +69,7 @@ def test_whole_steps_of_several_nodes(many: Contents) -> None:
     assert all(trace["offset_us"] is not None for trace in step["ranks"])
 
 
-def test_the_document_is_bounded(many: Contents) -> None:
-    """Pictures and tables do not grow with the ranks."""
+def test_document_does_not_grow_with_ranks(many: Contents) -> None:
     text = re.sub(r"<script(?! type=\"application/json\").*?</script>", "", document(many), flags=re.S)
     data = text.partition('<script type="application/json"')[2].partition("</script>")[0]
 
@@ -73,7 +78,7 @@ def test_the_document_is_bounded(many: Contents) -> None:
 
 
 def test_last_rank_of_a_collective_stays_in_its_row(many: Contents) -> None:
-    """Sentences quote the numbers of the rank that came last, also where no table shows that rank."""
+    """Sentences quote the numbers of this rank, even if no table shows it."""
     report = many["report"]
     (row,) = report["collectives"]
     shown = {rank["rank"] for rank in thinned_report(report, {SLOW_RANK}, 0, [])["ranks"]}
@@ -97,7 +102,7 @@ class _Grid:
 
 @pytest.mark.parametrize("budget_bytes", [10_000, 1000, 600, 100, 3, 0])
 def test_widths_that_cannot_fit_are_skipped(budget_bytes: int) -> None:
-    """The narrowest columns that fit are found without making those that are far too many."""
+    """The narrowest columns that fit are found without trying all narrower ones."""
     made = []
 
     def made_of(grid: Any) -> str:

@@ -1,4 +1,4 @@
-"""Durations as codes of 16 bits: what comes back is as near as the matrix says, and what was not measured stays so."""
+"""Durations as 16-bit codes: decoded values have the promised accuracy, and missing ones stay missing."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ DURATIONS = st.one_of(st.floats(0, 1e7, allow_nan=False), st.just(float("nan")),
 
 
 @given(arrays(np.float64, st.tuples(st.integers(1, 5), st.integers(1, 9)), elements=DURATIONS))
-def test_what_comes_back(values: np.ndarray) -> None:
-    """Each duration from a nanosecond to months is off by half of log_step at most; below it is 0 s; NaN is NaN."""
+def test_decoded_values_are_within_the_promised_error(values: np.ndarray) -> None:
+    """This holds from a nanosecond to months. Smaller values become 0 s, and NaN stays NaN."""
     matrix = encoded(values)
     back = decoded(matrix, len(values))
 
@@ -31,8 +31,7 @@ def test_what_comes_back(values: np.ndarray) -> None:
     assert (off <= matrix["log_step"] / 2 * 1.0001).all()
 
 
-def test_codes_are_as_the_contract_says() -> None:
-    """Row by row, two bytes little-endian, deflated, in base64: 0 is not measured, 1 is 0 s, 2 the smallest."""
+def test_codes_have_the_documented_format() -> None:
     matrix = encoded(np.array([[np.nan, 0.0], [SMALLEST_S, 1.0]]))
     codes = np.frombuffer(zlib.decompress(base64.b64decode(matrix["codes"])), "<u2")
 

@@ -1,4 +1,4 @@
-"""Clocks of several nodes: laid together by the ends of collectives that they share, or said to be unknown."""
+"""Clocks of several nodes are aligned by the ends of shared collectives, or are reported as unknown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AHEAD_NS = {"one": 0, "other": 5_000 * MS}  # what the nodes' wall clocks say to
 
 
 def rank_records(rank: int, node: str, arrives_ms: list[int], jitter_ns: int = 0) -> RankRecords:
-    """A step per collective, of 100 ms: the rank comes to it at that time, and all leave it at 80 ms."""
+    """A step of 100 ms for each collective: the rank arrives at the given time, and all leave it at 80 ms."""
     records = np.zeros((len(arrives_ms), 2), record_dtype())
     for step, arrives in enumerate(arrives_ms):
         begin_ns = 10**9 + step * 100 * MS + AHEAD_NS[node]
@@ -52,8 +52,7 @@ def job(jitter_ns: int = 0) -> list[RankRecords]:
     ]  # fmt: skip
 
 
-def test_clocks_that_are_apart() -> None:
-    """The other node's clock is 5 s ahead, and steps that begin together begin together."""
+def test_clocks_5_s_apart_are_aligned() -> None:
     ranks = job()
     clock = NodeClocks([of_step(ranks, step) for step in range(5)], ()).of(of_step(ranks, 2))
 
@@ -77,8 +76,7 @@ def test_one_node_needs_nothing() -> None:
         pytest.param(0, 5, ("0",), id="sequence numbers do not compare"),
     ],
 )
-def test_unknown_clocks(jitter_ns: int, steps: int, uncomparable: tuple[str, ...]) -> None:
-    """Nothing is guessed: ranks of the other node have no place on the line."""
+def test_ranks_with_unknown_clocks_are_left_out(jitter_ns: int, steps: int, uncomparable: tuple[str, ...]) -> None:
     ranks = job(jitter_ns)
     clock = NodeClocks([of_step(ranks, step) for step in range(steps)], uncomparable).of(of_step(ranks, 0))
 
@@ -87,7 +85,7 @@ def test_unknown_clocks(jitter_ns: int, steps: int, uncomparable: tuple[str, ...
 
 
 def test_waits_need_no_clock() -> None:
-    """Over nodes whose clocks are seconds apart, who came last and who waited is known from durations alone."""
+    """The nodes' clocks differ by seconds, but the last rank and the waits follow from durations."""
     found = joined_by_step(job(), [0, 1, 2], ())
 
     assert sorted(found) == [0, 1, 2, 3, 4]
@@ -97,8 +95,8 @@ def test_waits_need_no_clock() -> None:
     assert row["arrival_us"] == {"0": 0.0, "1": 40e3, "2": 0.0}
 
 
-def test_who_came_last_is_known_of_whole_groups_only() -> None:
-    """With a rank missing, another may have come later still."""
+def test_last_rank_is_known_only_for_complete_groups() -> None:
+    """A missing rank may have come later."""
     (row,) = joined_by_step(job()[:3], [0, 1, 2], ())[2]
 
     assert row["last_rank"] is None

@@ -1,4 +1,4 @@
-"""A run in a notebook's cell: what it says; that it is inert and small, and needs no script and no style sheet."""
+"""A run in a notebook cell: its content, that it is inert and small, and needs no scripts or style sheets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HOSTILE = "\"></div><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[2J
 
 
 class Page(HTMLParser):
-    """What a browser would see, checked against what may be there."""
+    """A parser of the HTML that a browser would show, which checks tags and attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -82,7 +82,7 @@ class Page(HTMLParser):
 
 
 def picture(svg: str) -> ElementTree.Element:
-    """A well-formed SVG that loads nothing and runs nothing."""
+    """Return a well-formed SVG after checking that it loads and runs nothing."""
     root = ElementTree.fromstring(svg)
     for element in root.iter():
         tag = element.tag.removeprefix("{http://www.w3.org/2000/svg}")
@@ -100,7 +100,7 @@ def texts(image: ElementTree.Element) -> list[str]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of two ranks, one of which is slow, with a note."""
+    """Two ranks, one of which is slow, with a note."""
     run = make_run(tmp_path_factory.mktemp("report"))
     ranks = [Rank(run, rank) for rank in range(2)]
     ranks[0].session.note("something is not measured")
@@ -111,8 +111,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_what_it_says(report: dict[str, Any]) -> None:
-    """The verdict with its next action, the numbers of the report, the notes, where all is: as text, in that order."""
+def test_cell_has_verdict_numbers_notes_and_path(report: dict[str, Any]) -> None:
+    """They are text, in this order."""
     page = Page(cell(report, "/runs/one"))
     (first,) = headlines(report, "/runs/one")
 
@@ -130,8 +130,8 @@ def test_what_it_says(report: dict[str, Any]) -> None:
     assert re.search(r"as of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", page.words)
 
 
-def test_pictures_say_the_same_in_words(report: dict[str, Any]) -> None:
-    """Each has a text that states what it shows, with the report's numbers."""
+def test_pictures_have_alternative_texts(report: dict[str, Any]) -> None:
+    """The texts have the report's numbers."""
     (steps, history), (parts, bars) = Page(cell(report, "/runs/one")).images
 
     assert steps.startswith("Step time over steps 8 to ")
@@ -147,7 +147,10 @@ def test_pictures_say_the_same_in_words(report: dict[str, Any]) -> None:
 
 
 def test_pictures_can_be_read_on_a_light_and_on_a_dark_notebook(report: dict[str, Any]) -> None:
-    """An image cannot know the notebook's theme: it has no background, and text that stands out on both."""
+    """An image does not inherit the notebook's theme.
+
+    It has no background, and its text has contrast on both.
+    """
     for _, svg in Page(cell(report, "")).images:
         style = svg[0].text or ""
         (color,) = re.findall(r"text{[^}]*fill:(#\w+)", style)
@@ -160,7 +163,7 @@ def test_pictures_can_be_read_on_a_light_and_on_a_dark_notebook(report: dict[str
 
 
 def contrast(first: str, second: str) -> float:
-    """Of two colours, as WCAG 2 has it."""
+    """Return the contrast of two colours by WCAG 2."""
 
     def luminance(color: str) -> float:
         digits = color[1:] if len(color) == 7 else "".join(2 * each for each in color[1:])
@@ -173,7 +176,7 @@ def contrast(first: str, second: str) -> float:
 
 
 def test_hostile_names_are_inert(report: dict[str, Any]) -> None:
-    """In whichever text of a report: no tag, no attribute, nothing that drives a terminal or turns letters round."""
+    """No text of a report becomes a tag or attribute, controls a terminal, or reverses text."""
     clean = Page(cell(report, "/runs/one"))
 
     def planted(value: Any) -> Any:
@@ -205,8 +208,8 @@ def test_hostile_names_are_inert(report: dict[str, Any]) -> None:
     assert says == printable(HOSTILE)
 
 
-def test_without_steps(tmp_path: Path) -> None:
-    """A run that has only begun says so; there is no picture of nothing, and no zero for what is not measured."""
+def test_run_without_steps_has_no_chart(tmp_path: Path) -> None:
+    """Values that were not measured are not zero."""
     run = make_run(tmp_path)
     found = report_on(run, [Rank(run, 0, 1)])
     page = Page(cell(found, ""))
@@ -218,7 +221,7 @@ def test_without_steps(tmp_path: Path) -> None:
 
 
 def test_large_jobs_and_long_texts_stay_small(report: dict[str, Any]) -> None:
-    """Whatever is in a run, a cell is smaller than its bound; what is left out is counted."""
+    """A cell is always smaller than its limit, and omitted data are counted."""
     large = copy.deepcopy(report)
     large["ranks"] = [{**report["ranks"][0], "rank": rank} for rank in range(4096)]
     large["verdicts"] = [{**large["verdicts"][0], "explanation": "x" * 5000, "text": " Next: " + "y" * 5000}] * 100
@@ -236,8 +239,7 @@ def test_large_jobs_and_long_texts_stay_small(report: dict[str, Any]) -> None:
     assert f"typical step, by part, {MAX_BARS} of 4096 ranks" in texts(page.images[1][1])
 
 
-def test_slow_ranks_are_among_those_that_are_shown() -> None:
-    """Of many, the ones that a verdict names, and others from all over."""
+def test_chart_shows_slow_ranks_and_a_sample_of_others() -> None:
     known = {rank: {"forward": 0.1, "backward": 0.2} for rank in range(100)}
     chart = parts_chart(known, "typical step", [77, 3])
     assert chart is not None
@@ -248,7 +250,7 @@ def test_slow_ranks_are_among_those_that_are_shown() -> None:
     assert labels == sorted(labels, key=lambda label: int(label[5:]))
 
 
-def test_lengths_are_the_numbers() -> None:
+def test_chart_lengths_are_proportional_to_the_numbers() -> None:
     """A bar's pieces are as long as the parts, and a point is as high as the step."""
     chart = parts_chart({0: {"forward": 0.1, "backward": 0.3}, 1: {"forward": 0.1, "backward": 0.1}}, "typical step")
     assert chart is not None
@@ -270,7 +272,7 @@ def test_lengths_are_the_numbers() -> None:
 
 
 def test_devices_are_shown_by_their_own_clocks(report: dict[str, Any]) -> None:
-    """Where the ranks are judged by their devices, host times are not drawn as the step."""
+    """If ranks are judged by their devices, host times are not drawn."""
     device = {"parts": {"forward": 0.01, "backward": 0.02, "communication": 0.005}}
     ranks = [{**rank, "device": device} for rank in report["ranks"]]
     by_device = {**report, "run": {**report["run"], "judged_by": "device"}, "ranks": ranks}
@@ -280,8 +282,7 @@ def test_devices_are_shown_by_their_own_clocks(report: dict[str, Any]) -> None:
     assert parts.startswith("A step on the device, by part. rank 0 35.0 ms: forward 10.0 ms, backward 20.0 ms")
 
 
-def test_summary_is_that_of_the_report(report: dict[str, Any]) -> None:
-    """Nothing of it is rounded or made up."""
+def test_summary_has_the_numbers_of_the_report(report: dict[str, Any]) -> None:
     value = json.loads(results(report, "/runs/one", "the text"))
     summary, verdict = value["summary"], report["verdicts"][0]
 

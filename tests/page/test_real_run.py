@@ -64,7 +64,7 @@ def contents_of(page: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunDirectory, str]:
-    """Folder, run, and what the job printed."""
+    """Return folder, run, and output of the job."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "job.py").write_text(_JOB)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "job.py"]
@@ -74,8 +74,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunDirector
     return folder, made, done.stdout
 
 
-def test_the_sidecar_writes_it(trained: tuple[Path, RunDirectory, str]) -> None:
-    """Beside report.txt, with what the report says; nobody else can read it."""
+def test_sidecar_writes_the_page(trained: tuple[Path, RunDirectory, str]) -> None:
+    """The page is stored with report.txt, agrees with the report, and is readable only by its user."""
     _, made, _ = trained
     page = made.report.with_suffix(".html")
     command = [sys.executable, "-m", "torchlens_perf", "report", str(made.path), "--json"]
@@ -91,8 +91,8 @@ def test_the_sidecar_writes_it(trained: tuple[Path, RunDirectory, str]) -> None:
     assert max(wait["0"] for wait in waits) > 5000 > max(wait["1"] for wait in waits)  # rank 0 waits for rank 1's 10 ms
 
 
-def test_a_watch_has_it_written(trained: tuple[Path, RunDirectory, str]) -> None:
-    """Where it was asked for, by another process: the training process imports only what starts it."""
+def test_report_html_writes_the_page_in_another_process(trained: tuple[Path, RunDirectory, str]) -> None:
+    """The training process imports only the module that starts it."""
     folder, made, printed = trained
 
     assert f"page {folder / 'asked.html'}\n" in printed
@@ -101,7 +101,7 @@ def test_a_watch_has_it_written(trained: tuple[Path, RunDirectory, str]) -> None
 
 
 def test_without_a_run() -> None:
-    """A watch that was never entered, or records nothing, says so."""
+    """A watch that was never entered, or that records nothing, raises an error."""
     code = "import torchlens_perf as perf\nperf.watch().report_html()"
     environ = clean_environ({"PYTHONPATH": str(Path(__file__).parents[2])})
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
@@ -119,9 +119,13 @@ def copied(made: RunDirectory, folder: Path) -> RunDirectory:
     return RunDirectory(folder / "run")
 
 
-def test_bounds(trained: tuple[Path, RunDirectory, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is ended where it takes too long, where another ring comes, and where it takes too much memory; each time
-    there is a reason, or none where another page is to come, and no half of a file."""
+def test_writing_is_ended_at_its_limits(
+    trained: tuple[Path, RunDirectory, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Limits are time, memory, and a signal to give up.
+
+    A reason is logged unless another page follows, and no partial file is left.
+    """
     made = copied(trained[1], tmp_path)
     page = made.report.with_suffix(".html")
 
@@ -136,8 +140,7 @@ def test_bounds(trained: tuple[Path, RunDirectory, str], tmp_path: Path, monkeyp
     assert contents_of(page)["report"]["steps"]["count"] == 60
 
 
-def test_an_error_is_the_reason(tmp_path: Path) -> None:
-    """The command's own line."""
+def test_error_of_the_command_is_the_reason(tmp_path: Path) -> None:
     made = RunDirectory(tmp_path / "run")
     made.create()
 
@@ -145,9 +148,8 @@ def test_an_error_is_the_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wish", ["page", "quiet", "text", "off"])
-def test_at_the_end_of_a_run(run: RunDirectory, wish: str) -> None:
-    """Where a page cannot be written, a note of the run says why, after its report was handed over; without a page
-    nothing is tried."""
+def test_page_that_cannot_be_written_is_noted(run: RunDirectory, wish: str) -> None:
+    """The report was sent before. Without a configured page nothing is tried."""
     rank = Rank(run, 0, 1, report=wish)
     rank.steps(20, data=1, forward=4, backward=6, host=1)
     rank.close()
@@ -170,7 +172,7 @@ def test_at_the_end_of_a_run(run: RunDirectory, wish: str) -> None:
 def test_page_that_was_written_before_its_process_aborted_is_there(
     writes: bool, trained: tuple[Path, RunDirectory, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A library may end the process at its exit, when all is done."""
+    """A library may abort the process at its exit, after the page was written."""
     made = copied(trained[1], tmp_path)
     page = made.report.with_suffix(".html")
     ordinary = page_file.children.command("report", str(made.path), "--html", str(page))

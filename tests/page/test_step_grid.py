@@ -1,4 +1,4 @@
-"""Steps added up in windows: as one would add them by hand, whatever their order, and in bounded memory."""
+"""Sums of steps in windows equal a calculation by hand, in any order of steps and with bounded memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def grid_of(*batches: Batch, warm_from: int = 8) -> StepGrid:
 
 
 def test_single_steps() -> None:
-    """With room for each step, a cell is that step; work is that of steps that are compared only."""
+    """If there is room for each step, a cell is a step. Work includes only comparable steps."""
     batch = steps()
     grid = grid_of(chosen(batch, np.arange(100)), chosen(batch, np.arange(100, len(batch.row))))
 
@@ -65,8 +65,8 @@ def test_single_steps() -> None:
     assert (grid.flags == np.where(grid.first_steps == 40, int(Flag.EVALUATION), 0)).all()
 
 
-def test_lack_of_a_cpu_is_a_share_or_not_measured() -> None:
-    """The share of the time of the steps in which it was measured; NaN for a rank of which none was."""
+def test_cpu_contention_is_a_share_or_nan() -> None:
+    """Only steps in which contention was measured count. Without such steps the value is NaN."""
     grid = grid_of(steps())
 
     assert np.isnan(grid.no_cpu_share(0)).all()
@@ -74,7 +74,10 @@ def test_lack_of_a_cpu_is_a_share_or_not_measured() -> None:
 
 
 def test_widened_is_as_if_wide_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice as wide windows of a grid are those of a grid that had room for no more; both begin at multiples."""
+    """Widening equals a grid that was created with wide windows.
+
+    Both begin at multiples of the width.
+    """
     batch = steps()
     narrow = grid_of(batch)
     monkeypatch.setattr(step_grid, "MAX_COLUMNS", 60)
@@ -113,7 +116,7 @@ def test_quantiles_of_single_steps() -> None:
 
 
 def test_memory_is_bounded_by_ranks_and_columns() -> None:
-    """However many steps a run had, there are MAX_CELLS cells at most, and MAX_COLUMNS columns."""
+    """A run of any length has at most MAX_CELLS cells and MAX_COLUMNS columns."""
     long = StepGrid(range(4), np.zeros(4, np.int64), 0, 10**9, PARTS)
     many = StepGrid(range(4096), np.zeros(4096, np.int64), 0, 10**5, PARTS)
 
@@ -123,7 +126,7 @@ def test_memory_is_bounded_by_ranks_and_columns() -> None:
 
 
 def test_steps_beyond_the_range_are_left_out() -> None:
-    """A live run goes on while it is read: what has come since is in the next page."""
+    """A live run continues while it is read. Newer steps are in the next page."""
     batch = steps()
     later = dataclasses.replace(batch, step=batch.step + 1000)
     grid = grid_of(batch, later)

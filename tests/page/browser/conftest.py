@@ -1,4 +1,4 @@
-"""A browser for all tests, tabs for each, and pages of simulated runs."""
+"""A browser for all tests, a tab for each test, and pages of simulated runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def tab_of(browser: Any) -> Iterator[TabOf]:
-    """Opens files in tabs of their own."""
+    """Return a function that opens a file in a new tab."""
     with contextlib.ExitStack() as leaving:
 
         def make(
@@ -60,13 +60,16 @@ def written(folder: Path, name: str, of: Contents) -> Path:
 
 @pytest.fixture(scope="session")
 def file(tmp_path_factory: pytest.TempPathFactory, shown: Contents) -> Path:
-    """Eight ranks, SLOW_RANK of them slow from SINCE_STEP on."""
+    """A page of eight ranks. SLOW_RANK is slow from SINCE_STEP on."""
     return written(tmp_path_factory.mktemp("pages"), "small", shown)
 
 
 @pytest.fixture(scope="session")
 def wide(shown: Contents) -> Contents:
-    """64 ranks with devices, memory and telemetry; WIDE_SLOW is slow from WIDE_SINCE on."""
+    """Contents of 64 ranks with devices, memory and telemetry.
+
+    WIDE_SLOW is slow from WIDE_SINCE on.
+    """
     return enlarged(shown, WIDE_RANKS, WIDE_STEPS, WIDE_SLOW, WIDE_SINCE, devices=True)
 
 
@@ -87,7 +90,7 @@ def tab(tab_of: TabOf, file: Path) -> Tab:
 
 @pytest.fixture(scope="session")
 def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where screenshots go: the folder in PAGE_SHOTS, else one that pytest removes in time."""
+    """The folder for screenshots: PAGE_SHOTS, or a temporary one."""
     folder = Path(os.environ["PAGE_SHOTS"]) if "PAGE_SHOTS" in os.environ else tmp_path_factory.mktemp("shots")
     folder.mkdir(parents=True, exist_ok=True)
     return folder

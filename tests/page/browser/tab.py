@@ -1,4 +1,4 @@
-"""A page in a real Chromium that can reach nothing but the file that it shows."""
+"""A page in a real Chromium that can access only the file that it shows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOADS_WITHIN_MS = 120_000  # what takes a second, on a busy machine
 
 
 def need_browser() -> None:
-    """Skips the module where there is no browser, and says why."""
+    """Skip the module if there is no browser."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     reason = "there is no Chromium here" if CHROMIUM is None else ""
     if missing:
@@ -29,7 +29,7 @@ def need_browser() -> None:
 
 
 class Tab:
-    """What went wrong in it, and what it has asked for."""
+    """A browser tab, with its errors and requests."""
 
     def __init__(self, page: Any, path: Path) -> None:
         self.page, self.path = page, path
@@ -40,7 +40,7 @@ class Tab:
         page.on("request", lambda request: self.requests.append(request.url))
 
     def open(self, fragment: str = "") -> Tab:
-        """Loads it anew with this view, and waits until what can be seen is drawn."""
+        """Load the page with this view, and wait until the visible part is drawn."""
         self.page.goto("about:blank")
         self.page.goto(self.path.as_uri() + fragment)
         return self.settle()
@@ -49,7 +49,10 @@ class Tab:
         return self.page.evaluate(expression)
 
     def until(self, expression: str) -> Any:
-        """Its value, once that is true. Asked from here: the page's policy lets nobody evaluate text inside of it."""
+        """Wait until the expression is true and return its value.
+
+        It polls from here: the page's policy forbids eval().
+        """
         deadline_s = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline_s:
             found = self.value(expression)
@@ -59,7 +62,7 @@ class Tab:
         raise AssertionError(f"never: {expression}; {self.problems}")
 
     def settle(self) -> Tab:
-        """Until what is to be seen is drawn, two frames ago."""
+        """Wait until the visible part has been drawn for two frames."""
         self.until("Boolean(window.torchlensPage) && torchlensPage.isDrawn")
         self.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         self.until("torchlensPage.isDrawn")
@@ -69,34 +72,34 @@ class Tab:
         return self.value("torchlensPage.view.now")
 
     def address(self) -> str:
-        """Once the view has been written there."""
+        """Return the address, once the view has been written to it."""
         self.page.wait_for_timeout(400)
         return str(self.page.url).partition("#")[2]
 
     def show(self, section: str) -> Any:
-        """Scrolls there; the section, with its chart drawn."""
+        """Scroll to a section and return it, with its chart drawn."""
         self.value(f"document.getElementById('{section}').scrollIntoView()")
         self.settle()
         return self.page.locator(f"#{section}")
 
     def show_all(self) -> None:
-        """Down the page, so that each chart is drawn."""
+        """Scroll down the page, so that each chart is drawn."""
         for section in self.value("[...document.querySelectorAll('main > section')].map(each => each.id)"):
             self.show(section)
 
     def chart(self, name: str) -> Any:
-        """The place of a chart, in sight."""
+        """Return the element of a chart, scrolled into view."""
         found = self.page.locator(f"figure[data-chart={name}] .chart").first
         found.scroll_into_view_if_needed()
         self.settle()
         return found
 
     def named(self, name: str) -> str:
-        """An expression for the chart of this name."""
+        """Return an expression for the chart of this name."""
         return f"torchlensPage.charts.find(({{figure}}) => figure.dataset.chart === '{name}')"
 
     def at(self, name: str, x: float, y: float) -> tuple[float, float]:
-        """Where a place of the chart's own coordinates is in the window."""
+        """Return the window position of a position in the chart's coordinates."""
         self.chart(name)
         inside = self.value(
             f"""(() => {{ const {{ plot }} = {self.named(name)}, box = plot.over.getBoundingClientRect();
@@ -105,9 +108,9 @@ class Tab:
         return inside[0], inside[1]
 
     def tip(self) -> str:
-        """What is said at the pointer; "" for nothing."""
+        """Return the text of the tooltip; "" if it is hidden."""
         return "\n".join(self.page.locator(".tip:not([hidden])").all_inner_texts())
 
     def foreign(self) -> list[str]:
-        """What it asked for besides itself."""
+        """Return requests for other addresses than the page's own."""
         return [each for each in self.requests if not each.startswith((self.path.as_uri(), "data:", "about:"))]

@@ -1,4 +1,4 @@
-"""The page's charts in a real browser: all are drawn from what the page holds, and say what is under the pointer."""
+"""The page's charts in a real browser: they draw the page's data and show values at the pointer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ need_browser()
 DRAWN = "torchlensPage.charts.filter(({plot}) => plot).map(({figure}) => torchlens.figureName(figure)).sort()"
 
 
-def test_every_chart_is_drawn_and_nothing_is_asked_for(tab_of: TabOf, wide_file: Path) -> None:
-    """No error in the console, no request beyond the file itself, and something is painted on every canvas."""
+def test_every_chart_is_drawn_without_requests_or_errors(tab_of: TabOf, wide_file: Path) -> None:
+    """Every canvas has content."""
     tab = tab_of(wide_file).open()
     tab.show_all()
     assert tab.value(DRAWN) == sorted(["heat", "steps", "step", "memory", "GPU temperature", "SM clock"])
@@ -51,7 +51,7 @@ def test_charts_have_titles_axes_with_units_and_legends(tab_of: TabOf, wide_file
 
 
 def test_matrices_are_decoded_as_python_decodes_them(tab: Tab, shown: Contents) -> None:
-    """What was not measured is not a number, zero is zero, and excess is that of the judgement."""
+    """Missing values are NaN, zero is zero, and excess equals that of the verdicts."""
     matrices = shown["steps"]
     assert matrices is not None
     steps = Steps(matrices)
@@ -68,7 +68,7 @@ def test_matrices_are_decoded_as_python_decodes_them(tab: Tab, shown: Contents) 
 
 
 def test_excess_in_large_populations_and_small_ones(tab_of: TabOf, wide_file: Path, wide: Contents) -> None:
-    """More than 16 ranks are compared with the median of all, fewer with that of the others."""
+    """More than 16 ranks are compared with the median of all, fewer ranks with the median of the others."""
     matrices = wide["steps"]
     assert matrices is not None
     tab = tab_of(wide_file).open()
@@ -91,7 +91,7 @@ def test_quantities_are_written_as_in_the_report(tab: Tab) -> None:
 
 
 def test_axes_are_written_with_units(tab: Tab) -> None:
-    """Durations, short; ranks and steps plainly."""
+    """Durations are short, ranks and steps are plain numbers."""
     tab.show_all()
 
     def ticks(name: str, axis: int, values: list[float]) -> Any:
@@ -103,8 +103,9 @@ def test_axes_are_written_with_units(tab: Tab) -> None:
     assert ticks("step", 0, [0, 0.5, 100]) == ["0", "500 us", "100 ms"]
 
 
-def test_warm_up_is_no_alarm_and_a_slow_time_has_a_label(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
-    """However long the warm-up takes, the chart is scaled to what follows; its ground and slow times are explained."""
+def test_warm_up_does_not_scale_the_chart_and_slow_times_have_labels(
+    tab_of: TabOf, shown: Contents, tmp_path: Path
+) -> None:
     made: Any = copy.deepcopy(shown)
     for name in ("p50_s", "p95_s", "max_s"):
         made["steps"]["bands"][name][0] = 100.0
@@ -133,7 +134,7 @@ def test_memory_is_scaled_to_the_data_with_its_peak(tab_of: TabOf, wide_file: Pa
 
 
 def test_colour_begins_where_an_excess_is_detectable(tab_of: TabOf, wide: Contents, tmp_path: Path) -> None:
-    """Below it a cell has none; slower is orange, faster blue, from there on the stronger the more."""
+    """Slower is orange and faster blue, stronger for a larger excess."""
     quiet: Any = copy.deepcopy(wide)
     quiet["report"]["verdicts"] = [
         {**quiet["report"]["verdicts"][0], "kind": "none", "rank": None, "evidence": {"detectable_s": 0.025}}
@@ -160,7 +161,7 @@ def test_colour_begins_where_an_excess_is_detectable(tab_of: TabOf, wide: Conten
 
 
 def test_healthy_ranks_are_blank(tab_of: TabOf, wide_file: Path) -> None:
-    """Of the cells of healthy ranks at most one in a hundred has a colour; of the slow rank's nearly all have."""
+    """At most 1 % of the cells of healthy ranks have a colour, and nearly all of the slow rank's."""
     tab = tab_of(wide_file).open("#heat")
     coloured = """(({scaling, steps}, slow, since) => { const values = steps.values("excess"), found = [0, 0, 0, 0];
         values.forEach((value, at) => { if (Number.isNaN(value)) return;
@@ -187,7 +188,10 @@ def test_few_ranks_are_lines(tab_of: TabOf, shown: Contents, tmp_path: Path) -> 
 
 
 def test_ranks_that_matter_come_first(tab_of: TabOf, wide_file: Path) -> None:
-    """Of 64 ranks, the slow one is on top of some; a button shows all, and the address has it."""
+    """Some of 64 ranks are shown, the slow one first.
+
+    A button shows all, and the address has this setting.
+    """
     tab = tab_of(wide_file).open("#heat")
     ranks = f"{tab.named('heat')}.order.map(row => torchlensPage.steps.places[row].rank)"
     assert tab.value(ranks)[0] == WIDE_SLOW
@@ -202,7 +206,7 @@ def test_ranks_that_matter_come_first(tab_of: TabOf, wide_file: Path) -> None:
 
 
 def test_no_rank_is_lost_where_rows_are_thinner_than_pixels(tab: Tab) -> None:
-    """Of several cells in one pixel the largest is seen, and pointed at; what was not measured is seen only alone."""
+    """If cells share a pixel, it shows the largest value. Missing values are visible only alone."""
     found = tab.value(
         """(() => { const ranks = 1000, columns = 4, values = new Float32Array(ranks * columns).fill(0.001);
         values[777 * columns + 2] = 0.25; values[3] = NaN;
@@ -220,7 +224,7 @@ def test_no_rank_is_lost_where_rows_are_thinner_than_pixels(tab: Tab) -> None:
 
 
 def test_hover_on_the_heat_map(tab: Tab) -> None:
-    """Rank, host, step, value and what a column did."""
+    """The tip has rank, host, step, value and flags."""
     tab.open("#heat;order=rank")
     tab.page.mouse.move(*tab.at("heat", SINCE_STEP + 20.5, SLOW_RANK + 0.5))
     text = tab.tip()
@@ -235,7 +239,7 @@ def test_hover_on_the_heat_map(tab: Tab) -> None:
 
 
 def test_hover_says_not_compared_and_not_zero(tab_of: TabOf, wide_file: Path) -> None:
-    """A sampled step is not compared, and says what it did besides training."""
+    """A sampled step is not compared. Its tip names the sampling."""
     tab = tab_of(wide_file).open("#heat;order=rank;rows=all")
     tab.page.mouse.move(*tab.at("heat", 32.5, 20.5))
     assert "excess over the other ranks: not compared" in tab.tip()
@@ -245,7 +249,7 @@ def test_hover_says_not_compared_and_not_zero(tab_of: TabOf, wide_file: Path) ->
 
 
 def test_hover_on_the_other_charts(tab_of: TabOf, wide_file: Path) -> None:
-    """Each says what is under the pointer."""
+    """Each tip has the values at the pointer."""
     tab = tab_of(wide_file).open()
     tab.page.mouse.move(*tab.at("steps", WIDE_SINCE + 10.5, 0.1))
     assert f"step {WIDE_SINCE + 10}" in tab.tip()
@@ -265,8 +269,8 @@ def test_telemetry_is_read_at_the_pointer_and_gaps_are_gaps(tab_of: TabOf, wide_
     assert tab.value(gap)
 
 
-def test_time_line_shows_who_waits_for_whom(tab: Tab, shown: Contents) -> None:
-    """Waits are where the joined collectives have them, and the rank that came last has a mark."""
+def test_timeline_shows_waits_and_the_last_rank(tab: Tab, shown: Contents) -> None:
+    """Waits agree with the joined collectives."""
     tab.show("step")
     line = tab.named("step")
     step = shown["traces"]["steps"][0]
@@ -286,8 +290,8 @@ def test_time_line_shows_who_waits_for_whom(tab: Tab, shown: Contents) -> None:
     assert words.endswith(f"for rank {SLOW_RANK}.")
 
 
-def test_hover_on_the_time_line(tab: Tab, shown: Contents) -> None:
-    """A collective says who came last, and is framed on all of its ranks."""
+def test_hover_on_the_timeline(tab: Tab, shown: Contents) -> None:
+    """The tip of a collective names the last rank. The collective is framed on all its ranks."""
     tab.show("step")
     line = tab.named("step")
     step = shown["traces"]["steps"][0]
@@ -304,8 +308,8 @@ def test_hover_on_the_time_line(tab: Tab, shown: Contents) -> None:
     assert tab.value(f"{line}.laid.byKey.get({line}.pointed).length") == len(joined["wait_us"])
 
 
-def test_keys_zoom_and_move_the_time_line(tab: Tab) -> None:
-    """W and S zoom, A and D move, 0 shows the whole step; a drag zooms too."""
+def test_keys_zoom_and_move_the_timeline(tab: Tab) -> None:
+    """W and S zoom, A and D move, 0 shows the whole step. A drag zooms too."""
     tab.show("step")
     tab.chart("step").focus()
     line = tab.named("step")
@@ -333,7 +337,7 @@ def test_keys_zoom_and_move_the_time_line(tab: Tab) -> None:
 
 
 def test_device_lanes(tab_of: TabOf, device_file: Path) -> None:
-    """Work on a device has a lane of its own, and phases have bars by its clock."""
+    """Work on a device has its own lane, and phases have bars by the device's clock."""
     tab = tab_of(device_file).open("#step")
     lanes: Any = tab.value(f"[...{tab.named('step')}.laid.labels.values()]")
     assert "device" in lanes
@@ -346,7 +350,10 @@ def test_device_lanes(tab_of: TabOf, device_file: Path) -> None:
 
 
 def test_bars_are_the_report_numbers_and_choose_a_rank(tab: Tab, shown: Contents) -> None:
-    """The lengths and titles of a rank's bar are those of its typical step; a click chooses the rank everywhere."""
+    """A rank's bar has the lengths and titles of its typical step.
+
+    A click selects the rank everywhere.
+    """
     tab.show("phases")
     rank = next(each for each in shown["report"]["ranks"] if each["rank"] == SLOW_RANK)
     assert rank["typical"] is not None
@@ -364,7 +371,10 @@ def test_bars_are_the_report_numbers_and_choose_a_rank(tab: Tab, shown: Contents
 
 
 def test_a_slow_module_is_a_pair_of_bars(tab: Tab, shown: Contents) -> None:
-    """The slowest rank beside the median of the others, the slow rank's in its colour."""
+    """The slowest rank's bar is followed by the median of the others.
+
+    The slow rank has its own colour.
+    """
     tab.show("modules")
     row = shown["report"]["modules"][0]
     slowest = max(row["by_rank"], key=lambda rank: row["by_rank"][rank])
@@ -395,9 +405,9 @@ def exported(tab: Tab, figure: Any, kind: str) -> bytes:
 
 @pytest.mark.parametrize("part", [slice(0, 4), slice(4, None)], ids=["first", "last"])
 def test_every_chart_is_exported(tab_of: TabOf, wide_file: Path, part: slice) -> None:
-    """Each as a PNG of twice its size and a CSV with numbers, by keys.
+    """The keyboard exports a PNG of twice its size and a CSV with numbers.
 
-    Chromium allows a tab some ten downloads at once.
+    Chromium allows a tab about ten downloads at once.
     """
     tab = tab_of(wide_file).open()
     tab.show_all()

@@ -1,4 +1,4 @@
-"""What lets a browser look at the live page: it belongs to that server's origin, and to no other port of the host."""
+"""The browser's credential for the live page belongs to its origin, and to no other port of the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STORED = "JSON.stringify([{ ...sessionStorage }, { ...localStorage }, document.c
 
 
 class Neighbour:
-    """Another user's server on another port of the host. It keeps what browsers send."""
+    """Another user's server on another port of the host, which stores what browsers send."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []
@@ -92,7 +92,7 @@ def opened(context: Any, address: str, selector: str = "main td a") -> Any:
 def test_another_port_of_the_host_receives_no_credential(
     context: Any, server: PageServer, neighbour: Neighbour
 ) -> None:
-    """Neither by a request of the browser's nor from what is stored, whichever page is open before or beside it."""
+    """Neither requests nor storage reveal it, independent of other open pages."""
     token = server.address.partition("token=")[2]
     page = opened(context, server.address)
     page.click("main td a")
@@ -111,7 +111,7 @@ def test_another_port_of_the_host_receives_no_credential(
 
 
 def test_page_of_another_port_cannot_read_this_one(context: Any, server: PageServer, neighbour: Neighbour) -> None:
-    """It asks by script, with all that the browser has: the answer is closed to it, and a capture is refused."""
+    """Its script cannot read the response, and a capture is refused."""
     opened(context, server.address)
     other = opened(context, f"{neighbour.origin}/tb", "p")
     host = server.stranger().host
@@ -122,8 +122,8 @@ def test_page_of_another_port_cannot_read_this_one(context: Any, server: PageSer
     assert not (server.folder / "done" / "captures").exists()
 
 
-def test_address_loses_the_token_and_pages_go_on(context: Any, server: PageServer) -> None:
-    """Reload, links, back, a search, a deep link, and tabs that are opened by a link or by typing."""
+def test_navigation_works_after_the_token_left_the_address(context: Any, server: PageServer) -> None:
+    """Reload, links, back, a search, a deep link, and new tabs."""
     page = opened(context, server.address)
     assert "token" not in page.url
     page.reload()
@@ -150,7 +150,10 @@ def test_address_loses_the_token_and_pages_go_on(context: Any, server: PageServe
 
 
 def test_browser_without_the_token_is_told_what_to_do(context: Any, server: PageServer) -> None:
-    """A bookmark alone opens nothing; the printed address then does, in the same tab. Then another start's."""
+    """A bookmark alone opens nothing.
+
+    The printed address opens it in the same tab, also after a restart.
+    """
     page = opened(context, f"http://{server.stranger().host}/runs/done/", "#needs-token")
     page.wait_for_timeout(1000)
     assert "Open the address that `torchlens-perf serve` printed" in page.inner_text("main")

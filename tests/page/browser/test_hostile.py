@@ -1,4 +1,4 @@
-"""Names from outside are text in every chart and table, whatever is in them; and the page's policy holds."""
+"""Names from outside are text in every chart and table, and the page's policy is enforced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTILE = [
 
 
 def hostile(of: Contents) -> Contents:
-    """The same with such names wherever a job, a scheduler or a driver names something."""
+    """Return the contents with hostile names in all places that a job, scheduler or driver can name."""
     made: Any = copy.deepcopy(of)
     for at, place in enumerate(made["steps"]["places"]):
         name = HOSTILE[at % len(HOSTILE)]
@@ -86,8 +86,7 @@ def test_hostile_names_are_text(tab_of: TabOf, wide: Contents, tmp_path: Path, p
     assert not set("\x1b\u202e\u2066\u2028") & set(shown)
 
 
-def test_the_policy_lets_nothing_else_in(tab_of: TabOf, file: Path) -> None:
-    """A script, a request or an evaluation that is not the page's own is refused by the browser."""
+def test_policy_blocks_foreign_scripts_requests_and_eval(tab_of: TabOf, file: Path) -> None:
     tab = tab_of(file).open()
     tried = tab.value(
         """(async () => { const script = document.createElement("script"); script.textContent = "window.ran = 1";

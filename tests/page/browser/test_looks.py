@@ -1,4 +1,4 @@
-"""How pages look, on desks, phones and paper, light and dark: nothing cut off or hidden, and readable for everybody."""
+"""The look of pages on desktops, phones and paper, light and dark: nothing is cut off, and text is readable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OVERLAPS = """[...document.querySelectorAll("main > section")].flatMap(section =
 @LIGHT_AND_DARK
 @pytest.mark.parametrize("fragment", ["", VIEW], ids=["whole", "selection"])
 def test_axe_finds_no_serious_fault(tab_of: TabOf, wide_file: Path, dark: bool, fragment: str) -> None:
-    """By axe-core, with all charts drawn, in both themes."""
+    """axe-core checks both themes with all charts drawn."""
     from axe_playwright_python.sync_playwright import Axe
 
     tab = tab_of(wide_file, dark=dark).open(fragment)
@@ -45,7 +45,7 @@ def test_axe_finds_no_serious_fault(tab_of: TabOf, wide_file: Path, dark: bool, 
 @LIGHT_AND_DARK
 @pytest.mark.parametrize("phone", [False, True], ids=["desk", "phone"])
 def test_screenshots(tab_of: TabOf, wide_file: Path, shots: Path, dark: bool, phone: bool) -> None:
-    """The page is as wide as the window, charts are as wide as their places, and none is higher than what one reads."""
+    """The page is as wide as the window, charts are as wide as their containers, and none is too high."""
     tab = tab_of(wide_file, dark=dark, phone=phone).open(VIEW)
     tab.show_all()
     assert tab.value("document.documentElement.scrollWidth <= innerWidth")
@@ -62,8 +62,8 @@ def test_screenshots(tab_of: TabOf, wide_file: Path, shots: Path, dark: bool, ph
     tab.page.screenshot(path=str(shots / f"{name}-step.png"))
 
 
-def test_words_do_not_lie_above_each_other(tab_of: TabOf, wide_file: Path) -> None:
-    """Of headings, words, tables and charts, none overlaps another, at any width."""
+def test_elements_do_not_overlap_at_any_width(tab_of: TabOf, wide_file: Path) -> None:
+    """Headings, words, tables and charts are checked."""
     for phone in (False, True):
         tab = tab_of(wide_file, phone=phone).open(VIEW)
         tab.show_all()
@@ -71,8 +71,7 @@ def test_words_do_not_lie_above_each_other(tab_of: TabOf, wide_file: Path) -> No
         assert overlaps == []
 
 
-def test_a_finger_scrolls_the_page_and_selects_across(tab_of: TabOf, wide_file: Path) -> None:
-    """Charts keep to themselves what goes sideways only."""
+def test_finger_scrolls_vertically_and_selects_horizontally(tab_of: TabOf, wide_file: Path) -> None:
     tab = tab_of(wide_file, phone=True).open("#heat")
     tab.show_all()
     actions = tab.value("torchlensPage.charts.map(({plot}) => getComputedStyle(plot.over).touchAction)")
@@ -88,7 +87,7 @@ SMALLEST = """[...document.querySelectorAll("figure *")].filter(each => each.che
 
 
 def test_a_phone_shows_whole_charts_in_readable_letters(tab_of: TabOf, wide_file: Path) -> None:
-    """No chart scrolls sideways or is wider than the screen; text has 11 pixels at least."""
+    """No chart scrolls horizontally or is wider than the screen. Text has at least 11 pixels."""
     tab = tab_of(wide_file, phone=True).open()
     tab.show_all()
     edges = tab.value("[...document.querySelectorAll('figure, figure canvas, .bars')].map(each => "
@@ -101,7 +100,10 @@ def test_a_phone_shows_whole_charts_in_readable_letters(tab_of: TabOf, wide_file
 
 
 def test_without_scripts_everything_is_there(tab_of: TabOf, wide_file: Path) -> None:
-    """Verdicts, words, tables and bars; a chart says that it needs scripts; nothing is asked for."""
+    """Verdicts, words, tables and bars are shown.
+
+    Charts need scripts and say so. There are no requests.
+    """
     tab = tab_of(wide_file, scripts=False)
     tab.page.goto(wide_file.as_uri())
     assert tab.page.locator("figure[data-chart]").count() == 6
@@ -114,7 +116,7 @@ def test_without_scripts_everything_is_there(tab_of: TabOf, wide_file: Path) -> 
 
 
 def test_a_brush_costs_less_than_reading_the_page(tab_of: TabOf, wide_file: Path) -> None:
-    """Whatever the machine: all that a selection changes is computed in less time than decoding took."""
+    """All computations of a selection take less time than decoding took, on any machine."""
     tab = tab_of(wide_file).open("#heat;order=slowness")
     tab.show_all()
     tab.show("heat")

@@ -1,4 +1,4 @@
-"""One number per fact on every screen: text in Chromium and in tmux is held against the report's JSON."""
+"""All screens show the same number for a fact: text in Chromium and tmux is compared with the report's JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def command(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A simulated run of 16 ranks, of which one is slow from step 40 on."""
+    """A simulated run of 16 ranks. One is slow from step 40 on."""
     path = tmp_path_factory.mktemp("runs") / "slow-rank"
     command("simulate", *SIMULATED, "--out", str(path), "--quiet")
     return path
@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def facts(run: Path) -> dict[str, str]:
-    """The numbers that each screen has to show, by the report's JSON."""
+    """Return the numbers that each screen must show, from the report's JSON."""
     report: dict[str, Any] = json.loads(command("report", str(run), "--json"))
     verdict = report["verdicts"][0]
     assert (verdict["kind"], verdict["rank"]) == ("straggler", SLOW)
@@ -65,13 +65,13 @@ def facts(run: Path) -> dict[str, str]:
 
 
 def missing(facts: dict[str, str], text: str, *without: str) -> dict[str, str]:
-    """Return the facts that a screen does not show. without: those that it need not show."""
+    """Return the facts that a screen does not show. without: facts that it may omit."""
     shown = re.sub(r"[\s│║┃|]+", " ", text).casefold()
     return {name: value for name, value in facts.items() if name not in without and value.casefold() not in shown}
 
 
 class Terminal:
-    """A command in a tmux session of its own, with what its screen shows."""
+    """A command in its own tmux session, and the text on its screen."""
 
     def __init__(self, *arguments: str) -> None:
         self.socket = f"torchlens-{time.monotonic_ns()}"
@@ -86,7 +86,7 @@ class Terminal:
         ).stdout
 
     def screen(self, expected: str) -> str:
-        """Return the text of the screen, once it shows what is expected or the time is over."""
+        """Return the text of the screen, once it shows the expected text or the time is over."""
         deadline_s = time.monotonic() + APPEARS_WITHIN_S
         text = ""
         while expected not in text and time.monotonic() < deadline_s:

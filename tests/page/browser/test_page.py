@@ -1,4 +1,4 @@
-"""The page as a reader meets it: the first screen, phones, copying, tables that open, sort and are saved."""
+"""The first screen, phones, copying, and tables that are expanded, sorted and saved."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_command_is_copied(tab_of: TabOf, file: Path, shown: Contents) -> None:
 
 
 def test_command_is_copied_without_the_clipboard_interface(tab_of: TabOf, file: Path, shown: Contents) -> None:
-    """As in a page that is not in a secure context."""
+    """Pages outside a secure context have no clipboard API."""
     tab = tab_of(file).open()
     tab.value("delete Navigator.prototype.clipboard")
     tab.page.locator("#verdict-1 .copies").click()
@@ -114,7 +114,7 @@ def test_table_is_saved_with_all_rows(tab_of: TabOf, wide_file: Path, tmp_path: 
 
 
 def test_saved_table_has_whole_names(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
-    """Also where the page shows a shortened one, and where the table is sorted."""
+    """This also holds for names that the page shortens, and after sorting."""
     names = [f"{each}{'.layer' * 20}" for each in "ab"]
     table = Table("collectives", "Collectives", [Column("collective", names, Quantity.TEXT)])
     tab = tab_of(written(tmp_path, "names", {**shown, "tables": [table]})).open()

@@ -1,4 +1,4 @@
-"""A page of a run that goes on: newer contents without a reload, and any step from the server."""
+"""A page of a running job: newer contents without a reload, and any step from the server."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ RENEWALS = 25
 
 
 def grown(of: Contents, steps: int) -> Contents:
-    """The same job some steps later."""
+    """Return the same job some steps later."""
     made: Any = enlarged(of, 8, steps, SLOW_RANK, SINCE_STEP)
     made["written"] = f"2026-01-01T{steps // 60:02d}:{steps % 60:02d}:00+00:00"
     return made  # type: ignore[no-any-return]
 
 
 def test_a_newer_page_keeps_the_view(tab: Tab, shown: Contents) -> None:
-    """Selection, focus and what is open stay; words, tables and charts are the newer ones."""
+    """Selection, focus and open elements stay. Words, tables and charts are new."""
     tab.open("#heat;steps=60-119;rank=3;order=rank;step=80")
     tab.show_all()
     tab.show("heat")
@@ -59,8 +59,7 @@ def test_a_newer_page_keeps_the_view(tab: Tab, shown: Contents) -> None:
     assert (tab.problems, tab.foreign()) == ([], [])
 
 
-def test_a_zoom_into_the_past_stays_there(tab: Tab, shown: Contents) -> None:
-    """Who looks at all steps sees those that come; who has zoomed in sees what he saw."""
+def test_zoom_stays_and_full_view_follows_new_steps(tab: Tab, shown: Contents) -> None:
     tab.open("#heat;zoom=20-59")
     tab.page.evaluate("newer => torchlensPage.update(newer)", document(grown(shown, 2 * STEPS)))
     tab.settle()
@@ -68,8 +67,8 @@ def test_a_zoom_into_the_past_stays_there(tab: Tab, shown: Contents) -> None:
     assert tab.view()["zoom"] == [20, 60]
 
 
-def test_ranks_and_charts_that_come_later(tab: Tab, shown: Contents) -> None:
-    """More ranks are more rows; a quantity that was not there before has its chart."""
+def test_new_ranks_and_quantities_appear(tab: Tab, shown: Contents) -> None:
+    """More ranks are more rows, and a new quantity has its chart."""
     tab.open("#heat")
     larger: Any = enlarged(shown, 16, STEPS, SLOW_RANK, SINCE_STEP)
     tab.page.evaluate("newer => torchlensPage.update(newer)", document(larger))
@@ -86,7 +85,7 @@ def test_ranks_and_charts_that_come_later(tab: Tab, shown: Contents) -> None:
 
 
 def test_lines_become_a_heat_map_when_ranks_come(tab_of: TabOf, shown: Contents, tmp_path: Path) -> None:
-    """A young run of few ranks has lines; the newer page of more ranks has rows."""
+    """A young run of few ranks has lines. The newer page of more ranks has rows."""
     tab = tab_of(written(tmp_path, "few", enlarged(shown, 2, 60, 1, 20))).open("#heat")
     assert tab.value(f"{tab.named('compute')}.data.length") == 2
     tab.page.evaluate("newer => torchlensPage.update(newer)", document(enlarged(shown, 8, 60, 1, 20)))
@@ -106,7 +105,7 @@ def test_contents_alone_renew_the_charts(tab: Tab, shown: Contents) -> None:
 
 
 def test_many_renewals_leave_nothing_behind(tab: Tab, shown: Contents) -> None:
-    """As many figures, elements and listeners after many as after a few."""
+    """The number of figures, elements and listeners does not grow."""
     tab.open("#heat")
     tab.show_all()
     tab.show("heat")
@@ -125,7 +124,7 @@ def test_many_renewals_leave_nothing_behind(tab: Tab, shown: Contents) -> None:
 
 @pytest.fixture
 def served() -> Iterator[Callable[[str, dict[int, Any]], tuple[str, list[str]]]]:
-    """Serves a page and some steps on loopback; tells its address and what was asked for."""
+    """Serve a page and some steps on loopback. Return its address and the requested paths."""
     with contextlib.ExitStack() as leaving:
 
         def serve(page: str, steps: dict[int, Any]) -> tuple[str, list[str]]:
@@ -152,10 +151,10 @@ def served() -> Iterator[Callable[[str, dict[int, Any]], tuple[str, list[str]]]]
         yield serve
 
 
-def test_any_step_is_asked_of_the_server(
+def test_other_steps_are_requested_once_from_the_server(
     tab_of: TabOf, served: Callable[[str, dict[int, Any]], tuple[str, list[str]]], shown: Contents
 ) -> None:
-    """Once; a step that was not recorded is said to be missing, and the nearest one is shown."""
+    """If a step was not recorded, the page says so and shows the nearest one."""
     recorded = {step["step"] for step in shown["traces"]["steps"]}
     wanted, missing = [step for step in range(STEPS) if step not in recorded][:2]
     trace = {**copy.deepcopy(shown["traces"]["steps"][0]), "step": wanted, "why": "asked for"}
@@ -182,8 +181,7 @@ def test_any_step_is_asked_of_the_server(
     assert [each for each in asked if "api" in each] == [f"/run/api/step/{wanted}", f"/run/api/step/{missing}"]
 
 
-def test_without_its_server_the_page_stays(tab_of: TabOf, tmp_path: Path, shown: Contents) -> None:
-    """The nearest step is shown, and the words say so."""
+def test_nearest_step_is_shown_without_the_server(tab_of: TabOf, tmp_path: Path, shown: Contents) -> None:
     path = tmp_path / "left.html"
     path.write_text(document(shown).replace('<html lang="en"', '<html lang="en" data-live="ended"'), "utf-8")
     recorded = {step["step"] for step in shown["traces"]["steps"]}

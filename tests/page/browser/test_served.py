@@ -1,4 +1,4 @@
-"""The live page of a real server in a real browser: it follows a run that is being written, and asks for captures."""
+"""The live page of a real server in a real browser: it follows a running job and requests captures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANKS = 4
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[LiveSimulation]:
-    """A run of which 128 steps are known, rank 2 slow."""
+    """A run with 128 known steps. Rank 2 is slow."""
     with LiveSimulation(tmp_path / "runs" / "live", RANKS, "constant:rank=2,share=0.4,phase=forward") as run:
         run.goes_on(4)
         run.sidecar.keep()
@@ -42,7 +42,7 @@ def server(live: LiveSimulation) -> Iterator[PageServer]:
 
 @pytest.fixture
 def tab(tab_of: TabOf, server: PageServer) -> Tab:
-    """At the list, by the address that was printed."""
+    """Open the list by the printed address."""
     made: Tab = tab_of(Path("/"))
     made.page.goto(server.address)
     made.page.wait_for_selector("main td a")
@@ -50,7 +50,7 @@ def tab(tab_of: TabOf, server: PageServer) -> Tab:
 
 
 def opened(tab: Tab, fragment: str = "") -> Tab:
-    """The run's page, by its link in the list."""
+    """Open the run's page by its link in the list."""
     tab.page.click("main td a")
     tab.page.wait_for_selector("#live-status")
     tab.until("Boolean(window.torchlensPage)")
@@ -60,26 +60,32 @@ def opened(tab: Tab, fragment: str = "") -> Tab:
 
 
 def goes_on(live: LiveSimulation) -> None:
-    """What is new is in segments too, so that steps and their spans are there."""
+    """Continue the run.
+
+    New records are also in segments, so steps and their spans are available.
+    """
     live.goes_on()
     live.sidecar.keep()
 
 
 def steps(tab: Tab) -> int:
-    """As the header says."""
+    """Return the number of steps in the header."""
     found = re.search(r"([\d,]+) steps", tab.page.inner_text("header .facts"))
     assert found is not None
     return int(found[1].replace(",", ""))
 
 
 def foreign(tab: Tab, server: PageServer) -> list[str]:
-    """What was asked for of anybody else."""
+    """Return requests to other origins."""
     own = (f"http://{server.stranger().host}/", "data:", "about:")
     return [each for each in tab.requests if not each.startswith(own)]
 
 
 def test_the_page_follows_its_run(tab: Tab, live: LiveSimulation, server: PageServer) -> None:
-    """Words, tables and charts are renewed without a reload; what is selected stays; its end is said."""
+    """Words, tables and charts are renewed without a reload.
+
+    The selection stays, and the end of the run is shown.
+    """
     assert "token" not in tab.page.url
     opened(tab, "#heat;rank=2;steps=10-59")
     tab.until(f"{STATUS}.startsWith('Live, updated ')")
@@ -102,8 +108,8 @@ def test_the_page_follows_its_run(tab: Tab, live: LiveSimulation, server: PageSe
     assert (tab.problems, foreign(tab, server)) == ([], [])
 
 
-def test_charts_come_with_what_they_show(tab_of: TabOf, tmp_path: Path) -> None:
-    """A young run has a verdict and no steps yet; sections and charts appear as they are written, without a reload."""
+def test_charts_appear_with_their_data(tab_of: TabOf, tmp_path: Path) -> None:
+    """A young run has a verdict and no steps. Sections and charts appear without a reload."""
     with LiveSimulation(tmp_path / "runs" / "young", RANKS) as live, PageServer(tmp_path / "runs") as server:
         live.goes_on()
         tab: Tab = tab_of(Path("/"))
@@ -118,7 +124,7 @@ def test_charts_come_with_what_they_show(tab_of: TabOf, tmp_path: Path) -> None:
 
 
 def test_any_step_is_fetched(tab: Tab, live: LiveSimulation) -> None:
-    """Also one that came meanwhile."""
+    """This includes steps that are newer than the page."""
     opened(tab)
     goes_on(live)
     tab.until(f"torchlensPage.steps.end >= {5 * BLOCK}")
@@ -131,7 +137,7 @@ def test_any_step_is_fetched(tab: Tab, live: LiveSimulation) -> None:
 
 
 def test_paused_page_stays_as_it_is(tab: Tab, live: LiveSimulation) -> None:
-    """Once resumed, it shows the newest steps at once."""
+    """After resuming, it shows the newest steps at once."""
     opened(tab)
     tab.until(f"{STATUS}.startsWith('Live, updated ')")
     tab.page.get_by_role("button", name="Pause").click()
@@ -145,7 +151,10 @@ def test_paused_page_stays_as_it_is(tab: Tab, live: LiveSimulation) -> None:
 
 
 def test_a_capture_by_the_button(tab: Tab, live: LiveSimulation) -> None:
-    """The request is that of the command; what each rank answers appears as it comes, with its files."""
+    """The request equals that of the command.
+
+    Results of ranks appear as they arrive, with their files.
+    """
     opened(tab)
     tab.page.click("#captures summary")
     tab.page.fill("input[name=ranks]", "1, 3")
@@ -172,7 +181,7 @@ def test_a_capture_by_the_button(tab: Tab, live: LiveSimulation) -> None:
     tab.until("document.querySelector('#capture-status .problem')?.textContent.includes('no rank 77')")
 
 
-def test_a_server_that_ends_is_said(tab: Tab, server: PageServer) -> None:
+def test_end_of_the_server_is_shown(tab: Tab, server: PageServer) -> None:
     """The page stays as it was."""
     opened(tab)
     tab.until(f"{STATUS}.startsWith('Live, updated ')")
@@ -182,7 +191,10 @@ def test_a_server_that_ends_is_said(tab: Tab, server: PageServer) -> None:
 
 
 def test_the_list_follows_its_folder(tab: Tab, live: LiveSimulation, server: PageServer) -> None:
-    """A run that begins appears in it; it is filtered as the user types; nothing is asked of others."""
+    """A new run appears in it.
+
+    It is filtered as the user types. There are no requests to other origins.
+    """
     tab.until("document.querySelector('main').textContent.includes('SLOW RANK')")
     with LiveSimulation(live.run.path.with_name("<b>other"), 2) as other:
         other.goes_on()
@@ -196,7 +208,7 @@ def test_the_list_follows_its_folder(tab: Tab, live: LiveSimulation, server: Pag
 
 
 def test_step_times_of_two_ticked_runs(tab: Tab, live: LiveSimulation) -> None:
-    """Ticks last when the list is renewed. A third tick removes the first."""
+    """Ticks stay when the list is renewed. A third tick removes the first."""
     tab.until("document.querySelector('main').textContent.includes('SLOW RANK')")
     with (
         LiveSimulation(live.run.path.with_name("faster"), 2) as faster,
@@ -224,7 +236,7 @@ def test_step_times_of_two_ticked_runs(tab: Tab, live: LiveSimulation) -> None:
 
 
 def test_phone_shows_status_program_and_cost(tab: Tab) -> None:
-    """Within its width, and in rows of one line."""
+    """The list fits the width, in rows of one line."""
     tab.until("document.querySelector('main').textContent.includes('SLOW RANK')")
     tab.page.set_viewport_size({"width": 390, "height": 800})
     for column in ("status", "program", "cost"):
@@ -236,8 +248,8 @@ def test_phone_shows_status_program_and_cost(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_everybody_can_use_it(tab_of: TabOf, server: PageServer, dark: bool) -> None:
-    """No rule of WCAG 2.1 AA that can be checked by machine is broken, in the list and in what a live page has."""
+def test_list_and_live_page_are_accessible(tab_of: TabOf, server: PageServer, dark: bool) -> None:
+    """No rule of WCAG 2.1 AA that can be checked by machine is violated."""
     from axe_playwright_python.sync_playwright import Axe
 
     tab = tab_of(Path("/"), dark=dark, bypass=True)
@@ -251,8 +263,8 @@ def test_everybody_can_use_it(tab_of: TabOf, server: PageServer, dark: bool) -> 
     assert found == [], found
 
 
-def test_hidden_page_asks_for_nothing(tab: Tab, server: PageServer) -> None:
-    """Shown again, it goes on."""
+def test_hidden_page_sends_no_requests(tab: Tab, server: PageServer) -> None:
+    """When it is visible again, it continues."""
     viewer = server.viewer()
 
     def looks() -> int:

@@ -1,4 +1,4 @@
-"""The pictures of the page in the docs: made with SHOTS=1, light, dark and on a phone."""
+"""The pictures of the page in the docs. SHOTS=1 makes them, light, dark and on a phone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ FAULT = "constant:rank=3,share=0.25,phase=forward,since=100"
 
 @pytest.fixture(scope="module")
 def slow_rank_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a simulated run of eight ranks, rank 3 slow in the forward pass from step 100 on."""
+    """The page of a simulated run of eight ranks.
+
+    Rank 3 is slow in the forward pass from step 100 on.
+    """
     folder = tmp_path_factory.mktemp("slow")
     return written(folder, "slow-rank", contents(recorded(folder, FAULT, steps=300, topology=Topology(4, 2))))
 

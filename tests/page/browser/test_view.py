@@ -1,4 +1,4 @@
-"""One view for all charts: what is selected in one place is seen in all others, and is in the address."""
+"""All charts share one view: a selection in one is visible in all others, and is in the address."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING = {
 
 
 def brushed(tab: Tab, name: str, since: float, until: float, y: float) -> None:
-    """Draws a range with the mouse."""
+    """Select a range with the mouse."""
     begin, end = tab.at(name, since, y), tab.at(name, until, y)
     tab.page.mouse.move(*begin)
     tab.page.mouse.down()
@@ -36,17 +36,17 @@ def brushed(tab: Tab, name: str, since: float, until: float, y: float) -> None:
 
 
 def zoomed(tab: Tab, name: str) -> Any:
-    """The range of the chart's horizontal axis."""
+    """Return the range of the chart's horizontal axis."""
     return tab.value(f"(({{min, max}}) => [min, max])({tab.named(name)}.plot.scales.x)")
 
 
 def rows(tab: Tab) -> Any:
-    """The ranks in the heat map, from the top."""
+    """Return the ranks in the heat map, from the top."""
     return tab.value(f"{tab.named('heat')}.order.map(row => torchlensPage.steps.places[row].rank)")
 
 
 def test_brush_selects_steps_everywhere(tab: Tab, shown: Contents) -> None:
-    """In the heat map; then the table of ranks, step times, the time line and all words are of those steps."""
+    """A brush in the heat map also affects the table of ranks, step times, the timeline and all words."""
     assert shown["steps"] is not None
     tab.show_all()
     brushed(tab, "heat", SINCE_STEP + 10.5, SINCE_STEP + 39.5, 4)
@@ -76,8 +76,7 @@ def test_brush_selects_steps_everywhere(tab: Tab, shown: Contents) -> None:
     assert tab.problems == []
 
 
-def test_what_was_not_measured_is_in_no_figure(tab_of: TabOf, wide_file: Path) -> None:
-    """Of a rank that came late, steps are counted from then on, and means are of those."""
+def test_missing_steps_of_a_late_rank_are_not_counted(tab_of: TabOf, wide_file: Path) -> None:
     tab = tab_of(wide_file).open(f"#heat;steps=0-{LATE_STEPS - 1};quantity=step;order=rank;rows=all")
     count = LATE_STEPS * (WIDE_RANKS - 1)
     assert tab.value(f"torchlensPage.steps.spread([0, {LATE_STEPS}]).count") == count
@@ -94,7 +93,7 @@ def test_what_was_not_measured_is_in_no_figure(tab_of: TabOf, wide_file: Path) -
 
 
 def test_brush_in_step_times_and_memory(tab_of: TabOf, wide_file: Path) -> None:
-    """Any chart over steps selects; charts over time show the same range in seconds."""
+    """Every chart over steps selects. Charts over time show the same range in seconds."""
     tab = tab_of(wide_file).open()
     tab.show_all()
     brushed(tab, "steps", 100.5, 199.5, 0.1)
@@ -108,7 +107,7 @@ def test_brush_in_step_times_and_memory(tab_of: TabOf, wide_file: Path) -> None:
     assert box == [pytest.approx(started[since]), pytest.approx(started[until])]
 
 
-def test_a_brush_of_nothing_selects_nothing(tab: Tab) -> None:
+def test_empty_brush_selects_nothing(tab: Tab) -> None:
     brushed(tab, "heat", 50.5, 99.5, 4)
     assert tab.view()["steps"] is not None
     tab.page.keyboard.press("Escape")
@@ -117,9 +116,8 @@ def test_a_brush_of_nothing_selects_nothing(tab: Tab) -> None:
     assert tab.view()["step"] == 60
 
 
-def test_what_is_looked_at_stays_in_its_place(tab: Tab) -> None:
-    """A selection makes tables and words above the heat map grow: the map does not move under the pointer. Nor where a
-    browser does not see to that itself."""
+def test_heat_map_does_not_move_when_content_above_grows(tab: Tab) -> None:
+    """This also holds without the browser's scroll anchoring."""
     tab.open("#heat")
     tab.value("document.documentElement.style.overflowAnchor = 'none'")
     top = tab.chart("heat").bounding_box()["y"]
@@ -130,7 +128,10 @@ def test_what_is_looked_at_stays_in_its_place(tab: Tab) -> None:
 
 
 def test_grouping_and_order(tab: Tab) -> None:
-    """By slowness the slow rank comes first; by node, and by each dimension of the mesh, ranks lie together."""
+    """Sorted by slowness, the slow rank is first.
+
+    Grouped by node or mesh dimension, ranks of a group are adjacent.
+    """
     tab.show("heat")
     assert rows(tab)[0] == SLOW_RANK
     tab.page.select_option("select[name=order]", "rank")
@@ -159,7 +160,7 @@ def test_grouping_and_order(tab: Tab) -> None:
 
 
 def test_slowness_is_that_of_the_selected_steps(tab_of: TabOf, wide_file: Path) -> None:
-    """Before the rank is slow, others come first."""
+    """Before the rank is slow, others are first."""
     tab = tab_of(wide_file).open(f"#heat;order=slowness;steps={WIDE_SINCE}-{WIDE_STEPS - 1}")
     assert rows(tab)[0] == WIDE_SLOW
     tab.value(f"torchlensPage.view.set({{steps: [0, {WIDE_SINCE}]}})")
@@ -181,7 +182,7 @@ def test_quantity_changes_cells_legend_and_words(tab: Tab) -> None:
 
 
 def test_a_step_is_chosen_by_a_click(tab: Tab) -> None:
-    """The time line shows it, or the nearest one that the page holds, and says so; so do the tables below it."""
+    """Timeline and tables show it, or the nearest step of the page with a note."""
     recorded = tab.value("torchlensPage.contents.traces.steps.map(({step}) => step)")
     missing = next(step for step in range(SINCE_STEP, STEPS) if step not in recorded and step - 1 in recorded)
     tab.page.mouse.click(*tab.at("heat", missing + 0.5, 0.5))
@@ -203,8 +204,7 @@ def test_a_step_is_chosen_by_a_click(tab: Tab) -> None:
     assert tab.view()["step"] == max(step for step in recorded if step < recorded[-1])
 
 
-def test_links_lead_to_the_very_view(tab_of: TabOf, wide_file: Path) -> None:
-    """All of a view is in the address, and comes from there."""
+def test_links_restore_the_view(tab_of: TabOf, wide_file: Path) -> None:
     fragment = (
         f"heat;steps=100-199;zoom=50-349;step=120;rank={WIDE_SLOW};quantity=work;group=mesh%20tp;order=rank;"
         "rows=all;theme=dark"
@@ -226,7 +226,7 @@ def test_links_lead_to_the_very_view(tab_of: TabOf, wide_file: Path) -> None:
 
 
 def test_going_to_a_section_keeps_the_view(tab: Tab) -> None:
-    """And the way back leads to the one before."""
+    """The back button returns to the previous section."""
     tab.open("#heat;rank=2;order=rank")
     tab.page.get_by_role("navigation").get_by_role("link", name="Phases").click()
     tab.settle()
@@ -245,8 +245,7 @@ def test_going_to_a_section_keeps_the_view(tab: Tab) -> None:
         "#heat;theme=<b>;clock=device;group=mesh%20__proto__;toString=1", "#constructor;steps=1-2-3",
     ],
 )  # fmt: skip
-def test_hostile_addresses_do_nothing(tab_of: TabOf, file: Path, fragment: str) -> None:
-    """What cannot be meant is as if it were not there, and nothing fails."""
+def test_invalid_values_in_addresses_are_ignored(tab_of: TabOf, file: Path, fragment: str) -> None:
     tab = tab_of(file).open(fragment)
     tab.show_all()
     assert tab.problems == []
@@ -255,7 +254,10 @@ def test_hostile_addresses_do_nothing(tab_of: TabOf, file: Path, fragment: str) 
 
 
 def test_the_keyboard_walks_through_the_heat_map(tab: Tab) -> None:
-    """Arrows choose, Shift selects, Enter opens the step, Escape clears; what is chosen is read out."""
+    """Arrows select a cell, Shift extends, Enter opens the step, Escape clears.
+
+    The selection is read out.
+    """
     tab.open("#heat;order=rank")
     place = tab.chart("heat")
     tab.page.evaluate("document.querySelector('select[name=order]').focus()")
@@ -289,7 +291,7 @@ def test_the_keyboard_walks_through_the_heat_map(tab: Tab) -> None:
 
 
 def test_the_view_follows_the_keyboard(tab_of: TabOf, wide_file: Path) -> None:
-    """What is chosen beyond what is in sight comes into sight."""
+    """A cell that is selected outside the view is scrolled into it."""
     tab = tab_of(wide_file).open("#heat;zoom=0-99;step=99;rank=0;order=rank")
     tab.chart("heat").focus()
     tab.page.keyboard.press("ArrowRight")
@@ -311,7 +313,7 @@ def test_the_keyboard_walks_through_the_collectives_of_a_step(tab: Tab, shown: C
 
 
 def test_zoom_is_one_for_all_charts_of_steps(tab_of: TabOf, wide_file: Path) -> None:
-    """With the wheel and Ctrl; without, the page scrolls."""
+    """The wheel zooms with Ctrl. Without, the page scrolls."""
     tab = tab_of(wide_file).open()
     tab.show_all()
     x, y = tab.at("heat", 300.5, 3.5)
@@ -348,8 +350,8 @@ def test_zoom_of_a_page_without_steps_does_nothing(tab_of: TabOf, shown: Content
     assert tab.page.get_by_role("button", name="show all steps").count() == 0
 
 
-def test_theme(tab: Tab) -> None:
-    """As the system, light or dark; charts are drawn in its colours."""
+def test_theme_follows_the_system(tab: Tab) -> None:
+    """Charts use its colours."""
     tab.show("steps")
     colours = {}
     for theme in ("light", "dark"):
@@ -378,7 +380,10 @@ def test_a_narrow_window_has_narrow_charts(tab: Tab) -> None:
 
 
 def test_tables_are_sorted_by_their_numbers(tab: Tab) -> None:
-    """With units, and shares by their share; what was not measured comes last both ways."""
+    """Numbers have units, and shares are sorted by share.
+
+    Missing values come last in both directions.
+    """
     table = tab.show("ranks").locator("table:visible")
     wait = table.get_by_role("columnheader", name="comm wait")
     for direction in ("descending", "ascending"):
@@ -395,8 +400,7 @@ def test_tables_are_sorted_by_their_numbers(tab: Tab) -> None:
     assert tab.value(made) == ["zwxuyv", "uxwzyv"]
 
 
-def test_from_a_verdict_to_its_steps(tab: Tab) -> None:
-    """One button shows the rank and the steps that the verdict is about."""
+def test_button_of_a_verdict_selects_its_rank_and_steps(tab: Tab) -> None:
     since = tab.value("torchlensPage.contents.report.verdicts[0].since_step")
     tab.page.get_by_role("button", name="Show in charts").first.click()
     tab.settle()
@@ -405,8 +409,8 @@ def test_from_a_verdict_to_its_steps(tab: Tab) -> None:
     assert 0 <= tab.value("document.getElementById('heat').getBoundingClientRect().top") < 120
 
 
-def test_a_rank_of_the_table_is_chosen(tab: Tab) -> None:
-    """By its number, as a toggle; its line is then in the other charts."""
+def test_rank_number_in_the_table_toggles_the_selection(tab: Tab) -> None:
+    """Its line is then in the other charts."""
     button = tab.show("ranks").get_by_role("button", name="rank 2", exact=True)
     button.click()
     tab.settle()
@@ -424,7 +428,7 @@ def test_all_ranks_of_a_large_table(tab_of: TabOf, wide_file: Path) -> None:
 
 
 def test_paper_has_light_charts_without_controls(tab: Tab) -> None:
-    """Controls and the selection are not printed; charts are, on white, and the theme comes back."""
+    """Controls and the selection are not printed. The theme returns after printing."""
     tab.open("#heat;steps=10-19;rank=1;step=12;theme=dark")
     tab.show_all()
     colour = f"{tab.named('heat')}.plot.axes[0].stroke()"
